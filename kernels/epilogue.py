@@ -1,0 +1,63 @@
+"""What happens to a tile of raw logits before anything leaves the chip. Device functions only.
+
+Every path that sees logits in tiles calls these, so that all of them draw the same token from the
+same logits. Blocks are ``[BLOCK_V, BLOCK_B]``: vocabulary ids down, rows of the batch across.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import rng
+
+# Bound of a logit, so that logit / temperature stays finite.
+_LIMIT = tl.constexpr(2.0**100)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def transform_logits(
+    acc,  # [BLOCK_V, BLOCK_B] f32, hidden @ weight.T
+    valid,  # [BLOCK_V, 1] bool, false for padding rows of the head
+    logit_scale,
+    softcap,
+    LOGITS_DTYPE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """The model's logits, as float32: rounded like its GEMM output, scaled, soft-capped, masked.
+
+    Rounding matters: a bf16 model's logits have many exact ties, and another rounding is another
+    distribution than the one its logits define.
+    """
+    logits = acc.to(LOGITS_DTYPE).to(tl.float32)
+    if HAS_SCALE:
+        logits = (logits * logit_scale).to(LOGITS_DTYPE).to(tl.float32)
+    if HAS_SOFTCAP:
+        # tanh(x) = 1 - 2 / (e^2x + 1): saturates cleanly at both ends, no libdevice.
+        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * _LOG2_E / softcap)) + 1.0))
+    # NaN fails the comparison: it is masked like padding.
+    return tl.where(valid & (logits > -_LIMIT), tl.minimum(logits, _LIMIT), float("-inf"))
+
+
+@triton.jit
+def score_groups(
+    logits,  # [NUM_GROUPS, GROUP_SIZE, BLOCK_B] f32
+    inv_temperature,  # [BLOCK_B] f32, 1 on greedy rows
+    greedy,  # [BLOCK_B] bool
+    seed,  # [NUM_GROUPS, BLOCK_B] i64
+    position,  # [NUM_GROUPS, BLOCK_B] i64
+    group,  # [NUM_GROUPS] i32, absolute group ids
+):
+    """Perturbed log-mass of each group (its maximum on greedy rows), and the parts of its log-mass.
+
+    Returns ``score, peak, mass``, each ``[NUM_GROUPS, BLOCK_B]`` float32: the group's log-sum-exp at
+    temperature is ``peak * inv_temperature + log(mass)``; an all-masked group has mass 0.
+    """
+    peak = tl.max(logits, axis=1)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    mass = tl.sum(tl.exp2((logits - base[:, None, :]) * (inv_temperature * _LOG2_E)[None, None, :]), axis=1)
+    waiting = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
+    sampled = base * inv_temperature[None, :] + tl.log(mass / waiting)
+    return tl.where(greedy[None, :], peak, sampled), base, mass

@@ -1,0 +1,420 @@
+"""One token per row, straight from the hidden states: LM head, softmax and sampling in one pass.
+
+    token[b] ~ softmax(logits[b] / temperature[b])   or   argmax(logits[b]) where temperature[b] <= 0
+    logits   = softcap(logit_scale * (hidden @ weight.T))
+
+without ``[B, V]`` in memory (FlashSampling paper, section 3.2; group factorization: Lemma 4.3).
+
+Two launches. ``_lm_head_sample_kernel`` is a persistent GEMM with the head as its left operand: P
+programs (per block of rows) walk the vocabulary tiles, and each keeps, per row, the best perturbed
+group of 16 ids and that group's logits. ``_reduce_parts_kernel`` takes the best of the P parts and
+draws the token inside its group.
+
+The head is read once per block of rows. Not for a batch so large that a GEMM with ``[B, V]`` output
+is faster than this one: a dispatcher's business, not this file's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import rng
+from .epilogue import score_groups, transform_logits
+from .tiles import TileConfig
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_NO_GROUP = tl.constexpr(2**31 - 1)
+
+
+# Per-row parameters may come as views at any offset: another alignment must not compile another kernel.
+_ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr"]
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_parts"],
+    do_not_specialize_on_alignment=_ROW_POINTERS,
+)
+def _lm_head_sample_kernel(
+    weight,  # [V, D] pointer, or a descriptor of its [BLOCK_V, BLOCK_D] blocks
+    hidden_ptr,  # [B, D]
+    temperature_ptr,  # [B] f32
+    seed_ptr,  # [B] i64
+    position_ptr,  # [B] i64
+    score_ptr,  # out [P, B] f32, the part's best perturbed group
+    group_ptr,  # out [P, B] i32, its absolute id
+    logits_ptr,  # out [P, B, GROUP_SIZE] f32, its logits
+    lse_ptr,  # out [P, B, 2] f32, the part's largest logit, and its exp-sum relative to that
+    num_rows,
+    vocab_size,
+    vocab_start,
+    num_parts,
+    weight_stride,
+    hidden_stride,
+    logit_scale,
+    softcap,
+    # constexpr
+    D: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    RETURN_LOGPROB: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
+    # Programs that share a vocabulary tile are neighbours: all but the first read it from L2.
+    part = tl.program_id(0) // num_row_blocks
+    offs_b = (tl.program_id(0) % num_row_blocks) * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_b = offs_b < num_rows
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_g = tl.arange(0, NUM_GROUPS)
+    hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + offs_d[:, None]  # [BLOCK_D, BLOCK_B]
+    temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
+    greedy = temperature <= 0.0
+    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+    # Seeds and positions are loaded as whole [NUM_GROUPS, BLOCK_B] blocks. A broadcast would do, but the
+    # compiler then recomputes the noise in the accumulator's layout: eight times, once per lane of a group.
+    block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
+    block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
+
+    # The running best is kept per group slot of the tile, [NUM_GROUPS, BLOCK_B], with the winner's logits in
+    # registers beside it: no tile needs a reduction across warps, only the program's end does.
+    best_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
+    best_tile = tl.full([NUM_GROUPS, BLOCK_B], 0, tl.int32) + part
+    best_logits = tl.full([NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)
+    lse_peak = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
+    lse_mass = tl.zeros([NUM_GROUPS, BLOCK_B], tl.float32)
+    for tile in tl.range(part, tl.cdiv(vocab_size, BLOCK_V), num_parts, flatten=FLATTEN):
+        first = tile * BLOCK_V
+        offs_v = first + tl.arange(0, BLOCK_V)
+        acc = tl.zeros([BLOCK_V, BLOCK_B], tl.float32)
+        for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+            mask_d = d + offs_d < D
+            if USE_TMA:
+                blk_w = weight.load([first, d])
+            else:
+                blk_w = tl.load(
+                    weight + offs_v.to(tl.int64)[:, None] * weight_stride + (d + offs_d)[None, :],
+                    mask=(offs_v < vocab_size)[:, None] & mask_d[None, :],
+                    other=0.0,
+                )
+            blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
+            acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
+
+        logits = transform_logits(
+            acc, (offs_v < vocab_size)[:, None], logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP
+        )
+        logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
+        seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
+        position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
+        group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
+        score, peak, mass = score_groups(logits, inv_temperature, greedy, seed, position, group)
+        better = score > best_score  # strict, and tiles ascend: the first maximum wins a tie
+        best_score = tl.where(better, score, best_score)
+        best_tile = tl.where(better, tile, best_tile)
+        best_logits = tl.where(better[:, None, :], logits, best_logits)
+        if RETURN_LOGPROB:
+            new_peak = tl.maximum(lse_peak, tl.where(mass > 0.0, peak, float("-inf")))
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            lse_mass = lse_mass * tl.exp((lse_peak - shift) * inv_temperature[None, :])
+            lse_mass += tl.where(mass > 0.0, mass * tl.exp((peak - shift) * inv_temperature[None, :]), 0.0)
+            lse_peak = new_peak
+
+    best_group = (vocab_start + best_tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
+    part_score = tl.max(best_score, axis=0)
+    tied = best_score == part_score[None, :]
+    part_group = tl.min(tl.where(tied, best_group, _NO_GROUP), axis=0)
+    chosen = tied & (best_group == part_group[None, :])
+    part_logits = tl.sum(tl.where(chosen[:, None, :], best_logits, 0.0), axis=0)  # [GROUP_SIZE, BLOCK_B]
+    out = part * num_rows + offs_b
+    tl.store(score_ptr + out, part_score, mask=mask_b)
+    tl.store(group_ptr + out, part_group, mask=mask_b)
+    logits_offs = out[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
+    tl.store(logits_ptr + logits_offs, part_logits, mask=mask_b[None, :])
+    if RETURN_LOGPROB:
+        part_peak = tl.max(lse_peak, axis=0)
+        shift = tl.where(part_peak == float("-inf"), 0.0, part_peak)
+        part_mass = tl.sum(lse_mass * tl.exp((lse_peak - shift[None, :]) * inv_temperature[None, :]), axis=0)
+        tl.store(lse_ptr + out * 2, part_peak, mask=mask_b)
+        tl.store(lse_ptr + out * 2 + 1, part_mass, mask=mask_b)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start"],
+    do_not_specialize_on_alignment=[*_ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
+)
+def _reduce_parts_kernel(
+    score_ptr,  # [P, B] f32
+    group_ptr,  # [P, B] i32
+    logits_ptr,  # [P, B, GROUP_SIZE] f32
+    lse_ptr,  # [P, B, 2] f32
+    temperature_ptr,  # [B] f32
+    seed_ptr,  # [B] i64
+    position_ptr,  # [B] i64
+    token_ptr,  # out [B] i64
+    best_score_ptr,  # out [B] f32
+    logprob_ptr,  # out [B] f32
+    num_rows,
+    num_parts,
+    vocab_size,
+    vocab_start,
+    # constexpr
+    RETURN_LOGPROB: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    offs_b = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_b = offs_b < num_rows
+    offs_p = tl.arange(0, BLOCK_P)
+    slots = offs_p[:, None] * num_rows + offs_b[None, :]  # [BLOCK_P, BLOCK_R]
+    mask = (offs_p < num_parts)[:, None] & mask_b[None, :]
+    temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
+    greedy = temperature <= 0.0
+    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+
+    score = tl.load(score_ptr + slots, mask=mask, other=float("-inf"))
+    group = tl.load(group_ptr + slots, mask=mask, other=_NO_GROUP)
+    best_score = tl.max(score, axis=0)
+    # Parts interleave their tiles, so among equal scores the lowest group decides, not the lowest part.
+    tied = score == best_score[None, :]
+    best_group = tl.min(tl.where(tied, group, _NO_GROUP), axis=0)
+    part = tl.sum(tl.where(tied & (group == best_group[None, :]), offs_p[:, None], 0), axis=0)
+
+    offs_i = tl.arange(0, rng.GROUP_SIZE)
+    token = best_group[None, :] * rng.GROUP_SIZE + offs_i[:, None]  # [GROUP_SIZE, BLOCK_R]
+    logits_offs = (part * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
+    logits = tl.load(logits_ptr + logits_offs, mask=mask_b[None, :], other=0.0)
+    seed = tl.load(seed_ptr + offs_b, mask=mask_b, other=0)
+    position = tl.load(position_ptr + offs_b, mask=mask_b, other=0)
+    waiting = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
+    perturbed = tl.where(greedy[None, :], logits, logits * inv_temperature[None, :] - tl.log(waiting))
+    perturbed = tl.where(token < vocab_start + vocab_size, perturbed, float("-inf"))
+    pick = tl.argmax(perturbed, axis=0)
+    tl.store(token_ptr + offs_b, (best_group * rng.GROUP_SIZE + pick).to(tl.int64), mask=mask_b)
+    tl.store(best_score_ptr + offs_b, best_score, mask=mask_b)
+    if RETURN_LOGPROB:
+        peak = tl.load(lse_ptr + slots * 2, mask=mask, other=float("-inf"))
+        mass = tl.load(lse_ptr + slots * 2 + 1, mask=mask, other=0.0)
+        max_peak = tl.max(peak, axis=0)
+        total = tl.sum(mass * tl.exp((peak - max_peak[None, :]) * inv_temperature[None, :]), axis=0)
+        logit = tl.sum(tl.where(offs_i[:, None] == pick[None, :], logits, 0.0), axis=0)
+        tl.store(logprob_ptr + offs_b, (logit - max_peak) * inv_temperature - tl.log(total), mask=mask_b)
+
+
+class Workspace:
+    """Scratch of ``lm_head_sample`` for up to ``slots`` = parts x rows; reused by every call on one stream.
+
+    ``slots * 84`` bytes on ``device``.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.slots = slots
+        self.score = torch.empty(slots, dtype=torch.float32, device=device)
+        self.group = torch.empty(slots, dtype=torch.int32, device=device)
+        self.logits = torch.empty(slots, rng.GROUP_SIZE, dtype=torch.float32, device=device)
+        self.lse = torch.empty(slots, 2, dtype=torch.float32, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class LMHead:
+    """An LM head: ``[V, D]`` weight (bf16, fp16 or fp32, row-contiguous) and how logits come from it.
+
+    vocab_size: ids below it are real, the rows after it are padding and are never returned (default V).
+    vocab_start: absolute id of row 0, a multiple of ``GROUP_SIZE``; non-zero on a vocabulary shard.
+    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
+    logits_dtype: what a logit is rounded to before anything else, as the model's own GEMM would do
+    (default: the weight's dtype; torch.float32 keeps the accumulator).
+    """
+
+    weight: torch.Tensor
+    vocab_size: int = 0
+    vocab_start: int = 0
+    logit_scale: float | None = None
+    softcap: float | None = None
+    logits_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        if weight.dim() != 2 or weight.dtype not in _DTYPES:
+            raise ValueError(
+                f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32"
+            )
+        if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
+            raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
+        if self.vocab_size == 0:
+            object.__setattr__(self, "vocab_size", weight.shape[0])
+        if self.logits_dtype is None:
+            object.__setattr__(self, "logits_dtype", weight.dtype)
+        if not 1 <= self.vocab_size <= weight.shape[0]:
+            raise ValueError(f"vocab_size is {self.vocab_size}; expected 1 to the head's {weight.shape[0]} rows")
+        if self.vocab_start < 0 or self.vocab_start % rng.GROUP_SIZE:
+            raise ValueError(f"vocab_start is {self.vocab_start}; expected a multiple of {rng.GROUP_SIZE}, 0 or more")
+        if self.vocab_start + weight.shape[0] >= 2**31:
+            raise ValueError(f"ids reach {self.vocab_start + weight.shape[0]}; expected them below 2**31")
+        if self.logits_dtype not in _DTYPES:
+            raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap is {self.softcap}; expected a positive number or None")
+
+    @functools.cached_property
+    def supports_tma(self) -> bool:
+        """Whether tensor descriptors can address the weight: 16-byte aligned rows."""
+        itemsize = self.weight.element_size()
+        return self.weight.data_ptr() % 16 == 0 and self.weight.stride(0) * itemsize % 16 == 0
+
+    @functools.cached_property
+    def _descriptors(self) -> dict[tuple[int, int], TensorDescriptor]:
+        return {}
+
+    def blocks(self, tile: TileConfig) -> torch.Tensor | TensorDescriptor:
+        """What the kernel reads the weight through: a descriptor of the tile's blocks, or the tensor."""
+        if not tile.tma:
+            return self.weight
+        key = (tile.block_v, tile.block_d)
+        found = self._descriptors.get(key)
+        if found is None:
+            found = self._descriptors[key] = TensorDescriptor.from_tensor(self.weight, list(key))
+        return found
+
+
+@functools.cache
+def _num_programs(device: torch.device, ctas_per_sm: int) -> int:
+    if device.type != "cuda":
+        return ctas_per_sm  # interpreted: programs run one after the other
+    return torch.cuda.get_device_properties(device).multi_processor_count * ctas_per_sm
+
+
+def num_parts(head: LMHead, num_rows: int, tile: TileConfig) -> int:
+    """P: how many programs share the vocabulary for each block of rows."""
+    row_blocks = triton.cdiv(num_rows, tile.block_b)
+    resident = _num_programs(head.weight.device, tile.ctas_per_sm)
+    return max(1, min(resident // row_blocks, triton.cdiv(head.vocab_size, tile.block_v)))
+
+
+def workspace_slots(head: LMHead, max_rows: int, tile: TileConfig) -> int:
+    """Slots that a ``Workspace`` needs for any batch of 1 to ``max_rows`` rows with this tile."""
+    return max(num_parts(head, rows, tile) * rows for rows in range(1, max_rows + 1))
+
+
+def _require(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != like.device or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+            f"expected contiguous {shape} {dtype} on {like.device}"
+        )
+
+
+def lm_head_sample(
+    hidden: torch.Tensor,  # [B, D], the weight's dtype
+    head: LMHead,
+    temperature: torch.Tensor,  # [B] f32; 0 or less is greedy
+    seed: torch.Tensor,  # [B] i64
+    position: torch.Tensor,  # [B] i64
+    tile: TileConfig,
+    *,
+    return_logprob: bool = False,
+    workspace: Workspace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Draw one token per row of ``hidden``.
+
+    Returns ``token [B] i64`` (absolute ids), ``score [B] f32`` (the winning group's perturbed log-mass;
+    its largest logit on greedy rows: the shard with the largest score holds the token of the whole
+    vocabulary, ties to the lowest shard) and ``logprob [B] f32`` of the token under
+    ``softmax(logits / temperature)`` (temperature 1 on greedy rows) or None.
+
+    Invariants: a token depends on (logits row, seed, position) alone; every token is in
+    ``[vocab_start, vocab_start + vocab_size)``, also when logits are NaN (never drawn; a row of nothing else gives
+    ``vocab_start``) or infinite; the first maximum wins a greedy tie.
+
+    Raises ValueError for a tensor of another shape, dtype, layout or device.
+    """
+    if hidden.dim() != 2 or hidden.dtype != head.weight.dtype or hidden.shape[1] != head.weight.shape[1]:
+        raise ValueError(
+            f"hidden is {tuple(hidden.shape)} {hidden.dtype}; "
+            f"expected [B, {head.weight.shape[1]}] {head.weight.dtype} as the head's"
+        )
+    if hidden.device != head.weight.device or hidden.stride(1) != 1:
+        raise ValueError(
+            f"hidden is on {hidden.device} with strides {hidden.stride()}; "
+            f"expected contiguous rows on {head.weight.device}"
+        )
+    num_rows = hidden.shape[0]
+    _require("temperature", temperature, (num_rows,), torch.float32, hidden)
+    _require("seed", seed, (num_rows,), torch.int64, hidden)
+    _require("position", position, (num_rows,), torch.int64, hidden)
+    token = torch.empty(num_rows, dtype=torch.int64, device=hidden.device)
+    score = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
+    logprob = torch.empty(num_rows, dtype=torch.float32, device=hidden.device) if return_logprob else None
+    if num_rows == 0:
+        return token, score, logprob
+    if tile.tma and not head.supports_tma:
+        tile = dataclasses.replace(tile, tma=False)
+    parts = num_parts(head, num_rows, tile)
+    if workspace is None:
+        workspace = Workspace(parts * num_rows, hidden.device)
+    elif workspace.slots < parts * num_rows:
+        raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
+
+    _lm_head_sample_kernel[(parts * triton.cdiv(num_rows, tile.block_b),)](
+        head.blocks(tile),
+        hidden,
+        temperature,
+        seed,
+        position,
+        workspace.score,
+        workspace.group,
+        workspace.logits,
+        workspace.lse,
+        num_rows,
+        head.vocab_size,
+        head.vocab_start,
+        parts,
+        head.weight.stride(0),
+        hidden.stride(0),
+        1.0 if head.logit_scale is None else head.logit_scale,
+        1.0 if head.softcap is None else head.softcap,
+        D=hidden.shape[1],
+        LOGITS_DTYPE=_DTYPES[head.logits_dtype],
+        HAS_SCALE=head.logit_scale is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        RETURN_LOGPROB=return_logprob,
+        BLOCK_B=tile.block_b,
+        BLOCK_V=tile.block_v,
+        BLOCK_D=tile.block_d,
+        STAGES=tile.stages,
+        FLATTEN=tile.flatten,
+        USE_TMA=tile.tma,
+        num_warps=tile.num_warps,
+    )
+    _reduce_parts_kernel[(triton.cdiv(num_rows, tile.reduce_rows),)](
+        workspace.score,
+        workspace.group,
+        workspace.logits,
+        workspace.lse,
+        temperature,
+        seed,
+        position,
+        token,
+        score,
+        score if logprob is None else logprob,
+        num_rows,
+        parts,
+        head.vocab_size,
+        head.vocab_start,
+        RETURN_LOGPROB=return_logprob,
+        BLOCK_P=triton.next_power_of_2(_num_programs(hidden.device, tile.ctas_per_sm)),
+        BLOCK_R=tile.reduce_rows,
+        num_warps=1,
+    )
+    return token, score, logprob

@@ -1,0 +1,44 @@
+"""The shape of one launch: which tile of the head a program works on, and how.
+
+A ``TileConfig`` never changes a token: tiles decide how the work is cut, the noise is keyed by absolute
+vocabulary ids (``rng.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .rng import GROUP_SIZE
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class TileConfig:
+    """One point of the launch space of ``lm_head_sample``.
+
+    block_b: rows of the batch per tile; block_v: vocabulary ids per tile; block_d: hidden elements per
+    step. num_warps, stages: warps per program and depth of the software pipeline. ctas_per_sm: resident
+    programs per multiprocessor. flatten: merge the tile loop and the hidden loop, so that the next
+    tile's loads are in flight during an epilogue. tma: load the head through tensor descriptors
+    (compute capability 9.0 and newer). reduce_rows: rows of the batch per program of the reduction.
+    """
+
+    block_b: int
+    block_v: int
+    block_d: int
+    num_warps: int
+    stages: int
+    ctas_per_sm: int = 1
+    flatten: bool = True
+    tma: bool = True
+    reduce_rows: int = 1
+
+    def __post_init__(self) -> None:
+        powers_of_two = {"block_b": 16, "block_v": 2 * GROUP_SIZE, "block_d": 16, "num_warps": 1, "reduce_rows": 1}
+        for name, least in powers_of_two.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least or value & (value - 1):
+                raise ValueError(f"TileConfig.{name} is {value!r}; expected a power of two of at least {least}")
+        for name in ("stages", "ctas_per_sm"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"TileConfig.{name} is {value!r}; expected an integer of at least 1")

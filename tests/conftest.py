@@ -1,0 +1,45 @@
+"""Where the tests run: on a CUDA device, or, without one, with the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first `import triton`
+
+try:
+    import sgl_flashsample.kernels  # noqa: F401
+except ImportError:
+    # A bare checkout, not installed: the mapping that pyproject.toml makes for an install.
+    sys.path.insert(0, str(ROOT))
+    import sgl_flashsample
+
+    sgl_flashsample.__path__.append(str(ROOT))
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import interpreter_bf16
+
+    interpreter_bf16.patch()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

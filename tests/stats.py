@@ -1,0 +1,46 @@
+"""Statistics of the distribution tests: a G-test whose power is known before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from scipy import stats
+
+
+@dataclasses.dataclass(frozen=True)
+class GTest:
+    statistic: float
+    dof: int
+    p_value: float
+
+
+def g_test(observed: np.ndarray, probability: np.ndarray, min_expected: float = 5.0) -> GTest:
+    """Observed counts against exact probabilities. Cells that expect fewer than ``min_expected`` draws are pooled,
+    never dropped: their mass is tested as one cell."""
+    observed = np.asarray(observed, dtype=np.float64)
+    expected = np.asarray(probability, dtype=np.float64) * observed.sum()
+    assert observed.shape == expected.shape
+    assert np.isclose(np.sum(probability), 1.0, atol=1e-6)
+    small = expected < min_expected
+    if small.any():
+        observed = np.append(observed[~small], observed[small].sum())
+        expected = np.append(expected[~small], expected[small].sum())
+    if observed[expected == 0].sum() > 0:
+        return GTest(float("inf"), len(observed) - 1, 0.0)
+    keep = expected > 0
+    observed, expected = observed[keep], expected[keep]
+    terms = np.where(observed > 0, observed * np.log(np.where(observed > 0, observed, 1.0) / expected), 0.0)
+    statistic, dof = 2.0 * terms.sum(), len(observed) - 1
+    return GTest(float(statistic), dof, float(stats.chi2.sf(statistic, dof)) if dof else 1.0)
+
+
+def power(draws: int, truth: np.ndarray, alternative: np.ndarray, alpha: float, min_expected: float = 5.0) -> float:
+    """Probability that ``g_test`` at level ``alpha`` rejects ``truth`` when the draws follow ``alternative``."""
+    small = truth * draws < min_expected
+    p = np.append(truth[~small], truth[small].sum())
+    q = np.append(alternative[~small], alternative[small].sum())
+    p, q = p[p > 0], q[p > 0]
+    noncentrality = draws * float(((q - p) ** 2 / p).sum())
+    dof = len(p) - 1
+    return float(stats.ncx2.sf(stats.chi2.isf(alpha, dof), dof, noncentrality))
