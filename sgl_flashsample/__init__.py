@@ -1,0 +1,41 @@
+"""sgl-flashsample: the last step of LLM decoding (LM head, softmax, sampling) as one exact fused pass.
+
+    from sgl_flashsample import BatchParams, LMHead, sample
+
+    head = LMHead(weight, vocab_size=151_643)
+    out = sample(hidden, head, BatchParams(temperature, seed, position))
+
+``sample`` is documented in ``api.py``; SGLang reaches the same code through ``sglang/plugin.py``.
+Importing this package loads neither torch nor Triton; the names below do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .api import BatchParams, SampleOutput, sample
+    from .kernels.lm_head_sample import LMHead, Workspace
+    from .kernels.rng import NOISE_ABI
+    from .kernels.tiles import TileConfig
+
+_HOMES = {
+    "BatchParams": ".api",
+    "SampleOutput": ".api",
+    "sample": ".api",
+    "LMHead": ".kernels.lm_head_sample",
+    "Workspace": ".kernels.lm_head_sample",
+    "NOISE_ABI": ".kernels.rng",
+    "TileConfig": ".kernels.tiles",
+}
+
+__all__ = ["NOISE_ABI", "BatchParams", "LMHead", "SampleOutput", "TileConfig", "Workspace", "__version__", "sample"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)

@@ -1,0 +1,111 @@
+"""SGLang on a machine without a GPU, for demonstration and tests: plain PyTorch on the CPU, Triton interpreted.
+
+SGLang's own CPU engine needs AMX kernels that are not on PyPI, so this adds a platform through SGLang's own
+entry point group ``sglang.srt.platforms``. It is never part of an installation: ``environment`` writes the
+entry points to a folder that only the servers it is given to have on their path.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_ENTRY_POINTS = """\
+[sglang.srt.platforms]
+flashsample_cpu = sgl_flashsample.demo.cpu_platform:activate
+
+[sglang.srt.plugins]
+flashsample_cpu_arguments = sgl_flashsample.demo.cpu_platform:keep_sampling_backend
+"""
+_METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
+# PyPI's torchvision is a CUDA build: beside a CPU torch it cannot load its library, and then lacks two schemas.
+_SITECUSTOMIZE = """\
+import importlib.abc
+import sys
+
+
+class _TorchvisionSchemas(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            if torch.version.cuda is None:
+                library = torch.library.Library("torchvision", "DEF")
+                sys.modules[__name__].torchvision_library = library
+                for op in ("nms", "qnms"):
+                    library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return None
+
+
+sys.meta_path.insert(0, _TorchvisionSchemas())
+"""
+
+SERVER_ARGUMENTS = ["--device", "cpu", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Environment variables of a server on the CPU; ``folder`` receives the files that they point to."""
+    info = folder / "flashsample_cpu_demo-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "entry_points.txt").write_text(_ENTRY_POINTS)
+    (info / "METADATA").write_text(_METADATA)
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "PYTHONPATH": os.pathsep.join(path),
+        "TRITON_INTERPRET": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # else the first request with a penalty waits for a compiler
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def activate() -> str:
+    """Entry point: the platform class."""
+    return "sgl_flashsample.demo.cpu_platform.NativeCpuPlatform"
+
+
+def keep_sampling_backend() -> None:
+    """Entry point: SGLang forces the pytorch sampling backend on a CPU; let the chosen one through."""
+    import importlib
+
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.arg_groups.platform_hook.handle_cpu_backends"
+    try:
+        if not hasattr(importlib.import_module(target.rpartition(".")[0]), "handle_cpu_backends"):
+            raise ImportError
+    except ImportError:  # up to 0.5.18
+        target = "sglang.srt.server_args.ServerArgs._handle_cpu_backends"
+    HookRegistry.register(target, lambda server_args: None, HookType.REPLACE)
+
+
+def __getattr__(name: str):
+    if name != "NativeCpuPlatform":
+        raise AttributeError(name)
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
+        _enum = PlatformEnum.OOT
+        device_name = device_type = "cpu"
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"
+
+        def get_mha_kv_pool_cls(self):
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
+
+        def get_paged_allocator_cls(self):
+            from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+
+            def make(size, *, page_size, dtype, device, kvcache, need_sort):
+                return TokenToKVPoolAllocator(size, dtype=dtype, device=device, kvcache=kvcache, need_sort=need_sort)
+
+            return make
+
+    globals()[name] = NativeCpuPlatform
+    return NativeCpuPlatform

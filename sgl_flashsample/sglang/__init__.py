@@ -1,0 +1,11 @@
+"""The SGLang backend, and the only code here that knows SGLang. Entry point: ``plugin.register``.
+
+plugin.py       registers the backend; installs the hooks when a server selects it
+hooks.py        the five places where SGLang calls us
+lazy_logits.py  what LogitsProcessor returns instead of logits
+rows.py         per-row parameters that follow a batch through filters and merges
+sampler.py      the Sampler: fused pass, or SGLang's own
+runtime.py      what this process serves: heads, kernels, counters
+support.py      why something is not served, as one word
+versions.py     which SGLang versions are known, and the shape of each hook target
+"""

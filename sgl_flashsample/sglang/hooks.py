@@ -1,0 +1,122 @@
+"""The places where SGLang calls us. Installed only in a process whose server selected the backend."""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from . import support, versions
+from .lazy_logits import LazyLogits, plain
+from .rows import Rows
+from .runtime import Runtime
+
+logger = logging.getLogger("sgl_flashsample")
+
+ROWS_ATTRIBUTE = "_flashsample_rows"  # on SamplingBatchInfo
+REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
+_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+
+
+def rows_of(sampling_info: Any) -> Rows | None:
+    """The rows that follow this SamplingBatchInfo; None when SGLang made it in a way we do not know."""
+    return getattr(sampling_info, ROWS_ATTRIBUTE, None)
+
+
+class Hooks:
+    """The hook functions, bound to one Runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def get_logits(
+        self,
+        original: Callable,
+        processor: Any,
+        hidden_states: Any,
+        lm_head: Any,
+        logits_metadata: Any,
+        embedding_bias: Any = None,
+        use_logits_buffer: bool = True,
+    ) -> Any:
+        """LogitsProcessor._get_logits: carry the hidden states instead of computing logits."""
+        state = None
+        if embedding_bias is None:
+            state = self.runtime.can_defer(processor, hidden_states, lm_head, logits_metadata)
+        if state is None:
+            return original(processor, hidden_states, lm_head, logits_metadata, embedding_bias, use_logits_buffer)
+
+        def compute(hidden: Any) -> Any:
+            return original(processor, hidden, lm_head, logits_metadata, None, False)
+
+        return LazyLogits(hidden_states, processor.vocab_size, state, compute)
+
+    def load_model(self, result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+        """ModelRunner.load_model: the weights are there, graphs are not captured yet."""
+        if not model_runner.is_draft_worker:
+            self.runtime.prepare_model(model_runner.model)
+
+    def preprocess_logits(
+        self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """ModelRunner._preprocess_logits: applies penalties, grammar and bias, so it needs real logits where it does."""
+        if isinstance(logits_output.next_token_logits, LazyLogits):
+            reason = support.batch_reason(rows_of(sampling_info), sampling_info, False, None, None, False)
+            if args or any(value is not None for value in kwargs.values()):
+                reason = reason or "sampling_observer"
+            if reason is None:
+                # Nothing applies to this batch; what a departed request left behind would only add zeros.
+                sampling_info.grammar_mask = None
+                return None
+            setattr(logits_output, REASON_ATTRIBUTE, reason)
+            logits_output.next_token_logits = plain(logits_output.next_token_logits)
+        return original(model_runner, logits_output, sampling_info, *args, **kwargs)
+
+    def from_schedule_batch(self, result: Any, sampling_info: Any, batch: Any, vocab_size: int) -> None:
+        runtime = self.runtime
+        if runtime.problem is None:
+            rows = Rows.of_requests(batch.reqs, runtime.server_seed, runtime.custom_processors, batch.device)
+            setattr(sampling_info, ROWS_ATTRIBUTE, rows)
+
+    def filter_batch(self, result: Any, sampling_info: Any, keep_indices: Any, keep_indices_device: Any) -> None:
+        rows = rows_of(sampling_info)
+        if rows is not None:
+            setattr(sampling_info, ROWS_ATTRIBUTE, rows.keep(keep_indices, keep_indices_device))
+
+    def merge_batch(self, result: Any, sampling_info: Any, other: Any) -> None:
+        rows, others = rows_of(sampling_info), rows_of(other)
+        both = rows is not None and others is not None
+        setattr(sampling_info, ROWS_ATTRIBUTE, rows.followed_by(others) if both else None)
+
+    def copy_for_forward(self, result: Any, sampling_info: Any) -> None:
+        setattr(result, ROWS_ATTRIBUTE, rows_of(sampling_info))
+
+
+def install(runtime: Runtime) -> str | None:
+    """Register and apply all hooks. Returns why the fused pass must stay off, None when every hook landed."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    problems = [p for p in map(versions.target_problem, versions.HOOK_TARGETS) if p]
+    if problems:
+        return "; ".join(problems)
+    hooks = Hooks(runtime)
+    table = {
+        "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits": (hooks.get_logits, HookType.AROUND),
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (hooks.load_model, HookType.AFTER),
+        "sglang.srt.model_executor.model_runner.ModelRunner._preprocess_logits": (
+            hooks.preprocess_logits,
+            HookType.AROUND,
+        ),
+        f"{_INFO}.adjusted_from_schedule_batch": (hooks.from_schedule_batch, HookType.AFTER),
+        f"{_INFO}.adjusted_filter_batch": (hooks.filter_batch, HookType.AFTER),
+        f"{_INFO}.adjusted_merge_batch": (hooks.merge_batch, HookType.AFTER),
+        f"{_INFO}.copy_for_forward": (hooks.copy_for_forward, HookType.AFTER),
+    }
+    before = {target: pkgutil.resolve_name(target) for target in table}
+    for target, (hook, kind) in table.items():
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    # A hook that fails to apply is only logged by SGLang, so look for ourselves.
+    missed = [target for target in table if pkgutil.resolve_name(target) is before[target]]
+    return f"SGLang did not apply the hook on {', '.join(missed)}" if missed else None

@@ -1,0 +1,88 @@
+"""Logits that are not computed unless somebody reads them.
+
+``LogitsProcessor`` returns a ``LazyLogits`` instead of ``[N, V]`` logits. It is a tensor without storage
+that carries the final hidden states; it survives SGLang's CUDA-graph capture, the slices that runners take
+of it, and every rebuild of ``LogitsProcessorOutput``. Our sampler takes the hidden states out of it. Any
+PyTorch operation on it, also by code that knows nothing of us, computes the logits with SGLang's own code.
+
+One reader escapes: C code that imports it through DLPack without asking Python sees a null pointer. So it
+is always turned into a plain tensor before SGLang's sampler runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+
+class LazyLogits(torch.Tensor):
+    """``[N, V]`` float32 logits in name; ``hidden`` (``[N, D]``) and how to compute them in fact.
+
+    source: opaque to this class; the sampler reads it. compute: ``hidden -> [N, V] float32``.
+    """
+
+    hidden: torch.Tensor
+    source: Any
+    _compute: Callable[[torch.Tensor], torch.Tensor]
+    _dense: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, hidden: torch.Tensor, width: int, source: Any, compute: Callable[[torch.Tensor], torch.Tensor]
+    ) -> LazyLogits:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, (hidden.shape[0], width), dtype=torch.float32, device=hidden.device
+        )
+        self.hidden, self.source, self._compute, self._dense = hidden, source, compute, None
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def dense(self) -> torch.Tensor:
+        """The logits, computed at the first call."""
+        if self._dense is None:
+            self._dense = self._compute(self.hidden)
+        return self._dense
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether somebody has read, and perhaps changed, the logits already."""
+        return self._dense is not None
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if isinstance(index, slice) and index.step in (None, 1) and not self.is_dense:
+            return LazyLogits(self.hidden[index], self.shape[1], self.source, self._compute)
+        return self.dense()[index]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    # Triton's launcher, DLPack and NumPy ask for memory instead of dispatching.
+    def data_ptr(self) -> int:
+        return self.dense().data_ptr()
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.dense().contiguous(*args, **kwargs)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dense().__dlpack__(*args, **kwargs)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.dense().__cuda_array_interface__
+
+    def __array__(self, *args: Any) -> Any:
+        return self.dense().__array__(*args)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyLogits({tuple(self.shape)}, {'dense' if self.is_dense else 'not computed'})"
+
+
+def plain(logits: torch.Tensor | None) -> torch.Tensor | None:
+    """``logits`` as a tensor that any code may use: computed if they were lazy."""
+    return logits.dense() if isinstance(logits, LazyLogits) else logits

@@ -1,0 +1,67 @@
+"""The SGLang plugin (entry point group ``sglang.srt.plugins``): makes ``--sampling-backend flashsample`` valid.
+
+SGLang calls ``register`` at the start of every one of its processes. That only adds the backend's name.
+Hooks are installed when a server has selected it and SGLang asks for its sampler, in that process alone:
+an installed but unused plugin changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from . import versions
+
+if TYPE_CHECKING:
+    from .sampler import FlashSampler
+
+BACKEND = "flashsample"
+_REQUESTED_VARIABLE = "FLASHSAMPLE_REQUESTED"
+
+logger = logging.getLogger("sgl_flashsample")
+_runtime = None
+
+
+def register() -> None:
+    """Add the backend. Called by SGLang."""
+    from sglang.srt.layers.sampler import register_sampler_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register_sampler_backend(BACKEND, make_sampler)
+    if any(BACKEND in argument for argument in sys.argv[1:]):
+        os.environ[_REQUESTED_VARIABLE] = "1"  # the server's processes inherit it
+    if os.environ.get(_REQUESTED_VARIABLE) == "1":
+        HookRegistry.register("sglang.srt.layers.sampler.create_sampler", _explain_replacement, HookType.AFTER)
+
+
+def _explain_replacement(sampler, *args, **kwargs) -> None:
+    """After ``create_sampler``: SGLang replaces a custom backend in some modes; say so instead of being silent."""
+    from .sampler import FlashSampler
+
+    if not isinstance(sampler, FlashSampler):
+        from sglang.srt.runtime_context import get_exec
+
+        logger.warning(
+            "flashsample: not active: SGLang replaced --sampling-backend %s by %s for this server's mode%s",
+            BACKEND,
+            get_exec().kernel.sampling_backend,
+            " (deterministic inference)" if get_exec().deterministic.enable_deterministic_inference else "",
+        )
+
+
+def make_sampler() -> FlashSampler:
+    """The sampler that SGLang asks for when the backend is selected; installs the hooks at the first call."""
+    global _runtime
+    from . import hooks
+    from .runtime import Runtime
+    from .sampler import FlashSampler
+
+    if _runtime is None:
+        _runtime = Runtime(versions.version_problem(versions.sglang_version()))
+        if _runtime.problem is None:
+            _runtime.problem = hooks.install(_runtime)
+        if _runtime.problem is not None:
+            _runtime.announce_inactive()
+    return FlashSampler(_runtime)

@@ -1,0 +1,126 @@
+"""Per-row parameters of a batch, as the fused pass needs them.
+
+SGLang's batch-level flags are sticky: after one request with top-p has joined, ``need_top_p_sampling`` stays
+set until the batch is empty, and a greedy request (top_k 1) sets ``need_top_k_sampling`` for all. So the
+reasons against fusing are kept per row and follow the batch through its filters and merges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What the fused pass knows of a batch. Immutable: a forward keeps the rows it was planned with.
+
+    reasons: per row, why it needs SGLang's sampler, or None. tempered_greedy: per row, greedy with a
+    temperature other than 1, which SGLang applies to its logprob only beside sampled rows.
+    temperature: ``[B]`` float32, 0 on greedy rows. seed: ``[B]`` int64.
+    """
+
+    reasons: tuple[str | None, ...]
+    greedy: tuple[bool, ...]
+    tempered_greedy: tuple[bool, ...]
+    temperature: torch.Tensor
+    seed: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    @functools.cached_property
+    def reason(self) -> str | None:
+        """Why the batch needs SGLang's sampler: the first row's reason that is one."""
+        return next((reason for reason in self.reasons if reason), None)
+
+    @functools.cached_property
+    def logprob_reason(self) -> str | None:
+        """Why the batch's logprobs need SGLang's sampler."""
+        return "greedy_logprob_at_temperature" if any(self.tempered_greedy) and not all(self.greedy) else None
+
+    @classmethod
+    def of_requests(
+        cls, requests: Sequence[Any], server_seed: int, custom_processors: bool, device: torch.device | str
+    ) -> Rows:
+        """From SGLang's ``Req`` objects. Copies to the device without waiting for it."""
+        greedy = tuple(is_greedy(request.sampling_params) for request in requests)
+        temperatures = [
+            0.0 if is_zero else request.sampling_params.temperature
+            for request, is_zero in zip(requests, greedy, strict=True)
+        ]
+        seeds = [request_seed(server_seed, request.rid, request.sampling_params) for request in requests]
+        return cls(
+            tuple(native_reason(request, custom_processors) for request in requests),
+            greedy,
+            tuple(g and r.sampling_params.temperature != 1.0 for g, r in zip(greedy, requests, strict=True)),
+            _to_device(temperatures, torch.float32, device),
+            _to_device(seeds, torch.int64, device),
+        )
+
+    def keep(self, indices: Iterable[int], device_indices: torch.Tensor) -> Rows:
+        """The rows at ``indices`` (also given as a device tensor), in that order."""
+        indices = list(indices)
+
+        def pick(values: tuple) -> tuple:
+            return tuple(values[i] for i in indices)
+
+        return Rows(
+            pick(self.reasons),
+            pick(self.greedy),
+            pick(self.tempered_greedy),
+            self.temperature[device_indices],
+            self.seed[device_indices],
+        )
+
+    def followed_by(self, other: Rows) -> Rows:
+        return Rows(
+            self.reasons + other.reasons,
+            self.greedy + other.greedy,
+            self.tempered_greedy + other.tempered_greedy,
+            torch.cat([self.temperature, other.temperature]),
+            torch.cat([self.seed, other.seed]),
+        )
+
+
+def _to_device(values: list, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    pinned = torch.device(device).type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
+def is_greedy(params: Any) -> bool:
+    """SGLang turns temperature 0 into top_k 1, and treats every top_k 1 as greedy."""
+    return params.top_k <= 1
+
+
+def native_reason(request: Any, custom_processors: bool) -> str | None:
+    """Why this request needs SGLang's sampler: one word, the first that applies; None when fused."""
+    params = request.sampling_params
+    top_k_off = 1 << 30  # SGLang's TOP_K_ALL
+    checks = (
+        ("custom_logit_processor", custom_processors and bool(request.custom_logit_processor)),
+        ("sampling_mask", bool(getattr(request, "return_sampling_mask", False))),
+        ("beam_search", (getattr(params, "beam_width", None) or 1) > 1),
+        ("penalty", params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1),
+        ("min_new_tokens", params.min_new_tokens > 0),
+        ("logit_bias", params.logit_bias is not None),
+        ("top_k", not is_greedy(params) and params.top_k != top_k_off),
+        ("top_p", not is_greedy(params) and params.top_p != 1.0),
+        ("min_p", not is_greedy(params) and params.min_p > 0),
+    )
+    return next((reason for reason, applies in checks if applies), None)
+
+
+def request_seed(server_seed: int, request_id: str, params: Any) -> int:
+    """The noise seed of one request: its own, or one that every rank derives alike from the server's seed and
+    the request's id. Two requests never share noise, nor do the n samples of one request."""
+    own = params.sampling_seed
+    if own is not None and getattr(params, "n", 1) in (None, 1):
+        return own
+    digest = hashlib.blake2b(f"{server_seed}/{own}/{request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

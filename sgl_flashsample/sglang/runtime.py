@@ -1,0 +1,194 @@
+"""What this server process serves: its heads, their kernels, its counters. One per process, made by the sampler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..api import BatchParams, SampleOutput, sample
+from ..kernels.lm_head_sample import LMHead, Workspace, workspace_slots
+from ..kernels.rng import NOISE_ABI
+from ..selftest import compare_with_reference
+from ..tuned import tile_for, tiles_up_to
+from . import support
+from .counters import Counters
+from .lazy_logits import LazyLogits
+from .rows import Rows
+from .versions import sglang_version
+
+logger = logging.getLogger("sgl_flashsample")
+
+REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
+NATIVE_FEATURES = "top-k, top-p, min-p, penalties, logit bias, grammars, top logprobs, custom processors"
+# Kernels are compiled at start for batches up to this size; the last tile also serves larger ones.
+MAX_COMPILED_ROWS = 512
+
+
+class HeadState:
+    """A LogitsProcessor with its LM head, and the fused head made from them.
+
+    SGLang may change either after the start (a new weight tensor, a logit scale set late): ``current`` follows.
+    """
+
+    def __init__(self, processor: Any, lm_head: Any) -> None:
+        self.processor, self.lm_head = processor, lm_head
+        self._fingerprint: tuple | None = None
+        self._head: LMHead | None = None
+        self.workspace: Workspace | None = None
+
+    def current(self) -> LMHead:
+        processor, weight = self.processor, self.lm_head.weight
+        softcap = getattr(processor, "final_logit_softcapping", None) or None
+        fingerprint = (weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size)
+        if fingerprint != self._fingerprint:
+            keeps_fp32 = processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False)
+            self._head = LMHead(
+                weight.detach(),
+                vocab_size=processor.vocab_size,
+                logit_scale=processor.logit_scale,
+                softcap=softcap,
+                logits_dtype=torch.float32 if keeps_fp32 else weight.dtype,
+            )
+            self._fingerprint = fingerprint
+        assert self._head is not None
+        return self._head
+
+    def scratch(self, num_rows: int) -> Workspace:
+        """Workspace for ``num_rows`` rows; only a batch larger than any before allocates."""
+        head = self.current()
+        if self.workspace is None:
+            slots = max(workspace_slots(head, rows, tile) for rows, tile in tiles_up_to(head, MAX_COMPILED_ROWS))
+            self.workspace = Workspace(
+                max(slots, workspace_slots(head, MAX_COMPILED_ROWS, tile_for(head, MAX_COMPILED_ROWS))),
+                head.weight.device,
+            )
+        needed = workspace_slots(head, num_rows, tile_for(head, num_rows)) if num_rows > MAX_COMPILED_ROWS else 0
+        if self.workspace.slots < needed:
+            self.workspace = Workspace(needed, head.weight.device)
+        return self.workspace
+
+
+class Runtime:
+    """State of the fused pass in this process.
+
+    problem: why nothing is fused, in words; None while the fused pass is active.
+    """
+
+    def __init__(self, problem: str | None) -> None:
+        self.problem = problem
+        self.server_seed = 0
+        self.custom_processors = self.original_logprobs = False
+        self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
+        self._heads: dict[tuple[int, int], HeadState | None] = {}
+        metrics = False
+        try:
+            from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
+            from sglang.srt.runtime_context import get_device, get_exec, get_observability
+
+            self.server_seed = int(get_device().random_seed or 0)
+            self.custom_processors = bool(get_exec().features.enable_custom_logit_processor)
+            self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
+            metrics = bool(get_observability().enable_metrics)
+            self.problem = self.problem or support.server_problem()
+        except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
+            self.problem = self.problem or f"this server's configuration cannot be read ({error})"
+        self.counters = Counters(metrics)
+
+    def disable(self, problem: str) -> None:
+        """Leave everything to SGLang's sampler from now on, and say why, once."""
+        if self.problem is None:
+            self.problem = problem
+            logger.warning("flashsample: off, SGLang's own sampler takes over: %s", problem)
+
+    @property
+    def _about(self) -> str:
+        return f"flashsample {__version__} with SGLang {sglang_version()}"
+
+    def announce_inactive(self) -> None:
+        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, self.problem)
+
+    def prepare_model(self, model: torch.nn.Module) -> None:
+        """After the weights have loaded: compile and check the kernels, then say in one line what is active."""
+        from sglang.srt.layers.logits_processor import LogitsProcessor
+
+        if self.problem is not None:
+            return
+        started = time.monotonic()
+        states = []
+        for name, module in model.named_modules():
+            lm_head = getattr(model.get_submodule(name.rpartition(".")[0]), "lm_head", None)
+            if isinstance(module, LogitsProcessor) and lm_head is not None:
+                states.append(self.head_for(module, lm_head))
+        if not states:
+            logger.info("%s: fused sampling active once the model shows its LM head", self._about)
+        for state in filter(None, states):
+            head = state.current()
+            logger.info(
+                "%s: fused sampling active, LM head %d x %d %s, noise %d, kernels compiled and checked in %.1f s; "
+                "SGLang's own sampler for %s",
+                self._about,
+                *head.weight.shape,
+                str(head.weight.dtype).removeprefix("torch."),
+                NOISE_ABI,
+                time.monotonic() - started,
+                NATIVE_FEATURES,
+            )
+
+    def head_for(self, processor: Any, lm_head: Any) -> HeadState | None:
+        """The state of this processor and head; None, with the reason logged once, where SGLang serves them."""
+        key = (id(processor), id(lm_head))
+        if key not in self._heads:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return None  # compiling would break the capture; a head is prepared before that or not at all
+            self._heads[key] = self._prepare(processor, lm_head)
+        return self._heads[key]
+
+    def _prepare(self, processor: Any, lm_head: Any) -> HeadState | None:
+        try:
+            problem = support.head_problem(processor, lm_head)
+            if problem is None:
+                state = HeadState(processor, lm_head)
+                max_rows = MAX_COMPILED_ROWS if lm_head.weight.is_cuda else 16
+                problem = compare_with_reference(state.current(), max_rows)
+                if problem is None:
+                    state.scratch(1)
+                    return state
+        except Exception as error:  # whatever a kernel or a model does, the server must start
+            problem = f"{type(error).__name__}: {error}"
+        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, problem)
+        return None
+
+    def can_defer(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
+        """The head's state when these logits need not be computed now; None when SGLang should compute them."""
+        if self.problem is not None or hidden.shape[0] == 0:
+            return None
+        mode = metadata.forward_mode
+        sampling = mode.is_decode() or (mode.is_extend() and not metadata.extend_return_logprob)
+        if not sampling or mode.is_target_verify() or mode.is_split_prefill() or metadata.is_prefill_only:
+            return None
+        state = self.head_for(processor, lm_head)
+        if state is None or hidden.dtype != lm_head.weight.dtype or hidden.stride(1) != 1:
+            return None
+        return state
+
+    def sample(
+        self, lazy: LazyLogits, rows: Rows, positions: torch.Tensor, return_logprob: bool
+    ) -> SampleOutput | None:
+        """Tokens for the rows of ``lazy``; None after a failure, which also switches the fused pass off."""
+        state: HeadState = lazy.source
+        try:
+            return sample(
+                lazy.hidden,
+                state.current(),
+                BatchParams(rows.temperature, rows.seed, positions.to(torch.int64)),
+                return_logprob=return_logprob,
+                workspace=state.scratch(lazy.hidden.shape[0]),
+            )
+        except Exception as error:  # a request must not fail because a path cannot serve it
+            self.disable(f"{type(error).__name__}: {error}")
+            return None

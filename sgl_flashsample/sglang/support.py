@@ -1,0 +1,111 @@
+"""What the fused pass does not serve, as reasons: words for counters, sentences for the line at start."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ..tuned import family_of
+
+
+def server_problem() -> str | None:
+    """Why nothing is fused under this server's arguments; None when the fused pass may run."""
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_exec, get_flags, get_parallel, get_spec
+
+    parallel, execution = get_parallel(), get_exec()
+    graph = execution.graph.cuda_graph_config
+    checks = (
+        ("speculative decoding", get_spec().speculative_algorithm is not None),
+        ("tensor parallelism", parallel.tp_size > 1),
+        ("pipeline parallelism", parallel.pp_size > 1),
+        ("DP attention", parallel.enable_dp_attention),
+        ("deterministic inference", execution.deterministic.enable_deterministic_inference),
+        ("on-policy RL logprobs", execution.deterministic.rl_on_policy_target is not None),
+        ("diffusion LLM", execution.dllm.dllm_algorithm is not None),
+        ("two-batch overlap", execution.overlap.enable_two_batch_overlap),
+        ("torch.compile", get_flags().capture.enable_torch_compile or execution.graph.enable_torch_compile),
+        (
+            "a decode graph that is not a full one",
+            graph is not None and graph.decode.backend not in ("full", "disabled"),
+        ),
+        ("SGLANG_SANITIZE_NAN_LOGITS", envs.SGLANG_SANITIZE_NAN_LOGITS.get()),
+    )
+    return next((f"{reason} is not served yet" for reason, applies in checks if applies), None)
+
+
+def device_problem(device: torch.device) -> str | None:
+    """Why the kernels cannot run on this device; None when they can."""
+    if device.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return "the device is a CPU and Triton's interpreter is off (TRITON_INTERPRET=1)"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"the device is {device.type}{' (ROCm)' if torch.version.hip else ''}; CUDA is needed"
+    if family_of(device) is None:
+        return f"compute capability {torch.cuda.get_device_capability(device)} is below 8.0"
+    return None
+
+
+def head_problem(processor: Any, lm_head: Any) -> str | None:
+    """Why this LogitsProcessor and LM head are left to SGLang; None when the fused pass computes what they do."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor, should_apply_lm_head_quant_method
+
+    weight = getattr(lm_head, "weight", None)
+    kind = type(processor)
+    overridden = [
+        n for n in ("forward", "_get_logits", "_compute_lm_head") if getattr(kind, n) is not getattr(LogitsProcessor, n)
+    ]
+    if overridden:
+        return f"{kind.__name__} has its own {overridden[0]}"
+    if hasattr(lm_head, "set_lora") and hasattr(lm_head, "apply_lora"):
+        return "the LM head has LoRA adapters"
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return "the LM head has no two-dimensional weight (GGUF or packed)"
+    if should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None)):
+        return f"the LM head is quantised ({type(lm_head.quant_method).__name__})"
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the LM head is {weight.dtype}"
+    if weight.stride(1) != 1:
+        return f"the LM head's rows are not contiguous (strides {weight.stride()})"
+    if getattr(lm_head, "use_intel_amx_backend", False):
+        return "the LM head is packed for AMX"
+    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16:
+        return "bfloat16 is wrong in Triton's interpreter"
+    if processor.do_tensor_parallel_all_gather or processor.return_full_logits:
+        return (
+            "the logits are gathered over ranks"
+            if processor.do_tensor_parallel_all_gather
+            else "full logits are returned"
+        )
+    if processor.vocab_size > weight.shape[0]:
+        return f"the vocabulary has {processor.vocab_size} ids, the LM head {weight.shape[0]} rows"
+    return device_problem(weight.device)
+
+
+def batch_reason(
+    rows: Any,
+    sampling_info: Any,
+    return_logprob: bool,
+    top_logprobs_nums: list[int] | None,
+    token_ids_logprobs: list | None,
+    original_logprobs: bool,
+) -> str | None:
+    """Why this batch takes SGLang's sampler, in one word; None when it is fused."""
+    if rows is None or len(rows) != len(sampling_info):
+        return "unknown_rows"
+    if rows.reason is not None:
+        return rows.reason
+    if sampling_info.grammars and any(sampling_info.grammars):
+        return "grammar"
+    if not return_logprob:
+        return None
+    if original_logprobs:
+        return "original_logprobs"
+    if top_logprobs_nums and any(n > 0 for n in top_logprobs_nums):
+        return "top_logprobs"
+    if token_ids_logprobs and any(ids is not None for ids in token_ids_logprobs):
+        return "token_ids_logprobs"
+    return rows.logprob_reason

@@ -1,0 +1,72 @@
+"""Which SGLang versions this release knows, and what it needs of each hook target."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import os
+import pkgutil
+
+OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+ANY_VERSION_VARIABLE = "FLASHSAMPLE_ANY_SGLANG"
+
+# Hook target -> the leading parameters that our wrapper relies on, alike in all known versions.
+HOOK_TARGETS: dict[str, tuple[str, ...]] = {
+    "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits": (
+        "self",
+        "hidden_states",
+        "lm_head",
+        "logits_metadata",
+        "embedding_bias",
+        "use_logits_buffer",
+    ),
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": ("self",),
+    "sglang.srt.model_executor.model_runner.ModelRunner._preprocess_logits": ("self", "logits_output", "sampling_info"),
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch": (
+        "self",
+        "batch",
+        "vocab_size",
+    ),
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_filter_batch": (
+        "self",
+        "keep_indices",
+        "keep_indices_device",
+    ),
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_merge_batch": ("self", "other"),
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": ("self",),
+}
+
+
+def sglang_version() -> str:
+    """The installed SGLang's version, or "not installed"."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def version_problem(version: str) -> str | None:
+    """Why the fused pass stays off for this SGLang version; None when it is known (or trying it is allowed)."""
+    if os.environ.get(ANY_VERSION_VARIABLE) == "1":
+        return None
+    known = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+    try:
+        numbers = tuple(int(part) for part in version.split(".")[:3])
+    except ValueError:
+        numbers = ()
+    if len(numbers) == 3 and OLDEST <= numbers <= NEWEST:
+        return None
+    return f"SGLang {version} is not among the known versions {known} ({ANY_VERSION_VARIABLE}=1 tries it)"
+
+
+def target_problem(target: str) -> str | None:
+    """Why ``target`` cannot be hooked in this SGLang; None when it has the parameters we rely on."""
+    try:
+        function = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        return f"{target} is missing ({error})"
+    have = tuple(inspect.signature(inspect.unwrap(function)).parameters)
+    want = HOOK_TARGETS[target]
+    if have[: len(want)] != want:
+        return f"{target} has parameters {', '.join(have)}; expected {', '.join(want)} first"
+    return None

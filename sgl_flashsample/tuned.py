@@ -1,0 +1,77 @@
+"""Which tile a launch uses: one lookup, ``tile_for``, over one table.
+
+The entries for compute capability 9.0 are the measured winners of benchmarks/results/h200-tiles.json that are
+within 1 % of the best at both hidden sizes there. The others are the same shapes cut to the shared memory of
+their device; they compile without register spills (``tests/test_compile.py``) and are not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .kernels.lm_head_sample import LMHead
+from .kernels.tiles import TileConfig
+
+# {(family, bytes per weight element): [(largest number of rows, tile)]}; the last entry serves larger batches too.
+TABLE: dict[tuple[str, int], list[tuple[int, TileConfig]]] = {
+    ("sm90", 2): [
+        (16, TileConfig(16, 128, 256, 4, 3)),
+        (32, TileConfig(32, 128, 128, 8, 5)),
+        (64, TileConfig(32, 128, 64, 4, 5, ctas_per_sm=2)),
+        (512, TileConfig(64, 256, 64, 8, 5)),
+    ],
+    ("sm90", 4): [(512, TileConfig(16, 64, 64, 4, 4))],
+    ("sm80", 2): [
+        (16, TileConfig(16, 128, 64, 4, 5, tma=False)),
+        (512, TileConfig(32, 128, 64, 4, 4, tma=False)),
+    ],
+    ("sm80", 4): [(512, TileConfig(16, 64, 32, 4, 3, tma=False))],
+}
+# Compute capability -> family. Blackwell runs Hopper's entries; consumer parts have less shared memory.
+FAMILIES = {8: "sm80", 9: "sm90", 10: "sm90", 11: "sm80", 12: "sm80"}
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(family: str, itemsize: int, num_rows: int) -> TileConfig:
+    entries = TABLE[family, itemsize]
+    return next((tile for largest, tile in entries if num_rows <= largest), entries[-1][1])
+
+
+@functools.lru_cache(maxsize=256)
+def _interpreted_tile(vocab_size: int, hidden_size: int, num_rows: int) -> TileConfig:
+    """Interpreted programs cost milliseconds each: as few as the interpreter's block limit of 2**20 allows."""
+
+    def cover(n: int, least: int, most: int) -> int:
+        return min(max(least, 1 << (n - 1).bit_length()), most)
+
+    block_d = cover(hidden_size, 16, 256)
+    block_b = cover(num_rows, 16, 128)
+    block_v = cover(vocab_size, 32, 2**19 // max(block_b, block_d))
+    return TileConfig(block_b, block_v, block_d, 4, 1, flatten=False, tma=False, reduce_rows=block_b)
+
+
+@functools.cache
+def family_of(device: torch.device) -> str | None:
+    """The table's name for ``device``; None where no entry fits it."""
+    return FAMILIES.get(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else None
+
+
+def tile_for(head: LMHead, num_rows: int) -> TileConfig:
+    """The tile for ``num_rows`` rows of ``head``. Raises ValueError on a device without an entry."""
+    weight = head.weight
+    if weight.device.type == "cpu":
+        return _interpreted_tile(head.vocab_size, weight.shape[1], num_rows)
+    family = family_of(weight.device)
+    if family is None:
+        raise ValueError(f"device is {weight.device}; expected a CUDA device of compute capability 8.0 or newer")
+    return _tile(family, weight.element_size(), num_rows)
+
+
+def tiles_up_to(head: LMHead, max_rows: int) -> list[tuple[int, TileConfig]]:
+    """The distinct tiles that batches of 1 to ``max_rows`` rows use, each with a batch size that uses it."""
+    found: dict[TileConfig, int] = {}
+    for num_rows in range(1, max_rows + 1):
+        found.setdefault(tile_for(head, num_rows), num_rows)
+    return [(num_rows, tile) for tile, num_rows in found.items()]
