@@ -5,9 +5,9 @@
 
 without ``[B, V]`` in memory (FlashSampling paper, section 3.2; group factorization: Lemma 4.3).
 
-Two launches. ``_lm_head_sample_kernel`` is a persistent GEMM with the head as its left operand: P
+Two launches. ``lm_head_sample_kernel`` is a persistent GEMM with the head as its left operand: P
 programs (per block of rows) walk the vocabulary tiles, and each keeps, per row, the best perturbed
-group of 16 ids and that group's logits. ``_reduce_parts_kernel`` takes the best of the P parts and
+group of 16 ids and that group's logits. ``reduce_parts_kernel`` takes the best of the P parts and
 draws the token inside its group.
 
 The head is read once per block of rows. Not for a batch so large that a GEMM with ``[B, V]`` output
@@ -28,7 +28,7 @@ from . import rng
 from .epilogue import score_groups, transform_logits
 from .tiles import TileConfig
 
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _NO_GROUP = tl.constexpr(2**31 - 1)
 
 
@@ -40,7 +40,7 @@ _ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr"]
     do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_parts"],
     do_not_specialize_on_alignment=_ROW_POINTERS,
 )
-def _lm_head_sample_kernel(
+def lm_head_sample_kernel(
     weight,  # [V, D] pointer, or a descriptor of its [BLOCK_V, BLOCK_D] blocks
     hidden_ptr,  # [B, D]
     temperature_ptr,  # [B] f32
@@ -49,7 +49,7 @@ def _lm_head_sample_kernel(
     score_ptr,  # out [P, B] f32, the part's best perturbed group
     group_ptr,  # out [P, B] i32, its absolute id
     logits_ptr,  # out [P, B, GROUP_SIZE] f32, its logits
-    lse_ptr,  # out [P, B, 2] f32, the part's largest logit, and its exp-sum relative to that
+    lse_ptr,  # out [P, B, 2] f32, the part's largest log-mass of a group, and its exp-sum relative to that
     num_rows,
     vocab_size,
     vocab_start,
@@ -119,16 +119,15 @@ def _lm_head_sample_kernel(
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-        score, peak, mass = score_groups(logits, inv_temperature, greedy, seed, position, group)
+        score, log_mass = score_groups(logits, inv_temperature, greedy, seed, position, group)
         better = score > best_score  # strict, and tiles ascend: the first maximum wins a tie
         best_score = tl.where(better, score, best_score)
         best_tile = tl.where(better, tile, best_tile)
         best_logits = tl.where(better[:, None, :], logits, best_logits)
         if RETURN_LOGPROB:
-            new_peak = tl.maximum(lse_peak, tl.where(mass > 0.0, peak, float("-inf")))
+            new_peak = tl.maximum(lse_peak, log_mass)
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            lse_mass = lse_mass * tl.exp((lse_peak - shift) * inv_temperature[None, :])
-            lse_mass += tl.where(mass > 0.0, mass * tl.exp((peak - shift) * inv_temperature[None, :]), 0.0)
+            lse_mass = lse_mass * tl.exp(lse_peak - shift) + tl.exp(log_mass - shift)
             lse_peak = new_peak
 
     best_group = (vocab_start + best_tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
@@ -145,7 +144,7 @@ def _lm_head_sample_kernel(
     if RETURN_LOGPROB:
         part_peak = tl.max(lse_peak, axis=0)
         shift = tl.where(part_peak == float("-inf"), 0.0, part_peak)
-        part_mass = tl.sum(lse_mass * tl.exp((lse_peak - shift[None, :]) * inv_temperature[None, :]), axis=0)
+        part_mass = tl.sum(lse_mass * tl.exp(lse_peak - shift[None, :]), axis=0)
         tl.store(lse_ptr + out * 2, part_peak, mask=mask_b)
         tl.store(lse_ptr + out * 2 + 1, part_mass, mask=mask_b)
 
@@ -154,7 +153,7 @@ def _lm_head_sample_kernel(
     do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start"],
     do_not_specialize_on_alignment=[*_ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
 )
-def _reduce_parts_kernel(
+def reduce_parts_kernel(
     score_ptr,  # [P, B] f32
     group_ptr,  # [P, B] i32
     logits_ptr,  # [P, B, GROUP_SIZE] f32
@@ -207,9 +206,9 @@ def _reduce_parts_kernel(
         peak = tl.load(lse_ptr + slots * 2, mask=mask, other=float("-inf"))
         mass = tl.load(lse_ptr + slots * 2 + 1, mask=mask, other=0.0)
         max_peak = tl.max(peak, axis=0)
-        total = tl.sum(mass * tl.exp((peak - max_peak[None, :]) * inv_temperature[None, :]), axis=0)
+        total = tl.sum(mass * tl.exp(peak - max_peak[None, :]), axis=0)
         logit = tl.sum(tl.where(offs_i[:, None] == pick[None, :], logits, 0.0), axis=0)
-        tl.store(logprob_ptr + offs_b, (logit - max_peak) * inv_temperature - tl.log(total), mask=mask_b)
+        tl.store(logprob_ptr + offs_b, logit * inv_temperature - max_peak - tl.log(total), mask=mask_b)
 
 
 class Workspace:
@@ -246,7 +245,7 @@ class LMHead:
 
     def __post_init__(self) -> None:
         weight = self.weight
-        if weight.dim() != 2 or weight.dtype not in _DTYPES:
+        if weight.dim() != 2 or weight.dtype not in TRITON_DTYPES:
             raise ValueError(
                 f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32"
             )
@@ -262,7 +261,7 @@ class LMHead:
             raise ValueError(f"vocab_start is {self.vocab_start}; expected a multiple of {rng.GROUP_SIZE}, 0 or more")
         if self.vocab_start + weight.shape[0] >= 2**31:
             raise ValueError(f"ids reach {self.vocab_start + weight.shape[0]}; expected them below 2**31")
-        if self.logits_dtype not in _DTYPES:
+        if self.logits_dtype not in TRITON_DTYPES:
             raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap is {self.softcap}; expected a positive number or None")
@@ -366,7 +365,7 @@ def lm_head_sample(
     elif workspace.slots < parts * num_rows:
         raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
 
-    _lm_head_sample_kernel[(parts * triton.cdiv(num_rows, tile.block_b),)](
+    lm_head_sample_kernel[(parts * triton.cdiv(num_rows, tile.block_b),)](
         head.blocks(tile),
         hidden,
         temperature,
@@ -385,7 +384,7 @@ def lm_head_sample(
         1.0 if head.logit_scale is None else head.logit_scale,
         1.0 if head.softcap is None else head.softcap,
         D=hidden.shape[1],
-        LOGITS_DTYPE=_DTYPES[head.logits_dtype],
+        LOGITS_DTYPE=TRITON_DTYPES[head.logits_dtype],
         HAS_SCALE=head.logit_scale is not None,
         HAS_SOFTCAP=head.softcap is not None,
         RETURN_LOGPROB=return_logprob,
@@ -397,7 +396,7 @@ def lm_head_sample(
         USE_TMA=tile.tma,
         num_warps=tile.num_warps,
     )
-    _reduce_parts_kernel[(triton.cdiv(num_rows, tile.reduce_rows),)](
+    reduce_parts_kernel[(triton.cdiv(num_rows, tile.reduce_rows),)](
         workspace.score,
         workspace.group,
         workspace.logits,

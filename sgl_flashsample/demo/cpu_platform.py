@@ -41,7 +41,10 @@ class _TorchvisionSchemas(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, _TorchvisionSchemas())
 """
 
-SERVER_ARGUMENTS = ["--device", "cpu", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
+SERVER_ARGUMENTS = [
+    *("--device", "cpu", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"),
+    *("--max-running-requests", "256", "--sleep-on-idle"),  # an idle server must not take a core from a busy one
+]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -57,6 +60,7 @@ def environment(folder: Path) -> dict[str, str]:
         "TRITON_INTERPRET": "1",
         "TORCHDYNAMO_DISABLE": "1",  # else the first request with a penalty waits for a compiler
         "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # the models are tiny: threads that wait for each other only cost
     }
 
 

@@ -140,6 +140,11 @@ class Server:
         """POST /v1/chat/completions."""
         return self._request("/v1/chat/completions", {"model": "default", **fields})
 
+    def profile(self, folder: Path, steps: int) -> None:
+        """POST /start_profile: write a trace of the next ``steps`` forward passes to ``folder``."""
+        activities = ["CPU", "GPU"]
+        self._request("/start_profile", {"output_dir": str(folder), "num_steps": steps, "activities": activities})
+
     def metrics(self) -> str:
         """GET /metrics, as text."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
@@ -155,4 +160,7 @@ class Server:
                 text = response.read().decode()
         except urllib.error.HTTPError as error:
             raise ServerError(f"{path} answered {error.code}: {error.read().decode(errors='replace')[:300]}") from error
-        return json.loads(text) if text.strip() else None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text  # /health and the profiler's endpoints answer in plain text

@@ -1,0 +1,114 @@
+"""What a tile becomes on a GPU, without a GPU: real cubins, and the registers, spills and shared memory they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..kernels import lm_head_sample as kernels
+from ..kernels.tiles import TileConfig
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """Per program: shared memory in bytes, registers per thread, and bytes of local memory per thread (spills)."""
+
+    shared: int
+    registers: int
+    spilled: int
+
+
+def resources_of_lm_head_sample(
+    capability: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    tile: TileConfig,
+    *,
+    return_logprob: bool = False,
+    softcap: bool = False,
+) -> Resources:
+    """Compile the fused kernel for compute capability ``capability`` (80, 90, 100, ...)."""
+    name = _NAMES[dtype]
+    pointers = {
+        "weight": f"tensordesc<{name}[{tile.block_v}, {tile.block_d}]>" if tile.tma else f"*{name}",
+        "hidden_ptr": f"*{name}",
+        "score_ptr": "*fp32",
+        "group_ptr": "*i32",
+        "logits_ptr": "*fp32",
+        "lse_ptr": "*fp32",
+    }
+    constants = {
+        "D": hidden_size,
+        "LOGITS_DTYPE": kernels.TRITON_DTYPES[dtype],
+        "HAS_SCALE": False,
+        "HAS_SOFTCAP": softcap,
+        "RETURN_LOGPROB": return_logprob,
+        "BLOCK_B": tile.block_b,
+        "BLOCK_V": tile.block_v,
+        "BLOCK_D": tile.block_d,
+        "STAGES": tile.stages,
+        "FLATTEN": tile.flatten,
+        "USE_TMA": tile.tma,
+    }
+    rest = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64"}
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts"), "i32")
+    rest |= {"weight_stride": "i32", "hidden_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
+    aligned = {*pointers, "weight_stride", "hidden_stride"} - ({"weight"} if tile.tma else set())
+    return _compile(
+        kernels.lm_head_sample_kernel, {**pointers, **rest}, constants, aligned, capability, tile.num_warps, tile.stages
+    )
+
+
+def resources_of_reduce_parts(capability: int, tile: TileConfig, parts: int, return_logprob: bool = False) -> Resources:
+    """Compile the reduction over ``parts`` parts (a power of two)."""
+    pointers = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
+    rest = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64", "token_ptr": "*i64"}
+    rest |= {"best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
+    rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start"), "i32")
+    constants = {"RETURN_LOGPROB": return_logprob, "BLOCK_P": parts, "BLOCK_R": tile.reduce_rows}
+    return _compile(kernels.reduce_parts_kernel, {**pointers, **rest}, constants, set(pointers), capability, 1, 3)
+
+
+def _compile(kernel, types, constants, aligned, capability, num_warps, num_stages) -> Resources:
+    names = kernel.arg_names
+    missing = set(names) ^ {*types, *constants}
+    if missing:
+        raise ValueError(f"signature of {kernel.__name__} differs in {sorted(missing)}")
+    signature = {name: types.get(name, "constexpr") for name in names}
+    compiled = triton.compile(
+        ASTSource(
+            kernel,
+            signature=signature,
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned},
+        ),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+    registers, spilled = _register_usage(compiled.asm["cubin"])
+    return Resources(compiled.metadata.shared, registers, spilled)
+
+
+def _register_usage(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    if found is None:
+        raise ValueError(f"cuobjdump reports no resource usage: {report[:200]!r}")
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local

@@ -1,0 +1,182 @@
+"""Time per output token of a real SGLang server, stock and with our backend, side by side on one GPU.
+
+    python benchmarks/serve.py --out benchmarks/results/h200-serve.json --profile benchmarks/results/h200-step-profile.json
+
+Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the
+GPU alone. Every cell is measured stock, ours, stock, ours, ... stock, so that drift falls on both. TPOT is the
+time between a short and a long answer to the same batch, divided by the tokens between them: no prefill, no
+HTTP. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import step_profile
+
+from sgl_flashsample.autotune import measure
+from sgl_flashsample.demo import markov
+from sgl_flashsample.demo.server import Server
+
+MODELS = ["qwen3-1.7b", "qwen3-8b"]
+BATCHES = [1, 8, 32, 64]
+SAMPLING = {
+    "t1": {"temperature": 1.0},
+    "trunc": {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
+    "greedy": {"temperature": 0.0},
+}
+PROMPT_TOKENS = 32
+SHORT, LONG = 8, 200
+SERVER_ARGUMENTS = [
+    *("--load-format", "dummy", "--skip-tokenizer-init", "--attention-backend", "triton", "--random-seed", "1"),
+    *("--mem-fraction-static", "0.3", "--max-total-tokens", "65536", "--cuda-graph-max-bs-decode", "64"),
+    *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune", "--disable-radix-cache"),
+]
+BACKENDS = {"stock": "flashinfer", "flashsample": "flashsample"}
+
+
+def generate(server: Server, batch: int, params: dict, tokens: int) -> float:
+    """Seconds for ``batch`` fresh random prompts to be answered with ``tokens`` tokens each."""
+    prompts = [[random.randrange(1000, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+    started = time.perf_counter()
+    answers = server.generate(
+        input_ids=prompts, sampling_params={**params, "max_new_tokens": tokens, "ignore_eos": True}
+    )
+    seconds = time.perf_counter() - started
+    assert all(len(answer["output_ids"]) == tokens for answer in answers)
+    return seconds
+
+
+def tpot_us(server: Server, batch: int, params: dict) -> float:
+    short = generate(server, batch, params, SHORT)
+    return (generate(server, batch, params, LONG) - short) / (LONG - SHORT) * 1e6
+
+
+def path_counts(server: Server) -> dict[str, int]:
+    """Rows per path, from the newest line with counters in our server's log."""
+    time.sleep(0.3)
+    generate(server, 1, {"temperature": 0.0}, 2)  # a step after the interval: the line is written
+    lines = server.log_lines("] flashsample: ")
+    found = re.findall(r"(fused|native)[^;]*? ([\d,]+) rows", lines[-1]) if lines else []
+    counts = {"fused": 0, "native": 0}
+    for path, rows in found:
+        counts[path] += int(rows.replace(",", ""))
+    return counts
+
+
+def measure_model(name: str, batches: list[int], pairs: int, log_folder: Path, profiles: dict | None) -> list[dict]:
+    rows = []
+    with tempfile.TemporaryDirectory() as model_folder:
+        model = Path(model_folder)
+        (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
+        servers = {}
+        try:
+            for label, backend in BACKENDS.items():
+                started = time.monotonic()
+                servers[label] = Server(
+                    model,
+                    SERVER_ARGUMENTS,
+                    backend=backend,
+                    log=log_folder / f"{name}-{label}.log",
+                    environment={"FLASHSAMPLE_LOG_SECONDS": "0.2"},
+                )
+                servers[label].start()
+                servers[label].wait_until_ready()
+                for params in SAMPLING.values():  # compiles what the first such request compiles
+                    generate(servers[label], 2, params, 4)
+                print(f"{name} {label}: ready after {time.monotonic() - started:.0f} s", flush=True)
+            stock, ours = servers["stock"], servers["flashsample"]
+            for sampling, params in SAMPLING.items():
+                for batch in batches:
+                    for server in servers.values():
+                        generate(server, batch, params, SHORT)
+                    before = path_counts(ours)
+                    samples: dict[str, list[float]] = {"stock": [tpot_us(stock, batch, params)], "flashsample": []}
+                    for _ in range(pairs):
+                        samples["flashsample"].append(tpot_us(ours, batch, params))
+                        samples["stock"].append(tpot_us(stock, batch, params))
+                    after = path_counts(ours)
+                    used = {path: after[path] - before[path] for path in after}
+                    used["fused"] -= 2  # the two tokens that path_counts itself asks for
+                    total = sum(used.values())
+                    for label, values in samples.items():
+                        shares = {path: round(count / total, 4) for path, count in used.items()}
+                        rows.append(
+                            {
+                                "model": name,
+                                "tp": 1,
+                                "batch": batch,
+                                "sampling": sampling,
+                                "backend": label,
+                                "tpot_us": round(statistics.median(values), 1),
+                                "tpot_us_all": [round(value, 1) for value in values],
+                                "path_share": shares if label == "flashsample" else {"stock": 1.0},
+                            }
+                        )
+                    ours_us, stock_us = (statistics.median(samples[key]) for key in ("flashsample", "stock"))
+                    print(
+                        f"{name} {sampling:6} B={batch:<3} stock {stock_us:7.0f} us, ours {ours_us:7.0f} us, "
+                        f"ratio {ours_us / stock_us:.3f}, fused {used['fused'] / total:.3f}",
+                        flush=True,
+                    )
+            if profiles is not None:
+                for label, server in servers.items():
+                    folder = log_folder / f"{name}-{label}-trace"
+                    for sampling in SAMPLING:
+                        server.profile(folder / sampling, steps=40)
+                        generate(server, 32, SAMPLING[sampling], 80)
+                        profiles.setdefault(name, {}).setdefault(sampling, {})[label] = step_profile.summarise(
+                            folder / sampling
+                        )
+        finally:
+            for server in servers.values():
+                server.stop()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--models", nargs="+", choices=markov.SIZES, default=MODELS)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--pairs", type=int, default=3, help="measurements of ours per cell; stock gets one more")
+    parser.add_argument("--profile", type=Path, help="also trace decode steps at batch 32 and write their call counts")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
+    parser.add_argument("--keep", action="store_true", help="keep the file's rows of models that are not measured now")
+    options = parser.parse_args()
+
+    random.seed(1)
+    environment = measure.environment()
+    environment |= {
+        "sglang": importlib.metadata.version("sglang"),
+        "flashinfer": importlib.metadata.version("flashinfer-python"),
+        "sgl-flashsample": importlib.metadata.version("sgl-flashsample"),
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "server_arguments": SERVER_ARGUMENTS,
+        "tokens": {"prompt": PROMPT_TOKENS, "short": SHORT, "long": LONG},
+    }
+    rows = []
+    if options.keep and options.out.exists():
+        rows = [row for row in json.loads(options.out.read_text())["rows"] if row["model"] not in options.models]
+    profiles: dict | None = {} if options.profile else None
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in options.models:
+        rows += measure_model(name, options.batches, options.pairs, options.logs, profiles)
+        options.out.write_text(json.dumps({"env": environment, "rows": rows}, indent=1) + "\n")
+    if options.profile:
+        options.profile.write_text(json.dumps({"env": environment, "calls_per_step": profiles}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

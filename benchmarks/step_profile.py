@@ -1,0 +1,49 @@
+"""What one decode step asks of CUDA: calls per step, counted in a torch profiler trace of a server."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+# Calls that stop the host, and calls that take memory from the driver. None may be added to a steady step.
+SYNCHRONISING = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "aten::item",
+    "aten::_local_scalar_dense",
+)
+ALLOCATING = ("cudaMalloc", "cudaFree", "cudaMallocAsync", "cuMemCreate", "cuMemMap", "cudaHostAlloc")
+LAUNCHING = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync")
+TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
+
+
+def summarise(folder: Path, wait_seconds: float = 60.0) -> dict[str, float]:
+    """Calls per step in the one trace in ``folder``; a step is one CUDA-graph launch."""
+    deadline = time.monotonic() + wait_seconds
+    while not (traces := sorted(folder.rglob("*.trace.json.gz"))):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no trace appeared in {folder}")
+        time.sleep(0.5)
+    for _ in range(20):  # the file exists before it is complete
+        try:
+            events = json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]
+            break
+        except (EOFError, ValueError, OSError):
+            time.sleep(1.0)
+    counts = Counter(event["name"] for event in events if event.get("ph") == "X")
+    steps = counts["cudaGraphLaunch"]
+    summary: dict[str, float] = {"steps": steps}
+    for title, names in (
+        ("synchronising", SYNCHRONISING),
+        ("driver_allocating", ALLOCATING),
+        ("launches", LAUNCHING),
+        ("new_tensors", TENSORS),
+    ):
+        summary[title] = round(sum(counts[name] for name in names) / max(steps, 1), 2)
+    summary |= {name: round(counts[name] / max(steps, 1), 2) for name in (*SYNCHRONISING, *ALLOCATING) if counts[name]}
+    return summary

@@ -1,0 +1,89 @@
+"""Real SGLang servers for the tests: on the GPU where there is one, else on the CPU with interpreted kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_flashsample.demo import cpu_platform, markov
+from sgl_flashsample.demo.server import Server
+
+CUDA = torch.cuda.is_available()
+VERSIONS_FOLDER = Path(sys.prefix) / "sglang-versions"  # other releases, unpacked by `make test`
+
+needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
+
+
+def version_path(version: str) -> Path:
+    """The folder of another SGLang release; skips the test where `make test` has not unpacked it."""
+    folder = VERSIONS_FOLDER / version
+    if not folder.is_dir():
+        pytest.skip(f"SGLang {version} is not unpacked in {VERSIONS_FOLDER}")
+    return folder
+
+
+def make_server(
+    folder: Path,
+    size_name: str,
+    *,
+    name: str,
+    backend: str | None = "flashsample",
+    arguments: list[str] | None = None,
+    environment: dict[str, str] | None = None,
+    first_on_path: Path | None = None,
+) -> tuple[Server, markov.MarkovModel]:
+    """A server (not started) of a Markov checkpoint, and the checkpoint's truth."""
+    size = markov.SIZES[size_name]
+    truth = markov.write(folder / size_name, size)
+    values = ["--dtype", size.dtype, "--random-seed", "1234"]
+    variables = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
+    if CUDA:
+        values += ["--mem-fraction-static", "0.2", "--attention-backend", "triton", "--disable-prefill-cuda-graph"]
+        values += ["--cuda-graph-max-bs-decode", "128", "--disable-flashinfer-autotune"]
+        if backend is None:
+            backend = "flashinfer"
+    else:
+        values += cpu_platform.SERVER_ARGUMENTS
+        variables |= cpu_platform.environment(folder / "cpu")
+        if backend is None:
+            backend = "pytorch"
+    if first_on_path is not None:
+        variables["PYTHONPATH"] = f"{first_on_path}:{variables.get('PYTHONPATH', '')}"
+    server = Server(
+        folder / size_name,
+        values + (arguments or []),
+        backend=backend,
+        log=folder / f"{name}.log",
+        environment=variables | (environment or {}),
+    )
+    return server, truth
+
+
+def paths(answer: dict) -> list[str]:
+    """The path of each token of an answer."""
+    return answer["meta_info"]["flashsample_path"]
+
+
+def transitions(prompts: list[int], answers: list[dict]) -> np.ndarray:
+    """``[N, 2]``: each answered token with the token before it."""
+    pairs = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = [prompt, *answer["output_ids"]]
+        pairs += list(zip(tokens, tokens[1:], strict=False))
+    return np.array(pairs)
+
+
+def draw(server: Server, tokens: int, batch: int, params: dict, first: int = 300) -> np.ndarray:
+    """Transitions of at least ``tokens`` tokens, from ``batch`` concurrent requests."""
+    prompts = [first + i for i in range(batch)]
+    each = -(-tokens // batch)
+    answers = server.generate(
+        input_ids=[[prompt] for prompt in prompts],
+        sampling_params={"max_new_tokens": each, "ignore_eos": True, **params},
+    )
+    return transitions(prompts, answers)

@@ -1,0 +1,340 @@
+"""What a real SGLang server answers over HTTP with the backend on, against stock SGLang and against the truth.
+
+The checkpoint is a Markov chain (sgl_flashsample/demo/markov.py): its next-token distribution is known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from serving import CUDA, draw, make_server, needs_sglang, paths, version_path
+from stats import g_test, power
+
+from sgl_flashsample.demo import markov
+
+pytestmark = [needs_sglang, pytest.mark.server, *([pytest.mark.gpu] if CUDA else [])]
+
+SIZE = "small" if CUDA else "tiny"
+JSON_SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+LOGIT_BIAS = {"500": 4.0, "77": 1.0, "78": -100.0}
+
+# Every sampling feature of SGLang, with the path that must serve it. Deterministic requests and those that SGLang's
+# sampler draws are compared with stock token for token, so no request before them may draw in one server only.
+COMPARED = {
+    "greedy": ({"temperature": 0}, {}, "fused"),
+    "top_k 1": ({"temperature": 1.3, "top_k": 1}, {}, "fused"),
+    "greedy with stop token": ({"temperature": 0, "stop_token_ids": [1]}, {}, "fused"),
+    "greedy with logprob": ({"temperature": 0}, {"return_logprob": True}, "fused"),
+    "greedy with top_p": ({"temperature": 0, "top_p": 0.3, "min_p": 0.2}, {}, "fused"),
+    "greedy with frequency penalty": ({"temperature": 0, "frequency_penalty": 1.5}, {}, "native:penalty"),
+    "greedy with repetition penalty": ({"temperature": 0, "repetition_penalty": 1.4}, {}, "native:penalty"),
+    "greedy with logit bias": ({"temperature": 0, "logit_bias": LOGIT_BIAS}, {}, "native:logit_bias"),
+    "greedy with min_new_tokens": ({"temperature": 0, "min_new_tokens": 4}, {}, "native:min_new_tokens"),
+    "top_p": ({"temperature": 1.0, "top_p": 0.8}, {}, "native:top_p"),
+    "top_k": ({"temperature": 1.0, "top_k": 7}, {}, "native:top_k"),
+    "top_k and top_p": ({"temperature": 0.7, "top_p": 0.9, "top_k": 50}, {}, "native:top_k"),
+    "min_p": ({"temperature": 1.0, "min_p": 0.05}, {}, "native:min_p"),
+    "presence penalty": ({"temperature": 1.0, "presence_penalty": 1.0}, {}, "native:penalty"),
+    "logit bias": ({"temperature": 1.0, "logit_bias": LOGIT_BIAS}, {}, "native:logit_bias"),
+    "min_new_tokens": ({"temperature": 1.0, "min_new_tokens": 4}, {}, "native:min_new_tokens"),
+    "regex": ({"temperature": 1.0, "regex": "[a-f]+"}, {}, "native:grammar"),
+    "json schema": ({"temperature": 1.0, "json_schema": JSON_SCHEMA}, {}, "native:grammar"),
+    "ebnf": ({"temperature": 1.0, "ebnf": 'root ::= "yes" | "no"'}, {}, "native:grammar"),
+    "top logprobs": ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 3}, "native:top_logprobs"),
+    "token ids logprobs": (
+        {"temperature": 1.0},
+        {"return_logprob": True, "token_ids_logprob": [5, 6]},
+        "native:token_ids_logprobs",
+    ),
+    "input logprobs": ({"temperature": 0}, {"return_logprob": True, "logprob_start_len": 0}, "native:input_logprobs"),
+}
+# Requests that the fused pass draws with its own noise: not stock's tokens, the same distribution.
+FUSED = {
+    "temperature": ({"temperature": 1.0}, {}),
+    "high temperature": ({"temperature": 1.9}, {}),
+    "seed": ({"temperature": 1.0, "sampling_seed": 11}, {}),
+    "n": ({"temperature": 1.0, "n": 3}, {}),
+    "logprob": ({"temperature": 0.8}, {"return_logprob": True}),
+    "stop": ({"temperature": 1.0, "stop": ["z"]}, {}),
+    "hidden stop ids": ({"temperature": 1.0, "stop_token_ids": [5, 6]}, {}),
+}
+
+
+def ask(server, params, fields):
+    return server.generate(input_ids=[5, 300, 77], sampling_params={"max_new_tokens": 10, **params}, **fields)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="module")
+def servers(folder):
+    """Ours and stock, started together, and their answers to ``COMPARED``, asked before anything else."""
+    arguments = ["--enable-metrics"]
+    ours, truth = make_server(folder, SIZE, name="ours", arguments=arguments)
+    stock, _ = make_server(folder, SIZE, name="stock", backend=None, arguments=arguments)
+    try:
+        ours.start()
+        stock.start()
+        ours.wait_until_ready()
+        stock.wait_until_ready()
+        answers = {
+            name: [ask(s, params, fields) for s in (ours, stock)] for name, (params, fields, _) in COMPARED.items()
+        }
+        yield {"ours": ours, "stock": stock, "truth": truth, "answers": answers}
+    finally:
+        ours.stop()
+        stock.stop()
+
+
+@pytest.fixture
+def ours(servers):
+    return servers["ours"]
+
+
+@pytest.fixture
+def truth(servers) -> markov.MarkovModel:
+    return servers["truth"]
+
+
+def test_the_server_says_in_one_line_what_is_active(ours):
+    lines = ours.log_lines("] flashsample 0.")
+    assert len(lines) == 1
+    for word in ("with SGLang 0.5.", "fused sampling active", "LM head", "SGLang's own sampler for"):
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_greedy_and_native_answers_equal_stock_and_their_path_is_reported(servers, name):
+    mine, theirs = servers["answers"][name]
+    assert mine["output_ids"] == theirs["output_ids"]
+    assert mine["text"] == theirs["text"]
+    path = COMPARED[name][2]
+    if name == "input logprobs":  # only the prefill computes input logprobs; decode steps are fused again
+        assert paths(mine)[0] == path
+        assert set(paths(mine)[1:]) == {"fused"}
+    else:
+        assert set(paths(mine)) == {path}
+    own, stock = (a["meta_info"].get("output_token_logprobs", []) for a in (mine, theirs))
+    assert len(own) == len(stock)
+    assert all(math.isclose(a[0], b[0], abs_tol=1e-3) for a, b in zip(own, stock, strict=True))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_requests_without_truncation_are_fused(ours, name):
+    params, fields = FUSED[name]
+    answers = ask(ours, params, fields)
+    for answer in answers if isinstance(answers, list) else [answers]:
+        assert set(paths(answer)) == {"fused"}
+        assert 1 <= len(answer["output_ids"]) <= 10
+
+
+def test_greedy_tokens_are_the_truths(ours, truth):
+    pairs = draw(ours, 200, 40, {"temperature": 0})
+    want = truth.logits(torch.tensor(pairs[:, 0])).argmax(-1).numpy()
+    assert np.array_equal(pairs[:, 1], want)
+
+
+def rank_table(pairs, truth, temperature=1.0, bins=64):
+    """Counts of the drawn tokens by their rank in their context's distribution, and the expected shares at
+    ``temperature``; ranks from ``bins`` - 1 on are one bin. One test for many contexts: the order of the tokens is
+    the same at every temperature, their shares are not."""
+    table = truth.distribution(torch.tensor(pairs[:, 0]), temperature).numpy()
+    order = np.argsort(-table, axis=1, kind="stable")
+    rank = np.argsort(order, axis=1)[np.arange(len(pairs)), pairs[:, 1]]
+    ordered = np.take_along_axis(table, order, axis=1)
+    expected = np.concatenate([ordered[:, : bins - 1], ordered[:, bins - 1 :].sum(1, keepdims=True)], axis=1)
+    return np.bincount(np.minimum(rank, bins - 1), minlength=bins), expected.mean(0)
+
+
+def context_table(pairs, truth):
+    """Counts of the drawn tokens per context and token, and the expected shares: every cell of the chain."""
+    contexts = truth.context.numpy()[pairs[:, 0]]
+    counts = np.zeros((markov.CONTEXTS, truth.size.vocab_size))
+    np.add.at(counts, (contexts, pairs[:, 1]), 1)
+    member = torch.tensor([int((truth.context == context).nonzero()[0, 0]) for context in range(markov.CONTEXTS)])
+    shares = truth.distribution(member).numpy() * counts.sum(1, keepdims=True) / counts.sum()
+    return counts.reshape(-1), shares.reshape(-1)
+
+
+def test_fifty_thousand_tokens_follow_the_truth_and_a_temperature_off_by_5_percent_would_show(ours, truth):
+    """alpha 1e-6; power above 0.99 against a temperature that is 5 % off, and that draw is made once and rejected."""
+    pairs = draw(ours, 50_000, 125, {"temperature": 1.0})
+    observed, expected = rank_table(pairs, truth)
+    assert observed.sum() >= 50_000
+    assert power(50_000, expected, rank_table(pairs, truth, 1.05)[1], alpha=1e-6) > 0.99
+    assert g_test(observed, expected).p_value > 1e-6
+    assert g_test(*context_table(pairs, truth)).p_value > 1e-6
+    off = draw(ours, 50_000, 125, {"temperature": 1.05})
+    assert g_test(*rank_table(off, truth)).p_value < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_other_temperatures_follow_the_truth(ours, truth, temperature):
+    pairs = draw(ours, 12_000, 120, {"temperature": temperature})
+    assert g_test(*rank_table(pairs, truth, temperature)).p_value > 1e-6
+
+
+def test_logprobs_are_those_of_the_tempered_distribution(ours, truth):
+    answer = ask(ours, {"temperature": 0.8, "max_new_tokens": 30}, {"return_logprob": True})
+    assert set(paths(answer)) == {"fused"}
+    previous = torch.tensor([77, *answer["output_ids"][:-1]])
+    tokens = torch.tensor(answer["output_ids"])
+    want = truth.distribution(previous, 0.8).log().gather(1, tokens[:, None]).squeeze(1)
+    got = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+    assert np.allclose(got, want.numpy(), atol=1e-3 if truth.size.dtype == "float32" else 2e-2)
+
+
+def test_a_seeded_request_answers_the_same_alone_and_among_63_others(ours):
+    seeded = {"temperature": 1.0, "sampling_seed": 4242, "max_new_tokens": 16, "ignore_eos": True}
+    alone = ours.generate(input_ids=[300], sampling_params=seeded)
+    others = [{"temperature": 0.3 + i / 50, "max_new_tokens": 16, "ignore_eos": True} for i in range(63)]
+    crowd = ours.generate(input_ids=[[300]] * 64, sampling_params=[*others[:31], seeded, *others[31:]])
+    assert crowd[31]["output_ids"] == alone["output_ids"]
+    assert (
+        ours.generate(input_ids=[300], sampling_params=seeded | {"sampling_seed": 4243})["output_ids"]
+        != alone["output_ids"]
+    )
+
+
+def test_requests_without_a_seed_differ_from_each_other(ours):
+    answers = ours.generate(
+        input_ids=[[303]] * 32, sampling_params={"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+    )
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 28
+
+
+def test_greedy_rows_beside_sampled_ones_stay_fused_and_greedy(ours, truth):
+    params = [{"temperature": 0.0 if i % 2 else 1.0, "max_new_tokens": 12, "ignore_eos": True} for i in range(16)]
+    answers = ours.generate(input_ids=[[300 + i] for i in range(16)], sampling_params=params)
+    assert {path for answer in answers for path in paths(answer)} == {"fused"}
+    for i in range(1, 16, 2):
+        previous = torch.tensor([300 + i, *answers[i]["output_ids"][:-1]])
+        assert answers[i]["output_ids"] == truth.logits(previous).argmax(-1).tolist()
+
+
+def test_a_batch_is_fused_again_once_its_truncated_request_has_left(ours):
+    """SGLang's own flags stay set until the batch is empty."""
+    params = [
+        {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True},
+        {"temperature": 1.0, "top_p": 0.5, "logit_bias": {"9": 1.0}, "max_new_tokens": 5, "ignore_eos": True},
+    ]
+    plain, _ = ours.generate(input_ids=[[300], [301]], sampling_params=params)
+    assert paths(plain)[-1] == "fused"
+    assert "native:logit_bias" in paths(plain)
+
+
+def test_counters_are_in_the_log_and_in_the_metrics_with_their_reasons(ours):
+    newest = ours.log_lines("] flashsample: ")[-1]
+    assert "fused " in newest
+    for reason in ("top_p", "grammar", "penalty"):
+        assert f"native ({reason})" in newest
+    ours.generate(input_ids=[300], sampling_params={"temperature": 1.0, "max_new_tokens": 3})
+    metrics = ours.metrics()
+    assert 'sglang:flashsample_rows_total{path="fused",reason=""' in metrics.replace("'", '"')
+    assert 'path="native",reason="top_p"' in metrics
+
+
+def test_chat_completions_are_served(ours):
+    answer = ours.chat(messages=[{"role": "user", "content": "hi"}], temperature=1.0, max_tokens=5)
+    assert answer["usage"]["completion_tokens"] >= 1
+
+
+def test_bad_requests_are_refused_and_the_server_goes_on(ours):
+    from sgl_flashsample.demo.server import ServerError
+
+    for params in ({"temperature": -1}, {"top_p": 0}, {"logit_bias": {"99999999": 1.0}}, {"sampling_seed": "x"}):
+        with pytest.raises(ServerError, match="answered 4"):
+            ask(ours, params, {})
+    assert ask(ours, {"temperature": 1.0}, {})["output_ids"]
+
+
+def test_no_traceback_is_in_any_log(servers):
+    assert "Traceback" not in servers["ours"].log_text()
+
+
+VARIANTS = {
+    "tied head, mixed chunks, no overlap": (
+        "tiny-llama-tied",
+        ["--chunked-prefill-size", "32", "--enable-mixed-chunk", "--disable-overlap-schedule"],
+        "0.5.17",
+    ),
+    "softcap, newest SGLang": ("tiny-softcap", ["--chunked-prefill-size", "32"], "0.5.23"),
+    "logit scale": ("tiny-granite", ["--disable-radix-cache"], None),
+}
+
+
+@pytest.mark.skipif(CUDA, reason="the GPU machine has one SGLang; the variants run on the CPU")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, variant):
+    size_name, arguments, version = VARIANTS[variant]
+    server, truth = make_server(
+        folder,
+        size_name,
+        name=size_name,
+        arguments=arguments,
+        first_on_path=version_path(version) if version else None,
+    )
+    with server:
+        assert len(server.log_lines("fused sampling active")) == 1
+        assert version is None or f"with SGLang {version}: " in server.log_lines("] flashsample 0.")[0]
+        greedy = draw(server, 100, 20, {"temperature": 0})
+        assert np.array_equal(greedy[:, 1], truth.logits(torch.tensor(greedy[:, 0])).argmax(-1).numpy())
+        # Prompts longer than a chunk, so that chunks of some are in a batch with the decoding of others.
+        long = [[300 + i] * 75 + [400 + i] for i in range(24)]
+        params = [{"temperature": 1.0, "max_new_tokens": 2 + i, "ignore_eos": True} for i in range(24)]
+        for prompt, answer in zip(long, server.generate(input_ids=long, sampling_params=params), strict=True):
+            assert set(paths(answer)) == {"fused"}
+            previous = torch.tensor([prompt[-1], *answer["output_ids"][:-1]])
+            drawn = truth.distribution(previous).gather(1, torch.tensor(answer["output_ids"])[:, None])
+            assert (drawn > 1e-9).all(), "a token that the truth all but excludes"
+        pairs = draw(server, 8000, 100, {"temperature": 1.0})
+        assert g_test(*rank_table(pairs, truth)).p_value > 1e-6
+        assert g_test(*rank_table(draw(server, 8000, 100, {"temperature": 1.2}), truth)).p_value < 1e-6
+        assert "Traceback" not in server.log_text()
+        if truth.size.softcap is not None:
+            return  # SGLang's own softcap is a Triton kernel that the interpreter cannot run
+        native = server.generate(
+            input_ids=[300], sampling_params={"temperature": 1.0, "top_p": 0.7, "max_new_tokens": 4}
+        )
+        assert set(paths(native)) == {"native:top_p"}
+        assert "Traceback" not in server.log_text()
+
+
+@pytest.mark.skipif(CUDA, reason="runs on the CPU")
+@pytest.mark.parametrize(
+    "name, size_name, arguments, environment, reason",
+    [
+        (
+            "tensor parallel",
+            "tiny",
+            ["--tp-size", "2"],
+            {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+            "tensor parallelism is not served yet",
+        ),
+        ("half precision", "tiny", ["--dtype", "bfloat16"], {}, "bfloat16 is wrong in Triton's interpreter"),
+        ("no interpreter", "tiny", [], {"TRITON_INTERPRET": "0"}, "Triton's interpreter is off"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else "",
+)
+def test_what_cannot_be_fused_is_said_in_one_line_and_served_by_sglang(
+    folder, name, size_name, arguments, environment, reason
+):
+    server, truth = make_server(folder, size_name, name=name, arguments=arguments, environment=environment)
+    with server:
+        lines = {line.partition("flashsample 0.")[2] for line in server.log_lines("not active")}
+        assert len(lines) == 1
+        assert reason in lines.pop()
+        for params in ({"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}):
+            answer = server.generate(input_ids=[300], sampling_params={**params, "max_new_tokens": 4})
+            assert all(path.startswith("native") for path in paths(answer))
+        greedy = draw(server, 20, 5, {"temperature": 0})
+        assert np.array_equal(greedy[:, 1], truth.logits(torch.tensor(greedy[:, 0])).argmax(-1).numpy())
+        assert "Traceback" not in server.log_text()
