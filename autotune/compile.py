@@ -13,7 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..kernels import lm_head_sample as kernels
+from ..kernels.head import TRITON_DTYPES
+from ..kernels.lm_head_sample import lm_head_sample_kernel
+from ..kernels.reduce_parts import reduce_parts_kernel
 from ..kernels.tiles import TileConfig
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -49,7 +51,7 @@ def resources_of_lm_head_sample(
     }
     constants = {
         "D": hidden_size,
-        "LOGITS_DTYPE": kernels.TRITON_DTYPES[dtype],
+        "LOGITS_DTYPE": TRITON_DTYPES[dtype],
         "HAS_SCALE": False,
         "HAS_SOFTCAP": softcap,
         "RETURN_LOGPROB": return_logprob,
@@ -65,7 +67,7 @@ def resources_of_lm_head_sample(
     rest |= {"weight_stride": "i32", "hidden_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
     aligned = {*pointers, "weight_stride", "hidden_stride"} - ({"weight"} if tile.tma else set())
     return _compile(
-        kernels.lm_head_sample_kernel, {**pointers, **rest}, constants, aligned, capability, tile.num_warps, tile.stages
+        lm_head_sample_kernel, {**pointers, **rest}, constants, aligned, capability, tile.num_warps, tile.stages
     )
 
 
@@ -76,7 +78,7 @@ def resources_of_reduce_parts(capability: int, tile: TileConfig, parts: int, ret
     rest |= {"best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start"), "i32")
     constants = {"RETURN_LOGPROB": return_logprob, "BLOCK_P": parts, "BLOCK_R": tile.reduce_rows}
-    return _compile(kernels.reduce_parts_kernel, {**pointers, **rest}, constants, set(pointers), capability, 1, 3)
+    return _compile(reduce_parts_kernel, {**pointers, **rest}, constants, set(pointers), capability, 1, 3)
 
 
 def _compile(kernel, types, constants, aligned, capability, num_warps, num_stages) -> Resources:

@@ -50,7 +50,7 @@ def race(
     graphs = {name: capture(call) for name, call in contenders.items()}
     names = list(graphs)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    for warm_up in range(2):
+    for _ in range(2):
         for graph in graphs.values():
             graph.replay()
     for index in range(rounds):

@@ -1,6 +1,7 @@
 """Time per output token of a real SGLang server, stock and with our backend, side by side on one GPU.
 
-    python benchmarks/serve.py --out benchmarks/results/h200-serve.json --profile benchmarks/results/h200-step-profile.json
+    cd benchmarks/results
+    python ../serve.py --out h200-serve.json --profile h200-step-profile.json
 
 Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the
 GPU alone. Every cell is measured stock, ours, stock, ours, ... stock, so that drift falls on both. TPOT is the
@@ -23,8 +24,8 @@ import time
 from pathlib import Path
 
 import step_profile
-
 from sgl_flashsample.autotune import measure
+
 from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import Server
 

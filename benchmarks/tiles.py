@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-
 from sgl_flashsample.autotune import measure, space
-from sgl_flashsample.kernels.lm_head_sample import LMHead, Workspace, lm_head_sample, num_parts
+from sgl_flashsample.kernels.head import LMHead, Workspace
+from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_parts
 from sgl_flashsample.kernels.tiles import TileConfig
 
 SHAPES = [(2048, 151936), (4096, 151936)]
@@ -108,8 +108,8 @@ def main() -> None:
             tokens = {}
             for tile in tiles:
                 tokens[tile], _, _ = lm_head_sample(states, head, **params, tile=tile, workspace=workspace)
-                calls[repr(tile)] = lambda t=tile, s=states, p=params, ws=workspace: lm_head_sample(
-                    s, head, **p, tile=t, workspace=ws
+                calls[repr(tile)] = lambda h=head, t=tile, s=states, p=params, ws=workspace: lm_head_sample(
+                    s, h, **p, tile=t, workspace=ws
                 )
             reference = tokens[tiles[0]]
             differing = [repr(t) for t in tiles if not torch.equal(tokens[t], reference)]

@@ -22,23 +22,17 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
 from .epilogue import score_groups, transform_logits
+from .head import ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
+from .reduce_parts import reduce_parts
 from .tiles import TileConfig
-
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_NO_GROUP = tl.constexpr(2**31 - 1)
-
-
-# Per-row parameters may come as views at any offset: another alignment must not compile another kernel.
-_ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr"]
 
 
 @triton.jit(
     do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_parts"],
-    do_not_specialize_on_alignment=_ROW_POINTERS,
+    do_not_specialize_on_alignment=ROW_POINTERS,
 )
 def lm_head_sample_kernel(
     weight,  # [V, D] pointer, or a descriptor of its [BLOCK_V, BLOCK_D] blocks
@@ -133,7 +127,7 @@ def lm_head_sample_kernel(
     best_group = (vocab_start + best_tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
     part_score = tl.max(best_score, axis=0)
     tied = best_score == part_score[None, :]
-    part_group = tl.min(tl.where(tied, best_group, _NO_GROUP), axis=0)
+    part_group = tl.min(tl.where(tied, best_group, rng.NO_GROUP), axis=0)
     chosen = tied & (best_group == part_group[None, :])
     part_logits = tl.sum(tl.where(chosen[:, None, :], best_logits, 0.0), axis=0)  # [GROUP_SIZE, BLOCK_B]
     out = part * num_rows + offs_b
@@ -147,144 +141,6 @@ def lm_head_sample_kernel(
         part_mass = tl.sum(lse_mass * tl.exp(lse_peak - shift[None, :]), axis=0)
         tl.store(lse_ptr + out * 2, part_peak, mask=mask_b)
         tl.store(lse_ptr + out * 2 + 1, part_mass, mask=mask_b)
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start"],
-    do_not_specialize_on_alignment=[*_ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
-)
-def reduce_parts_kernel(
-    score_ptr,  # [P, B] f32
-    group_ptr,  # [P, B] i32
-    logits_ptr,  # [P, B, GROUP_SIZE] f32
-    lse_ptr,  # [P, B, 2] f32
-    temperature_ptr,  # [B] f32
-    seed_ptr,  # [B] i64
-    position_ptr,  # [B] i64
-    token_ptr,  # out [B] i64
-    best_score_ptr,  # out [B] f32
-    logprob_ptr,  # out [B] f32
-    num_rows,
-    num_parts,
-    vocab_size,
-    vocab_start,
-    # constexpr
-    RETURN_LOGPROB: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    offs_b = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask_b = offs_b < num_rows
-    offs_p = tl.arange(0, BLOCK_P)
-    slots = offs_p[:, None] * num_rows + offs_b[None, :]  # [BLOCK_P, BLOCK_R]
-    mask = (offs_p < num_parts)[:, None] & mask_b[None, :]
-    temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
-    greedy = temperature <= 0.0
-    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
-
-    score = tl.load(score_ptr + slots, mask=mask, other=float("-inf"))
-    group = tl.load(group_ptr + slots, mask=mask, other=_NO_GROUP)
-    best_score = tl.max(score, axis=0)
-    # Parts interleave their tiles, so among equal scores the lowest group decides, not the lowest part.
-    tied = score == best_score[None, :]
-    best_group = tl.min(tl.where(tied, group, _NO_GROUP), axis=0)
-    part = tl.sum(tl.where(tied & (group == best_group[None, :]), offs_p[:, None], 0), axis=0)
-
-    offs_i = tl.arange(0, rng.GROUP_SIZE)
-    token = best_group[None, :] * rng.GROUP_SIZE + offs_i[:, None]  # [GROUP_SIZE, BLOCK_R]
-    logits_offs = (part * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
-    logits = tl.load(logits_ptr + logits_offs, mask=mask_b[None, :], other=0.0)
-    seed = tl.load(seed_ptr + offs_b, mask=mask_b, other=0)
-    position = tl.load(position_ptr + offs_b, mask=mask_b, other=0)
-    waiting = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
-    perturbed = tl.where(greedy[None, :], logits, logits * inv_temperature[None, :] - tl.log(waiting))
-    perturbed = tl.where(token < vocab_start + vocab_size, perturbed, float("-inf"))
-    pick = tl.argmax(perturbed, axis=0)
-    tl.store(token_ptr + offs_b, (best_group * rng.GROUP_SIZE + pick).to(tl.int64), mask=mask_b)
-    tl.store(best_score_ptr + offs_b, best_score, mask=mask_b)
-    if RETURN_LOGPROB:
-        peak = tl.load(lse_ptr + slots * 2, mask=mask, other=float("-inf"))
-        mass = tl.load(lse_ptr + slots * 2 + 1, mask=mask, other=0.0)
-        max_peak = tl.max(peak, axis=0)
-        total = tl.sum(mass * tl.exp(peak - max_peak[None, :]), axis=0)
-        logit = tl.sum(tl.where(offs_i[:, None] == pick[None, :], logits, 0.0), axis=0)
-        tl.store(logprob_ptr + offs_b, logit * inv_temperature - max_peak - tl.log(total), mask=mask_b)
-
-
-class Workspace:
-    """Scratch of ``lm_head_sample`` for up to ``slots`` = parts x rows; reused by every call on one stream.
-
-    ``slots * 84`` bytes on ``device``.
-    """
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.slots = slots
-        self.score = torch.empty(slots, dtype=torch.float32, device=device)
-        self.group = torch.empty(slots, dtype=torch.int32, device=device)
-        self.logits = torch.empty(slots, rng.GROUP_SIZE, dtype=torch.float32, device=device)
-        self.lse = torch.empty(slots, 2, dtype=torch.float32, device=device)
-
-
-@dataclasses.dataclass(frozen=True)
-class LMHead:
-    """An LM head: ``[V, D]`` weight (bf16, fp16 or fp32, row-contiguous) and how logits come from it.
-
-    vocab_size: ids below it are real, the rows after it are padding and are never returned (default V).
-    vocab_start: absolute id of row 0, a multiple of ``GROUP_SIZE``; non-zero on a vocabulary shard.
-    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
-    logits_dtype: what a logit is rounded to before anything else, as the model's own GEMM would do
-    (default: the weight's dtype; torch.float32 keeps the accumulator).
-    """
-
-    weight: torch.Tensor
-    vocab_size: int = 0
-    vocab_start: int = 0
-    logit_scale: float | None = None
-    softcap: float | None = None
-    logits_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        weight = self.weight
-        if weight.dim() != 2 or weight.dtype not in TRITON_DTYPES:
-            raise ValueError(
-                f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32"
-            )
-        if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
-            raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
-        if self.vocab_size == 0:
-            object.__setattr__(self, "vocab_size", weight.shape[0])
-        if self.logits_dtype is None:
-            object.__setattr__(self, "logits_dtype", weight.dtype)
-        if not 1 <= self.vocab_size <= weight.shape[0]:
-            raise ValueError(f"vocab_size is {self.vocab_size}; expected 1 to the head's {weight.shape[0]} rows")
-        if self.vocab_start < 0 or self.vocab_start % rng.GROUP_SIZE:
-            raise ValueError(f"vocab_start is {self.vocab_start}; expected a multiple of {rng.GROUP_SIZE}, 0 or more")
-        if self.vocab_start + weight.shape[0] >= 2**31:
-            raise ValueError(f"ids reach {self.vocab_start + weight.shape[0]}; expected them below 2**31")
-        if self.logits_dtype not in TRITON_DTYPES:
-            raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap is {self.softcap}; expected a positive number or None")
-
-    @functools.cached_property
-    def supports_tma(self) -> bool:
-        """Whether tensor descriptors can address the weight: 16-byte aligned rows."""
-        itemsize = self.weight.element_size()
-        return self.weight.data_ptr() % 16 == 0 and self.weight.stride(0) * itemsize % 16 == 0
-
-    @functools.cached_property
-    def _descriptors(self) -> dict[tuple[int, int], TensorDescriptor]:
-        return {}
-
-    def blocks(self, tile: TileConfig) -> torch.Tensor | TensorDescriptor:
-        """What the kernel reads the weight through: a descriptor of the tile's blocks, or the tensor."""
-        if not tile.tma:
-            return self.weight
-        key = (tile.block_v, tile.block_d)
-        found = self._descriptors.get(key)
-        if found is None:
-            found = self._descriptors[key] = TensorDescriptor.from_tensor(self.weight, list(key))
-        return found
 
 
 @functools.cache
@@ -352,11 +208,9 @@ def lm_head_sample(
     _require("temperature", temperature, (num_rows,), torch.float32, hidden)
     _require("seed", seed, (num_rows,), torch.int64, hidden)
     _require("position", position, (num_rows,), torch.int64, hidden)
-    token = torch.empty(num_rows, dtype=torch.int64, device=hidden.device)
-    score = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
-    logprob = torch.empty(num_rows, dtype=torch.float32, device=hidden.device) if return_logprob else None
     if num_rows == 0:
-        return token, score, logprob
+        empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
+        return empty.to(torch.int64), empty, empty.clone() if return_logprob else None
     if tile.tma and not head.supports_tma:
         tile = dataclasses.replace(tile, tma=False)
     parts = num_parts(head, num_rows, tile)
@@ -384,7 +238,7 @@ def lm_head_sample(
         1.0 if head.logit_scale is None else head.logit_scale,
         1.0 if head.softcap is None else head.softcap,
         D=hidden.shape[1],
-        LOGITS_DTYPE=TRITON_DTYPES[head.logits_dtype],
+        LOGITS_DTYPE=TRITON_DTYPES[head.rounding],
         HAS_SCALE=head.logit_scale is not None,
         HAS_SOFTCAP=head.softcap is not None,
         RETURN_LOGPROB=return_logprob,
@@ -396,24 +250,15 @@ def lm_head_sample(
         USE_TMA=tile.tma,
         num_warps=tile.num_warps,
     )
-    reduce_parts_kernel[(triton.cdiv(num_rows, tile.reduce_rows),)](
-        workspace.score,
-        workspace.group,
-        workspace.logits,
-        workspace.lse,
+    return reduce_parts(
+        workspace,
+        parts,
         temperature,
         seed,
         position,
-        token,
-        score,
-        score if logprob is None else logprob,
-        num_rows,
-        parts,
         head.vocab_size,
         head.vocab_start,
-        RETURN_LOGPROB=return_logprob,
-        BLOCK_P=triton.next_power_of_2(_num_programs(hidden.device, tile.ctas_per_sm)),
-        BLOCK_R=tile.reduce_rows,
-        num_warps=1,
+        return_logprob=return_logprob,
+        most_parts=_num_programs(hidden.device, tile.ctas_per_sm),
+        rows_per_program=tile.reduce_rows,
     )
-    return token, score, logprob

@@ -141,6 +141,30 @@ def _overlaps(low: torch.Tensor, high: torch.Tensor, winner: torch.Tensor, toler
     return (rival >= floor - slack).any(-1)
 
 
+def reduce_parts_ref(
+    score: torch.Tensor,
+    group: torch.Tensor,
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    vocab_size: int,
+    vocab_start: int = 0,
+) -> torch.Tensor:
+    """``[B]`` tokens from ``[P, B]`` scores and groups and ``[P, B, GROUP_SIZE]`` logits of P parts."""
+    best = score.amax(0)
+    lowest = torch.where(score == best, group, torch.iinfo(group.dtype).max).amin(0)
+    part = ((score == best) & (group == lowest)).int().argmax(0)
+    own = logits[part, torch.arange(len(part), device=part.device)].double()
+    token = lowest.long()[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=part.device)
+    noise = gumbel_ref(seed[:, None], position[:, None], token, Stream.SAMPLE, Unit.TOKEN)
+    greedy = (temperature <= 0)[:, None]
+    perturbed = torch.where(greedy, own, own / temperature.double()[:, None] + noise)
+    perturbed = torch.where(token < vocab_start + vocab_size, perturbed, float("-inf"))
+    return token.gather(1, perturbed.argmax(-1, keepdim=True)).squeeze(1)
+
+
 def lm_head_sample_ref(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -157,7 +181,16 @@ def lm_head_sample_ref(
 ) -> Reference:
     """``lm_head_sample`` from its definition. ``accumulation`` bounds the error of a float32 dot product, in
     units of ``sum_k |hidden_k weight_k|``."""
-    options = {"logit_scale": logit_scale, "softcap": softcap, "logits_dtype": logits_dtype}
     weight = weight[:vocab_size]
-    low, logits, high = (logits_ref(hidden, weight, perturb=sign * accumulation, **options) for sign in (-1, 0, 1))
+    low, logits, high = (
+        logits_ref(
+            hidden,
+            weight,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            logits_dtype=logits_dtype,
+            perturb=sign * accumulation,
+        )
+        for sign in (-1, 0, 1)
+    )
     return sample_ref(logits, low, high, temperature, seed, position, vocab_start=vocab_start)

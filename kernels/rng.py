@@ -51,6 +51,7 @@ class Unit(enum.IntEnum):
 SAMPLE = tl.constexpr(int(Stream.SAMPLE))
 TOKEN = tl.constexpr(int(Unit.TOKEN))
 GROUP = tl.constexpr(int(Unit.GROUP))
+NO_GROUP = tl.constexpr(2**31 - 1)  # above every group id: the neutral element of their minimum
 
 _PHILOX_ROUNDS = tl.constexpr(10)
 _TWO_POW_MINUS_32 = tl.constexpr(2.0**-32)

@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import BatchParams, SampleOutput, sample
-    from .kernels.lm_head_sample import LMHead, Workspace
+    from .kernels.head import LMHead, Workspace
     from .kernels.rng import NOISE_ABI
     from .kernels.tiles import TileConfig
 
@@ -26,8 +26,8 @@ _HOMES = {
     "BatchParams": ".api",
     "SampleOutput": ".api",
     "sample": ".api",
-    "LMHead": ".kernels.lm_head_sample",
-    "Workspace": ".kernels.lm_head_sample",
+    "LMHead": ".kernels.head",
+    "Workspace": ".kernels.head",
     "NOISE_ABI": ".kernels.rng",
     "TileConfig": ".kernels.tiles",
 }

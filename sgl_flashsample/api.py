@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from .kernels.lm_head_sample import LMHead, Workspace, lm_head_sample
+from .kernels.head import LMHead, Workspace
+from .kernels.lm_head_sample import lm_head_sample
 from .tuned import tile_for
 
 

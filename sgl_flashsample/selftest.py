@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from .kernels.lm_head_sample import LMHead, lm_head_sample
+from .kernels.head import LMHead
+from .kernels.lm_head_sample import lm_head_sample
 from .kernels.reference import lm_head_sample_ref
 from .tuned import tiles_up_to
 

@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from .kernels.lm_head_sample import LMHead
+from .kernels.head import LMHead
 from .kernels.tiles import TileConfig
 
 # {(family, bytes per weight element): [(largest number of rows, tile)]}; the last entry serves larger batches too.

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first `import triton`
 
 try:
-    import sgl_flashsample.kernels  # noqa: F401
+    import sgl_flashsample.kernels
 except ImportError:
     # A bare checkout, not installed: the mapping that pyproject.toml makes for an install.
     sys.path.insert(0, str(ROOT))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def transitions(prompts: list[int], answers: list[dict]) -> np.ndarray:
     pairs = []
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = [prompt, *answer["output_ids"]]
-        pairs += list(zip(tokens, tokens[1:], strict=False))
+        pairs += itertools.pairwise(tokens)
     return np.array(pairs)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import numpy as np
 import pytest
 import torch
-from stats import g_test, power
-
-from sgl_flashsample.kernels.lm_head_sample import LMHead, Workspace, lm_head_sample, num_parts
+from sgl_flashsample.kernels.head import LMHead, Workspace
+from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_parts
 from sgl_flashsample.kernels.reference import lm_head_sample_ref
 from sgl_flashsample.kernels.tiles import TileConfig
+from stats import g_test, power
 
 CUDA = torch.cuda.is_available()
 # Interpreted, a program costs milliseconds: large tiles, few of them. Several parts, so that the reduction works.
@@ -219,7 +220,7 @@ def test_the_best_shard_holds_the_token_of_the_whole_vocabulary(device):
     cuts = [0, 992, 2000, 3000]
     shards = [
         lm_head_sample(states, LMHead(weight[a:b], vocab_start=a), **params, tile=WIDE)
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in itertools.pairwise(cuts)
     ]
     score = torch.stack([s for _, s, _ in shards])
     token = torch.stack([t for t, _, _ in shards])

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from scipy import stats
-
 from sgl_flashsample.kernels import rng
 from sgl_flashsample.kernels.reference import exponential_from_bits_ref, gumbel_ref, philox4x32_ref
 from sgl_flashsample.kernels.rng import Stream, Unit

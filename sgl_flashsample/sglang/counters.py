@@ -11,58 +11,51 @@ from typing import Any
 logger = logging.getLogger("sgl_flashsample")
 
 LOG_SECONDS_VARIABLE = "FLASHSAMPLE_LOG_SECONDS"
+_DEFAULT_LOG_SECONDS = 60.0
 
 
 class Counters:
-    """Counts into plain dicts on the hot path; publishes at most once per interval."""
+    """One ``add`` per batch; a log line at most once per interval; Prometheus counters where metrics are on."""
 
     def __init__(self, metrics: bool) -> None:
-        self.interval = float(os.environ.get(LOG_SECONDS_VARIABLE, "60"))
+        self.interval = _log_seconds()
         self._batches: Counter[tuple[str, str]] = Counter()
         self._rows: Counter[tuple[str, str]] = Counter()
-        self._published: Counter[tuple[str, str, str]] = Counter()
-        self._last_log = self._last_metrics = time.monotonic()
-        self._logged_rows = 0
-        self._metrics: dict[str, Any] | None = _prometheus_counters() if metrics else None
+        self._last_log = time.monotonic()
+        self._prometheus = _prometheus_counters() if metrics else None
 
     def add(self, path: str, reason: str, rows: int) -> None:
         """Count one batch of ``rows`` rows; ``reason`` is empty on the fused path."""
         self._batches[path, reason] += 1
         self._rows[path, reason] += rows
+        if self._prometheus is not None:
+            batches, total = self._prometheus
+            batches.labels(path, reason).inc()
+            total.labels(path, reason).inc(rows)
         now = time.monotonic()
-        if self._metrics is not None and now - self._last_metrics >= 1.0:
-            self._last_metrics = now
-            self._publish()
         if now - self._last_log >= self.interval:
             self._last_log = now
-            self.log()
-
-    def log(self) -> None:
-        """One line with the totals, if anything has been counted since the last one."""
-        total = sum(self._rows.values())
-        if total == self._logged_rows:
-            return
-        self._logged_rows = total
-        logger.info("flashsample: %s", self.summary())
+            logger.info("flashsample: %s", self.summary())
 
     def summary(self) -> str:
+        """Totals since the start, fused first: "fused 12 rows in 3 batches; native (top_p) 4 rows in 2 batches"."""
         parts = []
-        for key in sorted(self._rows, key=lambda k: (k[0] != "fused", k)):
-            path, reason = key
+        for path, reason in sorted(self._rows, key=lambda key: (key[0] != "fused", key)):
             label = f"{path} ({reason})" if reason else path
-            parts.append(f"{label} {self._rows[key]:,} rows in {self._batches[key]:,} batches")
+            parts.append(f"{label} {self._rows[path, reason]:,} rows in {self._batches[path, reason]:,} batches")
         return "; ".join(parts)
 
-    def _publish(self) -> None:
-        for kind, counts in (("batches", self._batches), ("rows", self._rows)):
-            for (path, reason), value in counts.items():
-                fresh = value - self._published[kind, path, reason]
-                if fresh:
-                    self._published[kind, path, reason] = value
-                    self._metrics[kind].labels(path=path, reason=reason).inc(fresh)
+
+def _log_seconds() -> float:
+    text = os.environ.get(LOG_SECONDS_VARIABLE)
+    try:
+        return _DEFAULT_LOG_SECONDS if text is None else float(text)
+    except ValueError:
+        logger.warning("flashsample: %s is %r; expected seconds, as a number", LOG_SECONDS_VARIABLE, text)
+        return _DEFAULT_LOG_SECONDS
 
 
-def _prometheus_counters() -> dict[str, Any] | None:
+def _prometheus_counters() -> tuple[Any, Any] | None:
     """Counters in the registry that SGLang's /metrics collects; None without prometheus_client."""
     try:
         from prometheus_client import Counter as PrometheusCounter
@@ -70,7 +63,7 @@ def _prometheus_counters() -> dict[str, Any] | None:
         logger.warning("flashsample: metrics are on but prometheus_client is not installed: no flashsample metrics")
         return None
     labels = ["path", "reason"]
-    return {
-        "batches": PrometheusCounter("sglang:flashsample_batches", "Batches sampled, per path and reason", labels),
-        "rows": PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", labels),
-    }
+    return (
+        PrometheusCounter("sglang:flashsample_batches", "Batches sampled, per path and reason", labels),
+        PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", labels),
+    )

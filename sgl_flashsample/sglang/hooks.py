@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,6 @@ from .lazy_logits import LazyLogits, plain
 from .rows import Rows
 from .runtime import Runtime
 
-logger = logging.getLogger("sgl_flashsample")
-
 ROWS_ATTRIBUTE = "_flashsample_rows"  # on SamplingBatchInfo
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
 _INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
@@ -22,6 +20,21 @@ _INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 def rows_of(sampling_info: Any) -> Rows | None:
     """The rows that follow this SamplingBatchInfo; None when SGLang made it in a way we do not know."""
     return getattr(sampling_info, ROWS_ATTRIBUTE, None)
+
+
+def _guarded(hook: Callable) -> Callable:
+    """An AFTER hook runs inside SGLang's scheduler, where an exception would end the server: leave the fused pass
+    instead. Without its rows a batch is SGLang's."""
+
+    @functools.wraps(hook)
+    def guarded(hooks: Hooks, result: Any, sampling_info: Any, *args: Any) -> None:
+        try:
+            hook(hooks, result, sampling_info, *args)
+        except Exception as error:
+            setattr(sampling_info, ROWS_ATTRIBUTE, None)
+            hooks.runtime.disable(f"{hook.__name__}: {type(error).__name__}: {error}")
+
+    return guarded
 
 
 class Hooks:
@@ -60,7 +73,7 @@ class Hooks:
     def preprocess_logits(
         self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """ModelRunner._preprocess_logits: applies penalties, grammar and bias, so it needs real logits where it does."""
+        """ModelRunner._preprocess_logits: applies penalties, grammar and bias, and needs real logits where it does."""
         if isinstance(logits_output.next_token_logits, LazyLogits):
             reason = support.batch_reason(rows_of(sampling_info), sampling_info, False, None, None, False)
             if args or any(value is not None for value in kwargs.values()):
@@ -73,22 +86,26 @@ class Hooks:
             logits_output.next_token_logits = plain(logits_output.next_token_logits)
         return original(model_runner, logits_output, sampling_info, *args, **kwargs)
 
+    @_guarded
     def from_schedule_batch(self, result: Any, sampling_info: Any, batch: Any, vocab_size: int) -> None:
         runtime = self.runtime
         if runtime.problem is None:
             rows = Rows.of_requests(batch.reqs, runtime.server_seed, runtime.custom_processors, batch.device)
             setattr(sampling_info, ROWS_ATTRIBUTE, rows)
 
+    @_guarded
     def filter_batch(self, result: Any, sampling_info: Any, keep_indices: Any, keep_indices_device: Any) -> None:
         rows = rows_of(sampling_info)
         if rows is not None:
             setattr(sampling_info, ROWS_ATTRIBUTE, rows.keep(keep_indices, keep_indices_device))
 
+    @_guarded
     def merge_batch(self, result: Any, sampling_info: Any, other: Any) -> None:
         rows, others = rows_of(sampling_info), rows_of(other)
-        both = rows is not None and others is not None
-        setattr(sampling_info, ROWS_ATTRIBUTE, rows.followed_by(others) if both else None)
+        merged = None if rows is None or others is None else rows.followed_by(others)
+        setattr(sampling_info, ROWS_ATTRIBUTE, merged)
 
+    @_guarded
     def copy_for_forward(self, result: Any, sampling_info: Any) -> None:
         setattr(result, ROWS_ATTRIBUTE, rows_of(sampling_info))
 

@@ -39,7 +39,7 @@ class LazyLogits(torch.Tensor):
         self.hidden, self.source, self._compute, self._dense = hidden, source, compute, None
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> torch.Tensor:
         """The logits, computed at the first call."""
@@ -79,7 +79,7 @@ class LazyLogits(torch.Tensor):
     def __array__(self, *args: Any) -> Any:
         return self.dense().__array__(*args)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **kwargs: Any) -> str:
         return f"LazyLogits({tuple(self.shape)}, {'dense' if self.is_dense else 'not computed'})"
 
 

@@ -120,7 +120,7 @@ def request_seed(server_seed: int, request_id: str, params: Any) -> int:
     """The noise seed of one request: its own, or one that every rank derives alike from the server's seed and
     the request's id. Two requests never share noise, nor do the n samples of one request."""
     own = params.sampling_seed
-    if own is not None and getattr(params, "n", 1) in (None, 1):
-        return own
+    if isinstance(own, int) and getattr(params, "n", 1) in (None, 1):
+        return (own + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
     digest = hashlib.blake2b(f"{server_seed}/{own}/{request_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

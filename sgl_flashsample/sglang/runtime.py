@@ -11,10 +11,11 @@ import torch
 
 from .. import __version__
 from ..api import BatchParams, SampleOutput, sample
-from ..kernels.lm_head_sample import LMHead, Workspace, workspace_slots
+from ..kernels.head import LMHead, Workspace
+from ..kernels.lm_head_sample import workspace_slots
 from ..kernels.rng import NOISE_ABI
 from ..selftest import compare_with_reference
-from ..tuned import tile_for, tiles_up_to
+from ..tuned import tiles_up_to
 from . import support
 from .counters import Counters
 from .lazy_logits import LazyLogits
@@ -39,7 +40,8 @@ class HeadState:
         self.processor, self.lm_head = processor, lm_head
         self._fingerprint: tuple | None = None
         self._head: LMHead | None = None
-        self.workspace: Workspace | None = None
+        self._workspace: Workspace | None = None
+        self._workspace_rows = 0
 
     def current(self) -> LMHead:
         processor, weight = self.processor, self.lm_head.weight
@@ -59,18 +61,15 @@ class HeadState:
         return self._head
 
     def scratch(self, num_rows: int) -> Workspace:
-        """Workspace for ``num_rows`` rows; only a batch larger than any before allocates."""
-        head = self.current()
-        if self.workspace is None:
-            slots = max(workspace_slots(head, rows, tile) for rows, tile in tiles_up_to(head, MAX_COMPILED_ROWS))
-            self.workspace = Workspace(
-                max(slots, workspace_slots(head, MAX_COMPILED_ROWS, tile_for(head, MAX_COMPILED_ROWS))),
-                head.weight.device,
-            )
-        needed = workspace_slots(head, num_rows, tile_for(head, num_rows)) if num_rows > MAX_COMPILED_ROWS else 0
-        if self.workspace.slots < needed:
-            self.workspace = Workspace(needed, head.weight.device)
-        return self.workspace
+        """Workspace for ``num_rows`` rows; allocates for the first batch and for one larger than all before."""
+        if num_rows > self._workspace_rows:
+            head = self.current()
+            rows = max(num_rows, MAX_COMPILED_ROWS)
+            slots = max(workspace_slots(head, rows, tile) for _, tile in tiles_up_to(head, rows))
+            self._workspace = Workspace(slots, head.weight.device)
+            self._workspace_rows = rows
+        assert self._workspace is not None
+        return self._workspace
 
 
 class Runtime:

@@ -42,6 +42,7 @@ class FlashSampler(Sampler):
         runtime = self.runtime
         lazy = logits_output.next_token_logits
         num_rows = lazy.shape[0]
+        reason: str | None
         if runtime.problem is not None:
             reason = "inactive"
         elif not isinstance(lazy, LazyLogits) or lazy.is_dense:
@@ -51,6 +52,8 @@ class FlashSampler(Sampler):
             reason = support.batch_reason(
                 rows, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, runtime.original_logprobs
             )
+            if reason is None and positions.shape != (num_rows,):
+                reason = "positions"
             if reason is None:
                 out = runtime.sample(lazy, rows, positions, return_logprob)
                 if out is not None:

@@ -13,7 +13,7 @@ from ..tuned import family_of
 def server_problem() -> str | None:
     """Why nothing is fused under this server's arguments; None when the fused pass may run."""
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_exec, get_flags, get_parallel, get_spec
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_parallel, get_spec
 
     parallel, execution = get_parallel(), get_exec()
     graph = execution.graph.cuda_graph_config
@@ -25,6 +25,7 @@ def server_problem() -> str | None:
         ("deterministic inference", execution.deterministic.enable_deterministic_inference),
         ("on-policy RL logprobs", execution.deterministic.rl_on_policy_target is not None),
         ("diffusion LLM", execution.dllm.dllm_algorithm is not None),
+        ("PD multiplexing", get_disagg().enable_pdmux),
         ("two-batch overlap", execution.overlap.enable_two_batch_overlap),
         ("torch.compile", get_flags().capture.enable_torch_compile or execution.graph.enable_torch_compile),
         (
@@ -98,7 +99,7 @@ def batch_reason(
         return "unknown_rows"
     if rows.reason is not None:
         return rows.reason
-    if sampling_info.grammars and any(sampling_info.grammars):
+    if sampling_info.grammars and any(grammar is not None for grammar in sampling_info.grammars):
         return "grammar"
     if not return_logprob:
         return None

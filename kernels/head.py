@@ -1,0 +1,96 @@
+"""The LM head as kernels see it, and the scratch that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import rng
+from .tiles import TileConfig
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# Kernel arguments that may come as views at any offset: another alignment must not compile another kernel.
+ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LMHead:
+    """An LM head: ``[V, D]`` weight (bf16, fp16 or fp32, row-contiguous) and how logits come from it.
+
+    vocab_size: ids below it are real, the rows after it are padding and are never returned (default V).
+    vocab_start: absolute id of row 0, a multiple of ``GROUP_SIZE``; non-zero on a vocabulary shard.
+    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
+    logits_dtype: what a logit is rounded to before anything else, as the model's own GEMM would do
+    (default: the weight's dtype; torch.float32 keeps the accumulator).
+    """
+
+    weight: torch.Tensor
+    vocab_size: int = 0
+    vocab_start: int = 0
+    logit_scale: float | None = None
+    softcap: float | None = None
+    logits_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        if weight.dim() != 2 or weight.dtype not in TRITON_DTYPES:
+            raise ValueError(
+                f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32"
+            )
+        if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
+            raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
+        if self.vocab_size == 0:
+            object.__setattr__(self, "vocab_size", weight.shape[0])
+        if not 1 <= self.vocab_size <= weight.shape[0]:
+            raise ValueError(f"vocab_size is {self.vocab_size}; expected 1 to the head's {weight.shape[0]} rows")
+        if self.vocab_start < 0 or self.vocab_start % rng.GROUP_SIZE:
+            raise ValueError(f"vocab_start is {self.vocab_start}; expected a multiple of {rng.GROUP_SIZE}, 0 or more")
+        if self.vocab_start + weight.shape[0] >= 2**31:
+            raise ValueError(f"ids reach {self.vocab_start + weight.shape[0]}; expected them below 2**31")
+        if self.rounding not in TRITON_DTYPES:
+            raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap is {self.softcap}; expected a positive number or None")
+
+    @property
+    def rounding(self) -> torch.dtype:
+        """What logits are rounded to."""
+        return self.weight.dtype if self.logits_dtype is None else self.logits_dtype
+
+    @functools.cached_property
+    def supports_tma(self) -> bool:
+        """Whether tensor descriptors can address the weight: 16-byte aligned rows."""
+        itemsize = self.weight.element_size()
+        return self.weight.data_ptr() % 16 == 0 and self.weight.stride(0) * itemsize % 16 == 0
+
+    @functools.cached_property
+    def _descriptors(self) -> dict[tuple[int, int], TensorDescriptor]:
+        return {}
+
+    def blocks(self, tile: TileConfig) -> torch.Tensor | TensorDescriptor:
+        """What the kernel reads the weight through: a descriptor of the tile's blocks, or the tensor."""
+        if not tile.tma:
+            return self.weight
+        key = (tile.block_v, tile.block_d)
+        found = self._descriptors.get(key)
+        if found is None:
+            found = self._descriptors[key] = TensorDescriptor.from_tensor(self.weight, list(key))
+        return found
+
+
+class Workspace:
+    """Scratch of ``lm_head_sample`` for up to ``slots`` = parts x rows; reused by every call on one stream.
+
+    ``slots * 84`` bytes on ``device``.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.slots = slots
+        self.score = torch.empty(slots, dtype=torch.float32, device=device)
+        self.group = torch.empty(slots, dtype=torch.int32, device=device)
+        self.logits = torch.empty(slots, rng.GROUP_SIZE, dtype=torch.float32, device=device)
+        self.lse = torch.empty(slots, 2, dtype=torch.float32, device=device)

@@ -1,0 +1,128 @@
+"""Of the parts of a vocabulary, the best; of its best group, the token. The second launch of ``lm_head_sample``.
+
+    part, group = argmax over parts of score          (ties: the lowest group)
+    token       = argmax_i  logits[i] / temperature + Gumbel(i)   over the 16 ids i of that group
+
+A single value per part and row comes in, so this reads kilobytes and costs a launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import rng
+from .head import ROW_POINTERS, Workspace
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
+)
+def reduce_parts_kernel(
+    score_ptr,  # [P, B] f32
+    group_ptr,  # [P, B] i32
+    logits_ptr,  # [P, B, GROUP_SIZE] f32
+    lse_ptr,  # [P, B, 2] f32
+    temperature_ptr,  # [B] f32
+    seed_ptr,  # [B] i64
+    position_ptr,  # [B] i64
+    token_ptr,  # out [B] i64
+    best_score_ptr,  # out [B] f32
+    logprob_ptr,  # out [B] f32
+    num_rows,
+    num_parts,
+    vocab_size,
+    vocab_start,
+    # constexpr
+    RETURN_LOGPROB: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    offs_b = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_b = offs_b < num_rows
+    offs_p = tl.arange(0, BLOCK_P)
+    slots = offs_p[:, None] * num_rows + offs_b[None, :]  # [BLOCK_P, BLOCK_R]
+    mask = (offs_p < num_parts)[:, None] & mask_b[None, :]
+    temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
+    greedy = temperature <= 0.0
+    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+
+    score = tl.load(score_ptr + slots, mask=mask, other=float("-inf"))
+    group = tl.load(group_ptr + slots, mask=mask, other=rng.NO_GROUP)
+    best_score = tl.max(score, axis=0)
+    # Parts interleave their tiles, so among equal scores the lowest group decides, not the lowest part.
+    tied = score == best_score[None, :]
+    best_group = tl.min(tl.where(tied, group, rng.NO_GROUP), axis=0)
+    part = tl.sum(tl.where(tied & (group == best_group[None, :]), offs_p[:, None], 0), axis=0)
+
+    offs_i = tl.arange(0, rng.GROUP_SIZE)
+    token = best_group[None, :] * rng.GROUP_SIZE + offs_i[:, None]  # [GROUP_SIZE, BLOCK_R]
+    logits_offs = (part * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
+    logits = tl.load(logits_ptr + logits_offs, mask=mask_b[None, :], other=0.0)
+    seed = tl.load(seed_ptr + offs_b, mask=mask_b, other=0)
+    position = tl.load(position_ptr + offs_b, mask=mask_b, other=0)
+    waiting = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
+    perturbed = tl.where(greedy[None, :], logits, logits * inv_temperature[None, :] - tl.log(waiting))
+    perturbed = tl.where(token < vocab_start + vocab_size, perturbed, float("-inf"))
+    pick = tl.argmax(perturbed, axis=0)
+    tl.store(token_ptr + offs_b, (best_group * rng.GROUP_SIZE + pick).to(tl.int64), mask=mask_b)
+    tl.store(best_score_ptr + offs_b, best_score, mask=mask_b)
+    if RETURN_LOGPROB:
+        peak = tl.load(lse_ptr + slots * 2, mask=mask, other=float("-inf"))
+        mass = tl.load(lse_ptr + slots * 2 + 1, mask=mask, other=0.0)
+        max_peak = tl.max(peak, axis=0)
+        total = tl.sum(mass * tl.exp(peak - max_peak[None, :]), axis=0)
+        logit = tl.sum(tl.where(offs_i[:, None] == pick[None, :], logits, 0.0), axis=0)
+        tl.store(logprob_ptr + offs_b, logit * inv_temperature - max_peak - tl.log(total), mask=mask_b)
+
+
+def reduce_parts(
+    workspace: Workspace,  # score, group, logits and lse of P parts x B rows
+    num_parts: int,
+    temperature: torch.Tensor,  # [B] f32
+    seed: torch.Tensor,  # [B] i64
+    position: torch.Tensor,  # [B] i64
+    vocab_size: int,
+    vocab_start: int,
+    *,
+    return_logprob: bool,
+    most_parts: int,
+    rows_per_program: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``token [B] i64``, ``score [B] f32`` and ``logprob [B] f32`` or None, from what the parts left in ``workspace``.
+
+    most_parts: bound of ``num_parts`` on this device; one kernel serves every number up to it.
+    """
+    num_rows = temperature.shape[0]
+    if not 1 <= num_parts <= most_parts or workspace.slots < num_parts * num_rows:
+        raise ValueError(
+            f"num_parts is {num_parts}; expected 1 to {most_parts}, and {num_rows} rows of them "
+            f"in the workspace's {workspace.slots} slots"
+        )
+    device = temperature.device
+    token = torch.empty(num_rows, dtype=torch.int64, device=device)
+    score = torch.empty(num_rows, dtype=torch.float32, device=device)
+    logprob = torch.empty(num_rows, dtype=torch.float32, device=device) if return_logprob else None
+    reduce_parts_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+        workspace.score,
+        workspace.group,
+        workspace.logits,
+        workspace.lse,
+        temperature,
+        seed,
+        position,
+        token,
+        score,
+        score if logprob is None else logprob,
+        num_rows,
+        num_parts,
+        vocab_size,
+        vocab_start,
+        RETURN_LOGPROB=return_logprob,
+        BLOCK_P=triton.next_power_of_2(most_parts),
+        BLOCK_R=rows_per_program,
+        num_warps=1,
+    )
+    return token, score, logprob

@@ -1,0 +1,87 @@
+"""The public function, and the table lookup behind it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from sgl_flashsample.kernels.reference import lm_head_sample_ref
+
+import sgl_flashsample
+from sgl_flashsample import BatchParams, LMHead, SampleOutput, Workspace, sample
+from sgl_flashsample.tuned import TABLE, tile_for, tiles_up_to
+
+
+def problem(device, rows=9, vocab=600, hidden=32):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(rows, hidden, generator=generator).to(device)
+    weight = torch.randn(vocab, hidden, generator=generator).to(device)
+    row = torch.arange(rows, device=device)
+    params = BatchParams((row % 3 * 0.5).float(), row * 17, row + 3)
+    return states, weight, params
+
+
+def test_sample_draws_the_references_tokens_and_logprobs(device):
+    states, weight, params = problem(device)
+    out = sample(states, weight, params, return_logprob=True)
+    want = lm_head_sample_ref(states, weight, params.temperature, params.seed, params.position)
+    assert isinstance(out, SampleOutput)
+    sure = ~want.near_tie
+    assert torch.equal(out.token_ids[sure], want.token[sure])
+    assert (out.logprobs[sure] >= want.logprob_low[sure] - 1e-4).all()
+    assert (out.logprobs[sure] <= want.logprob_high[sure] + 1e-4).all()
+    assert (out.token_ids.dtype, out.logprobs.dtype, out.scores.dtype) == (torch.int64, torch.float32, torch.float32)
+
+
+def test_a_head_object_and_a_reused_workspace_change_nothing(device):
+    states, weight, params = problem(device)
+    plain = sample(states, weight, params)
+    assert plain.logprobs is None
+    head, workspace = LMHead(weight), Workspace(10_000, device)
+    for _ in range(2):
+        assert torch.equal(sample(states, head, params, workspace=workspace).token_ids, plain.token_ids)
+
+
+def test_wrong_arguments_raise_value_errors(device):
+    states, weight, params = problem(device)
+    with pytest.raises(ValueError, match=r"hidden is .*expected \[B, 32\]"):
+        sample(states[:, :16], weight, params)
+    with pytest.raises(ValueError, match="seed is"):
+        sample(states, weight, BatchParams(params.temperature, params.seed.float(), params.position))
+
+
+def test_importing_the_package_loads_neither_torch_nor_triton():
+    code = (
+        "import sys, sgl_flashsample; print([m for m in ('torch', 'triton', 'optuna', 'sglang') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = sgl_flashsample.nonsense
+
+
+def test_every_public_name_is_there():
+    for name in sgl_flashsample.__all__:
+        assert getattr(sgl_flashsample, name) is not None
+
+
+def test_the_table_grows_with_the_batch_and_its_last_entry_serves_the_rest():
+    for entries in TABLE.values():
+        limits = [limit for limit, _ in entries]
+        assert limits == sorted(set(limits))
+        assert all(tile.block_b >= 16 for _, tile in entries)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 512, 4096])
+def test_every_batch_size_has_a_tile(device, rows):
+    head = LMHead(torch.zeros(1000, 32, device=device))
+    assert tile_for(head, rows).block_v % 16 == 0
+
+
+def test_the_tiles_of_a_range_are_those_that_its_batches_use(device):
+    head = LMHead(torch.zeros(1000, 32, device=device))
+    tiles = dict((tile, rows) for rows, tile in tiles_up_to(head, 130))
+    assert {tile_for(head, rows) for rows in range(1, 131)} == set(tiles)
+    assert all(tile_for(head, rows) == tile for tile, rows in tiles.items())
