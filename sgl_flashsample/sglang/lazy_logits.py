@@ -79,7 +79,7 @@ class LazyLogits(torch.Tensor):
     def __array__(self, *args: Any) -> Any:
         return self.dense().__array__(*args)
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"LazyLogits({tuple(self.shape)}, {'dense' if self.is_dense else 'not computed'})"
 
 

@@ -55,6 +55,7 @@ class FlashSampler(Sampler):
             if reason is None and positions.shape != (num_rows,):
                 reason = "positions"
             if reason is None:
+                assert rows is not None  # else there is a reason
                 out = runtime.sample(lazy, rows, positions, return_logprob)
                 if out is not None:
                     if return_logprob:
