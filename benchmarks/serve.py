@@ -75,15 +75,17 @@ def path_counts(server: Server) -> dict[str, int]:
     return counts
 
 
-def measure_model(name: str, batches: list[int], pairs: int, log_folder: Path, profiles: dict | None) -> list[dict]:
+def measure_model(
+    name: str, batches: list[int], pairs: int, log_folder: Path, profiles: dict | None, caches_are_warm: bool
+) -> list[dict]:
     rows = []
     with tempfile.TemporaryDirectory() as model_folder:
         model = Path(model_folder)
         (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
         servers = {}
         try:
+            started = time.monotonic()
             for label, backend in BACKENDS.items():
-                started = time.monotonic()
                 servers[label] = Server(
                     model,
                     SERVER_ARGUMENTS,
@@ -92,6 +94,9 @@ def measure_model(name: str, batches: list[int], pairs: int, log_folder: Path, p
                     environment={"FLASHSAMPLE_LOG_SECONDS": "0.2"},
                 )
                 servers[label].start()
+                if not caches_are_warm:
+                    servers[label].wait_until_ready()
+            for label in BACKENDS:
                 servers[label].wait_until_ready()
                 for params in SAMPLING.values():  # compiles what the first such request compiles
                     generate(servers[label], 2, params, 4)
@@ -153,6 +158,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="measurements of ours per cell; stock gets one more")
     parser.add_argument("--profile", type=Path, help="also trace decode steps at batch 32 and write their call counts")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
+    parser.add_argument("--warm", action="store_true", help="the kernel caches are warm: start both servers at once")
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of models that are not measured now")
     options = parser.parse_args()
 
@@ -172,8 +178,10 @@ def main() -> None:
         rows = [row for row in json.loads(options.out.read_text())["rows"] if row["model"] not in options.models]
     profiles: dict | None = {} if options.profile else None
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in options.models:
-        rows += measure_model(name, options.batches, options.pairs, options.logs, profiles)
+    for index, name in enumerate(options.models):
+        # Two servers that compile the same kernels at once would wait for each other: not before the caches are there.
+        warm = index > 0 or options.warm
+        rows += measure_model(name, options.batches, options.pairs, options.logs, profiles, warm)
         options.out.write_text(json.dumps({"env": environment, "rows": rows}, indent=1) + "\n")
     if options.profile:
         options.profile.write_text(json.dumps({"env": environment, "calls_per_step": profiles}, indent=1) + "\n")

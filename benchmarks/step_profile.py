@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 # Calls that stop the host, and calls that take memory from the driver. None may be added to a steady step.
 SYNCHRONISING = (
@@ -22,8 +23,8 @@ LAUNCHING = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
 
 
-def summarise(folder: Path, wait_seconds: float = 60.0) -> dict[str, float]:
-    """Calls per step in the one trace in ``folder``; a step is one CUDA-graph launch."""
+def summarise(folder: Path, wait_seconds: float = 60.0) -> dict[str, Any]:
+    """Calls and kernel time per step in the one trace in ``folder``; a step is one CUDA-graph launch."""
     deadline = time.monotonic() + wait_seconds
     while not (traces := sorted(folder.rglob("*.trace.json.gz"))):
         if time.monotonic() > deadline:
@@ -37,7 +38,7 @@ def summarise(folder: Path, wait_seconds: float = 60.0) -> dict[str, float]:
             time.sleep(1.0)
     counts = Counter(event["name"] for event in events if event.get("ph") == "X")
     steps = counts["cudaGraphLaunch"]
-    summary: dict[str, float] = {"steps": steps}
+    summary: dict[str, Any] = {"steps": steps}
     for title, names in (
         ("synchronising", SYNCHRONISING),
         ("driver_allocating", ALLOCATING),
@@ -45,5 +46,11 @@ def summarise(folder: Path, wait_seconds: float = 60.0) -> dict[str, float]:
         ("new_tensors", TENSORS),
     ):
         summary[title] = round(sum(counts[name] for name in names) / max(steps, 1), 2)
+    kernels: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels[event["name"][:60]] += event["dur"]
+    summary["gpu_busy_us"] = round(sum(kernels.values()) / max(steps, 1), 1)
+    summary["longest_kernels_us"] = {name: round(us / max(steps, 1), 1) for name, us in kernels.most_common(12)}
     summary |= {name: round(counts[name] / max(steps, 1), 2) for name in (*SYNCHRONISING, *ALLOCATING) if counts[name]}
     return summary

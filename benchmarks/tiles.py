@@ -23,9 +23,10 @@ from sgl_flashsample.autotune import measure, space
 from sgl_flashsample.kernels.head import LMHead, Workspace
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_parts
 from sgl_flashsample.kernels.tiles import TileConfig
+from sgl_flashsample.tuned import tile_for
 
 SHAPES = [(2048, 151936), (4096, 151936)]
-BATCHES = [1, 8, 16, 32, 64, 128, 256]
+BATCHES = [1, 8, 16, 32, 64, 128, 256, 512]
 
 
 @triton.jit
@@ -42,6 +43,19 @@ def read_call(tensor: torch.Tensor):
     programs = torch.cuda.get_device_properties(0).multi_processor_count * 8
     out = torch.empty(programs * 2048, dtype=torch.int32, device=tensor.device)
     return lambda: _read_kernel[(programs,)](words, out, words.numel(), NUM_PROGRAMS=programs, BLOCK=2048, num_warps=8)
+
+
+def stock_call(states: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor):
+    """What SGLang's sampler does for temperature-only rows: GEMM, float32 copy, divide, softmax, exponential race."""
+
+    def call() -> torch.Tensor:
+        logits = torch.nn.functional.linear(states, weight).float()
+        logits.div_(temperature[:, None])
+        logits[:] = torch.softmax(logits, -1)
+        waiting = torch.empty_like(logits).exponential_(1.0).clamp_min_(torch.finfo(torch.float32).tiny)
+        return (logits / waiting).argmax(-1)
+
+    return call
 
 
 def parameters(rows: int) -> dict[str, torch.Tensor]:
@@ -71,7 +85,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--shapes", type=int, nargs="+", default=[n for s in SHAPES for n in s], help="D V D V ...")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--top", type=int, default=8, help="configurations kept per batch size in the file")
+    parser.add_argument(
+        "--top", type=int, default=8, help="best configurations kept per batch size in the file, beside the shipped one"
+    )
     options = parser.parse_args()
     shapes = list(zip(options.shapes[::2], options.shapes[1::2], strict=True))
 
@@ -104,7 +120,11 @@ def main() -> None:
                 t for t in space.candidates(rows, hidden_size, 2, shared, tma=True) if (hidden_size, t) not in rejected
             ]
             workspace = Workspace(max(num_parts(head, rows, t) for t in tiles) * rows, weight.device)
-            calls = {"read": read_call(weight), "gemm": lambda s=states, w=weight: torch.nn.functional.linear(s, w)}
+            calls = {
+                "read": read_call(weight),
+                "gemm": lambda s=states, w=weight: torch.nn.functional.linear(s, w),
+                "stock": stock_call(states, weight, params["temperature"]),
+            }
             tokens = {}
             for tile in tiles:
                 tokens[tile], _, _ = lm_head_sample(states, head, **params, tile=tile, workspace=workspace)
@@ -121,13 +141,16 @@ def main() -> None:
             # Screen everything once, then race the best against the floor and the GEMM.
             screened = measure.race(calls, rounds=2, replays=2, before_round=refresh)
             ranked = sorted(tiles, key=lambda t: screened[repr(t)].us)[: options.top]
-            finalists = {name: calls[name] for name in ["read", "gemm", *map(repr, ranked)]}
+            shipped = tile_for(head, rows)
+            ranked += [shipped] if shipped in tiles and shipped not in ranked else []
+            finalists = {name: calls[name] for name in ["read", "gemm", "stock", *map(repr, ranked)]}
             timings = measure.race(finalists, rounds=options.rounds, replays=4, before_round=refresh)
             floor = timings["read"].us
             bytes_read = weight.numel() * weight.element_size()
             print(
                 f"D={hidden_size} B={rows}: read {floor:.1f} us ({bytes_read / floor / 1e6:.2f} TB/s), "
-                f"gemm {timings['gemm'].us:.1f}, {len(tiles)} tiles, {len(differing)} with other tokens",
+                f"gemm {timings['gemm'].us:.1f}, stock {timings['stock'].us:.1f}; "
+                f"{len(tiles)} tiles, {len(differing)} with other tokens",
                 flush=True,
             )
             for tile in sorted(ranked, key=lambda t: timings[repr(t)].us):
@@ -142,6 +165,7 @@ def main() -> None:
                         "us_spread": round(timing.spread, 2),
                         "read_us": round(floor, 2),
                         "gemm_us": round(timings["gemm"].us, 2),
+                        "stock_us": round(timings["stock"].us, 2),
                         "config": dataclasses.asdict(tile),
                         "same_tokens": repr(tile) not in differing,
                     }
