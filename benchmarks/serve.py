@@ -1,7 +1,6 @@
 """Time per output token of a real SGLang server, stock and with our backend, side by side on one GPU.
 
-    cd benchmarks/results
-    python ../serve.py --out h200-serve.json --profile h200-step-profile.json
+    python benchmarks/serve.py --out benchmarks/results/h200-serve.json
 
 Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the
 GPU alone. Every cell is measured stock, ours, stock, ours, ... stock, so that drift falls on both. TPOT is the
@@ -38,9 +37,10 @@ SAMPLING = {
 }
 PROMPT_TOKENS = 32
 SHORT, LONG = 8, 200
+CACHE_TOKENS = 65536
 SERVER_ARGUMENTS = [
     *("--load-format", "dummy", "--skip-tokenizer-init", "--attention-backend", "triton", "--random-seed", "1"),
-    *("--mem-fraction-static", "0.3", "--max-total-tokens", "65536", "--cuda-graph-max-bs-decode", "64"),
+    *("--mem-fraction-static", "0.3", "--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
     *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune", "--disable-radix-cache"),
 ]
 BACKENDS = {"stock": "flashinfer", "flashsample": "flashsample"}
@@ -75,17 +75,22 @@ def path_counts(server: Server) -> dict[str, int]:
     return counts
 
 
-def measure_model(
-    name: str, batches: list[int], pairs: int, log_folder: Path, profiles: dict | None, caches_are_warm: bool
-) -> list[dict]:
+def check_capacity(server: Server) -> None:
+    """A server that found too little memory would run a large batch in several pieces."""
+    found = re.findall(r"max_total_num_tokens=(\d+)", server.log_text())
+    if not found or int(found[-1]) != CACHE_TOKENS:
+        raise RuntimeError(f"the server has room for {found[-1:]} tokens; expected {CACHE_TOKENS} (see {server.log})")
+
+
+def measure_model(name: str, batches: list[int], pairs: int, log_folder: Path, profiles: dict | None) -> list[dict]:
     rows = []
     with tempfile.TemporaryDirectory() as model_folder:
         model = Path(model_folder)
         (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
         servers = {}
         try:
-            started = time.monotonic()
             for label, backend in BACKENDS.items():
+                started = time.monotonic()
                 servers[label] = Server(
                     model,
                     SERVER_ARGUMENTS,
@@ -94,10 +99,8 @@ def measure_model(
                     environment={"FLASHSAMPLE_LOG_SECONDS": "0.2"},
                 )
                 servers[label].start()
-                if not caches_are_warm:
-                    servers[label].wait_until_ready()
-            for label in BACKENDS:
-                servers[label].wait_until_ready()
+                servers[label].wait_until_ready()  # one after the other: each measures the memory that is free
+                check_capacity(servers[label])
                 for params in SAMPLING.values():  # compiles what the first such request compiles
                     generate(servers[label], 2, params, 4)
                 print(f"{name} {label}: ready after {time.monotonic() - started:.0f} s", flush=True)
@@ -158,7 +161,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="measurements of ours per cell; stock gets one more")
     parser.add_argument("--profile", type=Path, help="also trace decode steps at batch 32 and write their call counts")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
-    parser.add_argument("--warm", action="store_true", help="the kernel caches are warm: start both servers at once")
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of models that are not measured now")
     options = parser.parse_args()
 
@@ -173,17 +175,21 @@ def main() -> None:
         "server_arguments": SERVER_ARGUMENTS,
         "tokens": {"prompt": PROMPT_TOKENS, "short": SHORT, "long": LONG},
     }
-    rows = []
+    rows, runs = [], {}
     if options.keep and options.out.exists():
-        rows = [row for row in json.loads(options.out.read_text())["rows"] if row["model"] not in options.models]
+        kept = json.loads(options.out.read_text())
+        rows = [row for row in kept["rows"] if row["model"] not in options.models]
+        runs = {name: run for name, run in kept["env"].get("runs", {}).items() if name not in options.models}
     profiles: dict | None = {} if options.profile else None
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for index, name in enumerate(options.models):
-        # Two servers that compile the same kernels at once would wait for each other: not before the caches are there.
-        warm = index > 0 or options.warm
-        rows += measure_model(name, options.batches, options.pairs, options.logs, profiles, warm)
+    for name in options.models:
+        rows += measure_model(name, options.batches, options.pairs, options.logs, profiles)
+        runs[name] = {"command": environment["command"], "date": environment["date"], "gpu": environment["nvidia_smi"]}
+        environment["runs"] = runs
         options.out.write_text(json.dumps({"env": environment, "rows": rows}, indent=1) + "\n")
     if options.profile:
+        if options.keep and options.profile.exists():
+            profiles = json.loads(options.profile.read_text())["calls_per_step"] | profiles
         options.profile.write_text(json.dumps({"env": environment, "calls_per_step": profiles}, indent=1) + "\n")
 
 

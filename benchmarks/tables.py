@@ -38,7 +38,7 @@ def serve_table(path: Path = RESULTS / "h200-serve.json") -> str:
 
 
 def kernel_table(path: Path = RESULTS / "h200-tiles.json") -> str:
-    """The whole last step in microseconds with the shipped tile, beside the read floor, the GEMM and stock's sampler."""
+    """The whole last step in microseconds with the shipped tile, beside the read floor, the GEMM and stock."""
     import torch
 
     from sgl_flashsample.tuned import TABLE

@@ -23,6 +23,7 @@ from sgl_flashsample.autotune import measure, space
 from sgl_flashsample.kernels.head import LMHead, Workspace
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_parts
 from sgl_flashsample.kernels.tiles import TileConfig
+
 from sgl_flashsample.tuned import tile_for
 
 SHAPES = [(2048, 151936), (4096, 151936)]

@@ -33,6 +33,9 @@ if INTERPRETED:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
+        for item in items:  # `pytest -m gpu` runs every test that uses the device, where the device is a GPU
+            if "device" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.gpu)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:

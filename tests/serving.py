@@ -46,6 +46,7 @@ def make_server(
     if CUDA:
         values += ["--mem-fraction-static", "0.2", "--attention-backend", "triton", "--disable-prefill-cuda-graph"]
         values += ["--cuda-graph-max-bs-decode", "128", "--disable-flashinfer-autotune"]
+        values += ["--max-total-tokens", "65536"]
         if backend is None:
             backend = "flashinfer"
     else:

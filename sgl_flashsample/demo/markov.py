@@ -71,6 +71,13 @@ class MarkovModel:
         self.size, self.embedding, self.head, self.norm_eps = size, embedding, head, norm_eps
         self.context = _contexts(size)
 
+    def representative(self, tokens: torch.Tensor) -> torch.Tensor:
+        """For each of ``[N]`` tokens, one token that stands for all with the same next-token distribution."""
+        if self.size.tied:
+            return tokens
+        first = torch.stack([(self.context == context).nonzero()[0, 0] for context in range(CONTEXTS)])
+        return first[self.context[tokens]]
+
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[N, V]`` float64 logits after each of ``[N]`` tokens, rounded where the model rounds."""
         states = self.embedding[tokens].float()
