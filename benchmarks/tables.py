@@ -58,7 +58,23 @@ def kernel_table(path: Path = RESULTS / "h200-tiles.json") -> str:
     return "\n".join(lines)
 
 
-TABLES = {"serve": serve_table, "kernel": kernel_table}
+def profile_table(path: Path = RESULTS / "h200-step-profile.json") -> str:
+    """Calls of one decode step at batch 32, stock and ours."""
+    lines = ["| per decode step, B=32, temperature 1 | stock | ours |", "|---|---|---|"]
+    names = {
+        "launches": "kernel launches and copies beside the CUDA graph",
+        "synchronising": "synchronising calls",
+        "driver_allocating": "allocations from the driver",
+        "new_tensors": "tensors from PyTorch's allocator",
+        "gpu_busy_us": "GPU busy, us",
+    }
+    for model, samplings in json.loads(path.read_text())["calls_per_step"].items():
+        stock, ours = (samplings["t1"][backend] for backend in ("stock", "flashsample"))
+        lines += [f"| {model}: {name} | {stock[key]:g} | {ours[key]:g} |" for key, name in names.items()]
+    return "\n".join(lines)
+
+
+TABLES = {"serve": serve_table, "kernel": kernel_table, "profile": profile_table}
 
 
 def filled(readme: str) -> str:
