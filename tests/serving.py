@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from sgl_flashsample.demo import cpu_platform, markov
-from sgl_flashsample.demo.server import Server
+from sgl_flashsample.demo.server import SGLANG_LAUNCH_SERVER, Server
 
 CUDA = torch.cuda.is_available()
 VERSIONS_FOLDER = Path(sys.prefix) / "sglang-versions"  # other releases, unpacked by `make test`
@@ -37,6 +38,7 @@ def make_server(
     arguments: list[str] | None = None,
     environment: dict[str, str] | None = None,
     first_on_path: Path | None = None,
+    launcher: Sequence[str] = SGLANG_LAUNCH_SERVER,
 ) -> tuple[Server, markov.MarkovModel]:
     """A server (not started) of a Markov checkpoint, and the checkpoint's truth."""
     size = markov.SIZES[size_name]
@@ -61,6 +63,7 @@ def make_server(
         values + (arguments or []),
         backend=backend,
         log=folder / f"{name}.log",
+        launcher=launcher,
         environment=variables | (environment or {}),
     )
     return server, truth

@@ -17,7 +17,7 @@ from serving import CUDA, draw, make_server, needs_sglang, paths, version_path
 from stats import g_test, power
 
 from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import ServerError
+from sgl_flashsample.demo.server import SGLANG_SERVE, ServerError
 
 pytestmark = [needs_sglang, pytest.mark.server, *([pytest.mark.gpu] if CUDA else [])]
 
@@ -336,6 +336,7 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
         name=size_name,
         arguments=arguments,
         first_on_path=version_path(version) if version else None,
+        launcher=SGLANG_SERVE,
     )
     with server:
         assert len(server.log_lines("fused sampling active")) == 1
@@ -392,6 +393,20 @@ def test_what_cannot_be_fused_is_said_in_one_line_and_served_by_sglang(
             assert all(path.startswith("native") for path in paths(answer))
         greedy = draw(server, 20, 5, {"temperature": 0})
         assert np.array_equal(greedy[:, 1], truth.logits(torch.tensor(greedy[:, 0])).argmax(-1).numpy())
+        assert "Traceback" not in server.log_text()
+
+
+@pytest.mark.skipif(CUDA, reason="runs on the CPU")
+def test_an_unknown_sglang_version_is_named_and_served_by_sglang(folder):
+    pretended = folder / "pretended" / "sglang-9.9.9.dist-info"
+    pretended.mkdir(parents=True)
+    (pretended / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n")
+    server, _ = make_server(folder, "tiny", name="unknown version", first_on_path=pretended.parent)
+    with server:
+        (line,) = server.log_lines("] flashsample 0.")
+        assert "SGLang 9.9.9 is not among the known versions 0.5.17 to 0.5.23" in line
+        answer = server.generate(input_ids=[300], sampling_params={"temperature": 1.0, "max_new_tokens": 4})
+        assert set(paths(answer)) == {"native:inactive"}
         assert "Traceback" not in server.log_text()
 
 

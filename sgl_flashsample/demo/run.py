@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cpu_platform, markov
-from .server import Server, ServerError
+from .server import SGL_FLASHSAMPLE_SERVE, Server, ServerError
 
 PROMPT = "The quick brown fox"
 JSON_SCHEMA = (
@@ -74,11 +74,12 @@ def _run(folder: Path, port: int | None, size_name: str, on_gpu: bool) -> int:
         arguments += cpu_platform.SERVER_ARGUMENTS
         environment |= cpu_platform.environment(folder / "cpu")
     where = "GPU" if on_gpu else "CPU, kernels interpreted"
-    say(f"[2/4] SGLang server with --sampling-backend flashsample ({where})")
+    say(f"[2/4] sgl-flashsample serve: SGLang's server with --sampling-backend flashsample ({where})")
     server = Server(
         model,
         arguments,
-        backend="flashsample",
+        backend=None,
+        launcher=SGL_FLASHSAMPLE_SERVE,
         log=folder / "server.log",
         port=port,
         environment=environment,

@@ -12,10 +12,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+SGLANG_LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
+SGLANG_SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
+SGL_FLASHSAMPLE_SERVE = (sys.executable, "-m", "sgl_flashsample.cli", "serve")
 
 
 class ServerError(RuntimeError):
@@ -41,7 +45,8 @@ def free_port() -> int:
 class Server:
     """``with Server(model, arguments) as server: server.generate(...)``; stops the process group at the end.
 
-    backend: a sampling backend's name, or None for SGLang's choice.
+    backend: a sampling backend's name, or None to leave it to the launcher. launcher: the command that the
+    arguments follow.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Server:
         *,
         backend: str | None,
         log: Path,
+        launcher: Sequence[str] = SGLANG_LAUNCH_SERVER,
         port: int | None = None,
         environment: dict[str, str] | None = None,
         start_seconds: float = 600.0,
@@ -61,7 +67,7 @@ class Server:
         self.start_seconds = start_seconds
         self.progress = progress
         self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
-        self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+        self.command = [*launcher, "--model-path", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *arguments]
         if backend is not None:
             self.command += ["--sampling-backend", backend]

@@ -1,0 +1,204 @@
+"""The plugin without a server: what it declines, how it follows a model, and what a failure of ours does."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+
+from sgl_flashsample.sglang import counters, hooks, support
+from sgl_flashsample.sglang.lazy_logits import LazyLogits
+from sgl_flashsample.sglang.rows import Rows
+from sgl_flashsample.sglang.runtime import HeadState, Runtime
+
+
+class FakeLogitsProcessor:
+    """What the plugin reads of SGLang's LogitsProcessor."""
+
+    logit_scale = None
+    final_logit_softcapping = None
+    vocab_size = 100
+    use_fp32_lm_head = False
+    do_tensor_parallel_all_gather = False
+    return_full_logits = False
+
+    def forward(self): ...
+
+    def _get_logits(self): ...
+
+    def _compute_lm_head(self): ...
+
+
+class OtherLogitsProcessor(FakeLogitsProcessor):
+    def _compute_lm_head(self): ...
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    """A stand-in for the one SGLang module that ``head_problem`` imports."""
+    module = types.ModuleType("sglang.srt.layers.logits_processor")
+    module.LogitsProcessor = FakeLogitsProcessor
+    module.should_apply_lm_head_quant_method = lambda head, method: method is not None
+    for name in ("sglang", "sglang.srt", "sglang.srt.layers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.fixture
+def runtime():
+    made = Runtime("not asked yet")
+    made.problem = None
+    return made
+
+
+def head(weight: torch.Tensor, **attributes) -> types.SimpleNamespace:
+    return types.SimpleNamespace(weight=weight, quant_method=None, **attributes)
+
+
+def processor(kind=FakeLogitsProcessor, **attributes):
+    made = kind()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+WEIGHT = torch.zeros(104, 16)
+
+
+def test_an_ordinary_head_is_served(sglang, device):
+    assert support.head_problem(processor(), head(WEIGHT.to(device))) is None
+
+
+@pytest.mark.parametrize(
+    "own, lm_head, words",
+    [
+        (processor(OtherLogitsProcessor), head(WEIGHT), "has its own _compute_lm_head"),
+        (processor(), head(WEIGHT, set_lora=1, apply_lora=1), "LoRA"),
+        (processor(), types.SimpleNamespace(), "no two-dimensional weight"),
+        (processor(), head(torch.zeros(4, 4, 4)), "no two-dimensional weight"),
+        (processor(), types.SimpleNamespace(weight=WEIGHT, quant_method=object()), "quantised (object)"),
+        (processor(), head(WEIGHT.to(torch.int8)), "torch.int8"),
+        (processor(), head(torch.zeros(16, 104).T), "not contiguous"),
+        (processor(), head(WEIGHT, use_intel_amx_backend=True), "AMX"),
+        (processor(), head(WEIGHT.bfloat16()), "bfloat16 is wrong in Triton's interpreter"),
+        (processor(do_tensor_parallel_all_gather=True), head(WEIGHT), "gathered over ranks"),
+        (processor(return_full_logits=True), head(WEIGHT), "full logits"),
+        (processor(vocab_size=200), head(WEIGHT), "200 ids, the LM head 104 rows"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_head_that_cannot_be_fused_has_its_reason_in_words(sglang, own, lm_head, words):
+    assert words in support.head_problem(own, lm_head)
+
+
+def test_a_head_follows_its_model(device):
+    own, lm_head = processor(), head(torch.ones(104, 16, device=device))
+    state = HeadState(own, lm_head)
+    first = state.current()
+    assert state.current() is first
+    assert (first.vocab_size, first.softcap, first.logit_scale, first.rounding) == (100, None, None, torch.float32)
+    own.logit_scale, own.final_logit_softcapping = 0.5, 30.0
+    assert (state.current().logit_scale, state.current().softcap) == (0.5, 30.0)
+    lm_head.weight = torch.zeros(104, 16, device=device)
+    assert state.current().weight.data_ptr() == lm_head.weight.data_ptr()
+    own.final_logit_softcapping = 0  # SGLang: no softcap
+    assert state.current().softcap is None
+
+
+def test_a_float32_head_option_keeps_the_accumulator(device):
+    weight = torch.zeros(104, 16, dtype=torch.float16, device=device)
+    assert HeadState(processor(), head(weight)).current().rounding == torch.float16
+    assert HeadState(processor(use_fp32_lm_head=True), head(weight)).current().rounding == torch.float32
+
+
+def test_scratch_grows_only_for_a_larger_batch(device):
+    state = HeadState(processor(), head(torch.zeros(104, 16, device=device)))
+    first = state.scratch(3)
+    assert state.scratch(512) is first
+    assert state.scratch(600) is not first
+
+
+def test_a_server_whose_configuration_cannot_be_read_is_left_to_sglang(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)  # the import fails
+    assert "configuration cannot be read" in Runtime(None).problem
+
+
+def lazy_rows(device):
+    hidden = torch.zeros(2, 16, device=device)
+    rows = Rows((None, None), (False, False), (False, False), torch.ones(2), torch.zeros(2, dtype=torch.int64))
+    return LazyLogits(hidden, 100, HeadState(processor(), head(torch.zeros(104, 8))), lambda h: h), rows
+
+
+def test_a_failing_kernel_switches_the_fused_pass_off_with_one_warning(runtime, device, caplog):
+    lazy, rows = lazy_rows(device)  # a head of another width: the launcher raises
+    with caplog.at_level(logging.WARNING, "sgl_flashsample"):
+        for _ in range(3):
+            assert runtime.sample(lazy, rows, torch.zeros(2, dtype=torch.int64), False) is None
+    assert "hidden is (2, 16)" in runtime.problem
+    assert len([record for record in caplog.records if "SGLang's own sampler takes over" in record.message]) == 1
+
+
+def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_scheduler(runtime):
+    info = types.SimpleNamespace(_flashsample_rows="something")
+    broken = types.SimpleNamespace(reqs=[object()], device="cpu")  # a request without the attributes we read
+    hooks.Hooks(runtime).from_schedule_batch(None, info, broken, 100)
+    assert info._flashsample_rows is None
+    assert "from_schedule_batch: AttributeError" in runtime.problem
+
+
+def info_of(rows, grammars=None, length=None):
+    class Info:
+        def __len__(self):
+            return len(rows) if length is None else length
+
+    made = Info()
+    made.grammars = grammars
+    return made
+
+
+ROWS = Rows((None, None), (True, False), (True, False), torch.ones(2), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ((ROWS, info_of(ROWS), False, None, None, False), None),
+        ((None, info_of(ROWS), False, None, None, False), "unknown_rows"),
+        ((ROWS, info_of(ROWS, length=3), False, None, None, False), "unknown_rows"),
+        ((ROWS, info_of(ROWS, [None, object()]), False, None, None, False), "grammar"),
+        ((ROWS, info_of(ROWS, [None, None]), False, None, None, False), None),
+        ((ROWS, info_of(ROWS), True, [0, 0], [None, None], False), "greedy_logprob_at_temperature"),
+        ((ROWS, info_of(ROWS), True, [0, 2], [None, None], False), "top_logprobs"),
+        ((ROWS, info_of(ROWS), True, [0, 0], [None, [1]], False), "token_ids_logprobs"),
+        ((ROWS, info_of(ROWS), True, None, None, True), "original_logprobs"),
+    ],
+)
+def test_a_batch_is_fused_unless_something_stands_against_it(arguments, reason):
+    assert support.batch_reason(*arguments) == reason
+
+
+def test_counters_sum_batches_and_rows_per_path_and_reason():
+    made = counters.Counters(metrics=False)
+    made.add("native", "top_p", 4)
+    for _ in range(3):
+        made.add("fused", "", 500)
+    assert made.summary() == "fused 1,500 rows in 3 batches; native (top_p) 4 rows in 1 batches"
+
+
+def test_counters_are_logged_once_per_interval(monkeypatch, caplog):
+    monkeypatch.setenv(counters.LOG_SECONDS_VARIABLE, "0")
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        counters.Counters(metrics=False).add("fused", "", 1)
+        monkeypatch.setenv(counters.LOG_SECONDS_VARIABLE, "1000")
+        counters.Counters(metrics=False).add("fused", "", 1)
+    assert len(caplog.records) == 1
+
+
+def test_a_bad_interval_gets_one_warning_and_the_default(monkeypatch, caplog):
+    monkeypatch.setenv(counters.LOG_SECONDS_VARIABLE, "often")
+    with caplog.at_level(logging.WARNING, "sgl_flashsample"):
+        assert counters.Counters(metrics=False).interval == 60.0
+    assert "FLASHSAMPLE_LOG_SECONDS is 'often'; expected seconds" in caplog.text
