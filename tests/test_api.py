@@ -10,7 +10,7 @@ import torch
 from sgl_flashsample.kernels.reference import lm_head_sample_ref
 
 import sgl_flashsample
-from sgl_flashsample import BatchParams, LMHead, SampleOutput, Workspace, sample
+from sgl_flashsample import BatchParams, LMHead, SampleOutput, Workspace, sample, tuned
 from sgl_flashsample.tuned import TABLE, tile_for, tiles_up_to
 
 
@@ -85,3 +85,11 @@ def test_the_tiles_of_a_range_are_those_that_its_batches_use(device):
     tiles = dict((tile, rows) for rows, tile in tiles_up_to(head, 130))
     assert {tile_for(head, rows) for rows in range(1, 131)} == set(tiles)
     assert all(tile_for(head, rows) == tile for tile, rows in tiles.items())
+
+
+@pytest.mark.parametrize("key", TABLE, ids=str)
+def test_each_entry_serves_batches_up_to_its_limit_and_the_next_one_from_there(key):
+    entries = TABLE[key]
+    for (limit, tile), following in zip(entries, [*entries[1:], entries[-1]], strict=True):
+        assert tuned._tile(*key, limit) == tile
+        assert tuned._tile(*key, limit + 1) == following[1]
