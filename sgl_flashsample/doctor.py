@@ -118,7 +118,7 @@ def check_kernels() -> Finding:
     started = time.monotonic()
     cuda = torch.cuda.is_available()
     generator = torch.Generator().manual_seed(0)
-    shape, dtype = ((16000, 1024), torch.bfloat16) if cuda else ((2000, 64), torch.float32)
+    shape, dtype = ((40_000, 1024), torch.bfloat16) if cuda else ((2000, 64), torch.float32)
     weight = torch.randn(*shape, generator=generator).to(dtype)
     head = LMHead(weight.cuda() if cuda else weight)
     rows = 512 if cuda else 64

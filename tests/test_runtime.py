@@ -202,3 +202,15 @@ def test_a_bad_interval_gets_one_warning_and_the_default(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         assert counters.Counters(metrics=False).interval == 60.0
     assert "FLASHSAMPLE_LOG_SECONDS is 'often'; expected seconds" in caplog.text
+
+
+def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(device):
+    """Metadata and model runners without the attributes we read: an SGLang that is not the one we know."""
+    for call in (
+        lambda h: h.get_logits(lambda *arguments: "sglang's", processor(), torch.zeros(2, 16), head(WEIGHT), object()),
+        lambda h: h.load_model("result", object()),
+    ):
+        made = Runtime("not asked yet")
+        made.problem = None
+        assert call(hooks.Hooks(made)) in ("sglang's", None)
+        assert "AttributeError" in made.problem

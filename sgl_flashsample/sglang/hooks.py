@@ -56,7 +56,10 @@ class Hooks:
         """LogitsProcessor._get_logits: carry the hidden states instead of computing logits."""
         state = None
         if embedding_bias is None:
-            state = self.runtime.can_defer(processor, hidden_states, lm_head, logits_metadata)
+            try:
+                state = self.runtime.can_defer(processor, hidden_states, lm_head, logits_metadata)
+            except Exception as error:  # as in _guarded
+                self.runtime.disable(f"get_logits: {type(error).__name__}: {error}")
         if state is None:
             return original(processor, hidden_states, lm_head, logits_metadata, embedding_bias, use_logits_buffer)
 
@@ -67,8 +70,11 @@ class Hooks:
 
     def load_model(self, result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         """ModelRunner.load_model: the weights are there, graphs are not captured yet."""
-        if not model_runner.is_draft_worker:
-            self.runtime.prepare_model(model_runner.model)
+        try:
+            if not model_runner.is_draft_worker:
+                self.runtime.prepare_model(model_runner.model)
+        except Exception as error:  # as in _guarded
+            self.runtime.disable(f"load_model: {type(error).__name__}: {error}")
 
     def preprocess_logits(
         self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any

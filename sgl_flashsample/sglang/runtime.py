@@ -118,9 +118,10 @@ class Runtime:
         if self.problem is not None:
             return
         started = time.monotonic()
+        modules = dict(model.named_modules())
         states = []
-        for name, module in model.named_modules():
-            lm_head = getattr(model.get_submodule(name.rpartition(".")[0]), "lm_head", None)
+        for name, module in modules.items():
+            lm_head = getattr(modules.get(name.rpartition(".")[0]), "lm_head", None)
             if isinstance(module, LogitsProcessor) and lm_head is not None:
                 states.append(self.head_for(module, lm_head))
         if not states:
