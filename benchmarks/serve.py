@@ -171,7 +171,7 @@ def main() -> None:
         "flashinfer": importlib.metadata.version("flashinfer-python"),
         "sgl-flashsample": importlib.metadata.version("sgl-flashsample"),
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
         "server_arguments": SERVER_ARGUMENTS,
         "tokens": {"prompt": PROMPT_TOKENS, "short": SHORT, "long": LONG},
     }
