@@ -13,11 +13,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..kernels.head import TRITON_DTYPES
+from ..kernels.draw_truncated import draw_truncated_kernel
+from ..kernels.head import SPAN, TRITON_DTYPES
 from ..kernels.lm_head_sample import lm_head_sample_kernel
 from ..kernels.reduce_parts import reduce_parts_kernel
-from ..kernels.tiles import TileConfig
+from ..kernels.rng import GROUP_SIZE
+from ..kernels.search_truncated import search_truncated_kernel
+from ..kernels.tiles import DrawConfig, TileConfig
 
+_ROWS = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64"}
+_ROWS |= {"top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32"}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -38,6 +43,8 @@ def resources_of_lm_head_sample(
     *,
     return_logprob: bool = False,
     softcap: bool = False,
+    truncate: bool = False,
+    edits: int = 0,  # Edit flags
 ) -> Resources:
     """Compile the fused kernel for compute capability ``capability`` (80, 90, 100, ...)."""
     name = _NAMES[dtype]
@@ -48,6 +55,8 @@ def resources_of_lm_head_sample(
         "group_ptr": "*i32",
         "logits_ptr": "*fp32",
         "lse_ptr": "*fp32",
+        "kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32",
+        "second_ptr": "*fp32",
     }
     constants = {
         "D": hidden_size,
@@ -55,6 +64,11 @@ def resources_of_lm_head_sample(
         "HAS_SCALE": False,
         "HAS_SOFTCAP": softcap,
         "RETURN_LOGPROB": return_logprob,
+        "TRUNCATE": truncate,
+        "EDITS": int(edits),
+        "EDIT_ROWS": bool(edits),
+        "MASK_IS_BOOL": False,
+        "BIAS_FIRST": False,
         "BLOCK_B": tile.block_b,
         "BLOCK_V": tile.block_v,
         "BLOCK_D": tile.block_d,
@@ -62,8 +76,10 @@ def resources_of_lm_head_sample(
         "FLATTEN": tile.flatten,
         "USE_TMA": tile.tma,
     }
-    rest = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64"}
-    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts"), "i32")
+    rest = {**_ROWS, "edit_rows_ptr": "*i32", "mask_ptr": "*i32"}
+    rest |= dict.fromkeys(("additive_ptr", "scaling_ptr", "bias_ptr"), "*fp32")
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width", "mask_words"), "i32")
+    rest |= dict.fromkeys(("additive_stride", "scaling_stride", "mask_stride", "bias_stride"), "i32")
     rest |= {"weight_stride": "i32", "hidden_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
     aligned = {*pointers, "weight_stride", "hidden_stride"} - ({"weight"} if tile.tma else set())
     return _compile(
@@ -74,11 +90,40 @@ def resources_of_lm_head_sample(
 def resources_of_reduce_parts(capability: int, tile: TileConfig, parts: int, return_logprob: bool = False) -> Resources:
     """Compile the reduction over ``parts`` parts (a power of two)."""
     pointers = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
-    rest = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64", "token_ptr": "*i64"}
-    rest |= {"best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
+    rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")}
+    rest |= {"token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start"), "i32")
     constants = {"RETURN_LOGPROB": return_logprob, "BLOCK_P": parts, "BLOCK_R": tile.reduce_rows}
     return _compile(reduce_parts_kernel, {**pointers, **rest}, constants, set(pointers), capability, 1, 3)
+
+
+def resources_of_draw_truncated(capability: int, config: DrawConfig, parts: int, dtype: torch.dtype) -> Resources:
+    """Compile the draw of truncated rows from kept logits of ``dtype``, over ``parts`` parts (a power of two)."""
+    pointers = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
+    pointers |= {"second_ptr": "*fp32", "kept_ptr": f"*{_NAMES[dtype]}", "partial_ptr": "*fp32", "first_ptr": "*i32"}
+    pointers |= {"arrived_ptr": "*i32", "rounds_ptr": "*i32"}
+    rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
+    rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start", "kept_width"), "i32")
+    constants = {"RETURN_LOGPROB": True, "BLOCK_P": parts, "BLOCK": config.block, "CHUNKS": config.chunks}
+    return _compile(
+        draw_truncated_kernel, {**pointers, **rest}, constants, set(pointers), capability, config.num_warps, 3
+    )
+
+
+def resources_of_search_truncated(
+    capability: int, vocab_size: int, config: DrawConfig, dtype: torch.dtype
+) -> Resources:
+    """Compile the search in truncated rows of kept logits of ``dtype``."""
+    pointers = {"kept_ptr": f"*{_NAMES[dtype]}", "kept_score_ptr": "*fp32", "kept_mass_ptr": "*fp32"}
+    pointers |= {"kept_peak_ptr": "*fp32", "list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
+    rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
+    rest |= dict.fromkeys(("vocab_size", "vocab_start", "kept_width"), "i32")
+    block_s = triton.next_power_of_2(triton.cdiv(vocab_size, SPAN * GROUP_SIZE))
+    constants = {"RETURN_LOGPROB": True, "BLOCK_S": block_s, "CHUNKS": config.chunks}
+    constants |= {"WINDOW": min(config.window, block_s), "GATHER": min(config.gather, block_s)}
+    return _compile(
+        search_truncated_kernel, {**pointers, **rest}, constants, set(pointers), capability, config.search_warps, 3
+    )
 
 
 def _compile(kernel, types, constants, aligned, capability, num_warps, num_stages) -> Resources:

@@ -10,10 +10,15 @@ import triton
 import triton.language as tl
 
 from . import rng
+from .features import Edit
 
 # Bound of a logit, so that logit / temperature stays finite.
-_LIMIT = tl.constexpr(2.0**100)
+LIMIT = tl.constexpr(2.0**100)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_ADDITIVE = tl.constexpr(int(Edit.ADDITIVE))
+_SCALING = tl.constexpr(int(Edit.SCALING))
+_MASK = tl.constexpr(int(Edit.MASK))
+_BIAS = tl.constexpr(int(Edit.BIAS))
 
 
 @triton.jit
@@ -38,7 +43,57 @@ def transform_logits(
         # tanh(x) = 1 - 2 / (e^2x + 1): saturates cleanly at both ends, no libdevice.
         logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * _LOG2_E / softcap)) + 1.0))
     # NaN fails the comparison: it is masked like padding.
-    return tl.where(valid & (logits > -_LIMIT), tl.minimum(logits, _LIMIT), float("-inf"))
+    return tl.where(valid & (logits > -LIMIT), tl.minimum(logits, LIMIT), float("-inf"))
+
+
+@triton.jit
+def edit_logits(
+    logits,  # [BLOCK_V, BLOCK_B] f32
+    valid,  # [BLOCK_V, BLOCK_B] bool
+    rows,  # [BLOCK_B] i32, rows of the batch
+    columns,  # [BLOCK_V] i32, absolute vocabulary ids
+    edits,  # [BLOCK_B] i32, Edit flags
+    additive_ptr,  # [B, V] f32
+    scaling_ptr,  # [B, V] f32
+    mask_ptr,  # [B, W] i32, or [B, V] bool
+    bias_ptr,  # [B, V] f32
+    additive_stride,
+    scaling_stride,
+    mask_stride,
+    bias_stride,
+    mask_words,
+    EDITS: tl.constexpr,  # Edit flags that any row may have
+    MASK_IS_BOOL: tl.constexpr,
+    BIAS_FIRST: tl.constexpr,
+):
+    """SGLang's changes to the logits, in its order: penalties, grammar mask, bias.
+
+    A row reads only what its own flags ask for.
+    """
+    columns = columns[:, None]
+    if EDITS & _ADDITIVE:
+        asked = valid & ((edits & _ADDITIVE) != 0)[None, :]
+        logits += tl.load(additive_ptr + rows[None, :] * additive_stride + columns, mask=asked, other=0.0)
+    if EDITS & _SCALING:
+        asked = valid & ((edits & _SCALING) != 0)[None, :]
+        scale = tl.load(scaling_ptr + rows[None, :] * scaling_stride + columns, mask=asked, other=1.0)
+        logits = tl.where(logits < 0, logits * scale, tl.div_rn(logits, scale))
+    if BIAS_FIRST and EDITS & _BIAS:
+        asked = valid & ((edits & _BIAS) != 0)[None, :]
+        logits += tl.load(bias_ptr + rows[None, :] * bias_stride + columns, mask=asked, other=0.0)
+    if EDITS & _MASK:
+        asked = valid & ((edits & _MASK) != 0)[None, :]
+        if MASK_IS_BOOL:
+            forbidden = tl.load(mask_ptr + rows[None, :] * mask_stride + columns, mask=asked, other=0) != 0
+        else:
+            asked &= columns < mask_words * 32
+            word = tl.load(mask_ptr + rows[None, :] * mask_stride + columns // 32, mask=asked, other=-1)
+            forbidden = ((word >> (columns % 32)) & 1) == 0
+        logits = tl.where(forbidden, float("-inf"), logits)
+    if not BIAS_FIRST and EDITS & _BIAS:
+        asked = valid & ((edits & _BIAS) != 0)[None, :]
+        logits += tl.load(bias_ptr + rows[None, :] * bias_stride + columns, mask=asked, other=0.0)
+    return tl.where(logits > -LIMIT, tl.minimum(logits, LIMIT), float("-inf"))
 
 
 @triton.jit

@@ -6,15 +6,22 @@ import dataclasses
 import functools
 
 import torch
+import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
-from .tiles import TileConfig
+from .tiles import MOST_CHUNKS, TileConfig
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Kernel arguments that may come as views at any offset: another alignment must not compile another kernel.
-ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr"]
+ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"]
+EDIT_POINTERS = ["edit_rows_ptr", "additive_ptr", "scaling_ptr", "mask_ptr", "bias_ptr"]
+
+SPAN = 8  # groups that the search over kept logits handles as one
+CHAIN = 4  # tokens that one pass over them measures
+FIRST_GROUPS = 64  # groups that these come from
+PARTIALS = 16  # what each of those programs leaves behind: two numbers per token and two more, in a power of two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +92,48 @@ class LMHead:
 class Workspace:
     """Scratch of ``lm_head_sample`` for up to ``slots`` = parts x rows; reused by every call on one stream.
 
-    ``slots * 84`` bytes on ``device``.
+    ``slots * 88`` bytes on ``device``.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.slots = slots
         self.score = torch.empty(slots, dtype=torch.float32, device=device)
+        self.second = torch.empty(slots, dtype=torch.float32, device=device)
         self.group = torch.empty(slots, dtype=torch.int32, device=device)
         self.logits = torch.empty(slots, rng.GROUP_SIZE, dtype=torch.float32, device=device)
         self.lse = torch.empty(slots, 2, dtype=torch.float32, device=device)
+        self._kept: Kept | None = None
+
+    def kept(self, num_rows: int, vocab_size: int, dtype: torch.dtype) -> Kept:
+        """Room for the logits of ``num_rows`` rows; allocates for the first batch and for a larger one."""
+        kept = self._kept
+        if kept is None or kept.num_rows < num_rows or not kept.fits(vocab_size, dtype):
+            same = kept is not None and kept.fits(vocab_size, dtype)
+            # By doubling, so that a batch that grows row by row does not allocate at every step.
+            num_rows = max(num_rows, 2 * kept.num_rows) if same and kept is not None else num_rows
+            kept = self._kept = Kept(num_rows, vocab_size, dtype, self.score.device)
+        return kept
+
+
+class Kept:
+    """What rows with a truncation leave behind, ``[num_rows, width]`` logits, and the scratch of their draw.
+
+    width: the vocabulary size rounded up to whole groups.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        num_groups = triton.cdiv(vocab_size, rng.GROUP_SIZE)
+        self.num_rows, self.width = num_rows, num_groups * rng.GROUP_SIZE
+        self.logits = torch.empty(num_rows, self.width, dtype=dtype, device=device)
+        self.score, self.mass, self.peak = (
+            torch.empty(num_rows, num_groups, dtype=torch.float32, device=device) for _ in range(3)
+        )
+        # Lists of spans: as many as there are, and those of a window, a power of two.
+        self.list = torch.empty(num_rows, 3 * triton.cdiv(num_groups, SPAN), dtype=torch.int32, device=device)
+        self.partial = torch.empty(num_rows, MOST_CHUNKS, PARTIALS, dtype=torch.float32, device=device)
+        self.first = torch.empty(num_rows, MOST_CHUNKS, FIRST_GROUPS, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.rounds = torch.zeros(num_rows, dtype=torch.int32, device=device)
+
+    def fits(self, vocab_size: int, dtype: torch.dtype) -> bool:
+        return self.width - rng.GROUP_SIZE < vocab_size <= self.width and self.logits.dtype is dtype

@@ -10,6 +10,10 @@ programs (per block of rows) walk the vocabulary tiles, and each keeps, per row,
 group of 16 ids and that group's logits. ``reduce_parts_kernel`` takes the best of the P parts and
 draws the token inside its group.
 
+A row with top-k, top-p or min-p also leaves its logits behind (2 bytes each where they are bf16), and
+``draw_truncated_kernel`` is the second launch; a third one is empty for most batches. Rows without a truncation
+leave nothing.
+
 The head is read once per block of rows. Not for a batch so large that a GEMM with ``[B, V]`` output
 is faster than this one: a dispatcher's business, not this file's.
 """
@@ -24,15 +28,20 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .epilogue import score_groups, transform_logits
-from .head import ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
+from .draw_truncated import draw_truncated, truncates
+from .epilogue import edit_logits, score_groups, transform_logits
+from .features import LogitEdits, Truncation, require
+from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
 from .reduce_parts import reduce_parts
-from .tiles import TileConfig
+from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_parts"],
-    do_not_specialize_on_alignment=ROW_POINTERS,
+    do_not_specialize=[
+        *("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width"),
+        *("additive_stride", "scaling_stride", "mask_stride", "bias_stride", "mask_words"),
+    ],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS],
 )
 def lm_head_sample_kernel(
     weight,  # [V, D] pointer, or a descriptor of its [BLOCK_V, BLOCK_D] blocks
@@ -44,6 +53,16 @@ def lm_head_sample_kernel(
     group_ptr,  # out [P, B] i32, its absolute id
     logits_ptr,  # out [P, B, GROUP_SIZE] f32, its logits
     lse_ptr,  # out [P, B, 2] f32, the part's largest log-mass of a group, and its exp-sum relative to that
+    top_k_ptr,  # [B] i32
+    top_p_ptr,  # [B] f32
+    min_p_ptr,  # [B] f32
+    kept_ptr,  # out [B, kept_width], the logits of rows with a truncation
+    second_ptr,  # out [P, B] f32, with a truncation: the part's second-best perturbed group
+    edit_rows_ptr,  # [B] i32
+    additive_ptr,  # [B, V] f32
+    scaling_ptr,  # [B, V] f32
+    mask_ptr,  # [B, W] i32 or [B, V] bool
+    bias_ptr,  # [B, V] f32
     num_rows,
     vocab_size,
     vocab_start,
@@ -52,12 +71,23 @@ def lm_head_sample_kernel(
     hidden_stride,
     logit_scale,
     softcap,
+    kept_width,
+    additive_stride,
+    scaling_stride,
+    mask_stride,
+    bias_stride,
+    mask_words,
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     RETURN_LOGPROB: tl.constexpr,
+    TRUNCATE: tl.constexpr,
+    EDITS: tl.constexpr,
+    EDIT_ROWS: tl.constexpr,
+    MASK_IS_BOOL: tl.constexpr,
+    BIAS_FIRST: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -81,10 +111,16 @@ def lm_head_sample_kernel(
     # compiler then recomputes the noise in the accumulator's layout: eight times, once per lane of a group.
     block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
     block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
+    if TRUNCATE:
+        keep = truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size) & ~greedy & mask_b
+    edits = tl.full([BLOCK_B], EDITS, tl.int32)
+    if EDIT_ROWS:
+        edits = tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
 
     # The running best is kept per group slot of the tile, [NUM_GROUPS, BLOCK_B], with the winner's logits in
     # registers beside it: no tile needs a reduction across warps, only the program's end does.
     best_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
+    second_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
     best_tile = tl.full([NUM_GROUPS, BLOCK_B], 0, tl.int32) + part
     best_logits = tl.full([NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)
     lse_peak = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
@@ -109,11 +145,39 @@ def lm_head_sample_kernel(
         logits = transform_logits(
             acc, (offs_v < vocab_size)[:, None], logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP
         )
+        if EDITS:
+            logits = edit_logits(
+                logits,
+                (offs_v < vocab_size)[:, None] & mask_b[None, :],
+                offs_b,
+                vocab_start + offs_v,
+                edits,
+                additive_ptr,
+                scaling_ptr,
+                mask_ptr,
+                bias_ptr,
+                additive_stride,
+                scaling_stride,
+                mask_stride,
+                bias_stride,
+                mask_words,
+                EDITS,
+                MASK_IS_BOOL,
+                BIAS_FIRST,
+            )
+        if TRUNCATE:
+            tl.store(
+                kept_ptr + offs_b[None, :] * kept_width + offs_v[:, None],
+                logits.to(kept_ptr.dtype.element_ty),
+                mask=(offs_v < kept_width)[:, None] & keep[None, :],
+            )
         logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
         score, log_mass = score_groups(logits, inv_temperature, greedy, seed, position, group)
+        if TRUNCATE:
+            second_score = tl.maximum(second_score, tl.minimum(score, best_score))
         better = score > best_score  # strict, and tiles ascend: the first maximum wins a tie
         best_score = tl.where(better, score, best_score)
         best_tile = tl.where(better, tile, best_tile)
@@ -135,6 +199,9 @@ def lm_head_sample_kernel(
     tl.store(group_ptr + out, part_group, mask=mask_b)
     logits_offs = out[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
     tl.store(logits_ptr + logits_offs, part_logits, mask=mask_b[None, :])
+    if TRUNCATE:
+        others = tl.where(chosen, float("-inf"), best_score)
+        tl.store(second_ptr + out, tl.max(tl.maximum(others, second_score), axis=0), mask=mask_b)
     if RETURN_LOGPROB:
         part_peak = tl.max(lse_peak, axis=0)
         shift = tl.where(part_peak == float("-inf"), 0.0, part_peak)
@@ -162,14 +229,6 @@ def workspace_slots(head: LMHead, max_rows: int, tile: TileConfig) -> int:
     return max(num_parts(head, rows, tile) * rows for rows in range(1, max_rows + 1))
 
 
-def _require(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> None:
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != like.device or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
-            f"expected contiguous {shape} {dtype} on {like.device}"
-        )
-
-
 def lm_head_sample(
     hidden: torch.Tensor,  # [B, D], the weight's dtype
     head: LMHead,
@@ -178,21 +237,25 @@ def lm_head_sample(
     position: torch.Tensor,  # [B] i64
     tile: TileConfig,
     *,
+    truncation: Truncation | None = None,
+    edits: LogitEdits | None = None,
     return_logprob: bool = False,
     workspace: Workspace | None = None,
+    draw: DrawConfig = DEFAULT_DRAW,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draw one token per row of ``hidden``.
 
     Returns ``token [B] i64`` (absolute ids), ``score [B] f32`` (the winning group's perturbed log-mass;
     its largest logit on greedy rows: the shard with the largest score holds the token of the whole
     vocabulary, ties to the lowest shard) and ``logprob [B] f32`` of the token under
-    ``softmax(logits / temperature)`` (temperature 1 on greedy rows) or None.
+    ``softmax(logits / temperature)`` (temperature 1 on greedy rows), after ``edits``, before ``truncation``; or None.
 
-    Invariants: a token depends on (logits row, seed, position) alone; every token is in
+    Invariants: a token depends on (logits row, truncation, seed, position) alone; every token is in
     ``[vocab_start, vocab_start + vocab_size)``, also when logits are NaN (never drawn; a row of nothing else gives
-    ``vocab_start``) or infinite; the first maximum wins a greedy tie.
+    ``vocab_start``) or infinite; the first maximum wins a greedy tie; a truncation changes a token only where it
+    forbids it.
 
-    Raises ValueError for a tensor of another shape, dtype, layout or device.
+    Raises ValueError for a tensor of another shape, dtype, layout or device, and for a truncation on a shard.
     """
     if hidden.dim() != 2 or hidden.dtype != head.weight.dtype or hidden.shape[1] != head.weight.shape[1]:
         raise ValueError(
@@ -205,9 +268,18 @@ def lm_head_sample(
             f"expected contiguous rows on {head.weight.device}"
         )
     num_rows = hidden.shape[0]
-    _require("temperature", temperature, (num_rows,), torch.float32, hidden)
-    _require("seed", seed, (num_rows,), torch.int64, hidden)
-    _require("position", position, (num_rows,), torch.int64, hidden)
+    require("temperature", temperature, (num_rows,), torch.float32, hidden)
+    require("seed", seed, (num_rows,), torch.int64, hidden)
+    require("position", position, (num_rows,), torch.int64, hidden)
+    if truncation is not None:
+        truncation.check(num_rows, hidden)
+        if head.vocab_start:
+            raise ValueError(f"vocab_start is {head.vocab_start}; expected 0, the whole vocabulary, with a truncation")
+    kinds = edits.kinds if edits is not None else 0
+    if edits is not None:
+        edits.check(num_rows, head.vocab_start + head.vocab_size, hidden)
+    if num_rows * (head.vocab_start + head.vocab_size + rng.GROUP_SIZE) >= 2**31 and (truncation or edits):
+        raise ValueError(f"hidden has {num_rows} rows; expected fewer than 2**31 logits with a truncation or edits")
     if num_rows == 0:
         empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
         return empty.to(torch.int64), empty, empty.clone() if return_logprob else None
@@ -218,7 +290,20 @@ def lm_head_sample(
         workspace = Workspace(parts * num_rows, hidden.device)
     elif workspace.slots < parts * num_rows:
         raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
+    kept = None
+    if truncation is not None:
+        # bfloat16 holds the logits exactly where they are bfloat16 numbers.
+        exact = head.rounding is torch.bfloat16 and head.softcap is None and not kinds
+        kept = workspace.kept(num_rows, head.vocab_size, torch.bfloat16 if exact else torch.float32)
 
+    def rows_of(edit: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+        return (temperature, 0) if edit is None else (edit, edit.stride(0))
+
+    additive, scaling, mask, bias = (
+        rows_of(None if edits is None else edit)
+        for edit in ((edits.additive, edits.scaling, edits.mask, edits.bias) if edits is not None else [None] * 4)
+    )
+    edit_rows = edits.rows if edits is not None else None
     lm_head_sample_kernel[(parts * triton.cdiv(num_rows, tile.block_b),)](
         head.blocks(tile),
         hidden,
@@ -229,6 +314,16 @@ def lm_head_sample(
         workspace.group,
         workspace.logits,
         workspace.lse,
+        temperature if truncation is None else truncation.top_k,
+        temperature if truncation is None else truncation.top_p,
+        temperature if truncation is None else truncation.min_p,
+        temperature if kept is None else kept.logits,
+        workspace.second,
+        temperature if edit_rows is None else edit_rows,
+        additive[0],
+        scaling[0],
+        mask[0],
+        bias[0],
         num_rows,
         head.vocab_size,
         head.vocab_start,
@@ -237,11 +332,22 @@ def lm_head_sample(
         hidden.stride(0),
         1.0 if head.logit_scale is None else head.logit_scale,
         1.0 if head.softcap is None else head.softcap,
+        0 if kept is None else kept.width,
+        additive[1],
+        scaling[1],
+        mask[1],
+        bias[1],
+        edits.mask.shape[1] if edits is not None and edits.mask is not None else 0,
         D=hidden.shape[1],
         LOGITS_DTYPE=TRITON_DTYPES[head.rounding],
         HAS_SCALE=head.logit_scale is not None,
         HAS_SOFTCAP=head.softcap is not None,
         RETURN_LOGPROB=return_logprob,
+        TRUNCATE=truncation is not None,
+        EDITS=int(kinds),
+        EDIT_ROWS=edit_rows is not None,
+        MASK_IS_BOOL=edits is not None and edits.mask_is_bool,
+        BIAS_FIRST=edits is not None and edits.bias_before_mask,
         BLOCK_B=tile.block_b,
         BLOCK_V=tile.block_v,
         BLOCK_D=tile.block_d,
@@ -250,6 +356,22 @@ def lm_head_sample(
         USE_TMA=tile.tma,
         num_warps=tile.num_warps,
     )
+    most_parts = _num_programs(hidden.device, tile.ctas_per_sm)
+    if truncation is not None and kept is not None:
+        return draw_truncated(
+            workspace,
+            kept,
+            parts,
+            temperature,
+            seed,
+            position,
+            truncation,
+            head.vocab_size,
+            head.vocab_start,
+            return_logprob=return_logprob,
+            most_parts=most_parts,
+            config=draw,
+        )
     return reduce_parts(
         workspace,
         parts,
@@ -259,6 +381,6 @@ def lm_head_sample(
         head.vocab_size,
         head.vocab_start,
         return_logprob=return_logprob,
-        most_parts=_num_programs(hidden.device, tile.ctas_per_sm),
+        most_parts=most_parts,
         rows_per_program=tile.reduce_rows,
     )

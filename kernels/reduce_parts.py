@@ -16,11 +16,8 @@ from . import rng
 from .head import ROW_POINTERS, Workspace
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start"],
-    do_not_specialize_on_alignment=[*ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
-)
-def reduce_parts_kernel(
+@triton.jit
+def draw_from_parts(
     score_ptr,  # [P, B] f32
     group_ptr,  # [P, B] i32
     logits_ptr,  # [P, B, GROUP_SIZE] f32
@@ -35,12 +32,13 @@ def reduce_parts_kernel(
     num_parts,
     vocab_size,
     vocab_start,
-    # constexpr
+    program,
     RETURN_LOGPROB: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    offs_b = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    """Rows ``program * BLOCK_R`` and following, ``BLOCK_R`` of them."""
+    offs_b = program * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_b = offs_b < num_rows
     offs_p = tl.arange(0, BLOCK_P)
     slots = offs_p[:, None] * num_rows + offs_b[None, :]  # [BLOCK_P, BLOCK_R]
@@ -76,6 +74,52 @@ def reduce_parts_kernel(
         total = tl.sum(mass * tl.exp(peak - max_peak[None, :]), axis=0)
         logit = tl.sum(tl.where(offs_i[:, None] == pick[None, :], logits, 0.0), axis=0)
         tl.store(logprob_ptr + offs_b, logit * inv_temperature - max_peak - tl.log(total), mask=mask_b)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
+)
+def reduce_parts_kernel(
+    score_ptr,  # [P, B] f32
+    group_ptr,  # [P, B] i32
+    logits_ptr,  # [P, B, GROUP_SIZE] f32
+    lse_ptr,  # [P, B, 2] f32
+    temperature_ptr,  # [B] f32
+    seed_ptr,  # [B] i64
+    position_ptr,  # [B] i64
+    token_ptr,  # out [B] i64
+    best_score_ptr,  # out [B] f32
+    logprob_ptr,  # out [B] f32
+    num_rows,
+    num_parts,
+    vocab_size,
+    vocab_start,
+    # constexpr
+    RETURN_LOGPROB: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    draw_from_parts(
+        score_ptr,
+        group_ptr,
+        logits_ptr,
+        lse_ptr,
+        temperature_ptr,
+        seed_ptr,
+        position_ptr,
+        token_ptr,
+        best_score_ptr,
+        logprob_ptr,
+        num_rows,
+        num_parts,
+        vocab_size,
+        vocab_start,
+        tl.program_id(0),
+        RETURN_LOGPROB,
+        BLOCK_P,
+        BLOCK_R,
+    )
 
 
 def reduce_parts(

@@ -141,6 +141,120 @@ def _overlaps(low: torch.Tensor, high: torch.Tensor, winner: torch.Tensor, toler
     return (rival >= floor - slack).any(-1)
 
 
+def edit_logits_ref(
+    logits: torch.Tensor,
+    *,
+    additive: torch.Tensor | None = None,
+    scaling: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    bias_before_mask: bool = False,
+) -> torch.Tensor:
+    """SGLang's penalties, grammar mask (``allowed`` bool) and bias on ``[B, V]`` float32 logits, in its order."""
+    logits = logits.float()
+    if additive is not None:
+        logits = logits + additive
+    if scaling is not None:
+        logits = torch.where(logits < 0, logits * scaling, logits / scaling)
+    if bias is not None and bias_before_mask:
+        logits = logits + bias
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    if bias is not None and not bias_before_mask:
+        logits = logits + bias
+    return logits
+
+
+def allowed_ref(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    *,
+    slack: float = 0.0,
+) -> torch.Tensor:
+    """``[B, V]`` bool: the tokens that top-k, top-p and min-p leave, of ``[B, V]`` float64 logits.
+
+    slack: moves the limits of probability by this share of the distribution, to find rows that rounding decides.
+    """
+    width = logits.shape[1]
+    probability = torch.softmax(logits / temperature.double()[:, None], -1)
+    value, order = logits.sort(-1, descending=True)
+    rank = torch.arange(width, device=logits.device).expand_as(value)
+    # Of equal logits the first one's rank and mass count for all: only larger logits are above.
+    starts = torch.ones_like(value, dtype=torch.bool)
+    starts[:, 1:] = value[:, 1:] < value[:, :-1]
+    above = torch.where(starts, rank, 0).cummax(-1).values
+    sorted_probability = probability.gather(1, order)
+    before = torch.cumsum(sorted_probability, -1) - sorted_probability
+    mass_above = before.gather(1, above)
+    k = torch.where((top_k >= 1) & (top_k < width), top_k, width)[:, None]
+    left_by_k = above < k
+    p = torch.where(top_p < 1, top_p.double(), 2.0)[:, None]
+    sequential = (min_p > 0)[:, None]
+    p = torch.where(sequential, p * (sorted_probability * left_by_k).sum(-1, keepdim=True), p)
+    left = left_by_k & ((mass_above < p + slack) | (above == 0))
+    least = value[:, :1] + temperature.double()[:, None] * torch.log(min_p.double().clamp(max=1.0))[:, None]
+    tolerance = 4e-7 * value[:, :1].abs().clamp(min=1.0) * (1 if slack > 0 else -1 if slack < 0 else 0)
+    left &= (value >= least - tolerance) | (above == 0)
+    return torch.zeros_like(left).scatter(1, order, left) & (logits > float("-inf"))
+
+
+def arrivals_ref(
+    logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """``[B, V]`` float64: minus the log of each token's waiting time in the race of ``draw_truncated``."""
+    num_rows, width = logits.shape
+    groups = -(-width // GROUP_SIZE)
+    tempered = logits / temperature.double()[:, None]
+    tempered = torch.nn.functional.pad(tempered, (0, groups * GROUP_SIZE - width), value=float("-inf"))
+    tempered = tempered.view(num_rows, groups, GROUP_SIZE)
+    group = torch.arange(groups, device=logits.device)
+    ids = torch.arange(groups * GROUP_SIZE, device=logits.device)
+    of_group = gumbel_ref(seed[:, None], position[:, None], group[None], Stream.SAMPLE, Unit.GROUP)
+    of_token = gumbel_ref(seed[:, None], position[:, None], ids[None], Stream.SAMPLE, Unit.TOKEN).view_as(tempered)
+    group_score = torch.logsumexp(tempered, -1) + of_group
+    base = torch.where(group_score > float("-inf"), group_score, 0.0)[..., None]
+    own = torch.exp(-(tempered + of_token - base))
+    time = torch.exp(-(group_score[..., None] - base)) + own - own.amin(-1, keepdim=True)
+    score = base - torch.log(time)
+    return torch.where(tempered > float("-inf"), score, float("-inf")).view(num_rows, -1)[:, :width]
+
+
+def truncated_sample_ref(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    *,
+    tolerance: float = 4e-6,
+) -> Reference:
+    """The token of each row of ``[B, V]`` float64 ``logits`` (taken as exact) under a truncation: of the allowed
+    tokens, the first in the race.
+
+    A row is a near-tie when another allowed token arrives within ``tolerance * max(1, |score|)``, or when the
+    answer depends on whether a limit of probability is 1e-5 higher or lower.
+    """
+    score = arrivals_ref(logits, temperature, seed, position)
+
+    def first(slack: float) -> tuple[torch.Tensor, torch.Tensor]:
+        allowed = allowed_ref(logits, temperature, top_k, top_p, min_p, slack=slack)
+        own = torch.where(allowed, score, float("-inf"))
+        best, token = own.max(-1)
+        rivals = own.scatter(1, token[:, None], float("-inf")).amax(-1)
+        return token, rivals >= best - tolerance * best.abs().clamp(min=1.0)
+
+    token, near_tie = first(0.0)
+    for slack in (-1e-5, 1e-5):
+        near_tie |= first(slack)[0] != token
+    logprob = torch.log_softmax(logits / temperature.double()[:, None], -1).gather(1, token[:, None]).squeeze(1)
+    return Reference(token, near_tie, logprob, logprob)
+
+
 def reduce_parts_ref(
     score: torch.Tensor,
     group: torch.Tensor,

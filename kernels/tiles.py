@@ -10,6 +10,8 @@ import dataclasses
 
 from .rng import GROUP_SIZE
 
+MOST_CHUNKS = 16
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class TileConfig:
@@ -42,3 +44,31 @@ class TileConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"TileConfig.{name} is {value!r}; expected an integer of at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawConfig:
+    """The launches that draw rows with a truncation. All powers of two.
+
+    chunks: programs that share a row, 16 or fewer; a row's sums are cut by it and by block, so tables keep both the same
+    for all batch sizes. num_warps: per program of the pass. block: logits per step of the pass. search_warps, window, gather: of the search,
+    warps and, in spans of 128 ids, how many have their tokens put in order and how many their logits counted at a time.
+    """
+
+    chunks: int = 8
+    num_warps: int = 8
+    block: int = 1024
+    search_warps: int = 16
+    window: int = 16
+    gather: int = 32
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1 or value & (value - 1):
+                raise ValueError(f"DrawConfig.{field.name} is {value!r}; expected a power of two")
+        if self.chunks > MOST_CHUNKS:
+            raise ValueError(f"DrawConfig.chunks is {self.chunks}; expected {MOST_CHUNKS} or fewer")
+
+
+DEFAULT_DRAW = DrawConfig()

@@ -6,9 +6,10 @@ import dataclasses
 
 import torch
 
+from .kernels.features import LogitEdits, Truncation
 from .kernels.head import LMHead, Workspace
 from .kernels.lm_head_sample import lm_head_sample
-from .tuned import tile_for
+from .tuned import Work, draw_for, tile_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +20,15 @@ class BatchParams:
     seed: ``[B]`` int64, any value. Rows with equal seed, position and logits get equal tokens, so give
         each request its own.
     position: ``[B]`` int64, at least 0 and different for each token of a request, for example its index.
+    truncation: top-k, top-p and min-p of the rows; None where no row has any.
+    edits: penalties, grammar mask and bias of the rows; None where no row has any.
     """
 
     temperature: torch.Tensor
     seed: torch.Tensor
     position: torch.Tensor
+    truncation: Truncation | None = None
+    edits: LogitEdits | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +54,10 @@ def sample(
     return_logprob: bool = False,
     workspace: Workspace | None = None,
 ) -> SampleOutput:
-    """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, without writing the logits to memory.
+    """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, in one pass over the head.
 
-    ``logits = softcap(logit_scale * (hidden @ weight.T))``, rounded to the head's ``logits_dtype``
+    The logits are edited first, the distribution is truncated after the temperature, both as ``params`` says. Only rows
+    with a truncation write their logits to memory (``kernels/draw_truncated.py``). ``logits = softcap(logit_scale * (hidden @ weight.T))``, rounded to the head's ``logits_dtype``
     (FlashSampling paper, section 3.2 and Lemma 4.3).
 
     Args:
@@ -77,7 +83,10 @@ def sample(
         params.temperature,
         params.seed,
         params.position,
-        tile_for(head, hidden.shape[0]),
+        tile_for(head, hidden.shape[0], Work.of(params.truncation is not None, params.edits is not None)),
+        truncation=params.truncation,
+        edits=params.edits,
+        draw=draw_for(head),
         return_logprob=return_logprob,
         workspace=workspace,
     )

@@ -1,4 +1,4 @@
-"""Which tile a launch uses: one lookup, ``tile_for``, over one table.
+"""Which tile a launch uses: one lookup, ``tile_for``, over two tables.
 
 The 2-byte entries for compute capability 9.0 come from benchmarks/results/h200-tiles.json, where they are within
 1.5 % of the best at every batch size and both hidden sizes. All others are neighbours of them that compile without
@@ -7,15 +7,31 @@ register spills for their device (``tests/test_compile.py``); they are not measu
 
 from __future__ import annotations
 
+import enum
 import functools
 
 import torch
 
 from .kernels.head import LMHead
-from .kernels.tiles import TileConfig
+from .kernels.tiles import DEFAULT_DRAW, DrawConfig, TileConfig
 
+
+class Work(enum.StrEnum):
+    """What a launch does beside drawing: it decides which tile is fastest, and which ones fit the registers."""
+
+    PLAIN = "plain"
+    TRUNCATE = "truncate"
+    EDIT = "edit"
+    EDIT_AND_TRUNCATE = "edit+truncate"
+
+    @classmethod
+    def of(cls, truncate: bool, edit: bool) -> Work:
+        return (cls.EDIT_AND_TRUNCATE if truncate else cls.EDIT) if edit else cls.TRUNCATE if truncate else cls.PLAIN
+
+
+Entries = list[tuple[int, TileConfig]]
 # {(family, bytes per weight element): [(largest number of rows, tile)]}; the last entry serves larger batches too.
-TABLE: dict[tuple[str, int], list[tuple[int, TileConfig]]] = {
+TABLE: dict[tuple[str, int], Entries] = {
     ("sm90", 2): [
         (16, TileConfig(16, 128, 256, 4, 3)),
         (32, TileConfig(32, 128, 128, 8, 5)),
@@ -35,13 +51,28 @@ TABLE: dict[tuple[str, int], list[tuple[int, TileConfig]]] = {
     ],
     ("sm80", 4): [(512, TileConfig(16, 64, 32, 8, 3, tma=False))],
 }
+# Where work beyond a plain draw wants other tiles.
+WORK_TABLE: dict[tuple[str, int, Work], Entries] = {
+    ("sm90", 2, Work.TRUNCATE): [
+        (16, TileConfig(16, 128, 256, 4, 3)),
+        (32, TileConfig(32, 128, 128, 8, 5)),
+        (512, TileConfig(64, 128, 128, 8, 4)),
+    ],
+    ("sm90", 2, Work.EDIT): [(16, TileConfig(16, 128, 128, 8, 5)), (512, TileConfig(32, 128, 128, 8, 5))],
+    ("sm90", 2, Work.EDIT_AND_TRUNCATE): [(512, TileConfig(16, 128, 128, 8, 5))],
+    ("sm100", 2, Work.TRUNCATE): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
+    ("sm100", 2, Work.EDIT): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
+    ("sm100", 2, Work.EDIT_AND_TRUNCATE): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
+    ("sm80", 2, Work.EDIT): [(512, TileConfig(16, 128, 64, 8, 5, tma=False))],
+    ("sm80", 2, Work.EDIT_AND_TRUNCATE): [(512, TileConfig(16, 128, 64, 8, 5, tma=False))],
+}
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 
 
 @functools.lru_cache(maxsize=4096)
-def _tile(family: str, itemsize: int, num_rows: int) -> TileConfig:
-    entries = TABLE[family, itemsize]
+def _tile(family: str, itemsize: int, num_rows: int, work: Work) -> TileConfig:
+    entries = WORK_TABLE.get((family, itemsize, work)) or TABLE[family, itemsize]
     return next((tile for largest, tile in entries if num_rows <= largest), entries[-1][1])
 
 
@@ -64,7 +95,7 @@ def family_of(device: torch.device) -> str | None:
     return FAMILIES.get(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else None
 
 
-def tile_for(head: LMHead, num_rows: int) -> TileConfig:
+def tile_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> TileConfig:
     """The tile for ``num_rows`` rows of ``head``. Raises ValueError on a device without an entry."""
     weight = head.weight
     if weight.device.type == "cpu":
@@ -72,12 +103,23 @@ def tile_for(head: LMHead, num_rows: int) -> TileConfig:
     family = family_of(weight.device)
     if family is None:
         raise ValueError(f"device is {weight.device}; expected a CUDA device of compute capability 8.0 or newer")
-    return _tile(family, weight.element_size(), num_rows)
+    return _tile(family, weight.element_size(), num_rows, work)
 
 
-def tiles_up_to(head: LMHead, max_rows: int) -> list[tuple[int, TileConfig]]:
+@functools.lru_cache(maxsize=256)
+def _interpreted_draw(vocab_size: int) -> DrawConfig:
+    block = min(1 << max(0, vocab_size - 1).bit_length(), 2**16)
+    return DrawConfig(chunks=1, num_warps=4, block=block, search_warps=4, window=2, gather=64)
+
+
+def draw_for(head: LMHead) -> DrawConfig:
+    """How rows of ``head`` with a truncation are drawn, whatever the batch size."""
+    return _interpreted_draw(head.vocab_size) if head.weight.device.type == "cpu" else DEFAULT_DRAW
+
+
+def tiles_up_to(head: LMHead, max_rows: int, work: Work = Work.PLAIN) -> list[tuple[int, TileConfig]]:
     """The distinct tiles that batches of 1 to ``max_rows`` rows use, each with a batch size that uses it."""
     found: dict[TileConfig, int] = {}
     for num_rows in range(1, max_rows + 1):
-        found.setdefault(tile_for(head, num_rows), num_rows)
+        found.setdefault(tile_for(head, num_rows, work), num_rows)
     return [(num_rows, tile) for tile, num_rows in found.items()]

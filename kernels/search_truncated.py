@@ -1,0 +1,481 @@
+"""The token of a row that ``draw_truncated`` could not answer in one pass, whatever it takes. The third launch.
+
+Rounds of questions on one row, until a token is allowed: always exact, and tens of microseconds. A batch without such
+a row costs an empty launch.
+
+Bounds of the threshold that come for free are used first: min-p is exact, and the k-th largest group maximum is
+below the k-th largest logit. Then tokens are taken in the order of their arrival ("window": the groups that arrive
+next), two at a time, and count and mass of the larger logits say whether they are allowed. A token that is not allowed
+excludes every smaller logit as well (FlashInfer's rejection sampling does the same with fresh noise).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import rng
+from .epilogue import LIMIT
+from .features import Truncation
+from .head import ROW_POINTERS, SPAN, Kept
+from .tiles import DrawConfig
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_BISECTIONS = tl.constexpr(24)  # bounds the search for a lower bound: a loose one costs rounds, not exactness
+_ARRIVALS = tl.constexpr(2.5)  # scores of the spans of one window: e^2.5 spans or fewer are as close, on average
+# Groups are handled by spans of 8: what is done to all of them is done to an eighth as many, in a thread's registers.
+_SPAN = tl.constexpr(SPAN)
+_SPAN_IDS = tl.constexpr(SPAN * rng.GROUP_SIZE)
+
+
+@triton.jit
+def arrivals(
+    logits,  # [N, GROUP_SIZE] f32
+    of_group,  # [N] f32, when the group's first token arrives: its perturbed log-mass
+    ids,  # [N, GROUP_SIZE] i32, absolute
+    inv_temperature,
+    seed,
+    position,
+):
+    """``-log t(i)`` of the tokens of some groups, t(i) as in ``draw_truncated``; -inf where the logit is."""
+    waiting = rng.exponential(seed, position, ids, rng.SAMPLE, rng.TOKEN)
+    perturbed = logits * inv_temperature - tl.log(waiting)
+    best = tl.max(perturbed, axis=1)
+    behind = tl.exp(best[:, None] - perturbed) - 1.0
+    late = of_group[:, None] - tl.log(1.0 + tl.exp(of_group - best)[:, None] * behind)
+    return tl.where(perturbed > float("-inf"), late, float("-inf"))
+
+
+@triton.jit
+def _ordered(x):
+    """float32 to int32, order-preserving."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _value(key):
+    """The inverse of ``_ordered``."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _spans(row_ptr, num_groups, BLOCK_S: tl.constexpr):
+    """A value per group of the row, by span: ``[BLOCK_S, SPAN]``, -inf beyond the last group.
+
+    Read wherever it is needed: it comes from the L1 cache, while kept in registers it would spill.
+    """
+    groups = tl.arange(0, BLOCK_S)[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
+    return tl.load(row_ptr + groups, mask=groups < num_groups, other=float("-inf"))
+
+
+@triton.jit
+def _list_spans(chosen, list_ptr, capacity, BLOCK_S: tl.constexpr):
+    """Write the indices of the chosen spans to the row's list, in order, up to ``capacity`` of them."""
+    slot = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.debug_barrier()  # nobody reads the previous list any more
+    tl.store(list_ptr + slot, tl.arange(0, BLOCK_S), mask=chosen & (slot < capacity))
+    tl.debug_barrier()
+
+
+@triton.jit
+def _load_spans(kept_row, list_ptr, first, num_spans, listed, kept_width, GATHER: tl.constexpr):
+    """Logits of up to ``GATHER`` spans from the first-th on, of the list or of all; flat, -inf beyond the last."""
+    offs = first + tl.arange(0, GATHER)
+    spans = tl.where(listed, tl.load(list_ptr + offs, mask=listed & (offs < num_spans), other=0), offs)
+    ids = spans[:, None] * _SPAN_IDS + tl.arange(0, _SPAN_IDS)[None, :]
+    logits = tl.load(kept_row + ids, mask=(offs < num_spans)[:, None] & (ids < kept_width), other=float("-inf"))
+    return tl.reshape(logits, [GATHER * _SPAN_IDS], can_reorder=True)
+
+
+@triton.jit
+def _first(late, list_ptr, kept_row):
+    """The first token of a window: its score, id and logit. Of equal scores the lowest id: windows are in order."""
+    score, index = tl.max(late, axis=0, return_indices=True)
+    span = tl.load(list_ptr + index // _SPAN_IDS, mask=score > float("-inf"), other=0)
+    token = span * _SPAN_IDS + index % _SPAN_IDS
+    return score, token, tl.load(kept_row + token).to(tl.float32)
+
+
+@triton.jit
+def _measure(
+    kept_row,
+    list_ptr,
+    peak_row,
+    low,  # the lower of two thresholds
+    high,
+    inv_temperature,
+    lse,
+    kept_width,
+    BLOCK_S: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """How many of the row's logits are above ``low``, and their probability; the same for ``high``.
+
+    The order of the sums depends on the row and the config alone, so equal rows get equal answers.
+    """
+    num_groups = kept_width // rng.GROUP_SIZE
+    above = tl.max(_spans(peak_row, num_groups, BLOCK_S), axis=1) > low
+    num_above = tl.sum(above.to(tl.int32))
+    num_spans = tl.cdiv(num_groups, _SPAN)
+    listed = num_above * 2 < num_spans
+    if listed:
+        _list_spans(above, list_ptr, BLOCK_S, BLOCK_S)
+    num_spans = tl.where(listed, num_above, num_spans)
+    count = tl.zeros([GATHER * _SPAN_IDS], tl.float32)  # exact: a vocabulary has fewer than 2**24 ids
+    more = tl.zeros([GATHER * _SPAN_IDS], tl.float32)
+    mass = tl.zeros([GATHER * _SPAN_IDS], tl.float32)
+    heavier = tl.zeros([GATHER * _SPAN_IDS], tl.float32)
+    block = _load_spans(kept_row, list_ptr, 0, num_spans, listed, kept_width, GATHER)
+    for first in tl.range(0, num_spans, GATHER):
+        following = _load_spans(kept_row, list_ptr, first + GATHER, num_spans, listed, kept_width, GATHER)
+        logits = block.to(tl.float32)
+        probability = tl.exp2((logits * inv_temperature - lse) * _LOG2_E)
+        count += tl.where(logits > low, 1.0, 0.0)
+        mass += tl.where(logits > low, probability, 0.0)
+        more += tl.where(logits > high, 1.0, 0.0)
+        heavier += tl.where(logits > high, probability, 0.0)
+        block = following
+    of_low, of_high = tl.split(tl.sum(tl.join(tl.join(count, mass), tl.join(more, heavier)), axis=0))
+    count, mass = tl.split(of_low)
+    more, heavier = tl.split(of_high)
+    return count, mass, more, heavier
+
+
+@triton.jit
+def _kth_bound(peaks, top, k):
+    """A value that at least k of the maxima reach (so does the k-th largest logit), or -inf."""
+    low = tl.min(tl.where(peaks == float("-inf"), top, peaks))
+    num_low = tl.sum((peaks >= low).to(tl.int32))
+    bound = tl.where(num_low >= k, low, float("-inf"))
+    high = top
+    step = 0
+    while (num_low > k + k // 8 + 4) & (step < _BISECTIONS):
+        middle = 0.5 * low + 0.5 * high
+        num = tl.sum((peaks >= middle).to(tl.int32))
+        enough = num >= k
+        low = tl.where(enough, middle, low)
+        num_low = tl.where(enough, num, num_low)
+        bound = tl.where(enough, middle, bound)
+        high = tl.where(enough, high, middle)
+        step += 1
+    return bound
+
+
+@triton.jit
+def _mass_of_top_k(
+    kept_row,
+    list_ptr,
+    peak_row,
+    bound,
+    top,
+    k,
+    inv_temperature,
+    lse,
+    kept_width,
+    BLOCK_S: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """Probability of the tokens that top-k leaves, ties included: by bisection over the float32 values."""
+    low = _ordered(tl.where(bound == float("-inf"), -LIMIT, bound)).to(tl.int64) - 1  # k or more logits are above it
+    high = _ordered(top).to(tl.int64)  # fewer than k are
+    mass = tl.full([], 1.0, tl.float32)
+    while high - low > 0:
+        middle = tl.where(high - low > 1, (low + high) >> 1, low)
+        value = _value(middle.to(tl.int32))
+        count, mass, _, _ = _measure(
+            kept_row, list_ptr, peak_row, value, value, inv_temperature, lse, kept_width, BLOCK_S, GATHER
+        )
+        high = tl.where(middle == low, low, tl.where(count >= k, high, middle))
+        low = tl.where(count >= k, middle, low)
+    return mass
+
+
+@triton.jit
+def _summarize(
+    kept_row,
+    score_row,
+    mass_row,
+    peak_row,
+    inv_temperature,
+    seed,
+    position,
+    vocab_start,
+    first_group,
+    last_group,
+    GATHER: tl.constexpr,
+):
+    """Of some groups the perturbed log-mass, log-mass and largest logit, to memory; the epilogue's arithmetic."""
+    for first in tl.range(first_group, last_group, GATHER * _SPAN):
+        groups = first + tl.arange(0, GATHER * _SPAN)
+        inside = groups < last_group
+        ids = groups[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
+        logits = tl.load(kept_row + ids, mask=inside[:, None], other=float("-inf")).to(tl.float32)
+        peak = tl.max(logits, axis=1)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        mass = tl.sum(tl.exp2((logits - base[:, None]) * (inv_temperature * _LOG2_E)), axis=1)
+        group = vocab_start // rng.GROUP_SIZE + groups
+        waiting = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
+        perturbation = tl.log(mass / waiting)
+        tempered = base * inv_temperature
+        tl.store(score_row + groups, tempered + perturbation, mask=inside)
+        tl.store(mass_row + groups, tempered + (perturbation + tl.log(waiting)), mask=inside)
+        tl.store(peak_row + groups, peak, mask=inside)
+
+
+@triton.jit
+def _search(
+    kept_row,  # the row's logits
+    score_row,  # per group its perturbed log-mass, log-mass and largest logit
+    mass_row,
+    peak_row,
+    list_ptr,
+    inv_temperature,
+    seed,
+    position,
+    top_k,
+    top_p,
+    min_p,
+    vocab_size,
+    vocab_start,
+    kept_width,
+    BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """One row. Returns token (local id), its arrival, logprob, rounds."""
+    num_groups = kept_width // rng.GROUP_SIZE
+    log_mass = _spans(mass_row, num_groups, BLOCK_S)
+    peaks = tl.max(_spans(peak_row, num_groups, BLOCK_S), axis=1)
+    top, heaviest = tl.split(tl.max(tl.join(peaks, tl.max(log_mass, axis=1)), axis=0))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    heaviest = tl.where(heaviest == float("-inf"), 0.0, heaviest)
+    lse = heaviest + tl.log(tl.sum(tl.sum(tl.exp(log_mass - heaviest), axis=1)))
+
+    use_k = (top_k >= 1) & (top_k < vocab_size)
+    use_p = top_p < 1.0
+    k = tl.where(use_k, top_k, vocab_size)
+    log_min_p = tl.where(min_p > 0.0, tl.log(tl.minimum(min_p, 1.0)), float("-inf"))
+    floor = tl.full([], float("-inf"), tl.float32)  # no allowed logit is below
+    if k * 2 < num_groups // _SPAN:
+        floor = _kth_bound(peaks, top, k)
+    elif k < num_groups:
+        floor = _kth_bound(tl.reshape(_spans(peak_row, num_groups, BLOCK_S), [BLOCK_S * _SPAN]), top, k)
+    p = tl.where(use_p, top_p, 2.0)
+    if use_k & use_p & (min_p > 0.0):
+        p = p * _mass_of_top_k(
+            kept_row, list_ptr, peak_row, floor, top, k, inv_temperature, lse, kept_width, BLOCK_S, GATHER
+        )
+
+    window_ptr = list_ptr + tl.cdiv(num_groups, _SPAN)  # the list of the window's spans, behind that of the others
+    offs_w = tl.arange(0, WINDOW * _SPAN)
+    excluded = tl.full([], float("-inf"), tl.float32)  # no allowed logit is this or below
+    ceiling = tl.full([], float("inf"), tl.float32)  # groups that arrive before this score have been looked at
+    # Of the tokens looked at, the first that may be allowed.
+    score = tl.full([], float("-inf"), tl.float32)
+    logit = tl.full([], float("-inf"), tl.float32)
+    token = tl.full([], 0, tl.int32)
+    rounds = tl.full([], 0, tl.int32)
+    searching = rounds == 0
+    while searching:
+        peak = _spans(peak_row, num_groups, BLOCK_S)
+        pool = _spans(score_row, num_groups, BLOCK_S)
+        possible = (peak >= floor) & (peak > excluded) & ((peak - top) * inv_temperature >= log_min_p)
+        pool = tl.max(tl.where(possible & (pool < ceiling), pool, float("-inf")), axis=1)
+        first = tl.max(pool)
+        width = _ARRIVALS
+        chosen = (pool >= first - width) & (pool > float("-inf"))
+        num_chosen = tl.sum(chosen.to(tl.int32))
+        while (num_chosen > WINDOW) & (width > 1e-6):
+            width = 0.5 * width
+            chosen = (pool >= first - width) & (pool > float("-inf"))
+            num_chosen = tl.sum(chosen.to(tl.int32))
+        bottom = first - width  # every token of a span not looked at arrives after this
+        _list_spans(chosen, window_ptr, WINDOW, BLOCK_S)
+        span = tl.load(window_ptr + offs_w // _SPAN, mask=offs_w // _SPAN < num_chosen, other=0)
+        groups = span * _SPAN + offs_w % _SPAN
+        valid = (offs_w // _SPAN < num_chosen) & (groups < num_groups)
+        ids = groups[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
+        logits = tl.load(kept_row + ids, mask=valid[:, None], other=float("-inf")).to(tl.float32)
+        of_group = tl.load(score_row + groups, mask=valid, other=float("-inf"))
+        late = arrivals(logits, of_group, vocab_start + ids, inv_temperature, seed, position)
+        allowed = (logits >= floor) & (logits > excluded) & ((logits - top) * inv_temperature >= log_min_p)
+        late = tl.where(allowed & valid[:, None], late, float("-inf"))
+        logits = tl.reshape(logits, [WINDOW * _SPAN_IDS])
+        late = tl.reshape(late, [WINDOW * _SPAN_IDS])
+
+        score_, token_, logit_ = _first(late, window_ptr, kept_row)
+        if score_ >= score:
+            score = score_
+            token = token_
+            logit = logit_
+        known = score >= bottom
+        while searching & known & (score > float("-inf")):
+            # The next token with a larger logit: what comes if this one is not allowed. Below the ceiling other
+            # windows may hold tokens in between.
+            larger = tl.where(ceiling == float("inf"), logit, float("inf"))
+            later = tl.where(logits > larger, late, float("-inf"))
+            next_score, next_token, next_logit = _first(later, window_ptr, kept_row)
+            known = (next_score > float("-inf")) & (next_score >= bottom)
+            next_logit = tl.where(known, next_logit, float("inf"))
+            passes = rounds >= 0
+            next_passes = known & (rounds < 0)
+            if use_k | use_p:
+                rounds += 1
+                count, mass, more, heavier = _measure(
+                    kept_row, list_ptr, peak_row, logit, next_logit, inv_temperature, lse, kept_width, BLOCK_S, GATHER
+                )
+                # The largest logit is always allowed, whatever the limits are.
+                passes = ((count < k) & (mass < p)) | (count == 0)
+                next_passes = known & (((more < k) & (heavier < p)) | (more == 0))
+            if passes:
+                searching = rounds < 0
+            elif next_passes:
+                searching = rounds < 0
+                score = next_score
+                token = next_token
+                logit = next_logit
+            else:
+                excluded = tl.where(known, next_logit, logit)
+                later = tl.where(logits > excluded, late, float("-inf"))
+                score, token, logit = _first(later, window_ptr, kept_row)
+                known = (ceiling == float("inf")) & (score >= bottom) & (score > float("-inf"))
+                if not known:
+                    # What was looked at holds no further token that surely comes next: look again, without it.
+                    ceiling = tl.full([], float("inf"), tl.float32)
+                    score = tl.full([], float("-inf"), tl.float32)
+                    bottom = ceiling
+        if searching:
+            ceiling = bottom
+            # A row of nothing but -inf has no token.
+            searching = (first > float("-inf")) | (score > float("-inf"))
+    return token, score, logit * inv_temperature - lse, rounds
+
+
+@triton.jit(
+    do_not_specialize=["vocab_size", "vocab_start", "kept_width"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
+)
+def search_truncated_kernel(
+    kept_ptr,  # [B, kept_width]
+    arrived_ptr,  # scratch [B] i32, zero before and after
+    kept_score_ptr,  # scratch [B, kept_width / GROUP_SIZE] f32, like the next two
+    kept_mass_ptr,
+    kept_peak_ptr,
+    list_ptr,  # scratch [B, 3 * spans] i32
+    temperature_ptr,  # [B] f32
+    seed_ptr,  # [B] i64
+    position_ptr,  # [B] i64
+    top_k_ptr,  # [B] i32
+    top_p_ptr,  # [B] f32
+    min_p_ptr,  # [B] f32
+    token_ptr,  # out [B] i64
+    best_score_ptr,  # out [B] f32
+    logprob_ptr,  # out [B] f32
+    rounds_ptr,  # in and out [B] i32, negative where a row is to be searched
+    vocab_size,
+    vocab_start,
+    kept_width,
+    # constexpr
+    RETURN_LOGPROB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    row = tl.program_id(0) // CHUNKS
+    chunk = tl.program_id(0) % CHUNKS
+    if tl.load(rounds_ptr + row) < 0:
+        num_groups = kept_width // rng.GROUP_SIZE
+        groups = row.to(tl.int64) * num_groups
+        kept_row = kept_ptr + row.to(tl.int64) * kept_width
+        inv_temperature = 1.0 / tl.load(temperature_ptr + row)
+        seed = tl.load(seed_ptr + row)
+        position = tl.load(position_ptr + row)
+        share = tl.cdiv(num_groups, CHUNKS)
+        _summarize(
+            kept_row,
+            kept_score_ptr + groups,
+            kept_mass_ptr + groups,
+            kept_peak_ptr + groups,
+            inv_temperature,
+            seed,
+            position,
+            vocab_start,
+            chunk * share,
+            tl.minimum((chunk + 1) * share, num_groups),
+            GATHER,
+        )
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == CHUNKS - 1:
+            tl.debug_barrier()
+            tl.store(arrived_ptr + row, 0)
+            token, score, logprob, rounds = _search(
+                kept_row,
+                kept_score_ptr + groups,
+                kept_mass_ptr + groups,
+                kept_peak_ptr + groups,
+                list_ptr + row.to(tl.int64) * (3 * tl.cdiv(num_groups, _SPAN)),
+                inv_temperature,
+                seed,
+                position,
+                tl.load(top_k_ptr + row),
+                tl.load(top_p_ptr + row),
+                tl.load(min_p_ptr + row),
+                vocab_size,
+                vocab_start,
+                kept_width,
+                BLOCK_S,
+                WINDOW,
+                GATHER,
+            )
+            tl.store(token_ptr + row, (vocab_start + token).to(tl.int64))
+            tl.store(best_score_ptr + row, score)
+            tl.store(rounds_ptr + row, 1 + rounds)
+            if RETURN_LOGPROB:
+                tl.store(logprob_ptr + row, logprob)
+
+
+def search_truncated(
+    kept: Kept,
+    temperature: torch.Tensor,  # [B] f32
+    seed: torch.Tensor,  # [B] i64
+    position: torch.Tensor,  # [B] i64
+    truncation: Truncation,
+    vocab_size: int,
+    vocab_start: int,
+    token: torch.Tensor,  # [B] i64
+    score: torch.Tensor,  # [B] f32
+    logprob: torch.Tensor | None,  # [B] f32
+    config: DrawConfig,
+) -> None:
+    """Fill ``token``, ``score`` and ``logprob`` in the rows whose ``kept.rounds`` is negative."""
+    block_s = triton.next_power_of_2(triton.cdiv(kept.width, SPAN * rng.GROUP_SIZE))
+    search_truncated_kernel[(temperature.shape[0] * config.chunks,)](
+        kept.logits,
+        kept.arrived,
+        kept.score,
+        kept.mass,
+        kept.peak,
+        kept.list,
+        temperature,
+        seed,
+        position,
+        truncation.top_k,
+        truncation.top_p,
+        truncation.min_p,
+        token,
+        score,
+        score if logprob is None else logprob,
+        kept.rounds,
+        vocab_size,
+        vocab_start,
+        kept.width,
+        RETURN_LOGPROB=logprob is not None,
+        CHUNKS=config.chunks,
+        BLOCK_S=block_s,
+        WINDOW=min(config.window, block_s),
+        GATHER=min(config.gather, block_s),
+        num_warps=config.search_warps,
+    )
