@@ -50,9 +50,10 @@ class TileConfig:
 class DrawConfig:
     """The launches that draw rows with a truncation. All powers of two.
 
-    chunks: programs that share a row, 16 or fewer; a row's sums are cut by it and by block, so tables keep both the same
-    for all batch sizes. num_warps: per program of the pass. block: logits per step of the pass. search_warps, window, gather: of the search,
-    warps and, in spans of 128 ids, how many have their tokens put in order and how many their logits counted at a time.
+    chunks: programs that share a row, ``MOST_CHUNKS`` or fewer. num_warps: per program of the pass. block: logits per
+    step of it. A row's sums are cut by chunks and block, so a table keeps both the same for all batch sizes.
+    search_warps, window, gather: of the search, its warps and, in spans of 128 ids, how many have their tokens put in
+    order and how many their logits counted at a time.
     """
 
     chunks: int = 8

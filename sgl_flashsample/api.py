@@ -56,9 +56,10 @@ def sample(
 ) -> SampleOutput:
     """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, in one pass over the head.
 
-    The logits are edited first, the distribution is truncated after the temperature, both as ``params`` says. Only rows
-    with a truncation write their logits to memory (``kernels/draw_truncated.py``). ``logits = softcap(logit_scale * (hidden @ weight.T))``, rounded to the head's ``logits_dtype``
-    (FlashSampling paper, section 3.2 and Lemma 4.3).
+    ``logits = softcap(logit_scale * (hidden @ weight.T))``, rounded to the head's ``logits_dtype``, then edited as
+    ``params.edits`` says; the distribution is truncated as ``params.truncation`` says (FlashSampling paper, section 3.2
+    and Lemma 4.3; for truncation see ``kernels/draw_truncated.py``). Logits are not written to memory, except those of
+    rows with a truncation, 2 or 4 bytes each.
 
     Args:
         hidden: ``[B, D]``, contiguous rows, the head's dtype and device.
