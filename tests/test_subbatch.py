@@ -63,11 +63,12 @@ def mixed(head, states, disallow):
         request("processor", disallow, **GREEDY, custom_params={"token_ids": best(head, states, 1)}),
         request("top logprobs", **GREEDY),
         request("grammar", grammar=grammar(5, 9, 77), **GREEDY),
-        request("frequency", **GREEDY, frequency_penalty=1.5, repetition_penalty=1.3),
+        request("frequency", **GREEDY, frequency_penalty=1.5),
         request("tempered", temperature=0.5, top_k=1),
         request("bias", **GREEDY, logit_bias={"17": 30.0}),
         request("min new tokens", **GREEDY, min_new_tokens=4, stop_token_ids=best(head, states, 7)),
         request("ids logprobs", **GREEDY),
+        request("repetition", **GREEDY, repetition_penalty=1.3),
         request("sampled", temperature=0.01),  # as good as greedy; makes the batch one that is not all greedy
     ]
 
@@ -82,6 +83,7 @@ REASONS = [
     "native:logit_bias",
     "native:min_new_tokens",
     "fused",
+    "native:penalty",
     "fused",
 ]
 
@@ -98,11 +100,12 @@ def tolist(values):
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("return_logprob", [False, True], ids=["tokens", "logprobs"])
 def test_every_row_gets_what_sglang_gives_it_in_the_whole_batch(runners, head, disallow, overlap, return_logprob):
-    states = hidden(10)
-    ours, stock = (sampling_info(Batch(mixed(head, states, disallow))) for _ in range(2))
-    top, ids = [0, 0, 3, 0, 0, 0, 2, 0, 0, 0], [None] * 8 + [[4, 8], None]
+    states = hidden(11)
+    requests = [Batch(mixed(head, states, disallow)) for _ in range(2)]
+    ours, stock = map(sampling_info, requests)
+    top, ids = [0, 0, 3, 0, 0, 0, 2, 0, 0, 0, 0], [None] * 8 + [[4, 8], None, None]
     for step in range(3):
-        states = hidden(10, seed=step // 2 + 3)  # twice the same: the second time only the penalties differ
+        states = hidden(11, seed=step // 2 + 3)  # twice the same: the second time only the penalties differ
         arguments = (return_logprob, top, ids)
         got, output = runners[0].sample(head.lazy(states), for_forward(ours, overlap), *arguments)
         want, expected = runners[1].sample(head.logits(states), for_forward(stock, overlap), *arguments)
@@ -130,9 +133,10 @@ def test_every_row_gets_what_sglang_gives_it_in_the_whole_batch(runners, head, d
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 def test_the_whole_batch_stays_as_it_is(runners, head, disallow, overlap):
     """Above all its penalizers: filtered, or with penalties left on the batch, later steps would be wrong."""
-    states = hidden(10)
-    info = sampling_info(Batch(mixed(head, states, disallow)))
-    seen(info, list(range(10)))
+    states = hidden(11)
+    batch = Batch(mixed(head, states, disallow))  # the penalizers' reference to it is a weak one
+    info = sampling_info(batch)
+    seen(info, list(range(11)))
     given = for_forward(info, overlap)
     before = [vars(copy.copy(each)) for each in (info, given)]
     penalties = [copy.deepcopy(vars(info.penalizer_orchestrator.penalizers[p])) for p in _ordered(info)]
@@ -152,7 +156,7 @@ def _ordered(info):
 
 
 def test_a_batch_that_stays_as_it_is_is_cut_once(runners, head, disallow):
-    states = hidden(10)
+    states = hidden(11)
     info = sampling_info(Batch(mixed(head, states, disallow)))
     for _ in range(3):
         runners[0].sample(head.lazy(states), for_forward(info, True))
@@ -244,7 +248,7 @@ def test_a_batch_of_one_kind_is_not_cut(runners, head, requests, shape):
 
 
 def test_a_mixed_batch_counts_its_rows_under_what_served_them(runners, head, disallow):
-    states = hidden(10)
+    states = hidden(11)
     info = sampling_info(Batch(mixed(head, states, disallow)))
     for _ in range(2):
         runners[0].sample(head.lazy(states), info)
@@ -261,7 +265,7 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
         raise AttributeError("an SGLang that is not the one we know")
 
     monkeypatch.setattr(SamplingBatchInfo, "filter_batch", broken)
-    states = hidden(10)
+    states = hidden(11)
     ours, stock = (sampling_info(Batch(mixed(head, states, disallow))) for _ in range(2))
     want, _ = runners[1].sample(head.logits(states), stock)
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
@@ -277,7 +281,7 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
 
 
 def test_a_failing_fused_pass_leaves_the_batch_to_sglang_preprocessed(runners, head, disallow, monkeypatch):
-    states = hidden(10)
+    states = hidden(11)
     ours, stock = (sampling_info(Batch(mixed(head, states, disallow))) for _ in range(2))
     monkeypatch.setattr(head.state, "current", lambda: 1 / 0)
     got, output = runners[0].sample(head.lazy(states), ours)

@@ -132,7 +132,8 @@ def _penalties(sampling_info: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
     """Additive and scaling penalties of the whole batch, ``[B, V]`` each, or None.
 
     Overlap mode has accumulated them on its copy already. Elsewhere the penalizers are asked, on a copy as well:
-    left on the original, the penalties would be applied beside the penalizers that they come from.
+    left on the original, the penalties would be applied beside the penalizers that they come from. Additive ones
+    come first in both modes; by themselves, the penalizers have the order of a Python set.
     """
     orchestrator = sampling_info.penalizer_orchestrator
     if orchestrator is not None and orchestrator.is_required:
