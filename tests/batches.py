@@ -14,7 +14,8 @@ from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.rows import Rows
 from sgl_flashsample.sglang.runtime import HeadState, Runtime
 
-VOCAB, WIDTH = 120, 16
+VOCAB, WIDTH = 512, 64
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Configuration(types.SimpleNamespace):
@@ -53,7 +54,7 @@ def samplers():
     """Ours, on an active runtime, and SGLang's."""
     from sglang.srt.layers.sampler import OutputLogprobProcessor, Sampler
 
-    from sgl_flashsample.sglang.sampler import FlashSampler
+    from sgl_flashsample.sglang.sampler import FlashSampler, native_backend
 
     runtime = Runtime("not asked yet")
     runtime.problem, runtime.report_path = None, True
@@ -66,7 +67,7 @@ def samplers():
         sampler.sampling_mask_max_tokens = 32
         sampler.output_logprob_processor = OutputLogprobProcessor()
         made.append(sampler)
-    made[0].runtime, made[0].native_backend = runtime, "pytorch"
+    made[0].runtime, made[0].native_backend = runtime, native_backend()
     return made
 
 
@@ -76,7 +77,7 @@ def grammar(*allowed: int):
 
     class Grammar(BaseGrammarObject):
         def allocate_vocab_mask(self, vocab_size, batch_size, device):
-            return torch.zeros(batch_size, vocab_size, dtype=torch.bool)
+            return torch.zeros(batch_size, vocab_size, dtype=torch.bool, device=device)
 
         def fill_vocab_mask(self, vocab_mask, idx):
             vocab_mask[idx] = True
@@ -115,7 +116,7 @@ def request(rid: str, processor: str | None = None, mask: bool = False, grammar=
 class Batch:
     """SGLang's ``ScheduleBatch``, as far as its SamplingBatchInfo looks."""
 
-    device = "cpu"
+    device = DEVICE
 
     def __init__(self, requests):
         self.reqs = requests
@@ -126,7 +127,7 @@ def sampling_info(batch: Batch):
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
-    setattr(info, hooks.ROWS_ATTRIBUTE, Rows.of_requests(batch.reqs, 1, True, "cpu"))
+    setattr(info, hooks.ROWS_ATTRIBUTE, Rows.of_requests(batch.reqs, 1, True, DEVICE))
     grammars = [request.grammar for request in batch.reqs]
     info.grammars = grammars if any(grammars) else None
     return info
@@ -146,7 +147,7 @@ class Head:
 
     def __init__(self):
         generator = torch.Generator().manual_seed(7)
-        self.weight = torch.randn(VOCAB, WIDTH, generator=generator)
+        self.weight = torch.randn(VOCAB, WIDTH, generator=generator).to(DEVICE)
         self.computed: list[torch.Tensor] = []
         processor = types.SimpleNamespace(
             logit_scale=None, final_logit_softcapping=None, vocab_size=VOCAB, use_fp32_lm_head=False
@@ -175,13 +176,15 @@ class ModelRunner:
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
         from sglang.srt.model_executor.model_runner import ModelRunner as SGLangs
 
+        from sgl_flashsample.sglang.sampler import native_backend
+
         output = LogitsProcessorOutput(next_token_logits=logits)
         if self.hooks is None:
             SGLangs._preprocess_logits(self, output, info)
         else:
             self.hooks.preprocess_logits(SGLangs._preprocess_logits, self, output, info)
         rows = len(info)
-        arguments = (return_logprob, top or [0] * rows, ids or [None] * rows, torch.arange(rows))
-        with Configuration.override(sys.modules["sglang.srt.layers.sampler"].get_exec(), "pytorch"):
+        arguments = (return_logprob, top or [0] * rows, ids or [None] * rows, torch.arange(rows, device=DEVICE))
+        with sys.modules["sglang.srt.layers.sampler"].get_exec().kernel.override(native_backend()):
             tokens = self.sampler(output, info, *arguments)
         return tokens, output

@@ -14,7 +14,9 @@ import pytest
 import torch
 from batches import Batch, for_forward, grammar, request, sampling_info
 from serving import needs_sglang
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sgl_flashsample import SampleOutput
 from sgl_flashsample.sglang import hooks
 
 pytestmark = needs_sglang
@@ -48,7 +50,7 @@ def disallow(sglang):
 
 
 def hidden(rows: int, seed: int = 3) -> torch.Tensor:
-    return torch.randn(rows, batches.WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(rows, batches.WIDTH, generator=torch.Generator().manual_seed(seed)).to(batches.DEVICE)
 
 
 def best(head, states: torch.Tensor, row: int, n: int = 3) -> list[int]:
@@ -65,7 +67,7 @@ def mixed(head, states, disallow):
         request("grammar", grammar=grammar(5, 9, 77), **GREEDY),
         request("frequency", **GREEDY, frequency_penalty=1.5),
         request("tempered", temperature=0.5, top_k=1),
-        request("bias", **GREEDY, logit_bias={"17": 30.0}),
+        request("bias", **GREEDY, logit_bias={"17": 300.0}),
         request("min new tokens", **GREEDY, min_new_tokens=4, stop_token_ids=best(head, states, 7)),
         request("ids logprobs", **GREEDY),
         request("repetition", **GREEDY, repetition_penalty=1.3),
@@ -90,7 +92,7 @@ REASONS = [
 
 def seen(info, tokens: list[int]) -> None:
     """Feed the penalizers one generated token per row."""
-    info.penalizer_orchestrator.cumulate_output_tokens(torch.tensor(tokens))
+    info.penalizer_orchestrator.cumulate_output_tokens(torch.tensor(tokens, device=batches.DEVICE))
 
 
 def tolist(values):
@@ -167,6 +169,52 @@ def test_a_batch_that_stays_as_it_is_is_cut_once(runners, head, disallow):
     assert first.info(info, False) is not first.info(info, False)
 
 
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes a host wait for its device, or sends it something: a value read, a mask counted, a tensor
+    made from Python numbers."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.masked_select,
+            torch.ops.aten.equal,
+            torch.ops.aten.lift_fresh,
+        ), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_steady_mixed_step_never_waits_for_the_device(runners, head, disallow):
+    states = hidden(11)
+    info = for_forward(sampling_info(Batch(mixed(head, states, disallow))), True)
+    runners[0].sample(head.lazy(states), info)
+    (plan,) = hooks.rows_of(info).plans.values()
+    rows = len(plan.native)
+    own = LogitsProcessorFields(next_token_logprobs=torch.zeros(rows, device=batches.DEVICE))
+    own.next_token_top_logprobs_val = list(torch.zeros(rows, 2, device=batches.DEVICE))
+    tokens = torch.zeros(rows, dtype=torch.int32, device=batches.DEVICE)
+    logprobs = torch.zeros(11, device=batches.DEVICE)
+    fused = SampleOutput(logprobs.to(torch.int64), logprobs, logprobs)
+    output = LogitsProcessorFields(next_token_logits=head.lazy(states))
+    positions = torch.zeros(11, device=batches.DEVICE)
+    with NoWaiting():
+        plan.subbatch.sample(lambda *_: tokens, None, output, info, True, [0] * 11, [None] * 11, positions)
+        plan.subbatch.merge(tokens, own, fused, output)
+    assert [len(values) for values in output.next_token_top_logprobs_val] == [
+        0 if reason is None else 2 for reason in plan.reasons
+    ]
+
+
+class LogitsProcessorFields:
+    """What a sub-batch touches of SGLang's LogitsProcessorOutput."""
+
+    def __init__(self, next_token_logits=None, next_token_logprobs=None):
+        self.next_token_logits, self.next_token_logprobs = next_token_logits, next_token_logprobs
+        self.next_token_top_logprobs_val = self.next_token_top_logprobs_idx = None
+        self.next_token_token_ids_logprobs_val = self.next_token_token_ids_logprobs_idx = None
+        self.next_token_sampling_mask_idx = self.next_token_sampling_logprobs = None
+
+
 def cut(requests, return_logprob=False, sticky=None):
     """The SamplingBatchInfo that the rows of SGLang's sampler get."""
     from sgl_flashsample.sglang.plan import plan_of
@@ -198,6 +246,17 @@ def test_the_rows_of_sglangs_sampler_are_a_batch_of_their_own(sglang, disallow):
     assert [p and p["token_ids"] for p in cut_info.custom_params] == [None, [1]]
 
 
+def test_rows_without_a_grammar_beside_one_that_is_not_theirs_have_no_grammars(sglang):
+    """SGLang looks for the first grammar of a list, and expects to find one."""
+    from sgl_flashsample.sglang.plan import Plan
+    from sgl_flashsample.sglang.subbatch import SubBatch
+
+    info = sampling_info(Batch([request("bias", logit_bias={"3": 1.0}), request("g", grammar=grammar(2))]))
+    cut_info = SubBatch(info, hooks.rows_of(info), Plan(("logit_bias", None))).info(info, False)
+    cut_info.update_regex_vocab_mask()
+    assert cut_info.grammar_mask is None
+
+
 def test_greedy_rows_are_an_all_greedy_batch_unless_their_logprobs_are_asked_for(sglang):
     """All greedy, SGLang takes logprobs at temperature 1; beside a sampled row, at the row's own."""
     requests = [request("sampled"), request("greedy", temperature=0.5, top_k=1, logit_bias={"3": 1.0})]
@@ -211,7 +270,7 @@ def test_sampling_masks_reach_their_requests(runners, head):
     requests = [
         request("plain", **GREEDY),
         request("masked", mask=True, top_k=1),
-        request("bias", temperature=0.7, logit_bias={"17": 40.0}),
+        request("bias", temperature=0.7, logit_bias={"17": 300.0}),
         request("masked too", mask=True, top_k=3, temperature=1.0),
     ]
     outputs = []
@@ -306,7 +365,7 @@ def test_prefill_only_logprobs_are_those_of_preprocessed_logits(runners, head):
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     runner, states = runners[0], hidden(1)
-    info = sampling_info(Batch([request("bias", logit_bias={"17": 30.0})]))
+    info = sampling_info(Batch([request("bias", logit_bias={"17": 300.0})]))
     output = LogitsProcessorOutput(next_token_logits=head.lazy(states))
     runner.hooks.preprocess_logits(ModelRunner._preprocess_logits, runner, output, info)
     runner.sampler.compute_logprobs_only(output, info, [0], [[17]])
