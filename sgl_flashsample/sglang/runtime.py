@@ -107,10 +107,9 @@ class Runtime:
             logger.warning("flashsample: off, SGLang's own sampler takes over: %s", problem)
 
     def stop_mixing(self, problem: str) -> None:
-        """Leave batches in which some rows need SGLang's sampler to it as a whole, and say why, once."""
-        if self.mixing_problem is None:
-            self.mixing_problem = problem
-            logger.warning("flashsample: SGLang's own sampler takes over every mixed batch: %s", problem)
+        """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why."""
+        self.mixing_problem = problem
+        logger.warning("flashsample: SGLang's own sampler takes over every mixed batch: %s", problem)
 
     @property
     def _about(self) -> str:
