@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first `import triton`
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles its repetition penalty
 
 try:
     import sgl_flashsample.kernels
@@ -23,6 +25,12 @@ except ImportError:
     import sgl_flashsample
 
     sgl_flashsample.__path__.append(str(ROOT))
+
+if torch.version.cuda is None:  # so that SGLang can be imported here, as in the servers of the tests
+    from sgl_flashsample.demo import cpu_platform
+
+    torchvision = sys.modules["flashsample_torchvision"] = types.ModuleType("flashsample_torchvision")
+    exec(cpu_platform.TORCHVISION_SCHEMAS, vars(torchvision))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

@@ -81,23 +81,35 @@ def test_filters_and_merges_keep_every_row_with_its_parameters():
     assert merged.temperature.tolist() == pytest.approx([0.0, 0.1, 0.4])
     assert merged.seed.tolist() == [a.seed[2].item(), a.seed[0].item(), b.seed[0].item()]
     assert merged.reasons == (None, None, None)
+    assert merged.needs == ((False, True, False), (False, False, False), (False, False, False))
     assert len(merged) == 3
-    assert a.reason == "top_p", "the rows of a forward under way do not change"
+    assert a.reasons == (None, "top_p", None), "the rows of a forward under way do not change"
 
 
 def test_the_reason_leaves_with_its_row():
     batch = rows(request("a"), request("b", top_p=0.5), request("c", logit_bias={"1": 2.0}))
-    assert batch.reason == "top_p"
-    assert batch.keep([0, 2], torch.tensor([0, 2])).reason == "logit_bias"
-    assert batch.keep([0], torch.tensor([0])).reason is None
-    assert batch.keep([], torch.tensor([], dtype=torch.int64)).reason is None
+    assert batch.reasons == (None, "top_p", "logit_bias")
+    assert batch.keep([0, 2], torch.tensor([0, 2])).reasons == (None, "logit_bias")
+    assert batch.keep([0], torch.tensor([0])).reasons == (None,)
+    assert batch.keep([], torch.tensor([], dtype=torch.int64)).reasons == ()
 
 
 def test_a_tempered_greedy_row_needs_stock_logprobs_only_beside_sampled_rows():
     greedy = request(top_k=1, temperature=0.5)
-    assert rows(greedy, greedy).logprob_reason is None
-    assert rows(greedy, request()).logprob_reason == "greedy_logprob_at_temperature"
-    assert rows(request(top_k=1), request()).logprob_reason is None
+    assert rows(greedy, greedy).logprob_reasons == (None, None)
+    assert rows(greedy, request()).logprob_reasons == ("greedy_logprob_at_temperature", None)
+    assert rows(request(top_k=1), request()).logprob_reasons == (None, None)
+
+
+def test_each_row_knows_what_sglangs_sampler_would_need_for_it_alone():
+    batch = rows(request(), request(top_p=0.9), request(top_k=5), request(top_k=1), request(min_p=0.1))
+    assert batch.needs == (
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, True, False),
+        (False, False, True),
+    )
 
 
 def params(**fields):

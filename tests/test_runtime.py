@@ -128,7 +128,8 @@ def test_a_server_whose_configuration_cannot_be_read_is_left_to_sglang(monkeypat
 
 def lazy_rows(device):
     hidden = torch.zeros(2, 16, device=device)
-    rows = Rows((None, None), (False, False), (False, False), torch.ones(2), torch.zeros(2, dtype=torch.int64))
+    zeros = torch.zeros(2, dtype=torch.int64)
+    rows = Rows((None, None), (False, False), (False, False), torch.ones(2), zeros, ((False,) * 3,) * 2)
     return LazyLogits(hidden, 100, HeadState(processor(), head(torch.zeros(104, 8))), lambda h: h), rows
 
 
@@ -147,37 +148,6 @@ def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_schedul
     hooks.Hooks(runtime).from_schedule_batch(None, info, broken, 100)
     assert info._flashsample_rows is None
     assert "from_schedule_batch: AttributeError" in runtime.problem
-
-
-def info_of(rows, grammars=None, length=None):
-    class Info:
-        def __len__(self):
-            return len(rows) if length is None else length
-
-    made = Info()
-    made.grammars = grammars
-    return made
-
-
-ROWS = Rows((None, None), (True, False), (True, False), torch.ones(2), torch.zeros(2, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    "arguments, reason",
-    [
-        ((ROWS, info_of(ROWS), False, None, None, False), None),
-        ((None, info_of(ROWS), False, None, None, False), "unknown_rows"),
-        ((ROWS, info_of(ROWS, length=3), False, None, None, False), "unknown_rows"),
-        ((ROWS, info_of(ROWS, [None, object()]), False, None, None, False), "grammar"),
-        ((ROWS, info_of(ROWS, [None, None]), False, None, None, False), None),
-        ((ROWS, info_of(ROWS), True, [0, 0], [None, None], False), "greedy_logprob_at_temperature"),
-        ((ROWS, info_of(ROWS), True, [0, 2], [None, None], False), "top_logprobs"),
-        ((ROWS, info_of(ROWS), True, [0, 0], [None, [1]], False), "token_ids_logprobs"),
-        ((ROWS, info_of(ROWS), True, None, None, True), "original_logprobs"),
-    ],
-)
-def test_a_batch_is_fused_unless_something_stands_against_it(arguments, reason):
-    assert support.batch_reason(*arguments) == reason
 
 
 def test_counters_sum_batches_and_rows_per_path_and_reason():

@@ -130,7 +130,7 @@ def servers(folder):
             if "custom_logit_processor" in fields:
                 fields = {"custom_logit_processor": processor}
             answers[name] = [ask_or_refused(server, params, fields) for server in (ours, stock)]
-        yield {"ours": ours, "stock": stock, "truth": truth, "answers": answers}
+        yield {"ours": ours, "stock": stock, "truth": truth, "answers": answers, "processor": processor}
     finally:
         ours.stop()
         stock.stop()
@@ -273,15 +273,56 @@ def test_greedy_rows_beside_sampled_ones_stay_fused_and_greedy(ours, truth):
         assert answers[i]["output_ids"] == truth.logits(previous).argmax(-1).tolist()
 
 
-def test_a_batch_is_fused_again_once_its_truncated_request_has_left(ours):
-    """SGLang's own flags stay set until the batch is empty."""
-    params = [
-        {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True},
-        {"temperature": 1.0, "top_p": 0.5, "logit_bias": {"9": 1.0}, "max_new_tokens": 5, "ignore_eos": True},
+def ask_together(server, rows):
+    """The answers to requests that decode side by side. rows: sampling parameters and fields of each."""
+    return server.generate(
+        input_ids=[[5, 300, 77]] * len(rows),
+        sampling_params=[{"max_new_tokens": 12, "ignore_eos": True, **params} for params, _ in rows],
+        return_logprob=[fields.get("return_logprob", False) for _, fields in rows],
+        top_logprobs_num=[fields.get("top_logprobs_num", 0) for _, fields in rows],
+        custom_logit_processor=[fields.get("custom_logit_processor") for _, fields in rows],
+    )
+
+
+def test_each_row_of_a_mixed_batch_has_its_own_path_and_stocks_answer(servers):
+    greedy = servers["answers"]["greedy"][1]["output_ids"]
+    disallowed = {"temperature": 0, "custom_params": {"token_ids": sorted(set(greedy[:3]))}}
+    rows = [
+        ({"temperature": 0}, {}, "fused"),
+        (disallowed, {"custom_logit_processor": servers["processor"]}, "native:custom_logit_processor"),
+        ({"temperature": 1.0, "sampling_seed": 7}, {}, "fused"),
+        ({"temperature": 0}, {"return_logprob": True, "top_logprobs_num": 3}, "native:top_logprobs"),
+        ({"temperature": 0, "regex": "[a-f]+"}, {}, "native:grammar"),
+        ({"temperature": 0}, {"return_logprob": True}, "fused"),
+        ({"temperature": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.2}, {}, "native:penalty"),
+        ({"temperature": 0.6, "top_k": 1}, {"return_logprob": True}, "native:greedy_logprob_at_temperature"),
+        ({"temperature": 0}, {}, "fused"),
     ]
-    plain, _ = ours.generate(input_ids=[[300], [301]], sampling_params=params)
-    assert paths(plain)[-1] == "fused"
-    assert "native:logit_bias" in paths(plain)
+    mine, theirs = (ask_together(servers[name], [row[:2] for row in rows]) for name in ("ours", "stock"))
+    for own, stock, (params, fields, path) in zip(mine, theirs, rows, strict=True):
+        assert set(paths(own)) == {path}
+        if params["temperature"] == 1.0:
+            continue  # our noise, not stock's
+        assert own["output_ids"] == stock["output_ids"]
+        if not fields.get("return_logprob"):
+            continue
+        got, want = (answer["meta_info"]["output_token_logprobs"] for answer in (own, stock))
+        assert [entry[0] for entry in got] == pytest.approx([entry[0] for entry in want], abs=1e-3)
+        if "top_logprobs_num" in fields:
+            got, want = (answer["meta_info"]["output_top_logprobs"] for answer in (own, stock))
+            for first, second in zip(got, want, strict=True):
+                assert [entry[0] for entry in first] == pytest.approx([entry[0] for entry in second], abs=1e-3)
+                assert [entry[1] for entry in first] == [entry[1] for entry in second]
+    assert mine[1]["output_ids"] != greedy and mine[6]["output_ids"] != greedy, "they were processed"
+
+
+def test_a_seeded_request_answers_the_same_alone_and_beside_rows_of_sglangs_sampler(ours):
+    seeded = {"temperature": 1.0, "sampling_seed": 4243}
+    (alone,) = ask_together(ours, [(seeded, {})])
+    beside = [({"temperature": 1.0, "logit_bias": LOGIT_BIAS}, {}), ({"temperature": 1.0, "top_p": 0.5}, {})]
+    answers = ask_together(ours, [beside[0], (seeded, {}), beside[1]])
+    assert answers[1]["output_ids"] == alone["output_ids"]
+    assert [set(paths(answer)) for answer in answers] == [{"native:logit_bias"}, {"fused"}, {"native:top_p"}]
 
 
 def test_counters_are_in_the_log_and_in_the_metrics_with_their_reasons(ours):
@@ -361,6 +402,15 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
             input_ids=[300], sampling_params={"temperature": 1.0, "top_p": 0.7, "max_new_tokens": 4}
         )
         assert set(paths(native)) == {"native:top_p"}
+        rows = [
+            ({"temperature": 0, "frequency_penalty": 1.5}, {}),
+            ({"temperature": 1.0}, {}),
+            ({"temperature": 0}, {"return_logprob": True, "top_logprobs_num": 2}),
+        ]
+        mixed, alone = ask_together(server, rows), [ask_together(server, [row])[0] for row in rows]
+        assert [set(paths(answer)) for answer in mixed] == [{"native:penalty"}, {"fused"}, {"native:top_logprobs"}]
+        for row in (0, 2):
+            assert mixed[row]["output_ids"] == alone[row]["output_ids"]
         assert "Traceback" not in server.log_text()
 
 

@@ -19,7 +19,7 @@ flashsample_cpu_arguments = sgl_flashsample.demo.cpu_platform:keep_sampling_back
 """
 _METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
 # PyPI's torchvision is a CUDA build: beside a CPU torch it cannot load its library, and then lacks two schemas.
-_SITECUSTOMIZE = """\
+TORCHVISION_SCHEMAS = """\
 import importlib.abc
 import sys
 
@@ -53,7 +53,7 @@ def environment(folder: Path) -> dict[str, str]:
     info.mkdir(parents=True, exist_ok=True)
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
     (info / "METADATA").write_text(_METADATA)
-    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    (folder / "sitecustomize.py").write_text(TORCHVISION_SCHEMAS)
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(path),

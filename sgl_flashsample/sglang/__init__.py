@@ -4,7 +4,9 @@ plugin.py       registers the backend; installs the hooks when a server selects 
 hooks.py        the five places where SGLang calls us
 lazy_logits.py  what LogitsProcessor returns instead of logits
 rows.py         per-row parameters that follow a batch through filters and merges
-sampler.py      the Sampler: fused pass, or SGLang's own
+plan.py         which rows of a batch are fused, and why the others are not
+sampler.py      the Sampler: fused pass, or SGLang's own, row by row
+subbatch.py     the rows that are not fused, as a batch of their own
 runtime.py      what this process serves: heads, kernels, counters
 support.py      why something is not served, as one word
 versions.py     which SGLang versions are known, and the shape of each hook target

@@ -15,7 +15,8 @@ _DEFAULT_LOG_SECONDS = 60.0
 
 
 class Counters:
-    """One ``add`` per batch; a log line at most once per interval; Prometheus counters where metrics are on."""
+    """One ``add`` for each path and reason in a batch; a log line at most once per interval; Prometheus counters where
+    metrics are on."""
 
     def __init__(self, metrics: bool) -> None:
         self.interval = _log_seconds()
@@ -25,7 +26,7 @@ class Counters:
         self._prometheus = _prometheus_counters() if metrics else None
 
     def add(self, path: str, reason: str, rows: int) -> None:
-        """Count one batch of ``rows`` rows; ``reason`` is empty on the fused path."""
+        """Count ``rows`` rows of one batch; ``reason`` is empty on the fused path."""
         self._batches[path, reason] += 1
         self._rows[path, reason] += rows
         if self._prometheus is not None:

@@ -7,13 +7,14 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from . import support, versions
+from . import versions
 from .lazy_logits import LazyLogits, plain
 from .rows import Rows
 from .runtime import Runtime
 
 ROWS_ATTRIBUTE = "_flashsample_rows"  # on SamplingBatchInfo
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
+PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SGLang's preprocessing, still to be done
 _INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 
@@ -79,17 +80,17 @@ class Hooks:
     def preprocess_logits(
         self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """ModelRunner._preprocess_logits: applies penalties, grammar and bias, and needs real logits where it does."""
-        if isinstance(logits_output.next_token_logits, LazyLogits):
-            reason = support.batch_reason(rows_of(sampling_info), sampling_info, False, None, None, False)
-            if args or any(value is not None for value in kwargs.values()):
-                reason = reason or "sampling_observer"
-            if reason is None:
-                # Nothing applies to this batch; what a departed request left behind would only add zeros.
-                sampling_info.grammar_mask = None
+        """ModelRunner._preprocess_logits: applies penalties, grammar and bias, and needs real logits for that. Which
+        rows will have real logits, the sampler knows: it is called next, and does this there."""
+        lazy = logits_output.next_token_logits
+        if isinstance(lazy, LazyLogits):
+            observed = bool(args) or any(value is not None for value in kwargs.values())
+            if not observed and not lazy.is_dense:
+                sampling_info.grammar_mask = None  # what a departed request left behind would be another batch's
+                setattr(logits_output, PREPROCESS_ATTRIBUTE, functools.partial(original, model_runner))
                 return None
-            setattr(logits_output, REASON_ATTRIBUTE, reason)
-            logits_output.next_token_logits = plain(logits_output.next_token_logits)
+            setattr(logits_output, REASON_ATTRIBUTE, "sampling_observer" if observed else "logits_computed")
+            logits_output.next_token_logits = plain(lazy)
         return original(model_runner, logits_output, sampling_info, *args, **kwargs)
 
     @_guarded

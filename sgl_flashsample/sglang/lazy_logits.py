@@ -47,6 +47,11 @@ class LazyLogits(torch.Tensor):
             self._dense = self._compute(self.hidden)
         return self._dense
 
+    def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The logits of some rows (``[R]`` int64), and of no other: ``[R, V]``, the caller's to change."""
+        assert not self.is_dense, "whoever read the logits may have changed them"
+        return self._compute(self.hidden.index_select(0, rows))
+
     @property
     def is_dense(self) -> bool:
         """Whether somebody has read, and perhaps changed, the logits already."""

@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 
+# Attributes of SGLang's SamplingBatchInfo: whether its sampler has to truncate.
+NEED_FLAGS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
+TOP_K_OFF = 1 << 30  # SGLang's TOP_K_ALL
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -22,7 +26,8 @@ class Rows:
 
     reasons: per row, why it needs SGLang's sampler, or None. tempered_greedy: per row, greedy with a
     temperature other than 1, which SGLang applies to its logprob only beside sampled rows.
-    temperature: ``[B]`` float32, 0 on greedy rows. seed: ``[B]`` int64.
+    temperature: ``[B]`` float32, 0 on greedy rows. seed: ``[B]`` int64. needs: per row, SGLang's ``NEED_FLAGS`` of
+    that request alone.
     """
 
     reasons: tuple[str | None, ...]
@@ -30,19 +35,22 @@ class Rows:
     tempered_greedy: tuple[bool, ...]
     temperature: torch.Tensor
     seed: torch.Tensor
+    needs: tuple[tuple[bool, bool, bool], ...]
 
     def __len__(self) -> int:
         return len(self.reasons)
 
     @functools.cached_property
-    def reason(self) -> str | None:
-        """Why the batch needs SGLang's sampler: the first row's reason that is one."""
-        return next((reason for reason in self.reasons if reason), None)
+    def logprob_reasons(self) -> tuple[str | None, ...]:
+        """Per row, why its logprob needs SGLang's sampler, or None."""
+        if all(self.greedy):
+            return (None,) * len(self)
+        return tuple("greedy_logprob_at_temperature" if tempered else None for tempered in self.tempered_greedy)
 
     @functools.cached_property
-    def logprob_reason(self) -> str | None:
-        """Why the batch's logprobs need SGLang's sampler."""
-        return "greedy_logprob_at_temperature" if any(self.tempered_greedy) and not all(self.greedy) else None
+    def plans(self) -> dict[tuple, Any]:
+        """The plans made for these rows (plan.py). They live as long as the batch stays as it is."""
+        return {}
 
     @classmethod
     def of_requests(
@@ -59,8 +67,9 @@ class Rows:
             tuple(native_reason(request, custom_processors) for request in requests),
             greedy,
             tuple(g and r.sampling_params.temperature != 1.0 for g, r in zip(greedy, requests, strict=True)),
-            _to_device(temperatures, torch.float32, device),
-            _to_device(seeds, torch.int64, device),
+            to_device(temperatures, torch.float32, device),
+            to_device(seeds, torch.int64, device),
+            tuple(truncation_needs(request.sampling_params) for request in requests),
         )
 
     def keep(self, indices: Iterable[int], device_indices: torch.Tensor) -> Rows:
@@ -76,6 +85,7 @@ class Rows:
             pick(self.tempered_greedy),
             self.temperature[device_indices],
             self.seed[device_indices],
+            pick(self.needs),
         )
 
     def followed_by(self, other: Rows) -> Rows:
@@ -85,10 +95,12 @@ class Rows:
             self.tempered_greedy + other.tempered_greedy,
             torch.cat([self.temperature, other.temperature]),
             torch.cat([self.seed, other.seed]),
+            self.needs + other.needs,
         )
 
 
-def _to_device(values: list, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def to_device(values: Sequence, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """``values`` on the device, without waiting for the copy."""
     pinned = torch.device(device).type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
@@ -98,10 +110,14 @@ def is_greedy(params: Any) -> bool:
     return params.top_k <= 1
 
 
+def truncation_needs(params: Any) -> tuple[bool, bool, bool]:
+    """``NEED_FLAGS`` as SGLang sets them for one request."""
+    return params.top_p != 1.0, params.top_k != TOP_K_OFF, params.min_p > 0
+
+
 def native_reason(request: Any, custom_processors: bool) -> str | None:
     """Why this request needs SGLang's sampler: one word, the first that applies; None when fused."""
     params = request.sampling_params
-    top_k_off = 1 << 30  # SGLang's TOP_K_ALL
     checks = (
         ("custom_logit_processor", custom_processors and bool(request.custom_logit_processor)),
         ("sampling_mask", bool(getattr(request, "return_sampling_mask", False))),
@@ -109,7 +125,7 @@ def native_reason(request: Any, custom_processors: bool) -> str | None:
         ("penalty", params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1),
         ("min_new_tokens", params.min_new_tokens > 0),
         ("logit_bias", params.logit_bias is not None),
-        ("top_k", not is_greedy(params) and params.top_k != top_k_off),
+        ("top_k", not is_greedy(params) and params.top_k != TOP_K_OFF),
         ("top_p", not is_greedy(params) and params.top_p != 1.0),
         ("min_p", not is_greedy(params) and params.min_p > 0),
     )

@@ -75,11 +75,13 @@ class HeadState:
 class Runtime:
     """State of the fused pass in this process.
 
-    problem: why nothing is fused, in words; None while the fused pass is active.
+    problem: why nothing is fused, in words; None while the fused pass is active. mixing_problem: the same for batches
+    in which some rows need SGLang's sampler.
     """
 
     def __init__(self, problem: str | None) -> None:
         self.problem = problem
+        self.mixing_problem: str | None = None
         self.server_seed = 0
         self.custom_processors = self.original_logprobs = False
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
@@ -103,6 +105,11 @@ class Runtime:
         if self.problem is None:
             self.problem = problem
             logger.warning("flashsample: off, SGLang's own sampler takes over: %s", problem)
+
+    def stop_mixing(self, problem: str) -> None:
+        """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why."""
+        self.mixing_problem = problem
+        logger.warning("flashsample: SGLang's own sampler takes over every mixed batch: %s", problem)
 
     @property
     def _about(self) -> str:

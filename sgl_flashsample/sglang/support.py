@@ -84,29 +84,3 @@ def head_problem(processor: Any, lm_head: Any) -> str | None:
     if processor.vocab_size > weight.shape[0]:
         return f"the vocabulary has {processor.vocab_size} ids, the LM head {weight.shape[0]} rows"
     return device_problem(weight.device)
-
-
-def batch_reason(
-    rows: Any,
-    sampling_info: Any,
-    return_logprob: bool,
-    top_logprobs_nums: list[int] | None,
-    token_ids_logprobs: list | None,
-    original_logprobs: bool,
-) -> str | None:
-    """Why this batch takes SGLang's sampler, in one word; None when it is fused."""
-    if rows is None or len(rows) != len(sampling_info):
-        return "unknown_rows"
-    if rows.reason is not None:
-        return rows.reason
-    if sampling_info.grammars and any(grammar is not None for grammar in sampling_info.grammars):
-        return "grammar"
-    if not return_logprob:
-        return None
-    if original_logprobs:
-        return "original_logprobs"
-    if top_logprobs_nums and any(n > 0 for n in top_logprobs_nums):
-        return "top_logprobs"
-    if token_ids_logprobs and any(ids is not None for ids in token_ids_logprobs):
-        return "token_ids_logprobs"
-    return rows.logprob_reason
