@@ -296,12 +296,12 @@ def lm_head_sample(
         exact = head.rounding is torch.bfloat16 and head.softcap is None and not kinds
         kept = workspace.kept(num_rows, head.vocab_size, torch.bfloat16 if exact else torch.float32)
 
-    def rows_of(edit: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-        return (temperature, 0) if edit is None else (edit, edit.stride(0))
-
+    # What is not given is not read, but has a type: the kernel is the same whatever is given.
+    nothing = (temperature, temperature, workspace.group, temperature)
+    given = nothing if edits is None else (edits.additive, edits.scaling, edits.mask, edits.bias)
     additive, scaling, mask, bias = (
-        rows_of(None if edits is None else edit)
-        for edit in ((edits.additive, edits.scaling, edits.mask, edits.bias) if edits is not None else [None] * 4)
+        (other, 0) if edit is None or edit is other else (edit, edit.stride(0))
+        for edit, other in zip(given, nothing, strict=True)
     )
     edit_rows = edits.rows if edits is not None else None
     lm_head_sample_kernel[(parts * triton.cdiv(num_rows, tile.block_b),)](
