@@ -57,8 +57,6 @@ COMPARED = {
         {"return_logprob": True},
         "fused",
     ),
-    "a truncation to one token": ({"temperature": 1.0, "top_p": 1e-6}, {"return_logprob": True}, "fused"),
-    "min_p of one": ({"temperature": 1.0, "min_p": 1.0}, {}, "fused"),
     "custom logit processor": (
         {"temperature": 1.0, "custom_params": {"token_ids": [253, 708]}},
         {"custom_logit_processor": "disallow tokens"},
@@ -74,7 +72,10 @@ COMPARED = {
         "native:token_ids_logprobs",
     ),
     "input logprobs": ({"temperature": 0}, {"return_logprob": True, "logprob_start_len": 0}, "native:input_logprobs"),
-    # Last: its steps draw tokens that nobody uses, in stock from the generator that the others draw from.
+    # Drawn here from our noise, in stock from the generator that the ones above draw from.
+    "a truncation to one token": ({"temperature": 1.0, "top_p": 1e-6}, {"return_logprob": True}, "fused"),
+    "min_p of one": ({"temperature": 1.0, "min_p": 1.0}, {}, "fused"),
+    # Its steps draw tokens that nobody uses.
     "beam search": ({"temperature": 0, "beam_width": 2}, {}, None),
 }
 # Requests that the fused pass draws with its own noise: not stock's tokens, the same distribution.
@@ -352,7 +353,7 @@ TRUNCATIONS = {
 @pytest.mark.parametrize("name", TRUNCATIONS)
 def test_truncated_tokens_are_allowed_ones_and_follow_the_truncated_truth(ours, truth, name):
     params = {"temperature": 1.0, **TRUNCATIONS[name]}
-    pairs = draw(ours, *((40_000, 100) if CUDA else (1_600, 32)), params)
+    pairs = draw(ours, *((40_000, 100) if CUDA else (480, 16)), params)
     states, state = np.unique(truth.representative(torch.tensor(pairs[:, 0])), return_inverse=True)
     logits = truth.logits(torch.tensor(states)).double()
     limits = (params.get("top_k", 0), params.get("top_p", 1.0), params.get("min_p", 0.0))
