@@ -104,6 +104,11 @@ class Workspace:
         self.lse = torch.empty(slots, 2, dtype=torch.float32, device=device)
         self._kept: Kept | None = None
 
+    @property
+    def last_kept(self) -> Kept | None:
+        """What the last batch with a truncation has left behind; None before the first."""
+        return self._kept
+
     def kept(self, num_rows: int, vocab_size: int, dtype: torch.dtype) -> Kept:
         """Room for the logits of ``num_rows`` rows; allocates for the first batch and for a larger one."""
         kept = self._kept
