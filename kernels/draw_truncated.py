@@ -72,7 +72,7 @@ def _next_tokens(
     slots = offs_p * num_rows + row
     scores = tl.load(score_ptr + slots, mask=mask, other=float("-inf"))
     seconds = tl.load(second_ptr + slots, mask=mask, other=float("-inf"))
-    near = scores >= tl.max(scores) - _ARRIVALS
+    near = mask & (scores >= tl.max(scores) - _ARRIVALS)
     place = tl.cumsum(near.to(tl.int32), axis=0) - 1
     near = near & (place < _GROUPS)
     tl.store(list_ptr + place, offs_p, mask=near)

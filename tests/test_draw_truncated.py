@@ -279,6 +279,34 @@ def test_a_row_whose_first_token_is_allowed_takes_no_search(device):
     assert (drawn.rounds[first] == 1).all()
 
 
+def test_a_row_of_nothing_gives_the_first_id_and_touches_no_other_row(device):
+    states, weight = random_problem(9, 1000, 32, torch.float32, device)
+    params, truncation = rows(9, device, greedy_every=99), limits(9, 1000, device, first=1)
+    params["temperature"][0] = 0.7
+    clean = draw(states, LMHead(weight), params, truncation)
+    broken = states.clone()
+    broken[1], broken[4], broken[6] = float("nan"), float("nan"), float("-inf")
+    drawn = draw(broken, LMHead(weight), params, truncation)
+    assert drawn.token[[1, 4]].tolist() == [0, 0]
+    assert ((drawn.token >= 0) & (drawn.token < 1000)).all()
+    others = [0, 2, 3, 5, 7, 8]
+    assert torch.equal(drawn.token[others], clean.token[others])
+
+
+def test_a_row_of_nothing_reads_no_slot_that_no_part_has_written(device):
+    """With one part there is one slot; what lies behind it says nothing about this row."""
+    states, weight = torch.full((1, 16), float("nan"), device=device), torch.zeros(100, 16, device=device)
+    params, truncation = sampled_rows(1, device), limit_all(1, device, 5)
+    workspace = Workspace(64, device)
+    workspace.score.fill_(9.0)
+    workspace.logits.fill_(1.0)
+    workspace.group.fill_(4)
+    token, _, _ = lm_head_sample(
+        states, LMHead(weight), **params, tile=TILE, truncation=truncation, workspace=workspace, draw=DEFAULT_DRAW
+    )
+    assert token.tolist() == [0]
+
+
 def test_what_is_masked_is_never_drawn_however_many_may_be(device):
     weight = torch.zeros(300, 16, device=device)
     weight[10:290] = float("nan")
