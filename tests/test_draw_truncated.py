@@ -242,6 +242,9 @@ LARGEST, SECOND, THIRD, FOURTH = {1, 7}, {5}, {2, 4, 6, 8, 11}, {9}
         ({"min_p": 0.13}, LARGEST | SECOND | THIRD),
         ({"top_k": 4, "top_p": 0.74}, LARGEST | SECOND),
         ({"top_k": 3, "top_p": 0.84}, LARGEST | SECOND),
+        # Top-p of what top-k has left: 0.84 of the five sixths that the three largest have is reached by the two 7s.
+        ({"top_k": 3, "top_p": 0.84, "min_p": 0.001}, LARGEST),
+        ({"top_k": 3, "top_p": 0.85, "min_p": 0.001}, LARGEST | SECOND),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
