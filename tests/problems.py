@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from sgl_flashsample.kernels.features import LogitEdits, Truncation
 from sgl_flashsample.kernels.head import LMHead, Workspace
@@ -21,6 +22,8 @@ TILE = (
 WIDE = (
     TileConfig(64, 128, 64, 4, 3) if CUDA else TileConfig(64, 2048, 128, 4, 1, ctas_per_sm=2, tma=False, reduce_rows=64)
 )
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 
 
 def rows(num_rows: int, device: torch.device, seed: int = 0, greedy_every: int = 5) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from problems import (
     CUDA,
+    DTYPES,
     TILE,
     WIDE,
     draw,
@@ -52,7 +53,6 @@ def assert_equal_to_reference(drawn, logits, params, truncation, max_near_ties: 
 RAGGED = [(17, 1), (1, 127), (3, 129), (65, 129), (1, 5003), (17, 5003)]
 if CUDA:
     RAGGED += [(65, 5003), (3, 50257), (65, 50257), (17, 151936), (65, 151937)]
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 
 
 def sampled_rows(num_rows, device, seed=0):
