@@ -371,8 +371,11 @@ def test_room_for_kept_logits_grows_by_doubling_and_stays_when_it_is_enough(devi
     assert workspace.kept(3, 1008, torch.float32) is first
     assert workspace.kept(5, 1000, torch.float32).num_rows == 8
     assert workspace.kept(9, 992, torch.float32).num_rows == 9, "another vocabulary starts anew"
-    assert workspace.kept(9, 992, torch.bfloat16).logits.dtype is torch.bfloat16
-    assert workspace.last_kept is workspace.kept(1, 992, torch.bfloat16)
+    other = workspace.kept(9, 992, torch.bfloat16)
+    assert other.logits.dtype is torch.bfloat16
+    assert workspace.last_kept is other
+    assert workspace.kept(9, 992, torch.float32) is not other, "each dtype has its own room"
+    assert workspace.kept(9, 992, torch.bfloat16) is other
 
 
 # --- the distribution -------------------------------------------------------------------------------------------
