@@ -75,9 +75,9 @@ def _next_tokens(
     seconds = tl.load(second_ptr + slots, mask=mask, other=float("-inf"))
     # On average e^x or fewer groups score within x of the best: as many as there is room for.
     best = tl.max(scores)
-    near = scores >= best - _WIDE
+    near = mask & (scores >= best - _WIDE)
     width = tl.where(tl.sum(near.to(tl.int32)) <= _GROUPS, _WIDE, _NARROW)
-    near = scores >= best - width
+    near = mask & (scores >= best - width)
     place = tl.cumsum(near.to(tl.int32), axis=0) - 1
     near = near & (place < _GROUPS)
     tl.store(list_ptr + place, offs_p, mask=near)
@@ -205,15 +205,17 @@ def draw_truncated_kernel(
             min_p = tl.load(min_p_ptr + row)
             use_k = (top_k >= 1) & (top_k < vocab_size)
             p = tl.where(top_p < 1.0, top_p, 2.0)
-            # Top-p of what top-k has left needs the mass of that: only the search knows it.
-            p = tl.where(use_k & (top_p < 1.0) & (min_p > 0.0), -1.0, p)
             least = tl.where(min_p > 0.0, tl.log(tl.minimum(min_p, 1.0)), float("-inf"))
-            allowed = (above < tl.where(use_k, top_k, vocab_size)) & (share / everything < p)
             # The largest logit is always allowed, whatever the limits are.
-            allowed = (allowed | (above == 0)) & ((chain_logits - largest) * inv_temperature >= least)
-            allowed = allowed & (chain_late > float("-inf"))
+            largest_of_all = above == 0
+            allowed = ((above < tl.where(use_k, top_k, vocab_size)) & (share / everything < p)) | largest_of_all
+            allowed = allowed & ((chain_logits - largest) * inv_temperature >= least) & (chain_late > float("-inf"))
+            # Top-p of what top-k has left allows less, how much less only the search knows: a token that passes here
+            # may be the answer or not, so no later one is.
+            unsure = use_k & (top_p < 1.0) & (min_p > 0.0) & ~largest_of_all
             winner = tl.min(tl.where(allowed, offs_c, _CHAIN))
-            tl.store(rounds_ptr + row, tl.where(winner < _CHAIN, 1, -1))
+            answered = tl.sum(((offs_c == winner) & ~unsure).to(tl.int32))
+            tl.store(rounds_ptr + row, tl.where(answered == 1, 1, -1))
             token = tl.sum(tl.where(offs_c == winner, chain_ids, 0))
             logit = tl.max(tl.where(offs_c == winner, chain_logits, float("-inf")))
             tl.store(token_ptr + row, token.to(tl.int64))
