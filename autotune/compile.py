@@ -44,7 +44,7 @@ def resources_of_lm_head_sample(
     return_logprob: bool = False,
     softcap: bool = False,
     truncate: bool = False,
-    edits: int = 0,  # Edit flags
+    edits: bool = False,
 ) -> Resources:
     """Compile the fused kernel for compute capability ``capability`` (80, 90, 100, ...)."""
     name = _NAMES[dtype]
@@ -65,7 +65,7 @@ def resources_of_lm_head_sample(
         "HAS_SOFTCAP": softcap,
         "RETURN_LOGPROB": return_logprob,
         "TRUNCATE": truncate,
-        "EDITS": int(edits),
+        "EDIT": bool(edits),
         "EDIT_ROWS": bool(edits),
         "MASK_IS_BOOL": False,
         "BIAS_FIRST": False,
@@ -78,7 +78,9 @@ def resources_of_lm_head_sample(
     }
     rest = {**_ROWS, "edit_rows_ptr": "*i32", "mask_ptr": "*i32"}
     rest |= dict.fromkeys(("additive_ptr", "scaling_ptr", "bias_ptr"), "*fp32")
-    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width", "mask_words"), "i32")
+    rest |= dict.fromkeys(
+        ("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width", "mask_words", "given_edits"), "i32"
+    )
     rest |= dict.fromkeys(("additive_stride", "scaling_stride", "mask_stride", "bias_stride"), "i32")
     rest |= {"weight_stride": "i32", "hidden_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
     aligned = {*pointers, "weight_stride", "hidden_stride"} - ({"weight"} if tile.tma else set())
@@ -116,6 +118,7 @@ def resources_of_search_truncated(
     """Compile the search in truncated rows of kept logits of ``dtype``."""
     pointers = {"kept_ptr": f"*{_NAMES[dtype]}", "kept_score_ptr": "*fp32", "kept_mass_ptr": "*fp32"}
     pointers |= {"kept_peak_ptr": "*fp32", "list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
+    pointers |= {"searched_ptr": "*i64"}
     rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("vocab_size", "vocab_start", "kept_width"), "i32")
     block_s = triton.next_power_of_2(triton.cdiv(vocab_size, SPAN * GROUP_SIZE))

@@ -62,7 +62,6 @@ def edit_logits(
     mask_stride,
     bias_stride,
     mask_words,
-    EDITS: tl.constexpr,  # Edit flags that any row may have
     MASK_IS_BOOL: tl.constexpr,
     BIAS_FIRST: tl.constexpr,
 ):
@@ -71,26 +70,23 @@ def edit_logits(
     A row reads only what its own flags ask for.
     """
     columns = columns[:, None]
-    if EDITS & _ADDITIVE:
-        asked = valid & ((edits & _ADDITIVE) != 0)[None, :]
-        logits += tl.load(additive_ptr + rows[None, :] * additive_stride + columns, mask=asked, other=0.0)
-    if EDITS & _SCALING:
-        asked = valid & ((edits & _SCALING) != 0)[None, :]
-        scale = tl.load(scaling_ptr + rows[None, :] * scaling_stride + columns, mask=asked, other=1.0)
-        logits = tl.where(logits < 0, logits * scale, tl.div_rn(logits, scale))
-    if BIAS_FIRST and EDITS & _BIAS:
+    asked = valid & ((edits & _ADDITIVE) != 0)[None, :]
+    logits += tl.load(additive_ptr + rows[None, :] * additive_stride + columns, mask=asked, other=0.0)
+    asked = valid & ((edits & _SCALING) != 0)[None, :]
+    scale = tl.load(scaling_ptr + rows[None, :] * scaling_stride + columns, mask=asked, other=1.0)
+    logits = tl.where(logits < 0, logits * scale, tl.div_rn(logits, scale))
+    if BIAS_FIRST:
         asked = valid & ((edits & _BIAS) != 0)[None, :]
         logits += tl.load(bias_ptr + rows[None, :] * bias_stride + columns, mask=asked, other=0.0)
-    if EDITS & _MASK:
-        asked = valid & ((edits & _MASK) != 0)[None, :]
-        if MASK_IS_BOOL:
-            forbidden = tl.load(mask_ptr + rows[None, :] * mask_stride + columns, mask=asked, other=0) != 0
-        else:
-            asked &= columns < mask_words * 32
-            word = tl.load(mask_ptr + rows[None, :] * mask_stride + columns // 32, mask=asked, other=-1)
-            forbidden = ((word >> (columns % 32)) & 1) == 0
-        logits = tl.where(forbidden, float("-inf"), logits)
-    if not BIAS_FIRST and EDITS & _BIAS:
+    asked = valid & ((edits & _MASK) != 0)[None, :]
+    if MASK_IS_BOOL:
+        forbidden = tl.load(mask_ptr + rows[None, :] * mask_stride + columns, mask=asked, other=0) != 0
+    else:
+        asked &= columns < mask_words * 32
+        word = tl.load(mask_ptr + rows[None, :] * mask_stride + columns // 32, mask=asked, other=-1)
+        forbidden = ((word >> (columns % 32)) & 1) == 0
+    logits = tl.where(forbidden, float("-inf"), logits)
+    if not BIAS_FIRST:
         asked = valid & ((edits & _BIAS) != 0)[None, :]
         logits += tl.load(bias_ptr + rows[None, :] * bias_stride + columns, mask=asked, other=0.0)
     return tl.where(logits > -LIMIT, tl.minimum(logits, LIMIT), float("-inf"))

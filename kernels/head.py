@@ -102,16 +102,16 @@ class Workspace:
         self.group = torch.empty(slots, dtype=torch.int32, device=device)
         self.logits = torch.empty(slots, rng.GROUP_SIZE, dtype=torch.float32, device=device)
         self.lse = torch.empty(slots, 2, dtype=torch.float32, device=device)
-        self._kept: Kept | None = None
+        self._kept: dict[torch.dtype, Kept] = {}
 
     def kept(self, num_rows: int, vocab_size: int, dtype: torch.dtype) -> Kept:
         """Room for the logits of ``num_rows`` rows; allocates for the first batch and for a larger one."""
-        kept = self._kept
-        if kept is None or kept.num_rows < num_rows or not kept.fits(vocab_size, dtype):
-            same = kept is not None and kept.fits(vocab_size, dtype)
-            # By doubling, so that a batch that grows row by row does not allocate at every step.
-            num_rows = max(num_rows, 2 * kept.num_rows) if same and kept is not None else num_rows
-            kept = self._kept = Kept(num_rows, vocab_size, dtype, self.score.device)
+        kept = self._kept.get(dtype)
+        if kept is None or kept.num_rows < num_rows or not kept.fits(vocab_size):
+            if kept is not None and kept.fits(vocab_size):
+                # By doubling, so that a batch that grows row by row does not allocate at every step.
+                num_rows = max(num_rows, 2 * kept.num_rows)
+            kept = self._kept[dtype] = Kept(num_rows, vocab_size, dtype, self.score.device)
         return kept
 
 
@@ -133,7 +133,9 @@ class Kept:
         self.partial = torch.empty(num_rows, MOST_CHUNKS, PARTIALS, dtype=torch.float32, device=device)
         self.first = torch.empty(num_rows, MOST_CHUNKS, FIRST_GROUPS, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        # Per row of the last batch: 0 without a truncation, 1 answered in one pass, more with a search.
         self.rounds = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.searched = torch.zeros(1, dtype=torch.int64, device=device)  # rows with a search, ever
 
-    def fits(self, vocab_size: int, dtype: torch.dtype) -> bool:
-        return self.width - rng.GROUP_SIZE < vocab_size <= self.width and self.logits.dtype is dtype
+    def fits(self, vocab_size: int) -> bool:
+        return self.width - rng.GROUP_SIZE < vocab_size <= self.width

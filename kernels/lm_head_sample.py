@@ -39,7 +39,7 @@ from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
 @triton.jit(
     do_not_specialize=[
         *("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width"),
-        *("additive_stride", "scaling_stride", "mask_stride", "bias_stride", "mask_words"),
+        *("additive_stride", "scaling_stride", "mask_stride", "bias_stride", "mask_words", "given_edits"),
     ],
     do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS],
 )
@@ -77,6 +77,7 @@ def lm_head_sample_kernel(
     mask_stride,
     bias_stride,
     mask_words,
+    given_edits,
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
@@ -84,7 +85,7 @@ def lm_head_sample_kernel(
     HAS_SOFTCAP: tl.constexpr,
     RETURN_LOGPROB: tl.constexpr,
     TRUNCATE: tl.constexpr,
-    EDITS: tl.constexpr,
+    EDIT: tl.constexpr,
     EDIT_ROWS: tl.constexpr,
     MASK_IS_BOOL: tl.constexpr,
     BIAS_FIRST: tl.constexpr,
@@ -113,9 +114,9 @@ def lm_head_sample_kernel(
     block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
     if TRUNCATE:
         keep = truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size) & ~greedy & mask_b
-    edits = tl.full([BLOCK_B], EDITS, tl.int32)
+    edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
     if EDIT_ROWS:
-        edits = tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
+        edits &= tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
 
     # The running best is kept per group slot of the tile, [NUM_GROUPS, BLOCK_B], with the winner's logits in
     # registers beside it: no tile needs a reduction across warps, only the program's end does.
@@ -145,7 +146,7 @@ def lm_head_sample_kernel(
         logits = transform_logits(
             acc, (offs_v < vocab_size)[:, None], logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP
         )
-        if EDITS:
+        if EDIT:
             logits = edit_logits(
                 logits,
                 (offs_v < vocab_size)[:, None] & mask_b[None, :],
@@ -161,7 +162,6 @@ def lm_head_sample_kernel(
                 mask_stride,
                 bias_stride,
                 mask_words,
-                EDITS,
                 MASK_IS_BOOL,
                 BIAS_FIRST,
             )
@@ -338,13 +338,14 @@ def lm_head_sample(
         mask[1],
         bias[1],
         edits.mask.shape[1] if edits is not None and edits.mask is not None else 0,
+        int(kinds),
         D=hidden.shape[1],
         LOGITS_DTYPE=TRITON_DTYPES[head.rounding],
         HAS_SCALE=head.logit_scale is not None,
         HAS_SOFTCAP=head.softcap is not None,
         RETURN_LOGPROB=return_logprob,
         TRUNCATE=truncation is not None,
-        EDITS=int(kinds),
+        EDIT=edits is not None,
         EDIT_ROWS=edit_rows is not None,
         MASK_IS_BOOL=edits is not None and edits.mask_is_bool,
         BIAS_FIRST=edits is not None and edits.bias_before_mask,

@@ -374,6 +374,7 @@ def search_truncated_kernel(
     best_score_ptr,  # out [B] f32
     logprob_ptr,  # out [B] f32
     rounds_ptr,  # in and out [B] i32, negative where a row is to be searched
+    searched_ptr,  # in and out [1] i64, rows searched so far
     vocab_size,
     vocab_start,
     kept_width,
@@ -433,6 +434,7 @@ def search_truncated_kernel(
             tl.store(token_ptr + row, (vocab_start + token).to(tl.int64))
             tl.store(best_score_ptr + row, score)
             tl.store(rounds_ptr + row, 1 + rounds)
+            tl.atomic_add(searched_ptr, tl.full([], 1, tl.int64))
             if RETURN_LOGPROB:
                 tl.store(logprob_ptr + row, logprob)
 
@@ -469,6 +471,7 @@ def search_truncated(
         score,
         score if logprob is None else logprob,
         kept.rounds,
+        kept.searched,
         vocab_size,
         vocab_start,
         kept.width,

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from sgl_flashsample.kernels.features import Edit
 
 from sgl_flashsample.sglang.rows import Rows, native_reason, request_seed
 
@@ -44,19 +45,16 @@ def rows(*requests) -> Rows:
         ({"temperature": 0.2}, None),
         ({"top_k": 1}, None),
         ({"top_k": 1, "top_p": 0.5, "min_p": 0.1}, None),
-        ({"top_k": 2}, "top_k"),
-        ({"top_p": 0.99}, "top_p"),
-        ({"min_p": 0.01}, "min_p"),
-        ({"frequency_penalty": 0.1}, "penalty"),
-        ({"presence_penalty": -0.1}, "penalty"),
-        ({"repetition_penalty": 1.1}, "penalty"),
-        ({"min_new_tokens": 1}, "min_new_tokens"),
-        ({"logit_bias": {}}, "logit_bias"),
+        ({"top_k": 2}, None),
+        ({"top_p": 0.99}, None),
+        ({"min_p": 0.01}, None),
+        ({"frequency_penalty": 0.1}, None),
+        ({"min_new_tokens": 1}, None),
+        ({"logit_bias": {}}, None),
         ({"processor": "x"}, "custom_logit_processor"),
         ({"mask": True}, "sampling_mask"),
         ({"beam_width": 2}, "beam_search"),
         ({"beam_width": None}, None),
-        ({"top_k": 1, "frequency_penalty": 1.0}, "penalty"),
     ],
 )
 def test_each_feature_that_is_not_fused_has_its_reason(fields, reason):
@@ -74,7 +72,7 @@ def test_greedy_rows_have_temperature_zero_whatever_sglang_sets_for_them():
 
 
 def test_filters_and_merges_keep_every_row_with_its_parameters():
-    a = rows(request("a", temperature=0.1), request("b", top_p=0.5), request("c", top_k=1))
+    a = rows(request("a", temperature=0.1), request("b", mask=True, top_p=0.5), request("c", top_k=1))
     b = rows(request("d", temperature=0.4))
     kept = a.keep([2, 0], torch.tensor([2, 0]))
     merged = kept.followed_by(b)
@@ -83,13 +81,13 @@ def test_filters_and_merges_keep_every_row_with_its_parameters():
     assert merged.reasons == (None, None, None)
     assert merged.needs == ((False, True, False), (False, False, False), (False, False, False))
     assert len(merged) == 3
-    assert a.reasons == (None, "top_p", None), "the rows of a forward under way do not change"
+    assert a.reasons == (None, "sampling_mask", None), "the rows of a forward under way do not change"
 
 
 def test_the_reason_leaves_with_its_row():
-    batch = rows(request("a"), request("b", top_p=0.5), request("c", logit_bias={"1": 2.0}))
-    assert batch.reasons == (None, "top_p", "logit_bias")
-    assert batch.keep([0, 2], torch.tensor([0, 2])).reasons == (None, "logit_bias")
+    batch = rows(request("a"), request("b", mask=True), request("c", beam_width=2))
+    assert batch.reasons == (None, "sampling_mask", "beam_search")
+    assert batch.keep([0, 2], torch.tensor([0, 2])).reasons == (None, "beam_search")
     assert batch.keep([0], torch.tensor([0])).reasons == (None,)
     assert batch.keep([], torch.tensor([], dtype=torch.int64)).reasons == ()
 
@@ -110,6 +108,32 @@ def test_each_row_knows_what_sglangs_sampler_would_need_for_it_alone():
         (False, True, False),
         (False, False, True),
     )
+
+
+@pytest.mark.parametrize(
+    "fields, edits",
+    [
+        ({}, Edit(0)),
+        ({"frequency_penalty": 0.1}, Edit.ADDITIVE),
+        ({"presence_penalty": -0.1}, Edit.ADDITIVE),
+        ({"min_new_tokens": 1}, Edit.ADDITIVE),
+        ({"repetition_penalty": 1.1}, Edit.SCALING),
+        ({"logit_bias": {}}, Edit.BIAS),
+        ({"logit_bias": {"1": 2.0}, "repetition_penalty": 0.9, "presence_penalty": 1.0}, Edit(11)),
+    ],
+)
+def test_each_row_knows_what_sglang_changes_in_its_logits(fields, edits):
+    assert rows(request(**fields)).edits == (edits,)
+
+
+def test_limits_of_probability_follow_their_rows_and_end_with_the_last_row_that_has_one():
+    batch = rows(request("a"), request("b", top_p=0.5, top_k=7), request("c", min_p=0.25))
+    kept = batch.keep([2, 1], torch.tensor([2, 1])).followed_by(rows(request("d", top_k=1)))
+    assert kept.truncation.top_k.tolist() == [1 << 30, 7, 1]
+    assert kept.truncation.top_p.tolist() == [1.0, 0.5, 1.0]
+    assert kept.truncation.min_p.tolist() == [0.25, 0.0, 0.0]
+    assert kept.keep([2], torch.tensor([2])).truncation is None, "a greedy row has no limits"
+    assert rows(request("a")).truncation is None
 
 
 def params(**fields):

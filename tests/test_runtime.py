@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from sgl_flashsample.kernels.features import Edit
 
 from sgl_flashsample.sglang import counters, hooks, support
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
@@ -129,7 +130,9 @@ def test_a_server_whose_configuration_cannot_be_read_is_left_to_sglang(monkeypat
 def lazy_rows(device):
     hidden = torch.zeros(2, 16, device=device)
     zeros = torch.zeros(2, dtype=torch.int64)
-    rows = Rows((None, None), (False, False), (False, False), torch.ones(2), zeros, ((False,) * 3,) * 2)
+    needs, edits = ((False,) * 3,) * 2, (Edit(0),) * 2
+    limits = (zeros.int(), torch.ones(2), torch.zeros(2))
+    rows = Rows((None, None), (False, False), (False, False), torch.ones(2), zeros, needs, edits, *limits)
     return LazyLogits(hidden, 100, HeadState(processor(), head(torch.zeros(104, 8))), lambda h: h), rows
 
 
@@ -137,7 +140,7 @@ def test_a_failing_kernel_switches_the_fused_pass_off_with_one_warning(runtime, 
     lazy, rows = lazy_rows(device)  # a head of another width: the launcher raises
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         for _ in range(3):
-            assert runtime.sample(lazy, rows, torch.zeros(2, dtype=torch.int64), False) is None
+            assert runtime.sample(lazy, rows, None, torch.zeros(2, dtype=torch.int64), False) is None
     assert "hidden is (2, 16)" in runtime.problem
     assert len([record for record in caplog.records if "SGLang's own sampler takes over" in record.message]) == 1
 

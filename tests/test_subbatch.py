@@ -60,9 +60,10 @@ def best(head, states: torch.Tensor, row: int, n: int = 3) -> list[int]:
 
 def mixed(head, states, disallow):
     """Fused rows beside one row of every kind that SGLang's sampler processes in its own way."""
+    banned = {"token_ids": best(head, states, 1)}  # this processor wants one list for all its rows
     return [
         request("plain", **GREEDY),
-        request("processor", disallow, **GREEDY, custom_params={"token_ids": best(head, states, 1)}),
+        request("processor", disallow, **GREEDY, custom_params=banned),
         request("top logprobs", **GREEDY),
         request("grammar", grammar=grammar(5, 9, 77), **GREEDY),
         request("frequency", **GREEDY, frequency_penalty=1.5),
@@ -72,22 +73,17 @@ def mixed(head, states, disallow):
         request("ids logprobs", **GREEDY),
         request("repetition", **GREEDY, repetition_penalty=1.3),
         request("sampled", temperature=0.01),  # as good as greedy; makes the batch one that is not all greedy
+        request("grammar too", disallow, grammar=grammar(5, 9, 77), **GREEDY, custom_params=banned),
+        request("frequency too", disallow, **GREEDY, frequency_penalty=1.5, custom_params=banned),
+        request("bias too", disallow, **GREEDY, logit_bias={"17": 300.0}, custom_params=banned),
+        request("repetition too", disallow, **GREEDY, repetition_penalty=1.3, custom_params=banned),
     ]
 
 
-REASONS = [
-    "fused",
-    "native:custom_logit_processor",
-    "fused",
-    "native:grammar",
-    "native:penalty",
-    "fused",
-    "native:logit_bias",
-    "native:min_new_tokens",
-    "fused",
-    "native:penalty",
-    "fused",
-]
+ROWS = 15
+
+
+REASONS = ["fused", "native:custom_logit_processor", *["fused"] * 9, *["native:custom_logit_processor"] * 4]
 
 
 def seen(info, tokens: list[int]) -> None:
@@ -102,12 +98,12 @@ def tolist(values):
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("return_logprob", [False, True], ids=["tokens", "logprobs"])
 def test_every_row_gets_what_sglang_gives_it_in_the_whole_batch(runners, head, disallow, overlap, return_logprob):
-    states = hidden(11)
+    states = hidden(ROWS)
     requests = [Batch(mixed(head, states, disallow)) for _ in range(2)]
     ours, stock = map(sampling_info, requests)
-    top, ids = [0, 0, 3, 0, 0, 0, 2, 0, 0, 0, 0], [None] * 8 + [[4, 8], None, None]
+    top, ids = [0, 0, 3, *[0] * 9, 2, 0, 0], [None] * 8 + [[4, 8]] + [None] * 6
     for step in range(3):
-        states = hidden(11, seed=step // 2 + 3)  # twice the same: the second time only the penalties differ
+        states = hidden(ROWS, seed=step // 2 + 3)  # twice the same: the second time only the penalties differ
         arguments = (return_logprob, top, ids)
         got, output = runners[0].sample(head.lazy(states), for_forward(ours, overlap), *arguments)
         want, expected = runners[1].sample(head.logits(states), for_forward(stock, overlap), *arguments)
@@ -135,10 +131,10 @@ def test_every_row_gets_what_sglang_gives_it_in_the_whole_batch(runners, head, d
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 def test_the_whole_batch_stays_as_it_is(runners, head, disallow, overlap):
     """Above all its penalizers: filtered, or with penalties left on the batch, later steps would be wrong."""
-    states = hidden(11)
+    states = hidden(ROWS)
     batch = Batch(mixed(head, states, disallow))  # the penalizers' reference to it is a weak one
     info = sampling_info(batch)
-    seen(info, list(range(11)))
+    seen(info, list(range(ROWS)))
     given = for_forward(info, overlap)
     before = [vars(copy.copy(each)) for each in (info, given)]
     penalties = [copy.deepcopy(vars(info.penalizer_orchestrator.penalizers[p])) for p in _ordered(info)]
@@ -158,7 +154,7 @@ def _ordered(info):
 
 
 def test_a_batch_that_stays_as_it_is_is_cut_once(runners, head, disallow):
-    states = hidden(11)
+    states = hidden(ROWS)
     info = sampling_info(Batch(mixed(head, states, disallow)))
     for _ in range(3):
         runners[0].sample(head.lazy(states), for_forward(info, True))
@@ -185,7 +181,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def test_a_steady_mixed_step_never_waits_for_the_device(runners, head, disallow):
-    states = hidden(11)
+    states = hidden(ROWS)
     info = for_forward(sampling_info(Batch(mixed(head, states, disallow))), True)
     runners[0].sample(head.lazy(states), info)
     (plan,) = hooks.rows_of(info).plans.values()
@@ -193,12 +189,12 @@ def test_a_steady_mixed_step_never_waits_for_the_device(runners, head, disallow)
     own = LogitsProcessorFields(next_token_logprobs=torch.zeros(rows, device=batches.DEVICE))
     own.next_token_top_logprobs_val = list(torch.zeros(rows, 2, device=batches.DEVICE))
     tokens = torch.zeros(rows, dtype=torch.int32, device=batches.DEVICE)
-    logprobs = torch.zeros(11, device=batches.DEVICE)
+    logprobs = torch.zeros(ROWS, device=batches.DEVICE)
     fused = SampleOutput(logprobs.to(torch.int64), logprobs, logprobs)
     output = LogitsProcessorFields(next_token_logits=head.lazy(states))
-    positions = torch.zeros(11, device=batches.DEVICE)
+    positions = torch.zeros(ROWS, device=batches.DEVICE)
     with NoWaiting():
-        plan.subbatch.sample(lambda *_: tokens, None, output, info, True, [0] * 11, [None] * 11, positions)
+        plan.subbatch.sample(lambda *_: tokens, None, output, info, True, [0] * ROWS, [None] * ROWS, positions)
         plan.subbatch.merge(tokens, own, fused, output)
     assert [len(values) for values in output.next_token_top_logprobs_val] == [
         0 if reason is None else 2 for reason in plan.reasons
@@ -224,7 +220,7 @@ def cut(requests, return_logprob=False, sticky=None):
     for name, value in (sticky or {}).items():
         setattr(info, name, value)
     rows = hooks.rows_of(info)
-    plan = plan_of(rows, info, return_logprob, None, None, False)
+    plan = plan_of(rows, info, return_logprob, None, None, False, True)
     return SubBatch(info, rows, plan).info(info, return_logprob), info
 
 
@@ -232,15 +228,16 @@ def test_the_rows_of_sglangs_sampler_are_a_batch_of_their_own(sglang, disallow):
     """Without what the others need: SGLang's flags stay set, also after the request that needed them has left."""
     others = request("sampled", temperature=0.7), request("masked", mask=True, **GREEDY)
     sticky = {"need_top_p_sampling": True, "need_min_p_sampling": True}
-    cut_info, info = cut([others[0], request("k", top_k=4), request("bias", logit_bias={"3": 1.0})], sticky=sticky)
+    native = request("k", mask=True, top_k=4), request("bias", mask=True, logit_bias={"3": 1.0})
+    cut_info, info = cut([others[0], *native], sticky=sticky)
     assert len(cut_info) == 2
     assert (cut_info.need_top_k_sampling, cut_info.need_top_p_sampling, cut_info.need_min_p_sampling) == (1, 0, 0)
     assert cut_info.top_ks.tolist() == [4, 1 << 30]
     assert cut_info.logit_bias[:, 3].tolist() == [0.0, 1.0]
     assert cut_info.grammars is None and cut_info.custom_params is None and not cut_info.has_custom_logit_processor
     assert info.need_top_p_sampling and len(info) == 3
-    cut_info, _ = cut([*others, request("g", grammar=grammar(2))])
-    assert cut_info.return_sampling_masks == [True, False]
+    cut_info, _ = cut([*others, request("g", mask=True, grammar=grammar(2))])
+    assert cut_info.return_sampling_masks == [True, True]
     assert [g is not None for g in cut_info.grammars] == [False, True]
     cut_info, _ = cut([*others, request("p", disallow, custom_params={"token_ids": [1]})])
     assert [p and p["token_ids"] for p in cut_info.custom_params] == [None, [1]]
@@ -259,7 +256,7 @@ def test_rows_without_a_grammar_beside_one_that_is_not_theirs_have_no_grammars(s
 
 def test_greedy_rows_are_an_all_greedy_batch_unless_their_logprobs_are_asked_for(sglang):
     """All greedy, SGLang takes logprobs at temperature 1; beside a sampled row, at the row's own."""
-    requests = [request("sampled"), request("greedy", temperature=0.5, top_k=1, logit_bias={"3": 1.0})]
+    requests = [request("sampled"), request("greedy", mask=True, temperature=0.5, top_k=1)]
     assert cut(requests)[0].is_all_greedy
     assert not cut(requests, return_logprob=True)[0].is_all_greedy
     assert cut(requests[1:], return_logprob=True)[0].is_all_greedy
@@ -294,7 +291,7 @@ def test_sampling_masks_reach_their_requests(runners, head):
 
 @pytest.mark.parametrize(
     "requests, shape",
-    [([{}, GREEDY], None), ([{"top_k": 1, "logit_bias": {"3": 1.0}}] * 2, (2, batches.WIDTH))],
+    [([{}, GREEDY], None), ([{"top_k": 1, "mask": True}] * 2, (2, batches.WIDTH))],
     ids=["none", "all"],
 )
 def test_a_batch_of_one_kind_is_not_cut(runners, head, requests, shape):
@@ -307,12 +304,12 @@ def test_a_batch_of_one_kind_is_not_cut(runners, head, requests, shape):
 
 
 def test_a_mixed_batch_counts_its_rows_under_what_served_them(runners, head, disallow):
-    states = hidden(11)
+    states = hidden(ROWS)
     info = sampling_info(Batch(mixed(head, states, disallow)))
     for _ in range(2):
         runners[0].sample(head.lazy(states), info)
     summary = runners[0].sampler.runtime.counters.summary()
-    assert summary.startswith("fused 10 rows in 2 batches; native (custom_logit_processor) 2 rows in 2 batches; ")
+    assert summary == "fused 20 rows in 2 batches; native (custom_logit_processor) 10 rows in 2 batches"
 
 
 def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
@@ -324,7 +321,7 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
         raise AttributeError("an SGLang that is not the one we know")
 
     monkeypatch.setattr(SamplingBatchInfo, "filter_batch", broken)
-    states = hidden(11)
+    states = hidden(ROWS)
     ours, stock = (sampling_info(Batch(mixed(head, states, disallow))) for _ in range(2))
     want, _ = runners[1].sample(head.logits(states), stock)
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
@@ -340,7 +337,7 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
 
 
 def test_a_failing_fused_pass_leaves_the_batch_to_sglang_preprocessed(runners, head, disallow, monkeypatch):
-    states = hidden(11)
+    states = hidden(ROWS)
     ours, stock = (sampling_info(Batch(mixed(head, states, disallow))) for _ in range(2))
     monkeypatch.setattr(head.state, "current", lambda: 1 / 0)
     got, output = runners[0].sample(head.lazy(states), ours)

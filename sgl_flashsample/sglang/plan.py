@@ -7,6 +7,9 @@ import functools
 from collections import Counter
 from typing import Any
 
+import torch
+
+from ..kernels.features import Edit
 from .rows import Rows
 
 
@@ -14,11 +17,15 @@ from .rows import Rows
 class Plan:
     """For one batch. reasons: per row, why it takes SGLang's sampler, in one word; None where it is fused.
 
-    subbatch: what ``subbatch.SubBatch`` keeps of the rows that are not fused, from the first step of this batch on.
+    From the first step of this batch on, subbatch: what ``subbatch.SubBatch`` keeps of the rows that are not fused;
+    edits, edit_kinds, edit_rows: what ``edits.edits_of`` found that the others need, per row, in all, on the device.
     """
 
     reasons: tuple[str | None, ...]
     subbatch: Any = None
+    edits: tuple[Edit, ...] | None = None
+    edit_kinds: int = 0
+    edit_rows: torch.Tensor | None = None
 
     @classmethod
     def whole(cls, reason: str, num_rows: int) -> Plan:
@@ -52,17 +59,18 @@ def plan_of(
     top_logprobs_nums: list[int] | None,
     token_ids_logprobs: list | None,
     original_logprobs: bool,
+    fuse_grammars: bool,
 ) -> Plan:
     """The plan of this step. A batch that stays as it is has one plan for all its steps: what could tell its steps
     apart is compared here without a loop over the rows."""
     grammars = sampling_info.grammars or ()
     top = tuple(top_logprobs_nums or ()) if return_logprob else ()
     ids = tuple(map(type, token_ids_logprobs or ())) if return_logprob else ()
-    key = (tuple(map(type, grammars)), return_logprob, top, ids)
+    key = (tuple(map(type, grammars)), fuse_grammars, return_logprob, top, ids)
     plan = rows.plans.get(key)
     if plan is None:
         columns: list[tuple] = [rows.reasons]
-        if grammars:
+        if grammars and not fuse_grammars:
             columns.append(tuple(None if grammar is None else "grammar" for grammar in grammars))
         if return_logprob:
             columns.append(("original_logprobs" if original_logprobs else None,) * len(rows))

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..kernels.features import Edit, Truncation
+
 # Attributes of SGLang's SamplingBatchInfo: whether its sampler has to truncate.
 NEED_FLAGS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
 TOP_K_OFF = 1 << 30  # SGLang's TOP_K_ALL
@@ -27,7 +29,8 @@ class Rows:
     reasons: per row, why it needs SGLang's sampler, or None. tempered_greedy: per row, greedy with a
     temperature other than 1, which SGLang applies to its logprob only beside sampled rows.
     temperature: ``[B]`` float32, 0 on greedy rows. seed: ``[B]`` int64. needs: per row, SGLang's ``NEED_FLAGS`` of
-    that request alone.
+    that request alone. edits: per row, what SGLang changes in its logits, grammars apart. top_k: ``[B]`` int32, top_p
+    and min_p: ``[B]`` float32.
     """
 
     reasons: tuple[str | None, ...]
@@ -36,6 +39,10 @@ class Rows:
     temperature: torch.Tensor
     seed: torch.Tensor
     needs: tuple[tuple[bool, bool, bool], ...]
+    edits: tuple[Edit, ...]
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.reasons)
@@ -46,6 +53,12 @@ class Rows:
         if all(self.greedy):
             return (None,) * len(self)
         return tuple("greedy_logprob_at_temperature" if tempered else None for tempered in self.tempered_greedy)
+
+    @functools.cached_property
+    def truncation(self) -> Truncation | None:
+        """Top-k, top-p and min-p; None where no row has any (a greedy row has none)."""
+        truncated = any(any(needs) and not greedy for needs, greedy in zip(self.needs, self.greedy, strict=True))
+        return Truncation(self.top_k, self.top_p, self.min_p) if truncated else None
 
     @functools.cached_property
     def plans(self) -> dict[tuple, Any]:
@@ -70,6 +83,10 @@ class Rows:
             to_device(temperatures, torch.float32, device),
             to_device(seeds, torch.int64, device),
             tuple(truncation_needs(request.sampling_params) for request in requests),
+            tuple(edits_of_request(request.sampling_params) for request in requests),
+            to_device([request.sampling_params.top_k for request in requests], torch.int32, device),
+            to_device([request.sampling_params.top_p for request in requests], torch.float32, device),
+            to_device([request.sampling_params.min_p for request in requests], torch.float32, device),
         )
 
     def keep(self, indices: Iterable[int], device_indices: torch.Tensor) -> Rows:
@@ -86,6 +103,10 @@ class Rows:
             self.temperature[device_indices],
             self.seed[device_indices],
             pick(self.needs),
+            pick(self.edits),
+            self.top_k[device_indices],
+            self.top_p[device_indices],
+            self.min_p[device_indices],
         )
 
     def followed_by(self, other: Rows) -> Rows:
@@ -96,6 +117,10 @@ class Rows:
             torch.cat([self.temperature, other.temperature]),
             torch.cat([self.seed, other.seed]),
             self.needs + other.needs,
+            self.edits + other.edits,
+            torch.cat([self.top_k, other.top_k]),
+            torch.cat([self.top_p, other.top_p]),
+            torch.cat([self.min_p, other.min_p]),
         )
 
 
@@ -115,6 +140,18 @@ def truncation_needs(params: Any) -> tuple[bool, bool, bool]:
     return params.top_p != 1.0, params.top_k != TOP_K_OFF, params.min_p > 0
 
 
+def edits_of_request(params: Any) -> Edit:
+    """What SGLang adds to, multiplies with and biases the logits of one request."""
+    edits = Edit(0)
+    if params.frequency_penalty != 0 or params.presence_penalty != 0 or params.min_new_tokens > 0:
+        edits |= Edit.ADDITIVE
+    if params.repetition_penalty != 1:
+        edits |= Edit.SCALING
+    if params.logit_bias is not None:
+        edits |= Edit.BIAS
+    return edits
+
+
 def native_reason(request: Any, custom_processors: bool) -> str | None:
     """Why this request needs SGLang's sampler: one word, the first that applies; None when fused."""
     params = request.sampling_params
@@ -122,12 +159,6 @@ def native_reason(request: Any, custom_processors: bool) -> str | None:
         ("custom_logit_processor", custom_processors and bool(request.custom_logit_processor)),
         ("sampling_mask", bool(getattr(request, "return_sampling_mask", False))),
         ("beam_search", (getattr(params, "beam_width", None) or 1) > 1),
-        ("penalty", params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1),
-        ("min_new_tokens", params.min_new_tokens > 0),
-        ("logit_bias", params.logit_bias is not None),
-        ("top_k", not is_greedy(params) and params.top_k != TOP_K_OFF),
-        ("top_p", not is_greedy(params) and params.top_p != 1.0),
-        ("min_p", not is_greedy(params) and params.min_p > 0),
     )
     return next((reason for reason, applies in checks if applies), None)
 

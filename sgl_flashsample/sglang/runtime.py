@@ -11,11 +11,12 @@ import torch
 
 from .. import __version__
 from ..api import BatchParams, SampleOutput, sample
+from ..kernels.features import LogitEdits
 from ..kernels.head import LMHead, Workspace
 from ..kernels.lm_head_sample import workspace_slots
 from ..kernels.rng import NOISE_ABI
 from ..selftest import compare_with_reference
-from ..tuned import tiles_up_to
+from ..tuned import Work, tiles_up_to
 from . import support
 from .counters import Counters
 from .lazy_logits import LazyLogits
@@ -25,7 +26,7 @@ from .versions import sglang_version
 logger = logging.getLogger("sgl_flashsample")
 
 REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
-NATIVE_FEATURES = "top-k, top-p, min-p, penalties, logit bias, grammars, top logprobs, custom processors"
+NATIVE_FEATURES = "custom logit processors, sampling masks, beams, top logprobs and token-id logprobs"
 # Kernels are compiled at start for batches up to this size; the last tile also serves larger ones.
 MAX_COMPILED_ROWS = 512
 
@@ -65,7 +66,8 @@ class HeadState:
         if num_rows > self._workspace_rows:
             head = self.current()
             rows = max(num_rows, MAX_COMPILED_ROWS)
-            slots = max(workspace_slots(head, rows, tile) for _, tile in tiles_up_to(head, rows))
+            tiles = {tile for work in Work for _, tile in tiles_up_to(head, rows, work)}
+            slots = max(workspace_slots(head, rows, tile) for tile in tiles)
             self._workspace = Workspace(slots, head.weight.device)
             self._workspace_rows = rows
         assert self._workspace is not None
@@ -76,12 +78,13 @@ class Runtime:
     """State of the fused pass in this process.
 
     problem: why nothing is fused, in words; None while the fused pass is active. mixing_problem: the same for batches
-    in which some rows need SGLang's sampler.
+    in which some rows need SGLang's sampler, grammar_problem: for rows with a grammar.
     """
 
     def __init__(self, problem: str | None) -> None:
         self.problem = problem
         self.mixing_problem: str | None = None
+        self.grammar_problem: str | None = None
         self.server_seed = 0
         self.custom_processors = self.original_logprobs = False
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
@@ -110,6 +113,11 @@ class Runtime:
         """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why."""
         self.mixing_problem = problem
         logger.warning("flashsample: SGLang's own sampler takes over every mixed batch: %s", problem)
+
+    def stop_grammars(self, problem: str) -> None:
+        """Leave rows with a grammar to SGLang's sampler from now on, and say why."""
+        self.grammar_problem = problem
+        logger.warning("flashsample: SGLang's own sampler takes over every row with a grammar: %s", problem)
 
     @property
     def _about(self) -> str:
@@ -184,7 +192,12 @@ class Runtime:
         return state
 
     def sample(
-        self, lazy: LazyLogits, rows: Rows, positions: torch.Tensor, return_logprob: bool
+        self,
+        lazy: LazyLogits,
+        rows: Rows,
+        edits: LogitEdits | None,
+        positions: torch.Tensor,
+        return_logprob: bool,
     ) -> SampleOutput | None:
         """Tokens for the rows of ``lazy``; None after a failure, which also switches the fused pass off."""
         state: HeadState = lazy.source
@@ -192,7 +205,7 @@ class Runtime:
             return sample(
                 lazy.hidden,
                 state.current(),
-                BatchParams(rows.temperature, rows.seed, positions.to(torch.int64)),
+                BatchParams(rows.temperature, rows.seed, positions.to(torch.int64), rows.truncation, edits),
                 return_logprob=return_logprob,
                 workspace=state.scratch(lazy.hidden.shape[0]),
             )

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
+from .edits import edits_of
 from .hooks import PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, rows_of
 from .lazy_logits import LazyLogits, plain
 from .plan import Plan, plan_of
@@ -83,9 +84,17 @@ class FlashSampler(Sampler):
             return Plan.whole("positions", num_rows)
         if any(value is not None for value in kwargs.values()):
             return Plan.whole("unknown_argument", num_rows)
-        original = self.runtime.original_logprobs
+        runtime = self.runtime
         try:
-            return plan_of(rows, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, original)
+            return plan_of(
+                rows,
+                sampling_info,
+                return_logprob,
+                top_logprobs_nums,
+                token_ids_logprobs,
+                runtime.original_logprobs,
+                runtime.grammar_problem is None,
+            )
         except Exception as error:  # a request must not fail because we cannot tell what it needs
             self.runtime.disable(f"plan: {type(error).__name__}: {error}")
             return Plan.whole("error", num_rows)
@@ -108,8 +117,13 @@ class FlashSampler(Sampler):
             return None
         rows = rows_of(sampling_info)
         assert rows is not None  # else there is no plan
+        try:
+            edits = edits_of(rows, plan, sampling_info)
+        except Exception as error:  # a grammar of another kind: its rows are SGLang's from the next step on
+            runtime.stop_grammars(f"{type(error).__name__}: {error}")
+            return None
         # Its cost hardly depends on the number of rows: what it draws for the others is cheaper than leaving them out.
-        out = runtime.sample(logits_output.next_token_logits, rows, positions, return_logprob)
+        out = runtime.sample(logits_output.next_token_logits, rows, edits, positions, return_logprob)
         if out is None:
             return None
         self._sync_token_ids_across_tp(out.token_ids, sampling_info)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..api import SampleOutput
+from .edits import penalties_of
 from .hooks import ROWS_ATTRIBUTE
 from .lazy_logits import LazyLogits
 from .plan import Plan
@@ -58,7 +59,7 @@ class SubBatch:
     def info(self, sampling_info: Any, return_logprob: bool) -> Any:
         """The SamplingBatchInfo of these rows in this step; ``sampling_info`` (the whole batch's) stays as it is."""
         info = copy.copy(self._settings)
-        additive, scaling = _penalties(sampling_info)
+        additive, scaling = penalties_of(sampling_info)
         info.acc_additive_penalties = None if additive is None else additive.index_select(0, self.index)
         info.acc_scaling_penalties = None if scaling is None else scaling.index_select(0, self.index)
         grammars = self._pick(sampling_info.grammars or None)
@@ -126,17 +127,3 @@ class SubBatch:
         for row, value in zip(self.rows, values, strict=True):
             spread[row] = value
         return spread
-
-
-def _penalties(sampling_info: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Additive and scaling penalties of the whole batch, ``[B, V]`` each, or None.
-
-    Overlap mode has accumulated them on its copy already. Elsewhere the penalizers are asked, on a copy as well:
-    left on the original, the penalties would be applied beside the penalizers that they come from. Additive ones
-    come first in both modes; by themselves, the penalizers have the order of a Python set.
-    """
-    orchestrator = sampling_info.penalizer_orchestrator
-    if orchestrator is not None and orchestrator.is_required:
-        sampling_info = copy.copy(sampling_info)
-        sampling_info.update_penalties()
-    return sampling_info.acc_additive_penalties, sampling_info.acc_scaling_penalties
