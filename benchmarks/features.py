@@ -74,7 +74,7 @@ class Mode:
     @property
     def kernel(self) -> tuple:
         """Modes that are equal here share their binaries."""
-        return self.work, self.edits, self.logprob
+        return self.work, self.logprob
 
 
 ALL_EDITS = ("additive", "scaling", "mask", "bias")
@@ -133,6 +133,8 @@ class Batch:
             )
         if mode.edits:
             edits = LogitEdits(**{name: self.edits[name] for name in mode.edits})
+            flags = torch.full((self.rows,), int(edits.kinds), dtype=torch.int32, device=device)
+            edits = dataclasses.replace(edits, rows=flags)  # a server always says which row has which edits
         temperature = torch.full((self.rows,), 0.0 if mode.greedy else 1.0, device=device)
         return BatchParams(temperature, self.seed, self.position, truncation, edits)
 
@@ -158,21 +160,20 @@ def make_head(shape: Shape, profile: str) -> LMHead:
     return LMHead(weight.to(shape.dtype))
 
 
-def make_workspaces(shape: Shape, head: LMHead, rows: int) -> dict[bool, Workspace]:
-    """One for modes with edits and one for the others: they keep logits of different types, and a workspace that
-    is given another type gives up the memory that captured graphs of the first one write to."""
+def make_workspace(shape: Shape, head: LMHead, rows: int) -> Workspace:
     slots = max(num_parts(head, rows, tile_for(head, rows, work)) * rows for work in Work)
-    return {edited: Workspace(slots, torch.device(shape.device)) for edited in (False, True)}
+    return Workspace(slots, torch.device(shape.device))
 
 
 def kept_dtype(shape: Shape, mode: Mode) -> torch.dtype:
+    """Of the logits that rows with a truncation leave behind."""
     return torch.bfloat16 if shape.dtype is torch.bfloat16 and not mode.edits else torch.float32
 
 
 def fused_call(
-    batch: Batch, head: LMHead, mode: Mode, workspaces: dict[bool, Workspace]
+    batch: Batch, head: LMHead, mode: Mode, workspace: Workspace
 ) -> Callable[[], tuple[torch.Tensor, BatchParams]]:
-    params, workspace = batch.params(mode), workspaces[bool(mode.edits)]
+    params = batch.params(mode)
 
     def call() -> tuple[torch.Tensor, BatchParams]:
         out = sample(batch.hidden, head, params, return_logprob=mode.logprob, workspace=workspace)
@@ -226,22 +227,25 @@ def import_flashinfer() -> Any:
     return flashinfer.sampling
 
 
-def rivals_that_capture(shape: Shape, flashinfer: Any) -> set[str]:
-    """Modes whose rival can be in a CUDA graph; the others are timed eagerly."""
+def usable_rivals(shape: Shape, flashinfer: Any) -> dict[str, str]:
+    """{mode: "graph", or "eager" where its rival cannot be in a CUDA graph}; a rival that fails is left out."""
     head = LMHead(torch.zeros(shape.vocab, shape.hidden, dtype=shape.dtype, device=shape.device))
-    captured = set()
-    for name, call in rival_calls(Batch(shape, 2), head, flashinfer, eager=False).items():
-        try:
-            if shape.device == "cuda":
-                measure.capture(call).replay()
-                torch.cuda.synchronize()
-            else:
-                call()
-            captured.add(name)
-        except Exception as error:
-            reason = str(error).splitlines()[0][:120] if str(error) else ""
-            print(f"rival of {name} is timed eagerly: {type(error).__name__}: {reason}", flush=True)
-    return captured
+    batch, usable = Batch(shape, 2), {}
+    for timed in ("graph", "eager"):
+        for name, call in rival_calls(batch, head, flashinfer, timed == "eager").items():
+            if name in usable:
+                continue
+            try:
+                if shape.device == "cuda" and timed == "graph":
+                    measure.capture(call).replay()
+                    torch.cuda.synchronize()
+                else:
+                    call()
+                usable[name] = timed
+            except Exception as error:
+                reason = str(error).splitlines()[0][:120] if str(error) else ""
+                print(f"the rival of {name} cannot be timed ({timed}): {type(error).__name__}: {reason}", flush=True)
+    return usable
 
 
 def time_eagerly(
@@ -280,25 +284,29 @@ def run_once(
 
 
 def race_modes(
-    shape: Shape, profile: str, head: LMHead, batch: Batch, flashinfer: Any, captured: set[str], rounds: int
+    shape: Shape, profile: str, head: LMHead, batch: Batch, flashinfer: Any, usable: dict[str, str], rounds: int
 ) -> list[dict]:
     """One race of all modes and their rivals at one batch size."""
     race, eager_race = (measure.race, time_eagerly) if shape.device == "cuda" else (run_once, run_once)
-    workspaces = make_workspaces(shape, head, batch.rows)
+    workspace = make_workspace(shape, head, batch.rows)
     calls: dict[str, Callable[[], object]] = {"gemm": lambda: torch.nn.functional.linear(batch.hidden, head.weight)}
     if shape.device == "cuda":
         import tiles
 
         calls["read"] = tiles.read_call(head.weight)
     for name, mode in MODES.items():
-        calls[f"fused {name}"] = fused_call(batch, head, mode, workspaces)
-    rivals = {name: call for name, call in rival_calls(batch, head, flashinfer, False).items() if name in captured}
-    calls |= {f"rival {name}": call for name, call in rivals.items()}
+        calls[f"fused {name}"] = fused_call(batch, head, mode, workspace)
+    rivals: dict[str, dict[str, Callable[[], object]]] = {
+        timed: {
+            f"rival {name}": call
+            for name, call in rival_calls(batch, head, flashinfer, timed == "eager").items()
+            if usable.get(name) == timed
+        }
+        for timed in ("graph", "eager")
+    }
+    calls |= rivals["graph"]
     timings = race(calls, rounds=rounds, replays=3, before_round=batch.refresh)
-    late = {n: call for n, call in rival_calls(batch, head, flashinfer, True).items() if n not in captured}
-    timings |= eager_race(
-        {f"rival {name}": call for name, call in late.items()}, rounds=rounds, replays=3, before_round=batch.refresh
-    )
+    timings |= eager_race(rivals["eager"], rounds=rounds, replays=3, before_round=batch.refresh)
     plain = timings["fused plain"].us
     head_bytes = head.weight.numel() * head.weight.element_size()
     bytes_per_us = head_bytes / timings["read" if "read" in timings else "gemm"].us
@@ -315,7 +323,7 @@ def race_modes(
                 "profile": profile,
                 "mode": mode_name or kind,
                 "path": path,
-                "timed": "eager" if mode_name in late and kind == "rival" else "graph",
+                "timed": "eager" if name in rivals["eager"] else "graph",
                 "us": round(timing.us, 2),
                 "us_spread": round(timing.spread, 2),
                 "over_plain": round(timing.us / plain, 4),
@@ -329,17 +337,17 @@ def race_modes(
 
 def count_searches(shape: Shape, profile: str, head: LMHead, batch: Batch) -> list[dict]:
     """Per mode with a truncation: how many rows were left to the search, and whether the tokens are the reference's."""
-    workspaces = make_workspaces(shape, head, batch.rows)
+    workspace = make_workspace(shape, head, batch.rows)
     counted = []
     for name, mode in MODES.items():
         if mode.truncation is None:
             continue
-        call = fused_call(batch, head, mode, workspaces)
+        call = fused_call(batch, head, mode, workspace)
         seen = searched = compared = differing = near_ties = 0
         while seen < shape.rows:
             batch.refresh()
             token, params = call()
-            kept = workspaces[bool(mode.edits)].kept(batch.rows, shape.vocab, kept_dtype(shape, mode))
+            kept = workspace.kept(batch.rows, shape.vocab, kept_dtype(shape, mode))
             seen += batch.rows
             searched += int((kept.rounds[: batch.rows] > 1).sum())
             for first in range(0, batch.rows if compared < shape.compared else 0, COMPARED_AT_ONCE):
@@ -381,7 +389,7 @@ def compile_one(job: tuple[int, str]) -> str | None:
         else:
             # A search's binary depends on the vocabulary size: the real one.
             head = LMHead(torch.zeros(shape.vocab, shape.hidden, dtype=shape.dtype, device="cuda"))
-            fused_call(Batch(shape, rows), head, MODES[name], make_workspaces(shape, head, rows))()
+            fused_call(Batch(shape, rows), head, MODES[name], make_workspace(shape, head, rows))()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
@@ -417,9 +425,33 @@ def report(rows: list[dict]) -> str:
             net = (row["us"] - row["extra_bytes_us"]) / by["fused", "plain"]["us"]
             line += f"  less {row['extra_bytes_us']:.1f} us of its bytes {net:.3f}"
         if rival is not None:
-            line += f"  {rival['path']} ({rival['timed']}) {rival['us']:.1f}, {rival['us'] / row['us']:.2f} times as long"
+            line += f"  {rival['path']} ({rival['timed']}) {rival['us']:.1f}, x{rival['us'] / row['us']:.2f}"
         lines.append(line)
     return "\n".join(lines)
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The worst of each kind, over profiles and batch sizes."""
+    by = {(row["profile"], row["B"], row["path"], row["mode"]): row for row in result["rows"]}
+    truncated = {name for name, mode in MODES.items() if mode.truncation and not mode.edits}
+    fused = [row for row in result["rows"] if row["path"] == "fused"]
+    worst = {
+        "truncated over plain, at most": max(row["over_plain"] for row in fused if row["mode"] in truncated),
+        "edits over plain, less their bytes, at most": max(
+            (row["us"] - row["extra_bytes_us"]) / by[row["profile"], row["B"], "fused", "plain"]["us"]
+            for row in fused
+            if row["extra_bytes_us"] is not None
+        ),
+        "share of rows searched, at most": max(row["searched"] / row["rows"] for row in result["rounds"]),
+    }
+    ratios = [
+        by[row["profile"], row["B"], "flashinfer", row["mode"]]["us"] / row["us"]
+        for row in fused
+        if (row["profile"], row["B"], "flashinfer", row["mode"]) in by and row["mode"] in truncated
+    ]
+    if ratios:
+        worst["FlashInfer over truncated, at least"] = min(ratios)
+    return "\n".join(f"{name}: {value:.4f}" for name, value in worst.items())
 
 
 def main() -> None:
@@ -438,14 +470,14 @@ def main() -> None:
     flashinfer = import_flashinfer()
     if shape.device == "cuda":
         compile_all(shape, flashinfer)
-    captured = rivals_that_capture(shape, flashinfer)
+    usable = usable_rivals(shape, flashinfer)
     result: dict[str, Any] = {"env": measure.environment() if shape.device == "cuda" else {}, "rows": [], "rounds": []}
     started = time.time()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for profile in options.profiles:
         head = make_head(shape, profile)
         for rows in shape.batches:
-            timed = race_modes(shape, profile, head, Batch(shape, rows), flashinfer, captured, options.rounds)
+            timed = race_modes(shape, profile, head, Batch(shape, rows), flashinfer, usable, options.rounds)
             print(report(timed), flush=True)
             result["rows"] += timed
         counted = count_searches(shape, profile, head, Batch(shape, max(shape.batches)))
@@ -457,6 +489,7 @@ def main() -> None:
             )
         result["rounds"] += counted
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(summary(result))
     print(f"measured in {time.time() - started:.0f} s", flush=True)
 
 
