@@ -296,12 +296,13 @@ def lm_head_sample(
         exact = head.rounding is torch.bfloat16 and head.softcap is None and not kinds
         kept = workspace.kept(num_rows, head.vocab_size, torch.bfloat16 if exact else torch.float32)
 
-    def rows_of(edit: torch.Tensor | None, stand_in: torch.Tensor = temperature) -> tuple[torch.Tensor, int]:
-        return (stand_in, 0) if edit is None else (edit, edit.stride(0))
-
-    given = edits if edits is not None else LogitEdits()
-    additive, scaling, bias = rows_of(given.additive), rows_of(given.scaling), rows_of(given.bias)
-    mask = rows_of(given.mask, workspace.group)  # of integers, as the kernel shifts its words
+    # What is not given is not read, but has a type: the kernel is the same whatever is given.
+    nothing = (temperature, temperature, workspace.group, temperature)
+    given = nothing if edits is None else (edits.additive, edits.scaling, edits.mask, edits.bias)
+    additive, scaling, mask, bias = (
+        (other, 0) if edit is None or edit is other else (edit, edit.stride(0))
+        for edit, other in zip(given, nothing, strict=True)
+    )
     edit_rows = edits.rows if edits is not None else None
     lm_head_sample_kernel[(parts * triton.cdiv(num_rows, tile.block_b),)](
         head.blocks(tile),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from serving import CUDA, draw, make_server, needs_sglang, paths, version_path
+from sgl_flashsample.kernels.reference import allowed_ref
 from stats import g_test, power
 
 from sgl_flashsample.demo import markov
@@ -41,20 +42,23 @@ COMPARED = {
     "greedy with stop token": ({"temperature": 0, "stop_token_ids": [1]}, {}, "fused"),
     "greedy with logprob": ({"temperature": 0}, {"return_logprob": True}, "fused"),
     "greedy with top_p": ({"temperature": 0, "top_p": 0.3, "min_p": 0.2}, {}, "fused"),
-    "greedy with frequency penalty": ({"temperature": 0, "frequency_penalty": 1.5}, {}, "native:penalty"),
-    "greedy with repetition penalty": ({"temperature": 0, "repetition_penalty": 1.4}, {}, "native:penalty"),
-    "greedy with logit bias": ({"temperature": 0, "logit_bias": LOGIT_BIAS}, {}, "native:logit_bias"),
-    "greedy with min_new_tokens": ({"temperature": 0, "min_new_tokens": 4}, {}, "native:min_new_tokens"),
-    "top_p": ({"temperature": 1.0, "top_p": 0.8}, {}, "native:top_p"),
-    "top_k": ({"temperature": 1.0, "top_k": 7}, {}, "native:top_k"),
-    "top_k and top_p": ({"temperature": 0.7, "top_p": 0.9, "top_k": 50}, {}, "native:top_k"),
-    "min_p": ({"temperature": 1.0, "min_p": 0.05}, {}, "native:min_p"),
-    "presence penalty": ({"temperature": 1.0, "presence_penalty": 1.0}, {}, "native:penalty"),
-    "logit bias": ({"temperature": 1.0, "logit_bias": LOGIT_BIAS}, {}, "native:logit_bias"),
-    "min_new_tokens": ({"temperature": 1.0, "min_new_tokens": 4}, {}, "native:min_new_tokens"),
-    "regex": ({"temperature": 1.0, "regex": "[a-f]+"}, {}, "native:grammar"),
-    "json schema": ({"temperature": 1.0, "json_schema": JSON_SCHEMA}, {}, "native:grammar"),
-    "structural tag": ({"temperature": 1.0, "structural_tag": STRUCTURAL_TAG}, {}, "native:grammar"),
+    "greedy with frequency penalty": ({"temperature": 0, "frequency_penalty": 1.5}, {}, "fused"),
+    "greedy with presence penalty": ({"temperature": 0, "presence_penalty": 1.5}, {}, "fused"),
+    "greedy with repetition penalty": ({"temperature": 0, "repetition_penalty": 1.4}, {}, "fused"),
+    "greedy with logit bias": ({"temperature": 0, "logit_bias": LOGIT_BIAS}, {}, "fused"),
+    "greedy with min_new_tokens": ({"temperature": 0, "min_new_tokens": 4}, {}, "fused"),
+    "greedy with regex": ({"temperature": 0, "regex": "[a-f]+"}, {}, "fused"),
+    "greedy with json schema": ({"temperature": 0, "json_schema": JSON_SCHEMA}, {}, "fused"),
+    "greedy with structural tag": ({"temperature": 0, "structural_tag": STRUCTURAL_TAG}, {}, "fused"),
+    "greedy with ebnf": ({"temperature": 0, "ebnf": 'root ::= "yes" | "no"'}, {}, "fused"),
+    "greedy with everything": (
+        {"temperature": 0, "regex": "[a-f0-9]+", "logit_bias": {"17": 2.0}, "frequency_penalty": 0.7}
+        | {"presence_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 3, "top_p": 0.5},
+        {"return_logprob": True},
+        "fused",
+    ),
+    "a truncation to one token": ({"temperature": 1.0, "top_p": 1e-6}, {"return_logprob": True}, "fused"),
+    "min_p of one": ({"temperature": 1.0, "min_p": 1.0}, {}, "fused"),
     "custom logit processor": (
         {"temperature": 1.0, "custom_params": {"token_ids": [253, 708]}},
         {"custom_logit_processor": "disallow tokens"},
@@ -63,7 +67,6 @@ COMPARED = {
     "sampling mask": ({"temperature": 1.0, "top_k": 5}, {"return_sampling_mask": True}, "native:sampling_mask"),
     "greedy with hidden states": ({"temperature": 0}, {"return_hidden_states": True}, "fused"),
     "greedy with stop regex": ({"temperature": 0, "stop_regex": "w7.*"}, {}, "fused"),
-    "ebnf": ({"temperature": 1.0, "ebnf": 'root ::= "yes" | "no"'}, {}, "native:grammar"),
     "top logprobs": ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 3}, "native:top_logprobs"),
     "token ids logprobs": (
         {"temperature": 1.0},
@@ -77,6 +80,16 @@ COMPARED = {
 # Requests that the fused pass draws with its own noise: not stock's tokens, the same distribution.
 FUSED = {
     "temperature": ({"temperature": 1.0}, {}),
+    "top_p": ({"temperature": 1.0, "top_p": 0.8}, {}),
+    "top_k": ({"temperature": 1.0, "top_k": 7}, {}),
+    "top_k and top_p": ({"temperature": 0.7, "top_p": 0.9, "top_k": 50}, {"return_logprob": True}),
+    "min_p": ({"temperature": 1.0, "min_p": 0.05}, {}),
+    "top_k, top_p and min_p": ({"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.05}, {}),
+    "presence penalty": ({"temperature": 1.0, "presence_penalty": 1.0}, {}),
+    "logit bias": ({"temperature": 1.0, "logit_bias": LOGIT_BIAS}, {}),
+    "min_new_tokens": ({"temperature": 1.0, "min_new_tokens": 4}, {}),
+    "regex": ({"temperature": 1.0, "regex": "[a-f]+"}, {}),
+    "json schema with top_p": ({"temperature": 1.0, "json_schema": JSON_SCHEMA, "top_p": 0.9}, {}),
     "high temperature": ({"temperature": 1.9}, {}),
     "seed": ({"temperature": 1.0, "sampling_seed": 11}, {}),
     "n": ({"temperature": 1.0, "n": 3}, {}),
@@ -174,7 +187,7 @@ def test_greedy_and_native_answers_equal_stock_and_their_path_is_reported(server
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_requests_without_truncation_are_fused(ours, name):
+def test_requests_that_the_fused_pass_draws_are_fused(ours, name):
     params, fields = FUSED[name]
     answers = ask(ours, params, fields)
     for answer in answers if isinstance(answers, list) else [answers]:
@@ -292,9 +305,9 @@ def test_each_row_of_a_mixed_batch_has_its_own_path_and_stocks_answer(servers):
         (disallowed, {"custom_logit_processor": servers["processor"]}, "native:custom_logit_processor"),
         ({"temperature": 1.0, "sampling_seed": 7}, {}, "fused"),
         ({"temperature": 0}, {"return_logprob": True, "top_logprobs_num": 3}, "native:top_logprobs"),
-        ({"temperature": 0, "regex": "[a-f]+"}, {}, "native:grammar"),
+        ({"temperature": 0, "regex": "[a-f]+"}, {}, "fused"),
         ({"temperature": 0}, {"return_logprob": True}, "fused"),
-        ({"temperature": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.2}, {}, "native:penalty"),
+        ({"temperature": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.2}, {}, "fused"),
         ({"temperature": 0.6, "top_k": 1}, {"return_logprob": True}, "native:greedy_logprob_at_temperature"),
         ({"temperature": 0}, {}, "fused"),
     ]
@@ -316,13 +329,44 @@ def test_each_row_of_a_mixed_batch_has_its_own_path_and_stocks_answer(servers):
     assert mine[1]["output_ids"] != greedy and mine[6]["output_ids"] != greedy, "they were processed"
 
 
-def test_a_seeded_request_answers_the_same_alone_and_beside_rows_of_sglangs_sampler(ours):
-    seeded = {"temperature": 1.0, "sampling_seed": 4243}
+def test_a_seeded_request_answers_the_same_alone_and_beside_every_feature(servers, ours):
+    seeded = {"temperature": 1.0, "sampling_seed": 4243, "top_p": 0.9, "top_k": 40, "frequency_penalty": 0.5}
     (alone,) = ask_together(ours, [(seeded, {})])
-    beside = [({"temperature": 1.0, "logit_bias": LOGIT_BIAS}, {}), ({"temperature": 1.0, "top_p": 0.5}, {})]
-    answers = ask_together(ours, [beside[0], (seeded, {}), beside[1]])
-    assert answers[1]["output_ids"] == alone["output_ids"]
-    assert [set(paths(answer)) for answer in answers] == [{"native:logit_bias"}, {"fused"}, {"native:top_p"}]
+    others = [({key: v for key, v in params.items() if key != "n"}, {}) for params, _ in FUSED.values()]
+    others += [({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 2})]
+    others += [({"temperature": 1.0, "top_k": 1}, {}), ({"temperature": 0, "regex": "[0-9]+"}, {})]
+    answers = ask_together(ours, [*others[:9], (seeded, {}), *others[9:]])
+    assert answers[9]["output_ids"] == alone["output_ids"]
+    assert {path for answer in answers for path in paths(answer)} == {"fused", "native:top_logprobs"}
+
+
+TRUNCATIONS = {
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.1},
+    "top_k and top_p": {"top_k": 20, "top_p": 0.9, "temperature": 0.8},
+    "top_k, top_p and min_p": {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+@pytest.mark.parametrize("name", TRUNCATIONS)
+def test_truncated_tokens_are_allowed_ones_and_follow_the_truncated_truth(ours, truth, name):
+    params = {"temperature": 1.0, **TRUNCATIONS[name]}
+    pairs = draw(ours, *((40_000, 100) if CUDA else (1_600, 32)), params)
+    states, state = np.unique(truth.representative(torch.tensor(pairs[:, 0])), return_inverse=True)
+    logits = truth.logits(torch.tensor(states)).double()
+    limits = (params.get("top_k", 0), params.get("top_p", 1.0), params.get("min_p", 0.0))
+    limits = [
+        torch.full((len(states),), v, dtype=t)
+        for v, t in zip(limits, (torch.int32, torch.float64, torch.float64), strict=True)
+    ]
+    allowed = allowed_ref(logits, torch.full((len(states),), params["temperature"]), *limits, slack=1e-4)
+    assert allowed.numpy()[state, pairs[:, 1]].all()
+    shares = torch.softmax((logits / params["temperature"]).masked_fill(~allowed, -math.inf), -1).numpy()
+    order = np.argsort(-shares, axis=1, kind="stable")
+    rank = np.argsort(order, axis=1)[state, pairs[:, 1]]
+    expected = np.bincount(state) / len(pairs) @ np.take_along_axis(shares, order, axis=1)[:, :64]
+    assert g_test(np.bincount(np.minimum(rank, 63), minlength=64), expected / expected.sum()).p_value > 1e-6
 
 
 def test_counters_are_in_the_log_and_in_the_metrics_with_their_reasons(ours):
