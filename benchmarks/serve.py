@@ -30,43 +30,64 @@ from sgl_flashsample.demo.server import Server
 
 MODELS = ["qwen3-1.7b", "qwen3-8b"]
 BATCHES = [1, 8, 32, 64]
-SAMPLING = {
-    "t1": {"temperature": 1.0},
-    "trunc": {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
-    "greedy": {"temperature": 0.0},
+# A list of objects that no answer of a benchmark's length ends; numbers, words and fixed text in turn.
+JSON_SCHEMA = {
+    "type": "array",
+    "minItems": 200,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 16},
+            "count": {"type": "integer"},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["name", "count", "ok"],
+    },
+}
+TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
+# {name: (sampling parameters, other fields of the request)}
+SAMPLING: dict[str, tuple[dict, dict]] = {
+    "t1": ({"temperature": 1.0}, {}),
+    "trunc": (TRUNCATED, {}),
+    "greedy": ({"temperature": 0.0}, {}),
+    "penalty": (TRUNCATED | {"frequency_penalty": 0.5, "repetition_penalty": 1.1}, {}),
+    "json": (TRUNCATED | {"json_schema": json.dumps(JSON_SCHEMA)}, {}),
+    "logprob": ({"temperature": 1.0}, {"return_logprob": True}),
+    "top-logprobs": ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 5}),
 }
 PROMPT_TOKENS = 32
 SHORT, LONG = 8, 200
 CACHE_TOKENS = 65536
 SERVER_ARGUMENTS = [
-    *("--load-format", "dummy", "--skip-tokenizer-init", "--attention-backend", "triton", "--random-seed", "1"),
+    *("--load-format", "dummy", "--attention-backend", "triton", "--random-seed", "1"),
     *("--mem-fraction-static", "0.3", "--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
     *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune", "--disable-radix-cache"),
 ]
 BACKENDS = {"stock": "flashinfer", "flashsample": "flashsample"}
 
 
-def generate(server: Server, batch: int, params: dict, tokens: int) -> float:
+def generate(server: Server, batch: int, sampling: tuple[dict, dict], tokens: int) -> float:
     """Seconds for ``batch`` fresh random prompts to be answered with ``tokens`` tokens each."""
+    params, fields = sampling
     prompts = [[random.randrange(1000, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
     started = time.perf_counter()
     answers = server.generate(
-        input_ids=prompts, sampling_params={**params, "max_new_tokens": tokens, "ignore_eos": True}
+        input_ids=prompts, sampling_params={**params, "max_new_tokens": tokens, "ignore_eos": True}, **fields
     )
     seconds = time.perf_counter() - started
     assert all(len(answer["output_ids"]) == tokens for answer in answers)
     return seconds
 
 
-def tpot_us(server: Server, batch: int, params: dict) -> float:
-    short = generate(server, batch, params, SHORT)
-    return (generate(server, batch, params, LONG) - short) / (LONG - SHORT) * 1e6
+def tpot_us(server: Server, batch: int, sampling: tuple[dict, dict]) -> float:
+    short = generate(server, batch, sampling, SHORT)
+    return (generate(server, batch, sampling, LONG) - short) / (LONG - SHORT) * 1e6
 
 
 def path_counts(server: Server) -> dict[str, int]:
     """Rows per path, from the newest line with counters in our server's log."""
     time.sleep(0.3)
-    generate(server, 1, {"temperature": 0.0}, 2)  # a step after the interval: the line is written
+    generate(server, 1, SAMPLING["greedy"], 2)  # a step after the interval: the line is written
     lines = server.log_lines("] flashsample: ")
     found = re.findall(r"(fused|native)[^;]*? ([\d,]+) rows", lines[-1]) if lines else []
     counts = {"fused": 0, "native": 0}
@@ -82,11 +103,14 @@ def check_capacity(server: Server) -> None:
         raise RuntimeError(f"the server has room for {found[-1:]} tokens; expected {CACHE_TOKENS} (see {server.log})")
 
 
-def measure_model(name: str, batches: list[int], pairs: int, log_folder: Path, profiles: dict | None) -> list[dict]:
+def measure_model(
+    name: str, batches: list[int], samplings: list[str], pairs: int, log_folder: Path, profiles: dict | None
+) -> list[dict]:
     rows = []
     with tempfile.TemporaryDirectory() as model_folder:
         model = Path(model_folder)
         (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
+        markov.write_tokenizer(model, markov.SIZES[name].vocab_size)  # grammars are made of its tokens
         servers = {}
         try:
             for label, backend in BACKENDS.items():
@@ -101,19 +125,20 @@ def measure_model(name: str, batches: list[int], pairs: int, log_folder: Path, p
                 servers[label].start()
                 servers[label].wait_until_ready()  # one after the other: each measures the memory that is free
                 check_capacity(servers[label])
-                for params in SAMPLING.values():  # compiles what the first such request compiles
-                    generate(servers[label], 2, params, 4)
+                for sampling in samplings:  # compiles what the first such request compiles
+                    generate(servers[label], 2, SAMPLING[sampling], 4)
                 print(f"{name} {label}: ready after {time.monotonic() - started:.0f} s", flush=True)
             stock, ours = servers["stock"], servers["flashsample"]
-            for sampling, params in SAMPLING.items():
+            for sampling in samplings:
+                request = SAMPLING[sampling]
                 for batch in batches:
                     for server in servers.values():
-                        generate(server, batch, params, SHORT)
+                        generate(server, batch, request, SHORT)
                     before = path_counts(ours)
-                    samples: dict[str, list[float]] = {"stock": [tpot_us(stock, batch, params)], "flashsample": []}
+                    samples: dict[str, list[float]] = {"stock": [tpot_us(stock, batch, request)], "flashsample": []}
                     for _ in range(pairs):
-                        samples["flashsample"].append(tpot_us(ours, batch, params))
-                        samples["stock"].append(tpot_us(stock, batch, params))
+                        samples["flashsample"].append(tpot_us(ours, batch, request))
+                        samples["stock"].append(tpot_us(stock, batch, request))
                     after = path_counts(ours)
                     used = {path: after[path] - before[path] for path in after}
                     used["fused"] -= 2  # the two tokens that path_counts itself asks for
@@ -134,14 +159,14 @@ def measure_model(name: str, batches: list[int], pairs: int, log_folder: Path, p
                         )
                     ours_us, stock_us = (statistics.median(samples[key]) for key in ("flashsample", "stock"))
                     print(
-                        f"{name} {sampling:6} B={batch:<3} stock {stock_us:7.0f} us, ours {ours_us:7.0f} us, "
+                        f"{name} {sampling:12} B={batch:<3} stock {stock_us:7.0f} us, ours {ours_us:7.0f} us, "
                         f"ratio {ours_us / stock_us:.3f}, fused {used['fused'] / total:.3f}",
                         flush=True,
                     )
             if profiles is not None:
                 for label, server in servers.items():
                     folder = log_folder / f"{name}-{label}-trace"
-                    for sampling in SAMPLING:
+                    for sampling in samplings:
                         server.profile(folder / sampling, steps=40)
                         generate(server, 32, SAMPLING[sampling], 80)
                         profiles.setdefault(name, {}).setdefault(sampling, {})[label] = step_profile.summarise(
@@ -157,11 +182,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--models", nargs="+", choices=markov.SIZES, default=MODELS)
+    parser.add_argument("--samplings", nargs="+", choices=SAMPLING, default=list(SAMPLING))
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--pairs", type=int, default=3, help="measurements of ours per cell; stock gets one more")
     parser.add_argument("--profile", type=Path, help="also trace decode steps at batch 32 and write their call counts")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
-    parser.add_argument("--keep", action="store_true", help="keep the file's rows of models that are not measured now")
+    parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
     options = parser.parse_args()
 
     random.seed(1)
@@ -178,18 +204,24 @@ def main() -> None:
     rows, runs = [], {}
     if options.keep and options.out.exists():
         kept = json.loads(options.out.read_text())
-        rows = [row for row in kept["rows"] if row["model"] not in options.models]
-        runs = {name: run for name, run in kept["env"].get("runs", {}).items() if name not in options.models}
+        rows = [
+            row
+            for row in kept["rows"]
+            if row["model"] not in options.models or row["sampling"] not in options.samplings
+        ]
+        runs = kept["env"].get("runs", {})
     profiles: dict | None = {} if options.profile else None
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for name in options.models:
-        rows += measure_model(name, options.batches, options.pairs, options.logs, profiles)
-        runs[name] = {"command": environment["command"], "date": environment["date"], "gpu": environment["nvidia_smi"]}
+        rows += measure_model(name, options.batches, options.samplings, options.pairs, options.logs, profiles)
+        run = {"command": environment["command"], "date": environment["date"], "gpu": environment["nvidia_smi"]}
+        runs |= {f"{name}, {sampling}": run for sampling in options.samplings}
         environment["runs"] = runs
         options.out.write_text(json.dumps({"env": environment, "rows": rows}, indent=1) + "\n")
     if options.profile:
         if options.keep and options.profile.exists():
-            profiles = json.loads(options.profile.read_text())["calls_per_step"] | profiles
+            kept = json.loads(options.profile.read_text())["calls_per_step"]
+            profiles = kept | {name: kept.get(name, {}) | own for name, own in profiles.items()}
         options.profile.write_text(json.dumps({"env": environment, "calls_per_step": profiles}, indent=1) + "\n")
 
 

@@ -9,31 +9,65 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SAMPLING_NAMES = {
     "t1": "temperature 1",
-    "trunc": "temperature 0.7, top_p 0.9, top_k 50 (SGLang's sampler)",
+    "trunc": "temperature 0.7, top_p 0.9, top_k 50",
+    "penalty": "the same with frequency_penalty 0.5, repetition_penalty 1.1",
+    "json": "the same with a JSON schema",
+    "logprob": "temperature 1, logprobs",
+    "top-logprobs": "temperature 1, 5 top logprobs",
     "greedy": "greedy",
+}
+NOT_MEASURED = "not measured yet"
+# Modes of features.py, in words.
+TRUNCATIONS = {
+    "plain": "temperature 1",
+    "greedy": "greedy",
+    "logprob": "temperature 1, logprob",
+    "k20p95": "top_k 20, top_p 0.95",
+    "k50p90": "top_k 50, top_p 0.9",
+    "p90": "top_p 0.9",
+    "minp05": "min_p 0.05",
+    "k1000": "top_k 1000",
+}
+EDITS = {
+    "penalties": "penalties (additive and scaling)",
+    "bias": "logit bias",
+    "bitmask": "grammar bitmask",
+    "edits": "all of these",
+    "edits+k50p90": "all of these, top_k 50, top_p 0.9",
 }
 
 
 def serve_table(path: Path = RESULTS / "h200-serve.json") -> str:
     """Time per output token, stock and ours, per model, sampling and batch."""
+    if not path.exists():
+        return NOT_MEASURED
     rows = json.loads(path.read_text())["rows"]
     batches = sorted({row["batch"] for row in rows})
-    cell = {(row["model"], row["sampling"], row["batch"], row["backend"]): row["tpot_us"] for row in rows}
+    cell = {(row["model"], row["sampling"], row["batch"], row["backend"]): row for row in rows}
     lines = ["| model, sampling | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
     lines.append("|---" * (len(batches) + 1) + "|")
     for model in dict.fromkeys(row["model"] for row in rows):
         for sampling, name in SAMPLING_NAMES.items():
-            values = []
+            values, shares = [], []
             for batch in batches:
-                stock, ours = (cell[model, sampling, batch, backend] for backend in ("stock", "flashsample"))
+                pair = [cell.get((model, sampling, batch, backend)) for backend in ("stock", "flashsample")]
+                if None in pair:
+                    values.append("")
+                    continue
+                stock, ours = (row["tpot_us"] for row in pair if row)
                 values.append(f"{stock:.0f} → {ours:.0f} ({ours / stock:.3f})")
-            lines.append(f"| {model}, {name} | " + " | ".join(values) + " |")
+                shares.append(pair[1]["path_share"]["fused"] if pair[1] else 0.0)
+            if not shares:
+                continue
+            by = " (SGLang's sampler)" if max(shares) < 0.5 else ""
+            lines.append(f"| {model}, {name}{by} | " + " | ".join(values) + " |")
     return "\n".join(lines)
 
 
@@ -58,6 +92,78 @@ def kernel_table(path: Path = RESULTS / "h200-tiles.json") -> str:
     return "\n".join(lines)
 
 
+def _features(path: Path) -> tuple[dict[tuple, dict], list[str], list[int], list[dict]]:
+    """{(profile, batch, path, mode): row}, profiles and batches in order, and the counts of searches."""
+    result = json.loads(path.read_text())
+    rows = {(row["profile"], row["B"], row["path"], row["mode"]): row for row in result["rows"]}
+    return rows, list(dict.fromkeys(key[0] for key in rows)), sorted({key[1] for key in rows}), result["rounds"]
+
+
+def _rivals_us(rows: dict[tuple, dict], profile: str, batch: int, mode: str) -> list[float]:
+    """What GEMM and sampling take without us, for each way to do it that was measured."""
+    keys = [(profile, batch, path, mode) for path in ("flashinfer", "torch")]
+    return [rows[key]["us"] for key in keys if key in rows]
+
+
+def truncation_table(path: Path = RESULTS / "h200-features.json") -> str:
+    """Per mode and batch: the median profile's time, and the worst profile's ratios to plain and to the rival."""
+    if not path.exists():
+        return NOT_MEASURED
+    rows, profiles, batches, _ = _features(path)
+    lines = ["| us (over plain; rival over it) | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
+    lines.append("|---" * (len(batches) + 1) + "|")
+    for mode, name in TRUNCATIONS.items():
+        cells = []
+        for batch in batches:
+            found = [rows[profile, batch, "fused", mode] for profile in profiles]
+            rivals = [
+                min(us) / row["us"]
+                for profile, row in zip(profiles, found, strict=True)
+                if (us := _rivals_us(rows, profile, batch, mode))
+            ]
+            rival = f"; {min(rivals):.2f}" if rivals else ""
+            over = max(row["over_plain"] for row in found)
+            cells.append(f"{statistics.median(row['us'] for row in found):.0f} ({over:.3f}{rival})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def edits_table(path: Path = RESULTS / "h200-features.json") -> str:
+    """Per kind of edit and batch: the median profile's time, what of it reading the edits takes at the speed of the
+    head, and the worst profile's ratio to plain without that."""
+    if not path.exists():
+        return NOT_MEASURED
+    rows, profiles, batches, _ = _features(path)
+    lines = ["| us (their bytes; over plain without them) | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
+    lines.append("|---" * (len(batches) + 1) + "|")
+    for mode, name in EDITS.items():
+        cells = []
+        for batch in batches:
+            found = [rows[profile, batch, "fused", mode] for profile in profiles]
+            plain = [rows[profile, batch, "fused", "plain"]["us"] for profile in profiles]
+            net = max((row["us"] - row["extra_bytes_us"]) / us for row, us in zip(found, plain, strict=True))
+            extra = statistics.median(row["extra_bytes_us"] for row in found)
+            cells.append(f"{statistics.median(row['us'] for row in found):.0f} ({extra:.1f}; {net:.3f})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def searched_table(path: Path = RESULTS / "h200-features.json") -> str:
+    """Share of rows that took a search, per shape of the distribution, and the tokens compared with the reference."""
+    if not path.exists():
+        return NOT_MEASURED
+    _, profiles, _, rounds = _features(path)
+    names = {mode: name for mode, name in (TRUNCATIONS | EDITS).items() if mode in {row["mode"] for row in rounds}}
+    lines = ["| rows searched | " + " | ".join(names.values()) + " | tokens compared, different, near-ties |"]
+    lines.append("|---" * (len(names) + 2) + "|")
+    for profile in profiles:
+        found = {row["mode"]: row for row in rounds if row["profile"] == profile}
+        cells = [f"{100 * found[mode]['searched'] / found[mode]['rows']:.2f} %" for mode in names]
+        sums = (sum(row[key] for row in found.values()) for key in ("compared", "differ_from_reference", "near_ties"))
+        lines.append(f"| {profile} | " + " | ".join(cells) + " | " + ", ".join(map(str, sums)) + " |")
+    return "\n".join(lines)
+
+
 def profile_table(path: Path = RESULTS / "h200-step-profile.json") -> str:
     """Calls of one decode step at batch 32, stock and ours."""
     lines = ["| per decode step, B=32, temperature 1 | stock | ours |", "|---|---|---|"]
@@ -74,7 +180,14 @@ def profile_table(path: Path = RESULTS / "h200-step-profile.json") -> str:
     return "\n".join(lines)
 
 
-TABLES = {"serve": serve_table, "kernel": kernel_table, "profile": profile_table}
+TABLES = {
+    "serve": serve_table,
+    "kernel": kernel_table,
+    "truncation": truncation_table,
+    "edits": edits_table,
+    "searched": searched_table,
+    "profile": profile_table,
+}
 
 
 def filled(readme: str) -> str:

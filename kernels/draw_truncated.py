@@ -26,13 +26,15 @@ import triton.language as tl
 from . import rng
 from .features import Truncation
 from .head import CHAIN, FIRST_GROUPS, PARTIALS, ROW_POINTERS, Kept, Workspace
+from .launch import launch
 from .reduce_parts import draw_from_parts
 from .search_truncated import arrivals, search_truncated
 from .tiles import DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
-_ARRIVALS = tl.constexpr(2.5)  # groups whose score is as close to the best are e^2.5 or fewer, on average
+_WIDE = tl.constexpr(4.0)
+_NARROW = tl.constexpr(2.5)
 _PARTIALS = tl.constexpr(PARTIALS)
 _CHAIN = tl.constexpr(CHAIN)
 _GROUPS = tl.constexpr(FIRST_GROUPS)
@@ -72,7 +74,11 @@ def _next_tokens(
     slots = offs_p * num_rows + row
     scores = tl.load(score_ptr + slots, mask=mask, other=float("-inf"))
     seconds = tl.load(second_ptr + slots, mask=mask, other=float("-inf"))
-    near = mask & (scores >= tl.max(scores) - _ARRIVALS)
+    # On average e^x or fewer groups score within x of the best: as many as there is room for.
+    best = tl.max(scores)
+    near = mask & (scores >= best - _WIDE)
+    width = tl.where(tl.sum(near.to(tl.int32)) <= _GROUPS, _WIDE, _NARROW)
+    near = mask & (scores >= best - width)
     place = tl.cumsum(near.to(tl.int32), axis=0) - 1
     near = near & (place < _GROUPS)
     tl.store(list_ptr + place, offs_p, mask=near)
@@ -166,7 +172,7 @@ def draw_truncated_kernel(
         count = tl.zeros([_CHAIN, BLOCK], tl.float32)  # exact: a vocabulary has fewer than 2**24 ids
         mass = tl.zeros([_CHAIN, BLOCK], tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
-        top = tl.full([], float("-inf"), tl.float32)
+        top = tl.full([BLOCK], float("-inf"), tl.float32)
         kept_row = kept_ptr + row.to(tl.int64) * kept_width
         scale = inv_temperature * _LOG2_E
         # A row is cut in the same way whatever its neighbours are: its sums do not depend on them.
@@ -176,17 +182,15 @@ def draw_truncated_kernel(
             logits = tl.load(kept_row + offs, mask=offs < kept_width, other=float("-inf")).to(tl.float32)
             weight = tl.exp2((logits - reference) * scale)
             total += weight
-            peak = tl.max(logits)
-            top = tl.maximum(top, peak)
-            if peak > reference:  # in most blocks no logit is
-                larger = logits[None, :] > chain_logits[:, None]
-                count += tl.where(larger, 1.0, 0.0)
-                mass += tl.where(larger, weight[None, :], 0.0)
+            top = tl.maximum(top, logits)
+            larger = logits[None, :] > chain_logits[:, None]
+            count += tl.where(larger, 1.0, 0.0)
+            mass += tl.where(larger, weight[None, :], 0.0)
         partials = partial_ptr + tl.program_id(0) * _PARTIALS
         tl.store(partials + offs_c, tl.sum(count, axis=1))
         tl.store(partials + offs_c + _CHAIN, tl.sum(mass, axis=1))
         tl.store(partials + 2 * _CHAIN, tl.sum(total))
-        tl.store(partials + 2 * _CHAIN + 1, top)
+        tl.store(partials + 2 * _CHAIN + 1, tl.max(top))
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == CHUNKS - 1:
             tl.debug_barrier()
@@ -273,36 +277,43 @@ def draw_truncated(
     token = torch.empty(num_rows, dtype=torch.int64, device=temperature.device)
     score = torch.empty(num_rows, dtype=torch.float32, device=temperature.device)
     logprob = torch.empty(num_rows, dtype=torch.float32, device=temperature.device) if return_logprob else None
-    draw_truncated_kernel[(num_rows * config.chunks,)](
-        workspace.score,
-        workspace.group,
-        workspace.logits,
-        workspace.lse,
-        workspace.second,
-        kept.logits,
-        kept.partial,
-        kept.first,
-        kept.arrived,
-        temperature,
-        seed,
-        position,
-        truncation.top_k,
-        truncation.top_p,
-        truncation.min_p,
-        token,
-        score,
-        score if logprob is None else logprob,
-        kept.rounds,
-        num_rows,
-        num_parts,
-        vocab_size,
-        vocab_start,
-        kept.width,
-        RETURN_LOGPROB=return_logprob,
-        BLOCK_P=triton.next_power_of_2(most_parts),
-        BLOCK=config.block,
-        CHUNKS=config.chunks,
-        num_warps=config.num_warps,
+    launch(
+        draw_truncated_kernel,
+        num_rows * config.chunks,
+        (
+            workspace.score,
+            workspace.group,
+            workspace.logits,
+            workspace.lse,
+            workspace.second,
+            kept.logits,
+            kept.partial,
+            kept.first,
+            kept.arrived,
+            temperature,
+            seed,
+            position,
+            truncation.top_k,
+            truncation.top_p,
+            truncation.min_p,
+            token,
+            score,
+            score if logprob is None else logprob,
+            kept.rounds,
+            num_rows,
+            num_parts,
+            vocab_size,
+            vocab_start,
+            kept.width,
+        ),
+        {
+            "RETURN_LOGPROB": return_logprob,
+            "BLOCK_P": triton.next_power_of_2(most_parts),
+            "BLOCK": config.block,
+            "CHUNKS": config.chunks,
+        },
+        config.num_warps,
+        (temperature.device.index, kept.logits.dtype),
     )
     search_truncated(
         kept, temperature, seed, position, truncation, vocab_size, vocab_start, token, score, logprob, config

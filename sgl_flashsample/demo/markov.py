@@ -168,7 +168,7 @@ def write(folder: Path, size: Size, seed: int = 0) -> MarkovModel:
     marker.unlink(missing_ok=True)
     model = build(size, seed)
     _write_config(folder, size)
-    _write_tokenizer(folder, size.vocab_size)
+    write_tokenizer(folder, size.vocab_size)
     save_file(_weights(model, seed), folder / "model.safetensors", metadata={"format": "pt"})
     marker.write_text(description)  # last: its presence means the folder is complete
     return model
@@ -247,7 +247,7 @@ def _write_config(folder: Path, size: Size) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """A byte-level tokenizer: three special tokens, the 256 bytes, and words that only the model produces."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

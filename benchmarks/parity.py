@@ -1,0 +1,420 @@
+"""Each sampling feature and each pair of them, ours against stock SGLang and against the definition, over HTTP.
+
+    python benchmarks/parity.py            prints the matrix
+    python benchmarks/parity.py --write    also puts it in README.md
+
+On this machine's CPU, with two servers of a generated checkpoint whose next-token distribution is known
+(sgl_flashsample/demo/markov.py). What a request draws, given what it has drawn before, has a distribution in closed
+form: logits, penalties, grammar, bias, temperature, truncation.
+
+- Greedy answers must be stock's, token for token, and their logprobs within 1e-3.
+- Other answers, ours and stock's: no token outside the allowed set, G-tests of the drawn tokens against the closed form,
+  every logprob within 1e-3 of it.
+- A seeded answer of ours must be the one of the float64 reference (kernels/reference.py) that draws with the same noise,
+  and the same again beside requests with every other feature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sgl_flashsample.kernels.reference import allowed_ref, edit_logits_ref, truncated_sample_ref
+
+from sgl_flashsample.demo import markov
+from sgl_flashsample.demo.server import Server, ServerError
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from serving import make_server, paths
+from stats import g_test
+
+JSON_TEXTS = [f'"{word}"' for word in ("aaaa", "abab", "baba", "bbbb")]
+REGEX = "[a-d]{8}"
+MIN_NEW_TOKENS = 3
+TOP_LOGPROBS = 3
+BIAS = {"500": 4.0, "501": 2.5, "600": -100.0}
+# {name: (sampling parameters, other fields of the request)}. Where a text stands for an id, ``Truth`` knows it.
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"temperature": 0}, {}),
+    "temperature": ({"temperature": 0.7}, {}),
+    "top_k": ({"top_k": 8}, {}),
+    "top_p": ({"top_p": 0.8}, {}),
+    "min_p": ({"min_p": 0.1}, {}),
+    "frequency": ({"frequency_penalty": 0.8}, {}),
+    "presence": ({"presence_penalty": 0.6}, {}),
+    "repetition": ({"repetition_penalty": 1.3}, {}),
+    "min_new_tokens": ({"min_new_tokens": MIN_NEW_TOKENS}, {}),
+    "logit_bias": ({"logit_bias": BIAS}, {}),
+    "json": ({"json_schema": json.dumps({"enum": [text.strip('"') for text in JSON_TEXTS]})}, {}),
+    "regex": ({"regex": REGEX}, {}),
+    "logprob": ({}, {"return_logprob": True}),
+    "top_logprobs": ({}, {"return_logprob": True, "top_logprobs_num": TOP_LOGPROBS}),
+    "token_ids_logprobs": ({}, {"return_logprob": True, "token_ids_logprob": [500, 501]}),
+    "seed": ({}, {}),  # each row its own
+}
+TRUNCATIONS = {"top_k", "top_p", "min_p"}
+NATIVE = ("top_logprobs", "token_ids_logprobs")  # served by SGLang's sampler
+GREEDY_TOKENS, TOKENS = 10, 3
+ROWS = 48  # requests per cell
+TRUNCATED_ROWS = 3  # an interpreted row with a truncation takes some tenths of a second
+BINS, ALPHA = 16, 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One feature, or two together."""
+
+    names: tuple[str, ...]
+
+    @property
+    def greedy(self) -> bool:
+        return "greedy" in self.names
+
+    @property
+    def native(self) -> str | None:
+        return next((f"native:{name}" for name in NATIVE if name in self.names), None)
+
+    @property
+    def truncated(self) -> bool:
+        return bool(TRUNCATIONS & set(self.names)) and not self.greedy and self.native is None
+
+    def params(self, truth: Truth) -> dict[str, Any]:
+        params = {"temperature": 1.0}
+        for name in self.names:
+            params |= FEATURES[name][0]
+        if {"greedy", "temperature"} == set(self.names):
+            params = {"temperature": 0.7, "top_k": 1}  # SGLang's other way to ask for it
+        if "min_new_tokens" in self.names:
+            params["stop_token_ids"] = truth.stop_ids
+        return params | {"max_new_tokens": GREEDY_TOKENS if self.greedy else TOKENS, "ignore_eos": True}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for name in self.names:
+            fields |= FEATURES[name][1]
+        return fields
+
+
+CELLS = [Cell((name,)) for name in FEATURES] + [Cell(pair) for pair in itertools.combinations(FEATURES, 2)]
+
+
+class Truth:
+    """The distribution of every request in closed form."""
+
+    def __init__(self, model: markov.MarkovModel, folder: Path) -> None:
+        self.model, self.vocab = model, model.size.vocab_size
+        self.ids = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        self.letters = {i: name for name, i in self.ids.items() if len(name) == 1}
+        # The likeliest tokens of the contexts: min_new_tokens matters where it forbids them.
+        likeliest = model.logits(torch.arange(300, 400)).argmax(-1).unique().tolist()
+        self.stop_ids = [token for token in likeliest if token not in self.letters]
+
+    def edited(self, cell: Cell, previous: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+        """``[N, V]`` float64 logits of ``[N]`` requests that have answered ``history`` (``[N, T]``)."""
+        rows, step = history.shape
+        counts = torch.zeros(rows, self.vocab).scatter_add_(1, history, torch.ones(rows, step))
+        params = cell.params(self)
+        additive = -params.get("frequency_penalty", 0.0) * counts
+        additive -= params.get("presence_penalty", 0.0) * (counts > 0)
+        if step < params.get("min_new_tokens", 0):
+            additive[:, [1, *self.stop_ids]] = -math.inf
+        scaling = torch.where(counts > 0, params.get("repetition_penalty", 1.0), 1.0)
+        bias = torch.zeros(rows, self.vocab)
+        for token, value in params.get("logit_bias", {}).items():
+            bias[:, int(token)] = value
+        allowed = torch.ones(rows, self.vocab, dtype=torch.bool)
+        if "regex" in cell.names or "json" in cell.names:
+            allowed[:] = False
+            for row, tokens in enumerate(history.tolist()):
+                allowed[row, self._next_ids(cell, tokens)] = True
+        logits = self.model.logits(previous).float()
+        edits = {"additive": additive, "scaling": scaling, "allowed": allowed, "bias": bias}
+        return edit_logits_ref(logits, **edits).double()
+
+    def _next_ids(self, cell: Cell, tokens: list[int]) -> list[int]:
+        """What the grammar allows after these tokens, none of which ends it: letters."""
+        if "regex" in cell.names:
+            return [self.ids[letter] for letter in "abcd"]
+        text = "".join(self.letters.get(token, "?") for token in tokens)
+        return [self.ids[whole[len(text)]] for whole in JSON_TEXTS if whole.startswith(text)]
+
+
+@dataclasses.dataclass
+class Draws:
+    """Answers to the requests of one cell. prompts: the token before each answer; tokens: ``[N, T]``."""
+
+    prompts: torch.Tensor
+    tokens: torch.Tensor
+    seeds: list[int | None]
+    answers: list[dict]
+
+
+def limits(params: dict[str, Any], rows: int) -> dict[str, torch.Tensor]:
+    return {
+        "top_k": torch.full((rows,), params.get("top_k", 0), dtype=torch.int32),
+        "top_p": torch.full((rows,), params.get("top_p", 1.0), dtype=torch.float64),
+        "min_p": torch.full((rows,), params.get("min_p", 0.0), dtype=torch.float64),
+    }
+
+
+class Parity:
+    """problems: what was not as it must be, in words. matrix: {names: word}."""
+
+    def __init__(self, ours: Server, stock: Server, truth: Truth) -> None:
+        self.ours, self.stock, self.truth = ours, stock, truth
+        self.problems: list[str] = []
+        self.matrix: dict[tuple[str, ...], str] = {}
+        self.seeded: list[tuple[Cell, dict[str, Any], int, list[int]]] = []  # cell, parameters, prompt, answer
+        self.pooled: list[np.ndarray] = []  # of the cells that are too few draws for a test of their own
+        self.random = np.random.default_rng(0)
+
+    def run(self) -> None:
+        for number, cell in enumerate(CELLS):
+            if cell.greedy:
+                word = self._greedy(cell)
+            elif {"json", "regex"} <= set(cell.names):
+                word = self._refused(cell)
+            else:
+                word = self._drawn(cell, number)
+            self.matrix[cell.names] = "stock's sampler" if cell.native else word
+        self._check(g_test_of(np.concatenate(self.pooled)) > ALPHA, Cell(("top_k", "top_p", "min_p")), "G-test of all")
+        self._together()
+
+    def _check(self, holds: bool, cell: Cell, what: str) -> None:
+        if not holds:
+            self.problems.append(f"{' + '.join(cell.names)}: {what}")
+
+    def _greedy(self, cell: Cell) -> str:
+        prompts = [[5, 300 + i, 340 + i] for i in range(3)]
+        request = {"input_ids": prompts, "sampling_params": cell.params(self.truth), **cell.fields}
+        mine, theirs = (server.generate(**request) for server in (self.ours, self.stock))
+        self._paths(cell, mine)
+        for own, other in zip(mine, theirs, strict=True):
+            self._check(own["output_ids"] == other["output_ids"], cell, "other tokens than stock's")
+            for key in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
+                got, want = (flat_logprobs(answer["meta_info"].get(key)) for answer in (own, other))
+                close = len(got) == len(want) and all(map(is_close, got, want))
+                self._check(close, cell, f"other {key} than stock's")
+        return "exact"
+
+    def _refused(self, cell: Cell) -> str:
+        said = []
+        for server in (self.ours, self.stock):
+            try:
+                server.generate(input_ids=[300], sampling_params=cell.params(self.truth), **cell.fields)
+                said.append("answered")
+            except ServerError as error:
+                said.append(str(error))
+        self._check(said[0] == said[1] != "answered", cell, f"ours and stock said {said}")
+        return "refused"
+
+    def _drawn(self, cell: Cell, number: int) -> str:
+        rows = TRUNCATED_ROWS if cell.truncated else ROWS
+        # A request without a seed among those with one, unless it is the seed that is looked at.
+        seeds: list[int | None] = [number * 1000 + i for i in range(rows)]
+        if "seed" not in cell.names:
+            seeds[-1] = None
+        mine = self._ask(self.ours, cell, seeds, 300 + 7 * number % 97)
+        self._paths(cell, mine.answers)
+        self._law(cell, mine, "ours", pool=cell.truncated)
+        if cell.native is None:
+            self._reference(cell, mine)
+        self._law(cell, self._ask(self.stock, cell, [None] * ROWS, 300), "stock")
+        return "law"
+
+    def _ask(self, server: Server, cell: Cell, seeds: list[int | None], first: int) -> Draws:
+        prompts = [first + i for i in range(len(seeds))]
+        params = cell.params(self.truth)
+        answers = server.generate(
+            input_ids=[[5, prompt] for prompt in prompts],
+            sampling_params=[params if seed is None else params | {"sampling_seed": seed} for seed in seeds],
+            **cell.fields,
+        )
+        lengths = {len(answer["output_ids"]) for answer in answers}
+        if lengths != {TOKENS}:
+            raise RuntimeError(f"{' + '.join(cell.names)}: answers of {lengths} tokens; expected {TOKENS}")
+        tokens = torch.tensor([answer["output_ids"] for answer in answers])
+        return Draws(torch.tensor(prompts), tokens, seeds, answers)
+
+    def _paths(self, cell: Cell, answers: list[dict]) -> None:
+        want = cell.native or "fused"
+        found = {path for answer in answers for path in paths(answer)}
+        self._check(found == {want}, cell, f"served by {found}; expected {want}")
+
+    def _law(self, cell: Cell, draws: Draws, who: str, pool: bool = False) -> None:
+        """Allowed set, distribution and logprobs of the drawn tokens."""
+        params, uniform = cell.params(self.truth), []
+        for step in range(TOKENS):
+            previous = draws.prompts if step == 0 else draws.tokens[:, step - 1]
+            token = draws.tokens[:, step]
+            logits = self.truth.edited(cell, previous, draws.tokens[:, :step])
+            temperature = torch.full((len(token),), params["temperature"])
+            own = limits(params, len(token))
+            loose = allowed_ref(logits, temperature, **own, slack=1e-5)
+            inside = loose.gather(1, token[:, None]).all()
+            self._check(bool(inside), cell, f"{who}: a token that is not allowed, at step {step}")
+            allowed = allowed_ref(logits, temperature, **own)
+            tempered = logits / params["temperature"]
+            shares = torch.softmax(tempered.masked_fill(~allowed, -math.inf), -1)
+            uniform.append(self._uniform(shares, token))
+            self._logprobs(cell, draws, step, torch.log_softmax(tempered, -1), who)
+        values = np.concatenate(uniform)
+        if pool:
+            self.pooled.append(values)
+        else:
+            self._check(g_test_of(values) > ALPHA, cell, f"{who}: not the distribution")
+
+    def _uniform(self, shares: torch.Tensor, token: torch.Tensor) -> np.ndarray:
+        """A uniform number per draw, if it was drawn from ``shares``: where it lies among the tokens in the order of
+        their shares, at random within its own."""
+        own = shares.gather(1, token[:, None])
+        ids = torch.arange(shares.shape[1])
+        before = (shares > own) | ((shares == own) & (ids < token[:, None]))
+        start = (shares * before).sum(1)
+        return (start + own.squeeze(1) * torch.from_numpy(self.random.random(len(token)))).numpy()
+
+    def _logprobs(self, cell: Cell, draws: Draws, step: int, want: torch.Tensor, who: str) -> None:
+        for row, answer in enumerate(draws.answers):
+            info, token = answer["meta_info"], int(draws.tokens[row, step])
+            found = []
+            if "return_logprob" in cell.fields:
+                found.append((info["output_token_logprobs"][step], want[row, token]))
+                found[-1] = ([found[-1][0]], [found[-1][1]])
+            if "top_logprobs" in cell.names:
+                found.append((info["output_top_logprobs"][step], want[row].topk(TOP_LOGPROBS).values))
+            if "token_ids_logprobs" in cell.names:
+                ids = FEATURES["token_ids_logprobs"][1]["token_ids_logprob"]
+                found.append((info["output_token_ids_logprobs"][step], want[row, ids]))
+            for entries, values in found:
+                close = all(is_close(entry[0], float(value)) for entry, value in zip(entries, values, strict=True))
+                self._check(close, cell, f"{who}: logprobs {entries} for {values}")
+
+    def _reference(self, cell: Cell, draws: Draws) -> None:
+        """Seeded answers are those of the reference that draws with the same noise."""
+        rows = [row for row, seed in enumerate(draws.seeds) if seed is not None]
+        params, seeds = cell.params(self.truth), torch.tensor([draws.seeds[row] for row in rows])
+        for step in range(TOKENS):
+            previous = (draws.prompts if step == 0 else draws.tokens[:, step - 1])[rows]
+            logits = self.truth.edited(cell, previous, draws.tokens[rows, :step])
+            want = truncated_sample_ref(
+                logits,
+                torch.full((len(rows),), params["temperature"]),
+                seeds,
+                torch.full((len(rows),), 1 + step),  # a position is that of the token before, in a prompt of two
+                **limits(params, len(rows)),
+                tolerance=1e-5,
+            )
+            same = (draws.tokens[rows, step] == want.token) | want.near_tie
+            self._check(
+                bool(same.all()), cell, f"not the reference's tokens at step {step} in {int((~same).sum())} rows"
+            )
+        seeded = params | {"sampling_seed": draws.seeds[rows[0]]}
+        self.seeded.append((cell, seeded, int(draws.prompts[rows[0]]), draws.tokens[rows[0]].tolist()))
+
+    def _together(self) -> None:
+        """One seeded request of every cell, all in one batch, beside greedy ones and one of SGLang's sampler."""
+        others = [({"temperature": 0, "max_new_tokens": TOKENS}, {}) for _ in range(4)]
+        others += [({"temperature": 1.0, "max_new_tokens": TOKENS}, FEATURES["top_logprobs"][1])]
+        requests = [(params, cell.fields) for cell, params, _, _ in self.seeded] + others
+        answers = self.ours.generate(
+            input_ids=[[5, prompt] for _, _, prompt, _ in self.seeded] + [[5, 300]] * len(others),
+            sampling_params=[params for params, _ in requests],
+            return_logprob=[fields.get("return_logprob", False) for _, fields in requests],
+            top_logprobs_num=[fields.get("top_logprobs_num", 0) for _, fields in requests],
+        )
+        for (cell, _, _, tokens), answer in zip(self.seeded, answers, strict=False):
+            self._check(answer["output_ids"] == tokens, cell, "another answer in a mixed batch")
+            self._paths(cell, [answer])
+
+
+def g_test_of(uniform: np.ndarray) -> float:
+    """The p-value of numbers that should be uniform."""
+    counts = np.bincount(np.minimum((uniform * BINS).astype(int), BINS - 1), minlength=BINS)
+    return g_test(counts, np.full(BINS, 1 / BINS)).p_value
+
+
+def flat_logprobs(entries: list | None) -> list[float | None]:
+    """The numbers in SGLang's lists of (logprob, id, text), however deep."""
+    if not entries:
+        return []
+    if not isinstance(entries[0], list):
+        return [entries[0]]
+    return [value for entry in entries for value in flat_logprobs(entry)]
+
+
+def is_close(got: float | None, want: float | None) -> bool:
+    """Within 1e-3. A token that cannot be drawn has no logprob, a very small one or minus infinity."""
+    never = [value is None or value < -1e30 for value in (got, want)]
+    return never[0] == never[1] if any(never) else math.isclose(got, want, abs_tol=1e-3)  # type: ignore[arg-type]
+
+
+def table(matrix: dict[tuple[str, ...], str]) -> str:
+    """Markdown: the features, and in each row the pairs with those before it; a feature by itself on the diagonal."""
+    names = list(FEATURES)
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for row, name in enumerate(names):
+        cells = [matrix[(other, name)] for other in names[:row]] + [matrix[(name,)]]
+        lines.append(f"| {name} | " + " | ".join(cells + [""] * (len(names) - len(cells))) + " |")
+    return "\n".join(lines)
+
+
+def filled(readme: str, matrix: dict[tuple[str, ...], str]) -> str:
+    """``readme`` with the matrix between its markers."""
+    marked = f"<!-- parity-table -->\n{table(matrix)}\n<!-- end -->"
+    readme, found = re.subn(r"<!-- parity-table -->.*?<!-- end -->", lambda _: marked, readme, flags=re.S)
+    if found != 1:
+        raise ValueError(f"README.md has {found} places for the parity table; expected one")
+    return readme
+
+
+def measure(folder: Path) -> Parity:
+    """Start both servers in ``folder``, ask, stop them."""
+    ours, model = make_server(folder, "tiny", name="ours")
+    stock, _ = make_server(folder, "tiny", name="stock", backend=None)
+    try:
+        for server in (ours, stock):
+            server.start()
+        for server in (ours, stock):
+            server.wait_until_ready()
+        parity = Parity(ours, stock, Truth(model, folder / "tiny"))
+        parity.run()
+        if "Traceback" in ours.log_text():
+            parity.problems.append(f"our server logged: {ours.last_error()}")
+        return parity
+    finally:
+        ours.stop()
+        stock.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="update README.md")
+    options = parser.parse_args()
+    if torch.cuda.is_available():
+        parser.error("this compares with the closed form in float32, on a machine without a GPU")
+    with tempfile.TemporaryDirectory() as folder:
+        parity = measure(Path(folder))
+    print(table(parity.matrix))
+    for problem in parity.problems:
+        print(problem, file=sys.stderr)
+    if options.write and not parity.problems:
+        readme = ROOT / "README.md"
+        readme.write_text(filled(readme.read_text(), parity.matrix))
+    return 1 if parity.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
