@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import BatchParams, SampleOutput, sample
+    from .kernels.features import LogitEdits, Truncation
     from .kernels.head import LMHead, Workspace
     from .kernels.rng import NOISE_ABI
     from .kernels.tiles import TileConfig
@@ -26,13 +27,26 @@ _HOMES = {
     "BatchParams": ".api",
     "SampleOutput": ".api",
     "sample": ".api",
+    "LogitEdits": ".kernels.features",
+    "Truncation": ".kernels.features",
     "LMHead": ".kernels.head",
     "Workspace": ".kernels.head",
     "NOISE_ABI": ".kernels.rng",
     "TileConfig": ".kernels.tiles",
 }
 
-__all__ = ["NOISE_ABI", "BatchParams", "LMHead", "SampleOutput", "TileConfig", "Workspace", "__version__", "sample"]
+__all__ = [
+    "NOISE_ABI",
+    "BatchParams",
+    "LMHead",
+    "LogitEdits",
+    "SampleOutput",
+    "TileConfig",
+    "Truncation",
+    "Workspace",
+    "__version__",
+    "sample",
+]
 
 
 def __getattr__(name: str) -> Any:

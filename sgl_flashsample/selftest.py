@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
-from .kernels.head import LMHead
-from .kernels.lm_head_sample import lm_head_sample
-from .kernels.reference import Reference, logits_ref, sample_ref
-from .tuned import tiles_up_to
+from .kernels.features import Edit, LogitEdits, Truncation
+from .kernels.head import LMHead, Workspace
+from .kernels.lm_head_sample import lm_head_sample, num_parts
+from .kernels.reference import Reference, edit_logits_ref, logits_ref, sample_ref, truncated_sample_ref
+from .kernels.tiles import TileConfig
+from .tuned import Work, draw_for, tile_for, tiles_up_to
 
 # Enough ids for each program of a large GPU to walk several vocabulary tiles.
 MAX_IDS = 40_000
@@ -20,54 +23,179 @@ _ACCUMULATION = 2.0**-22
 
 
 def compare_with_reference(head: LMHead, max_rows: int, chunk_ids: int = CHUNK_IDS) -> str | None:
-    """Draw with every tile that batches of up to ``max_rows`` rows use, on the first ids of ``head``.
+    """Draw with every tile that batches of up to ``max_rows`` rows use, whatever their features, on the first ids of
+    ``head``.
 
     Compiles each kernel that such batches need. Returns None when every token is the reference's (near-ties
     excepted), else what differed.
     """
-    weight = head.weight
     vocab_size = min(head.vocab_size, MAX_IDS)
-    cut = dataclasses.replace(head, weight=weight[:vocab_size], vocab_size=vocab_size)
-    generator = torch.Generator(weight.device).manual_seed(1)
-    spread = weight[:chunk_ids].float().norm(dim=1).mean().clamp(min=1e-6)
-    for num_rows, tile in tiles_up_to(head, max_rows):
-        hidden = torch.randn(num_rows, weight.shape[1], generator=generator, device=weight.device)
-        hidden = (hidden * (3.0 / spread)).to(weight.dtype)
-        row = torch.arange(num_rows, device=weight.device)
-        temperature = torch.where(row % 3 == 0, 0.0, 0.5 + row % 4 * 0.5)
-        seed, position = row * 7919 - 5, row + 11
-        want = _reference(hidden, cut, temperature, seed, position, chunk_ids)
-        for return_logprob in (False, True):
-            token, _, _ = lm_head_sample(hidden, cut, temperature, seed, position, tile, return_logprob=return_logprob)
-            wrong = (token != want.token) & ~want.near_tie
-            if wrong.any():
-                return f"{int(wrong.sum())} of {num_rows} tokens differ from the reference with {tile}"
+    cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
+    for work in Work:
+        if work.truncates and head.vocab_start:
+            continue  # only a whole vocabulary is truncated
+        for num_rows, tile in tiles_up_to(head, max_rows, work):
+            problem = _compare(cut, num_rows, tile, work, chunk_ids)
+            if problem is not None:
+                return f"{problem} with {tile} ({work})"
+        if work.truncates and vocab_size < head.vocab_size:
+            _compile_whole(head, work)
     return None
 
 
-def _reference(
-    hidden: torch.Tensor,
-    head: LMHead,
+def _compare(head: LMHead, num_rows: int, tile: TileConfig, work: Work, chunk_ids: int) -> str | None:
+    hidden = _hidden(head, num_rows, chunk_ids)
+    row = torch.arange(num_rows, device=hidden.device)
+    greedy_row = 1 if work.truncates else 0
+    temperature = torch.where(row % 3 == greedy_row, 0.0, 0.5 + row % 4 * 0.5)
+    seed, position = row * 7919 - 5, row + 11
+    low, logits, high = (_logits(hidden, head, chunk_ids, sign * _ACCUMULATION) for sign in (-1, 0, 1))
+    edits = None
+    if work.edits:
+        edits, edited = _edits(row, head)
+        low, logits, high = map(edited, (low, logits, high))
+    want = sample_ref(logits, low, high, temperature, seed, position, vocab_start=head.vocab_start)
+    truncation = _truncation(row) if work.truncates else None
+    workspace = Workspace(num_parts(head, num_rows, tile) * num_rows, hidden.device)
+    for return_logprob in (False, True):
+        token, _, _ = lm_head_sample(
+            hidden,
+            head,
+            temperature,
+            seed,
+            position,
+            tile,
+            truncation=truncation,
+            edits=edits,
+            return_logprob=return_logprob,
+            workspace=workspace,
+            draw=draw_for(head),
+        )
+        if truncation is not None:
+            assert workspace.last_kept is not None
+            kept = workspace.last_kept.logits[:num_rows, : head.vocab_size].double()
+            limited = _limited(truncation, head) & (temperature > 0)
+            room = 1e-5 * logits.abs().clamp(min=1.0)
+            off = limited & ~((kept >= low - room) & (kept <= high + room) | (kept == logits)).all(1)
+            if off.any():
+                return f"logits of {int(off.sum())} of {num_rows} rows differ from the reference"
+            want = _with_truncated(want, kept, limited, temperature, seed, position, truncation)
+        wrong = (token != want.token) & ~want.near_tie
+        if wrong.any():
+            return f"{int(wrong.sum())} of {num_rows} tokens differ from the reference"
+    return None
+
+
+def _hidden(head: LMHead, num_rows: int, chunk_ids: int) -> torch.Tensor:
+    """Hidden states that give logits of a usual size."""
+    weight = head.weight
+    generator = torch.Generator(weight.device).manual_seed(1)
+    spread = weight[:chunk_ids].float().norm(dim=1).mean().clamp(min=1e-6)
+    hidden = torch.randn(num_rows, weight.shape[1], generator=generator, device=weight.device)
+    return (hidden * (3.0 / spread)).to(weight.dtype)
+
+
+def _logits(hidden: torch.Tensor, head: LMHead, chunk_ids: int, perturb: float) -> torch.Tensor:
+    return torch.cat(
+        [
+            logits_ref(
+                hidden,
+                head.weight[start : start + chunk_ids],
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+                logits_dtype=head.logits_dtype,
+                perturb=perturb,
+            )
+            for start in range(0, head.vocab_size, chunk_ids)
+        ],
+        dim=1,
+    )
+
+
+def _edits(row: torch.Tensor, head: LMHead) -> tuple[LogitEdits, Callable[[torch.Tensor], torch.Tensor]]:
+    """Edits of all kinds, all of them in row 0 and another combination in each following one; and what they do to
+    the reference's logits."""
+    words = -(-(head.vocab_start + head.vocab_size) // 32)
+    ids = torch.arange(words * 32, device=row.device)[None, :] + row[:, None]
+    additive, scaling, bias = ids % 3 * -0.25, 1.0 + ids % 2 * 0.125, ids % 4 * 0.5
+    allowed = ids % 5 != 0
+    bits = allowed.view(len(row), words, 32).long() << torch.arange(32, device=row.device)
+    packed = bits.sum(-1)
+    flags = 15 - row % 16
+    edits = LogitEdits(
+        additive=additive,
+        scaling=scaling,
+        mask=torch.where(packed >= 2**31, packed - 2**32, packed).int(),
+        bias=bias,
+        rows=flags.int(),
+    )
+    columns = slice(head.vocab_start, head.vocab_start + head.vocab_size)
+
+    def edited(logits: torch.Tensor) -> torch.Tensor:
+        with_additive, with_scaling, with_mask, with_bias = ((flags & edit != 0)[:, None] for edit in Edit)
+        return edit_logits_ref(
+            logits,
+            additive=torch.where(with_additive, additive, 0.0)[:, columns],
+            scaling=torch.where(with_scaling, scaling, 1.0)[:, columns],
+            allowed=(allowed | ~with_mask)[:, columns],
+            bias=torch.where(with_bias, bias, 0.0)[:, columns],
+        ).double()
+
+    return edits, edited
+
+
+def _truncation(row: torch.Tensor) -> Truncation:
+    """Top-k and top-p in row 0, and another combination in each following one."""
+    return Truncation(
+        torch.where(row % 2 == 0, 20, 0).int(),
+        torch.where(row % 4 < 2, 0.95, 1.0),
+        torch.where(row % 5 == 4, 0.05, 0.0),
+    )
+
+
+def _limited(truncation: Truncation, head: LMHead) -> torch.Tensor:
+    use_k = (truncation.top_k >= 1) & (truncation.top_k < head.vocab_size)
+    return use_k | (truncation.top_p < 1) | (truncation.min_p > 0)
+
+
+def _with_truncated(
+    want: Reference,
+    kept: torch.Tensor,
+    limited: torch.Tensor,
     temperature: torch.Tensor,
     seed: torch.Tensor,
     position: torch.Tensor,
-    chunk_ids: int,
+    truncation: Truncation,
 ) -> Reference:
-    low, logits, high = (
-        torch.cat(
-            [
-                logits_ref(
-                    hidden,
-                    head.weight[start : start + chunk_ids],
-                    logit_scale=head.logit_scale,
-                    softcap=head.softcap,
-                    logits_dtype=head.logits_dtype,
-                    perturb=sign * _ACCUMULATION,
-                )
-                for start in range(0, head.vocab_size, chunk_ids)
-            ],
-            dim=1,
-        )
-        for sign in (-1, 0, 1)
+    """``want`` with the rows of a truncation drawn from the logits that they have kept."""
+    logits = torch.where(limited[:, None], kept, 0.0)
+    found = truncated_sample_ref(
+        logits,
+        torch.where(limited, temperature, 1.0),
+        seed,
+        position,
+        truncation.top_k,
+        truncation.top_p,
+        truncation.min_p,
     )
-    return sample_ref(logits, low, high, temperature, seed, position, vocab_start=head.vocab_start)
+    token = torch.where(limited, found.token, want.token)
+    return dataclasses.replace(want, token=token, near_tie=torch.where(limited, found.near_tie, want.near_tie))
+
+
+def _compile_whole(head: LMHead, work: Work) -> None:
+    """The search is compiled for a size of the vocabulary: the first truncated request must not wait for it."""
+    row = torch.zeros(1, dtype=torch.int64, device=head.weight.device)
+    edits = _edits(row, head)[0] if work.edits else None
+    for return_logprob in (False, True):
+        lm_head_sample(
+            _hidden(head, 1, CHUNK_IDS),
+            head,
+            torch.ones_like(row, dtype=torch.float32),
+            row,
+            row,
+            tile_for(head, 1, work),
+            truncation=_truncation(row),
+            edits=edits,
+            return_logprob=return_logprob,
+            draw=draw_for(head),
+        )

@@ -1,4 +1,4 @@
-"""Which tile a launch uses: one lookup, ``tile_for``, over two tables.
+"""Which tile a launch uses: one lookup, ``tile_for``, over two tables; and which draw, ``draw_for``.
 
 The 2-byte entries for compute capability 9.0 come from benchmarks/results/h200-tiles.json, where they are within
 1.5 % of the best at every batch size and both hidden sizes. All others are neighbours of them that compile without
@@ -27,6 +27,14 @@ class Work(enum.StrEnum):
     @classmethod
     def of(cls, truncate: bool, edit: bool) -> Work:
         return (cls.EDIT_AND_TRUNCATE if truncate else cls.EDIT) if edit else cls.TRUNCATE if truncate else cls.PLAIN
+
+    @property
+    def truncates(self) -> bool:
+        return self in (Work.TRUNCATE, Work.EDIT_AND_TRUNCATE)
+
+    @property
+    def edits(self) -> bool:
+        return self in (Work.EDIT, Work.EDIT_AND_TRUNCATE)
 
 
 Entries = list[tuple[int, TileConfig]]
@@ -63,9 +71,16 @@ WORK_TABLE: dict[tuple[str, int, Work], Entries] = {
     ("sm100", 2, Work.TRUNCATE): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
     ("sm100", 2, Work.EDIT): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
     ("sm100", 2, Work.EDIT_AND_TRUNCATE): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
+    ("sm80", 2, Work.TRUNCATE): [
+        (16, TileConfig(16, 128, 64, 4, 5, tma=False)),
+        (512, TileConfig(32, 128, 64, 8, 4, tma=False)),
+    ],
+    ("sm80", 4, Work.TRUNCATE): [(512, TileConfig(16, 64, 32, 8, 4, tma=False))],
     ("sm80", 2, Work.EDIT): [(512, TileConfig(16, 128, 64, 8, 5, tma=False))],
     ("sm80", 2, Work.EDIT_AND_TRUNCATE): [(512, TileConfig(16, 128, 64, 8, 5, tma=False))],
 }
+# Where the draw of truncated rows wants another shape: the search spills less when it counts fewer spans at a time.
+DRAWS: dict[str, DrawConfig] = {"sm80": DrawConfig(gather=16)}
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 
@@ -114,7 +129,9 @@ def _interpreted_draw(vocab_size: int) -> DrawConfig:
 
 def draw_for(head: LMHead) -> DrawConfig:
     """How rows of ``head`` with a truncation are drawn, whatever the batch size."""
-    return _interpreted_draw(head.vocab_size) if head.weight.device.type == "cpu" else DEFAULT_DRAW
+    if head.weight.device.type == "cpu":
+        return _interpreted_draw(head.vocab_size)
+    return DRAWS.get(family_of(head.weight.device) or "", DEFAULT_DRAW)
 
 
 def tiles_up_to(head: LMHead, max_rows: int, work: Work = Work.PLAIN) -> list[tuple[int, TileConfig]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
-from sgl_flashsample.kernels.reference import lm_head_sample_ref
+from problems import reference
+from sgl_flashsample.kernels.features import Edit
+from sgl_flashsample.kernels.reference import lm_head_sample_ref, logits_ref
 
 import sgl_flashsample
-from sgl_flashsample import BatchParams, LMHead, SampleOutput, Workspace, sample, tuned
-from sgl_flashsample.tuned import TABLE, tile_for, tiles_up_to
+from sgl_flashsample import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation, Workspace, sample, tuned
+from sgl_flashsample.tuned import TABLE, WORK_TABLE, Work, tile_for, tiles_up_to
 
 
 def problem(device, rows=9, vocab=600, hidden=32):
@@ -33,6 +36,58 @@ def test_sample_draws_the_references_tokens_and_logprobs(device):
     assert (out.logprobs[sure] >= want.logprob_low[sure] - 1e-4).all()
     assert (out.logprobs[sure] <= want.logprob_high[sure] + 1e-4).all()
     assert (out.token_ids.dtype, out.logprobs.dtype, out.scores.dtype) == (torch.int64, torch.float32, torch.float32)
+
+
+def features(device, rows=9, vocab=600):
+    row = torch.arange(rows, device=device)
+    truncation = Truncation((row % 4 * 5).int(), 1.0 - row % 2 * 0.3, (row % 5 == 4) * 0.1)
+    bias = torch.zeros(rows, vocab, device=device)
+    bias[:, ::7] = 2.5
+    return truncation, LogitEdits(bias=bias, rows=(row % 3 * 4).int())  # Edit.BIAS in rows 2, 5 and 8
+
+
+@pytest.mark.parametrize("truncated, edited", [(True, False), (False, True), (True, True)])
+def test_sample_truncates_and_edits_as_the_reference_does(device, truncated, edited):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randint(-2, 3, (9, 32), generator=generator).float().to(device)
+    weight = (torch.randint(-1, 2, (600, 32), generator=generator) / 4).float().to(device)  # exact dot products
+    _, _, plain = problem(device)
+    truncation, edits = features(device)
+    params = dataclasses.replace(plain, truncation=truncation if truncated else None, edits=edits if edited else None)
+    out = sample(states, weight, params, return_logprob=True)
+    logits = logits_ref(states, weight).float()
+    if edited:
+        logits = torch.where((edits.rows & Edit.BIAS != 0)[:, None], logits + edits.bias, logits)
+    options = {"temperature": params.temperature, "seed": params.seed, "position": params.position}
+    want = reference(logits, options, params.truncation)
+    sure = ~want.near_tie
+    assert sure.sum() >= 7
+    assert torch.equal(out.token_ids[sure], want.token[sure])
+    torch.testing.assert_close(out.logprobs.double()[sure], want.logprob_low[sure], rtol=0, atol=1e-4)
+    unaffected = sample(states, weight, plain).token_ids
+    assert not torch.equal(out.token_ids, unaffected)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_its_truncation_and_its_edits(device):
+    states, weight, plain = problem(device)
+    truncation, edits = features(device)
+    params, head = dataclasses.replace(plain, truncation=truncation, edits=edits), LMHead(weight)
+    workspace = Workspace(10_000, device)
+    eager = sample(states, head, params, return_logprob=True, workspace=workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sample(states, head, params, return_logprob=True, workspace=workspace)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(out.token_ids, eager.token_ids)
+        assert torch.equal(out.logprobs, eager.logprobs)
+    truncation.top_k.fill_(1)
+    edits.bias.zero_()
+    edits.bias[:, 40] = 1000.0
+    edits.rows.fill_(int(Edit.BIAS))
+    graph.replay()
+    assert out.token_ids.tolist() == [40] * 9
 
 
 def test_a_head_object_and_a_reused_workspace_change_nothing(device):
@@ -68,10 +123,23 @@ def test_every_public_name_is_there():
 
 
 def test_the_table_grows_with_the_batch_and_its_last_entry_serves_the_rest():
-    for entries in TABLE.values():
+    for entries in (*TABLE.values(), *WORK_TABLE.values()):
         limits = [limit for limit, _ in entries]
         assert limits == sorted(set(limits))
         assert all(tile.block_b >= 16 for _, tile in entries)
+
+
+def test_work_is_named_by_its_features():
+    for truncates in (False, True):
+        for edits in (False, True):
+            work = Work.of(truncates, edits)
+            assert (work.truncates, work.edits) == (truncates, edits)
+
+
+def test_work_without_an_entry_of_its_own_takes_the_tiles_of_a_plain_draw():
+    assert ("sm100", 4, Work.EDIT) not in WORK_TABLE
+    assert tuned._tile("sm100", 4, 17, Work.EDIT) == tuned._tile("sm100", 4, 17, Work.PLAIN)
+    assert tuned._tile("sm90", 2, 64, Work.TRUNCATE) == WORK_TABLE["sm90", 2, Work.TRUNCATE][-1][1]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 512, 4096])
@@ -91,5 +159,5 @@ def test_the_tiles_of_a_range_are_those_that_its_batches_use(device):
 def test_each_entry_serves_batches_up_to_its_limit_and_the_next_one_from_there(key):
     entries = TABLE[key]
     for (limit, tile), following in zip(entries, [*entries[1:], entries[-1]], strict=True):
-        assert tuned._tile(*key, limit) == tile
-        assert tuned._tile(*key, limit + 1) == following[1]
+        assert tuned._tile(*key, limit, Work.PLAIN) == tile
+        assert tuned._tile(*key, limit + 1, Work.PLAIN) == following[1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_flashsample import LMHead, selftest
+from sgl_flashsample import LMHead, selftest, tuned
+from sgl_flashsample.tuned import Work
 
 
 def head(device, **options):
@@ -14,22 +15,78 @@ def head(device, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"vocab_size": 601}, {"softcap": 5.0, "logit_scale": 0.5}, {"vocab_start": 320}]
+    "options, chunk",
+    [
+        ({}, 97),
+        ({"vocab_size": 601}, 64),
+        ({"softcap": 5.0, "logit_scale": 0.5}, 5000),
+        ({"vocab_start": 320}, 97),
+    ],
+    ids=["whole", "padded", "softcap", "shard"],
 )
-@pytest.mark.parametrize("chunk", [64, 97, 5000])
 def test_right_kernels_pass_whatever_the_head_and_the_chunk_of_the_reference(device, options, chunk):
     assert selftest.compare_with_reference(head(device, **options), 20, chunk_ids=chunk) is None
 
 
-def test_a_kernel_that_draws_another_token_is_named_with_its_tile(device, monkeypatch):
-    def shifted(*arguments, **keywords):
-        token, score, logprob = true(*arguments, **keywords)
-        return (token + 1) % 700, score, logprob
+@pytest.fixture
+def broken(monkeypatch):
+    """Makes the kernels of one kind of work draw the token after the right one."""
+
+    def break_it(work: Work) -> None:
+        def shifted(*arguments, **keywords):
+            token, score, logprob = true(*arguments, **keywords)
+            own = Work.of(keywords["truncation"] is not None, keywords["edits"] is not None)
+            return (token + 1) % 700 if own is work else token, score, logprob
+
+        true = selftest.lm_head_sample
+        monkeypatch.setattr(selftest, "lm_head_sample", shifted)
+
+    return break_it
+
+
+@pytest.mark.parametrize("work", Work)
+def test_a_kernel_that_draws_another_token_is_named_with_its_tile_and_its_work(device, broken, work):
+    broken(work)
+    problem = selftest.compare_with_reference(head(device), 4)
+    assert "tokens differ from the reference with TileConfig(" in problem
+    assert problem.endswith(f"({work})")
+
+
+def test_a_kernel_that_keeps_other_logits_is_named(device, monkeypatch):
+    def spoiled(*arguments, **keywords):
+        drawn = true(*arguments, **keywords)
+        if keywords["truncation"] is not None:
+            keywords["workspace"].last_kept.logits[0, 3] += 1
+        return drawn
 
     true = selftest.lm_head_sample
-    monkeypatch.setattr(selftest, "lm_head_sample", shifted)
-    problem = selftest.compare_with_reference(head(device), 20)
-    assert "tokens differ from the reference with TileConfig(" in problem
+    monkeypatch.setattr(selftest, "lm_head_sample", spoiled)
+    problem = selftest.compare_with_reference(head(device), 4)
+    assert problem.startswith("logits of 1 of 1 rows differ from the reference")
+
+
+def test_every_kernel_of_every_work_is_compiled_with_and_without_logprobs(device, monkeypatch):
+    """The search is compiled for a size of the vocabulary, so also for the whole one."""
+    seen = set()
+
+    def note(hidden, head, *arguments, **keywords):
+        work = Work.of(keywords["truncation"] is not None, keywords["edits"] is not None)
+        seen.add((work, head.vocab_size, keywords["return_logprob"]))
+        return true(hidden, head, *arguments, **keywords)
+
+    true = selftest.lm_head_sample
+    monkeypatch.setattr(selftest, "lm_head_sample", note)
+    monkeypatch.setattr(selftest, "MAX_IDS", 128)
+    assert selftest.compare_with_reference(head(device), 1) is None
+    wanted = {(work, 128) for work in Work} | {(work, 700) for work in Work if work.truncates}
+    assert seen == {(*one, return_logprob) for one in wanted for return_logprob in (False, True)}
+
+
+def test_every_tile_of_every_work_is_drawn_with(device, monkeypatch):
+    seen = set()
+    monkeypatch.setattr(selftest, "_compare", lambda head, rows, tile, work, chunk: seen.add((work, tile)))
+    selftest.compare_with_reference(head(device), 130)
+    assert seen == {(work, tile) for work in Work for _, tile in tuned.tiles_up_to(head(device), 130, work)}
 
 
 def test_a_dead_head_of_zeros_does_not_stop_a_server(device):
