@@ -32,7 +32,8 @@ from .tiles import DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
-_ARRIVALS = tl.constexpr(2.5)  # groups whose score is as close to the best are e^2.5 or fewer, on average
+_WIDE = tl.constexpr(4.0)
+_NARROW = tl.constexpr(2.5)
 _PARTIALS = tl.constexpr(PARTIALS)
 _CHAIN = tl.constexpr(CHAIN)
 _GROUPS = tl.constexpr(FIRST_GROUPS)
@@ -72,7 +73,11 @@ def _next_tokens(
     slots = offs_p * num_rows + row
     scores = tl.load(score_ptr + slots, mask=mask, other=float("-inf"))
     seconds = tl.load(second_ptr + slots, mask=mask, other=float("-inf"))
-    near = scores >= tl.max(scores) - _ARRIVALS
+    # On average e^x or fewer groups score within x of the best: as many as there is room for.
+    best = tl.max(scores)
+    near = mask & (scores >= best - _WIDE)
+    width = tl.where(tl.sum(near.to(tl.int32)) <= _GROUPS, _WIDE, _NARROW)
+    near = mask & (scores >= best - width)
     place = tl.cumsum(near.to(tl.int32), axis=0) - 1
     near = near & (place < _GROUPS)
     tl.store(list_ptr + place, offs_p, mask=near)
@@ -166,7 +171,7 @@ def draw_truncated_kernel(
         count = tl.zeros([_CHAIN, BLOCK], tl.float32)  # exact: a vocabulary has fewer than 2**24 ids
         mass = tl.zeros([_CHAIN, BLOCK], tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
-        top = tl.full([], float("-inf"), tl.float32)
+        top = tl.full([BLOCK], float("-inf"), tl.float32)
         kept_row = kept_ptr + row.to(tl.int64) * kept_width
         scale = inv_temperature * _LOG2_E
         # A row is cut in the same way whatever its neighbours are: its sums do not depend on them.
@@ -176,17 +181,15 @@ def draw_truncated_kernel(
             logits = tl.load(kept_row + offs, mask=offs < kept_width, other=float("-inf")).to(tl.float32)
             weight = tl.exp2((logits - reference) * scale)
             total += weight
-            peak = tl.max(logits)
-            top = tl.maximum(top, peak)
-            if peak > reference:  # in most blocks no logit is
-                larger = logits[None, :] > chain_logits[:, None]
-                count += tl.where(larger, 1.0, 0.0)
-                mass += tl.where(larger, weight[None, :], 0.0)
+            top = tl.maximum(top, logits)
+            larger = logits[None, :] > chain_logits[:, None]
+            count += tl.where(larger, 1.0, 0.0)
+            mass += tl.where(larger, weight[None, :], 0.0)
         partials = partial_ptr + tl.program_id(0) * _PARTIALS
         tl.store(partials + offs_c, tl.sum(count, axis=1))
         tl.store(partials + offs_c + _CHAIN, tl.sum(mass, axis=1))
         tl.store(partials + 2 * _CHAIN, tl.sum(total))
-        tl.store(partials + 2 * _CHAIN + 1, top)
+        tl.store(partials + 2 * _CHAIN + 1, tl.max(top))
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == CHUNKS - 1:
             tl.debug_barrier()
@@ -202,15 +205,17 @@ def draw_truncated_kernel(
             min_p = tl.load(min_p_ptr + row)
             use_k = (top_k >= 1) & (top_k < vocab_size)
             p = tl.where(top_p < 1.0, top_p, 2.0)
-            # Top-p of what top-k has left needs the mass of that: only the search knows it.
-            p = tl.where(use_k & (top_p < 1.0) & (min_p > 0.0), -1.0, p)
             least = tl.where(min_p > 0.0, tl.log(tl.minimum(min_p, 1.0)), float("-inf"))
-            allowed = (above < tl.where(use_k, top_k, vocab_size)) & (share / everything < p)
             # The largest logit is always allowed, whatever the limits are.
-            allowed = (allowed | (above == 0)) & ((chain_logits - largest) * inv_temperature >= least)
-            allowed = allowed & (chain_late > float("-inf"))
+            largest_of_all = above == 0
+            allowed = ((above < tl.where(use_k, top_k, vocab_size)) & (share / everything < p)) | largest_of_all
+            allowed = allowed & ((chain_logits - largest) * inv_temperature >= least) & (chain_late > float("-inf"))
+            # Top-p of what top-k has left allows less, how much less only the search knows: a token that passes here
+            # may be the answer or not, so no later one is.
+            unsure = use_k & (top_p < 1.0) & (min_p > 0.0) & ~largest_of_all
             winner = tl.min(tl.where(allowed, offs_c, _CHAIN))
-            tl.store(rounds_ptr + row, tl.where(winner < _CHAIN, 1, -1))
+            answered = tl.sum(((offs_c == winner) & ~unsure).to(tl.int32))
+            tl.store(rounds_ptr + row, tl.where(answered == 1, 1, -1))
             token = tl.sum(tl.where(offs_c == winner, chain_ids, 0))
             logit = tl.max(tl.where(offs_c == winner, chain_logits, float("-inf")))
             tl.store(token_ptr + row, token.to(tl.int64))

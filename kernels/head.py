@@ -103,6 +103,7 @@ class Workspace:
         self.logits = torch.empty(slots, rng.GROUP_SIZE, dtype=torch.float32, device=device)
         self.lse = torch.empty(slots, 2, dtype=torch.float32, device=device)
         self._kept: dict[torch.dtype, Kept] = {}
+        self.last_kept: Kept | None = None  # of the last batch with a truncation
 
     def kept(self, num_rows: int, vocab_size: int, dtype: torch.dtype) -> Kept:
         """Room for the logits of ``num_rows`` rows; allocates for the first batch and for a larger one."""
@@ -112,6 +113,7 @@ class Workspace:
                 # By doubling, so that a batch that grows row by row does not allocate at every step.
                 num_rows = max(num_rows, 2 * kept.num_rows)
             kept = self._kept[dtype] = Kept(num_rows, vocab_size, dtype, self.score.device)
+        self.last_kept = kept
         return kept
 
 

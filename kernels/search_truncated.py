@@ -342,9 +342,10 @@ def _search(
                 score, token, logit = _first(later, window_ptr, kept_row)
                 known = (ceiling == float("inf")) & (score >= bottom) & (score > float("-inf"))
                 if not known:
-                    # What was looked at holds no further token that surely comes next: look again, without it.
+                    # What was looked at holds no further token that surely comes next: look again from the start.
                     ceiling = tl.full([], float("inf"), tl.float32)
                     score = tl.full([], float("-inf"), tl.float32)
+                    first = ceiling
                     bottom = ceiling
         if searching:
             ceiling = bottom

@@ -57,7 +57,7 @@ class DrawConfig:
     """
 
     chunks: int = 8
-    num_warps: int = 8
+    num_warps: int = 4
     block: int = 1024
     search_warps: int = 16
     window: int = 16

@@ -9,48 +9,12 @@ import os
 import numpy as np
 import pytest
 import torch
+from problems import CUDA, TILE, WIDE, integer_problem, random_problem, rows
 from sgl_flashsample.kernels.head import LMHead, Workspace
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_parts
 from sgl_flashsample.kernels.reference import lm_head_sample_ref
 from sgl_flashsample.kernels.tiles import TileConfig
 from stats import g_test, power
-
-CUDA = torch.cuda.is_available()
-# Interpreted, a program costs milliseconds: large tiles, few of them. Several parts, so that the reduction works.
-TILE = (
-    TileConfig(16, 128, 64, 4, 3) if CUDA else TileConfig(16, 512, 64, 4, 1, ctas_per_sm=8, tma=False, reduce_rows=64)
-)
-WIDE = (
-    TileConfig(64, 128, 64, 4, 3) if CUDA else TileConfig(64, 2048, 128, 4, 1, ctas_per_sm=2, tma=False, reduce_rows=64)
-)
-
-
-def rows(num_rows: int, device: torch.device, seed: int = 0, greedy_every: int = 5) -> dict[str, torch.Tensor]:
-    """Mixed parameters: temperatures from 0.2 to 2, every fifth row greedy, arbitrary seeds and positions."""
-    g = torch.Generator().manual_seed(seed)
-    temperature = 0.2 + 1.8 * torch.rand(num_rows, generator=g)
-    temperature[::greedy_every] = 0.0
-    return {
-        "temperature": temperature.to(device),
-        "seed": torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=g).to(device),
-        "position": torch.randint(0, 2**20, (num_rows,), generator=g).to(device),
-    }
-
-
-def random_problem(num_rows, vocab, hidden, dtype, device, seed=0, padding=0):
-    """Logits with a standard deviation of about 3: peaked and flat rows both occur at the temperatures above."""
-    g = torch.Generator().manual_seed(seed)
-    states = torch.randn(num_rows, hidden, generator=g).to(dtype)
-    weight = (torch.randn(vocab + padding, hidden, generator=g) * 3 / hidden**0.5).to(dtype)
-    return states.to(device), weight.to(device)
-
-
-def integer_problem(num_rows, vocab, hidden, dtype, device, seed=0):
-    """Entries whose dot products float32 sums without any rounding, in any order: ties abound, near-ties do not."""
-    g = torch.Generator().manual_seed(seed)
-    states = torch.randint(-2, 3, (num_rows, hidden), generator=g).to(dtype)
-    weight = torch.randint(-1, 2, (vocab, hidden), generator=g).to(dtype) / 4
-    return states.to(device), weight.to(device)
 
 
 def assert_equal_to_reference(states, head: LMHead, params, tile, max_near_ties: float) -> None:
