@@ -26,6 +26,7 @@ import triton.language as tl
 from . import rng
 from .features import Truncation
 from .head import CHAIN, FIRST_GROUPS, PARTIALS, ROW_POINTERS, Kept, Workspace
+from .launch import launch
 from .reduce_parts import draw_from_parts
 from .search_truncated import arrivals, search_truncated
 from .tiles import DrawConfig
@@ -276,36 +277,43 @@ def draw_truncated(
     token = torch.empty(num_rows, dtype=torch.int64, device=temperature.device)
     score = torch.empty(num_rows, dtype=torch.float32, device=temperature.device)
     logprob = torch.empty(num_rows, dtype=torch.float32, device=temperature.device) if return_logprob else None
-    draw_truncated_kernel[(num_rows * config.chunks,)](
-        workspace.score,
-        workspace.group,
-        workspace.logits,
-        workspace.lse,
-        workspace.second,
-        kept.logits,
-        kept.partial,
-        kept.first,
-        kept.arrived,
-        temperature,
-        seed,
-        position,
-        truncation.top_k,
-        truncation.top_p,
-        truncation.min_p,
-        token,
-        score,
-        score if logprob is None else logprob,
-        kept.rounds,
-        num_rows,
-        num_parts,
-        vocab_size,
-        vocab_start,
-        kept.width,
-        RETURN_LOGPROB=return_logprob,
-        BLOCK_P=triton.next_power_of_2(most_parts),
-        BLOCK=config.block,
-        CHUNKS=config.chunks,
-        num_warps=config.num_warps,
+    launch(
+        draw_truncated_kernel,
+        num_rows * config.chunks,
+        (
+            workspace.score,
+            workspace.group,
+            workspace.logits,
+            workspace.lse,
+            workspace.second,
+            kept.logits,
+            kept.partial,
+            kept.first,
+            kept.arrived,
+            temperature,
+            seed,
+            position,
+            truncation.top_k,
+            truncation.top_p,
+            truncation.min_p,
+            token,
+            score,
+            score if logprob is None else logprob,
+            kept.rounds,
+            num_rows,
+            num_parts,
+            vocab_size,
+            vocab_start,
+            kept.width,
+        ),
+        {
+            "RETURN_LOGPROB": return_logprob,
+            "BLOCK_P": triton.next_power_of_2(most_parts),
+            "BLOCK": config.block,
+            "CHUNKS": config.chunks,
+        },
+        config.num_warps,
+        (temperature.device.index, kept.logits.dtype),
     )
     search_truncated(
         kept, temperature, seed, position, truncation, vocab_size, vocab_start, token, score, logprob, config

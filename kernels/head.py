@@ -75,6 +75,11 @@ class LMHead:
         return self.weight.data_ptr() % 16 == 0 and self.weight.stride(0) * itemsize % 16 == 0
 
     @functools.cached_property
+    def variant(self) -> tuple:
+        """What of this head a compiled kernel depends on, beside its constants."""
+        return self.weight.dtype, self.weight.stride(0), self.weight.data_ptr() % 16 == 0
+
+    @functools.cached_property
     def _descriptors(self) -> dict[tuple[int, int], TensorDescriptor]:
         return {}
 

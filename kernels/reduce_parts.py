@@ -14,6 +14,7 @@ import triton.language as tl
 
 from . import rng
 from .head import ROW_POINTERS, Workspace
+from .launch import launch
 
 
 @triton.jit
@@ -149,24 +150,31 @@ def reduce_parts(
     token = torch.empty(num_rows, dtype=torch.int64, device=device)
     score = torch.empty(num_rows, dtype=torch.float32, device=device)
     logprob = torch.empty(num_rows, dtype=torch.float32, device=device) if return_logprob else None
-    reduce_parts_kernel[(triton.cdiv(num_rows, rows_per_program),)](
-        workspace.score,
-        workspace.group,
-        workspace.logits,
-        workspace.lse,
-        temperature,
-        seed,
-        position,
-        token,
-        score,
-        score if logprob is None else logprob,
-        num_rows,
-        num_parts,
-        vocab_size,
-        vocab_start,
-        RETURN_LOGPROB=return_logprob,
-        BLOCK_P=triton.next_power_of_2(most_parts),
-        BLOCK_R=rows_per_program,
-        num_warps=1,
+    launch(
+        reduce_parts_kernel,
+        triton.cdiv(num_rows, rows_per_program),
+        (
+            workspace.score,
+            workspace.group,
+            workspace.logits,
+            workspace.lse,
+            temperature,
+            seed,
+            position,
+            token,
+            score,
+            score if logprob is None else logprob,
+            num_rows,
+            num_parts,
+            vocab_size,
+            vocab_start,
+        ),
+        {
+            "RETURN_LOGPROB": return_logprob,
+            "BLOCK_P": triton.next_power_of_2(most_parts),
+            "BLOCK_R": rows_per_program,
+        },
+        1,
+        (device.index,),
     )
     return token, score, logprob

@@ -19,6 +19,7 @@ from . import rng
 from .epilogue import LIMIT
 from .features import Truncation
 from .head import ROW_POINTERS, SPAN, Kept
+from .launch import launch
 from .tiles import DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -455,31 +456,38 @@ def search_truncated(
 ) -> None:
     """Fill ``token``, ``score`` and ``logprob`` in the rows whose ``kept.rounds`` is negative."""
     block_s = triton.next_power_of_2(triton.cdiv(kept.width, SPAN * rng.GROUP_SIZE))
-    search_truncated_kernel[(temperature.shape[0] * config.chunks,)](
-        kept.logits,
-        kept.arrived,
-        kept.score,
-        kept.mass,
-        kept.peak,
-        kept.list,
-        temperature,
-        seed,
-        position,
-        truncation.top_k,
-        truncation.top_p,
-        truncation.min_p,
-        token,
-        score,
-        score if logprob is None else logprob,
-        kept.rounds,
-        kept.searched,
-        vocab_size,
-        vocab_start,
-        kept.width,
-        RETURN_LOGPROB=logprob is not None,
-        CHUNKS=config.chunks,
-        BLOCK_S=block_s,
-        WINDOW=min(config.window, block_s),
-        GATHER=min(config.gather, block_s),
-        num_warps=config.search_warps,
+    launch(
+        search_truncated_kernel,
+        temperature.shape[0] * config.chunks,
+        (
+            kept.logits,
+            kept.arrived,
+            kept.score,
+            kept.mass,
+            kept.peak,
+            kept.list,
+            temperature,
+            seed,
+            position,
+            truncation.top_k,
+            truncation.top_p,
+            truncation.min_p,
+            token,
+            score,
+            score if logprob is None else logprob,
+            kept.rounds,
+            kept.searched,
+            vocab_size,
+            vocab_start,
+            kept.width,
+        ),
+        {
+            "RETURN_LOGPROB": logprob is not None,
+            "CHUNKS": config.chunks,
+            "BLOCK_S": block_s,
+            "WINDOW": min(config.window, block_s),
+            "GATHER": min(config.gather, block_s),
+        },
+        config.search_warps,
+        (temperature.device.index, kept.logits.dtype),
     )

@@ -1,0 +1,38 @@
+"""Launch a kernel again without asking Triton again which binary that is.
+
+A launch through Triton's front door looks at every argument to find the binary: about a microsecond each, and these
+kernels have dozens. Here the caller says what the binary depends on, and the answer is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+_BINARIES: dict[tuple[Hashable, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    num_warps: int,
+    variant: tuple[Hashable, ...],
+) -> None:
+    """Run ``kernel`` with ``arguments``, then ``constants`` (in the order of its signature).
+
+    variant: what the binary depends on beside the constants: the device, the types of pointers, and the alignment and
+    values of the arguments that Triton specializes on. Two launches with the same variant must agree on all of these.
+    """
+    key = (id(kernel), num_warps, variant, *constants.values())
+    binary = _BINARIES.get(key)
+    if binary is None:
+        # The interpreter has no binaries and returns None: it is asked anew each time.
+        binary = kernel[(programs,)](*arguments, **constants, num_warps=num_warps)
+        if binary is not None:
+            names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+            assert names == list(constants), f"constants of {kernel.__name__} are {list(constants)}, expected {names}"
+            _BINARIES[key] = binary
+        return
+    binary[(programs, 1, 1)](*arguments, *constants.values())
