@@ -38,6 +38,19 @@ LOGIT_BIAS = {"500": 4.0, "77": 1.0, "78": -100.0}
 # only. Where this SGLang refuses a request, both must refuse it.
 COMPARED = {
     "greedy": ({"temperature": 0}, {}, "fused"),
+    # SGLang's sampler draws these: first, while both servers' generators are where they started.
+    "custom logit processor": (
+        {"temperature": 1.0, "custom_params": {"token_ids": [253, 708]}},
+        {"custom_logit_processor": "disallow tokens"},
+        "native:custom_logit_processor",
+    ),
+    "sampling mask": ({"temperature": 1.0, "top_k": 5}, {"return_sampling_mask": True}, "native:sampling_mask"),
+    "top logprobs": ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 3}, "native:top_logprobs"),
+    "token ids logprobs": (
+        {"temperature": 1.0},
+        {"return_logprob": True, "token_ids_logprob": [5, 6]},
+        "native:token_ids_logprobs",
+    ),
     "top_k 1": ({"temperature": 1.3, "top_k": 1}, {}, "fused"),
     "greedy with stop token": ({"temperature": 0, "stop_token_ids": [1]}, {}, "fused"),
     "greedy with logprob": ({"temperature": 0}, {"return_logprob": True}, "fused"),
@@ -57,20 +70,8 @@ COMPARED = {
         {"return_logprob": True},
         "fused",
     ),
-    "custom logit processor": (
-        {"temperature": 1.0, "custom_params": {"token_ids": [253, 708]}},
-        {"custom_logit_processor": "disallow tokens"},
-        "native:custom_logit_processor",
-    ),
-    "sampling mask": ({"temperature": 1.0, "top_k": 5}, {"return_sampling_mask": True}, "native:sampling_mask"),
     "greedy with hidden states": ({"temperature": 0}, {"return_hidden_states": True}, "fused"),
     "greedy with stop regex": ({"temperature": 0, "stop_regex": "w7.*"}, {}, "fused"),
-    "top logprobs": ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 3}, "native:top_logprobs"),
-    "token ids logprobs": (
-        {"temperature": 1.0},
-        {"return_logprob": True, "token_ids_logprob": [5, 6]},
-        "native:token_ids_logprobs",
-    ),
     "input logprobs": ({"temperature": 0}, {"return_logprob": True, "logprob_start_len": 0}, "native:input_logprobs"),
     # Drawn here from our noise, in stock from the generator that the ones above draw from.
     "a truncation to one token": ({"temperature": 1.0, "top_p": 1e-6}, {"return_logprob": True}, "fused"),
