@@ -162,6 +162,27 @@ def test_each_part_leaves_its_best_and_its_second_best_group_behind(device):
         torch.testing.assert_close(workspace.second[slots].double(), second, rtol=1e-5, atol=1e-5)
 
 
+def test_a_token_that_may_come_after_the_group_of_a_far_part_is_not_taken_for_the_next(device):
+    """Two parts, one of which is far ahead; the only id that is allowed, 3, is in its group, but late."""
+    num_rows = 12
+    workspace, params = Workspace(2 * num_rows, device), rows(num_rows, device, greedy_every=99)
+    params["temperature"] = torch.ones(num_rows, device=device)
+    workspace.score[:num_rows], workspace.score[num_rows:] = 15.0, 8.0
+    workspace.group[:num_rows], workspace.group[num_rows:] = 0, 2
+    workspace.second.fill_(-50.0)
+    kept = workspace.kept(num_rows, 48, torch.float32)
+    kept.logits.zero_()
+    kept.logits[:, 3] = 1.0
+    workspace.logits.zero_()
+    workspace.logits[:num_rows, 3] = 1.0
+    token, _, _ = draw_truncated(
+        workspace, kept, 2, **params, truncation=limit_all(num_rows, device, 1), vocab_size=48, vocab_start=0,
+        return_logprob=False, most_parts=8, config=draw_for(LMHead(torch.zeros(48, 16, device=device))),
+    )  # fmt: skip
+    assert token.tolist() == [3] * num_rows
+    assert (kept.rounds[:num_rows] > 1).sum() >= 6
+
+
 def test_a_token_does_not_depend_on_the_batch_its_order_or_its_neighbours(device):
     states, head, params, truncation = invariance_problem(device)
     together = draw(states, head, params, truncation)
