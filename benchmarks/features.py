@@ -165,11 +165,6 @@ def make_workspace(shape: Shape, head: LMHead, rows: int) -> Workspace:
     return Workspace(slots, torch.device(shape.device))
 
 
-def kept_dtype(shape: Shape, mode: Mode) -> torch.dtype:
-    """Of the logits that rows with a truncation leave behind."""
-    return torch.bfloat16 if shape.dtype is torch.bfloat16 and not mode.edits else torch.float32
-
-
 def fused_call(
     batch: Batch, head: LMHead, mode: Mode, workspace: Workspace
 ) -> Callable[[], tuple[torch.Tensor, BatchParams]]:
@@ -347,7 +342,8 @@ def count_searches(shape: Shape, profile: str, head: LMHead, batch: Batch) -> li
         while seen < shape.rows:
             batch.refresh()
             token, params = call()
-            kept = workspace.kept(batch.rows, shape.vocab, kept_dtype(shape, mode))
+            kept = workspace.last_kept
+            assert kept is not None
             seen += batch.rows
             searched += int((kept.rounds[: batch.rows] > 1).sum())
             for first in range(0, batch.rows if compared < shape.compared else 0, COMPARED_AT_ONCE):

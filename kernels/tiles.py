@@ -59,8 +59,8 @@ class DrawConfig:
     chunks: int = 8
     num_warps: int = 4
     block: int = 1024
-    search_warps: int = 16
-    window: int = 16
+    search_warps: int = 32
+    window: int = 8
     gather: int = 32
 
     def __post_init__(self) -> None:

@@ -231,8 +231,9 @@ def test_limits_that_are_off_change_nothing_at_all(device, top_k):
     drawn = draw(states, LMHead(weight), params, truncation)
     assert drawn.rounds.tolist() == [0] * 9
     assert torch.equal(drawn.token, token)
-    assert torch.equal(drawn.score, score)
-    assert torch.equal(drawn.logprob, logprob)
+    # Another binary: a compiler may contract other multiplications and additions.
+    torch.testing.assert_close(drawn.score, score, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(drawn.logprob, logprob, rtol=1e-6, atol=1e-5)
 
 
 def test_greedy_rows_ignore_a_truncation(device):
