@@ -26,9 +26,12 @@ from sgl_flashsample.kernels.draw_truncated import draw_truncated
 from sgl_flashsample.kernels.features import Truncation
 from sgl_flashsample.kernels.head import LMHead, Workspace
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_parts
-from sgl_flashsample.kernels.reference import allowed_ref, arrivals_ref, logits_ref
+from sgl_flashsample.kernels.reference import allowed_ref, arrivals_ref, gumbel_ref, logits_ref
+from sgl_flashsample.kernels.rng import Stream, Unit
 from sgl_flashsample.kernels.tiles import DEFAULT_DRAW, DrawConfig, TileConfig
 from stats import g_test, power
+
+from sgl_flashsample.tuned import draw_for
 
 # One part for the whole vocabulary: few tokens are sure to come next, so many rows are left to the search.
 ONE_PART = TileConfig(16, 128, 64, 4, 3) if CUDA else TileConfig(64, 2048, 64, 4, 1, tma=False, reduce_rows=64)
@@ -132,6 +135,52 @@ def test_a_token_does_not_depend_on_the_tile_whichever_branch_answers_its_row(de
     assert torch.equal(many.token, one.token)
     if not CUDA:
         assert ((one.rounds > 1) & (many.rounds == 1)).any(), "some rows take the search with one tile alone"
+
+
+def test_each_part_leaves_its_best_and_its_second_best_group_behind(device):
+    """Few parts of many tiles: what comes second lies in another tile, often at the same place in it."""
+    tile = TileConfig(16, 64, 64, 4, 3) if CUDA else TileConfig(16, 32, 64, 4, 1, 3, tma=False, reduce_rows=16)
+    num_rows, vocab = (17, 50_257) if CUDA else (9, 700)
+    states, weight = integer_problem(num_rows, vocab, 64, torch.float32, device, seed=9)
+    head, params = LMHead(weight), rows(num_rows, device, greedy_every=99)
+    params["temperature"][0] = 1.0
+    parts = num_parts(head, num_rows, tile)
+    workspace = Workspace(parts * num_rows, device)
+    lm_head_sample(
+        states, head, **params, tile=tile, truncation=limit_all(num_rows, device, 5), workspace=workspace,
+        draw=draw_for(head),
+    )  # fmt: skip
+    tempered = logits_ref(states, weight) / params["temperature"].double()[:, None]
+    grouped = torch.nn.functional.pad(tempered, (0, -vocab % 16), value=float("-inf")).view(num_rows, -1, 16)
+    group = torch.arange(grouped.shape[1], device=device)
+    noise = gumbel_ref(params["seed"][:, None], params["position"][:, None], group[None], Stream.SAMPLE, Unit.GROUP)
+    score, part = grouped.logsumexp(-1) + noise, group * 16 // tile.block_v % parts
+    for number in range(parts):
+        best, second = score[:, part == number].topk(2, dim=1).values.unbind(1)
+        slots = slice(number * num_rows, (number + 1) * num_rows)
+        torch.testing.assert_close(workspace.score[slots].double(), best, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(workspace.second[slots].double(), second, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_that_may_come_after_the_group_of_a_far_part_is_not_taken_for_the_next(device):
+    """Two parts, one of which is far ahead; the only id that is allowed, 3, is in its group, but late."""
+    num_rows = 12
+    workspace, params = Workspace(2 * num_rows, device), rows(num_rows, device, greedy_every=99)
+    params["temperature"] = torch.ones(num_rows, device=device)
+    workspace.score[:num_rows], workspace.score[num_rows:] = 15.0, 8.0
+    workspace.group[:num_rows], workspace.group[num_rows:] = 0, 2
+    workspace.second.fill_(-50.0)
+    kept = workspace.kept(num_rows, 48, torch.float32)
+    kept.logits.zero_()
+    kept.logits[:, 3] = 1.0
+    workspace.logits.zero_()
+    workspace.logits[:num_rows, 3] = 1.0
+    token, _, _ = draw_truncated(
+        workspace, kept, 2, **params, truncation=limit_all(num_rows, device, 1), vocab_size=48, vocab_start=0,
+        return_logprob=False, most_parts=8, config=draw_for(LMHead(torch.zeros(48, 16, device=device))),
+    )  # fmt: skip
+    assert token.tolist() == [3] * num_rows
+    assert (kept.rounds[:num_rows] > 1).sum() >= 6
 
 
 def test_a_token_does_not_depend_on_the_batch_its_order_or_its_neighbours(device):
@@ -269,6 +318,18 @@ def test_a_row_whose_first_tokens_are_all_forbidden_is_searched_exactly(device):
         if "min_p" not in limit:  # min-p alone is known without a question
             assert (drawn.rounds > 1).double().mean() > 0.8
         assert_equal_to_reference(drawn, logits_ref(states, weight), params, truncation, 0.06)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+@pytest.mark.parametrize("limit", [{"min_p": 0.5}, {"min_p": 0.5, "top_k": 50}, {"min_p": 0.5, "top_p": 0.9}], ids=str)
+def test_min_p_is_of_the_distribution_at_temperature(device, temperature, limit):
+    num_rows = 400 if CUDA else 24
+    states, weight = integer_problem(num_rows, 400, 64, torch.float32, device, seed=6)
+    params = rows(num_rows, device) | {"temperature": torch.full((num_rows,), temperature, device=device)}
+    truncation = limit_all(num_rows, device, **limit)
+    drawn = draw(states, LMHead(weight), params, truncation)
+    assert_equal_to_reference(drawn, logits_ref(states, weight), params, truncation, 0.1)
+    assert (drawn.rounds == 1).any(), "some rows are answered in one pass"
 
 
 def test_a_row_whose_first_token_is_allowed_takes_no_search(device):

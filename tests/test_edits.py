@@ -132,6 +132,15 @@ def test_each_row_may_have_its_own_combination(device):
         assert_drawn_from(edited, *drawn, params)
 
 
+def test_a_flag_of_an_edit_that_is_not_given_means_nothing(device):
+    states, weight = integer_problem(16, 300, 64, torch.float32, device)
+    params, edits = rows(16, device), problem(16, 300, device)
+    flags = torch.full((16,), int(ALL), dtype=torch.int32, device=device)
+    for kind in Edit:
+        drawn = sample(states, weight, params, edits.edits(kind, rows=flags))
+        assert_drawn_from(edits.edited(logits_ref(states, weight), kind), *drawn, params)
+
+
 @BOOL_MASK
 @BIAS_FIRST
 def test_a_row_without_a_flag_is_as_if_unedited_whatever_its_tensors_hold(device, bool_mask, bias_first):

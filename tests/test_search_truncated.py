@@ -6,7 +6,7 @@ import pytest
 import torch
 from problems import CUDA, limit_all, limits, reference, rows, take
 from sgl_flashsample.kernels.head import Kept
-from sgl_flashsample.kernels.reference import arrivals_ref
+from sgl_flashsample.kernels.reference import allowed_ref, arrivals_ref
 from sgl_flashsample.kernels.search_truncated import search_truncated
 from sgl_flashsample.kernels.tiles import DEFAULT_DRAW, DrawConfig
 
@@ -77,7 +77,7 @@ def test_logits_that_are_kept_in_two_bytes_have_many_ties(device):
 @pytest.mark.parametrize("config", [FEW, MANY], ids=["few at a time", "many at a time"])
 @pytest.mark.parametrize(
     "limit",
-    [{"top_k": 1}, {"top_k": 30}, {"top_p": 1e-3}, {"top_p": 0.3}, {"min_p": 0.7}, {"top_k": 40, "top_p": 0.2}],
+    [{"top_k": 1}, {"top_k": 30}, {"top_p": 0.0}, {"top_p": 0.3}, {"min_p": 0.7}, {"top_k": 40, "top_p": 0.2}],
     ids=str,
 )
 def test_a_flat_row_takes_as_many_rounds_as_it_needs(device, limit, config):
@@ -99,7 +99,7 @@ def test_top_p_of_what_top_k_has_left_is_measured_exactly(device):
     value, _ = logits[0].double().sort(descending=True)
     left = torch.where(value >= value[19], torch.exp(value - value[0]), 0.0)
     share = left.cumsum(0) / left.sum()
-    limit = torch.cat([share[2:14:3] - 1e-3, share[2:14:3] + 1e-3]).float().clamp(max=0.999)
+    limit = torch.cat([share[2:14:3] - 1e-3, share[2:14:3] + 1e-3]).float().clamp(max=0.999).repeat(5)
     rows_ = len(limit)
     params = {name: v.expand(rows_).clone() for name, v in params.items()} | {
         "temperature": torch.ones(rows_, device=device),
@@ -109,6 +109,21 @@ def test_top_p_of_what_top_k_has_left_is_measured_exactly(device):
     truncation.top_p.copy_(limit)
     logits = logits.expand(rows_, 300)
     assert_equal_to_reference(search(logits, params, truncation), logits, params, truncation, 0.1)
+
+
+@pytest.mark.parametrize("limit", [{"top_k": 3}, {"top_k": 4}, {"top_p": 0.74}, {"min_p": 0.13}], ids=str)
+def test_equal_logits_at_a_threshold_stay_or_go_together(device, limit):
+    num_rows = 48
+    values = torch.tensor([0.0, 7.0, 5.0, -1.0, 5.0, 6.0, 5.0, 7.0, 5.0, 4.0, -1.0, 5.0, 0.0], device=device)
+    logits, params = values.expand(num_rows, 13), rows(num_rows, device, greedy_every=99)
+    params["temperature"] = torch.ones(num_rows, device=device)
+    truncation = limit_all(num_rows, device, **limit)
+    found = search(logits, params, truncation)
+    assert_equal_to_reference(found, logits, params, truncation, 0.01)
+    allowed = allowed_ref(
+        logits[:1].double(), params["temperature"][:1], **vars(take(truncation, torch.tensor([0], device=device)))
+    )
+    assert set(found[0].tolist()) == set(allowed[0].nonzero()[:, 0].tolist())
 
 
 def test_rows_that_are_answered_stay_as_they_are(device):
