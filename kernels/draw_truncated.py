@@ -26,9 +26,10 @@ import triton.language as tl
 from . import rng
 from .features import Truncation
 from .head import CHAIN, FIRST_GROUPS, PARTIALS, ROW_POINTERS, Kept, Workspace
+from .kept_row import arrivals
 from .launch import launch
 from .reduce_parts import draw_from_parts
-from .search_truncated import arrivals, search_truncated
+from .search_truncated import search_truncated
 from .tiles import DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)

@@ -11,8 +11,7 @@ group of 16 ids and that group's logits. ``reduce_parts_kernel`` takes the best 
 draws the token inside its group.
 
 A row with top-k, top-p or min-p also leaves its logits behind (2 bytes each where they are bf16), and
-``draw_truncated_kernel`` is the second launch; a third one is empty for most batches. Rows without a truncation
-leave nothing.
+``draw_truncated`` is the second launch; a third is empty for most batches. Other rows leave nothing.
 
 The head is read once per block of rows. Not for a batch so large that a GEMM with ``[B, V]`` output
 is faster than this one: a dispatcher's business, not this file's.

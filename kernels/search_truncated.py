@@ -16,181 +16,17 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .epilogue import LIMIT
 from .features import Truncation
 from .head import ROW_POINTERS, SPAN, Kept
+from .kept_row import arrivals, first_token, kth_bound, list_spans, mass_of_top_k, measure, spans
 from .launch import launch
 from .tiles import DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_BISECTIONS = tl.constexpr(24)  # bounds the search for a lower bound: a loose one costs rounds, not exactness
 _ARRIVALS = tl.constexpr(2.5)  # scores of the spans of one window: e^2.5 spans or fewer are as close, on average
 # Groups are handled by spans of 8: what is done to all of them is done to an eighth as many, in a thread's registers.
 _SPAN = tl.constexpr(SPAN)
 _SPAN_IDS = tl.constexpr(SPAN * rng.GROUP_SIZE)
-
-
-@triton.jit
-def arrivals(
-    logits,  # [N, GROUP_SIZE] f32
-    of_group,  # [N] f32, when the group's first token arrives: its perturbed log-mass
-    ids,  # [N, GROUP_SIZE] i32, absolute
-    inv_temperature,
-    seed,
-    position,
-):
-    """``-log t(i)`` of the tokens of some groups, t(i) as in ``draw_truncated``; -inf where the logit is."""
-    waiting = rng.exponential(seed, position, ids, rng.SAMPLE, rng.TOKEN)
-    perturbed = logits * inv_temperature - tl.log(waiting)
-    best = tl.max(perturbed, axis=1)
-    behind = tl.exp(best[:, None] - perturbed) - 1.0
-    late = of_group[:, None] - tl.log(1.0 + tl.exp(of_group - best)[:, None] * behind)
-    return tl.where(perturbed > float("-inf"), late, float("-inf"))
-
-
-@triton.jit
-def _ordered(x):
-    """float32 to int32, order-preserving."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _value(key):
-    """The inverse of ``_ordered``."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _spans(row_ptr, num_groups, BLOCK_S: tl.constexpr):
-    """A value per group of the row, by span: ``[BLOCK_S, SPAN]``, -inf beyond the last group.
-
-    Read wherever it is needed: it comes from the L1 cache, while kept in registers it would spill.
-    """
-    groups = tl.arange(0, BLOCK_S)[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
-    return tl.load(row_ptr + groups, mask=groups < num_groups, other=float("-inf"))
-
-
-@triton.jit
-def _list_spans(chosen, list_ptr, capacity, BLOCK_S: tl.constexpr):
-    """Write the indices of the chosen spans to the row's list, in order, up to ``capacity`` of them."""
-    slot = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    tl.debug_barrier()  # nobody reads the previous list any more
-    tl.store(list_ptr + slot, tl.arange(0, BLOCK_S), mask=chosen & (slot < capacity))
-    tl.debug_barrier()
-
-
-@triton.jit
-def _load_spans(kept_row, list_ptr, first, num_spans, listed, kept_width, GATHER: tl.constexpr):
-    """Logits of up to ``GATHER`` spans from the first-th on, of the list or of all; flat, -inf beyond the last."""
-    offs = first + tl.arange(0, GATHER)
-    spans = tl.where(listed, tl.load(list_ptr + offs, mask=listed & (offs < num_spans), other=0), offs)
-    ids = spans[:, None] * _SPAN_IDS + tl.arange(0, _SPAN_IDS)[None, :]
-    logits = tl.load(kept_row + ids, mask=(offs < num_spans)[:, None] & (ids < kept_width), other=float("-inf"))
-    return tl.reshape(logits, [GATHER * _SPAN_IDS], can_reorder=True)
-
-
-@triton.jit
-def _first(late, list_ptr, kept_row):
-    """The first token of a window: its score, id and logit. Of equal scores the lowest id: windows are in order."""
-    score, index = tl.max(late, axis=0, return_indices=True)
-    span = tl.load(list_ptr + index // _SPAN_IDS, mask=score > float("-inf"), other=0)
-    token = span * _SPAN_IDS + index % _SPAN_IDS
-    return score, token, tl.load(kept_row + token).to(tl.float32)
-
-
-@triton.jit
-def _measure(
-    kept_row,
-    list_ptr,
-    peak_row,
-    low,  # the lower of two thresholds
-    high,
-    inv_temperature,
-    lse,
-    kept_width,
-    BLOCK_S: tl.constexpr,
-    GATHER: tl.constexpr,
-):
-    """How many of the row's logits are above ``low``, and their probability; the same for ``high``.
-
-    The order of the sums depends on the row and the config alone, so equal rows get equal answers.
-    """
-    num_groups = kept_width // rng.GROUP_SIZE
-    above = tl.max(_spans(peak_row, num_groups, BLOCK_S), axis=1) > low
-    num_above = tl.sum(above.to(tl.int32))
-    num_spans = tl.cdiv(num_groups, _SPAN)
-    listed = num_above * 2 < num_spans
-    if listed:
-        _list_spans(above, list_ptr, BLOCK_S, BLOCK_S)
-    num_spans = tl.where(listed, num_above, num_spans)
-    count = tl.zeros([GATHER * _SPAN_IDS], tl.float32)  # exact: a vocabulary has fewer than 2**24 ids
-    more = tl.zeros([GATHER * _SPAN_IDS], tl.float32)
-    mass = tl.zeros([GATHER * _SPAN_IDS], tl.float32)
-    heavier = tl.zeros([GATHER * _SPAN_IDS], tl.float32)
-    block = _load_spans(kept_row, list_ptr, 0, num_spans, listed, kept_width, GATHER)
-    for first in tl.range(0, num_spans, GATHER):
-        following = _load_spans(kept_row, list_ptr, first + GATHER, num_spans, listed, kept_width, GATHER)
-        logits = block.to(tl.float32)
-        probability = tl.exp2((logits * inv_temperature - lse) * _LOG2_E)
-        count += tl.where(logits > low, 1.0, 0.0)
-        mass += tl.where(logits > low, probability, 0.0)
-        more += tl.where(logits > high, 1.0, 0.0)
-        heavier += tl.where(logits > high, probability, 0.0)
-        block = following
-    of_low, of_high = tl.split(tl.sum(tl.join(tl.join(count, mass), tl.join(more, heavier)), axis=0))
-    count, mass = tl.split(of_low)
-    more, heavier = tl.split(of_high)
-    return count, mass, more, heavier
-
-
-@triton.jit
-def _kth_bound(peaks, top, k):
-    """A value that at least k of the maxima reach (so does the k-th largest logit), or -inf."""
-    low = tl.min(tl.where(peaks == float("-inf"), top, peaks))
-    num_low = tl.sum((peaks >= low).to(tl.int32))
-    bound = tl.where(num_low >= k, low, float("-inf"))
-    high = top
-    step = 0
-    while (num_low > k + k // 8 + 4) & (step < _BISECTIONS):
-        middle = 0.5 * low + 0.5 * high
-        num = tl.sum((peaks >= middle).to(tl.int32))
-        enough = num >= k
-        low = tl.where(enough, middle, low)
-        num_low = tl.where(enough, num, num_low)
-        bound = tl.where(enough, middle, bound)
-        high = tl.where(enough, high, middle)
-        step += 1
-    return bound
-
-
-@triton.jit
-def _mass_of_top_k(
-    kept_row,
-    list_ptr,
-    peak_row,
-    bound,
-    top,
-    k,
-    inv_temperature,
-    lse,
-    kept_width,
-    BLOCK_S: tl.constexpr,
-    GATHER: tl.constexpr,
-):
-    """Probability of the tokens that top-k leaves, ties included: by bisection over the float32 values."""
-    low = _ordered(tl.where(bound == float("-inf"), -LIMIT, bound)).to(tl.int64) - 1  # k or more logits are above it
-    high = _ordered(top).to(tl.int64)  # fewer than k are
-    mass = tl.full([], 1.0, tl.float32)
-    while high - low > 0:
-        middle = tl.where(high - low > 1, (low + high) >> 1, low)
-        value = _value(middle.to(tl.int32))
-        count, mass, _, _ = _measure(
-            kept_row, list_ptr, peak_row, value, value, inv_temperature, lse, kept_width, BLOCK_S, GATHER
-        )
-        high = tl.where(middle == low, low, tl.where(count >= k, high, middle))
-        low = tl.where(count >= k, middle, low)
-    return mass
 
 
 @triton.jit
@@ -247,8 +83,8 @@ def _search(
 ):
     """One row. Returns token (local id), its arrival, logprob, rounds."""
     num_groups = kept_width // rng.GROUP_SIZE
-    log_mass = _spans(mass_row, num_groups, BLOCK_S)
-    peaks = tl.max(_spans(peak_row, num_groups, BLOCK_S), axis=1)
+    log_mass = spans(mass_row, num_groups, BLOCK_S)
+    peaks = tl.max(spans(peak_row, num_groups, BLOCK_S), axis=1)
     top, heaviest = tl.split(tl.max(tl.join(peaks, tl.max(log_mass, axis=1)), axis=0))
     top = tl.where(top == float("-inf"), 0.0, top)
     heaviest = tl.where(heaviest == float("-inf"), 0.0, heaviest)
@@ -260,12 +96,12 @@ def _search(
     log_min_p = tl.where(min_p > 0.0, tl.log(tl.minimum(min_p, 1.0)), float("-inf"))
     floor = tl.full([], float("-inf"), tl.float32)  # no allowed logit is below
     if k * 2 < num_groups // _SPAN:
-        floor = _kth_bound(peaks, top, k)
+        floor = kth_bound(peaks, top, k)
     elif k < num_groups:
-        floor = _kth_bound(tl.reshape(_spans(peak_row, num_groups, BLOCK_S), [BLOCK_S * _SPAN]), top, k)
+        floor = kth_bound(tl.reshape(spans(peak_row, num_groups, BLOCK_S), [BLOCK_S * _SPAN]), top, k)
     p = tl.where(use_p, top_p, 2.0)
     if use_k & use_p & (min_p > 0.0):
-        p = p * _mass_of_top_k(
+        p = p * mass_of_top_k(
             kept_row, list_ptr, peak_row, floor, top, k, inv_temperature, lse, kept_width, BLOCK_S, GATHER
         )
 
@@ -280,8 +116,8 @@ def _search(
     rounds = tl.full([], 0, tl.int32)
     searching = rounds == 0
     while searching:
-        peak = _spans(peak_row, num_groups, BLOCK_S)
-        pool = _spans(score_row, num_groups, BLOCK_S)
+        peak = spans(peak_row, num_groups, BLOCK_S)
+        pool = spans(score_row, num_groups, BLOCK_S)
         possible = (peak >= floor) & (peak > excluded) & ((peak - top) * inv_temperature >= log_min_p)
         pool = tl.max(tl.where(possible & (pool < ceiling), pool, float("-inf")), axis=1)
         first = tl.max(pool)
@@ -293,7 +129,7 @@ def _search(
             chosen = (pool >= first - width) & (pool > float("-inf"))
             num_chosen = tl.sum(chosen.to(tl.int32))
         bottom = first - width  # every token of a span not looked at arrives after this
-        _list_spans(chosen, window_ptr, WINDOW, BLOCK_S)
+        list_spans(chosen, window_ptr, WINDOW, BLOCK_S)
         span = tl.load(window_ptr + offs_w // _SPAN, mask=offs_w // _SPAN < num_chosen, other=0)
         groups = span * _SPAN + offs_w % _SPAN
         valid = (offs_w // _SPAN < num_chosen) & (groups < num_groups)
@@ -306,7 +142,7 @@ def _search(
         logits = tl.reshape(logits, [WINDOW * _SPAN_IDS])
         late = tl.reshape(late, [WINDOW * _SPAN_IDS])
 
-        score_, token_, logit_ = _first(late, window_ptr, kept_row)
+        score_, token_, logit_ = first_token(late, window_ptr, kept_row)
         if score_ >= score:
             score = score_
             token = token_
@@ -317,14 +153,14 @@ def _search(
             # windows may hold tokens in between.
             larger = tl.where(ceiling == float("inf"), logit, float("inf"))
             later = tl.where(logits > larger, late, float("-inf"))
-            next_score, next_token, next_logit = _first(later, window_ptr, kept_row)
+            next_score, next_token, next_logit = first_token(later, window_ptr, kept_row)
             known = (next_score > float("-inf")) & (next_score >= bottom)
             next_logit = tl.where(known, next_logit, float("inf"))
             passes = rounds >= 0
             next_passes = known & (rounds < 0)
             if use_k | use_p:
                 rounds += 1
-                count, mass, more, heavier = _measure(
+                count, mass, more, heavier = measure(
                     kept_row, list_ptr, peak_row, logit, next_logit, inv_temperature, lse, kept_width, BLOCK_S, GATHER
                 )
                 # The largest logit is always allowed, whatever the limits are.
@@ -340,7 +176,7 @@ def _search(
             else:
                 excluded = tl.where(known, next_logit, logit)
                 later = tl.where(logits > excluded, late, float("-inf"))
-                score, token, logit = _first(later, window_ptr, kept_row)
+                score, token, logit = first_token(later, window_ptr, kept_row)
                 known = (ceiling == float("inf")) & (score >= bottom) & (score > float("-inf"))
                 if not known:
                     # What was looked at holds no further token that surely comes next: look again from the start.

@@ -67,7 +67,8 @@ def sample(
             a scale or a vocabulary shard. Keep one ``LMHead`` per model: it caches its descriptors.
         params: per-row temperature, seed and position.
         return_logprob: also compute the token's log-probability.
-        workspace: scratch to reuse (``Workspace(slots, device)``); allocated when None.
+        workspace: scratch to reuse (``Workspace(slots, device)``); allocated when None. It grows with the first larger
+            batch that has a truncation: before a CUDA graph is captured, call once with the largest.
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
     neighbours, tile, shards, or eager against graph; ids are below ``vocab_size``; the first maximum wins
