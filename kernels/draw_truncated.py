@@ -125,8 +125,8 @@ def draw_truncated_kernel(
     lse_ptr,  # [P, B, 2] f32
     second_ptr,  # [P, B] f32, the part's second-best perturbed group
     kept_ptr,  # [B, kept_width]
-    partial_ptr,  # scratch [B, PARTIALS] f32
-    first_ptr,  # scratch [B, FIRST_GROUPS] i32
+    partial_ptr,  # scratch [B, CHUNKS, PARTIALS] f32
+    first_ptr,  # scratch [B, CHUNKS, FIRST_GROUPS] i32
     arrived_ptr,  # scratch [B] i32, zero before and after
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64

@@ -19,21 +19,8 @@ def edits_of(rows: Rows, plan: Plan, sampling_info: Any) -> LogitEdits | None:
 
     Raises ValueError for a grammar whose mask is in no form that we know.
     """
-    grammars = [
-        grammar if reason is None else None
-        for grammar, reason in zip(sampling_info.grammars or (), plan.reasons, strict=False)
-    ]
-    flags = plan.edits
-    if flags is None:
-        masked = [Edit.MASK if grammar is not None else Edit(0) for grammar in grammars] or [Edit(0)] * len(rows)
-        flags = tuple(
-            own | mask if reason is None else Edit(0)
-            for own, mask, reason in zip(rows.edits, masked, plan.reasons, strict=True)
-        )
-        plan.edits = flags
-        plan.edit_kinds = functools.reduce(operator.or_, map(int, flags), 0)
-        if plan.edit_kinds:
-            plan.edit_rows = to_device([int(own) for own in flags], torch.int32, rows.seed.device)
+    if plan.edit_kinds is None:
+        _find_edits(rows, plan, sampling_info)
     kinds = plan.edit_kinds
     if not kinds:
         return None
@@ -41,10 +28,30 @@ def edits_of(rows: Rows, plan: Plan, sampling_info: Any) -> LogitEdits | None:
     return LogitEdits(
         additive=additive,
         scaling=scaling,
-        mask=_mask(sampling_info, grammars) if kinds & Edit.MASK else None,
+        mask=_mask(sampling_info, _fused_grammars(plan, sampling_info)) if kinds & Edit.MASK else None,
         bias=sampling_info.logit_bias if kinds & Edit.BIAS else None,
         rows=plan.edit_rows,
     )
+
+
+def _find_edits(rows: Rows, plan: Plan, sampling_info: Any) -> None:
+    """What the rows of a new plan need, onto the plan: its later steps only look."""
+    grammars = _fused_grammars(plan, sampling_info) or [None] * len(rows)
+    flags = [
+        0 if reason is not None else int(own | Edit.MASK if grammar is not None else own)
+        for own, grammar, reason in zip(rows.edits, grammars, plan.reasons, strict=True)
+    ]
+    plan.edit_kinds = functools.reduce(operator.or_, flags, 0)
+    if plan.edit_kinds:
+        plan.edit_rows = to_device(flags, torch.int32, rows.seed.device)
+
+
+def _fused_grammars(plan: Plan, sampling_info: Any) -> list:
+    """Per row its grammar, None where another sampler serves it; empty where no row has one."""
+    return [
+        grammar if reason is None else None
+        for grammar, reason in zip(sampling_info.grammars or (), plan.reasons, strict=False)
+    ]
 
 
 def penalties_of(sampling_info: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..kernels.features import Edit
 from .rows import Rows
 
 
@@ -18,13 +17,13 @@ class Plan:
     """For one batch. reasons: per row, why it takes SGLang's sampler, in one word; None where it is fused.
 
     From the first step of this batch on, subbatch: what ``subbatch.SubBatch`` keeps of the rows that are not fused;
-    edits, edit_kinds, edit_rows: what ``edits.edits_of`` found that the others need, per row, in all, on the device.
+    edit_kinds, edit_rows: the ``Edit`` flags that ``edits.edits_of`` found for the others, in all, and per row on the
+    device.
     """
 
     reasons: tuple[str | None, ...]
     subbatch: Any = None
-    edits: tuple[Edit, ...] | None = None
-    edit_kinds: int = 0
+    edit_kinds: int | None = None
     edit_rows: torch.Tensor | None = None
 
     @classmethod
