@@ -55,6 +55,7 @@ def resources_of_lm_head_sample(
         "group_ptr": "*i32",
         "logits_ptr": "*fp32",
         "lse_ptr": "*fp32",
+        "peak_ptr": "*fp32",
         "kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32",
         "second_ptr": "*fp32",
     }
@@ -63,7 +64,7 @@ def resources_of_lm_head_sample(
         "LOGITS_DTYPE": TRITON_DTYPES[dtype],
         "HAS_SCALE": False,
         "HAS_SOFTCAP": softcap,
-        "RETURN_LOGPROB": return_logprob,
+        "RETURN_LOGPROB": return_logprob or truncate,
         "TRUNCATE": truncate,
         "EDIT": bool(edits),
         "EDIT_ROWS": bool(edits),
@@ -75,11 +76,12 @@ def resources_of_lm_head_sample(
         "STAGES": tile.stages,
         "FLATTEN": tile.flatten,
         "USE_TMA": tile.tma,
+        "OVERLAP": capability >= 90,
     }
     rest = {**_ROWS, "edit_rows_ptr": "*i32", "mask_ptr": "*i32"}
     rest |= dict.fromkeys(("additive_ptr", "scaling_ptr", "bias_ptr"), "*fp32")
     rest |= dict.fromkeys(
-        ("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width", "mask_words", "given_edits"), "i32"
+        ("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups", "mask_words", "given_edits"), "i32"
     )
     rest |= dict.fromkeys(("additive_stride", "scaling_stride", "mask_stride", "bias_stride"), "i32")
     rest |= {"weight_stride": "i32", "hidden_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
@@ -96,17 +98,26 @@ def resources_of_reduce_parts(capability: int, tile: TileConfig, parts: int, ret
     rest |= {"token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start"), "i32")
     constants = {"RETURN_LOGPROB": return_logprob, "BLOCK_P": parts, "BLOCK_R": tile.reduce_rows}
+    constants["OVERLAP"] = capability >= 90
     return _compile(reduce_parts_kernel, {**pointers, **rest}, constants, set(pointers), capability, 1, 3)
 
 
-def resources_of_draw_truncated(capability: int, config: DrawConfig, parts: int, dtype: torch.dtype) -> Resources:
+def _spans(vocab_size: int) -> int:
+    return triton.next_power_of_2(triton.cdiv(vocab_size, SPAN * GROUP_SIZE))
+
+
+def resources_of_draw_truncated(
+    capability: int, vocab_size: int, config: DrawConfig, parts: int, dtype: torch.dtype
+) -> Resources:
     """Compile the draw of truncated rows from kept logits of ``dtype``, over ``parts`` parts (a power of two)."""
     pointers = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
-    pointers |= {"second_ptr": "*fp32", "kept_ptr": f"*{_NAMES[dtype]}", "partial_ptr": "*fp32", "first_ptr": "*i32"}
-    pointers |= {"arrived_ptr": "*i32", "rounds_ptr": "*i32"}
+    pointers |= {"second_ptr": "*fp32", "kept_ptr": f"*{_NAMES[dtype]}", "peak_ptr": "*fp32", "partial_ptr": "*fp32"}
+    pointers |= {"list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
     rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
-    rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start", "kept_width"), "i32")
+    rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start", "kept_groups"), "i32")
     constants = {"RETURN_LOGPROB": True, "BLOCK_P": parts, "BLOCK": config.block, "CHUNKS": config.chunks}
+    constants |= {"BLOCK_S": _spans(vocab_size), "CANDIDATES": config.candidates, "OVERLAP": capability >= 90}
+    constants |= {"KEY_SHIFT": 16 if dtype is torch.bfloat16 else 0}
     return _compile(
         draw_truncated_kernel, {**pointers, **rest}, constants, set(pointers), capability, config.num_warps, 3
     )
@@ -120,10 +131,11 @@ def resources_of_search_truncated(
     pointers |= {"kept_peak_ptr": "*fp32", "list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
     pointers |= {"searched_ptr": "*i64"}
     rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
-    rest |= dict.fromkeys(("vocab_size", "vocab_start", "kept_width"), "i32")
-    block_s = triton.next_power_of_2(triton.cdiv(vocab_size, SPAN * GROUP_SIZE))
-    constants = {"RETURN_LOGPROB": True, "BLOCK_S": block_s, "CHUNKS": config.chunks}
+    rest |= dict.fromkeys(("vocab_size", "vocab_start", "num_groups"), "i32")
+    block_s = _spans(vocab_size)
+    constants = {"RETURN_LOGPROB": True, "BLOCK_S": block_s, "CHUNKS": config.search_chunks}
     constants |= {"WINDOW": min(config.window, block_s), "GATHER": min(config.gather, block_s)}
+    constants["OVERLAP"] = capability >= 90
     return _compile(
         search_truncated_kernel, {**pointers, **rest}, constants, set(pointers), capability, config.search_warps, 3
     )

@@ -24,13 +24,14 @@ import triton
 import triton.language as tl
 
 from . import rng
+from .draw_top_k import draw_top_k
 from .features import Truncation
-from .head import CHAIN, FIRST_GROUPS, PARTIALS, ROW_POINTERS, Kept, Workspace
-from .kept_row import arrivals
-from .launch import launch
-from .reduce_parts import draw_from_parts
+from .head import CHAIN, FIRST_GROUPS, PARTIALS, ROW_POINTERS, SPAN, Kept, Workspace
+from .kept_row import arrivals, lowest_allowed
+from .launch import launch, overlaps, wait_for_previous
+from .reduce_parts import draw_from_parts, lse_of_parts
 from .search_truncated import search_truncated
-from .tiles import DrawConfig
+from .tiles import MOST_CHUNKS, DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -38,7 +39,9 @@ _WIDE = tl.constexpr(4.0)
 _NARROW = tl.constexpr(2.5)
 _PARTIALS = tl.constexpr(PARTIALS)
 _CHAIN = tl.constexpr(CHAIN)
+_LOADED = tl.constexpr(8)  # logits of a 16-byte load
 _GROUPS = tl.constexpr(FIRST_GROUPS)
+_MOST_CHUNKS = tl.constexpr(MOST_CHUNKS)
 
 
 @triton.jit
@@ -63,9 +66,10 @@ def _next_tokens(
     inv_temperature,
     seed,
     position,
+    lowest,
     BLOCK_P: tl.constexpr,
 ):
-    """The first tokens of the race, each with a larger logit than the one before: id, logit and arrival,
+    """The first tokens of the race with logits of at least ``lowest``, each with a larger logit than the one before: id, logit and arrival,
     ``[CHAIN]`` each.
 
     Where the parts do not tell what comes next, the logit is +inf and the arrival -inf.
@@ -93,7 +97,7 @@ def _next_tokens(
     ids = tl.load(group_ptr + slots)[:, None] * rng.GROUP_SIZE + offs_i[None, :]
     logits = tl.load(logits_ptr + slots[:, None] * rng.GROUP_SIZE + offs_i[None, :])
     late = arrivals(logits, of_group, ids, inv_temperature, seed, position)
-    late = tl.where((late >= unseen) & (of_group > float("-inf"))[:, None], late, float("-inf"))
+    late = tl.where((late >= unseen) & (of_group > float("-inf"))[:, None] & (logits >= lowest), late, float("-inf"))
     late = tl.reshape(late, [_GROUPS * rng.GROUP_SIZE])
     logits = tl.reshape(logits, [_GROUPS * rng.GROUP_SIZE])
     ids = tl.reshape(ids, [_GROUPS * rng.GROUP_SIZE])
@@ -114,8 +118,111 @@ def _next_tokens(
     return chain_ids, chain_logits, chain_late
 
 
+@triton.jit
+def _lowest_of_min_p(peak_row, num_groups, inv_temperature, min_p, BLOCK: tl.constexpr):
+    """The smallest logit that min-p allows."""
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    for first in tl.range(0, num_groups, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        top = tl.maximum(top, tl.load(peak_row + offs, mask=offs < num_groups, other=float("-inf")))
+    return lowest_allowed(tl.max(top), inv_temperature, min_p)
+
+
+@triton.jit
+def _measure_chain(
+    row,
+    chunk,
+    chain_ids,  # [CHAIN] i32, the first tokens, each with a larger logit than the one before
+    chain_logits,  # [CHAIN] f32
+    chain_late,  # [CHAIN] f32
+    kept_row,
+    partial_ptr,
+    arrived_ptr,
+    inv_temperature,
+    top_k,
+    top_p,
+    min_p,
+    token_ptr,
+    best_score_ptr,
+    logprob_ptr,
+    rounds_ptr,
+    vocab_size,
+    kept_width,
+    RETURN_LOGPROB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Count and mass above each token of the chain, and the first that they allow: one of ``CHUNKS`` programs."""
+    offs_c = tl.arange(0, _CHAIN)
+    reference = tl.min(chain_logits)  # the first token's: probabilities are relative to it
+    logit0 = tl.sum(tl.where(offs_c == 0, chain_logits, 0.0))
+    logit1 = tl.sum(tl.where(offs_c == 1, chain_logits, 0.0))
+    logit2 = tl.sum(tl.where(offs_c == 2, chain_logits, 0.0))
+    logit3 = tl.sum(tl.where(offs_c == 3, chain_logits, 0.0))
+    # Sums over the logits that one thread has loaded come first: they take few registers and no shuffles.
+    LANES: tl.constexpr = BLOCK // _LOADED
+    zeros = tl.zeros([LANES], tl.float32)
+    count0, count1, count2, count3 = zeros, zeros, zeros, zeros  # exact: a vocabulary has fewer than 2**24 ids
+    mass0, mass1, mass2, mass3, total = zeros, zeros, zeros, zeros, zeros
+    scale = inv_temperature * _LOG2_E
+    # A row is cut in the same way whatever its neighbours are: its sums do not depend on them.
+    width = tl.cdiv(tl.cdiv(kept_width, BLOCK), CHUNKS) * BLOCK
+    last = tl.minimum((chunk + 1) * width, kept_width)
+    offs = chunk * width + tl.arange(0, BLOCK)
+    block = tl.load(kept_row + offs, mask=offs < last, other=float("-inf"))
+    for _ in tl.range(chunk * width, last, BLOCK):
+        offs += BLOCK
+        following = tl.load(kept_row + offs, mask=offs < last, other=float("-inf"))
+        logits = tl.reshape(block.to(tl.float32), [LANES, _LOADED])
+        weight = tl.exp2((logits - reference) * scale)
+        total += tl.sum(weight, axis=1)
+        count0 += tl.sum(tl.where(logits > logit0, 1.0, 0.0), axis=1)
+        count1 += tl.sum(tl.where(logits > logit1, 1.0, 0.0), axis=1)
+        count2 += tl.sum(tl.where(logits > logit2, 1.0, 0.0), axis=1)
+        count3 += tl.sum(tl.where(logits > logit3, 1.0, 0.0), axis=1)
+        mass0 += tl.sum(tl.where(logits > logit0, weight, 0.0), axis=1)
+        mass1 += tl.sum(tl.where(logits > logit1, weight, 0.0), axis=1)
+        mass2 += tl.sum(tl.where(logits > logit2, weight, 0.0), axis=1)
+        mass3 += tl.sum(tl.where(logits > logit3, weight, 0.0), axis=1)
+        block = following
+    counts = tl.join(tl.join(count0, count1), tl.join(count2, count3))
+    masses = tl.join(tl.join(mass0, mass1), tl.join(mass2, mass3))
+    sums = tl.reshape(tl.sum(tl.join(counts, masses), axis=0), [2 * _CHAIN])
+    index = tl.arange(0, 2 * _CHAIN)  # token % 2, token // 2, count or mass
+    partials = partial_ptr + (row * CHUNKS + chunk) * _PARTIALS
+    tl.store(partials + index // 4 + index // 2 % 2 * 2 + index % 2 * _CHAIN, sums)
+    tl.store(partials + 2 * _CHAIN, tl.sum(total))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == CHUNKS - 1:
+        tl.debug_barrier()
+        tl.store(arrived_ptr + row, 0)
+        # In the order of the chunks, whichever finished last.
+        all_partials = partial_ptr + (row * CHUNKS + tl.arange(0, CHUNKS)) * _PARTIALS
+        above = tl.sum(tl.load(all_partials[:, None] + offs_c[None, :], volatile=True), axis=0)
+        share = tl.sum(tl.load((all_partials + _CHAIN)[:, None] + offs_c[None, :], volatile=True), axis=0)
+        everything = tl.sum(tl.load(all_partials + 2 * _CHAIN, volatile=True))
+        use_k = (top_k >= 1) & (top_k < vocab_size)
+        p = tl.where(top_p < 1.0, top_p, 2.0)
+        # The largest logit is always allowed, whatever the limits are.
+        largest_of_all = above == 0
+        allowed = ((above < tl.where(use_k, top_k, vocab_size)) & (share / everything < p)) | largest_of_all
+        allowed = allowed & (chain_late > float("-inf"))
+        # Top-p of what top-k has left allows less, how much less only the search knows: a token that passes here
+        # may be the answer or not, so no later one is.
+        unsure = use_k & (top_p < 1.0) & (min_p > 0.0) & ~largest_of_all
+        winner = tl.min(tl.where(allowed, offs_c, _CHAIN))
+        answered = tl.sum(((offs_c == winner) & ~unsure).to(tl.int32))
+        tl.store(rounds_ptr + row, tl.where(answered == 1, 1, -1))
+        token = tl.sum(tl.where(offs_c == winner, chain_ids, 0))
+        logit = tl.max(tl.where(offs_c == winner, chain_logits, float("-inf")))
+        tl.store(token_ptr + row, token.to(tl.int64))
+        tl.store(best_score_ptr + row, tl.max(tl.where(offs_c == winner, chain_late, float("-inf"))))
+        if RETURN_LOGPROB:
+            tl.store(logprob_ptr + row, (logit - reference) * inv_temperature - tl.log(everything))
+
+
 @triton.jit(
-    do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start", "kept_width"],
+    do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start", "kept_groups"],
     do_not_specialize_on_alignment=[*ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
 )
 def draw_truncated_kernel(
@@ -125,8 +232,9 @@ def draw_truncated_kernel(
     lse_ptr,  # [P, B, 2] f32
     second_ptr,  # [P, B] f32, the part's second-best perturbed group
     kept_ptr,  # [B, kept_width]
+    peak_ptr,  # [B, kept_width / GROUP_SIZE] f32
     partial_ptr,  # scratch [B, CHUNKS, PARTIALS] f32
-    first_ptr,  # scratch [B, CHUNKS, FIRST_GROUPS] i32
+    list_ptr,  # scratch [B, MOST_CHUNKS, FIRST_GROUPS] i32
     arrived_ptr,  # scratch [B] i32, zero before and after
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
@@ -142,88 +250,110 @@ def draw_truncated_kernel(
     num_parts,
     vocab_size,
     vocab_start,
-    kept_width,
+    kept_groups,
     # constexpr
     RETURN_LOGPROB: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
+    kept_width = kept_groups * rng.GROUP_SIZE  # a multiple that the compiler knows: it loads 16 bytes at a time
     row = tl.program_id(0) // CHUNKS
     chunk = tl.program_id(0) % CHUNKS
     temperature = tl.load(temperature_ptr + row)
     if (temperature > 0.0) & truncates(top_k_ptr, top_p_ptr, min_p_ptr, row, True, vocab_size):
         inv_temperature = 1.0 / temperature
-        chain_ids, chain_logits, chain_late = _next_tokens(
-            row,
-            score_ptr,
-            group_ptr,
-            logits_ptr,
-            second_ptr,
-            first_ptr + tl.program_id(0) * _GROUPS,
-            num_rows,
-            num_parts,
-            inv_temperature,
-            tl.load(seed_ptr + row),
-            tl.load(position_ptr + row),
-            BLOCK_P,
-        )
-        offs_c = tl.arange(0, _CHAIN)
-        reference = tl.min(chain_logits)  # the first token's: probabilities are relative to it
-        count = tl.zeros([_CHAIN, BLOCK], tl.float32)  # exact: a vocabulary has fewer than 2**24 ids
-        mass = tl.zeros([_CHAIN, BLOCK], tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
-        top = tl.full([BLOCK], float("-inf"), tl.float32)
-        kept_row = kept_ptr + row.to(tl.int64) * kept_width
-        scale = inv_temperature * _LOG2_E
-        # A row is cut in the same way whatever its neighbours are: its sums do not depend on them.
-        width = tl.cdiv(tl.cdiv(kept_width, BLOCK), CHUNKS) * BLOCK
-        for first in tl.range(chunk * width, tl.minimum((chunk + 1) * width, kept_width), BLOCK):
-            offs = first + tl.arange(0, BLOCK)
-            logits = tl.load(kept_row + offs, mask=offs < kept_width, other=float("-inf")).to(tl.float32)
-            weight = tl.exp2((logits - reference) * scale)
-            total += weight
-            top = tl.maximum(top, logits)
-            larger = logits[None, :] > chain_logits[:, None]
-            count += tl.where(larger, 1.0, 0.0)
-            mass += tl.where(larger, weight[None, :], 0.0)
-        partials = partial_ptr + tl.program_id(0) * _PARTIALS
-        tl.store(partials + offs_c, tl.sum(count, axis=1))
-        tl.store(partials + offs_c + _CHAIN, tl.sum(mass, axis=1))
-        tl.store(partials + 2 * _CHAIN, tl.sum(total))
-        tl.store(partials + 2 * _CHAIN + 1, tl.max(top))
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == CHUNKS - 1:
-            tl.debug_barrier()
-            tl.store(arrived_ptr + row, 0)
-            # In the order of the chunks, whichever finished last.
-            sums = partial_ptr + (row * CHUNKS + tl.arange(0, CHUNKS)) * _PARTIALS
-            above = tl.sum(tl.load(sums[:, None] + offs_c[None, :], volatile=True), axis=0)
-            share = tl.sum(tl.load((sums + _CHAIN)[:, None] + offs_c[None, :], volatile=True), axis=0)
-            everything = tl.sum(tl.load(sums + 2 * _CHAIN, volatile=True))
-            largest = tl.max(tl.load(sums + 2 * _CHAIN + 1, volatile=True))
-            top_k = tl.load(top_k_ptr + row)
-            top_p = tl.load(top_p_ptr + row)
-            min_p = tl.load(min_p_ptr + row)
-            use_k = (top_k >= 1) & (top_k < vocab_size)
-            p = tl.where(top_p < 1.0, top_p, 2.0)
-            least = tl.where(min_p > 0.0, tl.log(tl.minimum(min_p, 1.0)), float("-inf"))
-            # The largest logit is always allowed, whatever the limits are.
-            largest_of_all = above == 0
-            allowed = ((above < tl.where(use_k, top_k, vocab_size)) & (share / everything < p)) | largest_of_all
-            allowed = allowed & ((chain_logits - largest) * inv_temperature >= least) & (chain_late > float("-inf"))
-            # Top-p of what top-k has left allows less, how much less only the search knows: a token that passes here
-            # may be the answer or not, so no later one is.
-            unsure = use_k & (top_p < 1.0) & (min_p > 0.0) & ~largest_of_all
-            winner = tl.min(tl.where(allowed, offs_c, _CHAIN))
-            answered = tl.sum(((offs_c == winner) & ~unsure).to(tl.int32))
-            tl.store(rounds_ptr + row, tl.where(answered == 1, 1, -1))
-            token = tl.sum(tl.where(offs_c == winner, chain_ids, 0))
-            logit = tl.max(tl.where(offs_c == winner, chain_logits, float("-inf")))
-            tl.store(token_ptr + row, token.to(tl.int64))
-            tl.store(best_score_ptr + row, tl.max(tl.where(offs_c == winner, chain_late, float("-inf"))))
-            if RETURN_LOGPROB:
-                tl.store(logprob_ptr + row, (logit - reference) * inv_temperature - tl.log(everything))
+        seed = tl.load(seed_ptr + row)
+        position = tl.load(position_ptr + row)
+        top_k = tl.load(top_k_ptr + row)
+        top_p = tl.load(top_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        # Twice as many groups as top-k needs, for ties and for several groups of one span.
+        if (top_k >= 1) & (top_k <= CANDIDATES // 2) & (top_k < vocab_size):
+            if chunk == 0:
+                heaviest, total = lse_of_parts(lse_ptr, row, num_rows, num_parts, BLOCK_P)
+                token, logit, score, answered = draw_top_k(
+                    kept_ptr + row.to(tl.int64) * kept_width,
+                    peak_ptr + row.to(tl.int64) * kept_groups,
+                    list_ptr + row * (_MOST_CHUNKS * _GROUPS),
+                    inv_temperature,
+                    seed,
+                    position,
+                    top_k,
+                    top_p,
+                    min_p,
+                    heaviest,
+                    total,
+                    kept_groups,
+                    BLOCK_S,
+                    CANDIDATES,
+                    KEY_SHIFT,
+                )
+                tl.store(rounds_ptr + row, tl.where(answered, 1, -1))
+                tl.store(token_ptr + row, (vocab_start + token).to(tl.int64))
+                tl.store(best_score_ptr + row, score)
+                if RETURN_LOGPROB:
+                    tl.store(logprob_ptr + row, logit * inv_temperature - heaviest - tl.log(total))
+        else:
+            kept_row = kept_ptr + row.to(tl.int64) * kept_width
+            lowest = tl.full([], float("-inf"), tl.float32)
+            if min_p > 0.0:
+                peak_row = peak_ptr + row.to(tl.int64) * kept_groups
+                lowest = _lowest_of_min_p(peak_row, kept_groups, inv_temperature, min_p, BLOCK)
+            chain_ids, chain_logits, chain_late = _next_tokens(
+                row,
+                score_ptr,
+                group_ptr,
+                logits_ptr,
+                second_ptr,
+                list_ptr + (row * _MOST_CHUNKS + chunk) * _GROUPS,
+                num_rows,
+                num_parts,
+                inv_temperature,
+                seed,
+                position,
+                lowest,
+                BLOCK_P,
+            )
+            if ((top_k >= 1) & (top_k < vocab_size)) | (top_p < 1.0):
+                _measure_chain(
+                    row,
+                    chunk,
+                    chain_ids,
+                    chain_logits,
+                    chain_late,
+                    kept_row,
+                    partial_ptr,
+                    arrived_ptr,
+                    inv_temperature,
+                    top_k,
+                    top_p,
+                    min_p,
+                    token_ptr,
+                    best_score_ptr,
+                    logprob_ptr,
+                    rounds_ptr,
+                    vocab_size,
+                    kept_width,
+                    RETURN_LOGPROB,
+                    BLOCK,
+                    CHUNKS,
+                )
+            elif chunk == 0:
+                # Min-p alone: the first token that it allows.
+                score = tl.max(chain_late)
+                logit = tl.min(chain_logits)
+                tl.store(rounds_ptr + row, tl.where(score > float("-inf"), 1, -1))
+                tl.store(token_ptr + row, tl.sum(tl.where(tl.arange(0, _CHAIN) == 0, chain_ids, 0)).to(tl.int64))
+                tl.store(best_score_ptr + row, score)
+                if RETURN_LOGPROB:
+                    heaviest, total = lse_of_parts(lse_ptr, row, num_rows, num_parts, BLOCK_P)
+                    tl.store(logprob_ptr + row, logit * inv_temperature - heaviest - tl.log(total))
     elif chunk == 0:
         tl.store(rounds_ptr + row, 0)
         draw_from_parts(
@@ -288,6 +418,7 @@ def draw_truncated(
             workspace.lse,
             workspace.second,
             kept.logits,
+            kept.peak,
             kept.partial,
             kept.first,
             kept.arrived,
@@ -305,16 +436,21 @@ def draw_truncated(
             num_parts,
             vocab_size,
             vocab_start,
-            kept.width,
+            kept.width // rng.GROUP_SIZE,
         ),
         {
             "RETURN_LOGPROB": return_logprob,
             "BLOCK_P": triton.next_power_of_2(most_parts),
             "BLOCK": config.block,
             "CHUNKS": config.chunks,
+            "BLOCK_S": triton.next_power_of_2(triton.cdiv(kept.width, SPAN * rng.GROUP_SIZE)),
+            "CANDIDATES": config.candidates,
+            "KEY_SHIFT": 16 if kept.logits.dtype is torch.bfloat16 else 0,
+            "OVERLAP": overlaps(temperature.device),
         },
         config.num_warps,
         (temperature.device.index, kept.logits.dtype),
+        overlap=overlaps(temperature.device),
     )
     search_truncated(
         kept, temperature, seed, position, truncation, vocab_size, vocab_start, token, score, logprob, config

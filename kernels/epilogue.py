@@ -101,10 +101,10 @@ def score_groups(
     position,  # [NUM_GROUPS, BLOCK_B] i64
     group,  # [NUM_GROUPS] i32, absolute group ids
 ):
-    """Perturbed log-mass of each group (its maximum on greedy rows), and its log-mass.
+    """Perturbed log-mass of each group (its maximum on greedy rows), its log-mass, and its largest logit.
 
-    Returns ``score, log_mass``, each ``[NUM_GROUPS, BLOCK_B]`` float32, both at temperature; an all-masked
-    group has -inf.
+    Returns ``score, log_mass, peak``, each ``[NUM_GROUPS, BLOCK_B]`` float32, the first two at temperature; an
+    all-masked group has -inf.
     """
     peak = tl.max(logits, axis=1)
     base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -116,4 +116,4 @@ def score_groups(
     perturbation = tl.log(mass / waiting)
     tempered = base * inv_temperature[None, :]
     score = tl.where(greedy[None, :], peak, tempered + perturbation)
-    return score, tempered + (perturbation + tl.log(waiting))
+    return score, tempered + (perturbation + tl.log(waiting)), peak

@@ -38,6 +38,16 @@ def arrivals(
 
 
 @triton.jit
+def lowest_allowed(top, inv_temperature, min_p):
+    """What a logit must reach to be allowed by min-p where ``top`` is the row's largest; -inf without min-p.
+
+    One definition for all branches: whether a logit at the limit is allowed does not depend on which of them answers.
+    """
+    limit = top + tl.log(tl.minimum(min_p, 1.0)) / inv_temperature
+    return tl.where(min_p > 0.0, tl.minimum(limit, top), float("-inf"))
+
+
+@triton.jit
 def ordered(x):
     """float32 to int32, order-preserving."""
     bits = x.to(tl.int32, bitcast=True)

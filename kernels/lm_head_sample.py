@@ -31,14 +31,14 @@ from .draw_truncated import draw_truncated, truncates
 from .epilogue import edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation, require
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
-from .launch import launch
+from .launch import launch, let_next_start, overlaps
 from .reduce_parts import reduce_parts
 from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
 
 
 @triton.jit(
     do_not_specialize=[
-        *("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width"),
+        *("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups"),
         *("additive_stride", "scaling_stride", "mask_stride", "bias_stride", "mask_words", "given_edits"),
     ],
     do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS],
@@ -57,6 +57,7 @@ def lm_head_sample_kernel(
     top_p_ptr,  # [B] f32
     min_p_ptr,  # [B] f32
     kept_ptr,  # out [B, kept_width], the logits of rows with a truncation
+    peak_ptr,  # out [B, kept_width / GROUP_SIZE] f32, their largest logit per group
     second_ptr,  # out [P, B] f32, with a truncation: the part's second-best perturbed group
     edit_rows_ptr,  # [B] i32
     additive_ptr,  # [B, V] f32
@@ -71,7 +72,7 @@ def lm_head_sample_kernel(
     hidden_stride,
     logit_scale,
     softcap,
-    kept_width,
+    kept_groups,
     additive_stride,
     scaling_stride,
     mask_stride,
@@ -95,7 +96,9 @@ def lm_head_sample_kernel(
     STAGES: tl.constexpr,
     FLATTEN: tl.constexpr,
     USE_TMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    let_next_start(OVERLAP)
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
     # Programs that share a vocabulary tile are neighbours: all but the first read it from L2.
@@ -113,7 +116,14 @@ def lm_head_sample_kernel(
     block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
     block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
     if TRUNCATE:
+        # As bits of scalars: a block would be loaded and computed anew for every layout that asks for it.
         keep = truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size) & ~greedy & mask_b
+        slot = tl.arange(0, BLOCK_B)
+        bits = keep.to(tl.int64) << (slot & 63)
+        low_rows = tl.sum(tl.where(slot < 64, bits, 0))
+        high_rows = tl.sum(tl.where(slot < 64, 0, bits))
+        keep = ((tl.where(slot < 64, low_rows, high_rows) >> (slot & 63)) & 1) != 0
+        kept_width = kept_groups * rng.GROUP_SIZE
     edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
     if EDIT_ROWS:
         edits &= tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
@@ -175,8 +185,14 @@ def lm_head_sample_kernel(
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-        score, log_mass = score_groups(logits, inv_temperature, greedy, seed, position, group)
+        score, log_mass, peak = score_groups(logits, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:
+            local = first // rng.GROUP_SIZE + offs_g
+            tl.store(
+                peak_ptr + offs_b[None, :] * kept_groups + local[:, None],
+                peak,
+                mask=(local < kept_groups)[:, None] & keep[None, :],
+            )
             second_score = tl.maximum(second_score, tl.minimum(score, best_score))
         better = score > best_score  # strict, and tiles ascend: the first maximum wins a tie
         best_score = tl.where(better, score, best_score)
@@ -321,6 +337,7 @@ def lm_head_sample(
             temperature if truncation is None else truncation.top_p,
             temperature if truncation is None else truncation.min_p,
             temperature if kept is None else kept.logits,
+            temperature if kept is None else kept.peak,
             workspace.second,
             temperature if edit_rows is None else edit_rows,
             additive[0],
@@ -335,7 +352,7 @@ def lm_head_sample(
             hidden.stride(0),
             1.0 if head.logit_scale is None else head.logit_scale,
             1.0 if head.softcap is None else head.softcap,
-            0 if kept is None else kept.width,
+            0 if kept is None else kept.width // rng.GROUP_SIZE,
             additive[1],
             scaling[1],
             mask[1],
@@ -348,7 +365,7 @@ def lm_head_sample(
             "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
             "HAS_SCALE": head.logit_scale is not None,
             "HAS_SOFTCAP": head.softcap is not None,
-            "RETURN_LOGPROB": return_logprob,
+            "RETURN_LOGPROB": return_logprob or truncation is not None,  # top-p is a share of the whole mass
             "TRUNCATE": truncation is not None,
             "EDIT": edits is not None,
             "EDIT_ROWS": edit_rows is not None,
@@ -360,6 +377,7 @@ def lm_head_sample(
             "STAGES": tile.stages,
             "FLATTEN": tile.flatten,
             "USE_TMA": tile.tma,
+            "OVERLAP": overlaps(hidden.device),
         },
         tile.num_warps,
         (

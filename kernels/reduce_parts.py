@@ -14,7 +14,18 @@ import triton.language as tl
 
 from . import rng
 from .head import ROW_POINTERS, Workspace
-from .launch import launch
+from .launch import launch, overlaps, wait_for_previous
+
+
+@triton.jit
+def lse_of_parts(lse_ptr, row, num_rows, num_parts, BLOCK_P: tl.constexpr):
+    """The row's largest log-mass of a group, and its exp-sum relative to that."""
+    offs_p = tl.arange(0, BLOCK_P)
+    slots = (offs_p * num_rows + row) * 2
+    peak = tl.load(lse_ptr + slots, mask=offs_p < num_parts, other=float("-inf"))
+    mass = tl.load(lse_ptr + slots + 1, mask=offs_p < num_parts, other=0.0)
+    heaviest = tl.max(peak)
+    return heaviest, tl.sum(mass * tl.exp(peak - tl.where(heaviest == float("-inf"), 0.0, heaviest)))
 
 
 @triton.jit
@@ -100,7 +111,9 @@ def reduce_parts_kernel(
     RETURN_LOGPROB: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     draw_from_parts(
         score_ptr,
         group_ptr,
@@ -173,8 +186,10 @@ def reduce_parts(
             "RETURN_LOGPROB": return_logprob,
             "BLOCK_P": triton.next_power_of_2(most_parts),
             "BLOCK_R": rows_per_program,
+            "OVERLAP": overlaps(device),
         },
         1,
         (device.index,),
+        overlap=overlaps(device),
     )
     return token, score, logprob

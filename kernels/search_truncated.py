@@ -18,8 +18,8 @@ import triton.language as tl
 from . import rng
 from .features import Truncation
 from .head import ROW_POINTERS, SPAN, Kept
-from .kept_row import arrivals, first_token, kth_bound, list_spans, mass_of_top_k, measure, spans
-from .launch import launch
+from .kept_row import arrivals, first_token, kth_bound, list_spans, lowest_allowed, mass_of_top_k, measure, spans
+from .launch import launch, overlaps, wait_for_previous
 from .tiles import DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -34,7 +34,6 @@ def _summarize(
     kept_row,
     score_row,
     mass_row,
-    peak_row,
     inv_temperature,
     seed,
     position,
@@ -43,7 +42,7 @@ def _summarize(
     last_group,
     GATHER: tl.constexpr,
 ):
-    """Of some groups the perturbed log-mass, log-mass and largest logit, to memory; the epilogue's arithmetic."""
+    """Of some groups the perturbed log-mass and the log-mass, to memory; the epilogue's arithmetic."""
     for first in tl.range(first_group, last_group, GATHER * _SPAN):
         groups = first + tl.arange(0, GATHER * _SPAN)
         inside = groups < last_group
@@ -58,7 +57,6 @@ def _summarize(
         tempered = base * inv_temperature
         tl.store(score_row + groups, tempered + perturbation, mask=inside)
         tl.store(mass_row + groups, tempered + (perturbation + tl.log(waiting)), mask=inside)
-        tl.store(peak_row + groups, peak, mask=inside)
 
 
 @triton.jit
@@ -93,12 +91,12 @@ def _search(
     use_k = (top_k >= 1) & (top_k < vocab_size)
     use_p = top_p < 1.0
     k = tl.where(use_k, top_k, vocab_size)
-    log_min_p = tl.where(min_p > 0.0, tl.log(tl.minimum(min_p, 1.0)), float("-inf"))
     floor = tl.full([], float("-inf"), tl.float32)  # no allowed logit is below
     if k * 2 < num_groups // _SPAN:
         floor = kth_bound(peaks, top, k)
     elif k < num_groups:
         floor = kth_bound(tl.reshape(spans(peak_row, num_groups, BLOCK_S), [BLOCK_S * _SPAN]), top, k)
+    lowest = lowest_allowed(top, inv_temperature, min_p)
     p = tl.where(use_p, top_p, 2.0)
     if use_k & use_p & (min_p > 0.0):
         p = p * mass_of_top_k(
@@ -118,7 +116,7 @@ def _search(
     while searching:
         peak = spans(peak_row, num_groups, BLOCK_S)
         pool = spans(score_row, num_groups, BLOCK_S)
-        possible = (peak >= floor) & (peak > excluded) & ((peak - top) * inv_temperature >= log_min_p)
+        possible = (peak >= floor) & (peak > excluded) & (peak >= lowest)
         pool = tl.max(tl.where(possible & (pool < ceiling), pool, float("-inf")), axis=1)
         first = tl.max(pool)
         width = _ARRIVALS
@@ -137,7 +135,7 @@ def _search(
         logits = tl.load(kept_row + ids, mask=valid[:, None], other=float("-inf")).to(tl.float32)
         of_group = tl.load(score_row + groups, mask=valid, other=float("-inf"))
         late = arrivals(logits, of_group, vocab_start + ids, inv_temperature, seed, position)
-        allowed = (logits >= floor) & (logits > excluded) & ((logits - top) * inv_temperature >= log_min_p)
+        allowed = (logits >= floor) & (logits > excluded) & (logits >= lowest)
         late = tl.where(allowed & valid[:, None], late, float("-inf"))
         logits = tl.reshape(logits, [WINDOW * _SPAN_IDS])
         late = tl.reshape(late, [WINDOW * _SPAN_IDS])
@@ -192,15 +190,15 @@ def _search(
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "vocab_start", "kept_width"],
+    do_not_specialize=["vocab_size", "vocab_start", "num_groups"],
     do_not_specialize_on_alignment=[*ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
 )
 def search_truncated_kernel(
     kept_ptr,  # [B, kept_width]
     arrived_ptr,  # scratch [B] i32, zero before and after
-    kept_score_ptr,  # scratch [B, kept_width / GROUP_SIZE] f32, like the next two
-    kept_mass_ptr,
-    kept_peak_ptr,
+    kept_score_ptr,  # scratch [B, kept_width / GROUP_SIZE] f32
+    kept_mass_ptr,  # scratch [B, kept_width / GROUP_SIZE] f32
+    kept_peak_ptr,  # [B, kept_width / GROUP_SIZE] f32, the largest logit of each group
     list_ptr,  # scratch [B, 3 * spans] i32
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
@@ -215,18 +213,20 @@ def search_truncated_kernel(
     searched_ptr,  # in and out [1] i64, rows searched so far
     vocab_size,
     vocab_start,
-    kept_width,
+    num_groups,
     # constexpr
     RETURN_LOGPROB: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
     GATHER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0) // CHUNKS
     chunk = tl.program_id(0) % CHUNKS
     if tl.load(rounds_ptr + row) < 0:
-        num_groups = kept_width // rng.GROUP_SIZE
+        kept_width = num_groups * rng.GROUP_SIZE  # a multiple that the compiler knows: it loads 16 bytes at a time
         groups = row.to(tl.int64) * num_groups
         kept_row = kept_ptr + row.to(tl.int64) * kept_width
         inv_temperature = 1.0 / tl.load(temperature_ptr + row)
@@ -237,7 +237,6 @@ def search_truncated_kernel(
             kept_row,
             kept_score_ptr + groups,
             kept_mass_ptr + groups,
-            kept_peak_ptr + groups,
             inv_temperature,
             seed,
             position,
@@ -271,7 +270,7 @@ def search_truncated_kernel(
             )
             tl.store(token_ptr + row, (vocab_start + token).to(tl.int64))
             tl.store(best_score_ptr + row, score)
-            tl.store(rounds_ptr + row, 1 + rounds)
+            tl.store(rounds_ptr + row, 1 + tl.maximum(rounds, 1))
             tl.atomic_add(searched_ptr, tl.full([], 1, tl.int64))
             if RETURN_LOGPROB:
                 tl.store(logprob_ptr + row, logprob)
@@ -294,7 +293,7 @@ def search_truncated(
     block_s = triton.next_power_of_2(triton.cdiv(kept.width, SPAN * rng.GROUP_SIZE))
     launch(
         search_truncated_kernel,
-        temperature.shape[0] * config.chunks,
+        temperature.shape[0] * config.search_chunks,
         (
             kept.logits,
             kept.arrived,
@@ -315,15 +314,17 @@ def search_truncated(
             kept.searched,
             vocab_size,
             vocab_start,
-            kept.width,
+            kept.width // rng.GROUP_SIZE,
         ),
         {
             "RETURN_LOGPROB": logprob is not None,
-            "CHUNKS": config.chunks,
+            "CHUNKS": config.search_chunks,
             "BLOCK_S": block_s,
             "WINDOW": min(config.window, block_s),
             "GATHER": min(config.gather, block_s),
+            "OVERLAP": overlaps(temperature.device),
         },
         config.search_warps,
         (temperature.device.index, kept.logits.dtype),
+        overlap=overlaps(temperature.device),
     )

@@ -51,14 +51,16 @@ class DrawConfig:
     """The launches that draw rows with a truncation. All powers of two.
 
     chunks: programs that share a row, ``MOST_CHUNKS`` or fewer. num_warps: per program of the pass. block: logits per
-    step of it. A row's sums are cut by chunks and block, so a table keeps both the same for all batch sizes.
-    search_warps, window, gather: of the search, its warps and, in spans of 128 ids, how many have their tokens put in
+    step of it. candidates: groups that a row with a small top-k, at most half as much, is drawn from. A row's sums are cut by chunks and block, so a table keeps both the same for all batch sizes.
+    search_chunks, search_warps, window, gather: of the search, its programs per row, their warps and, in spans of 128 ids, how many have their tokens put in
     order and how many their logits counted at a time.
     """
 
     chunks: int = 8
-    num_warps: int = 4
-    block: int = 1024
+    num_warps: int = 8
+    block: int = 4096
+    candidates: int = 128
+    search_chunks: int = 8
     search_warps: int = 32
     window: int = 8
     gather: int = 32
@@ -68,8 +70,9 @@ class DrawConfig:
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 1 or value & (value - 1):
                 raise ValueError(f"DrawConfig.{field.name} is {value!r}; expected a power of two")
-        if self.chunks > MOST_CHUNKS:
-            raise ValueError(f"DrawConfig.chunks is {self.chunks}; expected {MOST_CHUNKS} or fewer")
+        for name in ("chunks", "search_chunks"):
+            if getattr(self, name) > MOST_CHUNKS:
+                raise ValueError(f"DrawConfig.{name} is {getattr(self, name)}; expected {MOST_CHUNKS} or fewer")
 
 
 DEFAULT_DRAW = DrawConfig()

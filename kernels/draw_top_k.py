@@ -1,0 +1,152 @@
+"""The token of a row with a top-k, from the groups that hold its largest logits. Device functions only.
+
+The k-th largest of the spans' largest logits is at most the k-th largest logit. So the groups that reach it, about k,
+hold everything that is allowed: they are listed, and what top-k, top-p and min-p allow of their logits is found exactly.
+Of that, the first token of the race in ``draw_truncated`` wins.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import rng
+from .epilogue import LIMIT
+from .head import SPAN
+from .kept_row import arrivals, list_spans, lowest_allowed, ordered, value_of
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+_SPAN = tl.constexpr(SPAN)
+_LOADED = tl.constexpr(4)  # maxima of a 16-byte load
+_GROUPS_AT_ONCE = tl.constexpr(32)  # the arithmetic of the noise is long: a loop over few keeps the code short
+
+
+@triton.jit
+def _value_below(key, SHIFT: tl.constexpr):
+    """The largest value with this key: values above it have larger keys."""
+    return value_of(((key << SHIFT) | ((1 << SHIFT) - 1)).to(tl.int32))
+
+
+@triton.jit
+def _bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
+    """A number that ``k`` or a few more of the maxima are above, or all of them.
+
+    SHIFT: how many low bits of all values are zero. Bisection over what is left, a few instructions.
+    """
+    failing = (ordered(tl.full([], -LIMIT * 2, tl.float32)) >> SHIFT).to(tl.int64)
+    passing = (ordered(largest) >> SHIFT).to(tl.int64)
+    num_above = tl.sum((maxima > float("-inf")).to(tl.int32))
+    while (passing - failing > 1) & (num_above > k + k // 4 + 4):
+        middle = (passing + failing) >> 1
+        count = tl.sum((maxima > _value_below(middle, SHIFT)).to(tl.int32))
+        num_above = tl.where(count < k, num_above, count)
+        passing = tl.where(count < k, middle, passing)
+        failing = tl.where(count < k, failing, middle)
+    return _value_below(failing, SHIFT), num_above
+
+
+@triton.jit
+def _threshold(values, weights, low, largest, k, p, SHIFT: tl.constexpr):
+    """A number x, ``low`` or above, such that exactly the values above x have fewer than ``k`` values and less than
+    ``p`` of the weight above them. Nothing is above the largest value: that one always passes.
+    """
+    failing = (ordered(low) >> SHIFT).to(tl.int64)
+    passing = (ordered(largest) >> SHIFT).to(tl.int64)
+    while passing - failing > 1:
+        middle = (passing + failing) >> 1
+        larger = values > _value_below(middle, SHIFT)
+        counted = tl.join(tl.where(larger, 1.0, 0.0), tl.where(larger, weights, 0.0))
+        count, mass = tl.split(tl.sum(counted, axis=0))
+        passes = ((count < k) & (mass < p)) | (count == 0)
+        passing = tl.where(passes, middle, passing)
+        failing = tl.where(passes, failing, middle)
+    return _value_below(failing, SHIFT)
+
+
+@triton.jit
+def _race(kept_row, list_ptr, start, num_listed, inv_temperature, seed, position, floor, lowest):
+    """Of the listed groups from the ``start``-th on: logits, ids and arrivals, -inf for tokens not allowed.
+
+    ``[GROUPS_AT_ONCE, GROUP_SIZE]`` each. The epilogue's arithmetic.
+    """
+    offs = start + tl.arange(0, _GROUPS_AT_ONCE)
+    group = tl.load(list_ptr + offs, mask=offs < num_listed, other=0)
+    ids = group[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
+    logits = tl.load(kept_row + ids, mask=(offs < num_listed)[:, None], other=float("-inf")).to(tl.float32)
+    peak = tl.max(logits, axis=1)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    mass = tl.sum(tl.exp2((logits - base[:, None]) * (inv_temperature * _LOG2_E)), axis=1)
+    waiting = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
+    of_group = tl.where(peak == float("-inf"), peak, base * inv_temperature + tl.log(mass / waiting))
+    late = arrivals(logits, of_group, ids, inv_temperature, seed, position)
+    return logits, ids, tl.where((logits > floor) & (logits >= lowest), late, float("-inf"))
+
+
+@triton.jit
+def draw_top_k(
+    kept_row,
+    peak_row,  # largest logit per group
+    list_ptr,  # scratch, 2 * CANDIDATES
+    inv_temperature,
+    seed,
+    position,
+    top_k,
+    top_p,
+    min_p,
+    heaviest,  # the row's largest log-mass of a group
+    total,  # its exp-sum relative to that
+    num_groups,
+    BLOCK_S: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Token, its logit, its arrival, and whether the groups were no more than ``CANDIDATES``."""
+    of_span = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    for place in tl.range(0, _SPAN, _LOADED):  # a loop, for few registers
+        groups = (tl.arange(0, BLOCK_S) * _SPAN + place)[:, None] + tl.arange(0, _LOADED)[None, :]
+        peaks = tl.load(peak_row + groups, mask=groups < num_groups, other=float("-inf"))
+        of_span = tl.maximum(of_span, tl.max(peaks, axis=1))
+    largest = tl.max(of_span)
+    bound, num_spans = _bound_of_top_k(of_span, largest, top_k, SHIFT)
+    list_spans(of_span > bound, list_ptr, CANDIDATES, BLOCK_S)
+    offs = tl.arange(0, CANDIDATES)
+    span = tl.load(list_ptr + offs, mask=offs < num_spans, other=0)
+    listed_groups = tl.reshape(span[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :], [CANDIDATES * _SPAN])
+    listed = tl.arange(0, CANDIDATES * _SPAN) < num_spans * _SPAN
+    listed_peaks = tl.load(peak_row + listed_groups, mask=listed & (listed_groups < num_groups), other=float("-inf"))
+    reaches = (listed_peaks > bound).to(tl.int32)
+    num_chosen = tl.sum(reaches)
+    index = tl.cumsum(reaches, axis=0) - 1
+    group_list = list_ptr + CANDIDATES
+    tl.store(group_list + index, listed_groups, mask=(reaches > 0) & (index < CANDIDATES))
+    tl.debug_barrier()
+
+    offs_i = tl.arange(0, rng.GROUP_SIZE)
+    group = tl.load(group_list + offs, mask=offs < num_chosen, other=0)
+    ids = tl.reshape(group[:, None] * rng.GROUP_SIZE + offs_i[None, :], [CANDIDATES * rng.GROUP_SIZE])
+    valid = tl.arange(0, CANDIDATES * rng.GROUP_SIZE) < num_chosen * rng.GROUP_SIZE
+    logits = tl.load(kept_row + ids, mask=valid, other=float("-inf")).to(tl.float32)
+    weights = tl.exp2((logits * inv_temperature - heaviest) * _LOG2_E)
+    p = tl.where(top_p < 1.0, top_p * total, float("inf"))
+    if (min_p > 0.0) & (top_p < 1.0):
+        # With min-p, top-p is of what top-k has left.
+        floor = _threshold(logits, weights, bound, largest, top_k, float("inf"), SHIFT)
+        p = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
+    floor = _threshold(logits, weights, bound, largest, top_k, p, SHIFT)
+    lowest = lowest_allowed(largest, inv_temperature, min_p)
+
+    token = tl.full([], _NO_TOKEN, tl.int32)
+    logit = tl.full([], float("-inf"), tl.float32)
+    score = tl.full([], float("-inf"), tl.float32)
+    for start in tl.range(0, tl.minimum(num_chosen, CANDIDATES), _GROUPS_AT_ONCE):
+        next_logits, next_ids, late = _race(
+            kept_row, group_list, start, num_chosen, inv_temperature, seed, position, floor, lowest
+        )
+        first = tl.max(late)
+        if first > score:  # groups ascend: of equal scores the lowest id
+            score = first
+            token = tl.min(tl.where(late == first, next_ids, _NO_TOKEN))
+            logit = tl.max(tl.where(next_ids == token, next_logits, float("-inf")))
+    # A row of nothing but -inf has no token.
+    return tl.where(score == float("-inf"), 0, token), logit, score, num_chosen <= CANDIDATES
