@@ -6,8 +6,11 @@ kernels have dozens. Here the caller says what the binary depends on, and the an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
+
+import torch
 
 _BINARIES: dict[tuple[Hashable, ...], Any] = {}
 
@@ -36,3 +39,11 @@ def launch(
             _BINARIES[key] = binary
         return
     binary[(programs, 1, 1)](*arguments, *constants.values())
+
+
+@functools.cache
+def resident_programs(device: torch.device, ctas_per_sm: int) -> int:
+    """How many programs run at the same time where a multiprocessor holds ``ctas_per_sm`` of them."""
+    if device.type != "cuda":
+        return ctas_per_sm  # interpreted: programs run one after the other
+    return torch.cuda.get_device_properties(device).multi_processor_count * ctas_per_sm

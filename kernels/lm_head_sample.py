@@ -20,7 +20,6 @@ is faster than this one: a dispatcher's business, not this file's.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 import triton
@@ -31,7 +30,8 @@ from .draw_truncated import draw_truncated, truncates
 from .epilogue import edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation, require
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
-from .launch import launch
+from .launch import launch, resident_programs
+from .part import add_log_mass, best_of_slots, store_log_mass, store_part, store_second
 from .reduce_parts import reduce_parts
 from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
 
@@ -118,8 +118,7 @@ def lm_head_sample_kernel(
     if EDIT_ROWS:
         edits &= tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
 
-    # The running best is kept per group slot of the tile, [NUM_GROUPS, BLOCK_B], with the winner's logits in
-    # registers beside it: no tile needs a reduction across warps, only the program's end does.
+    # Per group slot of the tile (part.py), with the winner's logits in registers beside it.
     best_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
     second_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
     best_tile = tl.full([NUM_GROUPS, BLOCK_B], 0, tl.int32) + part
@@ -151,7 +150,7 @@ def lm_head_sample_kernel(
                 logits,
                 (offs_v < vocab_size)[:, None] & mask_b[None, :],
                 offs_b,
-                vocab_start + offs_v,
+                (vocab_start + offs_v)[:, None],
                 edits,
                 additive_ptr,
                 scaling_ptr,
@@ -183,44 +182,23 @@ def lm_head_sample_kernel(
         best_tile = tl.where(better, tile, best_tile)
         best_logits = tl.where(better[:, None, :], logits, best_logits)
         if RETURN_LOGPROB:
-            new_peak = tl.maximum(lse_peak, log_mass)
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            lse_mass = lse_mass * tl.exp(lse_peak - shift) + tl.exp(log_mass - shift)
-            lse_peak = new_peak
+            lse_peak, lse_mass = add_log_mass(log_mass, lse_peak, lse_mass)
 
     best_group = (vocab_start + best_tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
-    part_score = tl.max(best_score, axis=0)
-    tied = best_score == part_score[None, :]
-    part_group = tl.min(tl.where(tied, best_group, rng.NO_GROUP), axis=0)
-    chosen = tied & (best_group == part_group[None, :])
+    part_score, part_group, chosen = best_of_slots(best_score, best_group)
     part_logits = tl.sum(tl.where(chosen[:, None, :], best_logits, 0.0), axis=0)  # [GROUP_SIZE, BLOCK_B]
     out = part * num_rows + offs_b
-    tl.store(score_ptr + out, part_score, mask=mask_b)
-    tl.store(group_ptr + out, part_group, mask=mask_b)
-    logits_offs = out[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
-    tl.store(logits_ptr + logits_offs, part_logits, mask=mask_b[None, :])
+    store_part(score_ptr, group_ptr, logits_ptr, out, mask_b, part_score, part_group, part_logits)
     if TRUNCATE:
-        others = tl.where(chosen, float("-inf"), best_score)
-        tl.store(second_ptr + out, tl.max(tl.maximum(others, second_score), axis=0), mask=mask_b)
+        store_second(second_ptr, out, mask_b, best_score, second_score, chosen)
     if RETURN_LOGPROB:
-        part_peak = tl.max(lse_peak, axis=0)
-        shift = tl.where(part_peak == float("-inf"), 0.0, part_peak)
-        part_mass = tl.sum(lse_mass * tl.exp(lse_peak - shift[None, :]), axis=0)
-        tl.store(lse_ptr + out * 2, part_peak, mask=mask_b)
-        tl.store(lse_ptr + out * 2 + 1, part_mass, mask=mask_b)
-
-
-@functools.cache
-def _num_programs(device: torch.device, ctas_per_sm: int) -> int:
-    if device.type != "cuda":
-        return ctas_per_sm  # interpreted: programs run one after the other
-    return torch.cuda.get_device_properties(device).multi_processor_count * ctas_per_sm
+        store_log_mass(lse_ptr, out, mask_b, lse_peak, lse_mass)
 
 
 def num_parts(head: LMHead, num_rows: int, tile: TileConfig) -> int:
     """P: how many programs share the vocabulary for each block of rows."""
     row_blocks = triton.cdiv(num_rows, tile.block_b)
-    resident = _num_programs(head.weight.device, tile.ctas_per_sm)
+    resident = resident_programs(head.weight.device, tile.ctas_per_sm)
     return max(1, min(resident // row_blocks, triton.cdiv(head.vocab_size, tile.block_v)))
 
 
@@ -370,7 +348,7 @@ def lm_head_sample(
             None if kept is None else kept.logits.dtype,
         ),
     )
-    most_parts = _num_programs(hidden.device, tile.ctas_per_sm)
+    most_parts = resident_programs(hidden.device, tile.ctas_per_sm)
     if truncation is not None and kept is not None:
         return draw_truncated(
             workspace,
