@@ -18,11 +18,18 @@ from ..kernels.head import SPAN, TRITON_DTYPES
 from ..kernels.lm_head_sample import lm_head_sample_kernel
 from ..kernels.reduce_parts import reduce_parts_kernel
 from ..kernels.rng import GROUP_SIZE
+from ..kernels.sample_logits import sample_logits_kernel
 from ..kernels.search_truncated import search_truncated_kernel
-from ..kernels.tiles import DrawConfig, TileConfig
+from ..kernels.tiles import DrawConfig, ReadConfig, TileConfig
 
 _ROWS = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64"}
 _ROWS |= {"top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32"}
+_EDITS = {"edit_rows_ptr": "*i32", "mask_ptr": "*i32"} | dict.fromkeys(
+    ("additive_ptr", "scaling_ptr", "bias_ptr"), "*fp32"
+)
+_EDITS |= dict.fromkeys(("mask_words", "given_edits"), "i32")
+_EDITS |= dict.fromkeys(("additive_stride", "scaling_stride", "mask_stride", "bias_stride"), "i32")
+_PARTS = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -51,10 +58,7 @@ def resources_of_lm_head_sample(
     pointers = {
         "weight": f"tensordesc<{name}[{tile.block_v}, {tile.block_d}]>" if tile.tma else f"*{name}",
         "hidden_ptr": f"*{name}",
-        "score_ptr": "*fp32",
-        "group_ptr": "*i32",
-        "logits_ptr": "*fp32",
-        "lse_ptr": "*fp32",
+        **_PARTS,
         "kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32",
         "second_ptr": "*fp32",
     }
@@ -76,12 +80,8 @@ def resources_of_lm_head_sample(
         "FLATTEN": tile.flatten,
         "USE_TMA": tile.tma,
     }
-    rest = {**_ROWS, "edit_rows_ptr": "*i32", "mask_ptr": "*i32"}
-    rest |= dict.fromkeys(("additive_ptr", "scaling_ptr", "bias_ptr"), "*fp32")
-    rest |= dict.fromkeys(
-        ("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width", "mask_words", "given_edits"), "i32"
-    )
-    rest |= dict.fromkeys(("additive_stride", "scaling_stride", "mask_stride", "bias_stride"), "i32")
+    rest = {**_ROWS, **_EDITS}
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width"), "i32")
     rest |= {"weight_stride": "i32", "hidden_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
     aligned = {*pointers, "weight_stride", "hidden_stride"} - ({"weight"} if tile.tma else set())
     return _compile(
@@ -89,9 +89,50 @@ def resources_of_lm_head_sample(
     )
 
 
+def resources_of_sample_logits(
+    capability: int,
+    dtype: torch.dtype,
+    config: ReadConfig,
+    *,
+    return_logprob: bool = False,
+    softcap: bool = False,
+    truncate: bool = False,
+    edits: bool = False,
+    whole_groups: bool = True,
+) -> Resources:
+    """Compile the reader of logits of ``dtype``; whole_groups: of a vocabulary that is a multiple of 16."""
+    name = _NAMES[dtype]
+    pointers = _PARTS | {
+        "source_ptr": f"*{name}",
+        "kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32",
+        "second_ptr": "*fp32",
+    }
+    constants = {
+        "LOGITS_DTYPE": TRITON_DTYPES[dtype],
+        "HAS_SCALE": False,
+        "HAS_SOFTCAP": softcap,
+        "WHOLE_GROUPS": whole_groups,
+        "RETURN_LOGPROB": return_logprob,
+        "TRUNCATE": truncate,
+        "EDIT": edits,
+        "EDIT_ROWS": edits,
+        "MASK_IS_BOOL": False,
+        "BIAS_FIRST": False,
+        "BLOCK_B": config.block_b,
+        "BLOCK_V": config.block_v,
+        "STAGES": config.stages,
+    }
+    rest = {**_ROWS, **_EDITS, "source_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_width"), "i32")
+    aligned = {*pointers, "source_stride"}
+    return _compile(
+        sample_logits_kernel, {**pointers, **rest}, constants, aligned, capability, config.num_warps, config.stages
+    )
+
+
 def resources_of_reduce_parts(capability: int, tile: TileConfig, parts: int, return_logprob: bool = False) -> Resources:
     """Compile the reduction over ``parts`` parts (a power of two)."""
-    pointers = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
+    pointers = dict(_PARTS)
     rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")}
     rest |= {"token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start"), "i32")
@@ -101,8 +142,12 @@ def resources_of_reduce_parts(capability: int, tile: TileConfig, parts: int, ret
 
 def resources_of_draw_truncated(capability: int, config: DrawConfig, parts: int, dtype: torch.dtype) -> Resources:
     """Compile the draw of truncated rows from kept logits of ``dtype``, over ``parts`` parts (a power of two)."""
-    pointers = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
-    pointers |= {"second_ptr": "*fp32", "kept_ptr": f"*{_NAMES[dtype]}", "partial_ptr": "*fp32", "first_ptr": "*i32"}
+    pointers = _PARTS | {
+        "second_ptr": "*fp32",
+        "kept_ptr": f"*{_NAMES[dtype]}",
+        "partial_ptr": "*fp32",
+        "first_ptr": "*i32",
+    }
     pointers |= {"arrived_ptr": "*i32", "rounds_ptr": "*i32"}
     rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start", "kept_width"), "i32")

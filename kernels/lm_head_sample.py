@@ -235,16 +235,7 @@ def lm_head_sample(
 
     Raises ValueError for a tensor of another shape, dtype, layout or device, and for a truncation on a shard.
     """
-    if hidden.dim() != 2 or hidden.dtype != head.weight.dtype or hidden.shape[1] != head.weight.shape[1]:
-        raise ValueError(
-            f"hidden is {tuple(hidden.shape)} {hidden.dtype}; "
-            f"expected [B, {head.weight.shape[1]}] {head.weight.dtype} as the head's"
-        )
-    if hidden.device != head.weight.device or hidden.stride(1) != 1:
-        raise ValueError(
-            f"hidden is on {hidden.device} with strides {hidden.stride()}; "
-            f"expected contiguous rows on {head.weight.device}"
-        )
+    head.check(hidden)
     num_rows = hidden.shape[0]
     require("temperature", temperature, (num_rows,), torch.float32, hidden)
     require("seed", seed, (num_rows,), torch.int64, hidden)
