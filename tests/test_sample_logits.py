@@ -28,8 +28,9 @@ from sgl_flashsample.kernels.tiles import ReadConfig
 
 from sgl_flashsample.tuned import READS, draw_for, draw_on
 
-# Interpreted, a program costs milliseconds: few of them, but several parts and several blocks of rows.
-READ = ReadConfig(1, 512, 1, stages=2) if CUDA else ReadConfig(16, 512, 4, ctas_per_sm=8, reduce_rows=64)
+# Interpreted, a program costs milliseconds: few of them, but several parts, several tiles in some of them, and several
+# blocks of rows.
+READ = ReadConfig(1, 512, 1, stages=2) if CUDA else ReadConfig(16, 512, 4, ctas_per_sm=6, reduce_rows=64)
 WIDE = ReadConfig(16, 128, 4, least_parts=128) if CUDA else ReadConfig(64, 2048, 4, ctas_per_sm=2, reduce_rows=64)
 
 
@@ -76,7 +77,7 @@ def test_tokens_and_logprobs_equal_the_reference_on_ragged_shapes(device, num_ro
         assert_drawn_from(logits, drawn, params, max_near_ties=0.02)
 
 
-@pytest.mark.parametrize("num_rows, vocab", RAGGED)
+@pytest.mark.parametrize("num_rows, vocab", RAGGED if CUDA else [(1, 1), (3, 17), (17, 129), (9, 1003)])
 def test_truncated_rows_equal_the_reference_on_ragged_shapes(device, num_rows, vocab):
     for dtype, gap in (
         ((torch.bfloat16, 0), (torch.float32, 5))
@@ -168,12 +169,12 @@ def test_each_row_may_have_its_own_edits(device, num_rows, vocab, bool_mask, bia
 
 def test_equal_logits_give_the_tokens_of_the_fused_kernel_whatever_the_rows_ask_for(device):
     """Integer dot products: the GEMM of either is exact, and equal logits abound."""
-    states, weight = integer_problem(24, 1000, 32, torch.bfloat16, device, seed=4)
-    head, params = LMHead(weight, vocab_size=993), rows(24, device, greedy_every=9)
+    states, weight = integer_problem(16, 1000, 32, torch.bfloat16, device, seed=4)
+    head, params = LMHead(weight, vocab_size=993), rows(16, device, greedy_every=9)
     logits = logits_ref(states, weight).to(torch.bfloat16)
     assert torch.equal(logits.double(), logits_ref(states, weight))
-    edits, _ = some_edits(24, 993, device, bool_mask=False)
-    cut, config = limits(24, 993, device), draw_for(head)
+    edits, _ = some_edits(16, 993, device, bool_mask=False)
+    cut, config = limits(16, 993, device), draw_for(head)
     for truncation in (None, cut):
         for edit in (None, edits):
             options = {"truncation": truncation, "edits": edit, "draw": config}
@@ -207,7 +208,7 @@ def test_the_best_shard_holds_the_token_of_the_whole_vocabulary(device):
 
 def test_greedy_takes_the_first_of_equal_maxima(device):
     params = rows(3, device) | {"temperature": torch.zeros(3, device=device)}
-    for first, others in ((0, [1, 3999]), (513, [600, 1025, 2049]), (3998, [3999])):
+    for first, others in ((0, [1, 3999]), (513, [600, 1025, 2049, 3590]), (3998, [3999])):
         logits = torch.zeros(3, 4000, device=device)
         logits[:, [first, *others]] = 16.0
         for config in (READ, WIDE):
@@ -250,6 +251,20 @@ def test_a_workspace_of_read_slots_serves_every_batch_up_to_its_size(device):
         logits = normal(num_rows, 1000, torch.float32, device)
         drawn = draw(logits, LogitsSource(1000), params, workspace=workspace)
         assert_drawn_from(logits, drawn, params, max_near_ties=0.02)
+
+
+def test_a_part_leaves_the_score_of_its_second_best_group_also_where_a_later_tile_took_the_slot(device):
+    """One part of many tiles of two slots; without its best group, the second is the best."""
+    config = ReadConfig(16, 32, 4, least_parts=1, ctas_per_sm=1)
+    num_rows = 4096 if CUDA else 16  # so many that no program is left to share a row
+    assert num_read_parts(320, num_rows, config, device) == 1
+    logits, params = normal(num_rows, 320, torch.float32, device), rows(num_rows, device)
+    workspace, cut = Workspace(num_rows, device), limit_all(num_rows, device)
+    token, _, _ = draw(logits, LogitsSource(320), params, config, cut, workspace=workspace)
+    second = workspace.second.clone()
+    in_best = torch.arange(320, device=device)[None] // 16 == token[:, None] // 16
+    _, score, _ = draw(logits.masked_fill(in_best, float("-inf")), LogitsSource(320), params, config)
+    torch.testing.assert_close(second, score, rtol=0, atol=0)
 
 
 def test_several_parts_and_blocks_of_rows_take_part_in_these_tests(device):
