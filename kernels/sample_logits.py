@@ -102,6 +102,9 @@ def sample_logits_kernel(
     seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
     position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
     if TRUNCATE:
+        # The same number, seen to be a multiple of 16: a thread stores 16 bytes at a time.
+        kept_stride = kept_width // rng.GROUP_SIZE * rng.GROUP_SIZE
+        kept_rows = kept_ptr + (offs_b.to(tl.int64) * kept_stride)[None, :]
         keep = truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size) & ~greedy & mask_b
     edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
     if EDIT_ROWS:
@@ -148,12 +151,10 @@ def sample_logits_kernel(
             )
             logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         if TRUNCATE:
-            # Rows of kept logits are whole groups.
-            inside = (offs_v // rng.GROUP_SIZE < kept_width // rng.GROUP_SIZE)[:, None] & keep[None, :]
             tl.store(
-                kept_ptr + offs_b.to(tl.int64)[None, :] * kept_width + offs_v[:, None],
+                kept_rows + offs_v[:, None],
                 tl.reshape(logits, [BLOCK_V, BLOCK_B]).to(kept_ptr.dtype.element_ty),
-                mask=inside,
+                mask=(offs_v < kept_stride)[:, None] & keep[None, :],
             )
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
         score, log_mass = score_groups(logits, inv_temperature, greedy, seed, position, group)
