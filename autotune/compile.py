@@ -16,13 +16,22 @@ from triton.compiler import ASTSource
 from ..kernels.draw_truncated import draw_truncated_kernel
 from ..kernels.head import SPAN, TRITON_DTYPES
 from ..kernels.lm_head_sample import lm_head_sample_kernel
+from ..kernels.part import left_of
 from ..kernels.reduce_parts import reduce_parts_kernel
 from ..kernels.rng import GROUP_SIZE
+from ..kernels.sample_logits import sample_logits_kernel
 from ..kernels.search_truncated import search_truncated_kernel
-from ..kernels.tiles import DrawConfig, TileConfig
+from ..kernels.tiles import DrawConfig, ReadConfig, TileConfig
 
 _ROWS = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64"}
 _ROWS |= {"top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32"}
+_EDITS = {"edit_rows_ptr": "*i32", "mask_ptr": "*i32"} | dict.fromkeys(
+    ("additive_ptr", "scaling_ptr", "bias_ptr"), "*fp32"
+)
+_EDITS |= dict.fromkeys(("mask_words", "given_edits"), "i32")
+_EDITS |= dict.fromkeys(("additive_stride", "scaling_stride", "mask_stride", "bias_stride"), "i32")
+_PARTS = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
+_SMS = 132  # multiprocessors of the device compiled for, about: it decides how much a part leaves behind
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -51,10 +60,7 @@ def resources_of_lm_head_sample(
     pointers = {
         "weight": f"tensordesc<{name}[{tile.block_v}, {tile.block_d}]>" if tile.tma else f"*{name}",
         "hidden_ptr": f"*{name}",
-        "score_ptr": "*fp32",
-        "group_ptr": "*i32",
-        "logits_ptr": "*fp32",
-        "lse_ptr": "*fp32",
+        **_PARTS,
         "peak_ptr": "*fp32",
         "kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32",
         "second_ptr": "*fp32",
@@ -76,14 +82,10 @@ def resources_of_lm_head_sample(
         "STAGES": tile.stages,
         "FLATTEN": tile.flatten,
         "USE_TMA": tile.tma,
-        "OVERLAP": capability >= 90,
+        "LEFT": left_of(truncate, tile.block_v, _SMS * tile.ctas_per_sm),
     }
-    rest = {**_ROWS, "edit_rows_ptr": "*i32", "mask_ptr": "*i32"}
-    rest |= dict.fromkeys(("additive_ptr", "scaling_ptr", "bias_ptr"), "*fp32")
-    rest |= dict.fromkeys(
-        ("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups", "mask_words", "given_edits"), "i32"
-    )
-    rest |= dict.fromkeys(("additive_stride", "scaling_stride", "mask_stride", "bias_stride"), "i32")
+    rest = {**_ROWS, **_EDITS}
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups"), "i32")
     rest |= {"weight_stride": "i32", "hidden_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
     aligned = {*pointers, "weight_stride", "hidden_stride"} - ({"weight"} if tile.tma else set())
     return _compile(
@@ -91,14 +93,56 @@ def resources_of_lm_head_sample(
     )
 
 
+def resources_of_sample_logits(
+    capability: int,
+    dtype: torch.dtype,
+    config: ReadConfig,
+    *,
+    return_logprob: bool = False,
+    softcap: bool = False,
+    truncate: bool = False,
+    edits: bool = False,
+    whole_groups: bool = True,
+) -> Resources:
+    """Compile the reader of logits of ``dtype``; whole_groups: of a vocabulary that is a multiple of 16."""
+    name = _NAMES[dtype]
+    pointers = _PARTS | {
+        "source_ptr": f"*{name}",
+        "peak_ptr": "*fp32",
+        "kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32",
+        "second_ptr": "*fp32",
+    }
+    constants = {
+        "LOGITS_DTYPE": TRITON_DTYPES[dtype],
+        "HAS_SCALE": False,
+        "HAS_SOFTCAP": softcap,
+        "WHOLE_GROUPS": whole_groups,
+        "RETURN_LOGPROB": return_logprob or truncate,
+        "TRUNCATE": truncate,
+        "EDIT": edits,
+        "EDIT_ROWS": edits,
+        "MASK_IS_BOOL": False,
+        "BIAS_FIRST": False,
+        "BLOCK_B": config.block_b,
+        "BLOCK_V": config.block_v,
+        "STAGES": config.stages,
+        "LEFT": left_of(truncate, config.block_v, max(config.least_parts, _SMS * config.ctas_per_sm)),
+    }
+    rest = {**_ROWS, **_EDITS, "source_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups"), "i32")
+    aligned = {*pointers, "source_stride"}
+    return _compile(
+        sample_logits_kernel, {**pointers, **rest}, constants, aligned, capability, config.num_warps, config.stages
+    )
+
+
 def resources_of_reduce_parts(capability: int, tile: TileConfig, parts: int, return_logprob: bool = False) -> Resources:
     """Compile the reduction over ``parts`` parts (a power of two)."""
-    pointers = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
+    pointers = dict(_PARTS)
     rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")}
     rest |= {"token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start"), "i32")
     constants = {"RETURN_LOGPROB": return_logprob, "BLOCK_P": parts, "BLOCK_R": tile.reduce_rows}
-    constants["OVERLAP"] = capability >= 90
     return _compile(reduce_parts_kernel, {**pointers, **rest}, constants, set(pointers), capability, 1, 3)
 
 
@@ -110,13 +154,12 @@ def resources_of_draw_truncated(
     capability: int, vocab_size: int, config: DrawConfig, parts: int, dtype: torch.dtype
 ) -> Resources:
     """Compile the draw of truncated rows from kept logits of ``dtype``, over ``parts`` parts (a power of two)."""
-    pointers = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
-    pointers |= {"second_ptr": "*fp32", "kept_ptr": f"*{_NAMES[dtype]}", "peak_ptr": "*fp32", "partial_ptr": "*fp32"}
-    pointers |= {"list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
+    pointers = _PARTS | {"second_ptr": "*fp32", "kept_ptr": f"*{_NAMES[dtype]}", "peak_ptr": "*fp32"}
+    pointers |= {"partial_ptr": "*fp32", "list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
     rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start", "kept_groups"), "i32")
     constants = {"RETURN_LOGPROB": True, "BLOCK_P": parts, "BLOCK": config.block, "CHUNKS": config.chunks}
-    constants |= {"BLOCK_S": _spans(vocab_size), "CANDIDATES": config.candidates, "OVERLAP": capability >= 90}
+    constants |= {"BLOCK_S": _spans(vocab_size), "CANDIDATES": config.candidates}
     constants |= {"KEY_SHIFT": 16 if dtype is torch.bfloat16 else 0}
     return _compile(
         draw_truncated_kernel, {**pointers, **rest}, constants, set(pointers), capability, config.num_warps, 3
@@ -135,7 +178,6 @@ def resources_of_search_truncated(
     block_s = _spans(vocab_size)
     constants = {"RETURN_LOGPROB": True, "BLOCK_S": block_s, "CHUNKS": config.search_chunks}
     constants |= {"WINDOW": min(config.window, block_s), "GATHER": min(config.gather, block_s)}
-    constants["OVERLAP"] = capability >= 90
     return _compile(
         search_truncated_kernel, {**pointers, **rest}, constants, set(pointers), capability, config.search_warps, 3
     )

@@ -1,4 +1,5 @@
-"""Which tiles are worth trying: the launch space of ``lm_head_sample``, declared once, and what cannot run removed."""
+"""What is worth trying: the launch spaces of ``lm_head_sample`` and ``sample_logits``, declared once, and what cannot
+run removed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 import triton
 
-from ..kernels.tiles import TileConfig
+from ..kernels.tiles import ReadConfig, TileConfig
 
 BLOCK_V = (64, 128, 256)
 BLOCK_D = (64, 128, 256)
@@ -21,6 +22,16 @@ MIN_STAGES = 2
 EPILOGUE_BYTES = 8 * 1024
 # Accumulator registers per thread beyond which every variant spills.
 MAX_ACCUMULATORS = 128
+
+# Of readers: rows and ids per tile, and warps. A thread has one group of 16 ids per tile, or two.
+READ_TILES = (
+    *((1, 512, 1), (2, 256, 1), (4, 128, 1), (8, 64, 1)),
+    *((1, 1024, 1), (4, 256, 1)),
+    *((1, 1024, 2), (1, 2048, 4), (4, 512, 4), (16, 128, 4)),
+)
+READ_STAGES = (1, 2, 3)
+READ_WARPS_PER_SM = (24, 32, 64)  # that the vocabulary is cut for
+READ_LEAST_PARTS = (64, 128, 256)  # where rows are truncated
 
 
 def block_b_choices(num_rows: int) -> list[int]:
@@ -39,3 +50,15 @@ def candidates(num_rows: int, hidden_size: int, itemsize: int, shared_memory: in
         deepest = min(MAX_STAGES, (shared_memory // ctas - EPILOGUE_BYTES) // stage_bytes)
         if deepest >= MIN_STAGES:
             yield TileConfig(block_b, block_v, block_d, warps, deepest, ctas, flatten, tma)
+
+
+def read_candidates(truncates: bool) -> Iterator[ReadConfig]:
+    """Every reader of the declared space. truncates: for batches in which rows have a truncation."""
+    least_parts = READ_LEAST_PARTS if truncates else (1,)
+    for (block_b, block_v, num_warps), stages, warps, least in itertools.product(
+        READ_TILES, READ_STAGES, READ_WARPS_PER_SM, least_parts
+    ):
+        # A cut into more programs than are resident is moot where there are many parts anyway.
+        if truncates and warps != READ_WARPS_PER_SM[0]:
+            continue
+        yield ReadConfig(block_b, block_v, num_warps, stages, max(1, warps // num_warps), least)

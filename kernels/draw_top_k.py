@@ -18,7 +18,6 @@ from .kept_row import arrivals, list_spans, lowest_allowed, ordered, value_of
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _SPAN = tl.constexpr(SPAN)
-_LOADED = tl.constexpr(4)  # maxima of a 16-byte load
 _GROUPS_AT_ONCE = tl.constexpr(32)  # the arithmetic of the noise is long: a loop over few keeps the code short
 
 
@@ -103,10 +102,9 @@ def draw_top_k(
 ):
     """Token, its logit, its arrival, and whether the groups were no more than ``CANDIDATES``."""
     of_span = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    for place in tl.range(0, _SPAN, _LOADED):  # a loop, for few registers
-        groups = (tl.arange(0, BLOCK_S) * _SPAN + place)[:, None] + tl.arange(0, _LOADED)[None, :]
-        peaks = tl.load(peak_row + groups, mask=groups < num_groups, other=float("-inf"))
-        of_span = tl.maximum(of_span, tl.max(peaks, axis=1))
+    for place in tl.range(_SPAN):  # a loop, for few registers
+        groups = tl.arange(0, BLOCK_S) * _SPAN + place
+        of_span = tl.maximum(of_span, tl.load(peak_row + groups, mask=groups < num_groups, other=float("-inf")))
     largest = tl.max(of_span)
     bound, num_spans = _bound_of_top_k(of_span, largest, top_k, SHIFT)
     list_spans(of_span > bound, list_ptr, CANDIDATES, BLOCK_S)

@@ -27,16 +27,13 @@ from . import rng
 from .draw_top_k import draw_top_k
 from .features import Truncation
 from .head import CHAIN, FIRST_GROUPS, PARTIALS, ROW_POINTERS, SPAN, Kept, Workspace
-from .kept_row import arrivals, lowest_allowed
-from .launch import launch, overlaps, wait_for_previous
+from .launch import launch
+from .next_tokens import lowest_of_min_p, next_tokens
 from .reduce_parts import draw_from_parts, lse_of_parts
 from .search_truncated import search_truncated
 from .tiles import MOST_CHUNKS, DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_NO_TOKEN = tl.constexpr(2**31 - 1)
-_WIDE = tl.constexpr(4.0)
-_NARROW = tl.constexpr(2.5)
 _PARTIALS = tl.constexpr(PARTIALS)
 _CHAIN = tl.constexpr(CHAIN)
 _LOADED = tl.constexpr(8)  # logits of a 16-byte load
@@ -51,81 +48,6 @@ def truncates(top_k_ptr, top_p_ptr, min_p_ptr, rows, mask, vocab_size):
     top_p = tl.load(top_p_ptr + rows, mask=mask, other=1.0)
     min_p = tl.load(min_p_ptr + rows, mask=mask, other=0.0)
     return ((top_k >= 1) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
-
-
-@triton.jit
-def _next_tokens(
-    row,
-    score_ptr,
-    group_ptr,
-    logits_ptr,
-    second_ptr,
-    list_ptr,
-    num_rows,
-    num_parts,
-    inv_temperature,
-    seed,
-    position,
-    lowest,
-    BLOCK_P: tl.constexpr,
-):
-    """The first tokens of the race with logits of at least ``lowest``, each with a larger logit than the one before: id, logit and arrival,
-    ``[CHAIN]`` each.
-
-    Where the parts do not tell what comes next, the logit is +inf and the arrival -inf.
-    """
-    offs_p = tl.arange(0, BLOCK_P)
-    mask = offs_p < num_parts
-    slots = offs_p * num_rows + row
-    scores = tl.load(score_ptr + slots, mask=mask, other=float("-inf"))
-    seconds = tl.load(second_ptr + slots, mask=mask, other=float("-inf"))
-    # On average e^x or fewer groups score within x of the best: as many as there is room for.
-    best = tl.max(scores)
-    near = mask & (scores >= best - _WIDE)
-    width = tl.where(tl.sum(near.to(tl.int32)) <= _GROUPS, _WIDE, _NARROW)
-    near = mask & (scores >= best - width)
-    place = tl.cumsum(near.to(tl.int32), axis=0) - 1
-    near = near & (place < _GROUPS)
-    tl.store(list_ptr + place, offs_p, mask=near)
-    num_near = tl.sum(near.to(tl.int32))
-    unseen = tl.max(tl.maximum(seconds, tl.where(near, float("-inf"), scores)))  # no other token arrives before this
-    tl.debug_barrier()
-    offs_m = tl.arange(0, _GROUPS)
-    slots = tl.load(list_ptr + offs_m, mask=offs_m < num_near, other=0) * num_rows + row
-    of_group = tl.load(score_ptr + slots, mask=offs_m < num_near, other=float("-inf"))
-    offs_i = tl.arange(0, rng.GROUP_SIZE)
-    ids = tl.load(group_ptr + slots)[:, None] * rng.GROUP_SIZE + offs_i[None, :]
-    logits = tl.load(logits_ptr + slots[:, None] * rng.GROUP_SIZE + offs_i[None, :])
-    late = arrivals(logits, of_group, ids, inv_temperature, seed, position)
-    late = tl.where((late >= unseen) & (of_group > float("-inf"))[:, None] & (logits >= lowest), late, float("-inf"))
-    late = tl.reshape(late, [_GROUPS * rng.GROUP_SIZE])
-    logits = tl.reshape(logits, [_GROUPS * rng.GROUP_SIZE])
-    ids = tl.reshape(ids, [_GROUPS * rng.GROUP_SIZE])
-    offs_c = tl.arange(0, _CHAIN)
-    chain_ids = tl.zeros([_CHAIN], tl.int32)
-    chain_logits = tl.full([_CHAIN], float("inf"), tl.float32)
-    chain_late = tl.full([_CHAIN], float("-inf"), tl.float32)
-    for step in tl.static_range(_CHAIN):
-        first = tl.max(late)
-        known = first > float("-inf")
-        token = tl.min(tl.where(late == first, ids, _NO_TOKEN))
-        logit = tl.max(tl.where(ids == token, logits, float("-inf")))
-        place = tl.where(known, step, _CHAIN)
-        chain_ids = tl.where(offs_c == place, token, chain_ids)
-        chain_logits = tl.where(offs_c == place, logit, chain_logits)
-        chain_late = tl.where(offs_c == place, first, chain_late)
-        late = tl.where(logits > logit, late, float("-inf"))
-    return chain_ids, chain_logits, chain_late
-
-
-@triton.jit
-def _lowest_of_min_p(peak_row, num_groups, inv_temperature, min_p, BLOCK: tl.constexpr):
-    """The smallest logit that min-p allows."""
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for first in tl.range(0, num_groups, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        top = tl.maximum(top, tl.load(peak_row + offs, mask=offs < num_groups, other=float("-inf")))
-    return lowest_allowed(tl.max(top), inv_temperature, min_p)
 
 
 @triton.jit
@@ -259,9 +181,7 @@ def draw_truncated_kernel(
     BLOCK_S: tl.constexpr,
     CANDIDATES: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     kept_width = kept_groups * rng.GROUP_SIZE  # a multiple that the compiler knows: it loads 16 bytes at a time
     row = tl.program_id(0) // CHUNKS
     chunk = tl.program_id(0) % CHUNKS
@@ -304,8 +224,8 @@ def draw_truncated_kernel(
             lowest = tl.full([], float("-inf"), tl.float32)
             if min_p > 0.0:
                 peak_row = peak_ptr + row.to(tl.int64) * kept_groups
-                lowest = _lowest_of_min_p(peak_row, kept_groups, inv_temperature, min_p, BLOCK)
-            chain_ids, chain_logits, chain_late = _next_tokens(
+                lowest = lowest_of_min_p(peak_row, kept_groups, inv_temperature, min_p, BLOCK)
+            chain_ids, chain_logits, chain_late = next_tokens(
                 row,
                 score_ptr,
                 group_ptr,
@@ -446,11 +366,9 @@ def draw_truncated(
             "BLOCK_S": triton.next_power_of_2(triton.cdiv(kept.width, SPAN * rng.GROUP_SIZE)),
             "CANDIDATES": config.candidates,
             "KEY_SHIFT": 16 if kept.logits.dtype is torch.bfloat16 else 0,
-            "OVERLAP": overlaps(temperature.device),
         },
         config.num_warps,
         (temperature.device.index, kept.logits.dtype),
-        overlap=overlaps(temperature.device),
     )
     search_truncated(
         kept, temperature, seed, position, truncation, vocab_size, vocab_start, token, score, logprob, config

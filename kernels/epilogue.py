@@ -23,8 +23,8 @@ _BIAS = tl.constexpr(int(Edit.BIAS))
 
 @triton.jit
 def transform_logits(
-    acc,  # [BLOCK_V, BLOCK_B] f32, hidden @ weight.T
-    valid,  # [BLOCK_V, 1] bool, false for padding rows of the head
+    acc,  # hidden @ weight.T: [BLOCK_V, BLOCK_B] f32, or any block of a GEMM's output
+    valid,  # bool that broadcasts to it, false for padding rows of the head
     logit_scale,
     softcap,
     LOGITS_DTYPE: tl.constexpr,
@@ -51,7 +51,7 @@ def edit_logits(
     logits,  # [BLOCK_V, BLOCK_B] f32
     valid,  # [BLOCK_V, BLOCK_B] bool
     rows,  # [BLOCK_B] i32, rows of the batch
-    columns,  # [BLOCK_V] i32, absolute vocabulary ids
+    columns,  # [BLOCK_V, 1] or [BLOCK_V, BLOCK_B] i32, absolute vocabulary ids
     edits,  # [BLOCK_B] i32, Edit flags
     additive_ptr,  # [B, V] f32
     scaling_ptr,  # [B, V] f32
@@ -69,7 +69,6 @@ def edit_logits(
 
     A row reads only what its own flags ask for.
     """
-    columns = columns[:, None]
     asked = valid & ((edits & _ADDITIVE) != 0)[None, :]
     logits += tl.load(additive_ptr + rows[None, :] * additive_stride + columns, mask=asked, other=0.0)
     asked = valid & ((edits & _SCALING) != 0)[None, :]

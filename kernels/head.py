@@ -18,6 +18,7 @@ TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"]
 EDIT_POINTERS = ["edit_rows_ptr", "additive_ptr", "scaling_ptr", "mask_ptr", "bias_ptr"]
 
+MOST_LEFT = 8  # groups that a part leaves behind per row with a truncation
 SPAN = 8  # groups that the search over kept logits handles as one
 CHAIN = 4  # tokens that one pass over them measures
 FIRST_GROUPS = 64  # groups that these come from
@@ -68,6 +69,24 @@ class LMHead:
         """What logits are rounded to."""
         return self.weight.dtype if self.logits_dtype is None else self.logits_dtype
 
+    def check(self, hidden: torch.Tensor) -> None:
+        """Raise ValueError unless ``hidden`` can be multiplied with the weight."""
+        if hidden.dim() != 2 or hidden.dtype != self.weight.dtype or hidden.shape[1] != self.weight.shape[1]:
+            raise ValueError(
+                f"hidden is {tuple(hidden.shape)} {hidden.dtype}; "
+                f"expected [B, {self.weight.shape[1]}] {self.weight.dtype} as the head's"
+            )
+        if hidden.device != self.weight.device or hidden.stride(1) != 1:
+            raise ValueError(
+                f"hidden is on {hidden.device} with strides {hidden.stride()}; "
+                f"expected contiguous rows on {self.weight.device}"
+            )
+
+    @functools.cached_property
+    def source(self) -> LogitsSource:
+        """What the output of a GEMM with the weight is, in the weight's dtype."""
+        return LogitsSource(self.vocab_size, self.vocab_start, self.logit_scale, self.softcap, self.rounding)
+
     @functools.cached_property
     def supports_tma(self) -> bool:
         """Whether tensor descriptors can address the weight: 16-byte aligned rows."""
@@ -94,21 +113,65 @@ class LMHead:
         return found
 
 
-class Workspace:
-    """Scratch of ``lm_head_sample`` for up to ``slots`` = parts x rows; reused by every call on one stream.
+@dataclasses.dataclass(frozen=True)
+class LogitsSource:
+    """What ``[B, >= vocab_size]`` logits are, and what is still to be done to them.
 
-    ``slots * 88`` bytes on ``device``.
+    vocab_size: columns below it are real, those after it are padding and are never returned or read.
+    vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``; non-zero on a vocabulary shard.
+    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
+    rounding: what a logit is rounded to before anything else (default: the logits' own dtype).
+    """
+
+    vocab_size: int
+    vocab_start: int = 0
+    logit_scale: float | None = None
+    softcap: float | None = None
+    rounding: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size is {self.vocab_size}; expected 1 or more")
+        if self.vocab_start < 0 or self.vocab_start % rng.GROUP_SIZE:
+            raise ValueError(f"vocab_start is {self.vocab_start}; expected a multiple of {rng.GROUP_SIZE}, 0 or more")
+        if self.vocab_start + self.vocab_size >= 2**31:
+            raise ValueError(f"ids reach {self.vocab_start + self.vocab_size}; expected them below 2**31")
+        if self.rounding is not None and self.rounding not in TRITON_DTYPES:
+            raise ValueError(f"rounding is {self.rounding}; expected bfloat16, float16 or float32")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap is {self.softcap}; expected a positive number or None")
+
+
+class Workspace:
+    """Scratch of ``lm_head_sample`` and ``sample_logits`` for up to ``slots`` = parts x rows; reused by every call on
+    one stream.
+
+    ``slots * 704`` bytes on ``device``, and what ``gemm`` and ``kept`` have been asked for.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.slots = slots
-        self.score = torch.empty(slots, dtype=torch.float32, device=device)
-        self.second = torch.empty(slots, dtype=torch.float32, device=device)
-        self.group = torch.empty(slots, dtype=torch.int32, device=device)
-        self.logits = torch.empty(slots, rng.GROUP_SIZE, dtype=torch.float32, device=device)
-        self.lse = torch.empty(slots, 2, dtype=torch.float32, device=device)
+        held = slots * MOST_LEFT
+        self.score = torch.empty(held, dtype=torch.float32, device=device)
+        self.second = torch.empty(held, dtype=torch.float32, device=device)
+        self.group = torch.empty(held, dtype=torch.int32, device=device)
+        self.logits = torch.empty(held, rng.GROUP_SIZE, dtype=torch.float32, device=device)
+        self.lse = torch.empty(held, 2, dtype=torch.float32, device=device)
         self._kept: dict[torch.dtype, Kept] = {}
         self.last_kept: Kept | None = None  # of the last batch with a truncation
+        self._gemm: torch.Tensor | None = None
+
+    def gemm(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for a GEMM's ``[num_rows, width]`` logits, in rows that start at multiples of ``GROUP_SIZE`` elements;
+        allocates for the first batch and for a larger one, by doubling."""
+        stride = triton.cdiv(width, rng.GROUP_SIZE) * rng.GROUP_SIZE
+        found = self._gemm
+        if found is None or found.dtype is not dtype or found.shape[1] != stride or found.shape[0] < num_rows:
+            held = num_rows
+            if found is not None and found.dtype is dtype and found.shape[1] == stride:
+                held = max(num_rows, 2 * found.shape[0])
+            found = self._gemm = torch.empty(held, stride, dtype=dtype, device=self.score.device)
+        return found[:num_rows, :width]
 
     def kept(self, num_rows: int, vocab_size: int, dtype: torch.dtype) -> Kept:
         """Room for the logits of ``num_rows`` rows; allocates for the first batch and for a larger one."""

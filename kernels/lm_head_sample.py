@@ -20,7 +20,6 @@ is faster than this one: a dispatcher's business, not this file's.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 import triton
@@ -31,7 +30,18 @@ from .draw_truncated import draw_truncated, truncates
 from .epilogue import edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation, require
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
-from .launch import launch, let_next_start, overlaps
+from .launch import launch, resident_programs
+from .part import (
+    add_log_mass,
+    as_bits,
+    best_of_slots,
+    left_of,
+    left_slots,
+    store_log_mass,
+    store_part,
+    store_peaks,
+    store_second,
+)
 from .reduce_parts import reduce_parts
 from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
 
@@ -49,16 +59,16 @@ def lm_head_sample_kernel(
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
-    score_ptr,  # out [P, B] f32, the part's best perturbed group
-    group_ptr,  # out [P, B] i32, its absolute id
-    logits_ptr,  # out [P, B, GROUP_SIZE] f32, its logits
-    lse_ptr,  # out [P, B, 2] f32, the part's largest log-mass of a group, and its exp-sum relative to that
+    score_ptr,  # out [P * LEFT, B] f32, the part's best perturbed groups
+    group_ptr,  # out [P * LEFT, B] i32, their absolute ids
+    logits_ptr,  # out [P * LEFT, B, GROUP_SIZE] f32, their logits
+    lse_ptr,  # out [P * LEFT, B, 2] f32, the largest log-mass of a group, and its exp-sum relative to that
     top_k_ptr,  # [B] i32
     top_p_ptr,  # [B] f32
     min_p_ptr,  # [B] f32
     kept_ptr,  # out [B, kept_width], the logits of rows with a truncation
     peak_ptr,  # out [B, kept_width / GROUP_SIZE] f32, their largest logit per group
-    second_ptr,  # out [P, B] f32, with a truncation: the part's second-best perturbed group
+    second_ptr,  # out [P * LEFT, B] f32, with a truncation: the second-best perturbed groups
     edit_rows_ptr,  # [B] i32
     additive_ptr,  # [B, V] f32
     scaling_ptr,  # [B, V] f32
@@ -96,9 +106,8 @@ def lm_head_sample_kernel(
     STAGES: tl.constexpr,
     FLATTEN: tl.constexpr,
     USE_TMA: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LEFT: tl.constexpr,
 ):
-    let_next_start(OVERLAP)
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
     # Programs that share a vocabulary tile are neighbours: all but the first read it from L2.
@@ -116,20 +125,14 @@ def lm_head_sample_kernel(
     block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
     block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
     if TRUNCATE:
-        # As bits of scalars: a block would be loaded and computed anew for every layout that asks for it.
-        keep = truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size) & ~greedy & mask_b
-        slot = tl.arange(0, BLOCK_B)
-        bits = keep.to(tl.int64) << (slot & 63)
-        low_rows = tl.sum(tl.where(slot < 64, bits, 0))
-        high_rows = tl.sum(tl.where(slot < 64, 0, bits))
-        keep = ((tl.where(slot < 64, low_rows, high_rows) >> (slot & 63)) & 1) != 0
+        cut = truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size)
+        keep = as_bits(cut & ~greedy & mask_b, BLOCK_B)
         kept_width = kept_groups * rng.GROUP_SIZE
     edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
     if EDIT_ROWS:
         edits &= tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
 
-    # The running best is kept per group slot of the tile, [NUM_GROUPS, BLOCK_B], with the winner's logits in
-    # registers beside it: no tile needs a reduction across warps, only the program's end does.
+    # Per group slot of the tile (part.py), with the winner's logits in registers beside it.
     best_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
     second_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
     best_tile = tl.full([NUM_GROUPS, BLOCK_B], 0, tl.int32) + part
@@ -161,7 +164,7 @@ def lm_head_sample_kernel(
                 logits,
                 (offs_v < vocab_size)[:, None] & mask_b[None, :],
                 offs_b,
-                vocab_start + offs_v,
+                (vocab_start + offs_v)[:, None],
                 edits,
                 additive_ptr,
                 scaling_ptr,
@@ -187,56 +190,32 @@ def lm_head_sample_kernel(
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
         score, log_mass, peak = score_groups(logits, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:
-            local = first // rng.GROUP_SIZE + offs_g
-            tl.store(
-                peak_ptr + offs_b[None, :] * kept_groups + local[:, None],
-                peak,
-                mask=(local < kept_groups)[:, None] & keep[None, :],
-            )
+            store_peaks(peak_ptr, peak, first // rng.GROUP_SIZE, offs_b, keep, kept_groups)
             second_score = tl.maximum(second_score, tl.minimum(score, best_score))
         better = score > best_score  # strict, and tiles ascend: the first maximum wins a tie
         best_score = tl.where(better, score, best_score)
         best_tile = tl.where(better, tile, best_tile)
         best_logits = tl.where(better[:, None, :], logits, best_logits)
         if RETURN_LOGPROB:
-            new_peak = tl.maximum(lse_peak, log_mass)
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            lse_mass = lse_mass * tl.exp(lse_peak - shift) + tl.exp(log_mass - shift)
-            lse_peak = new_peak
+            lse_peak, lse_mass = add_log_mass(log_mass, lse_peak, lse_mass)
 
     best_group = (vocab_start + best_tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
-    part_score = tl.max(best_score, axis=0)
-    tied = best_score == part_score[None, :]
-    part_group = tl.min(tl.where(tied, best_group, rng.NO_GROUP), axis=0)
-    chosen = tied & (best_group == part_group[None, :])
-    part_logits = tl.sum(tl.where(chosen[:, None, :], best_logits, 0.0), axis=0)  # [GROUP_SIZE, BLOCK_B]
-    out = part * num_rows + offs_b
-    tl.store(score_ptr + out, part_score, mask=mask_b)
-    tl.store(group_ptr + out, part_group, mask=mask_b)
-    logits_offs = out[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
-    tl.store(logits_ptr + logits_offs, part_logits, mask=mask_b[None, :])
+    part_score, part_group, chosen = best_of_slots(best_score, best_group, LEFT)
+    best_logits = tl.reshape(best_logits, [NUM_GROUPS // LEFT, LEFT, rng.GROUP_SIZE, BLOCK_B])
+    part_logits = tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0)
+    out = left_slots(part, num_rows, offs_b, LEFT)
+    mask = (out >= 0) & mask_b[None, :]
+    store_part(score_ptr, group_ptr, logits_ptr, out, mask, part_score, part_group, part_logits)
     if TRUNCATE:
-        others = tl.where(chosen, float("-inf"), best_score)
-        tl.store(second_ptr + out, tl.max(tl.maximum(others, second_score), axis=0), mask=mask_b)
+        store_second(second_ptr, out, mask, best_score, second_score, chosen, LEFT)
     if RETURN_LOGPROB:
-        part_peak = tl.max(lse_peak, axis=0)
-        shift = tl.where(part_peak == float("-inf"), 0.0, part_peak)
-        part_mass = tl.sum(lse_mass * tl.exp(lse_peak - shift[None, :]), axis=0)
-        tl.store(lse_ptr + out * 2, part_peak, mask=mask_b)
-        tl.store(lse_ptr + out * 2 + 1, part_mass, mask=mask_b)
-
-
-@functools.cache
-def _num_programs(device: torch.device, ctas_per_sm: int) -> int:
-    if device.type != "cuda":
-        return ctas_per_sm  # interpreted: programs run one after the other
-    return torch.cuda.get_device_properties(device).multi_processor_count * ctas_per_sm
+        store_log_mass(lse_ptr, out, mask, lse_peak, lse_mass, LEFT)
 
 
 def num_parts(head: LMHead, num_rows: int, tile: TileConfig) -> int:
     """P: how many programs share the vocabulary for each block of rows."""
     row_blocks = triton.cdiv(num_rows, tile.block_b)
-    resident = _num_programs(head.weight.device, tile.ctas_per_sm)
+    resident = resident_programs(head.weight.device, tile.ctas_per_sm)
     return max(1, min(resident // row_blocks, triton.cdiv(head.vocab_size, tile.block_v)))
 
 
@@ -273,16 +252,7 @@ def lm_head_sample(
 
     Raises ValueError for a tensor of another shape, dtype, layout or device, and for a truncation on a shard.
     """
-    if hidden.dim() != 2 or hidden.dtype != head.weight.dtype or hidden.shape[1] != head.weight.shape[1]:
-        raise ValueError(
-            f"hidden is {tuple(hidden.shape)} {hidden.dtype}; "
-            f"expected [B, {head.weight.shape[1]}] {head.weight.dtype} as the head's"
-        )
-    if hidden.device != head.weight.device or hidden.stride(1) != 1:
-        raise ValueError(
-            f"hidden is on {hidden.device} with strides {hidden.stride()}; "
-            f"expected contiguous rows on {head.weight.device}"
-        )
+    head.check(hidden)
     num_rows = hidden.shape[0]
     require("temperature", temperature, (num_rows,), torch.float32, hidden)
     require("seed", seed, (num_rows,), torch.int64, hidden)
@@ -307,6 +277,8 @@ def lm_head_sample(
     elif workspace.slots < parts * num_rows:
         raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
     kept = None
+    most_parts = resident_programs(hidden.device, tile.ctas_per_sm)
+    left = left_of(truncation is not None, tile.block_v, most_parts)
     if truncation is not None:
         # bfloat16 holds the logits exactly where they are bfloat16 numbers.
         exact = head.rounding is torch.bfloat16 and head.softcap is None and not kinds
@@ -377,7 +349,7 @@ def lm_head_sample(
             "STAGES": tile.stages,
             "FLATTEN": tile.flatten,
             "USE_TMA": tile.tma,
-            "OVERLAP": overlaps(hidden.device),
+            "LEFT": left,
         },
         tile.num_warps,
         (
@@ -388,12 +360,11 @@ def lm_head_sample(
             None if kept is None else kept.logits.dtype,
         ),
     )
-    most_parts = _num_programs(hidden.device, tile.ctas_per_sm)
     if truncation is not None and kept is not None:
         return draw_truncated(
             workspace,
             kept,
-            parts,
+            parts * left,
             temperature,
             seed,
             position,
@@ -401,7 +372,7 @@ def lm_head_sample(
             head.vocab_size,
             head.vocab_start,
             return_logprob=return_logprob,
-            most_parts=most_parts,
+            most_parts=most_parts * left,
             config=draw,
         )
     return reduce_parts(

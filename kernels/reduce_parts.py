@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import rng
 from .head import ROW_POINTERS, Workspace
-from .launch import launch, overlaps, wait_for_previous
+from .launch import launch
 
 
 @triton.jit
@@ -111,9 +111,7 @@ def reduce_parts_kernel(
     RETURN_LOGPROB: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     draw_from_parts(
         score_ptr,
         group_ptr,
@@ -186,10 +184,8 @@ def reduce_parts(
             "RETURN_LOGPROB": return_logprob,
             "BLOCK_P": triton.next_power_of_2(most_parts),
             "BLOCK_R": rows_per_program,
-            "OVERLAP": overlaps(device),
         },
         1,
         (device.index,),
-        overlap=overlaps(device),
     )
     return token, score, logprob

@@ -58,10 +58,17 @@ def logits_ref(
     perturb: added to each dot product, in units of ``sum_k |hidden_k weight_k|``: the room that the order
     of an accumulation has. Rounding can turn it into a step of a whole unit in the last place.
     """
-    rounded = weight.dtype if logits_dtype is None else logits_dtype
     logits = hidden.double() @ weight.double().T
     if perturb:
         logits += perturb * (hidden.double().abs() @ weight.double().abs().T)
+    rounded = weight.dtype if logits_dtype is None else logits_dtype
+    return transform_ref(logits, rounded, logit_scale=logit_scale, softcap=softcap)
+
+
+def transform_ref(
+    logits: torch.Tensor, rounded: torch.dtype, *, logit_scale: float | None = None, softcap: float | None = None
+) -> torch.Tensor:
+    """``[B, V]`` float64 logits of a model from a GEMM's output: rounded, scaled and rounded again, soft-capped."""
     logits = logits.to(rounded).double()
     if logit_scale is not None:
         logits = (logits * logit_scale).to(rounded).double()

@@ -19,7 +19,7 @@ from . import rng
 from .features import Truncation
 from .head import ROW_POINTERS, SPAN, Kept
 from .kept_row import arrivals, first_token, kth_bound, list_spans, lowest_allowed, mass_of_top_k, measure, spans
-from .launch import launch, overlaps, wait_for_previous
+from .launch import launch
 from .tiles import DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -220,9 +220,7 @@ def search_truncated_kernel(
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
     GATHER: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     row = tl.program_id(0) // CHUNKS
     chunk = tl.program_id(0) % CHUNKS
     if tl.load(rounds_ptr + row) < 0:
@@ -322,9 +320,7 @@ def search_truncated(
             "BLOCK_S": block_s,
             "WINDOW": min(config.window, block_s),
             "GATHER": min(config.gather, block_s),
-            "OVERLAP": overlaps(temperature.device),
         },
         config.search_warps,
         (temperature.device.index, kept.logits.dtype),
-        overlap=overlaps(temperature.device),
     )

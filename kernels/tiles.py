@@ -1,6 +1,6 @@
-"""The shape of one launch: which tile of the head a program works on, and how.
+"""The shape of one launch: which tile of the head or of the logits a program works on, and how.
 
-A ``TileConfig`` never changes a token: tiles decide how the work is cut, the noise is keyed by absolute
+A config never changes a token: tiles decide how the work is cut, the noise is keyed by absolute
 vocabulary ids (``rng.py``).
 """
 
@@ -11,6 +11,23 @@ import dataclasses
 from .rng import GROUP_SIZE
 
 MOST_CHUNKS = 16
+MOST_PARTS = 512  # of a vocabulary, where logits are read: what the second launch has room for
+
+
+def _require_powers_of_two(config: object, least: dict[str, int]) -> None:
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < smallest or value & (value - 1):
+            raise ValueError(
+                f"{type(config).__name__}.{name} is {value!r}; expected a power of two of at least {smallest}"
+            )
+
+
+def _require_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{type(config).__name__}.{name} is {value!r}; expected an integer of at least 1")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -35,15 +52,35 @@ class TileConfig:
     reduce_rows: int = 1
 
     def __post_init__(self) -> None:
-        powers_of_two = {"block_b": 16, "block_v": 2 * GROUP_SIZE, "block_d": 16, "num_warps": 1, "reduce_rows": 1}
-        for name, least in powers_of_two.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least or value & (value - 1):
-                raise ValueError(f"TileConfig.{name} is {value!r}; expected a power of two of at least {least}")
-        for name in ("stages", "ctas_per_sm"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"TileConfig.{name} is {value!r}; expected an integer of at least 1")
+        least = {"block_b": 16, "block_v": 2 * GROUP_SIZE, "block_d": 16, "num_warps": 1, "reduce_rows": 1}
+        _require_powers_of_two(self, least)
+        _require_positive(self, "stages", "ctas_per_sm")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class ReadConfig:
+    """One point of the launch space of ``sample_logits``.
+
+    block_b: rows of the batch per tile; block_v: vocabulary ids per tile. num_warps: per program. stages: tiles in
+    flight per program; 1 leaves the waiting to the other programs of the multiprocessor. ctas_per_sm: programs per
+    multiprocessor that the vocabulary is cut for. least_parts: of the vocabulary, however many rows there are
+    (``MOST_PARTS`` or fewer): a truncated row finds its next token in the best two groups of each part.
+    reduce_rows: rows of the batch per program of the reduction.
+    """
+
+    block_b: int
+    block_v: int
+    num_warps: int
+    stages: int = 1
+    ctas_per_sm: int = 8
+    least_parts: int = 1
+    reduce_rows: int = 1
+
+    def __post_init__(self) -> None:
+        _require_powers_of_two(self, {"block_b": 1, "block_v": 2 * GROUP_SIZE, "num_warps": 1, "reduce_rows": 1})
+        _require_positive(self, "stages", "ctas_per_sm", "least_parts")
+        if self.least_parts > MOST_PARTS:
+            raise ValueError(f"ReadConfig.least_parts is {self.least_parts}; expected {MOST_PARTS} or fewer")
 
 
 @dataclasses.dataclass(frozen=True)

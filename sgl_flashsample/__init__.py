@@ -17,22 +17,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import BatchParams, SampleOutput, sample
+    from .api import BatchParams, SampleOutput, sample, sample_from_logits
     from .kernels.features import LogitEdits, Truncation
     from .kernels.head import LMHead, Workspace
     from .kernels.rng import NOISE_ABI
     from .kernels.tiles import TileConfig
+    from .tuned import Path
 
 _HOMES = {
     "BatchParams": ".api",
     "SampleOutput": ".api",
     "sample": ".api",
+    "sample_from_logits": ".api",
     "LogitEdits": ".kernels.features",
     "Truncation": ".kernels.features",
     "LMHead": ".kernels.head",
     "Workspace": ".kernels.head",
     "NOISE_ABI": ".kernels.rng",
     "TileConfig": ".kernels.tiles",
+    "Path": ".tuned",
 }
 
 __all__ = [
@@ -40,12 +43,14 @@ __all__ = [
     "BatchParams",
     "LMHead",
     "LogitEdits",
+    "Path",
     "SampleOutput",
     "TileConfig",
     "Truncation",
     "Workspace",
     "__version__",
     "sample",
+    "sample_from_logits",
 ]
 
 

@@ -1,4 +1,5 @@
-"""The public function: ``sample``. For engines other than SGLang, and what the SGLang backend calls."""
+"""The public functions: ``sample`` and ``sample_from_logits``. For engines other than SGLang, and what the SGLang
+backend calls."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import dataclasses
 import torch
 
 from .kernels.features import LogitEdits, Truncation
-from .kernels.head import LMHead, Workspace
-from .kernels.lm_head_sample import lm_head_sample
-from .tuned import Work, draw_for, tile_for
+from .kernels.head import LMHead, LogitsSource, Workspace
+from .kernels.sample_logits import sample_logits
+from .paths import run
+from .tuned import Path, Work, draw_on, path_for, read_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +55,14 @@ def sample(
     *,
     return_logprob: bool = False,
     workspace: Workspace | None = None,
+    path: Path | None = None,
 ) -> SampleOutput:
     """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, in one pass over the head.
 
     ``logits = softcap(logit_scale * (hidden @ weight.T))``, rounded to the head's ``logits_dtype``, then edited as
     ``params.edits`` says; the distribution is truncated as ``params.truncation`` says (FlashSampling paper, section 3.2
     and Lemma 4.3; for truncation see ``kernels/draw_truncated.py``). Logits are not written to memory, except those of
-    rows with a truncation, 2 or 4 bytes each.
+    rows with a truncation, 2 or 4 bytes each. Batches for which a GEMM is faster have it, and one reader of its output.
 
     Args:
         hidden: ``[B, D]``, contiguous rows, the head's dtype and device.
@@ -67,29 +70,82 @@ def sample(
             a scale or a vocabulary shard. Keep one ``LMHead`` per model: it caches its descriptors.
         params: per-row temperature, seed and position.
         return_logprob: also compute the token's log-probability.
-        workspace: scratch to reuse (``Workspace(slots, device)``); allocated when None. It grows with the first larger
-            batch that has a truncation: before a CUDA graph is captured, call once with the largest.
+        workspace: scratch to reuse (``paths.make_workspace(head, max_rows)``); allocated when None. It grows with the
+            first larger batch that has a truncation or a GEMM: before a CUDA graph is captured, call once with the
+            largest.
+        path: how it is done; the fastest one when None (``tuned.path_for``).
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
-    neighbours, tile, shards, or eager against graph; ids are below ``vocab_size``; the first maximum wins
+    neighbours, tile, shards, path, or eager against graph; ids are below ``vocab_size``; the first maximum wins
     a greedy tie. Never synchronises; usable inside a CUDA graph once a call of the same shapes has
     compiled the kernels (a replay reads ``params`` anew).
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it.
+        ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it. A path that cannot
+            serve the head.
     """
     head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
-    token_ids, scores, logprobs = lm_head_sample(
+    if path is None:
+        work = Work.of(params.truncation is not None, params.edits is not None)
+        path = path_for(head, hidden.shape[0], work)
+    token_ids, scores, logprobs = run(
+        path,
         hidden,
         head,
         params.temperature,
         params.seed,
         params.position,
-        tile_for(head, hidden.shape[0], Work.of(params.truncation is not None, params.edits is not None)),
         truncation=params.truncation,
         edits=params.edits,
-        draw=draw_for(head),
         return_logprob=return_logprob,
         workspace=workspace,
+    )
+    return SampleOutput(token_ids, logprobs, scores)
+
+
+def sample_from_logits(
+    logits: torch.Tensor,
+    params: BatchParams,
+    *,
+    vocab_size: int | None = None,
+    vocab_start: int = 0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    return_logprob: bool = False,
+    workspace: Workspace | None = None,
+) -> SampleOutput:
+    """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, in one pass over logits that are in memory
+    (the standalone sampler of the FlashSampling paper, section 5.2).
+
+    Args:
+        logits: ``[B, V]`` bfloat16, float16 or float32, contiguous rows at any distance; not changed. Fastest where
+            rows start at multiples of 16 elements.
+        params: per-row temperature, seed and position; edits and truncation as in ``sample``.
+        vocab_size: columns from here on are padding, never read or drawn (default V).
+        vocab_start: absolute id of column 0, a multiple of 16, where the columns are a shard of the vocabulary.
+        logit_scale, softcap: ``softcap * tanh(logit_scale * logits / softcap)`` first, as far as set.
+        return_logprob: also compute the token's log-probability.
+        workspace: scratch to reuse, ``Workspace(512 * B, device)`` for any batch of up to B rows; allocated when None.
+
+    Invariants: those of ``sample``. The same logits, seed and position give the token that ``sample`` draws, but for
+    near-ties: rows whose two best scores are one rounding of a float32 apart, about one in a million.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it.
+    """
+    size = logits.shape[-1] if vocab_size is None else vocab_size
+    work = Work.of(params.truncation is not None, params.edits is not None)
+    token_ids, scores, logprobs = sample_logits(
+        logits,
+        LogitsSource(size, vocab_start, logit_scale, softcap),
+        params.temperature,
+        params.seed,
+        params.position,
+        read_for(logits.device, size, logits.shape[0], work),
+        truncation=params.truncation,
+        edits=params.edits,
+        return_logprob=return_logprob,
+        workspace=workspace,
+        draw=draw_on(logits.device, size),
     )
     return SampleOutput(token_ids, logprobs, scores)

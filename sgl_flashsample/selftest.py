@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .kernels.features import Edit, LogitEdits, Truncation
 from .kernels.head import LMHead, Workspace
 from .kernels.lm_head_sample import lm_head_sample, num_parts
-from .kernels.reference import Reference, edit_logits_ref, logits_ref, sample_ref, truncated_sample_ref
-from .kernels.tiles import TileConfig
-from .tuned import Work, draw_for, tile_for, tiles_up_to
+from .kernels.reference import (
+    Reference,
+    edit_logits_ref,
+    logits_ref,
+    sample_ref,
+    transform_ref,
+    truncated_sample_ref,
+)
+from .kernels.rng import GROUP_SIZE
+from .kernels.sample_logits import read_slots, sample_logits
+from .kernels.tiles import ReadConfig, TileConfig
+from .paths import compute_logits
+from .tuned import Work, draw_for, fused_up_to, readers_up_to, tile_for, tiles_up_to
 
 # Enough ids for each program of a large GPU to walk several vocabulary tiles.
 MAX_IDS = 40_000
@@ -24,54 +35,56 @@ _ACCUMULATION = 2.0**-18
 
 
 def compare_with_reference(head: LMHead, max_rows: int, chunk_ids: int = CHUNK_IDS) -> str | None:
-    """Draw with every tile that batches of up to ``max_rows`` rows use, whatever their features, on the first ids of
-    ``head``.
+    """Draw with every tile and every reader that batches of up to ``max_rows`` rows use, whatever their features, on
+    the first ids of ``head``.
 
     Compiles each kernel that such batches need. Returns None when every token is the reference's (near-ties
     excepted), else what differed.
     """
-    vocab_size = min(head.vocab_size, MAX_IDS)
+    # The last group is as full as the whole vocabulary's: a reader is compiled for whole groups or for any.
+    vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
     cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
     for work in Work:
         if work.truncates and head.vocab_start:
             continue  # only a whole vocabulary is truncated
-        for num_rows, tile in tiles_up_to(head, max_rows, work):
-            problem = _compare(cut, num_rows, tile, work, chunk_ids)
+        configs: list[tuple[int, TileConfig | ReadConfig]] = []
+        configs += tiles_up_to(head, fused_up_to(head, max_rows, work), work)
+        configs += readers_up_to(head, max_rows, work)
+        for num_rows, config in configs:
+            problem = _compare(cut, num_rows, config, work, chunk_ids)
             if problem is not None:
-                return f"{problem} with {tile} ({work})"
+                return f"{problem} with {config} ({work})"
         if work.truncates and vocab_size < head.vocab_size:
             _compile_whole(head, work)
     return None
 
 
-def _compare(head: LMHead, num_rows: int, tile: TileConfig, work: Work, chunk_ids: int) -> str | None:
+def _compare(head: LMHead, num_rows: int, config: TileConfig | ReadConfig, work: Work, chunk_ids: int) -> str | None:
     hidden = _hidden(head, num_rows, chunk_ids)
     row = torch.arange(num_rows, device=hidden.device)
     greedy_row = 1 if work.truncates else 0
     temperature = torch.where(row % 3 == greedy_row, 0.0, 0.5 + row % 4 * 0.5)
     seed, position = row * 7919 - 5, row + 11
-    low, logits, high = (_logits(hidden, head, chunk_ids, sign * _ACCUMULATION) for sign in (-1, 0, 1))
+    if isinstance(config, ReadConfig):
+        slots = read_slots(head.vocab_size, num_rows, config, hidden.device)
+        raw, workspace = compute_logits(hidden, head, work, Workspace(slots, hidden.device))
+        low, logits, high = _logits_of_gemm(raw, head)
+    else:
+        workspace = Workspace(num_parts(head, num_rows, config) * num_rows, hidden.device)
+        low, logits, high = (_logits(hidden, head, chunk_ids, sign * _ACCUMULATION) for sign in (-1, 0, 1))
     edits = None
     if work.edits:
         edits, edited = _edits(row, head)
         low, logits, high = map(edited, (low, logits, high))
     want = sample_ref(logits, low, high, temperature, seed, position, vocab_start=head.vocab_start)
     truncation = _truncation(row) if work.truncates else None
-    workspace = Workspace(num_parts(head, num_rows, tile) * num_rows, hidden.device)
     for return_logprob in (False, True):
-        token, _, _ = lm_head_sample(
-            hidden,
-            head,
-            temperature,
-            seed,
-            position,
-            tile,
-            truncation=truncation,
-            edits=edits,
-            return_logprob=return_logprob,
-            workspace=workspace,
-            draw=draw_for(head),
-        )
+        options: dict[str, Any] = {"truncation": truncation, "edits": edits, "return_logprob": return_logprob}
+        options |= {"workspace": workspace, "draw": draw_for(head)}
+        if isinstance(config, ReadConfig):
+            token, _, _ = sample_logits(raw, head.source, temperature, seed, position, config, **options)
+        else:
+            token, _, _ = lm_head_sample(hidden, head, temperature, seed, position, config, **options)
         if truncation is not None:
             assert workspace.last_kept is not None
             kept = workspace.last_kept.logits[:num_rows, : head.vocab_size].double()
@@ -111,6 +124,15 @@ def _logits(hidden: torch.Tensor, head: LMHead, chunk_ids: int, perturb: float) 
         ],
         dim=1,
     )
+
+
+def _logits_of_gemm(raw: torch.Tensor, head: LMHead) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a GEMM's output means, and how far float32 may be off: the output itself is the model's own."""
+    logits = transform_ref(
+        raw[:, : head.vocab_size].double(), head.rounding, logit_scale=head.logit_scale, softcap=head.softcap
+    )
+    room = 0.0 if head.softcap is None else 2.0**-20 * head.softcap
+    return logits - room, logits, logits + room
 
 
 def _edits(row: torch.Tensor, head: LMHead) -> tuple[LogitEdits, Callable[[torch.Tensor], torch.Tensor]]:

@@ -1,4 +1,5 @@
-"""Which tile a launch uses: one lookup, ``tile_for``, over two tables; and which draw, ``draw_for``.
+"""Which path a batch takes (``path_for``), and which tile (``tile_for``), reader (``read_for``) and draw (``draw_for``)
+its launches use: tables, and a lookup for each.
 
 The 2-byte entries for compute capability 9.0 come from benchmarks/results/h200-tiles.json, where they are within
 1.5 % of the best at every batch size and both hidden sizes. All others are neighbours of them that compile without
@@ -13,7 +14,15 @@ import functools
 import torch
 
 from .kernels.head import LMHead
-from .kernels.tiles import DEFAULT_DRAW, DrawConfig, TileConfig
+from .kernels.rng import GROUP_SIZE
+from .kernels.tiles import DEFAULT_DRAW, DrawConfig, ReadConfig, TileConfig
+
+
+class Path(enum.StrEnum):
+    """One way to do the last step. What each supports and does: ``paths.py``."""
+
+    FUSED = "fused"  # one pass over the head
+    LOGITS = "logits"  # a GEMM, then one reader of its output
 
 
 class Work(enum.StrEnum):
@@ -81,6 +90,17 @@ WORK_TABLE: dict[tuple[str, int, Work], Entries] = {
 }
 # Where the draw of truncated rows wants another shape: the search spills less when it counts fewer spans at a time.
 DRAWS: dict[str, DrawConfig] = {"sm80": DrawConfig(gather=16)}
+# {work: [(largest number of rows, reader)]}; the last one serves larger batches. None of them is measured. A truncated
+# row wants as many parts as the fused pass has: with fewer, more rows are left to the search.
+READS: dict[Work, list[tuple[int, ReadConfig]]] = {
+    Work.PLAIN: [(512, ReadConfig(1, 512, 1, ctas_per_sm=32))],
+    Work.TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=32, least_parts=128))],
+    Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24))],
+    Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=128))],
+}
+# {(family, bytes per weight element, work): largest number of rows that the fused pass takes}. Not measured.
+PATHS: dict[tuple[str, int, Work], int] = {("sm90", 2, work): 96 for work in Work}
+FUSED_ROWS = 64  # where PATHS has no entry
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 
@@ -127,11 +147,16 @@ def _interpreted_draw(vocab_size: int) -> DrawConfig:
     return DrawConfig(chunks=1, num_warps=4, block=block, search_chunks=1, search_warps=4, window=2, gather=64)
 
 
+def draw_on(device: torch.device, vocab_size: int) -> DrawConfig:
+    """How rows with a truncation are drawn, whatever the batch size and the path."""
+    if device.type == "cpu":
+        return _interpreted_draw(vocab_size)
+    return DRAWS.get(family_of(device) or "", DEFAULT_DRAW)
+
+
 def draw_for(head: LMHead) -> DrawConfig:
-    """How rows of ``head`` with a truncation are drawn, whatever the batch size."""
-    if head.weight.device.type == "cpu":
-        return _interpreted_draw(head.vocab_size)
-    return DRAWS.get(family_of(head.weight.device) or "", DEFAULT_DRAW)
+    """``draw_on`` the device of ``head``, for its vocabulary."""
+    return draw_on(head.weight.device, head.vocab_size)
 
 
 def tiles_up_to(head: LMHead, max_rows: int, work: Work = Work.PLAIN) -> list[tuple[int, TileConfig]]:
@@ -140,3 +165,49 @@ def tiles_up_to(head: LMHead, max_rows: int, work: Work = Work.PLAIN) -> list[tu
     for num_rows in range(1, max_rows + 1):
         found.setdefault(tile_for(head, num_rows, work), num_rows)
     return [(num_rows, tile) for tile, num_rows in found.items()]
+
+
+def path_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> Path:
+    """The fastest path for ``num_rows`` rows of ``head``, of those that are exact for it."""
+    weight = head.weight
+    family = family_of(weight.device)
+    if family is None or head.rounding is not weight.dtype:
+        return Path.FUSED
+    most = PATHS.get((family, weight.element_size(), work), FUSED_ROWS)
+    return Path.FUSED if num_rows <= most else Path.LOGITS
+
+
+@functools.lru_cache(maxsize=256)
+def _interpreted_read(vocab_size: int, num_rows: int) -> ReadConfig:
+    block_b = 1 << min(max(0, num_rows - 1).bit_length(), 6)
+    block_v = min(max(2 * GROUP_SIZE, 1 << max(0, vocab_size - 1).bit_length()), 2**20 // block_b)
+    return ReadConfig(block_b, block_v, 4, ctas_per_sm=1, reduce_rows=block_b)
+
+
+def read_for(device: torch.device, vocab_size: int, num_rows: int, work: Work = Work.PLAIN) -> ReadConfig:
+    """The reader of ``num_rows`` rows of logits. Raises ValueError on a device without an entry."""
+    if device.type == "cpu":
+        return _interpreted_read(vocab_size, num_rows)
+    if family_of(device) is None:
+        raise ValueError(f"device is {device}; expected a CUDA device of compute capability 8.0 or newer")
+    return _read(num_rows, work)
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(num_rows: int, work: Work) -> ReadConfig:
+    entries = READS[work]
+    return next((config for largest, config in entries if num_rows <= largest), entries[-1][1])
+
+
+def fused_up_to(head: LMHead, max_rows: int, work: Work = Work.PLAIN) -> int:
+    """The largest batch of 1 to ``max_rows`` rows that takes the fused pass."""
+    return max(rows for rows in range(1, max_rows + 1) if path_for(head, rows, work) is Path.FUSED)
+
+
+def readers_up_to(head: LMHead, max_rows: int, work: Work = Work.PLAIN) -> list[tuple[int, ReadConfig]]:
+    """The distinct readers that batches of 1 to ``max_rows`` rows use, each with a batch size that uses it."""
+    found: dict[ReadConfig, int] = {}
+    for num_rows in range(1, max_rows + 1):
+        if path_for(head, num_rows, work) is Path.LOGITS:
+            found.setdefault(read_for(head.weight.device, head.vocab_size, num_rows, work), num_rows)
+    return [(num_rows, config) for config, num_rows in found.items()]

@@ -13,7 +13,19 @@ from sgl_flashsample.kernels.features import Edit
 from sgl_flashsample.kernels.reference import lm_head_sample_ref, logits_ref
 
 import sgl_flashsample
-from sgl_flashsample import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation, Workspace, sample, tuned
+from sgl_flashsample import (
+    BatchParams,
+    LMHead,
+    LogitEdits,
+    Path,
+    SampleOutput,
+    Truncation,
+    Workspace,
+    sample,
+    sample_from_logits,
+    tuned,
+)
+from sgl_flashsample.paths import make_workspace
 from sgl_flashsample.tuned import TABLE, WORK_TABLE, Work, tile_for, tiles_up_to
 
 
@@ -68,16 +80,85 @@ def test_sample_truncates_and_edits_as_the_reference_does(device, truncated, edi
     assert not torch.equal(out.token_ids, unaffected)
 
 
+@pytest.mark.parametrize("options", [{}, {"vocab_size": 577}, {"softcap": 4.0}, {"logit_scale": 0.5}], ids=str)
+@pytest.mark.parametrize("featured", [False, True], ids=["plain", "truncated and edited"])
+def test_every_path_draws_the_same_tokens(device, options, featured):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randint(-2, 3, (9, 32), generator=generator).float().to(device)
+    weight = (torch.randint(-1, 2, (600, 32), generator=generator) / 4).float().to(device)  # exact dot products
+    head, params = LMHead(weight, **options), problem(device)[2]
+    if featured:
+        truncation, edits = features(device)
+        params = dataclasses.replace(params, truncation=truncation, edits=edits)
+    outs = [sample(states, head, params, return_logprob=True, path=path) for path in (None, *Path)]
+    raw = states @ weight.T
+    keywords = {"vocab_size": head.vocab_size, "softcap": head.softcap, "logit_scale": head.logit_scale}
+    outs.append(sample_from_logits(raw, params, return_logprob=True, **keywords))
+    for out in outs[1:]:
+        assert torch.equal(out.token_ids, outs[0].token_ids)
+        torch.testing.assert_close(out.logprobs, outs[0].logprobs, rtol=0, atol=1e-4)
+
+
+def test_logits_from_elsewhere_are_sampled_without_a_head(device):
+    _, _, params = problem(device)
+    logits = torch.randn(9, 700, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
+    options = {"temperature": params.temperature, "seed": params.seed, "position": params.position}
+    want = reference(logits, options)
+    sure = ~want.near_tie
+    assert torch.equal(sample_from_logits(logits, params).token_ids[sure], want.token[sure])
+    workspace = Workspace(512 * 9, device)
+    assert torch.equal(sample_from_logits(logits, params, workspace=workspace).token_ids[sure], want.token[sure])
+    with pytest.raises(ValueError, match=r"logits is \(9, 700\).*expected \[B, 701 or more\]"):
+        sample_from_logits(logits, params, vocab_size=701)
+
+
+def test_a_path_that_cannot_serve_a_head_says_so_and_is_never_chosen(device):
+    states, weight, params = problem(device)
+    head = LMHead(weight.bfloat16(), logits_dtype=torch.float32)
+    assert all(tuned.path_for(head, rows, work) is Path.FUSED for rows in (1, 100, 4096) for work in Work)
+    with pytest.raises(ValueError, match=r"path is 'logits', which cannot serve this head: .*bfloat16.*float32"):
+        sample(states.bfloat16(), head, params, path=Path.LOGITS)
+    with pytest.raises(ValueError, match=r"hidden is .*expected \[B, 32\]"):
+        sample(states[:, :16], weight, params, path=Path.LOGITS)
+
+
+def test_the_path_follows_the_number_of_rows_on_a_gpu_and_is_the_fused_one_elsewhere(device, monkeypatch):
+    head = LMHead(torch.zeros(1000, 32, device=device, dtype=torch.bfloat16))
+    if device.type == "cpu":
+        assert tuned.path_for(head, 4096) is Path.FUSED
+    for family, most in (("sm90", tuned.PATHS["sm90", 2, Work.PLAIN]), ("sm80", tuned.FUSED_ROWS)):
+        monkeypatch.setattr(tuned, "family_of", lambda _, family=family: family)
+        assert tuned.path_for(head, most) is Path.FUSED
+        assert tuned.path_for(head, most + 1) is Path.LOGITS
+        assert tuned.fused_up_to(head, 512) == most
+        assert tuned.fused_up_to(head, 3) == 3
+
+
+def test_scratch_for_a_range_of_batches_is_not_allocated_again(device, monkeypatch):
+    states, weight, params = problem(device)
+    head = LMHead(weight)
+    monkeypatch.setattr(tuned, "path_for", lambda head, rows, work=Work.PLAIN: Path.FUSED if rows < 4 else Path.LOGITS)
+    workspace = make_workspace(head, 9)
+    buffer = workspace.gemm(9, 600, torch.float32)
+    assert buffer.stride() == (608, 1), "rows start at multiples of 16 elements"
+    for rows in (1, 4, 9):
+        cut = BatchParams(params.temperature[:rows], params.seed[:rows], params.position[:rows])
+        sample(states[:rows], head, cut, workspace=workspace, path=Path.LOGITS)
+    assert workspace.gemm(9, 600, torch.float32).data_ptr() == buffer.data_ptr()
+    assert workspace.gemm(10, 600, torch.float32).untyped_storage().nbytes() == 2 * 9 * 608 * 4
+
+
 @pytest.mark.gpu
-def test_a_captured_graph_follows_its_truncation_and_its_edits(device):
+@pytest.mark.parametrize("path", Path)
+def test_a_captured_graph_follows_its_truncation_and_its_edits(device, path):
     states, weight, plain = problem(device)
     truncation, edits = features(device)
     params, head = dataclasses.replace(plain, truncation=truncation, edits=edits), LMHead(weight)
     workspace = Workspace(10_000, device)
-    eager = sample(states, head, params, return_logprob=True, workspace=workspace)
+    eager = sample(states, head, params, return_logprob=True, workspace=workspace, path=path)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample(states, head, params, return_logprob=True, workspace=workspace)
+        out = sample(states, head, params, return_logprob=True, workspace=workspace, path=path)
     for _ in range(3):
         graph.replay()
         assert torch.equal(out.token_ids, eager.token_ids)

@@ -29,7 +29,7 @@ except ImportError:
     sgl_flashsample.__path__.append(sys.path[1])
 from sgl_flashsample.autotune import compile
 from sgl_flashsample.kernels.tiles import DEFAULT_DRAW
-from sgl_flashsample.tuned import DRAWS, TABLE, WORK_TABLE, Work
+from sgl_flashsample.tuned import DRAWS, READS, TABLE, WORK_TABLE, Work
 capability, family, vocab = int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 draw = DRAWS.get(family, DEFAULT_DRAW)
 found = []
@@ -55,6 +55,13 @@ for name, itemsize in TABLE:
             if work is Work.PLAIN:
                 used = compile.resources_of_reduce_parts(capability, tile, 256, return_logprob=True)
                 report(f"reduction of {tile}", used)
+for work, entries in READS.items():
+    features = {"truncate": work.truncates, "edits": work.edits}
+    for config in {config for _, config in entries}:
+        for options in [{"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "return_logprob": True},
+                        {"dtype": torch.float32, "softcap": True}, {"dtype": torch.bfloat16, "whole_groups": False}]:
+            used = compile.resources_of_sample_logits(capability, config=config, **options, **features)
+            report(f"reader, {work}: {config} {options}", used)
 for dtype in (torch.bfloat16, torch.float32):  # what logits are kept in
     report(f"draw of {dtype}", compile.resources_of_draw_truncated(capability, draw, 512, dtype))
     report(f"search of {dtype}", compile.resources_of_search_truncated(capability, vocab, draw, dtype))
@@ -85,6 +92,8 @@ def test_every_shipped_tile_with_the_features_it_is_for_compiles_fits_and_spills
     output, errors, status = reports[capability]
     assert status == 0, errors[-2000:]
     found = json.loads(output.splitlines()[-1])
+    for work in ("plain", "truncate", "edit", "edit+truncate"):
+        assert sum(name.startswith(f"reader, {work}: ") for name, _ in found) >= 4, work
     for part in ("plain: ", "truncate: ", "edit: ", "edit+truncate: ", "draw of ", "search of ", "reduction of "):
         assert sum(name.startswith(part) for name, _ in found) >= 2, part
     for name, used in found:

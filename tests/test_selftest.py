@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sgl_flashsample import LMHead, selftest, tuned
-from sgl_flashsample.tuned import Work
+from sgl_flashsample.tuned import Path, Work
 
 
 def head(device, **options):
@@ -78,15 +78,48 @@ def test_every_kernel_of_every_work_is_compiled_with_and_without_logprobs(device
     monkeypatch.setattr(selftest, "lm_head_sample", note)
     monkeypatch.setattr(selftest, "MAX_IDS", 128)
     assert selftest.compare_with_reference(head(device), 1) is None
-    wanted = {(work, 128) for work in Work} | {(work, 700) for work in Work if work.truncates}
+    cut = 128 + 700 % 16  # the last group is as full as the whole vocabulary's
+    wanted = {(work, cut) for work in Work} | {(work, 700) for work in Work if work.truncates}
     assert seen == {(*one, return_logprob) for one in wanted for return_logprob in (False, True)}
 
 
-def test_every_tile_of_every_work_is_drawn_with(device, monkeypatch):
+def test_every_tile_and_reader_of_every_work_is_drawn_with(device, monkeypatch):
     seen = set()
     monkeypatch.setattr(selftest, "_compare", lambda head, rows, tile, work, chunk: seen.add((work, tile)))
     selftest.compare_with_reference(head(device), 130)
-    assert seen == {(work, tile) for work in Work for _, tile in tuned.tiles_up_to(head(device), 130, work)}
+    own = head(device)
+    tiles = {(w, tile) for w in Work for _, tile in tuned.tiles_up_to(own, tuned.fused_up_to(own, 130, w), w)}
+    assert seen == tiles | {(w, config) for w in Work for _, config in tuned.readers_up_to(own, 130, w)}
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Batches of more than 3 rows take a GEMM and a reader."""
+
+    def path(head, num_rows, work=Work.PLAIN):
+        return Path.FUSED if num_rows <= 3 else Path.LOGITS
+
+    monkeypatch.setattr(tuned, "path_for", path)
+
+
+@pytest.mark.parametrize(
+    "options", [{"vocab_size": 601}, {"softcap": 5.0, "logit_scale": 0.5, "vocab_start": 320}], ids=str
+)
+def test_right_readers_pass_too(device, large, options):
+    assert selftest.compare_with_reference(head(device, **options), 5) is None
+
+
+def test_a_reader_that_draws_another_token_is_named_and_fused_batches_are_compared_without_it(
+    device, large, monkeypatch
+):
+    def shifted(*arguments, **keywords):
+        token, score, logprob = true(*arguments, **keywords)
+        return (token + 1) % 700, score, logprob
+
+    true = selftest.sample_logits
+    monkeypatch.setattr(selftest, "sample_logits", shifted)
+    assert selftest.compare_with_reference(head(device), 3) is None
+    assert "tokens differ from the reference with ReadConfig(" in selftest.compare_with_reference(head(device), 4)
 
 
 def test_a_dead_head_of_zeros_does_not_stop_a_server(device):

@@ -13,10 +13,9 @@ from .. import __version__
 from ..api import BatchParams, SampleOutput, sample
 from ..kernels.features import LogitEdits
 from ..kernels.head import LMHead, Workspace
-from ..kernels.lm_head_sample import workspace_slots
 from ..kernels.rng import NOISE_ABI
+from ..paths import make_workspace
 from ..selftest import compare_with_reference
-from ..tuned import Work, tiles_up_to
 from . import support
 from .counters import Counters
 from .lazy_logits import LazyLogits
@@ -64,11 +63,9 @@ class HeadState:
     def scratch(self, num_rows: int) -> Workspace:
         """Workspace for ``num_rows`` rows; allocates for the first batch and for one larger than all before."""
         if num_rows > self._workspace_rows:
-            head = self.current()
-            rows = max(num_rows, MAX_COMPILED_ROWS)
-            tiles = {tile for work in Work for _, tile in tiles_up_to(head, rows, work)}
-            slots = max(workspace_slots(head, rows, tile) for tile in tiles)
-            self._workspace = Workspace(slots, head.weight.device)
+            # By doubling: beyond the rows that kernels are compiled for, a batch may grow at every step.
+            rows = max(num_rows, 2 * self._workspace_rows, MAX_COMPILED_ROWS)
+            self._workspace = make_workspace(self.current(), rows)
             self._workspace_rows = rows
         assert self._workspace is not None
         return self._workspace
