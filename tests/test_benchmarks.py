@@ -180,7 +180,7 @@ def test_the_page_needs_no_network_and_the_plots_show_every_path(measured):
         (None, "No such file"),
         ("{", "is no result of benchmarks/kernels.py"),
         ("[]", "is no result of benchmarks/kernels.py"),
-        ('{"env": {}, "floor_tb_s": null, "rows": []}', "expected a measured result"),
+        ('{"env": {}, "floor_tb_s": null, "rows": []}', "expected both of a measured result"),
         ('{"env": {"arguments": {"dry_run": true}}, "floor_tb_s": null, "rows": []}', "is a dry run"),
         ('{"env": {}, "floor_tb_s": 4.5, "rows": [{"D": 1}]}', "row 0 has no V"),
     ],
