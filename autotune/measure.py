@@ -48,19 +48,31 @@ def race(
     before_round runs untimed: put fresh inputs into the contenders' buffers there.
     """
     graphs = {name: capture(call) for name, call in contenders.items()}
-    names = list(graphs)
+    replay = {name: graph.replay for name, graph in graphs.items()}
+    return race_replays(replay, rounds=rounds, replays=replays, before_round=before_round)
+
+
+def race_replays(
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 15,
+    replays: int = 4,
+    before_round: Callable[[], None] = lambda: None,
+) -> dict[str, Timing]:
+    """As ``race``, of what is called as it is: replays of captured graphs, or what no graph can hold."""
+    names = list(contenders)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(2):
-        for graph in graphs.values():
-            graph.replay()
+        for call in contenders.values():
+            call()
     for index in range(rounds):
         before_round()
         for name in names[index % len(names) :] + names[: index % len(names)]:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graphs[name].replay()
+            contenders[name]()
             start.record()
             for _ in range(replays):
-                graphs[name].replay()
+                contenders[name]()
             end.record()
             end.synchronize()
             samples[name].append(start.elapsed_time(end) * 1e3 / replays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,162 @@ def test_the_tables_name_every_sampling_of_the_server_benchmark():
     import tables
 
     assert set(tables.SAMPLING_NAMES) == set(serve.SAMPLING)
+
+
+KERNEL_FIELDS = {"D", "V", "B", "mode", "path", "us", "us_spread", "config"}
+
+
+@pytest.mark.skipif(CUDA, reason="the dry run is interpreted")
+def test_the_kernel_benchmark_draws_with_every_path_and_says_what_cannot_run(tmp_path):
+    from contenders import MODES, PATHS, our_paths
+
+    import kernels
+
+    out = tmp_path / "kernels.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--dry-run", "--out", str(out)]
+    subprocess.run([*command, "--shapes", "48x777", "--batches", "3"], check=True, capture_output=True)
+    result = json.loads(out.read_text())
+    assert set(result) == {"env", "floor_tb_s", "rows"}
+    assert all(set(row) == KERNEL_FIELDS and (row["D"], row["V"], row["B"]) == (48, 777, 3) for row in result["rows"])
+    found = {(row["mode"], row["path"]) for row in result["rows"]}
+    assert found >= {(mode, path) for mode in MODES for path in ("gemm", *our_paths())}
+    assert found >= {(mode, path) for mode in ("plain", "greedy") for path in ("multinomial_compiled", "exp_race")}
+    missing = {gap["path"].split()[0]: gap["reason"] for gap in result["env"]["not_run"]}
+    assert all(missing.values())
+    for path in set(PATHS) - {path for _, path in found}:
+        assert path in missing or (path.startswith("flashinfer") and "flashinfer" in missing)
+    greedy = [same for same in result["env"]["agreement"] if same["mode"] == "greedy"]
+    assert greedy and all(same["same"] == same["of"] for same in greedy)
+
+    arguments = result["env"]["arguments"]
+    assert kernels.resumed(out, arguments) == result
+    with pytest.raises(ValueError, match="was made with"):
+        kernels.resumed(out, arguments | {"batches": [1]})
+    out.write_text("{}")
+    with pytest.raises(ValueError, match="no result to resume"):
+        kernels.resumed(out, arguments)
+
+
+def test_a_row_is_the_fastest_form_of_a_path_and_the_gemm_a_row_of_every_mode():
+    from contenders import Shape
+    from rivals import Contender
+    from sgl_flashsample.autotune.measure import Timing
+
+    import kernels
+
+    forms = [Contender(*names, lambda step: None) for names in (
+        ("gemm", "gemm", "mm"), ("exp_race", "plain", "eager"), ("exp_race", "plain", "compiled"),
+        ("exp_race", "plain", "failed"), ("fused", "trunc", "tile"),
+    )]  # fmt: skip
+    times = dict(zip((form.name for form in forms if form.form != "failed"), (3.0, 9.0, 7.0, 5.0), strict=True))
+    timings = {name: Timing(us, 0.5, 9) for name, us in times.items()}
+    how = {forms[2].name: "eager"}
+    rows = kernels.rows_of(Shape(8, 9), 2, forms, timings, how, ["plain", "trunc"])
+    assert [(row["mode"], row["path"], row["us"], row["config"]) for row in rows] == [
+        ("plain", "gemm", 3.0, "mm"),
+        ("plain", "exp_race", 7.0, "compiled; eager, CUDA events"),
+        ("trunc", "gemm", 3.0, "mm"),
+        ("trunc", "fused", 5.0, "tile"),
+    ]
+
+
+# D, V, B, mode: microseconds per path. A rival is faster than our best path in two rows: the GEMM, at B=128 and with a
+# truncation.
+TIMES = {
+    (4096, 151936, 1, "plain"): {
+        "gemm": 300.0, "fused": 280.0, "logits": 310.0, "flashinfer_gumbel": 350.0, "multinomial_compiled": 400.0,
+        "exp_race": 390.0,
+    },
+    (4096, 151936, 128, "plain"): {"gemm": 310.0, "fused": 380.0, "logits": 330.0, "flashinfer_gumbel": 400.0},
+    (2048, 1000, 2, "trunc"): {"gemm": 4.0, "fused": 5.0, "screened": 4.8, "flashinfer_topk_topp": 5.1},
+    (2048, 1000, 2, "greedy"): {"gemm": 6.0, "fused": 5.0, "exp_race": 6.5},
+}  # fmt: skip
+
+
+@pytest.fixture
+def measured(tmp_path) -> Path:
+    rows = [
+        {"D": d, "V": v, "B": b, "mode": mode, "path": path, "us": us, "us_spread": 0.1, "config": f"tile of {path}"}
+        for (d, v, b, mode), times in TIMES.items()
+        for path, us in times.items()
+    ]
+    next(row for row in rows if row["B"] == 128 and row["path"] == "fused")["config"] += "; picked by the table"
+    out = tmp_path / "measured.json"
+    out.write_text(json.dumps({"env": {"device": "a device"}, "floor_tb_s": 4.6, "rows": rows}))
+    return out
+
+
+def test_the_report_names_each_loss_and_no_other(measured):
+    import report
+
+    result = report.load(measured)
+    found = {(loss.shape, loss.batch, loss.mode, loss.rival): loss for loss in report.losses(result)}
+    assert set(found) == {((4096, 151936), 128, "plain", "gemm"), ((2048, 1000), 2, "trunc", "gemm")}
+    loss = found[(4096, 151936), 128, "plain", "gemm"]
+    assert (loss.ours, loss.ours_us, loss.rival_us, loss.within_spread) == ("logits", 330.0, 310.0, False)
+    assert loss.factor == 330 / 310
+    page = report.page([result], {})
+    assert report.loss_table(result).count("<tr class=row>") == 2
+    assert "<td>1.200</td>" in report.loss_table(result)  # 4.8 over 4.0
+    assert "<td>fused</td><td>380.0</td><td>logits</td><td>330.0</td>" in report.choice_table(result)
+    for mode, path in {(mode, path) for (*_, mode), times in TIMES.items() for path in times}:
+        assert f"<td>{report.name_of(path, mode)}</td>" in report.row_table(result).replace("&#x27;", "'")
+    assert all(f"<td>{us:.2f}</td>" in page for times in TIMES.values() for us in times.values())
+
+
+def test_the_report_judges_each_demand_by_our_fastest_path(measured):
+    import report
+
+    verdicts = {bar.what: (bar.verdict, bar.figure) for bar in report.bars(report.load(measured))}
+    main = "4096 x 151936, temperature 1, B={}: {}"
+    gemm, gumbel = report.NAMES["gemm"], report.NAMES["flashinfer_gumbel"]
+    floor = (4096 * 151936 * 2 + 4096 * 2 + 8) / 4.6e6
+    verdict, figure = verdicts[main.format(1, "ours / floor")]
+    assert verdict == "met" and figure == pytest.approx(280 / floor)
+    assert verdicts[main.format(1, f"ours / {gemm}")] == ("met", 280 / 300)
+    assert verdicts[main.format(128, f"ours / {gemm}")] == ("met", 330 / 310)
+    assert verdicts[main.format(128, f"{gumbel} / ours")] == ("missed", 400 / 330)
+    assert verdicts[main.format(64, f"ours / {gemm}")] == ("not measured", None)
+    assert verdicts[f"2048 x 1000, greedy, B=2: ours / {gemm}"] == ("met", 5 / 6)
+
+
+def test_the_page_needs_no_network_and_the_plots_show_every_path(measured):
+    pytest.importorskip("matplotlib")
+    import plots
+    import report
+
+    result = report.load(measured)
+    drawn = plots.draw(result)
+    page = report.page([result], {result.name: {plot.title: plot.svg for plot in drawn}})
+    assert [plot.slug for plot in drawn] == ["time", "floor", "share", "roofline"]
+    assert all(plot.png.startswith(b"\x89PNG") and plot.svg in page for plot in drawn)
+    for mode, path in {(mode, path) for (*_, mode), times in TIMES.items() for path in times}:
+        assert f">{report.name_of(path, mode)}</text>" in drawn[0].svg
+    links = re.findall(r"(?:src|href|action)=[\"']?([^\"' >]*)|url\(([^)]*)|(@import)", page)
+    assert links and all("".join(link).startswith("#") for link in links)
+    assert plots.INK not in page
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        (None, "No such file"),
+        ("{", "is no result of benchmarks/kernels.py"),
+        ("[]", "is no result of benchmarks/kernels.py"),
+        ('{"env": {}, "floor_tb_s": null, "rows": []}', "expected both of a measured result"),
+        ('{"env": {"arguments": {"dry_run": true}}, "floor_tb_s": null, "rows": []}', "is a dry run"),
+        ('{"env": {}, "floor_tb_s": 4.5, "rows": [{"D": 1}]}', "row 0 has no V"),
+    ],
+)
+def test_what_is_no_result_gives_one_line(tmp_path, text, complaint, monkeypatch):
+    import report
+
+    path = tmp_path / "bad.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["report.py", str(path), "--out", str(tmp_path / "page.html")])
+    with pytest.raises(SystemExit) as stopped:
+        report.main()
+    message = str(stopped.value)
+    assert complaint in message and message.startswith("error: ") and "\n" not in message
+    assert not (tmp_path / "page.html").exists()
