@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import MODES, OURS, PATHS, STEPS, Shape, Wanted, contenders, first_line, our_paths, steps_of
+from contenders import MODES, OURS, PATHS, STEPS, Shape, Wanted, contenders, first_line, steps_of
 from rivals import Contender, Inputs, import_flashinfer
 from sgl_flashsample.autotune import measure
+
+from sgl_flashsample import tuned
 
 # Logits of the benchmark's head: SLOPE * log(rank) below the first, and Gaussian noise of this deviation: the "typical"
 # distribution of benchmarks/features.py.
@@ -208,7 +210,7 @@ def main() -> None:
         sys.exit(f"{options.out} holds every shape already")
     env["not_run"] = [gap for gap in env["not_run"] if "B" in gap]  # the others are found anew
     for path in OURS:
-        if path in options.paths and path not in our_paths():
+        if path in options.paths and path not in list(tuned.Path):
             env["not_run"].append({"path": path, "reason": "this version of sgl_flashsample has no such path"})
     try:
         flashinfer = import_flashinfer()
