@@ -6,10 +6,23 @@ kernels have dozens. Here the caller says what the binary depends on, and the an
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 _BINARIES: dict[tuple[Hashable, ...], Any] = {}
+_compiling_only = False
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """Within this, ``launch`` asks Triton for the binary and runs nothing: outputs stay as they were allocated."""
+    global _compiling_only
+    before, _compiling_only = _compiling_only, True
+    try:
+        yield
+    finally:
+        _compiling_only = before
 
 
 def launch(
@@ -25,6 +38,9 @@ def launch(
     variant: what the binary depends on beside the constants: the device, the types of pointers, and the alignment and
     values of the arguments that Triton specializes on. Two launches with the same variant must agree on all of these.
     """
+    if _compiling_only:
+        kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,))
+        return
     key = (id(kernel), num_warps, variant, *constants.values())
     binary = _BINARIES.get(key)
     if binary is None:

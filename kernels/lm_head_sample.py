@@ -320,7 +320,7 @@ def lm_head_sample(
             temperature if truncation is None else truncation.top_k,
             temperature if truncation is None else truncation.top_p,
             temperature if truncation is None else truncation.min_p,
-            temperature if kept is None else kept.logits,
+            workspace.score if kept is None else kept.logits,
             workspace.second,
             temperature if edit_rows is None else edit_rows,
             additive[0],

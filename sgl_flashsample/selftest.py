@@ -13,6 +13,7 @@ from .kernels.lm_head_sample import lm_head_sample, num_parts
 from .kernels.reference import Reference, edit_logits_ref, logits_ref, sample_ref, truncated_sample_ref
 from .kernels.tiles import TileConfig
 from .tuned import Work, draw_for, tile_for, tiles_up_to
+from .warmup import compile_at_once
 
 # Enough ids for each program of a large GPU to walk several vocabulary tiles.
 MAX_IDS = 40_000
@@ -23,15 +24,18 @@ CHUNK_IDS = 2_048
 _ACCUMULATION = 2.0**-18
 
 
-def compare_with_reference(head: LMHead, max_rows: int, chunk_ids: int = CHUNK_IDS) -> str | None:
+def compare_with_reference(
+    head: LMHead, max_rows: int, chunk_ids: int = CHUNK_IDS, *, bool_masks: bool = False
+) -> str | None:
     """Draw with every tile that batches of up to ``max_rows`` rows use, whatever their features, on the first ids of
     ``head``.
 
-    Compiles each kernel that such batches need. Returns None when every token is the reference's (near-ties
-    excepted), else what differed.
+    Compiles each kernel that such batches need, with ``bool_masks`` also those for grammar masks of dtype bool.
+    Returns None when every token is the reference's (near-ties excepted), else what differed.
     """
     vocab_size = min(head.vocab_size, MAX_IDS)
     cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
+    compile_at_once([head, cut], max_rows, bool_masks=bool_masks)
     for work in Work:
         if work.truncates and head.vocab_start:
             continue  # only a whole vocabulary is truncated

@@ -383,6 +383,24 @@ def test_counters_are_in_the_log_and_in_the_metrics_with_their_reasons(ours):
     assert 'path="native",reason="sampling_mask"' in metrics
 
 
+def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_in_the_metrics(ours):
+    def read():
+        lines = [line.split() for line in ours.metrics().splitlines() if not line.startswith("#")]
+        return [
+            sum(float(line[-1]) for line in lines if line[0].startswith(f"sglang:flashsample_{name}_rows_total"))
+            for name in ("truncated", "searched")
+        ]
+
+    truncated, searched = read()
+    # So flat that the first tokens to arrive are hardly ever among the two that are allowed.
+    ours.generate(input_ids=[300], sampling_params={"temperature": 50.0, "top_k": 2, "max_new_tokens": 12})
+    now_truncated, now_searched = read()
+    assert now_truncated == truncated + 12
+    assert 1 <= now_searched - searched <= 12
+    newest = ours.log_lines("] flashsample: ")[-1]
+    assert f"truncated {now_truncated:,.0f} rows, {now_searched:,.0f} of them searched" in newest
+
+
 def test_chat_completions_are_served(ours):
     answer = ours.chat(messages=[{"role": "user", "content": "hi"}], temperature=1.0, max_tokens=5)
     assert answer["usage"]["completion_tokens"] >= 1

@@ -1,0 +1,81 @@
+"""The kernels of a head, compiled at the same time: one by one, the first start on a machine waits for each of them.
+
+Threads are enough: Triton lets go of Python's lock in its passes, in LLVM and around ptxas, four fifths of a
+compilation. They also work where child processes do not, as in SGLang's scheduler, which is a daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import triton
+
+from .kernels.features import Edit, LogitEdits, Truncation
+from .kernels.head import LMHead
+from .kernels.launch import compiling_only
+from .kernels.lm_head_sample import lm_head_sample
+from .kernels.tiles import TileConfig
+from .tuned import Work, draw_for, tiles_up_to
+
+logger = logging.getLogger("sgl_flashsample")
+
+MOST_WORKERS = 8
+
+
+def compile_at_once(heads: list[LMHead], max_rows: int, *, bool_masks: bool = False) -> None:
+    """Compile what batches of 1 to ``max_rows`` rows of ``heads`` launch, whatever their features; run none of it.
+
+    bool_masks: also the kernels for grammar masks of dtype bool. What fails to compile fails again where it is
+    launched, and is reported there.
+    """
+    if triton.knobs.runtime.interpret:
+        return  # there is nothing to compile
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    try:
+        with ThreadPoolExecutor(workers) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), compiling_only():
+            for head in heads:
+                _launch_all(head, max_rows, bool_masks)
+    except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
+        logger.debug("flashsample: kernels are not compiled ahead: %s: %s", type(error).__name__, error)
+
+
+def _launch_all(head: LMHead, max_rows: int, bool_masks: bool) -> None:
+    # The kernels that take longest come first, so that none of them is left alone at the end.
+    for work in sorted(Work, key=lambda work: not work.truncates):
+        if work.truncates and head.vocab_start:
+            continue  # only a whole vocabulary is truncated
+        for _, tile in tiles_up_to(head, max_rows, work):
+            for return_logprob in (False, True):
+                _launch(head, tile, work, return_logprob, False)
+                if bool_masks and work.edits:
+                    _launch(head, tile, work, return_logprob, True)
+
+
+def _launch(head: LMHead, tile: TileConfig, work: Work, return_logprob: bool, bool_mask: bool) -> None:
+    """What a batch with these features launches, with one row: kernels do not depend on the number of rows."""
+    weight = head.weight
+    row = torch.zeros(1, dtype=torch.int64, device=weight.device)
+    one = torch.ones(1, dtype=torch.float32, device=weight.device)
+    lm_head_sample(
+        torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device),
+        head,
+        one,
+        row,
+        row,
+        tile,
+        truncation=Truncation(row.int(), one, one) if work.truncates else None,
+        edits=_edits(head, bool_mask) if work.edits else None,
+        return_logprob=return_logprob,
+        draw=draw_for(head),
+    )
+
+
+def _edits(head: LMHead, bool_mask: bool) -> LogitEdits:
+    width, device = head.vocab_start + head.vocab_size, head.weight.device
+    values = torch.zeros(1, width, dtype=torch.float32, device=device)
+    mask = values.bool() if bool_mask else torch.zeros(1, -(-width // 32), dtype=torch.int32, device=device)
+    flags = torch.full((1,), sum(Edit), dtype=torch.int32, device=device)
+    return LogitEdits(additive=values, scaling=values, mask=mask, bias=values, rows=flags)
