@@ -39,7 +39,19 @@ if INTERPRETED:
     interpreter_bf16.patch()
 
 
+# Tests that share what takes long to make, so one worker of pytest-xdist runs them. Servers first, they take longest,
+# and all in one worker: two at a time are as many as a small machine holds.
+SHARED = ("servers", "test_compile.py", "test_package.py", "test_warmup.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    groups = {item: "servers" if "server" in item.keywords else item.path.name for item in items}
+    items.sort(key=lambda item: SHARED.index(groups[item]) if groups[item] in SHARED else len(SHARED))
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if groups[item] in SHARED:
+                item.add_marker(pytest.mark.xdist_group(groups[item]))
     if torch.cuda.is_available():
         for item in items:  # `pytest -m gpu` runs every test that uses the device, where the device is a GPU
             if "device" in getattr(item, "fixturenames", ()):

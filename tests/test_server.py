@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -395,10 +396,11 @@ def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_
     # So flat that the first tokens to arrive are hardly ever among the two that are allowed.
     ours.generate(input_ids=[300], sampling_params={"temperature": 50.0, "top_k": 2, "max_new_tokens": 12})
     now_truncated, now_searched = read()
-    assert now_truncated == truncated + 12
-    assert 1 <= now_searched - searched <= 12
-    newest = ours.log_lines("] flashsample: ")[-1]
-    assert f"truncated {now_truncated:,.0f} rows, {now_searched:,.0f} of them searched" in newest
+    assert 12 <= now_truncated - truncated <= 13, "overlap scheduling has drawn one more when it sees the last"
+    assert 1 <= now_searched - searched <= now_truncated - truncated
+    (logged,) = re.findall(r"truncated (.*) rows, (.*) of them searched", ours.log_lines("] flashsample: ")[-1])
+    logged = [int(number.replace(",", "")) for number in logged]
+    assert 0 <= logged[0] - now_truncated <= 1 and 0 <= logged[1] - now_searched <= 1
 
 
 def test_chat_completions_are_served(ours):
