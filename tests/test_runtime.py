@@ -96,6 +96,12 @@ def test_a_head_that_cannot_be_fused_has_its_reason_in_words(sglang, own, lm_hea
     assert words in support.head_problem(own, lm_head)
 
 
+def test_a_device_without_kernels_has_its_reason_in_words(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "Triton's interpreter is off (TRITON_INTERPRET=1)" in support.device_problem(torch.device("cpu"))
+    assert "the device is meta; CUDA is needed" in support.device_problem(torch.device("meta"))
+
+
 def test_a_head_follows_its_model(device):
     own, lm_head = processor(), head(torch.ones(104, 16, device=device))
     state = HeadState(own, lm_head)
