@@ -7,22 +7,22 @@ kernels have dozens. Here the caller says what the binary depends on, and the an
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 _BINARIES: dict[tuple[Hashable, ...], Any] = {}
-_compiling_only = False
+_compiling_only = contextvars.ContextVar("compiling_only", default=False)  # another thread's launches still run
 
 
 @contextlib.contextmanager
 def compiling_only() -> Iterator[None]:
     """Within this, ``launch`` asks Triton for the binary and runs nothing: outputs stay as they were allocated."""
-    global _compiling_only
-    before, _compiling_only = _compiling_only, True
+    token = _compiling_only.set(True)
     try:
         yield
     finally:
-        _compiling_only = before
+        _compiling_only.reset(token)
 
 
 def launch(
@@ -38,7 +38,7 @@ def launch(
     variant: what the binary depends on beside the constants: the device, the types of pointers, and the alignment and
     values of the arguments that Triton specializes on. Two launches with the same variant must agree on all of these.
     """
-    if _compiling_only:
+    if _compiling_only.get():
         kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,))
         return
     key = (id(kernel), num_warps, variant, *constants.values())
