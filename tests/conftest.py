@@ -39,19 +39,26 @@ if INTERPRETED:
     interpreter_bf16.patch()
 
 
-# Tests that share what takes long to make, so one worker of pytest-xdist runs them. Servers first, they take longest,
-# and all in one worker: two at a time are as many as a small machine holds.
-SHARED = ("servers", "test_compile.py", "test_package.py", "test_warmup.py")
+# Files whose tests share what takes long to make: one worker of pytest-xdist runs such a file, and starts with it.
+# One worker runs all servers: a small machine holds no more of them.
+TOGETHER = {"test_server.py": "servers", "test_parity.py": "servers"}
+TOGETHER |= {name: name for name in ("test_compile.py", "test_package.py", "test_warmup.py")}
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return TOGETHER.get(nodeid.partition("::")[0].rpartition("/")[2], nodeid)
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    groups = {item: "servers" if "server" in item.keywords else item.path.name for item in items}
-    items.sort(key=lambda item: SHARED.index(groups[item]) if groups[item] in SHARED else len(SHARED))
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if groups[item] in SHARED:
-                item.add_marker(pytest.mark.xdist_group(groups[item]))
+    order = {name: place for place, name in enumerate(TOGETHER)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if torch.cuda.is_available():
         for item in items:  # `pytest -m gpu` runs every test that uses the device, where the device is a GPU
             if "device" in getattr(item, "fixturenames", ()):

@@ -144,8 +144,8 @@ def run_tests(arguments):
     workers = 1 if has_gpu() else min(MOST_TEST_WORKERS, cores)
     command, environment = [str(VENV / "bin" / "pytest")], dict(os.environ)
     if workers > 1:
-        # In the order of tests/conftest.py: what takes longest starts first.
-        command += ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder"]
+        # tests/conftest.py says which tests stay together, and in which order: what takes longest starts first.
+        command += ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"]
         environment.setdefault("OMP_NUM_THREADS", str(cores // workers))
     return subprocess.call(command + arguments, env=environment, cwd=str(ROOT))
 
