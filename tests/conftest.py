@@ -39,10 +39,8 @@ if INTERPRETED:
     interpreter_bf16.patch()
 
 
-# Files whose tests share what takes long to make: one worker of pytest-xdist runs such a file, and starts with it.
-# One worker runs all servers: a small machine holds no more of them.
-TOGETHER = {"test_server.py": "servers", "test_parity.py": "servers"}
-TOGETHER |= {name: name for name in ("test_compile.py", "test_package.py", "test_warmup.py")}
+# Files whose tests share what takes long to make: one worker of pytest-xdist runs such a file. Longest first.
+TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_package.py", "test_warmup.py"]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -51,7 +49,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return TOGETHER.get(nodeid.partition("::")[0].rpartition("/")[2], nodeid)
+            name = nodeid.partition("::")[0].rpartition("/")[2]
+            return name if name in TOGETHER else nodeid
 
     return Scheduling(config, log)
 
