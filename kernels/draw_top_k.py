@@ -1,8 +1,8 @@
 """The token of a row with a top-k, from the groups that hold its largest logits. Device functions only.
 
-The k-th largest of the spans' largest logits is at most the k-th largest logit. So the groups that reach it, about k,
-hold everything that is allowed: they are listed, and what top-k, top-p and min-p allow of their logits is found exactly.
-Of that, the first token of the race in ``draw_truncated`` wins.
+What the largest logits of k spans are above, k logits are above. So the groups that reach it, about k, hold everything
+that is allowed: they are listed, and what top-k, top-p and min-p allow of their logits is found exactly. Of that, the
+first token of the race in ``draw_truncated`` wins.
 """
 
 from __future__ import annotations

@@ -147,10 +147,13 @@ class Workspace:
     one stream.
 
     ``slots * 704`` bytes on ``device``, and what ``gemm`` and ``kept`` have been asked for.
+    searched: ``[1]`` int64, counts the rows that took the search over kept logits, in this workspace or, when it is
+    given, since it was made.
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, device: torch.device, searched: torch.Tensor | None = None) -> None:
         self.slots = slots
+        self.searched = torch.zeros(1, dtype=torch.int64, device=device) if searched is None else searched
         held = slots * MOST_LEFT
         self.score = torch.empty(held, dtype=torch.float32, device=device)
         self.second = torch.empty(held, dtype=torch.float32, device=device)
@@ -180,7 +183,7 @@ class Workspace:
             if kept is not None and kept.fits(vocab_size):
                 # By doubling, so that a batch that grows row by row does not allocate at every step.
                 num_rows = max(num_rows, 2 * kept.num_rows)
-            kept = self._kept[dtype] = Kept(num_rows, vocab_size, dtype, self.score.device)
+            kept = self._kept[dtype] = Kept(num_rows, vocab_size, dtype, self.score.device, self.searched)
         self.last_kept = kept
         return kept
 
@@ -188,10 +191,17 @@ class Workspace:
 class Kept:
     """What rows with a truncation leave behind, ``[num_rows, width]`` logits, and the scratch of their draw.
 
-    width: the vocabulary size rounded up to whole groups.
+    width: the vocabulary size rounded up to whole groups. searched: as in ``Workspace``.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        searched: torch.Tensor | None = None,
+    ) -> None:
         num_groups = triton.cdiv(vocab_size, rng.GROUP_SIZE)
         self.num_rows, self.width = num_rows, num_groups * rng.GROUP_SIZE
         self.logits = torch.empty(num_rows, self.width, dtype=dtype, device=device)
@@ -205,7 +215,7 @@ class Kept:
         self.arrived = torch.zeros(num_rows, dtype=torch.int32, device=device)
         # Per row of the last batch: 0 without a truncation, 1 answered in one pass, more with a search.
         self.rounds = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.searched = torch.zeros(1, dtype=torch.int64, device=device)  # rows with a search, ever
+        self.searched = torch.zeros(1, dtype=torch.int64, device=device) if searched is None else searched
 
     def fits(self, vocab_size: int) -> bool:
         return self.width - rng.GROUP_SIZE < vocab_size <= self.width

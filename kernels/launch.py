@@ -6,13 +6,26 @@ kernels have dozens. Here the caller says what the binary depends on, and the an
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 
 _BINARIES: dict[tuple[Hashable, ...], Any] = {}
+_compiling_only = contextvars.ContextVar("compiling_only", default=False)  # another thread's launches still run
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """Within this, ``launch`` asks Triton for the binary and runs nothing: outputs stay as they were allocated."""
+    token = _compiling_only.set(True)
+    try:
+        yield
+    finally:
+        _compiling_only.reset(token)
 
 
 def launch(
@@ -28,6 +41,9 @@ def launch(
     variant: what the binary depends on beside the constants: the device, the types of pointers, and the alignment and
     values of the arguments that Triton specializes on. Two launches with the same variant must agree on all of these.
     """
+    if _compiling_only.get():
+        kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,))
+        return
     key = (id(kernel), num_warps, variant, *constants.values())
     binary = _BINARIES.get(key)
     if binary is None:

@@ -13,8 +13,8 @@ from .head import CHAIN, FIRST_GROUPS
 from .kept_row import arrivals, lowest_allowed
 
 _NO_TOKEN = tl.constexpr(2**31 - 1)
-_WIDE = tl.constexpr(4.0)
-_NARROW = tl.constexpr(2.5)
+_WIDEST = tl.constexpr(32.0)
+_FINEST = tl.constexpr(0.1)
 _CHAIN = tl.constexpr(CHAIN)
 _GROUPS = tl.constexpr(FIRST_GROUPS)
 
@@ -35,8 +35,8 @@ def next_tokens(
     lowest,
     BLOCK_P: tl.constexpr,
 ):
-    """The first tokens of the race with logits of at least ``lowest``, each with a larger logit than the one before: id, logit and arrival,
-    ``[CHAIN]`` each.
+    """The first tokens of the race with logits of at least ``lowest``, each with a larger logit than the one before:
+    id, logit and arrival, ``[CHAIN]`` each.
 
     Where the parts do not tell what comes next, the logit is +inf and the arrival -inf.
     """
@@ -45,11 +45,15 @@ def next_tokens(
     slots = offs_p * num_rows + row
     scores = tl.load(score_ptr + slots, mask=mask, other=float("-inf"))
     seconds = tl.load(second_ptr + slots, mask=mask, other=float("-inf"))
-    # On average e^x or fewer groups score within x of the best: as many as there is room for.
+    # As many as there is room for: how far behind the best they are is found by bisection.
     best = tl.max(scores)
-    near = mask & (scores >= best - _WIDE)
-    width = tl.where(tl.sum(near.to(tl.int32)) <= _GROUPS, _WIDE, _NARROW)
-    near = mask & (scores >= best - width)
+    width = tl.full([], 0.0, tl.float32)
+    step = tl.full([], _WIDEST, tl.float32)
+    while step > _FINEST:
+        step = 0.5 * step
+        fits = tl.sum((scores >= best - (width + step)).to(tl.int32)) <= _GROUPS
+        width = tl.where(fits, width + step, width)
+    near = mask & (scores >= best - width) & (scores > float("-inf"))
     place = tl.cumsum(near.to(tl.int32), axis=0) - 1
     near = near & (place < _GROUPS)
     tl.store(list_ptr + place, offs_p, mask=near)
@@ -71,12 +75,12 @@ def next_tokens(
     chain_ids = tl.zeros([_CHAIN], tl.int32)
     chain_logits = tl.full([_CHAIN], float("inf"), tl.float32)
     chain_late = tl.full([_CHAIN], float("-inf"), tl.float32)
-    for step in tl.static_range(_CHAIN):
+    for link in tl.static_range(_CHAIN):
         first = tl.max(late)
         known = first > float("-inf")
         token = tl.min(tl.where(late == first, ids, _NO_TOKEN))
         logit = tl.max(tl.where(ids == token, logits, float("-inf")))
-        place = tl.where(known, step, _CHAIN)
+        place = tl.where(known, link, _CHAIN)
         chain_ids = tl.where(offs_c == place, token, chain_ids)
         chain_logits = tl.where(offs_c == place, logit, chain_logits)
         chain_late = tl.where(offs_c == place, first, chain_late)

@@ -14,7 +14,6 @@ import triton.language as tl
 from . import rng
 from .head import MOST_LEFT
 
-
 # Groups per row that all parts together leave behind, about: enough that the first dozens are among them.
 _LEFT_OF_ALL = 1536
 

@@ -88,9 +88,10 @@ class DrawConfig:
     """The launches that draw rows with a truncation. All powers of two.
 
     chunks: programs that share a row, ``MOST_CHUNKS`` or fewer. num_warps: per program of the pass. block: logits per
-    step of it. candidates: groups that a row with a small top-k, at most half as much, is drawn from. A row's sums are cut by chunks and block, so a table keeps both the same for all batch sizes.
-    search_chunks, search_warps, window, gather: of the search, its programs per row, their warps and, in spans of 128 ids, how many have their tokens put in
-    order and how many their logits counted at a time.
+    step of it. candidates: groups that a row with a small top-k, at most half as large, is drawn from.
+    search_chunks, search_warps, window, gather: of the search, its programs per row, their warps and, in spans of 128
+    ids, how many have their tokens put in order and how many their logits counted at a time. A row's sums are cut by
+    chunks and block, so a table keeps both the same for all batch sizes.
     """
 
     chunks: int = 8

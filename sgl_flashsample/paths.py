@@ -23,9 +23,9 @@ def problem_of(path: Path, head: LMHead) -> str | None:
     return None
 
 
-def make_workspace(head: LMHead, max_rows: int) -> Workspace:
+def make_workspace(head: LMHead, max_rows: int, searched: torch.Tensor | None = None) -> Workspace:
     """Scratch for any batch of 1 to ``max_rows`` rows of ``head``, on the path that it takes: no such batch allocates
-    more, but for the logits that rows with a truncation keep."""
+    more, but for the logits that rows with a truncation keep. searched: a counter to go on with (``Workspace``)."""
     device = head.weight.device
     slots, logits = 1, False
     for work in Work:
@@ -34,7 +34,7 @@ def make_workspace(head: LMHead, max_rows: int) -> Workspace:
         for _, config in readers_up_to(head, max_rows, work):
             slots = max(slots, read_slots(head.vocab_size, max_rows, config, device))
             logits = True
-    workspace = Workspace(slots, device)
+    workspace = Workspace(slots, device, searched)
     if logits:
         workspace.gemm(max_rows, head.weight.shape[0], head.weight.dtype)
     return workspace

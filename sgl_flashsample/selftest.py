@@ -24,6 +24,7 @@ from .kernels.sample_logits import read_slots, sample_logits
 from .kernels.tiles import ReadConfig, TileConfig
 from .paths import compute_logits
 from .tuned import Work, draw_for, fused_up_to, readers_up_to, tile_for, tiles_up_to
+from .warmup import compile_at_once
 
 # Enough ids for each program of a large GPU to walk several vocabulary tiles.
 MAX_IDS = 40_000
@@ -34,16 +35,19 @@ CHUNK_IDS = 2_048
 _ACCUMULATION = 2.0**-18
 
 
-def compare_with_reference(head: LMHead, max_rows: int, chunk_ids: int = CHUNK_IDS) -> str | None:
+def compare_with_reference(
+    head: LMHead, max_rows: int, chunk_ids: int = CHUNK_IDS, *, bool_masks: bool = False
+) -> str | None:
     """Draw with every tile and every reader that batches of up to ``max_rows`` rows use, whatever their features, on
     the first ids of ``head``.
 
-    Compiles each kernel that such batches need. Returns None when every token is the reference's (near-ties
-    excepted), else what differed.
+    Compiles each kernel that such batches need, with ``bool_masks`` also those for grammar masks of dtype bool.
+    Returns None when every token is the reference's (near-ties excepted), else what differed.
     """
     # The last group is as full as the whole vocabulary's: a reader is compiled for whole groups or for any.
     vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
     cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
+    compile_at_once([head, cut], max_rows, bool_masks=bool_masks)
     for work in Work:
         if work.truncates and head.vocab_start:
             continue  # only a whole vocabulary is truncated

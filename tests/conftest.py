@@ -39,7 +39,25 @@ if INTERPRETED:
     interpreter_bf16.patch()
 
 
+# Files whose tests share what takes long to make: one worker of pytest-xdist runs such a file. Longest first.
+TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_package.py", "test_warmup.py"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = nodeid.partition("::")[0].rpartition("/")[2]
+            return name if name in TOGETHER else nodeid
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(TOGETHER)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if torch.cuda.is_available():
         for item in items:  # `pytest -m gpu` runs every test that uses the device, where the device is a GPU
             if "device" in getattr(item, "fixturenames", ()):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sgl_flashsample import cli
+from sgl_flashsample.demo import bootstrap
 from sgl_flashsample.demo.server import Server, ServerError, free_port
 from sgl_flashsample.sglang import versions
 
@@ -128,6 +129,23 @@ def test_a_server_that_dies_at_start_is_reported_with_its_last_error(tmp_path):
     server.command = [sys.executable, "-c", "raise SystemExit('ValueError: no such model')"]
     with pytest.raises(ServerError, match="ended with code 1: ValueError: no such model"), server:
         pass
+
+
+@pytest.mark.parametrize(
+    "gpu, cores, workers, threads",
+    [(False, 1, None, None), (False, 2, 2, 1), (False, 16, 4, 4), (True, 16, None, None)],
+)
+def test_make_test_uses_the_cores_that_there_are_and_does_not_share_a_gpu(monkeypatch, gpu, cores, workers, threads):
+    called = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(bootstrap, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(bootstrap.os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(bootstrap.subprocess, "call", lambda command, env, cwd: called.append((command[1:], env)) or 7)
+    assert bootstrap.run_tests(["-k", "some"]) == 7
+    ((command, environment),) = called
+    assert command[-2:] == ["-k", "some"]
+    assert command[:2] == (["-n", str(workers)] if workers else ["-k", "some"])
+    assert environment.get("OMP_NUM_THREADS") == (str(threads) if threads else None)
 
 
 def test_kernels_run_here():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import types
@@ -95,6 +96,12 @@ def test_a_head_that_cannot_be_fused_has_its_reason_in_words(sglang, own, lm_hea
     assert words in support.head_problem(own, lm_head)
 
 
+def test_a_device_without_kernels_has_its_reason_in_words(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "Triton's interpreter is off (TRITON_INTERPRET=1)" in support.device_problem(torch.device("cpu"))
+    assert "the device is meta; CUDA is needed" in support.device_problem(torch.device("meta"))
+
+
 def test_a_head_follows_its_model(device):
     own, lm_head = processor(), head(torch.ones(104, 16, device=device))
     state = HeadState(own, lm_head)
@@ -129,10 +136,10 @@ def test_a_server_whose_configuration_cannot_be_read_is_left_to_sglang(monkeypat
 
 def lazy_rows(device):
     hidden = torch.zeros(2, 16, device=device)
-    zeros = torch.zeros(2, dtype=torch.int64)
+    zeros, ones = torch.zeros(2, dtype=torch.int64, device=device), torch.ones(2, device=device)
     needs, edits = ((False,) * 3,) * 2, (Edit(0),) * 2
-    limits = (zeros.int(), torch.ones(2), torch.zeros(2))
-    rows = Rows((None, None), (False, False), (False, False), torch.ones(2), zeros, needs, edits, *limits)
+    limits = (zeros.int(), ones, zeros.float())
+    rows = Rows((None, None), (False, False), (False, False), ones, zeros, needs, edits, *limits)
     return LazyLogits(hidden, 100, HeadState(processor(), head(torch.zeros(104, 8))), lambda h: h), rows
 
 
@@ -159,6 +166,70 @@ def test_counters_sum_batches_and_rows_per_path_and_reason():
     for _ in range(3):
         made.add("fused", "", 500)
     assert made.summary() == "fused 1,500 rows in 3 batches; native (top_p) 4 rows in 1 batches"
+
+
+def test_counters_say_how_many_truncated_rows_took_a_search():
+    made = counters.Counters(metrics=False)
+    made.add("fused", "", 9)
+    assert made.summary() == "fused 9 rows in 1 batches", "no truncated row, no word of them"
+    made.add_truncated(8, 1)
+    made.add_truncated(1_000, 2)
+    assert made.summary() == "fused 9 rows in 1 batches; truncated 1,008 rows, 3 of them searched"
+
+
+def test_a_counter_on_the_device_is_asked_at_most_once_per_interval_and_never_waited_for(device, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(counters.time, "monotonic", lambda: clock[0])
+    on_device = torch.tensor([5], device=device)
+    made = counters.DeviceCounter(on_device, 10.0)
+    assert made.new() == 0, "the copy has just been started"
+    settle(device)
+    on_device += 2
+    assert made.new() == 5
+    clock[0] += 9
+    assert made.new() == 0
+    clock[0] += 1
+    assert made.new() == 0
+    settle(device)
+    assert [made.new(), made.new()] == [2, 0]
+
+
+def settle(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def test_a_copy_that_has_not_arrived_is_left_alone(device):
+    made = counters.DeviceCounter(torch.tensor([5], device=device), 0.0)
+    made.new()
+    settle(device)
+    made._arrived = types.SimpleNamespace(query=lambda: False, record=None)
+    assert [made.new(), made.new()] == [0, 0]
+    made._arrived = types.SimpleNamespace(query=lambda: True, record=lambda: None)
+    assert [made.new(), made.new()] == [5, 0]
+
+
+def test_searches_are_counted_over_all_batches_whatever_scratch_they_had(device):
+    """One counter for logits of both dtypes, for more rows, and for a larger workspace."""
+    state = HeadState(processor(), head(torch.zeros(104, 16, device=device)))
+    first, second = state.scratch(1), state.scratch(600)
+    assert second is not first
+    made = [w.kept(n, 100, dtype) for w in (first, second) for n, dtype in ((1, torch.float32), (9, torch.bfloat16))]
+    made += [first.kept(20, 100, torch.float32)]
+    assert {kept.searched.data_ptr() for kept in made} == {first.searched.data_ptr()}
+
+
+def test_rows_drawn_with_a_truncation_and_their_searches_reach_the_counters(runtime, device, monkeypatch):
+    lazy, rows = lazy_rows(device)
+    state = lazy.source = HeadState(processor(), head(torch.ones(104, 16, device=device)))
+    rows = dataclasses.replace(rows, needs=((False, True, False), (False,) * 3))
+    monkeypatch.setattr(runtime.counters, "read_interval", 0.0)
+    positions = torch.zeros(2, dtype=torch.int64, device=device)
+    for _ in range(3):
+        assert runtime.sample(lazy, rows, None, positions, False) is not None
+        state.scratch(1).searched += 4
+        settle(device)
+    assert runtime.counters.summary() == "truncated 3 rows, 4 of them searched"
 
 
 def test_counters_are_logged_once_per_interval(monkeypatch, caplog):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -383,6 +384,27 @@ def test_counters_are_in_the_log_and_in_the_metrics_with_their_reasons(ours):
     assert 'path="native",reason="sampling_mask"' in metrics
 
 
+def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_in_the_metrics(ours):
+    def read():
+        lines = [line.split() for line in ours.metrics().splitlines() if not line.startswith("#")]
+        return [
+            sum(float(line[-1]) for line in lines if line[0].startswith(f"sglang:flashsample_{name}_rows_total"))
+            for name in ("truncated", "searched")
+        ]
+
+    # So flat that the first tokens to arrive are hardly ever among the two that are allowed.
+    flat = {"temperature": 50.0, "top_k": 2, "max_new_tokens": 12}
+    ours.generate(input_ids=[300], sampling_params=flat)  # what was searched before has arrived now
+    truncated, searched = read()
+    ours.generate(input_ids=[300], sampling_params=flat)
+    now_truncated, now_searched = read()
+    assert 12 <= now_truncated - truncated <= 13, "overlap scheduling has drawn one more when it sees the last"
+    assert 1 <= now_searched - searched <= 14, "those of its steps, and of the last one before it"
+    (logged,) = re.findall(r"truncated (.*) rows, (.*) of them searched", ours.log_lines("] flashsample: ")[-1])
+    logged = [int(number.replace(",", "")) for number in logged]
+    assert 0 <= logged[0] - now_truncated <= 1 and 0 <= logged[1] - now_searched <= 1
+
+
 def test_chat_completions_are_served(ours):
     answer = ours.chat(messages=[{"role": "user", "content": "hi"}], temperature=1.0, max_tokens=5)
     assert answer["usage"]["completion_tokens"] >= 1
@@ -472,8 +494,14 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
             {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
             "tensor parallelism is not served yet",
         ),
-        ("half precision", "tiny", ["--dtype", "bfloat16"], {}, "bfloat16 is wrong in Triton's interpreter"),
-        ("no interpreter", "tiny", [], {"TRITON_INTERPRET": "0"}, "Triton's interpreter is off"),
+        # The reason comes from the head; that the interpreter is off as well is tests/test_runtime.py's.
+        (
+            "half precision",
+            "tiny",
+            ["--dtype", "bfloat16"],
+            {"TRITON_INTERPRET": "0"},
+            "bfloat16 is wrong in Triton's interpreter",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )

@@ -1,4 +1,4 @@
-"""Batches and rows per path and reason: summed here, shown in the log and through SGLang's /metrics."""
+"""Batches and rows per path and reason, and how truncated rows fared: in the log and through SGLang's /metrics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import time
 from collections import Counter
 from typing import Any
 
+import torch
+
 logger = logging.getLogger("sgl_flashsample")
 
 LOG_SECONDS_VARIABLE = "FLASHSAMPLE_LOG_SECONDS"
 _DEFAULT_LOG_SECONDS = 60.0
+_READ_SECONDS = 1.0  # between two copies of a counter from the device: each costs the host some microseconds
 
 
 class Counters:
@@ -20,8 +23,10 @@ class Counters:
 
     def __init__(self, metrics: bool) -> None:
         self.interval = _log_seconds()
+        self.read_interval = min(self.interval, _READ_SECONDS)
         self._batches: Counter[tuple[str, str]] = Counter()
         self._rows: Counter[tuple[str, str]] = Counter()
+        self._truncated = self._searched = 0
         self._last_log = time.monotonic()
         self._prometheus = _prometheus_counters() if metrics else None
 
@@ -30,7 +35,7 @@ class Counters:
         self._batches[path, reason] += 1
         self._rows[path, reason] += rows
         if self._prometheus is not None:
-            batches, total = self._prometheus
+            batches, total, _, _ = self._prometheus
             batches.labels(path, reason).inc()
             total.labels(path, reason).inc(rows)
         now = time.monotonic()
@@ -38,13 +43,57 @@ class Counters:
             self._last_log = now
             logger.info("flashsample: %s", self.summary())
 
+    def add_truncated(self, rows: int, searched: int) -> None:
+        """Count ``rows`` rows that the fused pass has drawn with top-k, top-p or min-p, and ``searched`` that a search
+        over kept logits has answered."""
+        self._truncated += rows
+        self._searched += searched
+        if self._prometheus is not None:
+            _, _, truncated, found = self._prometheus
+            truncated.inc(rows)
+            found.inc(searched)
+
     def summary(self) -> str:
-        """Totals since the start, fused first: "fused 12 rows in 3 batches; native (top_p) 4 rows in 2 batches"."""
+        """Totals since the start, fused first: "fused 12 rows in 3 batches; native (top_logprobs) 4 rows in 2 batches;
+        truncated 9 rows, 1 of them searched"."""
         parts = []
         for path, reason in sorted(self._rows, key=lambda key: (key[0] != "fused", key)):
             label = f"{path} ({reason})" if reason else path
             parts.append(f"{label} {self._rows[path, reason]:,} rows in {self._batches[path, reason]:,} batches")
+        if self._truncated:
+            parts.append(f"truncated {self._truncated:,} rows, {self._searched:,} of them searched")
         return "; ".join(parts)
+
+
+class DeviceCounter:
+    """How far a counter on the device has come, asked without waiting for the device.
+
+    A copy to pinned memory is started at most once in ``interval`` seconds; what it brings is seen by a later call.
+    """
+
+    def __init__(self, counter: torch.Tensor, interval: float) -> None:
+        self._counter = counter  # [1] int64
+        self._interval = interval
+        on_gpu = counter.is_cuda
+        self._copy = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        self._under_way = False
+        self._started = -interval
+        self._seen = 0
+
+    def new(self) -> int:
+        """What has been counted since the last call, as far as it has arrived."""
+        before = self._seen
+        if self._under_way and (self._arrived is None or self._arrived.query()):
+            self._seen = int(self._copy)
+            self._under_way = False
+        now = time.monotonic()
+        if not self._under_way and now - self._started >= self._interval:
+            self._copy.copy_(self._counter, non_blocking=True)
+            if self._arrived is not None:
+                self._arrived.record()
+            self._under_way, self._started = True, now
+        return self._seen - before
 
 
 def _log_seconds() -> float:
@@ -56,7 +105,7 @@ def _log_seconds() -> float:
         return _DEFAULT_LOG_SECONDS
 
 
-def _prometheus_counters() -> tuple[Any, Any] | None:
+def _prometheus_counters() -> tuple[Any, Any, Any, Any] | None:
     """Counters in the registry that SGLang's /metrics collects; None without prometheus_client."""
     try:
         from prometheus_client import Counter as PrometheusCounter
@@ -67,4 +116,8 @@ def _prometheus_counters() -> tuple[Any, Any] | None:
     return (
         PrometheusCounter("sglang:flashsample_batches", "Batches sampled, per path and reason", labels),
         PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", labels),
+        PrometheusCounter("sglang:flashsample_truncated_rows", "Fused rows with top-k, top-p or min-p"),
+        PrometheusCounter(
+            "sglang:flashsample_searched_rows", "Of these, rows that took a search over their kept logits"
+        ),
     )

@@ -55,10 +55,14 @@ class Rows:
         return tuple("greedy_logprob_at_temperature" if tempered else None for tempered in self.tempered_greedy)
 
     @functools.cached_property
+    def num_truncated(self) -> int:
+        """How many rows have top-k, top-p or min-p (a greedy row has none)."""
+        return sum(any(needs) and not greedy for needs, greedy in zip(self.needs, self.greedy, strict=True))
+
+    @functools.cached_property
     def truncation(self) -> Truncation | None:
-        """Top-k, top-p and min-p; None where no row has any (a greedy row has none)."""
-        truncated = any(any(needs) and not greedy for needs, greedy in zip(self.needs, self.greedy, strict=True))
-        return Truncation(self.top_k, self.top_p, self.min_p) if truncated else None
+        """Top-k, top-p and min-p; None where no row has any."""
+        return Truncation(self.top_k, self.top_p, self.min_p) if self.num_truncated else None
 
     @functools.cached_property
     def plans(self) -> dict[tuple, Any]:

@@ -17,7 +17,7 @@ from ..kernels.rng import NOISE_ABI
 from ..paths import make_workspace
 from ..selftest import compare_with_reference
 from . import support
-from .counters import Counters
+from .counters import Counters, DeviceCounter
 from .lazy_logits import LazyLogits
 from .rows import Rows
 from .versions import sglang_version
@@ -42,6 +42,7 @@ class HeadState:
         self._head: LMHead | None = None
         self._workspace: Workspace | None = None
         self._workspace_rows = 0
+        self._searched: DeviceCounter | None = None
 
     def current(self) -> LMHead:
         processor, weight = self.processor, self.lm_head.weight
@@ -65,10 +66,18 @@ class HeadState:
         if num_rows > self._workspace_rows:
             # By doubling: beyond the rows that kernels are compiled for, a batch may grow at every step.
             rows = max(num_rows, 2 * self._workspace_rows, MAX_COMPILED_ROWS)
-            self._workspace = make_workspace(self.current(), rows)
+            searched = self._workspace.searched if self._workspace is not None else None
+            self._workspace = make_workspace(self.current(), rows, searched)
             self._workspace_rows = rows
         assert self._workspace is not None
         return self._workspace
+
+    def newly_searched(self, interval: float) -> int:
+        """Rows that took a search over kept logits since the last call, as far as that is known without waiting;
+        asked of the device at most once in ``interval`` seconds."""
+        if self._searched is None:
+            self._searched = DeviceCounter(self.scratch(1).searched, interval)
+        return self._searched.new()
 
 
 class Runtime:
@@ -83,7 +92,7 @@ class Runtime:
         self.mixing_problem: str | None = None
         self.grammar_problem: str | None = None
         self.server_seed = 0
-        self.custom_processors = self.original_logprobs = False
+        self.custom_processors = self.original_logprobs = self.bool_masks = False
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         metrics = False
@@ -92,6 +101,7 @@ class Runtime:
             from sglang.srt.runtime_context import get_device, get_exec, get_observability
 
             self.server_seed = int(get_device().random_seed or 0)
+            self.bool_masks = getattr(get_exec().kernel, "grammar_backend", None) == "outlines"
             self.custom_processors = bool(get_exec().features.enable_custom_logit_processor)
             self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
             metrics = bool(get_observability().enable_metrics)
@@ -166,7 +176,7 @@ class Runtime:
             if problem is None:
                 state = HeadState(processor, lm_head)
                 max_rows = MAX_COMPILED_ROWS if lm_head.weight.is_cuda else 16
-                problem = compare_with_reference(state.current(), max_rows)
+                problem = compare_with_reference(state.current(), max_rows, bool_masks=self.bool_masks)
                 if problem is None:
                     state.scratch(1)
                     return state
@@ -199,13 +209,16 @@ class Runtime:
         """Tokens for the rows of ``lazy``; None after a failure, which also switches the fused pass off."""
         state: HeadState = lazy.source
         try:
-            return sample(
+            out = sample(
                 lazy.hidden,
                 state.current(),
                 BatchParams(rows.temperature, rows.seed, positions.to(torch.int64), rows.truncation, edits),
                 return_logprob=return_logprob,
                 workspace=state.scratch(lazy.hidden.shape[0]),
             )
+            if rows.num_truncated:
+                self.counters.add_truncated(rows.num_truncated, state.newly_searched(self.counters.read_interval))
+            return out
         except Exception as error:  # a request must not fail because a path cannot serve it
             self.disable(f"{type(error).__name__}: {error}")
             return None

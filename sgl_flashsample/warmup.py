@@ -1,0 +1,86 @@
+"""The kernels of a head, compiled at the same time: one by one, the first start on a machine waits for each of them.
+
+Threads are enough: Triton lets go of Python's lock in its passes, in LLVM and around ptxas, four fifths of a
+compilation. They also work where child processes do not, as in SGLang's scheduler, which is a daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import triton
+
+from .kernels.features import Edit, LogitEdits, Truncation
+from .kernels.head import LMHead, Workspace
+from .kernels.launch import compiling_only
+from .kernels.lm_head_sample import lm_head_sample
+from .kernels.sample_logits import read_slots, sample_logits
+from .kernels.tiles import ReadConfig, TileConfig
+from .tuned import Work, draw_for, fused_up_to, readers_up_to, tiles_up_to
+
+logger = logging.getLogger("sgl_flashsample")
+
+MOST_WORKERS = 8
+
+
+def compile_at_once(heads: list[LMHead], max_rows: int, *, bool_masks: bool = False) -> None:
+    """Compile what batches of 1 to ``max_rows`` rows of ``heads`` launch, whatever their features; run none of it.
+
+    bool_masks: also the kernels for grammar masks of dtype bool. What fails to compile fails again where it is
+    launched, and is reported there.
+    """
+    if triton.knobs.runtime.interpret:
+        return  # there is nothing to compile
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    try:
+        with ThreadPoolExecutor(workers) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), compiling_only():
+            for head in heads:
+                _launch_all(head, max_rows, bool_masks)
+    except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
+        logger.debug("flashsample: kernels are not compiled ahead: %s: %s", type(error).__name__, error)
+
+
+def _launch_all(head: LMHead, max_rows: int, bool_masks: bool) -> None:
+    # The kernels that take longest come first, so that none of them is left alone at the end.
+    for work in sorted(Work, key=lambda work: not work.truncates):
+        if work.truncates and head.vocab_start:
+            continue  # only a whole vocabulary is truncated
+        tiles = [tile for _, tile in tiles_up_to(head, fused_up_to(head, max_rows, work), work)]
+        readers = [config for _, config in readers_up_to(head, max_rows, work)]
+        for config in [*tiles, *readers]:
+            for return_logprob in (False, True):
+                _launch(head, config, work, return_logprob, False)
+                if bool_masks and work.edits:
+                    _launch(head, config, work, return_logprob, True)
+
+
+def _launch(head: LMHead, config: TileConfig | ReadConfig, work: Work, return_logprob: bool, bool_mask: bool) -> None:
+    """What a batch with these features launches, with one row: kernels do not depend on the number of rows."""
+    weight = head.weight
+    row = torch.zeros(1, dtype=torch.int64, device=weight.device)
+    one = torch.ones(1, dtype=torch.float32, device=weight.device)
+    options: dict[str, Any] = {
+        "truncation": Truncation(row.int(), one, one) if work.truncates else None,
+        "edits": _edits(head, bool_mask) if work.edits else None,
+        "return_logprob": return_logprob,
+        "draw": draw_for(head),
+    }
+    if isinstance(config, ReadConfig):
+        workspace = Workspace(read_slots(head.vocab_size, 1, config, weight.device), weight.device)
+        logits = workspace.gemm(1, weight.shape[0], weight.dtype)
+        sample_logits(logits, head.source, one, row, row, config, workspace=workspace, **options)
+    else:
+        hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        lm_head_sample(hidden, head, one, row, row, config, **options)
+
+
+def _edits(head: LMHead, bool_mask: bool) -> LogitEdits:
+    width, device = head.vocab_start + head.vocab_size, head.weight.device
+    values = torch.zeros(1, width, dtype=torch.float32, device=device)
+    mask = values.bool() if bool_mask else torch.zeros(1, -(-width // 32), dtype=torch.int32, device=device)
+    flags = torch.full((1,), sum(Edit), dtype=torch.int32, device=device)
+    return LogitEdits(additive=values, scaling=values, mask=mask, bias=values, rows=flags)
