@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .epilogue import LIMIT
+from .epilogue import LIMIT, log_ratio
 from .head import SPAN
 from .kept_row import arrivals, list_spans, lowest_allowed, ordered, value_of
 
@@ -77,7 +77,7 @@ def _race(kept_row, list_ptr, start, num_listed, inv_temperature, seed, position
     base = tl.where(peak == float("-inf"), 0.0, peak)
     mass = tl.sum(tl.exp2((logits - base[:, None]) * (inv_temperature * _LOG2_E)), axis=1)
     waiting = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
-    of_group = tl.where(peak == float("-inf"), peak, base * inv_temperature + tl.log(mass / waiting))
+    of_group = tl.where(peak == float("-inf"), peak, base * inv_temperature + log_ratio(mass, waiting))
     late = arrivals(logits, of_group, ids, inv_temperature, seed, position)
     return logits, ids, tl.where((logits > floor) & (logits >= lowest), late, float("-inf"))
 

@@ -26,19 +26,19 @@ import triton.language as tl
 from . import rng
 from .draw_top_k import draw_top_k
 from .features import Truncation
-from .head import CHAIN, FIRST_GROUPS, PARTIALS, ROW_POINTERS, SPAN, Kept, Workspace
+from .head import CHAIN, FIRST_GROUPS, LISTED, PARTIALS, ROW_POINTERS, SPAN, Kept, Workspace
 from .launch import launch
 from .next_tokens import lowest_of_min_p, next_tokens
 from .reduce_parts import draw_from_parts, lse_of_parts
 from .search_truncated import search_truncated
-from .tiles import MOST_CHUNKS, DrawConfig
+from .tiles import DrawConfig
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _PARTIALS = tl.constexpr(PARTIALS)
 _CHAIN = tl.constexpr(CHAIN)
 _LOADED = tl.constexpr(8)  # logits of a 16-byte load
 _GROUPS = tl.constexpr(FIRST_GROUPS)
-_MOST_CHUNKS = tl.constexpr(MOST_CHUNKS)
+_LISTED = tl.constexpr(LISTED)
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def draw_truncated_kernel(
     kept_ptr,  # [B, kept_width]
     peak_ptr,  # [B, kept_width / GROUP_SIZE] f32
     partial_ptr,  # scratch [B, CHUNKS, PARTIALS] f32
-    list_ptr,  # scratch [B, MOST_CHUNKS, FIRST_GROUPS] i32
+    list_ptr,  # scratch [B, LISTED] i32
     arrived_ptr,  # scratch [B] i32, zero before and after
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
@@ -200,7 +200,7 @@ def draw_truncated_kernel(
                 token, logit, score, answered = draw_top_k(
                     kept_ptr + row.to(tl.int64) * kept_width,
                     peak_ptr + row.to(tl.int64) * kept_groups,
-                    list_ptr + row * (_MOST_CHUNKS * _GROUPS),
+                    list_ptr + row * _LISTED,
                     inv_temperature,
                     seed,
                     position,
@@ -231,7 +231,7 @@ def draw_truncated_kernel(
                 group_ptr,
                 logits_ptr,
                 second_ptr,
-                list_ptr + (row * _MOST_CHUNKS + chunk) * _GROUPS,
+                list_ptr + row * _LISTED + chunk * _GROUPS,
                 num_rows,
                 num_parts,
                 inv_temperature,

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
-from .tiles import MOST_CHUNKS, TileConfig
+from .tiles import MOST_CANDIDATES, MOST_CHUNKS, TileConfig
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Kernel arguments that may come as views at any offset: another alignment must not compile another kernel.
@@ -22,6 +22,7 @@ MOST_LEFT = 8  # groups that a part leaves behind per row with a truncation
 SPAN = 8  # groups that the search over kept logits handles as one
 CHAIN = 4  # tokens that one pass over them measures
 FIRST_GROUPS = 64  # groups that these come from
+LISTED = max(MOST_CHUNKS * FIRST_GROUPS, 2 * MOST_CANDIDATES)  # room for lists of groups, per row
 PARTIALS = 16  # what each of those programs leaves behind: two numbers per token and two more, in a power of two
 
 
@@ -211,7 +212,7 @@ class Kept:
         # Lists of spans: as many as there are, and those of a window, a power of two.
         self.list = torch.empty(num_rows, 3 * triton.cdiv(num_groups, SPAN), dtype=torch.int32, device=device)
         self.partial = torch.empty(num_rows, MOST_CHUNKS, PARTIALS, dtype=torch.float32, device=device)
-        self.first = torch.empty(num_rows, MOST_CHUNKS, FIRST_GROUPS, dtype=torch.int32, device=device)
+        self.first = torch.empty(num_rows, LISTED, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(num_rows, dtype=torch.int32, device=device)
         # Per row of the last batch: 0 without a truncation, 1 answered in one pass, more with a search.
         self.rounds = torch.zeros(num_rows, dtype=torch.int32, device=device)

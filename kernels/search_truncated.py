@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from . import rng
+from .epilogue import log_ratio
 from .features import Truncation
 from .head import ROW_POINTERS, SPAN, Kept
 from .kept_row import arrivals, first_token, kth_bound, list_spans, lowest_allowed, mass_of_top_k, measure, spans
@@ -53,7 +54,7 @@ def _summarize(
         mass = tl.sum(tl.exp2((logits - base[:, None]) * (inv_temperature * _LOG2_E)), axis=1)
         group = vocab_start // rng.GROUP_SIZE + groups
         waiting = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
-        perturbation = tl.log(mass / waiting)
+        perturbation = log_ratio(mass, waiting)
         tempered = base * inv_temperature
         tl.store(score_row + groups, tempered + perturbation, mask=inside)
         tl.store(mass_row + groups, tempered + (perturbation + tl.log(waiting)), mask=inside)

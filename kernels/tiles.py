@@ -11,6 +11,7 @@ import dataclasses
 from .rng import GROUP_SIZE
 
 MOST_CHUNKS = 16
+MOST_CANDIDATES = 512
 MOST_PARTS = 512  # of a vocabulary, where logits are read: what the second launch has room for
 
 
@@ -108,6 +109,10 @@ class DrawConfig:
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 1 or value & (value - 1):
                 raise ValueError(f"DrawConfig.{field.name} is {value!r}; expected a power of two")
+        if self.block < 8:
+            raise ValueError(f"DrawConfig.block is {self.block}; expected 8 or more, the logits of a 16-byte load")
+        if self.candidates > MOST_CANDIDATES:
+            raise ValueError(f"DrawConfig.candidates is {self.candidates}; expected {MOST_CANDIDATES} or fewer")
         for name in ("chunks", "search_chunks"):
             if getattr(self, name) > MOST_CHUNKS:
                 raise ValueError(f"DrawConfig.{name} is {getattr(self, name)}; expected {MOST_CHUNKS} or fewer")

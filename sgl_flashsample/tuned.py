@@ -143,7 +143,7 @@ def tile_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> TileConfig
 
 @functools.lru_cache(maxsize=256)
 def _interpreted_draw(vocab_size: int) -> DrawConfig:
-    block = min(1 << max(0, vocab_size - 1).bit_length(), 2**16)
+    block = min(max(8, 1 << max(0, vocab_size - 1).bit_length()), 2**16)
     return DrawConfig(chunks=1, num_warps=4, block=block, search_chunks=1, search_warps=4, window=2, gather=64)
 
 

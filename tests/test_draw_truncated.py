@@ -26,6 +26,7 @@ from sgl_flashsample.kernels.draw_truncated import draw_truncated
 from sgl_flashsample.kernels.features import Truncation
 from sgl_flashsample.kernels.head import LMHead, Workspace
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_parts
+from sgl_flashsample.kernels.part import left_of
 from sgl_flashsample.kernels.reference import allowed_ref, arrivals_ref, gumbel_ref, logits_ref
 from sgl_flashsample.kernels.rng import Stream, Unit
 from sgl_flashsample.kernels.tiles import DEFAULT_DRAW, DrawConfig, TileConfig
@@ -150,33 +151,34 @@ def test_each_part_leaves_its_best_and_its_second_best_group_behind(device):
         states, head, **params, tile=tile, truncation=limit_all(num_rows, device, 5), workspace=workspace,
         draw=draw_for(head),
     )  # fmt: skip
+    left = left_of(True, tile.block_v, parts)
     tempered = logits_ref(states, weight) / params["temperature"].double()[:, None]
     grouped = torch.nn.functional.pad(tempered, (0, -vocab % 16), value=float("-inf")).view(num_rows, -1, 16)
     group = torch.arange(grouped.shape[1], device=device)
     noise = gumbel_ref(params["seed"][:, None], params["position"][:, None], group[None], Stream.SAMPLE, Unit.GROUP)
-    score, part = grouped.logsumexp(-1) + noise, group * 16 // tile.block_v % parts
-    for number in range(parts):
+    score, part = grouped.logsumexp(-1) + noise, group * 16 // tile.block_v % parts * left + group % left
+    for number in range(parts * left):
         best, second = score[:, part == number].topk(2, dim=1).values.unbind(1)
         slots = slice(number * num_rows, (number + 1) * num_rows)
         torch.testing.assert_close(workspace.score[slots].double(), best, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(workspace.second[slots].double(), second, rtol=1e-5, atol=1e-5)
 
 
-def test_a_token_that_may_come_after_the_group_of_a_far_part_is_not_taken_for_the_next(device):
-    """Two parts, one of which is far ahead; the only id that is allowed, 3, is in its group, but late."""
+def test_a_token_that_may_come_after_a_group_not_left_behind_is_not_taken_for_the_next(device):
+    """The best group is far ahead; the only id that is allowed, 3, is in it, but late; others come in between."""
     num_rows = 12
     workspace, params = Workspace(2 * num_rows, device), rows(num_rows, device, greedy_every=99)
     params["temperature"] = torch.ones(num_rows, device=device)
     workspace.score[:num_rows], workspace.score[num_rows:] = 15.0, 8.0
     workspace.group[:num_rows], workspace.group[num_rows:] = 0, 2
-    workspace.second.fill_(-50.0)
+    workspace.second.fill_(7.0)
     kept = workspace.kept(num_rows, 48, torch.float32)
     kept.logits.zero_()
     kept.logits[:, 3] = 1.0
     workspace.logits.zero_()
     workspace.logits[:num_rows, 3] = 1.0
     token, _, _ = draw_truncated(
-        workspace, kept, 2, **params, truncation=limit_all(num_rows, device, 1), vocab_size=48, vocab_start=0,
+        workspace, kept, 2, **params, truncation=limit_all(num_rows, device, top_p=0.01), vocab_size=48, vocab_start=0,
         return_logprob=False, most_parts=8, config=draw_for(LMHead(torch.zeros(48, 16, device=device))),
     )  # fmt: skip
     assert token.tolist() == [3] * num_rows
@@ -311,13 +313,34 @@ def test_a_row_whose_first_tokens_are_all_forbidden_is_searched_exactly(device):
     num_rows, vocab = (65, 5003) if CUDA else (6, 1500)
     states, weight = integer_problem(num_rows, vocab, 64, torch.float32, device, seed=2)
     params = rows(num_rows, device) | {"temperature": torch.full((num_rows,), 6.0, device=device)}
+    config = dataclasses.replace(draw_for(LMHead(weight)), candidates=2)  # no top-k but 1 is a small one
     for limit in ({"top_k": 2}, {"top_p": 0.001}, {"min_p": 0.8}, {"top_k": 9, "top_p": 0.5, "min_p": 0.3}):
         truncation = limit_all(num_rows, device, **limit)
-        drawn = draw(states, LMHead(weight), params, truncation)
-        assert (drawn.rounds > 0).all()
-        if "min_p" not in limit:  # min-p alone is known without a question
-            assert (drawn.rounds > 1).double().mean() > 0.8
+        drawn = draw(states, LMHead(weight), params, truncation, config=config)
+        assert (drawn.rounds > 1).double().mean() > (0.8 if "min_p" not in limit or "top_k" in limit else 0.1)
         assert_equal_to_reference(drawn, logits_ref(states, weight), params, truncation, 0.06)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 6.0], ids=["peaked", "flat"])
+@pytest.mark.parametrize(
+    "limit", [{"top_k": 30}, {"top_k": 20, "top_p": 0.6}, {"top_k": 50, "top_p": 0.8, "min_p": 0.02}], ids=str
+)
+def test_a_row_with_a_small_top_k_is_answered_in_one_pass_whatever_its_distribution(device, limit, temperature):
+    num_rows, vocab = (65, 50_257) if CUDA else (6, 12_001)
+    states, weight = integer_problem(num_rows, vocab, 64, torch.float32, device, seed=5)
+    weight += torch.arange(vocab, device=device)[:, None] % 7 / 64  # fewer ties, and sums as exact as before
+    params = rows(num_rows, device) | {"temperature": torch.full((num_rows,), temperature, device=device)}
+    truncation = limit_all(num_rows, device, **limit)
+    drawn = draw(states, LMHead(weight), params, truncation)
+    assert drawn.rounds.tolist() == [1] * num_rows
+    assert_equal_to_reference(drawn, logits_ref(states, weight), params, truncation, 0.4)
+
+
+def test_a_small_top_k_with_more_ties_than_there_is_room_for_is_searched(device):
+    states, head, params = spelled_out(device, [1.0] * 3000 + [2.0], 8)
+    drawn = draw(states, head, params, limit_all(8, device, top_k=5))
+    assert (drawn.rounds > 1).all()
+    assert_equal_to_reference(drawn, logits_ref(states, head.weight), params, limit_all(8, device, top_k=5), 0.01)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
@@ -394,12 +417,15 @@ def test_an_infinite_logit_is_all_that_a_truncation_leaves(device):
 def test_logprobs_are_those_before_the_truncation(device):
     states, weight = random_problem(16, 900, 64, torch.float32, device, seed=5)
     params, truncation = rows(16, device, greedy_every=99), limit_all(16, device, 4, 0.8)
-    drawn = draw(states, LMHead(weight), params, truncation)
     tempered = logits_ref(states, weight) / params["temperature"].double().clamp(min=1e-9)[:, None]
-    want = torch.log_softmax(tempered, -1).gather(1, drawn.token[:, None]).squeeze(1)
-    assert (drawn.rounds[1:] == 1).any()
-    assert (drawn.rounds[1:] > 1).any()
-    torch.testing.assert_close(drawn.logprob.double()[1:], want[1:], rtol=0, atol=1e-4)
+    config = draw_for(LMHead(weight))
+    for candidates, searched in ((128, False), (2, True)):
+        config = dataclasses.replace(config, candidates=candidates)
+        drawn = draw(states, LMHead(weight), params, truncation, config=config)
+        want = torch.log_softmax(tempered, -1).gather(1, drawn.token[:, None]).squeeze(1)
+        assert (drawn.rounds[1:] > 1).any() == searched
+        assert (drawn.rounds[1:] == 1).any()
+        torch.testing.assert_close(drawn.logprob.double()[1:], want[1:], rtol=0, atol=1e-4)
 
 
 def test_a_call_without_logprobs_draws_the_same_tokens(device):
@@ -560,6 +586,8 @@ def test_kept_logits_of_another_shape_raise(device):
         ("chunks", 32, "16 or fewer"),
         ("chunks", 3, "a power of two"),
         ("block", 0, "a power of two"),
+        ("block", 4, "8 or more"),
+        ("candidates", 1024, "512 or fewer"),
         ("window", 2.0, "a power of two"),
     ],
 )
