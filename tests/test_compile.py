@@ -14,6 +14,7 @@ SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 FAMILY = {80: "sm80", 86: "sm80", 90: "sm90", 100: "sm100"}
 
 # The search for a token runs in few rows and waits for memory rather than registers: it may spill this much.
+DRAW_SPILLS = 16  # bytes: of its own accord ptxas spills a word or two for more resident programs
 SEARCH_SPILLS = 256
 VOCAB = 151_936
 
@@ -63,7 +64,7 @@ for work, entries in READS.items():
             used = compile.resources_of_sample_logits(capability, config=config, **options, **features)
             report(f"reader, {work}: {config} {options}", used)
 for dtype in (torch.bfloat16, torch.float32):  # what logits are kept in
-    report(f"draw of {dtype}", compile.resources_of_draw_truncated(capability, draw, 512, dtype))
+    report(f"draw of {dtype}", compile.resources_of_draw_truncated(capability, vocab, draw, 2048, dtype))
     report(f"search of {dtype}", compile.resources_of_search_truncated(capability, vocab, draw, dtype))
 print(json.dumps(found))
 """
@@ -97,6 +98,6 @@ def test_every_shipped_tile_with_the_features_it_is_for_compiles_fits_and_spills
     for part in ("plain: ", "truncate: ", "edit: ", "edit+truncate: ", "draw of ", "search of ", "reduction of "):
         assert sum(name.startswith(part) for name, _ in found) >= 2, part
     for name, used in found:
-        spills = SEARCH_SPILLS if name.startswith("search of ") else 0
+        spills = SEARCH_SPILLS if name.startswith("search of ") else DRAW_SPILLS if name.startswith("draw of ") else 0
         assert used["spilled"] <= spills, f"{name} spills {used['spilled']} bytes per thread on sm{capability}"
         assert used["shared"] <= SHARED_LIMIT[capability], f"{name} needs {used['shared']} bytes on sm{capability}"

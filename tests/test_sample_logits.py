@@ -22,6 +22,7 @@ from problems import (
 from sgl_flashsample.kernels.features import Edit, LogitEdits
 from sgl_flashsample.kernels.head import LMHead, LogitsSource, Workspace
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample
+from sgl_flashsample.kernels.part import left_of
 from sgl_flashsample.kernels.reference import edit_logits_ref, logits_ref
 from sgl_flashsample.kernels.sample_logits import num_read_parts, read_slots, sample_logits
 from sgl_flashsample.kernels.tiles import ReadConfig
@@ -254,14 +255,18 @@ def test_a_workspace_of_read_slots_serves_every_batch_up_to_its_size(device):
 
 
 def test_a_part_leaves_the_score_of_its_second_best_group_also_where_a_later_tile_took_the_slot(device):
-    """One part of many tiles of two slots; without its best group, the second is the best."""
+    """One part of many tiles of two slots, each of which leaves its two best; without the best group of all, the
+    second is the best."""
     config = ReadConfig(16, 32, 4, least_parts=1, ctas_per_sm=1)
     num_rows = 4096 if CUDA else 16  # so many that no program is left to share a row
     assert num_read_parts(320, num_rows, config, device) == 1
     logits, params = normal(num_rows, 320, torch.float32, device), rows(num_rows, device)
     workspace, cut = Workspace(num_rows, device), limit_all(num_rows, device)
     token, _, _ = draw(logits, LogitsSource(320), params, config, cut, workspace=workspace)
-    second = workspace.second.clone()
+    left = left_of(True, config.block_v, 1)
+    assert left == 2
+    best = torch.cat([workspace.score[: left * num_rows], workspace.second[: left * num_rows]])
+    second = best.view(2 * left, num_rows).topk(2, dim=0).values[1]
     in_best = torch.arange(320, device=device)[None] // 16 == token[:, None] // 16
     _, score, _ = draw(logits.masked_fill(in_best, float("-inf")), LogitsSource(320), params, config)
     torch.testing.assert_close(second, score, rtol=0, atol=0)
