@@ -161,21 +161,13 @@ def _flashinfer_rivals(inputs: Inputs, flashinfer: Any, compile: Callable[[Calla
             form,
             lambda step, made=made: flashinfer.sampling_from_logits(made(), **noise(step)),
         )
-        # Joint is what SGLang asks for and what we draw; top-k first, with one k for all rows, draws from another
-        # distribution, in which top-p looks at what top-k has left.
+        # Joint is what SGLang asks for and what we draw. FlashInfer's default, top-k first, draws from another
+        # distribution.
         yield Contender(
             "flashinfer_topk_topp",
             "trunc",
             f"joint; {form}",
             lambda step, made=made: flashinfer.top_k_top_p_sampling_from_logits(
                 made(), top_k, top_p, filter_apply_order="joint", **noise(step)
-            ),
-        )
-        yield Contender(
-            "flashinfer_topk_topp",
-            "trunc",
-            f"top-k first; {form}",
-            lambda step, made=made: flashinfer.top_k_top_p_sampling_from_logits(
-                made(), TOP_K, TOP_P, filter_apply_order="top_k_first", **noise(step)
             ),
         )

@@ -90,16 +90,22 @@ WORK_TABLE: dict[tuple[str, int, Work], Entries] = {
 }
 # Where the draw of truncated rows wants another shape: the search spills less when it counts fewer spans at a time.
 DRAWS: dict[str, DrawConfig] = {"sm80": DrawConfig(gather=16)}
-# {work: [(largest number of rows, reader)]}; the last one serves larger batches. None of them is measured. A truncated
-# row wants as many parts as the fused pass has: with fewer, more rows are left to the search.
+# {work: [(largest number of rows, reader)]}; the last one serves larger batches. From
+# benchmarks/results/h200-readers.json (edits with a truncation: a neighbour, not measured). A truncated row wants as
+# many parts as the fused pass has: with fewer, more rows are left to the search.
 READS: dict[Work, list[tuple[int, ReadConfig]]] = {
-    Work.PLAIN: [(512, ReadConfig(1, 512, 1, ctas_per_sm=32))],
-    Work.TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=32, least_parts=128))],
-    Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24))],
-    Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=128))],
+    Work.PLAIN: [(128, ReadConfig(1, 512, 1, ctas_per_sm=32)), (512, ReadConfig(1, 512, 1, ctas_per_sm=64))],
+    Work.TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
+    Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=64))],
+    Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
 }
-# {(family, bytes per weight element, work): largest number of rows that the fused pass takes}. Not measured.
-PATHS: dict[tuple[str, int, Work], int] = {("sm90", 2, work): 96 for work in Work}
+# {(family, bytes per weight element, work): largest number of rows that the fused pass takes}
+PATHS: dict[tuple[str, int, Work], int] = {
+    ("sm90", 2, Work.PLAIN): 96,
+    ("sm90", 2, Work.TRUNCATE): 64,
+    ("sm90", 2, Work.EDIT): 64,
+    ("sm90", 2, Work.EDIT_AND_TRUNCATE): 16,
+}
 FUSED_ROWS = 64  # where PATHS has no entry
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}

@@ -340,14 +340,14 @@ def test_a_bad_config_raises_a_value_error_that_names_the_field(field, value):
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [50257, 151936, 151937])
 @DTYPES
-def test_every_shipped_config_equals_the_fused_kernel_and_the_reference_at_real_shapes(device, vocab, dtype):
-    logits = normal(96, vocab, dtype, device)
-    params, cut = rows(96, device), limits(96, vocab, device)
+def test_every_shipped_config_equals_the_reference_at_real_shapes(device, vocab, dtype):
+    logits = normal(24, vocab, dtype, device)
+    params, cut = rows(24, device), limits(24, vocab, device)
     for entries in READS.values():
         for _, config in entries:
-            assert_drawn_from(logits, draw(logits, LogitsSource(vocab), params, config), params, None, 0.02)
+            assert_drawn_from(logits, draw(logits, LogitsSource(vocab), params, config), params, None, 0.05)
             drawn = draw(logits, LogitsSource(vocab), params, config, cut)
-            assert_drawn_from(logits, drawn, params, cut, 0.05)
+            assert_drawn_from(logits, drawn, params, cut, 0.1)
 
 
 @pytest.mark.gpu
