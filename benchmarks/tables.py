@@ -44,6 +44,10 @@ EDITS = {
 }
 
 
+# Modes of readers.py, in words.
+READERS = {"plain": "temperature 1", "k50p90": TRUNCATIONS["k50p90"], "edits": EDITS["edits"]}
+
+
 def serve_table(path: Path = RESULTS / "h200-serve.json") -> str:
     """Time per output token, stock and ours, per model, sampling and batch."""
     if not path.exists():
@@ -164,6 +168,24 @@ def searched_table(path: Path = RESULTS / "h200-features.json") -> str:
     return "\n".join(lines)
 
 
+def readers_table(path: Path = RESULTS / "h200-readers.json") -> str:
+    """A GEMM alone, followed by the shipped reader, and the fused pass, per batch and work, microseconds."""
+    if not path.exists():
+        return NOT_MEASURED
+    rows = json.loads(path.read_text())["rows"]
+    shown = {(row["mode"], row["B"], row["path"]): row for row in rows if row["path"] != "logits" or row["shipped"]}
+    lines = ["| | B | GEMM alone | `logits` (over GEMM; its reader alone) | `fused` (over GEMM) |"]
+    lines.append("|---" * 5 + "|")
+    for mode, batch in dict.fromkeys((mode, batch) for mode, batch, _ in shown):
+        gemm, reader, fused = (shown[mode, batch, path] for path in ("gemm", "logits", "fused"))
+        lines.append(
+            f"| {READERS[mode]} | {batch} | {gemm['us']:.0f} "
+            f"| {reader['us']:.0f} ({reader['over_gemm']:.3f}; {reader['alone_us']:.0f}) "
+            f"| {fused['us']:.0f} ({fused['over_gemm']:.3f}) |"
+        )
+    return "\n".join(lines)
+
+
 def profile_table(path: Path = RESULTS / "h200-step-profile.json") -> str:
     """Calls of one decode step at batch 32, stock and ours."""
     lines = ["| per decode step, B=32, temperature 1 | stock | ours |", "|---|---|---|"]
@@ -186,6 +208,7 @@ TABLES = {
     "truncation": truncation_table,
     "edits": edits_table,
     "searched": searched_table,
+    "readers": readers_table,
     "profile": profile_table,
 }
 

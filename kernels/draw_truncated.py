@@ -9,12 +9,13 @@ after its first arrival has no memory; so the first allowed token is an exact dr
 to the allowed set. The first of all is the token that a plain row draws: a truncation changes a token only
 where it forbids it.
 
-The allowed tokens are those above a threshold that is not known, but for a given token it is easy to say whether
+A row with a small top-k is drawn from the groups of its largest logits: ``draw_top_k``. In other rows the allowed
+tokens may be many. They are those above a threshold that is not known, but for a given token it is easy to say whether
 it is allowed: count and mass of the larger logits. So the next tokens in the order of arrival are taken from what the
 parts have left behind, each with a larger logit than the one before (a token that is not allowed excludes the smaller
-ones), and one pass over the row's logits measures all of them at once. A few programs share a row; the
-last one to finish adds up and decides. A row whose first tokens are all forbidden, or not certain to be the next,
-is left to ``search_truncated``; ``Kept.rounds`` tells.
+ones), and one pass over the row's logits measures all of them at once. A few programs share a row; the last one to
+finish adds up and decides. A row whose first tokens are all forbidden, or not certain to be the next, is left to
+``search_truncated``; ``Kept.rounds`` tells.
 """
 
 from __future__ import annotations

@@ -49,9 +49,11 @@ def _launch_all(head: LMHead, max_rows: int, bool_masks: bool) -> None:
     for work in sorted(Work, key=lambda work: not work.truncates):
         if work.truncates and head.vocab_start:
             continue  # only a whole vocabulary is truncated
-        tiles = [tile for _, tile in tiles_up_to(head, fused_up_to(head, max_rows, work), work)]
-        readers = [config for _, config in readers_up_to(head, max_rows, work)]
-        for config in [*tiles, *readers]:
+        configs: list[TileConfig | ReadConfig] = [
+            tile for _, tile in tiles_up_to(head, fused_up_to(head, max_rows, work), work)
+        ]
+        configs += [config for _, config in readers_up_to(head, max_rows, work)]
+        for config in configs:
             for return_logprob in (False, True):
                 _launch(head, config, work, return_logprob, False)
                 if bool_masks and work.edits:

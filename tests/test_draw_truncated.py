@@ -175,6 +175,8 @@ def test_a_token_that_may_come_after_a_group_not_left_behind_is_not_taken_for_th
     kept = workspace.kept(num_rows, 48, torch.float32)
     kept.logits.zero_()
     kept.logits[:, 3] = 1.0
+    kept.peak.zero_()
+    kept.peak[:, 0] = 1.0
     workspace.logits.zero_()
     workspace.logits[:num_rows, 3] = 1.0
     token, _, _ = draw_truncated(

@@ -392,8 +392,8 @@ def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_
             for name in ("truncated", "searched")
         ]
 
-    # So flat that the first tokens to arrive are hardly ever among the two that are allowed.
-    flat = {"temperature": 50.0, "top_k": 2, "max_new_tokens": 12}
+    # So flat that the first tokens to arrive are hardly ever the one that is allowed.
+    flat = {"temperature": 50.0, "top_p": 1e-6, "max_new_tokens": 12}
     ours.generate(input_ids=[300], sampling_params=flat)  # what was searched before has arrived now
     truncated, searched = read()
     ours.generate(input_ids=[300], sampling_params=flat)
