@@ -332,14 +332,17 @@ def test_each_row_of_a_mixed_batch_has_its_own_path_and_stocks_answer(servers):
     assert mine[1]["output_ids"] != greedy and mine[6]["output_ids"] != greedy, "they were processed"
 
 
-def test_a_seeded_request_answers_the_same_alone_and_beside_every_feature(servers, ours):
+def test_a_seeded_request_answers_the_same_alone_and_among_64_others_with_every_feature(servers, ours):
     seeded = {"temperature": 1.0, "sampling_seed": 4243, "top_p": 0.9, "top_k": 40, "frequency_penalty": 0.5}
+    seeded["max_new_tokens"] = 6
     (alone,) = ask_together(ours, [(seeded, {})])
     others = [({key: v for key, v in params.items() if key != "n"}, {}) for params, _ in FUSED.values()]
     others += [({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 2})]
     others += [({"temperature": 1.0, "top_k": 1}, {}), ({"temperature": 0, "regex": "[0-9]+"}, {})]
-    answers = ask_together(ours, [*others[:9], (seeded, {}), *others[9:]])
-    assert answers[9]["output_ids"] == alone["output_ids"]
+    others = [(params | {"max_new_tokens": 6}, fields) for params, fields in (others * 4)[:64]]
+    assert len(others) == 64
+    answers = ask_together(ours, [*others[:41], (seeded, {}), *others[41:]])
+    assert answers[41]["output_ids"] == alone["output_ids"]
     assert {path for answer in answers for path in paths(answer)} == {"fused", "native:top_logprobs"}
 
 
