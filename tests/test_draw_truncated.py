@@ -108,6 +108,23 @@ def test_logits_are_kept_as_they_are_drawn_from_in_the_fewest_bytes_that_hold_th
         torch.testing.assert_close(kept.double(), logits_ref(states, weight, **options), rtol=1e-6, atol=1e-6)
 
 
+def test_a_block_of_rows_leaves_behind_the_logits_of_its_truncated_rows_and_of_no_other(device):
+    num_rows, vocab = 100, 300  # more than 64 in a block
+    tile = TileConfig(128, 128, 64, 8, 3) if CUDA else TileConfig(128, 512, 64, 4, 1, tma=False, reduce_rows=64)
+    states, weight = integer_problem(num_rows, vocab, 64, torch.float32, device, seed=7)
+    params = rows(num_rows, device) | {"temperature": torch.ones(num_rows, device=device)}
+    cut = (torch.rand(num_rows, generator=torch.Generator().manual_seed(1)) < 0.5).to(device)
+    truncation = limit_all(num_rows, device)
+    truncation.top_p[cut] = 0.5
+    head = LMHead(weight)
+    workspace = Workspace(num_parts(head, num_rows, tile) * num_rows, device)
+    kept = workspace.kept(num_rows, vocab, torch.float32)
+    kept.logits.fill_(-77.0)
+    lm_head_sample(states, head, **params, tile=tile, truncation=truncation, draw=draw_for(head), workspace=workspace)
+    assert torch.equal((kept.logits[:num_rows, :vocab] != -77.0).all(1), cut)
+    assert (kept.logits[:num_rows][~cut] == -77.0).all()
+
+
 def invariance_problem(device, num_rows=24, vocab=1500):
     states, weight = integer_problem(num_rows, vocab, 64, torch.float16, device, seed=4)
     return states, LMHead(weight), sampled_rows(num_rows, device), limits(num_rows, vocab, device)
