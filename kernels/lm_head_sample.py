@@ -26,9 +26,10 @@ import triton
 import triton.language as tl
 
 from . import rng
+from .arguments import check_batch, feature_arguments
 from .draw_truncated import draw_truncated, truncates
 from .epilogue import edit_logits, score_groups, transform_logits
-from .features import LogitEdits, Truncation, require
+from .features import LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
 from .launch import launch, resident_programs
 from .part import (
@@ -254,18 +255,7 @@ def lm_head_sample(
     """
     head.check(hidden)
     num_rows = hidden.shape[0]
-    require("temperature", temperature, (num_rows,), torch.float32, hidden)
-    require("seed", seed, (num_rows,), torch.int64, hidden)
-    require("position", position, (num_rows,), torch.int64, hidden)
-    if truncation is not None:
-        truncation.check(num_rows, hidden)
-        if head.vocab_start:
-            raise ValueError(f"vocab_start is {head.vocab_start}; expected 0, the whole vocabulary, with a truncation")
-    kinds = edits.kinds if edits is not None else 0
-    if edits is not None:
-        edits.check(num_rows, head.vocab_start + head.vocab_size, hidden)
-    if num_rows * (head.vocab_start + head.vocab_size + rng.GROUP_SIZE) >= 2**31 and (truncation or edits):
-        raise ValueError(f"hidden has {num_rows} rows; expected fewer than 2**31 logits with a truncation or edits")
+    check_batch("hidden", hidden, head, temperature, seed, position, truncation, edits)
     if num_rows == 0:
         empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
         return empty.to(torch.int64), empty, empty.clone() if return_logprob else None
@@ -276,22 +266,19 @@ def lm_head_sample(
         workspace = Workspace(parts * num_rows, hidden.device)
     elif workspace.slots < parts * num_rows:
         raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
-    kept = None
     most_parts = resident_programs(hidden.device, tile.ctas_per_sm)
     left = left_of(truncation is not None, tile.block_v, most_parts)
-    if truncation is not None:
-        # bfloat16 holds the logits exactly where they are bfloat16 numbers.
-        exact = head.rounding is torch.bfloat16 and head.softcap is None and not kinds
-        kept = workspace.kept(num_rows, head.vocab_size, torch.bfloat16 if exact else torch.float32)
-
-    # What is not given is not read, but has a type: the kernel is the same whatever is given.
-    nothing = (temperature, temperature, workspace.group, temperature)
-    given = nothing if edits is None else (edits.additive, edits.scaling, edits.mask, edits.bias)
-    additive, scaling, mask, bias = (
-        (other, 0) if edit is None or edit is other else (edit, edit.stride(0))
-        for edit, other in zip(given, nothing, strict=True)
+    features = feature_arguments(
+        num_rows,
+        head.vocab_size,
+        head.rounding,
+        head.softcap,
+        temperature,
+        truncation,
+        edits,
+        return_logprob,
+        workspace,
     )
-    edit_rows = edits.rows if edits is not None else None
     launch(
         lm_head_sample_kernel,
         parts * triton.cdiv(num_rows, tile.block_b),
@@ -305,17 +292,7 @@ def lm_head_sample(
             workspace.group,
             workspace.logits,
             workspace.lse,
-            temperature if truncation is None else truncation.top_k,
-            temperature if truncation is None else truncation.top_p,
-            temperature if truncation is None else truncation.min_p,
-            workspace.score if kept is None else kept.logits,
-            workspace.score if kept is None else kept.peak,
-            workspace.second,
-            temperature if edit_rows is None else edit_rows,
-            additive[0],
-            scaling[0],
-            mask[0],
-            bias[0],
+            *features.pointers,
             num_rows,
             head.vocab_size,
             head.vocab_start,
@@ -324,25 +301,14 @@ def lm_head_sample(
             hidden.stride(0),
             1.0 if head.logit_scale is None else head.logit_scale,
             1.0 if head.softcap is None else head.softcap,
-            0 if kept is None else kept.width // rng.GROUP_SIZE,
-            additive[1],
-            scaling[1],
-            mask[1],
-            bias[1],
-            edits.mask.shape[1] if edits is not None and edits.mask is not None else 0,
-            int(kinds),
+            *features.numbers,
         ),
         {
             "D": hidden.shape[1],
             "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
             "HAS_SCALE": head.logit_scale is not None,
             "HAS_SOFTCAP": head.softcap is not None,
-            "RETURN_LOGPROB": return_logprob or truncation is not None,  # top-p is a share of the whole mass
-            "TRUNCATE": truncation is not None,
-            "EDIT": edits is not None,
-            "EDIT_ROWS": edit_rows is not None,
-            "MASK_IS_BOOL": edits is not None and edits.mask_is_bool,
-            "BIAS_FIRST": edits is not None and edits.bias_before_mask,
+            **features.constants,
             "BLOCK_B": tile.block_b,
             "BLOCK_V": tile.block_v,
             "BLOCK_D": tile.block_d,
@@ -357,13 +323,13 @@ def lm_head_sample(
             head.variant,
             hidden.stride(0),
             hidden.data_ptr() % 16 == 0,
-            None if kept is None else kept.logits.dtype,
+            None if features.kept is None else features.kept.logits.dtype,
         ),
     )
-    if truncation is not None and kept is not None:
+    if truncation is not None and features.kept is not None:
         return draw_truncated(
             workspace,
-            kept,
+            features.kept,
             parts * left,
             temperature,
             seed,

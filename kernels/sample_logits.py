@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 
 from . import rng
+from .arguments import check_batch, feature_arguments
 from .draw_truncated import draw_truncated, truncates
 from .epilogue import edit_logits, score_groups, transform_logits
-from .features import LogitEdits, Truncation, require
+from .features import LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LogitsSource, Workspace
 from .launch import launch, resident_programs
 from .part import (
@@ -50,16 +51,16 @@ def sample_logits_kernel(
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
-    score_ptr,  # out [P * LEFT, B] f32, like the next four as lm_head_sample_kernel leaves them
-    group_ptr,  # out [P, B] i32
-    logits_ptr,  # out [P, B, GROUP_SIZE] f32
-    lse_ptr,  # out [P, B, 2] f32
-    second_ptr,  # out [P, B] f32, with a truncation
+    score_ptr,  # out [P * LEFT, B] f32, like the next three as lm_head_sample_kernel leaves them
+    group_ptr,  # out [P * LEFT, B] i32
+    logits_ptr,  # out [P * LEFT, B, GROUP_SIZE] f32
+    lse_ptr,  # out [P * LEFT, B, 2] f32
     top_k_ptr,  # [B] i32
     top_p_ptr,  # [B] f32
     min_p_ptr,  # [B] f32
     kept_ptr,  # out [B, kept_width], the logits of rows with a truncation
     peak_ptr,  # out [B, kept_width / GROUP_SIZE] f32, their largest logit per group
+    second_ptr,  # out [P * LEFT, B] f32, with a truncation, as lm_head_sample_kernel leaves it
     edit_rows_ptr,  # [B] i32
     additive_ptr,  # [B, V] f32
     scaling_ptr,  # [B, V] f32
@@ -266,20 +267,7 @@ def sample_logits(
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError(f"logits has strides {logits.stride()}; expected rows that are contiguous")
     num_rows, device = logits.shape[0], logits.device
-    require("temperature", temperature, (num_rows,), torch.float32, logits)
-    require("seed", seed, (num_rows,), torch.int64, logits)
-    require("position", position, (num_rows,), torch.int64, logits)
-    if truncation is not None:
-        truncation.check(num_rows, logits)
-        if source.vocab_start:
-            raise ValueError(
-                f"vocab_start is {source.vocab_start}; expected 0, the whole vocabulary, with a truncation"
-            )
-    kinds = edits.kinds if edits is not None else 0
-    if edits is not None:
-        edits.check(num_rows, source.vocab_start + source.vocab_size, logits)
-    if num_rows * (source.vocab_start + source.vocab_size + rng.GROUP_SIZE) >= 2**31 and (truncation or edits):
-        raise ValueError(f"logits has {num_rows} rows; expected fewer than 2**31 logits with a truncation or edits")
+    check_batch("logits", logits, source, temperature, seed, position, truncation, edits)
     if num_rows == 0:
         empty = torch.empty(0, dtype=torch.float32, device=device)
         return empty.to(torch.int64), empty, empty.clone() if return_logprob else None
@@ -289,21 +277,10 @@ def sample_logits(
     elif workspace.slots < parts * num_rows:
         raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
     rounding = logits.dtype if source.rounding is None else source.rounding
-    kept = None
     left = left_of(truncation is not None, config.block_v, most_parts(device, config))
-    if truncation is not None:
-        # bfloat16 holds the logits exactly where they are bfloat16 numbers.
-        exact = rounding is torch.bfloat16 and source.softcap is None and not kinds
-        kept = workspace.kept(num_rows, source.vocab_size, torch.bfloat16 if exact else torch.float32)
-
-    # What is not given is not read, but has a type: the kernel is the same whatever is given.
-    nothing = (temperature, temperature, workspace.group, temperature)
-    given = nothing if edits is None else (edits.additive, edits.scaling, edits.mask, edits.bias)
-    additive, scaling, mask, bias = (
-        (other, 0) if edit is None or edit is other else (edit, edit.stride(0))
-        for edit, other in zip(given, nothing, strict=True)
+    features = feature_arguments(
+        num_rows, source.vocab_size, rounding, source.softcap, temperature, truncation, edits, return_logprob, workspace
     )
-    edit_rows = edits.rows if edits is not None else None
     stride = logits.stride(0) if num_rows > 1 else 0
     launch(
         sample_logits_kernel,
@@ -317,17 +294,7 @@ def sample_logits(
             workspace.group,
             workspace.logits,
             workspace.lse,
-            workspace.second,
-            temperature if truncation is None else truncation.top_k,
-            temperature if truncation is None else truncation.top_p,
-            temperature if truncation is None else truncation.min_p,
-            workspace.score if kept is None else kept.logits,
-            workspace.score if kept is None else kept.peak,
-            temperature if edit_rows is None else edit_rows,
-            additive[0],
-            scaling[0],
-            mask[0],
-            bias[0],
+            *features.pointers,
             num_rows,
             source.vocab_size,
             source.vocab_start,
@@ -335,25 +302,14 @@ def sample_logits(
             stride,
             1.0 if source.logit_scale is None else source.logit_scale,
             1.0 if source.softcap is None else source.softcap,
-            0 if kept is None else kept.width // rng.GROUP_SIZE,
-            additive[1],
-            scaling[1],
-            mask[1],
-            bias[1],
-            edits.mask.shape[1] if edits is not None and edits.mask is not None else 0,
-            int(kinds),
+            *features.numbers,
         ),
         {
             "LOGITS_DTYPE": TRITON_DTYPES[rounding],
             "HAS_SCALE": source.logit_scale is not None,
             "HAS_SOFTCAP": source.softcap is not None,
             "WHOLE_GROUPS": source.vocab_size % rng.GROUP_SIZE == 0,
-            "RETURN_LOGPROB": return_logprob or truncation is not None,  # top-p is a share of the whole mass
-            "TRUNCATE": truncation is not None,
-            "EDIT": edits is not None,
-            "EDIT_ROWS": edit_rows is not None,
-            "MASK_IS_BOOL": edits is not None and edits.mask_is_bool,
-            "BIAS_FIRST": edits is not None and edits.bias_before_mask,
+            **features.constants,
             "BLOCK_B": config.block_b,
             "BLOCK_V": config.block_v,
             "STAGES": config.stages,
@@ -365,13 +321,13 @@ def sample_logits(
             logits.dtype,
             logits.data_ptr() % 16 == 0,
             (stride % 16 == 0, stride == 1, stride < 2**31),
-            None if kept is None else kept.logits.dtype,
+            None if features.kept is None else features.kept.logits.dtype,
         ),
     )
-    if truncation is not None and kept is not None:
+    if truncation is not None and features.kept is not None:
         return draw_truncated(
             workspace,
-            kept,
+            features.kept,
             parts * left,
             temperature,
             seed,

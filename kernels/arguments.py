@@ -1,0 +1,105 @@
+"""What launchers of kernels that walk vocabulary tiles share: a batch's checks, and its features as arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from . import rng
+from .features import LogitEdits, Truncation, require
+from .head import Kept, LMHead, LogitsSource, Workspace
+
+
+def check_batch(
+    name: str,
+    rows: torch.Tensor,  # [B, ...], what is drawn from
+    source: LMHead | LogitsSource,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    truncation: Truncation | None,
+    edits: LogitEdits | None,
+) -> None:
+    """Raise ValueError unless there is one value per row of ``rows``, which messages call ``name``."""
+    num_rows, width = rows.shape[0], source.vocab_start + source.vocab_size
+    require("temperature", temperature, (num_rows,), torch.float32, rows)
+    require("seed", seed, (num_rows,), torch.int64, rows)
+    require("position", position, (num_rows,), torch.int64, rows)
+    if truncation is not None:
+        truncation.check(num_rows, rows)
+        if source.vocab_start:
+            raise ValueError(
+                f"vocab_start is {source.vocab_start}; expected 0, the whole vocabulary, with a truncation"
+            )
+    if edits is not None:
+        edits.check(num_rows, width, rows)
+    if num_rows * (width + rng.GROUP_SIZE) >= 2**31 and (truncation or edits):
+        raise ValueError(f"{name} has {num_rows} rows; expected fewer than 2**31 logits with a truncation or edits")
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureArguments:
+    """pointers, numbers, constants: in the order of the kernels' signatures. kept: where rows with a truncation leave
+    their logits, or None."""
+
+    pointers: tuple[torch.Tensor, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    kept: Kept | None
+
+
+def feature_arguments(
+    num_rows: int,
+    vocab_size: int,
+    rounding: torch.dtype,
+    softcap: float | None,
+    temperature: torch.Tensor,
+    truncation: Truncation | None,
+    edits: LogitEdits | None,
+    return_logprob: bool,
+    workspace: Workspace,
+) -> FeatureArguments:
+    """A batch's truncation and edits for ``lm_head_sample_kernel`` and ``sample_logits_kernel``.
+
+    What is not given is not read, but has a type and an alignment: the kernel is the same whatever is given.
+    """
+    kinds = edits.kinds if edits is not None else 0
+    kept = None
+    if truncation is not None:
+        # bfloat16 holds the logits exactly where they are bfloat16 numbers.
+        exact = rounding is torch.bfloat16 and softcap is None and not kinds
+        kept = workspace.kept(num_rows, vocab_size, torch.bfloat16 if exact else torch.float32)
+    nothing = (temperature, temperature, workspace.group, temperature)
+    given = nothing if edits is None else (edits.additive, edits.scaling, edits.mask, edits.bias)
+    tensors = [other if edit is None else edit for edit, other in zip(given, nothing, strict=True)]
+    strides = [0 if tensor is other else tensor.stride(0) for tensor, other in zip(tensors, nothing, strict=True)]
+    edit_rows = edits.rows if edits is not None else None
+    return FeatureArguments(
+        pointers=(
+            temperature if truncation is None else truncation.top_k,
+            temperature if truncation is None else truncation.top_p,
+            temperature if truncation is None else truncation.min_p,
+            workspace.score if kept is None else kept.logits,
+            workspace.score if kept is None else kept.peak,
+            workspace.second,
+            temperature if edit_rows is None else edit_rows,
+            *tensors,
+        ),
+        numbers=(
+            0 if kept is None else kept.width // rng.GROUP_SIZE,
+            *strides,
+            edits.mask.shape[1] if edits is not None and edits.mask is not None else 0,
+            int(kinds),
+        ),
+        constants={
+            "RETURN_LOGPROB": return_logprob or truncation is not None,  # top-p is a share of the whole mass
+            "TRUNCATE": truncation is not None,
+            "EDIT": edits is not None,
+            "EDIT_ROWS": edit_rows is not None,
+            "MASK_IS_BOOL": edits is not None and edits.mask_is_bool,
+            "BIAS_FIRST": edits is not None and edits.bias_before_mask,
+        },
+        kept=kept,
+    )
