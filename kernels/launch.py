@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
+import triton.language as tl
 
 _BINARIES: dict[tuple[Hashable, ...], Any] = {}
 _compiling_only = contextvars.ContextVar("compiling_only", default=False)  # another thread's launches still run
@@ -42,19 +44,31 @@ def launch(
     values of the arguments that Triton specializes on. Two launches with the same variant must agree on all of these.
     """
     if _compiling_only.get():
+        _check_order(kernel, constants)
         kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,))
         return
     key = (id(kernel), num_warps, variant, *constants.values())
     binary = _BINARIES.get(key)
     if binary is None:
+        _check_order(kernel, constants)
         # The interpreter has no binaries and returns None: it is asked anew each time.
         binary = kernel[(programs,)](*arguments, **constants, num_warps=num_warps)
         if binary is not None:
-            names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-            assert names == list(constants), f"constants of {kernel.__name__} are {list(constants)}, expected {names}"
             _BINARIES[key] = binary
         return
     binary[(programs, 1, 1)](*arguments, *constants.values())
+
+
+@functools.cache
+def _constants_of(kernel: Any) -> list[str]:
+    parameters = inspect.signature(kernel.fn).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.annotation in (tl.constexpr, "tl.constexpr")]
+
+
+def _check_order(kernel: Any, constants: dict[str, Any]) -> None:
+    """A known binary is launched by place, not by name: in another order it would read one constant for another."""
+    names = _constants_of(kernel)
+    assert names == list(constants), f"constants of {kernel.__name__} are {list(constants)}, expected {names}"
 
 
 @functools.cache
