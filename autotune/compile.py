@@ -13,12 +13,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..kernels.draw_top_k import key_shift
 from ..kernels.draw_truncated import draw_truncated_kernel
-from ..kernels.head import SPAN, TRITON_DTYPES
+from ..kernels.head import TRITON_DTYPES, block_of_spans
 from ..kernels.lm_head_sample import lm_head_sample_kernel
 from ..kernels.part import left_of
 from ..kernels.reduce_parts import reduce_parts_kernel
-from ..kernels.rng import GROUP_SIZE
 from ..kernels.sample_logits import sample_logits_kernel
 from ..kernels.search_truncated import search_truncated_kernel
 from ..kernels.tiles import DrawConfig, ReadConfig, TileConfig
@@ -146,10 +146,6 @@ def resources_of_reduce_parts(capability: int, tile: TileConfig, parts: int, ret
     return _compile(reduce_parts_kernel, {**pointers, **rest}, constants, set(pointers), capability, 1, 3)
 
 
-def _spans(vocab_size: int) -> int:
-    return triton.next_power_of_2(triton.cdiv(vocab_size, SPAN * GROUP_SIZE))
-
-
 def resources_of_draw_truncated(
     capability: int, vocab_size: int, config: DrawConfig, parts: int, dtype: torch.dtype
 ) -> Resources:
@@ -159,8 +155,8 @@ def resources_of_draw_truncated(
     rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start", "kept_groups"), "i32")
     constants = {"RETURN_LOGPROB": True, "BLOCK_P": parts, "BLOCK": config.block, "CHUNKS": config.chunks}
-    constants |= {"BLOCK_S": _spans(vocab_size), "CANDIDATES": config.candidates}
-    constants |= {"KEY_SHIFT": 16 if dtype is torch.bfloat16 else 0}
+    constants |= {"BLOCK_S": block_of_spans(vocab_size), "CANDIDATES": config.candidates}
+    constants |= {"KEY_SHIFT": key_shift(dtype)}
     return _compile(
         draw_truncated_kernel, {**pointers, **rest}, constants, set(pointers), capability, config.num_warps, 3
     )
@@ -175,7 +171,7 @@ def resources_of_search_truncated(
     pointers |= {"searched_ptr": "*i64"}
     rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
     rest |= dict.fromkeys(("vocab_size", "vocab_start", "num_groups"), "i32")
-    block_s = _spans(vocab_size)
+    block_s = block_of_spans(vocab_size)
     constants = {"RETURN_LOGPROB": True, "BLOCK_S": block_s, "CHUNKS": config.search_chunks}
     constants |= {"WINDOW": min(config.window, block_s), "GATHER": min(config.gather, block_s)}
     return _compile(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import rng
 from .features import LogitEdits, Truncation, require
 from .head import Kept, LMHead, LogitsSource, Workspace
+from .tiles import MOST_FLAGS
 
 
 def check_batch(
@@ -39,8 +39,7 @@ def check_batch(
         raise ValueError(f"{name} has {num_rows} rows; expected fewer than 2**31 logits with a truncation or edits")
 
 
-@dataclasses.dataclass(frozen=True)
-class FeatureArguments:
+class FeatureArguments(NamedTuple):
     """pointers, numbers, constants: in the order of the kernels' signatures. kept: where rows with a truncation leave
     their logits, or None."""
 
@@ -60,6 +59,7 @@ def feature_arguments(
     edits: LogitEdits | None,
     return_logprob: bool,
     workspace: Workspace,
+    block_b: int,
 ) -> FeatureArguments:
     """A batch's truncation and edits for ``lm_head_sample_kernel`` and ``sample_logits_kernel``.
 
@@ -68,6 +68,8 @@ def feature_arguments(
     kinds = edits.kinds if edits is not None else 0
     kept = None
     if truncation is not None:
+        if block_b > MOST_FLAGS:
+            raise ValueError(f"block_b is {block_b}; expected {MOST_FLAGS} or fewer with a truncation")
         # bfloat16 holds the logits exactly where they are bfloat16 numbers.
         exact = rounding is torch.bfloat16 and softcap is None and not kinds
         kept = workspace.kept(num_rows, vocab_size, torch.bfloat16 if exact else torch.float32)

@@ -7,18 +7,24 @@ first token of the race in ``draw_truncated`` wins.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from . import rng
-from .epilogue import LIMIT, log_ratio
+from .epilogue import LIMIT
 from .head import SPAN
-from .kept_row import arrivals, list_spans, lowest_allowed, ordered, value_of
+from .kept_row import arrivals, list_spans, lowest_allowed, ordered, score_row_groups, value_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _SPAN = tl.constexpr(SPAN)
 _GROUPS_AT_ONCE = tl.constexpr(32)  # the arithmetic of the noise is long: a loop over few keeps the code short
+
+
+def key_shift(dtype: torch.dtype) -> int:
+    """How many low bits of every number of ``dtype`` are zero in float32."""
+    return 16 if dtype is torch.bfloat16 else 0
 
 
 @triton.jit
@@ -67,17 +73,14 @@ def _threshold(values, weights, low, largest, k, p, SHIFT: tl.constexpr):
 def _race(kept_row, list_ptr, start, num_listed, inv_temperature, seed, position, floor, lowest):
     """Of the listed groups from the ``start``-th on: logits, ids and arrivals, -inf for tokens not allowed.
 
-    ``[GROUPS_AT_ONCE, GROUP_SIZE]`` each. The epilogue's arithmetic.
+    ``[GROUPS_AT_ONCE, GROUP_SIZE]`` each.
     """
     offs = start + tl.arange(0, _GROUPS_AT_ONCE)
     group = tl.load(list_ptr + offs, mask=offs < num_listed, other=0)
     ids = group[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
     logits = tl.load(kept_row + ids, mask=(offs < num_listed)[:, None], other=float("-inf")).to(tl.float32)
-    peak = tl.max(logits, axis=1)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    mass = tl.sum(tl.exp2((logits - base[:, None]) * (inv_temperature * _LOG2_E)), axis=1)
-    waiting = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
-    of_group = tl.where(peak == float("-inf"), peak, base * inv_temperature + log_ratio(mass, waiting))
+    score, _, peak = score_row_groups(logits, group, inv_temperature, seed, position)
+    of_group = tl.where(peak == float("-inf"), peak, score)
     late = arrivals(logits, of_group, ids, inv_temperature, seed, position)
     return logits, ids, tl.where((logits > floor) & (logits >= lowest), late, float("-inf"))
 

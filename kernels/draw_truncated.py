@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .draw_top_k import draw_top_k
+from .draw_top_k import draw_top_k, key_shift
 from .features import Truncation
-from .head import CHAIN, FIRST_GROUPS, LISTED, PARTIALS, ROW_POINTERS, SPAN, Kept, Workspace
+from .head import CHAIN, FIRST_GROUPS, LISTED, PARTIALS, ROW_POINTERS, Kept, Workspace, block_of_spans
 from .launch import launch
 from .next_tokens import lowest_of_min_p, next_tokens
 from .reduce_parts import draw_from_parts, lse_of_parts
@@ -76,6 +76,7 @@ def _measure_chain(
     CHUNKS: tl.constexpr,
 ):
     """Count and mass above each token of the chain, and the first that they allow: one of ``CHUNKS`` programs."""
+    tl.static_assert(_CHAIN == 4)
     offs_c = tl.arange(0, _CHAIN)
     reference = tl.min(chain_logits)  # the first token's: probabilities are relative to it
     logit0 = tl.sum(tl.where(offs_c == 0, chain_logits, 0.0))
@@ -364,9 +365,9 @@ def draw_truncated(
             "BLOCK_P": triton.next_power_of_2(most_parts),
             "BLOCK": config.block,
             "CHUNKS": config.chunks,
-            "BLOCK_S": triton.next_power_of_2(triton.cdiv(kept.width, SPAN * rng.GROUP_SIZE)),
+            "BLOCK_S": block_of_spans(kept.width),
             "CANDIDATES": config.candidates,
-            "KEY_SHIFT": 16 if kept.logits.dtype is torch.bfloat16 else 0,
+            "KEY_SHIFT": key_shift(kept.logits.dtype),
         },
         config.num_warps,
         (temperature.device.index, kept.logits.dtype),

@@ -23,7 +23,12 @@ SPAN = 8  # groups that the search over kept logits handles as one
 CHAIN = 4  # tokens that one pass over them measures
 FIRST_GROUPS = 64  # groups that these come from
 LISTED = max(MOST_CHUNKS * FIRST_GROUPS, 2 * MOST_CANDIDATES)  # room for lists of groups, per row
-PARTIALS = 16  # what each of those programs leaves behind: two numbers per token and two more, in a power of two
+PARTIALS = 16  # what each of those programs leaves behind: two numbers per token and one more, in a power of two
+
+
+def block_of_spans(vocab_size: int) -> int:
+    """The spans of a row, as a power of two."""
+    return triton.next_power_of_2(triton.cdiv(vocab_size, SPAN * rng.GROUP_SIZE))
 
 
 @dataclasses.dataclass(frozen=True)

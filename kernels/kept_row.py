@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .epilogue import LIMIT
+from .epilogue import LIMIT, log_ratio
 from .head import SPAN
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -17,6 +17,25 @@ _BISECTIONS = tl.constexpr(24)  # bounds the search for a lower bound: a loose o
 # Groups are handled by spans of 8: what is done to all of them is done to an eighth as many, in a thread's registers.
 _SPAN = tl.constexpr(SPAN)
 _SPAN_IDS = tl.constexpr(SPAN * rng.GROUP_SIZE)
+
+
+@triton.jit
+def score_row_groups(
+    logits,  # [N, GROUP_SIZE] f32
+    group,  # [N] i32, absolute
+    inv_temperature,
+    seed,
+    position,
+):
+    """Perturbed log-mass, log-mass and largest logit of some groups of a row: the arithmetic of
+    ``epilogue.score_groups``, without greedy rows."""
+    peak = tl.max(logits, axis=1)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    mass = tl.sum(tl.exp2((logits - base[:, None]) * (inv_temperature * _LOG2_E)), axis=1)
+    waiting = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
+    perturbation = log_ratio(mass, waiting)
+    tempered = base * inv_temperature
+    return tempered + perturbation, tempered + (perturbation + tl.log(waiting)), peak
 
 
 @triton.jit

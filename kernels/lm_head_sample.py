@@ -278,6 +278,7 @@ def lm_head_sample(
         edits,
         return_logprob,
         workspace,
+        tile.block_b,
     )
     launch(
         lm_head_sample_kernel,

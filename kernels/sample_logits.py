@@ -279,7 +279,16 @@ def sample_logits(
     rounding = logits.dtype if source.rounding is None else source.rounding
     left = left_of(truncation is not None, config.block_v, most_parts(device, config))
     features = feature_arguments(
-        num_rows, source.vocab_size, rounding, source.softcap, temperature, truncation, edits, return_logprob, workspace
+        num_rows,
+        source.vocab_size,
+        rounding,
+        source.softcap,
+        temperature,
+        truncation,
+        edits,
+        return_logprob,
+        workspace,
+        config.block_b,
     )
     stride = logits.stride(0) if num_rows > 1 else 0
     launch(

@@ -16,14 +16,22 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .epilogue import log_ratio
 from .features import Truncation
-from .head import ROW_POINTERS, SPAN, Kept
-from .kept_row import arrivals, first_token, kth_bound, list_spans, lowest_allowed, mass_of_top_k, measure, spans
+from .head import ROW_POINTERS, SPAN, Kept, block_of_spans
+from .kept_row import (
+    arrivals,
+    first_token,
+    kth_bound,
+    list_spans,
+    lowest_allowed,
+    mass_of_top_k,
+    measure,
+    score_row_groups,
+    spans,
+)
 from .launch import launch
 from .tiles import DrawConfig
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _ARRIVALS = tl.constexpr(2.5)  # scores of the spans of one window: e^2.5 spans or fewer are as close, on average
 # Groups are handled by spans of 8: what is done to all of them is done to an eighth as many, in a thread's registers.
 _SPAN = tl.constexpr(SPAN)
@@ -43,21 +51,16 @@ def _summarize(
     last_group,
     GATHER: tl.constexpr,
 ):
-    """Of some groups the perturbed log-mass and the log-mass, to memory; the epilogue's arithmetic."""
+    """Of some groups the perturbed log-mass and the log-mass, to memory."""
     for first in tl.range(first_group, last_group, GATHER * _SPAN):
         groups = first + tl.arange(0, GATHER * _SPAN)
         inside = groups < last_group
         ids = groups[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
         logits = tl.load(kept_row + ids, mask=inside[:, None], other=float("-inf")).to(tl.float32)
-        peak = tl.max(logits, axis=1)
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        mass = tl.sum(tl.exp2((logits - base[:, None]) * (inv_temperature * _LOG2_E)), axis=1)
         group = vocab_start // rng.GROUP_SIZE + groups
-        waiting = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
-        perturbation = log_ratio(mass, waiting)
-        tempered = base * inv_temperature
-        tl.store(score_row + groups, tempered + perturbation, mask=inside)
-        tl.store(mass_row + groups, tempered + (perturbation + tl.log(waiting)), mask=inside)
+        score, log_mass, _ = score_row_groups(logits, group, inv_temperature, seed, position)
+        tl.store(score_row + groups, score, mask=inside)
+        tl.store(mass_row + groups, log_mass, mask=inside)
 
 
 @triton.jit
@@ -289,7 +292,7 @@ def search_truncated(
     config: DrawConfig,
 ) -> None:
     """Fill ``token``, ``score`` and ``logprob`` in the rows whose ``kept.rounds`` is negative."""
-    block_s = triton.next_power_of_2(triton.cdiv(kept.width, SPAN * rng.GROUP_SIZE))
+    block_s = block_of_spans(kept.width)
     launch(
         search_truncated_kernel,
         temperature.shape[0] * config.search_chunks,

@@ -13,6 +13,7 @@ from .rng import GROUP_SIZE
 MOST_CHUNKS = 16
 MOST_CANDIDATES = 512
 MOST_PARTS = 512  # of a vocabulary, where logits are read: what the second launch has room for
+MOST_FLAGS = 128  # rows of a tile with a truncation: as many flags as two integers hold (part.as_bits)
 
 
 def _require_powers_of_two(config: object, least: dict[str, int]) -> None:
@@ -29,6 +30,13 @@ def _require_positive(config: object, *names: str) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{type(config).__name__}.{name} is {value!r}; expected an integer of at least 1")
+
+
+def _require_at_most(config: object, most: dict[str, int]) -> None:
+    for name, largest in most.items():
+        value = getattr(config, name)
+        if value > largest:
+            raise ValueError(f"{type(config).__name__}.{name} is {value}; expected {largest} or fewer")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -65,7 +73,7 @@ class ReadConfig:
     block_b: rows of the batch per tile; block_v: vocabulary ids per tile. num_warps: per program. stages: tiles in
     flight per program; 1 leaves the waiting to the other programs of the multiprocessor. ctas_per_sm: programs per
     multiprocessor that the vocabulary is cut for. least_parts: of the vocabulary, however many rows there are
-    (``MOST_PARTS`` or fewer): a truncated row finds its next token in the best two groups of each part.
+    (``MOST_PARTS`` or fewer): a truncated row finds its next tokens among the best groups of each.
     reduce_rows: rows of the batch per program of the reduction.
     """
 
@@ -80,8 +88,7 @@ class ReadConfig:
     def __post_init__(self) -> None:
         _require_powers_of_two(self, {"block_b": 1, "block_v": 2 * GROUP_SIZE, "num_warps": 1, "reduce_rows": 1})
         _require_positive(self, "stages", "ctas_per_sm", "least_parts")
-        if self.least_parts > MOST_PARTS:
-            raise ValueError(f"ReadConfig.least_parts is {self.least_parts}; expected {MOST_PARTS} or fewer")
+        _require_at_most(self, {"least_parts": MOST_PARTS})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +112,10 @@ class DrawConfig:
     gather: int = 32
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1 or value & (value - 1):
-                raise ValueError(f"DrawConfig.{field.name} is {value!r}; expected a power of two")
-        if self.block < 8:
-            raise ValueError(f"DrawConfig.block is {self.block}; expected 8 or more, the logits of a 16-byte load")
-        if self.candidates > MOST_CANDIDATES:
-            raise ValueError(f"DrawConfig.candidates is {self.candidates}; expected {MOST_CANDIDATES} or fewer")
-        for name in ("chunks", "search_chunks"):
-            if getattr(self, name) > MOST_CHUNKS:
-                raise ValueError(f"DrawConfig.{name} is {getattr(self, name)}; expected {MOST_CHUNKS} or fewer")
+        least = {field.name: 1 for field in dataclasses.fields(self)} | {"block": 8}  # a thread loads 8 logits at once
+        _require_powers_of_two(self, least)
+        most = {"candidates": MOST_CANDIDATES, "chunks": MOST_CHUNKS, "search_chunks": MOST_CHUNKS}
+        _require_at_most(self, most)
 
 
 DEFAULT_DRAW = DrawConfig()

@@ -11,7 +11,7 @@ from .kernels.features import LogitEdits, Truncation
 from .kernels.head import LMHead, LogitsSource, Workspace
 from .kernels.sample_logits import sample_logits
 from .paths import run
-from .tuned import Path, Work, draw_on, path_for, read_for
+from .tuned import Path, Work, draw_on, read_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +85,6 @@ def sample(
             serve the head.
     """
     head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
-    if path is None:
-        work = Work.of(params.truncation is not None, params.edits is not None)
-        path = path_for(head, hidden.shape[0], work)
     token_ids, scores, logprobs = run(
         path,
         hidden,

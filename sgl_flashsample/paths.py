@@ -13,7 +13,7 @@ from .kernels.features import LogitEdits, Truncation
 from .kernels.head import LMHead, Workspace
 from .kernels.lm_head_sample import lm_head_sample, workspace_slots
 from .kernels.sample_logits import read_slots, sample_logits
-from .tuned import Path, Work, draw_for, fused_up_to, read_for, readers_up_to, tile_for, tiles_up_to
+from .tuned import Path, Work, draw_for, fused_up_to, path_for, read_for, readers_up_to, tile_for, tiles_up_to
 
 
 def problem_of(path: Path, head: LMHead) -> str | None:
@@ -41,7 +41,7 @@ def make_workspace(head: LMHead, max_rows: int, searched: torch.Tensor | None = 
 
 
 def run(
-    path: Path,
+    path: Path | None,  # None: the fastest
     hidden: torch.Tensor,  # [B, D], the weight's dtype
     head: LMHead,
     temperature: torch.Tensor,  # [B] f32
@@ -57,10 +57,11 @@ def run(
 
     Raises ValueError for arguments that do not fit, and for a head that ``path`` does not support.
     """
-    problem = problem_of(path, head)
-    if problem is not None:
-        raise ValueError(f"path is {path.value!r}, which cannot serve this head: {problem}")
     work = Work.of(truncation is not None, edits is not None)
+    if path is None:
+        path = path_for(head, hidden.shape[0], work)
+    elif (problem := problem_of(path, head)) is not None:
+        raise ValueError(f"path is {path.value!r}, which cannot serve this head: {problem}")
     if path is Path.LOGITS:
         logits, workspace = compute_logits(hidden, head, work, workspace)
         return sample_logits(

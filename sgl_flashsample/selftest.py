@@ -24,7 +24,7 @@ from .kernels.sample_logits import read_slots, sample_logits
 from .kernels.tiles import ReadConfig, TileConfig
 from .paths import compute_logits
 from .tuned import Work, draw_for, fused_up_to, readers_up_to, tile_for, tiles_up_to
-from .warmup import compile_at_once
+from .warmup import compile_at_once, launch_once
 
 # Enough ids for each program of a large GPU to walk several vocabulary tiles.
 MAX_IDS = 40_000
@@ -59,7 +59,9 @@ def compare_with_reference(
             if problem is not None:
                 return f"{problem} with {config} ({work})"
         if work.truncates and vocab_size < head.vocab_size:
-            _compile_whole(head, work)
+            # The draw is compiled for a size of the vocabulary: the first truncated request must not wait for it.
+            for return_logprob in (False, True):
+                launch_once(head, tile_for(head, 1, work), work, return_logprob)
     return None
 
 
@@ -207,22 +209,3 @@ def _with_truncated(
     )
     token = torch.where(limited, found.token, want.token)
     return dataclasses.replace(want, token=token, near_tie=torch.where(limited, found.near_tie, want.near_tie))
-
-
-def _compile_whole(head: LMHead, work: Work) -> None:
-    """The search is compiled for a size of the vocabulary: the first truncated request must not wait for it."""
-    row = torch.zeros(1, dtype=torch.int64, device=head.weight.device)
-    edits = _edits(row, head)[0] if work.edits else None
-    for return_logprob in (False, True):
-        lm_head_sample(
-            _hidden(head, 1, CHUNK_IDS),
-            head,
-            torch.ones_like(row, dtype=torch.float32),
-            row,
-            row,
-            tile_for(head, 1, work),
-            truncation=_truncation(row),
-            edits=edits,
-            return_logprob=return_logprob,
-            draw=draw_for(head),
-        )

@@ -55,12 +55,14 @@ def _launch_all(head: LMHead, max_rows: int, bool_masks: bool) -> None:
         configs += [config for _, config in readers_up_to(head, max_rows, work)]
         for config in configs:
             for return_logprob in (False, True):
-                _launch(head, config, work, return_logprob, False)
+                launch_once(head, config, work, return_logprob)
                 if bool_masks and work.edits:
-                    _launch(head, config, work, return_logprob, True)
+                    launch_once(head, config, work, return_logprob, bool_mask=True)
 
 
-def _launch(head: LMHead, config: TileConfig | ReadConfig, work: Work, return_logprob: bool, bool_mask: bool) -> None:
+def launch_once(
+    head: LMHead, config: TileConfig | ReadConfig, work: Work, return_logprob: bool, *, bool_mask: bool = False
+) -> None:
     """What a batch with these features launches, with one row: kernels do not depend on the number of rows."""
     weight = head.weight
     row = torch.zeros(1, dtype=torch.int64, device=weight.device)
@@ -82,7 +84,9 @@ def _launch(head: LMHead, config: TileConfig | ReadConfig, work: Work, return_lo
 
 def _edits(head: LMHead, bool_mask: bool) -> LogitEdits:
     width, device = head.vocab_start + head.vocab_size, head.weight.device
-    values = torch.zeros(1, width, dtype=torch.float32, device=device)
-    mask = values.bool() if bool_mask else torch.zeros(1, -(-width // 32), dtype=torch.int32, device=device)
+    values = torch.ones(1, width, dtype=torch.float32, device=device)
+    forbidden = torch.zeros_like(values, dtype=torch.bool)
+    allowed = torch.full((1, -(-width // 32)), -1, dtype=torch.int32, device=device)
     flags = torch.full((1,), sum(Edit), dtype=torch.int32, device=device)
+    mask = forbidden if bool_mask else allowed
     return LogitEdits(additive=values, scaling=values, mask=mask, bias=values, rows=flags)

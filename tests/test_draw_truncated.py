@@ -605,7 +605,7 @@ def test_kept_logits_of_another_shape_raise(device):
         ("chunks", 32, "16 or fewer"),
         ("chunks", 3, "a power of two"),
         ("block", 0, "a power of two"),
-        ("block", 4, "8 or more"),
+        ("block", 4, "a power of two of at least 8"),
         ("candidates", 1024, "512 or fewer"),
         ("window", 2.0, "a power of two"),
     ],
@@ -613,6 +613,14 @@ def test_kept_logits_of_another_shape_raise(device):
 def test_a_bad_draw_config_raises_a_value_error_that_names_the_field(field, value, expectation):
     with pytest.raises(ValueError, match=f"DrawConfig.{field} is {value}; expected {expectation}"):
         DrawConfig(**{field: value})
+
+
+def test_a_tile_of_more_rows_than_have_flags_raises_with_a_truncation(device):
+    head, params = LMHead(torch.zeros(100, 16, device=device)), rows(3, device)
+    tile = dataclasses.replace(TILE, block_b=256)
+    states = torch.zeros(3, 16, device=device)
+    with pytest.raises(ValueError, match="block_b is 256; expected 128 or fewer with a truncation"):
+        lm_head_sample(states, head, **params, tile=tile, truncation=limit_all(3, device, 5))
 
 
 def test_no_rows_give_no_tokens(device):

@@ -74,8 +74,13 @@ def test_every_kernel_of_every_work_is_compiled_with_and_without_logprobs(device
         seen.add((work, head.vocab_size, keywords["return_logprob"]))
         return true(hidden, head, *arguments, **keywords)
 
-    true = selftest.lm_head_sample
+    def note_whole(head, config, work, return_logprob):
+        seen.add((work, head.vocab_size, return_logprob))
+        launch_once(head, config, work, return_logprob)
+
+    true, launch_once = selftest.lm_head_sample, selftest.launch_once
     monkeypatch.setattr(selftest, "lm_head_sample", note)
+    monkeypatch.setattr(selftest, "launch_once", note_whole)
     monkeypatch.setattr(selftest, "MAX_IDS", 128)
     assert selftest.compare_with_reference(head(device), 1) is None
     cut = 128 + 700 % 16  # the last group is as full as the whole vocabulary's

@@ -179,6 +179,7 @@ class Runtime:
                 problem = compare_with_reference(state.current(), max_rows, bool_masks=self.bool_masks)
                 if problem is None:
                     state.scratch(1)
+                    state.newly_searched(self.counters.read_interval)  # takes its pinned memory now, not in a step
                     return state
         except Exception as error:  # whatever a kernel or a model does, the server must start
             problem = f"{type(error).__name__}: {error}"
