@@ -54,12 +54,13 @@ def resources_of_lm_head_sample(
     softcap: bool = False,
     truncate: bool = False,
     edits: bool = False,
+    whole_groups: bool = True,
 ) -> Resources:
     """Compile the fused kernel for compute capability ``capability`` (80, 90, 100, ...)."""
     name = _NAMES[dtype]
     pointers = {
         "weight": f"tensordesc<{name}[{tile.block_v}, {tile.block_d}]>" if tile.tma else f"*{name}",
-        "hidden_ptr": f"*{name}",
+        "hidden": f"tensordesc<{name}[{tile.block_b}, {tile.block_d}]>" if tile.hidden_tma else f"*{name}",
         **_PARTS,
         "peak_ptr": "*fp32",
         "kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32",
@@ -70,6 +71,7 @@ def resources_of_lm_head_sample(
         "LOGITS_DTYPE": TRITON_DTYPES[dtype],
         "HAS_SCALE": False,
         "HAS_SOFTCAP": softcap,
+        "WHOLE_GROUPS": whole_groups,
         "RETURN_LOGPROB": return_logprob or truncate,
         "TRUNCATE": truncate,
         "EDIT": bool(edits),
@@ -81,13 +83,19 @@ def resources_of_lm_head_sample(
         "BLOCK_D": tile.block_d,
         "STAGES": tile.stages,
         "FLATTEN": tile.flatten,
-        "USE_TMA": tile.tma,
+        "WEIGHT_TMA": tile.tma,
+        "HIDDEN_TMA": tile.hidden_tma,
+        "ROWS_FIRST": tile.rows_first,
         "LEFT": left_of(truncate, tile.block_v, _SMS * tile.ctas_per_sm),
     }
     rest = {**_ROWS, **_EDITS}
     rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups"), "i32")
     rest |= {"weight_stride": "i32", "hidden_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
-    aligned = {*pointers, "weight_stride", "hidden_stride"} - ({"weight"} if tile.tma else set())
+    aligned = (
+        {*pointers, "weight_stride", "hidden_stride"}
+        - ({"weight"} if tile.tma else set())
+        - ({"hidden"} if tile.hidden_tma else set())
+    )
     return _compile(
         lm_head_sample_kernel, {**pointers, **rest}, constants, aligned, capability, tile.num_warps, tile.stages
     )

@@ -14,6 +14,7 @@ BLOCK_V = (64, 128, 256)
 BLOCK_D = (64, 128, 256)
 NUM_WARPS = (4, 8)
 CTAS_PER_SM = (1, 2)
+LEAST_ROWS_FIRST = 64  # rows per tile that a tensor-core instruction takes as its left operand
 FLATTEN = (True, False)
 MAX_BLOCK_B = 128
 MAX_STAGES = 8
@@ -44,12 +45,26 @@ def candidates(num_rows: int, hidden_size: int, itemsize: int, shared_memory: in
     """Every tile that fits ``shared_memory`` bytes per multiprocessor, with the deepest pipeline that fits."""
     space = itertools.product(block_b_choices(num_rows), BLOCK_V, BLOCK_D, NUM_WARPS, CTAS_PER_SM, FLATTEN)
     for block_b, block_v, block_d, warps, ctas, flatten in space:
+        rows_first = (True, False) if block_b >= LEAST_ROWS_FIRST else (False,)
         if block_d > triton.next_power_of_2(hidden_size) or block_v * block_b > MAX_ACCUMULATORS * warps * 32:
             continue
         stage_bytes = (block_v + block_b) * block_d * itemsize
         deepest = min(MAX_STAGES, (shared_memory // ctas - EPILOGUE_BYTES) // stage_bytes)
-        if deepest >= MIN_STAGES:
-            yield TileConfig(block_b, block_v, block_d, warps, deepest, ctas, flatten, tma)
+        if deepest < MIN_STAGES:
+            continue
+        for first, hidden_tma in itertools.product(rows_first, (True, False) if tma else (False,)):
+            yield TileConfig(
+                block_b,
+                block_v,
+                block_d,
+                warps,
+                deepest,
+                ctas,
+                flatten,
+                tma,
+                hidden_tma=hidden_tma,
+                rows_first=first,
+            )
 
 
 def read_candidates(truncates: bool) -> Iterator[ReadConfig]:

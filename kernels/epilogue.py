@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from . import rng
+from .approx import log2, reciprocal, saturate
 from .features import Edit
 
 # Bound of a logit, so that logit / temperature stays finite.
 LIMIT = tl.constexpr(2.0**100)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # no inline assembly there
 _ADDITIVE = tl.constexpr(int(Edit.ADDITIVE))
 _SCALING = tl.constexpr(int(Edit.SCALING))
 _MASK = tl.constexpr(int(Edit.MASK))
@@ -26,14 +26,13 @@ _BIAS = tl.constexpr(int(Edit.BIAS))
 @triton.jit
 def transform_logits(
     acc,  # hidden @ weight.T: [BLOCK_V, BLOCK_B] f32, or any block of a GEMM's output
-    valid,  # bool that broadcasts to it, false for padding rows of the head
     logit_scale,
     softcap,
     LOGITS_DTYPE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """The model's logits, as float32: rounded like its GEMM output, scaled, soft-capped, masked.
+    """The model's logits, as float32: rounded like its GEMM output, scaled, soft-capped.
 
     Rounding matters: a bf16 model's logits have many exact ties, and another rounding is another
     distribution than the one its logits define.
@@ -44,7 +43,12 @@ def transform_logits(
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (e^2x + 1): saturates cleanly at both ends, no libdevice.
         logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * _LOG2_E / softcap)) + 1.0))
-    # NaN fails the comparison: it is masked like padding.
+    return logits
+
+
+@triton.jit
+def bound_logits(logits, valid):
+    """Logits in (-LIMIT, LIMIT], or -inf: what is not valid, not above -LIMIT, or NaN."""
     return tl.where(valid & (logits > -LIMIT), tl.minimum(logits, LIMIT), float("-inf"))
 
 
@@ -90,48 +94,39 @@ def edit_logits(
     if not BIAS_FIRST:
         asked = valid & ((edits & _BIAS) != 0)[None, :]
         logits += tl.load(bias_ptr + rows[None, :] * bias_stride + columns, mask=asked, other=0.0)
-    return tl.where(logits > -LIMIT, tl.minimum(logits, LIMIT), float("-inf"))
-
-
-@triton.jit
-def log_ratio(mass, waiting):
-    """``log(mass / waiting)``, -inf without mass: how far noise moves a group's largest logit.
-
-    By the hardware's logarithm, a tenth of the instructions of ``tl.log``. Its error, 2**-22 of the result (PTX,
-    lg2.approx), is below the rounding of a score.
-    """
-    ratio = mass / waiting
-    if _INTERPRETED:
-        log2 = tl.log2(ratio)
-    else:
-        log2 = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [ratio], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return log2 * _LN_2
+    return bound_logits(logits, True)
 
 
 @triton.jit
 def score_groups(
     logits,  # [NUM_GROUPS, GROUP_SIZE, BLOCK_B] f32
+    valid,  # [NUM_GROUPS] bool, false beyond the vocabulary
     inv_temperature,  # [BLOCK_B] f32, 1 on greedy rows
     greedy,  # [BLOCK_B] bool
     seed,  # [NUM_GROUPS, BLOCK_B] i64
     position,  # [NUM_GROUPS, BLOCK_B] i64
     group,  # [NUM_GROUPS] i32, absolute group ids
+    BOUNDED: tl.constexpr,
 ):
     """Perturbed log-mass of each group (its maximum on greedy rows), its log-mass, and its largest logit.
 
-    Returns ``score, log_mass, peak``, each ``[NUM_GROUPS, BLOCK_B]`` float32, the first two at temperature; an
-    all-masked group has -inf.
+    Returns ``score, log_mass, peak``, each ``[NUM_GROUPS, BLOCK_B]`` float32, the first two at temperature; a group
+    without a token has -inf. BOUNDED: the logits come from ``bound_logits``. Others count as if they did: that is
+    cheaper here, where it takes an instruction per logit and the rest per group.
     """
     peak = tl.max(logits, axis=1)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    scaled = (logits - base[:, None, :]) * (inv_temperature * _LOG2_E)[None, None, :]
-    mass = tl.sum(tl.exp2(scaled), axis=1)
+    some = valid[:, None] & (peak > -LIMIT)
+    peak = tl.minimum(peak, LIMIT)
+    rate = inv_temperature * _LOG2_E
+    # Powers of two relative to ``base``, which comes back exactly in the score, whatever its own rounding.
+    base = tl.where(some, peak, 0.0) * rate[None, :]
+    weights = tl.exp2(tl.fma(logits, rate[None, None, :], -base[:, None, :]))
+    mass = tl.sum(weights if BOUNDED else saturate(weights), axis=1)
     waiting = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
     # log(mass) - log(waiting) as one logarithm, in the layout of the noise: eight times less work than in that
     # of the sums, which every lane of a group holds. The log-mass is taken back from it for the same reason.
-    perturbation = log_ratio(mass, waiting)
-    tempered = base * inv_temperature[None, :]
-    score = tl.where(greedy[None, :], peak, tempered + perturbation)
-    return score, tempered + (perturbation + tl.log(waiting)), peak
+    perturbation = log2(mass * reciprocal(waiting))
+    score = tl.where(greedy[None, :], peak, (base + perturbation) * _LN_2)
+    log_mass = (base + (perturbation + log2(waiting))) * _LN_2
+    none = float("-inf")
+    return tl.where(some, score, none), tl.where(some, log_mass, none), tl.where(some, peak, none)

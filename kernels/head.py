@@ -31,6 +31,11 @@ def block_of_spans(vocab_size: int) -> int:
     return triton.next_power_of_2(triton.cdiv(vocab_size, SPAN * rng.GROUP_SIZE))
 
 
+def supports_tma(matrix: torch.Tensor) -> bool:
+    """Whether tensor descriptors can address ``matrix``: 16-byte aligned rows."""
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+
+
 @dataclasses.dataclass(frozen=True)
 class LMHead:
     """An LM head: ``[V, D]`` weight (bf16, fp16 or fp32, row-contiguous) and how logits come from it.
@@ -95,9 +100,8 @@ class LMHead:
 
     @functools.cached_property
     def supports_tma(self) -> bool:
-        """Whether tensor descriptors can address the weight: 16-byte aligned rows."""
-        itemsize = self.weight.element_size()
-        return self.weight.data_ptr() % 16 == 0 and self.weight.stride(0) * itemsize % 16 == 0
+        """Whether tensor descriptors can address the weight."""
+        return supports_tma(self.weight)
 
     @functools.cached_property
     def variant(self) -> tuple:

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .epilogue import LIMIT, log_ratio
+from .approx import log2, reciprocal
+from .epilogue import LIMIT
 from .head import SPAN
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
 _BISECTIONS = tl.constexpr(24)  # bounds the search for a lower bound: a loose one costs rounds, not exactness
 # Groups are handled by spans of 8: what is done to all of them is done to an eighth as many, in a thread's registers.
 _SPAN = tl.constexpr(SPAN)
@@ -30,12 +32,12 @@ def score_row_groups(
     """Perturbed log-mass, log-mass and largest logit of some groups of a row: the arithmetic of
     ``epilogue.score_groups``, without greedy rows."""
     peak = tl.max(logits, axis=1)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    mass = tl.sum(tl.exp2((logits - base[:, None]) * (inv_temperature * _LOG2_E)), axis=1)
+    rate = inv_temperature * _LOG2_E
+    base = tl.where(peak == float("-inf"), 0.0, peak) * rate
+    mass = tl.sum(tl.exp2(tl.fma(logits, rate, -base[:, None])), axis=1)
     waiting = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
-    perturbation = log_ratio(mass, waiting)
-    tempered = base * inv_temperature
-    return tempered + perturbation, tempered + (perturbation + tl.log(waiting)), peak
+    perturbation = log2(mass * reciprocal(waiting))
+    return (base + perturbation) * _LN_2, (base + (perturbation + log2(waiting))) * _LN_2, peak
 
 
 @triton.jit

@@ -24,13 +24,14 @@ import dataclasses
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
 from .arguments import check_batch, feature_arguments
 from .draw_truncated import draw_truncated, truncates
-from .epilogue import edit_logits, score_groups, transform_logits
+from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
-from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
+from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace, supports_tma
 from .launch import launch, resident_programs
 from .part import (
     add_log_mass,
@@ -56,7 +57,7 @@ from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
 )
 def lm_head_sample_kernel(
     weight,  # [V, D] pointer, or a descriptor of its [BLOCK_V, BLOCK_D] blocks
-    hidden_ptr,  # [B, D]
+    hidden,  # [B, D] pointer, or a descriptor of its [BLOCK_B, BLOCK_D] blocks
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
@@ -95,6 +96,7 @@ def lm_head_sample_kernel(
     LOGITS_DTYPE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr,
     RETURN_LOGPROB: tl.constexpr,
     TRUNCATE: tl.constexpr,
     EDIT: tl.constexpr,
@@ -106,18 +108,23 @@ def lm_head_sample_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     FLATTEN: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    WEIGHT_TMA: tl.constexpr,
+    HIDDEN_TMA: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
     LEFT: tl.constexpr,
 ):
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
+    BOUNDED: tl.constexpr = EDIT or TRUNCATE or not WHOLE_GROUPS
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
     # Programs that share a vocabulary tile are neighbours: all but the first read it from L2.
     part = tl.program_id(0) // num_row_blocks
-    offs_b = (tl.program_id(0) % num_row_blocks) * BLOCK_B + tl.arange(0, BLOCK_B)
+    first_row = (tl.program_id(0) % num_row_blocks) * BLOCK_B
+    offs_b = first_row + tl.arange(0, BLOCK_B)
     mask_b = offs_b < num_rows
     offs_d = tl.arange(0, BLOCK_D)
     offs_g = tl.arange(0, NUM_GROUPS)
-    hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + offs_d[:, None]  # [BLOCK_D, BLOCK_B]
+    if not HIDDEN_TMA:
+        hidden_ptrs = hidden + offs_b.to(tl.int64)[None, :] * hidden_stride + offs_d[:, None]  # [BLOCK_D, BLOCK_B]
     temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
     greedy = temperature <= 0.0
     inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
@@ -143,10 +150,10 @@ def lm_head_sample_kernel(
     for tile in tl.range(part, tl.cdiv(vocab_size, BLOCK_V), num_parts, flatten=FLATTEN):
         first = tile * BLOCK_V
         offs_v = first + tl.arange(0, BLOCK_V)
-        acc = tl.zeros([BLOCK_V, BLOCK_B], tl.float32)
+        acc = tl.zeros([BLOCK_B, BLOCK_V] if ROWS_FIRST else [BLOCK_V, BLOCK_B], tl.float32)
         for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
             mask_d = d + offs_d < D
-            if USE_TMA:
+            if WEIGHT_TMA:
                 blk_w = weight.load([first, d])
             else:
                 blk_w = tl.load(
@@ -154,12 +161,20 @@ def lm_head_sample_kernel(
                     mask=(offs_v < vocab_size)[:, None] & mask_d[None, :],
                     other=0.0,
                 )
-            blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
-            acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
+            if HIDDEN_TMA:
+                blk_h = tl.trans(hidden.load([first_row, d]))
+            else:
+                blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
+            if ROWS_FIRST:
+                acc = tl.dot(tl.trans(blk_h), tl.trans(blk_w), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
+        if ROWS_FIRST:
+            acc = tl.trans(acc)
 
-        logits = transform_logits(
-            acc, (offs_v < vocab_size)[:, None], logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP
-        )
+        logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+        if BOUNDED:
+            logits = bound_logits(logits, (offs_v < vocab_size)[:, None])
         if EDIT:
             logits = edit_logits(
                 logits,
@@ -189,7 +204,16 @@ def lm_head_sample_kernel(
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-        score, log_mass, peak = score_groups(logits, inv_temperature, greedy, seed, position, group)
+        score, log_mass, peak = score_groups(
+            logits,
+            first + offs_g * rng.GROUP_SIZE < vocab_size,
+            inv_temperature,
+            greedy,
+            seed,
+            position,
+            group,
+            BOUNDED,
+        )
         if TRUNCATE:
             store_peaks(peak_ptr, peak, first // rng.GROUP_SIZE, offs_b, keep, kept_groups)
             second_score = tl.maximum(second_score, tl.minimum(score, best_score))
@@ -204,6 +228,8 @@ def lm_head_sample_kernel(
     part_score, part_group, chosen = best_of_slots(best_score, best_group, LEFT)
     best_logits = tl.reshape(best_logits, [NUM_GROUPS // LEFT, LEFT, rng.GROUP_SIZE, BLOCK_B])
     part_logits = tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0)
+    if not BOUNDED:
+        part_logits = bound_logits(part_logits, True)
     out = left_slots(part, num_rows, offs_b, LEFT)
     mask = (out >= 0) & mask_b[None, :]
     store_part(score_ptr, group_ptr, logits_ptr, out, mask, part_score, part_group, part_logits)
@@ -261,6 +287,8 @@ def lm_head_sample(
         return empty.to(torch.int64), empty, empty.clone() if return_logprob else None
     if tile.tma and not head.supports_tma:
         tile = dataclasses.replace(tile, tma=False)
+    if tile.hidden_tma and not supports_tma(hidden):
+        tile = dataclasses.replace(tile, hidden_tma=False)
     parts = num_parts(head, num_rows, tile)
     if workspace is None:
         workspace = Workspace(parts * num_rows, hidden.device)
@@ -285,7 +313,7 @@ def lm_head_sample(
         parts * triton.cdiv(num_rows, tile.block_b),
         (
             head.blocks(tile),
-            hidden,
+            TensorDescriptor.from_tensor(hidden, [tile.block_b, tile.block_d]) if tile.hidden_tma else hidden,
             temperature,
             seed,
             position,
@@ -309,13 +337,16 @@ def lm_head_sample(
             "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
             "HAS_SCALE": head.logit_scale is not None,
             "HAS_SOFTCAP": head.softcap is not None,
+            "WHOLE_GROUPS": head.vocab_size % rng.GROUP_SIZE == 0,
             **features.constants,
             "BLOCK_B": tile.block_b,
             "BLOCK_V": tile.block_v,
             "BLOCK_D": tile.block_d,
             "STAGES": tile.stages,
             "FLATTEN": tile.flatten,
-            "USE_TMA": tile.tma,
+            "WEIGHT_TMA": tile.tma,
+            "HIDDEN_TMA": tile.hidden_tma,
+            "ROWS_FIRST": tile.rows_first,
             "LEFT": left,
         },
         tile.num_warps,

@@ -20,7 +20,7 @@ import triton.language as tl
 from . import rng
 from .arguments import check_batch, feature_arguments
 from .draw_truncated import draw_truncated, truncates
-from .epilogue import edit_logits, score_groups, transform_logits
+from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LogitsSource, Workspace
 from .launch import launch, resident_programs
@@ -97,6 +97,7 @@ def sample_logits_kernel(
     LEFT: tl.constexpr,
 ):
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
+    BOUNDED: tl.constexpr = EDIT or TRUNCATE
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
     part = tl.program_id(0) // num_row_blocks
     offs_b = (tl.program_id(0) % num_row_blocks) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -134,17 +135,21 @@ def sample_logits_kernel(
         first = tile * BLOCK_V
         offs_v = first + tl.arange(0, BLOCK_V)
         in_whole = (offs_v < whole)[:, None] & mask_b[None, :]
-        raw = tl.load(source_rows + offs_v[:, None], mask=in_whole, other=float("-inf"))
-        if WHOLE_GROUPS:
-            valid = (first + offs_g * rng.GROUP_SIZE < whole)[:, None, None]
-        else:
+        raw = tl.load(source_rows + offs_v[:, None], mask=in_whole)  # what is not loaded is not valid
+        if not WHOLE_GROUPS:
             in_rest = (offs_v >= whole) & (offs_v < vocab_size)
             if first + BLOCK_V > whole:
                 rest = tl.load(source_rows + offs_v[:, None], mask=in_rest[:, None] & mask_b[None, :], other=0.0)
                 raw = tl.where(in_rest[:, None], rest, raw)
-            valid = (first + offs_g[:, None] * rng.GROUP_SIZE + offs_i[None, :] < vocab_size)[:, :, None]
-        logits = tl.reshape(raw, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
-        logits = transform_logits(logits, valid, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+        logits = transform_logits(raw, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+        logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
+        in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
+        if BOUNDED or not WHOLE_GROUPS:
+            if WHOLE_GROUPS:
+                valid = in_vocab[:, None, None]
+            else:
+                valid = (first + offs_g[:, None] * rng.GROUP_SIZE + offs_i[None, :] < vocab_size)[:, :, None]
+            logits = bound_logits(logits, valid)
         if EDIT:
             logits = edit_logits(
                 tl.reshape(logits, [BLOCK_V, BLOCK_B]),
@@ -172,7 +177,9 @@ def sample_logits_kernel(
                 mask=(offs_v < kept_width)[:, None] & keep[None, :],
             )
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-        score, log_mass, peak = score_groups(logits, inv_temperature, greedy, seed, position, group)
+        score, log_mass, peak = score_groups(
+            logits, in_vocab, inv_temperature, greedy, seed, position, group, BOUNDED or not WHOLE_GROUPS
+        )
         if TRUNCATE:
             store_peaks(peak_ptr, peak, first // rng.GROUP_SIZE, offs_b, keep, kept_groups)
             second_score = tl.maximum(second_score, tl.minimum(score, best_score))
@@ -190,7 +197,8 @@ def sample_logits_kernel(
     columns = tl.reshape(columns, [LEFT * rng.GROUP_SIZE, BLOCK_B])
     inside = (columns < vocab_size) & mask_b[None, :]
     part_logits = tl.load(source_rows + columns, mask=inside, other=0.0)
-    part_logits = transform_logits(part_logits, inside, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+    part_logits = transform_logits(part_logits, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+    part_logits = bound_logits(part_logits, inside)
     if EDIT:
         part_logits = edit_logits(
             part_logits,

@@ -46,8 +46,10 @@ class TileConfig:
     block_b: rows of the batch per tile; block_v: vocabulary ids per tile; block_d: hidden elements per
     step. num_warps, stages: warps per program and depth of the software pipeline. ctas_per_sm: resident
     programs per multiprocessor. flatten: merge the tile loop and the hidden loop, so that the next
-    tile's loads are in flight during an epilogue. tma: load the head through tensor descriptors
-    (compute capability 9.0 and newer). reduce_rows: rows of the batch per program of the reduction.
+    tile's loads are in flight during an epilogue. tma, hidden_tma: load the head, the hidden states
+    through tensor descriptors (compute capability 9.0 and newer). reduce_rows: rows of the batch per
+    program of the reduction. rows_first: the batch is the left operand, which wants 64 rows or more; a
+    group of ids is then in 4 lanes of a warp and not in 8, and its sums take a third of the shuffles.
     """
 
     block_b: int
@@ -59,6 +61,8 @@ class TileConfig:
     flatten: bool = True
     tma: bool = True
     reduce_rows: int = 1
+    hidden_tma: bool = False
+    rows_first: bool = False
 
     def __post_init__(self) -> None:
         least = {"block_b": 16, "block_v": 2 * GROUP_SIZE, "block_d": 16, "num_warps": 1, "reduce_rows": 1}

@@ -50,16 +50,17 @@ Entries = list[tuple[int, TileConfig]]
 # {(family, bytes per weight element): [(largest number of rows, tile)]}; the last entry serves larger batches too.
 TABLE: dict[tuple[str, int], Entries] = {
     ("sm90", 2): [
-        (16, TileConfig(16, 128, 256, 4, 3)),
-        (32, TileConfig(32, 128, 128, 8, 5)),
-        (64, TileConfig(32, 128, 64, 4, 5, ctas_per_sm=2)),
-        (512, TileConfig(64, 128, 64, 4, 4, ctas_per_sm=2)),
+        (16, TileConfig(16, 64, 256, 4, 5)),
+        (32, TileConfig(32, 128, 128, 4, 5, hidden_tma=True)),
+        (64, TileConfig(64, 128, 128, 4, 4, hidden_tma=True, rows_first=True)),
+        (128, TileConfig(64, 256, 64, 8, 5, hidden_tma=True, rows_first=True)),
+        (512, TileConfig(128, 128, 64, 8, 6, hidden_tma=True, rows_first=True)),
     ],
     ("sm90", 4): [(512, TileConfig(16, 64, 32, 8, 4))],
     ("sm100", 2): [
         (16, TileConfig(16, 128, 128, 4, 6)),
         (64, TileConfig(32, 128, 128, 8, 5)),
-        (512, TileConfig(64, 128, 128, 8, 4)),
+        (512, TileConfig(64, 128, 128, 8, 4, hidden_tma=True, rows_first=True)),
     ],
     ("sm100", 4): [(512, TileConfig(16, 64, 32, 8, 4))],
     ("sm80", 2): [
@@ -71,12 +72,12 @@ TABLE: dict[tuple[str, int], Entries] = {
 # Where work beyond a plain draw wants other tiles.
 WORK_TABLE: dict[tuple[str, int, Work], Entries] = {
     ("sm90", 2, Work.TRUNCATE): [
-        (16, TileConfig(16, 128, 256, 4, 3)),
+        (16, TileConfig(16, 128, 128, 4, 5)),
         (32, TileConfig(32, 128, 128, 8, 5)),
-        (512, TileConfig(64, 128, 128, 8, 4)),
+        (512, TileConfig(64, 128, 128, 8, 4, hidden_tma=True, rows_first=True)),
     ],
     ("sm90", 2, Work.EDIT): [(16, TileConfig(16, 128, 128, 8, 5)), (512, TileConfig(32, 128, 128, 8, 5))],
-    ("sm90", 2, Work.EDIT_AND_TRUNCATE): [(512, TileConfig(16, 128, 128, 8, 5))],
+    ("sm90", 2, Work.EDIT_AND_TRUNCATE): [(512, TileConfig(16, 64, 128, 4, 5, ctas_per_sm=2, hidden_tma=True))],
     ("sm100", 2, Work.TRUNCATE): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
     ("sm100", 2, Work.EDIT): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
     ("sm100", 2, Work.EDIT_AND_TRUNCATE): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
@@ -94,17 +95,17 @@ DRAWS: dict[str, DrawConfig] = {"sm80": DrawConfig(gather=16)}
 # benchmarks/results/h200-readers.json (edits with a truncation: a neighbour, not measured). A truncated row wants as
 # many parts as the fused pass has: with fewer, more rows are left to the search.
 READS: dict[Work, list[tuple[int, ReadConfig]]] = {
-    Work.PLAIN: [(128, ReadConfig(1, 512, 1, ctas_per_sm=32)), (512, ReadConfig(1, 512, 1, ctas_per_sm=64))],
+    Work.PLAIN: [(192, ReadConfig(1, 1024, 1, ctas_per_sm=32)), (512, ReadConfig(1, 1024, 1, ctas_per_sm=64))],
     Work.TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
     Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=64))],
     Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
 }
 # {(family, bytes per weight element, work): largest number of rows that the fused pass takes}
 PATHS: dict[tuple[str, int, Work], int] = {
-    ("sm90", 2, Work.PLAIN): 96,
+    ("sm90", 2, Work.PLAIN): 128,
     ("sm90", 2, Work.TRUNCATE): 64,
     ("sm90", 2, Work.EDIT): 64,
-    ("sm90", 2, Work.EDIT_AND_TRUNCATE): 16,
+    ("sm90", 2, Work.EDIT_AND_TRUNCATE): 48,
 }
 FUSED_ROWS = 64  # where PATHS has no entry
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from problems import CUDA, TILE, WIDE, integer_problem, random_problem, rows
-from sgl_flashsample.kernels.head import LMHead, Workspace
+from sgl_flashsample.kernels.head import LMHead, Workspace, supports_tma
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_parts
 from sgl_flashsample.kernels.reference import lm_head_sample_ref
 from sgl_flashsample.kernels.tiles import TileConfig
@@ -71,11 +71,13 @@ def test_a_hidden_size_that_no_block_divides_equals_the_reference(device):
     assert_equal_to_reference(states, LMHead(weight), rows(5, device), TILE, max_near_ties=0.01)
 
 
-def test_a_weight_that_descriptors_cannot_address_is_read_through_pointers(device):
+def test_a_weight_and_states_that_descriptors_cannot_address_are_read_through_pointers(device):
     states, weight = random_problem(5, 300, 65, torch.bfloat16, device)
     head = LMHead(weight)
     assert not head.supports_tma
-    assert_equal_to_reference(states, head, rows(5, device), dataclasses.replace(TILE, tma=True), max_near_ties=0.3)
+    assert not supports_tma(states)
+    tile = dataclasses.replace(TILE, tma=True, hidden_tma=True)
+    assert_equal_to_reference(states, head, rows(5, device), tile, max_near_ties=0.3)
 
 
 def test_greedy_takes_the_first_of_equal_maxima(device):
@@ -151,9 +153,12 @@ def test_a_token_does_not_depend_on_the_tile(device):
         WIDE,
         TileConfig(32, 256, 32, 4, 2, tma=False, reduce_rows=8),
         TileConfig(128, 1024, 64, 4, 1, 4, tma=False),
+        TileConfig(128, 1024, 64, 4, 1, tma=False, rows_first=True),
+        TileConfig(64, 1024, 32, 4, 1, hidden_tma=True),
     ]
     if CUDA:
         tiles = [TILE, WIDE, TileConfig(32, 64, 32, 4, 2, tma=False), TileConfig(128, 128, 64, 8, 3, flatten=False)]
+        tiles += [dataclasses.replace(WIDE, **{name: True}) for name in ("rows_first", "hidden_tma")]
     drawn = [lm_head_sample(states, head, **params, tile=tile)[0] for tile in tiles]
     for other in drawn[1:]:
         assert torch.equal(drawn[0], other)

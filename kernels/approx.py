@@ -1,0 +1,47 @@
+"""Single instructions of the hardware that Triton has no name for. Device functions only."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # no inline assembly there
+
+
+@triton.jit
+def log2(x):
+    """Base-2 logarithm of normal float32 numbers, a tenth of the instructions of ``tl.log2``.
+
+    Error: 2**-22, absolute between 1/2 and 2, relative elsewhere (PTX, lg2.approx). Zero gives -inf.
+    """
+    if _INTERPRETED:
+        result = tl.log2(x)
+    else:
+        result = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def saturate(x):
+    """float32, moved into [0, 1]; NaN gives 0."""
+    if _INTERPRETED:
+        result = tl.where(x > 0.0, tl.minimum(x, 1.0), 0.0)
+    else:
+        result = tl.inline_asm_elementwise(
+            "cvt.sat.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def reciprocal(x):
+    """``1 / x`` of normal float32 numbers, within 1 ulp."""
+    if _INTERPRETED:
+        result = 1.0 / x
+    else:
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
