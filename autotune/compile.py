@@ -21,9 +21,10 @@ from ..kernels.part import left_of
 from ..kernels.reduce_parts import reduce_parts_kernel
 from ..kernels.sample_logits import sample_logits_kernel
 from ..kernels.search_truncated import search_truncated_kernel
-from ..kernels.tiles import DrawConfig, ReadConfig, TileConfig
+from ..kernels.tiles import MOST_PARTS, DrawConfig, ReadConfig, TileConfig
 
 _ROWS = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64"}
+_OUTPUTS = {"token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
 _ROWS |= {"top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32"}
 _EDITS = {"edit_rows_ptr": "*i32", "mask_ptr": "*i32"} | dict.fromkeys(
     ("additive_ptr", "scaling_ptr", "bias_ptr"), "*fp32"
@@ -65,6 +66,7 @@ def resources_of_lm_head_sample(
         "peak_ptr": "*fp32",
         "kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32",
         "second_ptr": "*fp32",
+        "arrived_ptr": "*i32",
     }
     constants = {
         "D": hidden_size,
@@ -87,8 +89,9 @@ def resources_of_lm_head_sample(
         "HIDDEN_TMA": tile.hidden_tma,
         "ROWS_FIRST": tile.rows_first,
         "LEFT": left_of(truncate, tile.block_v, _SMS * tile.ctas_per_sm),
+        **_reduction(tile, _SMS * tile.ctas_per_sm, truncate),
     }
-    rest = {**_ROWS, **_EDITS}
+    rest = {**_ROWS, **_EDITS, **_OUTPUTS}
     rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups"), "i32")
     rest |= {"weight_stride": "i32", "hidden_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
     aligned = (
@@ -114,11 +117,13 @@ def resources_of_sample_logits(
 ) -> Resources:
     """Compile the reader of logits of ``dtype``; whole_groups: of a vocabulary that is a multiple of 16."""
     name = _NAMES[dtype]
+    parts = min(MOST_PARTS, max(config.least_parts, _SMS * config.ctas_per_sm))
     pointers = _PARTS | {
         "source_ptr": f"*{name}",
         "peak_ptr": "*fp32",
         "kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32",
         "second_ptr": "*fp32",
+        "arrived_ptr": "*i32",
     }
     constants = {
         "LOGITS_DTYPE": TRITON_DTYPES[dtype],
@@ -134,9 +139,10 @@ def resources_of_sample_logits(
         "BLOCK_B": config.block_b,
         "BLOCK_V": config.block_v,
         "STAGES": config.stages,
-        "LEFT": left_of(truncate, config.block_v, max(config.least_parts, _SMS * config.ctas_per_sm)),
+        "LEFT": left_of(truncate, config.block_v, parts),
+        **_reduction(config, parts, truncate),
     }
-    rest = {**_ROWS, **_EDITS, "source_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
+    rest = {**_ROWS, **_EDITS, **_OUTPUTS, "source_stride": "i32", "logit_scale": "fp32", "softcap": "fp32"}
     rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups"), "i32")
     aligned = {*pointers, "source_stride"}
     return _compile(
@@ -144,11 +150,20 @@ def resources_of_sample_logits(
     )
 
 
+def _reduction(config: TileConfig | ReadConfig, parts: int, truncate: bool) -> dict[str, object]:
+    one = config.one_launch and not truncate
+    return {
+        "ONE_LAUNCH": one,
+        "BLOCK_P": triton.next_power_of_2(parts) if one else 1,
+        "BLOCK_R": config.reduce_rows if one else 1,
+    }
+
+
 def resources_of_reduce_parts(capability: int, tile: TileConfig, parts: int, return_logprob: bool = False) -> Resources:
     """Compile the reduction over ``parts`` parts (a power of two)."""
     pointers = dict(_PARTS)
     rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")}
-    rest |= {"token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
+    rest |= _OUTPUTS
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start"), "i32")
     constants = {"RETURN_LOGPROB": return_logprob, "BLOCK_P": parts, "BLOCK_R": tile.reduce_rows}
     return _compile(reduce_parts_kernel, {**pointers, **rest}, constants, set(pointers), capability, 1, 3)
@@ -160,7 +175,7 @@ def resources_of_draw_truncated(
     """Compile the draw of truncated rows from kept logits of ``dtype``, over ``parts`` parts (a power of two)."""
     pointers = _PARTS | {"second_ptr": "*fp32", "kept_ptr": f"*{_NAMES[dtype]}", "peak_ptr": "*fp32"}
     pointers |= {"partial_ptr": "*fp32", "list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
-    rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
+    rest = {**_ROWS, **_OUTPUTS}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start", "kept_groups"), "i32")
     constants = {"RETURN_LOGPROB": True, "BLOCK_P": parts, "BLOCK": config.block, "CHUNKS": config.chunks}
     constants |= {"BLOCK_S": block_of_spans(vocab_size), "CANDIDATES": config.candidates}
@@ -177,7 +192,7 @@ def resources_of_search_truncated(
     pointers = {"kept_ptr": f"*{_NAMES[dtype]}", "kept_score_ptr": "*fp32", "kept_mass_ptr": "*fp32"}
     pointers |= {"kept_peak_ptr": "*fp32", "list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
     pointers |= {"searched_ptr": "*i64"}
-    rest = {**_ROWS, "token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
+    rest = {**_ROWS, **_OUTPUTS}
     rest |= dict.fromkeys(("vocab_size", "vocab_start", "num_groups"), "i32")
     block_s = block_of_spans(vocab_size)
     constants = {"RETURN_LOGPROB": True, "BLOCK_S": block_s, "CHUNKS": config.search_chunks}

@@ -156,7 +156,7 @@ class Workspace:
     """Scratch of ``lm_head_sample`` and ``sample_logits`` for up to ``slots`` = parts x rows; reused by every call on
     one stream.
 
-    ``slots * 704`` bytes on ``device``, and what ``gemm`` and ``kept`` have been asked for.
+    ``slots * 708`` bytes on ``device``, and what ``gemm`` and ``kept`` have been asked for.
     searched: ``[1]`` int64, counts the rows that took the search over kept logits, in this workspace or, when it is
     given, since it was made.
     """
@@ -170,6 +170,7 @@ class Workspace:
         self.group = torch.empty(held, dtype=torch.int32, device=device)
         self.logits = torch.empty(held, rng.GROUP_SIZE, dtype=torch.float32, device=device)
         self.lse = torch.empty(held, 2, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(slots, dtype=torch.int32, device=device)  # each launch leaves zeros behind
         self._kept: dict[torch.dtype, Kept] = {}
         self.last_kept: Kept | None = None  # of the last batch with a truncation
         self._gemm: torch.Tensor | None = None

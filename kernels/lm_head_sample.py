@@ -44,7 +44,7 @@ from .part import (
     store_peaks,
     store_second,
 )
-from .reduce_parts import reduce_parts
+from .reduce_parts import OUTPUTS, Drawn, draw_if_last, reduce_parts
 from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
 
 
@@ -53,7 +53,7 @@ from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
         *("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups"),
         *("additive_stride", "scaling_stride", "mask_stride", "bias_stride", "mask_words", "given_edits"),
     ],
-    do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS, *OUTPUTS],
 )
 def lm_head_sample_kernel(
     weight,  # [V, D] pointer, or a descriptor of its [BLOCK_V, BLOCK_D] blocks
@@ -65,6 +65,10 @@ def lm_head_sample_kernel(
     group_ptr,  # out [P * LEFT, B] i32, their absolute ids
     logits_ptr,  # out [P * LEFT, B, GROUP_SIZE] f32, their logits
     lse_ptr,  # out [P * LEFT, B, 2] f32, the largest log-mass of a group, and its exp-sum relative to that
+    arrived_ptr,  # [B] i32, as the next three for ONE_LAUNCH
+    token_ptr,  # out [B] i64
+    best_score_ptr,  # out [B] f32
+    logprob_ptr,  # out [B] f32
     top_k_ptr,  # [B] i32
     top_p_ptr,  # [B] f32
     min_p_ptr,  # [B] f32
@@ -112,6 +116,9 @@ def lm_head_sample_kernel(
     HIDDEN_TMA: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
     LEFT: tl.constexpr,
+    ONE_LAUNCH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
     BOUNDED: tl.constexpr = EDIT or TRUNCATE or not WHOLE_GROUPS
@@ -237,6 +244,29 @@ def lm_head_sample_kernel(
         store_second(second_ptr, out, mask, best_score, second_score, chosen, LEFT)
     if RETURN_LOGPROB:
         store_log_mass(lse_ptr, out, mask, lse_peak, lse_mass, LEFT)
+    if ONE_LAUNCH:
+        draw_if_last(
+            arrived_ptr,
+            score_ptr,
+            group_ptr,
+            logits_ptr,
+            lse_ptr,
+            temperature_ptr,
+            seed_ptr,
+            position_ptr,
+            token_ptr,
+            best_score_ptr,
+            logprob_ptr,
+            num_rows,
+            num_parts,
+            vocab_size,
+            vocab_start,
+            tl.program_id(0) % num_row_blocks,
+            RETURN_LOGPROB,
+            BLOCK_B,
+            BLOCK_P,
+            BLOCK_R,
+        )
 
 
 def num_parts(head: LMHead, num_rows: int, tile: TileConfig) -> int:
@@ -264,7 +294,7 @@ def lm_head_sample(
     return_logprob: bool = False,
     workspace: Workspace | None = None,
     draw: DrawConfig = DEFAULT_DRAW,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> Drawn:
     """Draw one token per row of ``hidden``.
 
     Returns ``token [B] i64`` (absolute ids), ``score [B] f32`` (the winning group's perturbed log-mass;
@@ -283,8 +313,7 @@ def lm_head_sample(
     num_rows = hidden.shape[0]
     check_batch("hidden", hidden, head, temperature, seed, position, truncation, edits)
     if num_rows == 0:
-        empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
-        return empty.to(torch.int64), empty, empty.clone() if return_logprob else None
+        return Drawn.empty(0, hidden.device, return_logprob)
     if tile.tma and not head.supports_tma:
         tile = dataclasses.replace(tile, tma=False)
     if tile.hidden_tma and not supports_tma(hidden):
@@ -294,8 +323,11 @@ def lm_head_sample(
         workspace = Workspace(parts * num_rows, hidden.device)
     elif workspace.slots < parts * num_rows:
         raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
-    most_parts = resident_programs(hidden.device, tile.ctas_per_sm)
-    left = left_of(truncation is not None, tile.block_v, most_parts)
+    bound = resident_programs(hidden.device, tile.ctas_per_sm)
+    left = left_of(truncation is not None, tile.block_v, bound)
+    one_launch = tile.one_launch and truncation is None
+    drawn = Drawn.empty(num_rows, hidden.device, return_logprob) if one_launch else None
+    outputs = (position, workspace.score, workspace.score) if drawn is None else drawn.pointers  # any, of their types
     features = feature_arguments(
         num_rows,
         head.vocab_size,
@@ -321,6 +353,8 @@ def lm_head_sample(
             workspace.group,
             workspace.logits,
             workspace.lse,
+            workspace.arrived,
+            *outputs,
             *features.pointers,
             num_rows,
             head.vocab_size,
@@ -348,6 +382,9 @@ def lm_head_sample(
             "HIDDEN_TMA": tile.hidden_tma,
             "ROWS_FIRST": tile.rows_first,
             "LEFT": left,
+            "ONE_LAUNCH": one_launch,
+            "BLOCK_P": triton.next_power_of_2(bound) if one_launch else 1,
+            "BLOCK_R": tile.reduce_rows if one_launch else 1,
         },
         tile.num_warps,
         (
@@ -370,9 +407,11 @@ def lm_head_sample(
             head.vocab_size,
             head.vocab_start,
             return_logprob=return_logprob,
-            most_parts=most_parts * left,
+            most_parts=bound * left,
             config=draw,
         )
+    if drawn is not None:
+        return drawn
     return reduce_parts(
         workspace,
         parts,
@@ -382,6 +421,6 @@ def lm_head_sample(
         head.vocab_size,
         head.vocab_start,
         return_logprob=return_logprob,
-        most_parts=most_parts,
+        most_parts=bound,
         rows_per_program=tile.reduce_rows,
     )

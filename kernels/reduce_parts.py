@@ -8,6 +8,8 @@ A single value per part and row comes in, so this reads kilobytes and costs a la
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,8 @@ import triton.language as tl
 from . import rng
 from .head import ROW_POINTERS, Workspace
 from .launch import launch
+
+OUTPUTS = ("token_ptr", "best_score_ptr", "logprob_ptr")
 
 
 @triton.jit
@@ -88,9 +92,59 @@ def draw_from_parts(
         tl.store(logprob_ptr + offs_b, logit * inv_temperature - max_peak - tl.log(total), mask=mask_b)
 
 
+@triton.jit
+def draw_if_last(
+    arrived_ptr,  # [B] i32, zeros: how many parts of a block of rows are done; zeros again afterwards
+    score_ptr,
+    group_ptr,
+    logits_ptr,
+    lse_ptr,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    token_ptr,
+    best_score_ptr,
+    logprob_ptr,
+    num_rows,
+    num_parts,
+    vocab_size,
+    vocab_start,
+    row_block,
+    RETURN_LOGPROB: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """The reduction without a launch of its own: of a block of rows, by the program of it that finishes last."""
+    tl.debug_barrier()  # what this program's other threads have stored comes before its arrival
+    if tl.atomic_add(arrived_ptr + row_block, 1, sem="acq_rel") == num_parts - 1:
+        tl.store(arrived_ptr + row_block, 0)
+        for step in tl.range(BLOCK_B // BLOCK_R):
+            draw_from_parts(
+                score_ptr,
+                group_ptr,
+                logits_ptr,
+                lse_ptr,
+                temperature_ptr,
+                seed_ptr,
+                position_ptr,
+                token_ptr,
+                best_score_ptr,
+                logprob_ptr,
+                num_rows,
+                num_parts,
+                vocab_size,
+                vocab_start,
+                row_block * (BLOCK_B // BLOCK_R) + step,
+                RETURN_LOGPROB,
+                BLOCK_P,
+                BLOCK_R,
+            )
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start"],
-    do_not_specialize_on_alignment=[*ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, *OUTPUTS],
 )
 def reduce_parts_kernel(
     score_ptr,  # [P, B] f32
@@ -134,6 +188,24 @@ def reduce_parts_kernel(
     )
 
 
+class Drawn(NamedTuple):
+    """token ``[B]`` int64, score ``[B]`` float32, logprob ``[B]`` float32 or None."""
+
+    token: torch.Tensor
+    score: torch.Tensor
+    logprob: torch.Tensor | None
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device, return_logprob: bool) -> Drawn:
+        score = torch.empty(num_rows, dtype=torch.float32, device=device)
+        logprob = torch.empty_like(score) if return_logprob else None
+        return cls(torch.empty(num_rows, dtype=torch.int64, device=device), score, logprob)
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.token, self.score, self.score if self.logprob is None else self.logprob
+
+
 def reduce_parts(
     workspace: Workspace,  # score, group, logits and lse of P parts x B rows
     num_parts: int,
@@ -146,8 +218,8 @@ def reduce_parts(
     return_logprob: bool,
     most_parts: int,
     rows_per_program: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``token [B] i64``, ``score [B] f32`` and ``logprob [B] f32`` or None, from what the parts left in ``workspace``.
+) -> Drawn:
+    """The tokens, from what the parts left in ``workspace``.
 
     most_parts: bound of ``num_parts`` on this device; one kernel serves every number up to it.
     """
@@ -158,9 +230,7 @@ def reduce_parts(
             f"in the workspace's {workspace.slots} slots"
         )
     device = temperature.device
-    token = torch.empty(num_rows, dtype=torch.int64, device=device)
-    score = torch.empty(num_rows, dtype=torch.float32, device=device)
-    logprob = torch.empty(num_rows, dtype=torch.float32, device=device) if return_logprob else None
+    drawn = Drawn.empty(num_rows, device, return_logprob)
     launch(
         reduce_parts_kernel,
         triton.cdiv(num_rows, rows_per_program),
@@ -172,9 +242,7 @@ def reduce_parts(
             temperature,
             seed,
             position,
-            token,
-            score,
-            score if logprob is None else logprob,
+            *drawn.pointers,
             num_rows,
             num_parts,
             vocab_size,
@@ -188,4 +256,4 @@ def reduce_parts(
         1,
         (device.index,),
     )
-    return token, score, logprob
+    return drawn

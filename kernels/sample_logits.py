@@ -35,7 +35,7 @@ from .part import (
     store_peaks,
     store_second,
 )
-from .reduce_parts import reduce_parts
+from .reduce_parts import OUTPUTS, Drawn, draw_if_last, reduce_parts
 from .tiles import DEFAULT_DRAW, MOST_PARTS, DrawConfig, ReadConfig
 
 
@@ -44,7 +44,7 @@ from .tiles import DEFAULT_DRAW, MOST_PARTS, DrawConfig, ReadConfig
         *("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups"),
         *("additive_stride", "scaling_stride", "mask_stride", "bias_stride", "mask_words", "given_edits"),
     ],
-    do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS, *OUTPUTS],
 )
 def sample_logits_kernel(
     source_ptr,  # [B, >= V]
@@ -55,6 +55,10 @@ def sample_logits_kernel(
     group_ptr,  # out [P * LEFT, B] i32
     logits_ptr,  # out [P * LEFT, B, GROUP_SIZE] f32
     lse_ptr,  # out [P * LEFT, B, 2] f32
+    arrived_ptr,  # [B] i32, as the next three for ONE_LAUNCH
+    token_ptr,  # out [B] i64
+    best_score_ptr,  # out [B] f32
+    logprob_ptr,  # out [B] f32
     top_k_ptr,  # [B] i32
     top_p_ptr,  # [B] f32
     min_p_ptr,  # [B] f32
@@ -95,6 +99,9 @@ def sample_logits_kernel(
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
     LEFT: tl.constexpr,
+    ONE_LAUNCH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
     BOUNDED: tl.constexpr = EDIT or TRUNCATE
@@ -226,6 +233,29 @@ def sample_logits_kernel(
         store_second(second_ptr, out, mask, best_score, second_score, chosen, LEFT)
     if RETURN_LOGPROB:
         store_log_mass(lse_ptr, out, mask, lse_peak, lse_mass, LEFT)
+    if ONE_LAUNCH:
+        draw_if_last(
+            arrived_ptr,
+            score_ptr,
+            group_ptr,
+            logits_ptr,
+            lse_ptr,
+            temperature_ptr,
+            seed_ptr,
+            position_ptr,
+            token_ptr,
+            best_score_ptr,
+            logprob_ptr,
+            num_rows,
+            num_parts,
+            vocab_size,
+            vocab_start,
+            tl.program_id(0) % num_row_blocks,
+            RETURN_LOGPROB,
+            BLOCK_B,
+            BLOCK_P,
+            BLOCK_R,
+        )
 
 
 def most_parts(device: torch.device, config: ReadConfig) -> int:
@@ -258,7 +288,7 @@ def sample_logits(
     return_logprob: bool = False,
     workspace: Workspace | None = None,
     draw: DrawConfig = DEFAULT_DRAW,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> Drawn:
     """Draw one token per row of ``logits``, which are not changed.
 
     Returns ``token [B] i64``, ``score [B] f32`` and ``logprob [B] f32`` or None, with the meaning and the invariants
@@ -277,15 +307,18 @@ def sample_logits(
     num_rows, device = logits.shape[0], logits.device
     check_batch("logits", logits, source, temperature, seed, position, truncation, edits)
     if num_rows == 0:
-        empty = torch.empty(0, dtype=torch.float32, device=device)
-        return empty.to(torch.int64), empty, empty.clone() if return_logprob else None
+        return Drawn.empty(0, device, return_logprob)
     parts = num_read_parts(source.vocab_size, num_rows, config, device)
     if workspace is None:
         workspace = Workspace(parts * num_rows, device)
     elif workspace.slots < parts * num_rows:
         raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
     rounding = logits.dtype if source.rounding is None else source.rounding
-    left = left_of(truncation is not None, config.block_v, most_parts(device, config))
+    bound = most_parts(device, config)
+    left = left_of(truncation is not None, config.block_v, bound)
+    one_launch = config.one_launch and truncation is None
+    drawn = Drawn.empty(num_rows, device, return_logprob) if one_launch else None
+    outputs = (position, workspace.score, workspace.score) if drawn is None else drawn.pointers  # any, of their types
     features = feature_arguments(
         num_rows,
         source.vocab_size,
@@ -311,6 +344,8 @@ def sample_logits(
             workspace.group,
             workspace.logits,
             workspace.lse,
+            workspace.arrived,
+            *outputs,
             *features.pointers,
             num_rows,
             source.vocab_size,
@@ -331,6 +366,9 @@ def sample_logits(
             "BLOCK_V": config.block_v,
             "STAGES": config.stages,
             "LEFT": left,
+            "ONE_LAUNCH": one_launch,
+            "BLOCK_P": triton.next_power_of_2(bound) if one_launch else 1,
+            "BLOCK_R": config.reduce_rows if one_launch else 1,
         },
         config.num_warps,
         (
@@ -353,9 +391,11 @@ def sample_logits(
             source.vocab_size,
             source.vocab_start,
             return_logprob=return_logprob,
-            most_parts=most_parts(device, config) * left,
+            most_parts=bound * left,
             config=draw,
         )
+    if drawn is not None:
+        return drawn
     return reduce_parts(
         workspace,
         parts,
@@ -365,6 +405,6 @@ def sample_logits(
         source.vocab_size,
         source.vocab_start,
         return_logprob=return_logprob,
-        most_parts=most_parts(device, config),
+        most_parts=bound,
         rows_per_program=config.reduce_rows,
     )

@@ -39,6 +39,14 @@ def _require_at_most(config: object, most: dict[str, int]) -> None:
             raise ValueError(f"{type(config).__name__}.{name} is {value}; expected {largest} or fewer")
 
 
+def _require_whole_steps(config: TileConfig | ReadConfig) -> None:
+    if config.one_launch and config.reduce_rows > config.block_b:
+        raise ValueError(
+            f"{type(config).__name__}.reduce_rows is {config.reduce_rows}; expected at most block_b, "
+            f"{config.block_b}, with one launch"
+        )
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class TileConfig:
     """One point of the launch space of ``lm_head_sample``.
@@ -50,6 +58,8 @@ class TileConfig:
     through tensor descriptors (compute capability 9.0 and newer). reduce_rows: rows of the batch per
     program of the reduction. rows_first: the batch is the left operand, which wants 64 rows or more; a
     group of ids is then in 4 lanes of a warp and not in 8, and its sums take a third of the shuffles.
+    one_launch: without a truncation, the last program of a block of rows reduces its parts, ``reduce_rows``
+    rows at a time, instead of a second launch.
     """
 
     block_b: int
@@ -63,11 +73,13 @@ class TileConfig:
     reduce_rows: int = 1
     hidden_tma: bool = False
     rows_first: bool = False
+    one_launch: bool = False
 
     def __post_init__(self) -> None:
         least = {"block_b": 16, "block_v": 2 * GROUP_SIZE, "block_d": 16, "num_warps": 1, "reduce_rows": 1}
         _require_powers_of_two(self, least)
         _require_positive(self, "stages", "ctas_per_sm")
+        _require_whole_steps(self)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -78,7 +90,7 @@ class ReadConfig:
     flight per program; 1 leaves the waiting to the other programs of the multiprocessor. ctas_per_sm: programs per
     multiprocessor that the vocabulary is cut for. least_parts: of the vocabulary, however many rows there are
     (``MOST_PARTS`` or fewer): a truncated row finds its next tokens among the best groups of each.
-    reduce_rows: rows of the batch per program of the reduction.
+    reduce_rows, one_launch: as in ``TileConfig``.
     """
 
     block_b: int
@@ -88,11 +100,13 @@ class ReadConfig:
     ctas_per_sm: int = 8
     least_parts: int = 1
     reduce_rows: int = 1
+    one_launch: bool = False
 
     def __post_init__(self) -> None:
         _require_powers_of_two(self, {"block_b": 1, "block_v": 2 * GROUP_SIZE, "num_warps": 1, "reduce_rows": 1})
         _require_positive(self, "stages", "ctas_per_sm", "least_parts")
         _require_at_most(self, {"least_parts": MOST_PARTS})
+        _require_whole_steps(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -155,10 +155,11 @@ def test_a_token_does_not_depend_on_the_tile(device):
         TileConfig(128, 1024, 64, 4, 1, 4, tma=False),
         TileConfig(128, 1024, 64, 4, 1, tma=False, rows_first=True),
         TileConfig(64, 1024, 32, 4, 1, hidden_tma=True),
+        TileConfig(64, 1024, 64, 4, 1, 3, tma=False, reduce_rows=32, one_launch=True),
     ]
     if CUDA:
         tiles = [TILE, WIDE, TileConfig(32, 64, 32, 4, 2, tma=False), TileConfig(128, 128, 64, 8, 3, flatten=False)]
-        tiles += [dataclasses.replace(WIDE, **{name: True}) for name in ("rows_first", "hidden_tma")]
+        tiles += [dataclasses.replace(WIDE, **{name: True}) for name in ("rows_first", "hidden_tma", "one_launch")]
     drawn = [lm_head_sample(states, head, **params, tile=tile)[0] for tile in tiles]
     for other in drawn[1:]:
         assert torch.equal(drawn[0], other)
