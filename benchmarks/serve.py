@@ -84,16 +84,18 @@ def tpot_us(server: Server, batch: int, sampling: tuple[dict, dict]) -> float:
     return (generate(server, batch, sampling, LONG) - short) / (LONG - SHORT) * 1e6
 
 
-def path_counts(server: Server) -> dict[str, int]:
-    """Rows per path, from the newest line with counters in our server's log."""
+def counted(server: Server) -> tuple[dict[str, int], float, int]:
+    """Rows per path, microseconds of host time in the sampler, and the batches that took them: from the newest line
+    with counters in our server's log."""
     time.sleep(0.3)
     generate(server, 1, SAMPLING["greedy"], 2)  # a step after the interval: the line is written
-    lines = server.log_lines("] flashsample: ")
-    found = re.findall(r"(fused|native)[^;]*? ([\d,]+) rows", lines[-1]) if lines else []
+    line = (server.log_lines("] flashsample: ") or [""])[-1]
     counts = {"fused": 0, "native": 0}
-    for path, rows in found:
+    for path, rows in re.findall(r"(fused|native)[^;]*? ([\d,]+) rows", line):
         counts[path] += int(rows.replace(",", ""))
-    return counts
+    host = re.search(r"host ([\d.]+) us per batch over ([\d,]+) batches", line)
+    batches = int(host[2].replace(",", "")) if host else 0
+    return counts, float(host[1]) * batches if host else 0.0, batches
 
 
 def check_capacity(server: Server) -> None:
@@ -134,14 +136,15 @@ def measure_model(
                 for batch in batches:
                     for server in servers.values():
                         generate(server, batch, request, SHORT)
-                    before = path_counts(ours)
+                    before, host_before, batches_before = counted(ours)
                     samples: dict[str, list[float]] = {"stock": [tpot_us(stock, batch, request)], "flashsample": []}
                     for _ in range(pairs):
                         samples["flashsample"].append(tpot_us(ours, batch, request))
                         samples["stock"].append(tpot_us(stock, batch, request))
-                    after = path_counts(ours)
+                    after, host_after, batches_after = counted(ours)
+                    host_us = (host_after - host_before) / max(1, batches_after - batches_before)
                     used = {path: after[path] - before[path] for path in after}
-                    used["fused"] -= 2  # the two tokens that path_counts itself asks for
+                    used["fused"] -= 2  # the two tokens that counted itself asks for
                     total = sum(used.values())
                     for label, values in samples.items():
                         shares = {path: round(count / total, 4) for path, count in used.items()}
@@ -155,12 +158,13 @@ def measure_model(
                                 "tpot_us": round(statistics.median(values), 1),
                                 "tpot_us_all": [round(value, 1) for value in values],
                                 "path_share": shares if label == "flashsample" else {"stock": 1.0},
+                                "host_us": round(host_us, 1) if label == "flashsample" else None,
                             }
                         )
                     ours_us, stock_us = (statistics.median(samples[key]) for key in ("flashsample", "stock"))
                     print(
                         f"{name} {sampling:12} B={batch:<3} stock {stock_us:7.0f} us, ours {ours_us:7.0f} us, "
-                        f"ratio {ours_us / stock_us:.3f}, fused {used['fused'] / total:.3f}",
+                        f"ratio {ours_us / stock_us:.3f}, fused {used['fused'] / total:.3f}, host {host_us:.0f} us",
                         flush=True,
                     )
             if profiles is not None:

@@ -41,9 +41,14 @@ def transform_logits(
     if HAS_SCALE:
         logits = (logits * logit_scale).to(LOGITS_DTYPE).to(tl.float32)
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (e^2x + 1): saturates cleanly at both ends, no libdevice.
-        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * _LOG2_E / softcap)) + 1.0))
+        logits = cap_softly(logits, softcap)
     return logits
+
+
+@triton.jit
+def cap_softly(logits, softcap):
+    # tanh(x) = 1 - 2 / (e^2x + 1): saturates cleanly at both ends, no libdevice.
+    return softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * _LOG2_E / softcap)) + 1.0))
 
 
 @triton.jit

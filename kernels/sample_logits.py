@@ -20,7 +20,7 @@ import triton.language as tl
 from . import rng
 from .arguments import check_batch, feature_arguments
 from .draw_truncated import draw_truncated, truncates
-from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
+from .epilogue import bound_logits, cap_softly, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LogitsSource, Workspace
 from .launch import launch, resident_programs
@@ -89,6 +89,7 @@ def sample_logits_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr,
+    ALL_GREEDY: tl.constexpr,
     RETURN_LOGPROB: tl.constexpr,
     TRUNCATE: tl.constexpr,
     EDIT: tl.constexpr,
@@ -148,7 +149,8 @@ def sample_logits_kernel(
             if first + BLOCK_V > whole:
                 rest = tl.load(source_rows + offs_v[:, None], mask=in_rest[:, None] & mask_b[None, :], other=0.0)
                 raw = tl.where(in_rest[:, None], rest, raw)
-        logits = transform_logits(raw, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+        # A softcap keeps the order: without noise, of the largest of a group is enough.
+        logits = transform_logits(raw, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP and not ALL_GREEDY)
         logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
         if BOUNDED or not WHOLE_GROUPS:
@@ -183,10 +185,16 @@ def sample_logits_kernel(
                 tl.reshape(logits, [BLOCK_V, BLOCK_B]).to(kept_ptr.dtype.element_ty),
                 mask=(offs_v < kept_width)[:, None] & keep[None, :],
             )
-        group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-        score, log_mass, peak = score_groups(
-            logits, in_vocab, inv_temperature, greedy, seed, position, group, BOUNDED or not WHOLE_GROUPS
-        )
+        if ALL_GREEDY:
+            score = tl.max(logits, axis=1)
+            if HAS_SOFTCAP:
+                score = cap_softly(score, softcap)
+            score = bound_logits(score, in_vocab[:, None])
+        else:
+            group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
+            score, log_mass, peak = score_groups(
+                logits, in_vocab, inv_temperature, greedy, seed, position, group, BOUNDED or not WHOLE_GROUPS
+            )
         if TRUNCATE:
             store_peaks(peak_ptr, peak, first // rng.GROUP_SIZE, offs_b, keep, kept_groups)
             second_score = tl.maximum(second_score, tl.minimum(score, best_score))
@@ -285,6 +293,7 @@ def sample_logits(
     *,
     truncation: Truncation | None = None,
     edits: LogitEdits | None = None,
+    all_greedy: bool = False,
     return_logprob: bool = False,
     workspace: Workspace | None = None,
     draw: DrawConfig = DEFAULT_DRAW,
@@ -293,7 +302,9 @@ def sample_logits(
 
     Returns ``token [B] i64``, ``score [B] f32`` and ``logprob [B] f32`` or None, with the meaning and the invariants
     of ``lm_head_sample``: equal logits give equal tokens, near-ties of scores excepted. Columns from
-    ``source.vocab_size`` on are never read. Fastest where rows start at multiples of 16 elements; right anywhere.
+    ``source.vocab_size`` on are never read. all_greedy: the caller knows that every temperature is 0 or less, which
+    spares the noise and the exponentials; with another temperature the token is undefined. Fastest where rows start at
+    multiples of 16 elements; right anywhere.
 
     Raises ValueError for a tensor of another shape, dtype, layout or device, and for a truncation on a shard.
     """
@@ -361,6 +372,7 @@ def sample_logits(
             "HAS_SCALE": source.logit_scale is not None,
             "HAS_SOFTCAP": source.softcap is not None,
             "WHOLE_GROUPS": source.vocab_size % rng.GROUP_SIZE == 0,
+            "ALL_GREEDY": all_greedy and truncation is None and edits is None and not return_logprob,
             **features.constants,
             "BLOCK_B": config.block_b,
             "BLOCK_V": config.block_v,

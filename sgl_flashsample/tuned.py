@@ -50,7 +50,7 @@ Entries = list[tuple[int, TileConfig]]
 # {(family, bytes per weight element): [(largest number of rows, tile)]}; the last entry serves larger batches too.
 TABLE: dict[tuple[str, int], Entries] = {
     ("sm90", 2): [
-        (16, TileConfig(16, 64, 256, 4, 5)),
+        (16, TileConfig(16, 64, 256, 4, 5, reduce_rows=16, one_launch=True)),
         (32, TileConfig(32, 128, 128, 4, 5, hidden_tma=True)),
         (64, TileConfig(64, 128, 128, 4, 4, hidden_tma=True, rows_first=True)),
         (128, TileConfig(64, 256, 64, 8, 5, hidden_tma=True, rows_first=True)),
@@ -95,9 +95,9 @@ DRAWS: dict[str, DrawConfig] = {"sm80": DrawConfig(gather=16)}
 # benchmarks/results/h200-readers.json (edits with a truncation: a neighbour, not measured). A truncated row wants as
 # many parts as the fused pass has: with fewer, more rows are left to the search.
 READS: dict[Work, list[tuple[int, ReadConfig]]] = {
-    Work.PLAIN: [(192, ReadConfig(1, 1024, 1, ctas_per_sm=32)), (512, ReadConfig(1, 1024, 1, ctas_per_sm=64))],
+    Work.PLAIN: [(512, ReadConfig(1, 1024, 1, ctas_per_sm=32, one_launch=True))],
     Work.TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
-    Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=64))],
+    Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=64, one_launch=True))],
     Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
 }
 # {(family, bytes per weight element, work): largest number of rows that the fused pass takes}

@@ -177,6 +177,13 @@ def test_counters_say_how_many_truncated_rows_took_a_search():
     assert made.summary() == "fused 9 rows in 1 batches; truncated 1,008 rows, 3 of them searched"
 
 
+def test_counters_say_what_a_batch_takes_of_the_hosts_time():
+    made = counters.Counters(metrics=False)
+    made.add_host_time(30e-6)
+    made.add_host_time(55e-6)
+    assert made.summary() == "host 42.5 us per batch over 2 batches"
+
+
 def test_a_counter_on_the_device_is_asked_at_most_once_per_interval_and_never_waited_for(device, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(counters.time, "monotonic", lambda: clock[0])

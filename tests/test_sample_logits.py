@@ -337,6 +337,34 @@ def test_a_bad_config_raises_a_value_error_that_names_the_field(field, value):
         dataclasses.replace(READ, **{field: value})
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {},
+        {"vocab_size": 1001},
+        {"softcap": 2.0},
+        {"logit_scale": -1.5},
+        {"vocab_start": 320},
+        {"rounding": torch.float16, "logit_scale": 0.5, "softcap": 3.0},
+    ],
+    ids="+".join,
+)
+def test_rows_known_to_be_greedy_are_drawn_without_noise_to_the_same_tokens(device, source):
+    logits = (torch.randint(-9, 10, (17, 1008), generator=torch.Generator().manual_seed(9)) / 4).float().to(device)
+    logits[3, 77], logits[4, 500], logits[5, :] = float("nan"), float("inf"), float("nan")
+    logits[6, 990] = logits[6, 12] = 7.0
+    logits[7, :] = float("-inf")
+    params = rows(17, device) | {"temperature": torch.zeros(17, device=device)}
+    config = dataclasses.replace(READ, reduce_rows=1, one_launch=True)
+    source = LogitsSource(**({"vocab_size": 1008} | source))
+    drawn = sample_logits(logits, source, **params, config=READ)
+    known = sample_logits(logits, source, **params, config=config, all_greedy=True)
+    assert torch.equal(drawn.token, known.token)
+    assert torch.equal(drawn.score, known.score)
+    want = drawn.token.new_tensor([source.vocab_start, source.vocab_start])
+    assert torch.equal(known.token[[5, 7]], want), "rows without a token"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [50257, 151936, 151937])
 @DTYPES

@@ -384,6 +384,8 @@ def test_counters_are_in_the_log_and_in_the_metrics_with_their_reasons(ours):
     ours.generate(input_ids=[300], sampling_params={"temperature": 1.0, "max_new_tokens": 3})
     metrics = ours.metrics()
     assert 'sglang:flashsample_rows_total{path="fused",reason=""' in metrics.replace("'", '"')
+    assert re.search(r"^sglang:flashsample_host_seconds_sum\S* 0\.0*[1-9]|host_seconds_sum\S* [1-9]", metrics, re.M)
+    assert re.search(r"; host [\d.]+ us per batch over [\d,]+ batches$", newest)
     assert 'path="native",reason="sampling_mask"' in metrics
 
 

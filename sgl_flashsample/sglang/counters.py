@@ -1,4 +1,5 @@
-"""Batches and rows per path and reason, and how truncated rows fared: in the log and through SGLang's /metrics."""
+"""Batches and rows per path and reason, how truncated rows fared, and what a batch costs the host: in the log and
+through SGLang's /metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,17 +28,17 @@ class Counters:
         self._batches: Counter[tuple[str, str]] = Counter()
         self._rows: Counter[tuple[str, str]] = Counter()
         self._truncated = self._searched = 0
+        self._host_batches, self._host_seconds = 0, 0.0
         self._last_log = time.monotonic()
-        self._prometheus = _prometheus_counters() if metrics else None
+        self._prometheus = _prometheus_metrics() if metrics else None
 
     def add(self, path: str, reason: str, rows: int) -> None:
         """Count ``rows`` rows of one batch; ``reason`` is empty on the fused path."""
         self._batches[path, reason] += 1
         self._rows[path, reason] += rows
         if self._prometheus is not None:
-            batches, total, _, _ = self._prometheus
-            batches.labels(path, reason).inc()
-            total.labels(path, reason).inc(rows)
+            self._prometheus.batches.labels(path, reason).inc()
+            self._prometheus.rows.labels(path, reason).inc(rows)
         now = time.monotonic()
         if now - self._last_log >= self.interval:
             self._last_log = now
@@ -49,19 +50,28 @@ class Counters:
         self._truncated += rows
         self._searched += searched
         if self._prometheus is not None:
-            _, _, truncated, found = self._prometheus
-            truncated.inc(rows)
-            found.inc(searched)
+            self._prometheus.truncated.inc(rows)
+            self._prometheus.searched.inc(searched)
+
+    def add_host_time(self, seconds: float) -> None:
+        """Count what one batch, all of it fused, took of the host's time in the sampler."""
+        self._host_batches += 1
+        self._host_seconds += seconds
+        if self._prometheus is not None:
+            self._prometheus.host_seconds.observe(seconds)
 
     def summary(self) -> str:
         """Totals since the start, fused first: "fused 12 rows in 3 batches; native (top_logprobs) 4 rows in 2 batches;
-        truncated 9 rows, 1 of them searched"."""
+        truncated 9 rows, 1 of them searched; host 41.5 us per batch over 3 batches"."""
         parts = []
         for path, reason in sorted(self._rows, key=lambda key: (key[0] != "fused", key)):
             label = f"{path} ({reason})" if reason else path
             parts.append(f"{label} {self._rows[path, reason]:,} rows in {self._batches[path, reason]:,} batches")
         if self._truncated:
             parts.append(f"truncated {self._truncated:,} rows, {self._searched:,} of them searched")
+        if self._host_batches:
+            mean = self._host_seconds / self._host_batches * 1e6
+            parts.append(f"host {mean:.1f} us per batch over {self._host_batches:,} batches")
         return "; ".join(parts)
 
 
@@ -105,19 +115,29 @@ def _log_seconds() -> float:
         return _DEFAULT_LOG_SECONDS
 
 
-def _prometheus_counters() -> tuple[Any, Any, Any, Any] | None:
-    """Counters in the registry that SGLang's /metrics collects; None without prometheus_client."""
+class _Metrics(NamedTuple):
+    batches: Any
+    rows: Any
+    truncated: Any
+    searched: Any
+    host_seconds: Any
+
+
+def _prometheus_metrics() -> _Metrics | None:
+    """Metrics in the registry that SGLang's /metrics collects; None without prometheus_client."""
     try:
         from prometheus_client import Counter as PrometheusCounter
+        from prometheus_client import Summary
     except ImportError:
         logger.warning("flashsample: metrics are on but prometheus_client is not installed: no flashsample metrics")
         return None
     labels = ["path", "reason"]
-    return (
+    return _Metrics(
         PrometheusCounter("sglang:flashsample_batches", "Batches sampled, per path and reason", labels),
         PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", labels),
         PrometheusCounter("sglang:flashsample_truncated_rows", "Fused rows with top-k, top-p or min-p"),
         PrometheusCounter(
             "sglang:flashsample_searched_rows", "Of these, rows that took a search over their kept logits"
         ),
+        Summary("sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ class FlashSampler(Sampler):
         positions: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
+        started = time.perf_counter()
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
         arguments = (logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         plan = self._plan(*arguments, **kwargs)
@@ -54,6 +56,8 @@ class FlashSampler(Sampler):
             _compute_logits(logits_output, sampling_info, preprocess)
             token_ids = self._native(*arguments, **kwargs)
         self._count(logits_output, plan)
+        if not plan.native:
+            self.runtime.counters.add_host_time(time.perf_counter() - started)
         return token_ids
 
     def compute_logprobs_only(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> None:
