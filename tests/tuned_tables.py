@@ -34,7 +34,7 @@ def make_table(device: Device = H200, head: HeadShape = HEAD, **changes: object)
             default="default",
             default_us=us / 0.93,
             gain=0.07,
-            tied=["fused-32"],
+            tied=["fused-32"] if use != "fused-32" else [],
             checked="tokens, G-test",
             clock_mhz=1965.0,
             others={"gemm+flashinfer": us * 1.25, "logits": us * 1.05},
