@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from sgl_flashsample.autotune import commands
+from sgl_flashsample.autotune import commands, lint
 from sgl_flashsample.autotune.merge import joined
 from sgl_flashsample.kernels.tiles import TileConfig
 from tuned_tables import H200, HEAD, make_table
 
+import sgl_flashsample
 from sgl_flashsample import lookup
 from sgl_flashsample.table import Choice, HeadShape, Table
 
@@ -344,3 +346,9 @@ def test_lint_names_what_is_wrong_and_exits_with_one(tune, file, change, message
     assert code == 1
     assert f"{file}: error: " in out and message in out
     assert out.endswith("0 of 1 tables are well-formed\n")
+
+
+def test_every_shipped_table_is_fit_to_be_shipped():
+    shipped = Path(sgl_flashsample.__file__).parent / "tables"
+    for path in sorted(shipped.glob("*")):
+        assert lint.check(str(path))[0] == [], path

@@ -214,7 +214,9 @@ def test_a_bad_table_is_one_warning_and_the_built_in_choices(stand_in, runtime, 
     assert "built-in choices for all batches" in caplog.records[1].getMessage()
 
 
-def test_a_step_has_the_tuned_choices_their_scratch_and_says_when_all_its_rows_are_greedy(runtime, device, monkeypatch):
+def test_a_step_has_the_tuned_choices_their_scratch_and_says_when_all_its_rows_are_greedy(
+    stand_in, runtime, device, monkeypatch
+):
     lazy, rows = test_runtime.lazy_rows(device)
     state = lazy.source = HeadState(test_runtime.processor(), test_runtime.head(torch.ones(104, 16, device=device)))
     head, seen = state.current(), []
