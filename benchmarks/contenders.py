@@ -72,7 +72,10 @@ def ours(inputs: Inputs, head: LMHead) -> Iterator[Contender]:
     for mode in MODES:
         temperature = torch.full((rows,), 0.0 if mode == "greedy" else 1.0, device=device)
         kept = truncation if mode == "trunc" else None
-        params = [BatchParams(temperature, inputs.seed, position, kept) for position in inputs.position]
+        greedy = mode == "greedy"
+        params = [
+            BatchParams(temperature, inputs.seed, position, kept, all_greedy=greedy) for position in inputs.position
+        ]
         for path in Path:
             config = our_config(path, head, rows, tuned.Work.of(kept is not None, False))
 

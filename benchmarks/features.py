@@ -136,7 +136,7 @@ class Batch:
             flags = torch.full((self.rows,), int(edits.kinds), dtype=torch.int32, device=device)
             edits = dataclasses.replace(edits, rows=flags)  # a server always says which row has which edits
         temperature = torch.full((self.rows,), 0.0 if mode.greedy else 1.0, device=device)
-        return BatchParams(temperature, self.seed, self.position, truncation, edits)
+        return BatchParams(temperature, self.seed, self.position, truncation, edits, mode.greedy)
 
     def edit_bytes(self, mode: Mode) -> int:
         return sum(self.edits[name].numel() * self.edits[name].element_size() for name in mode.edits)

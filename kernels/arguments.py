@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from . import rng
 from .features import LogitEdits, Truncation, require
 from .head import Kept, LMHead, LogitsSource, Workspace
-from .tiles import MOST_FLAGS
+from .reduce_parts import Drawn
+from .tiles import MOST_FLAGS, ReadConfig, TileConfig
 
 
 def check_batch(
@@ -39,6 +41,15 @@ def check_batch(
         raise ValueError(f"{name} has {num_rows} rows; expected fewer than 2**31 logits with a truncation or edits")
 
 
+def workspace_for(parts: int, num_rows: int, device: torch.device, given: Workspace | None) -> Workspace:
+    """The given scratch, if it has room, or new."""
+    if given is None:
+        return Workspace(parts * num_rows, device)
+    if given.slots < parts * num_rows:
+        raise ValueError(f"workspace has {given.slots} slots; expected at least {parts} parts x {num_rows} rows")
+    return given
+
+
 class FeatureArguments(NamedTuple):
     """pointers, numbers, constants: in the order of the kernels' signatures. kept: where rows with a truncation leave
     their logits, or None."""
@@ -51,9 +62,8 @@ class FeatureArguments(NamedTuple):
 
 def feature_arguments(
     num_rows: int,
-    vocab_size: int,
+    source: LMHead | LogitsSource,
     rounding: torch.dtype,
-    softcap: float | None,
     temperature: torch.Tensor,
     truncation: Truncation | None,
     edits: LogitEdits | None,
@@ -71,8 +81,8 @@ def feature_arguments(
         if block_b > MOST_FLAGS:
             raise ValueError(f"block_b is {block_b}; expected {MOST_FLAGS} or fewer with a truncation")
         # bfloat16 holds the logits exactly where they are bfloat16 numbers.
-        exact = rounding is torch.bfloat16 and softcap is None and not kinds
-        kept = workspace.kept(num_rows, vocab_size, torch.bfloat16 if exact else torch.float32)
+        exact = rounding is torch.bfloat16 and source.softcap is None and not kinds
+        kept = workspace.kept(num_rows, source.vocab_size, torch.bfloat16 if exact else torch.float32)
     nothing = (temperature, temperature, workspace.group, temperature)
     given = nothing if edits is None else (edits.additive, edits.scaling, edits.mask, edits.bias)
     tensors = [other if edit is None else edit for edit, other in zip(given, nothing, strict=True)]
@@ -105,3 +115,29 @@ def feature_arguments(
         },
         kept=kept,
     )
+
+
+class ReductionArguments(NamedTuple):
+    """drawn: what the kernel itself draws into; None where another launch does. pointers, constants: in the order of
+    the kernels' signatures."""
+
+    drawn: Drawn | None
+    pointers: tuple[torch.Tensor, ...]
+    constants: dict[str, Any]
+
+
+def reduction_arguments(
+    config: TileConfig | ReadConfig,
+    position: torch.Tensor,
+    truncation: Truncation | None,
+    return_logprob: bool,
+    workspace: Workspace,
+    most_parts: int,
+) -> ReductionArguments:
+    """Who draws from the parts: their kernel, in one launch, or the next one."""
+    if not config.one_launch or truncation is not None:
+        nothing = (workspace.arrived, position, workspace.score, workspace.score)  # of the right types
+        return ReductionArguments(None, nothing, {"ONE_LAUNCH": False, "BLOCK_P": 1, "BLOCK_R": 1})
+    drawn = Drawn.empty(position.shape[0], position.device, return_logprob)
+    constants = {"ONE_LAUNCH": True, "BLOCK_P": triton.next_power_of_2(most_parts), "BLOCK_R": config.reduce_rows}
+    return ReductionArguments(drawn, (workspace.arrived, *drawn.pointers), constants)

@@ -30,7 +30,7 @@ from .features import Truncation
 from .head import CHAIN, FIRST_GROUPS, LISTED, PARTIALS, ROW_POINTERS, Kept, Workspace, block_of_spans
 from .launch import launch
 from .next_tokens import lowest_of_min_p, next_tokens
-from .reduce_parts import draw_from_parts, lse_of_parts
+from .reduce_parts import OUTPUTS, Drawn, draw_from_parts, lse_of_parts
 from .search_truncated import search_truncated
 from .tiles import DrawConfig
 
@@ -147,7 +147,7 @@ def _measure_chain(
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_parts", "vocab_size", "vocab_start", "kept_groups"],
-    do_not_specialize_on_alignment=[*ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, *OUTPUTS],
 )
 def draw_truncated_kernel(
     score_ptr,  # [P, B] f32, what the parts have left behind, as in reduce_parts_kernel
@@ -314,9 +314,8 @@ def draw_truncated(
     return_logprob: bool,
     most_parts: int,
     config: DrawConfig,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``token [B] i64``, ``score [B] f32`` and ``logprob [B] f32`` or None: rows with a truncation from ``kept``, the
-    others from the parts in ``workspace``.
+) -> Drawn:
+    """The tokens: rows with a truncation from ``kept``, the others from the parts in ``workspace``.
 
     ``kept.rounds [B]``: 0 for a row without a truncation, 1 for one that the pass has answered, more where it took a
     search.
@@ -327,9 +326,7 @@ def draw_truncated(
             f"kept holds {kept.num_rows} rows of {kept.width} logits; "
             f"expected at least {num_rows} rows of {vocab_size} rounded up to a multiple of {rng.GROUP_SIZE}"
         )
-    token = torch.empty(num_rows, dtype=torch.int64, device=temperature.device)
-    score = torch.empty(num_rows, dtype=torch.float32, device=temperature.device)
-    logprob = torch.empty(num_rows, dtype=torch.float32, device=temperature.device) if return_logprob else None
+    drawn = Drawn.empty(num_rows, temperature.device, return_logprob)
     launch(
         draw_truncated_kernel,
         num_rows * config.chunks,
@@ -350,9 +347,7 @@ def draw_truncated(
             truncation.top_k,
             truncation.top_p,
             truncation.min_p,
-            token,
-            score,
-            score if logprob is None else logprob,
+            *drawn.pointers,
             kept.rounds,
             num_rows,
             num_parts,
@@ -372,7 +367,5 @@ def draw_truncated(
         config.num_warps,
         (temperature.device.index, kept.logits.dtype),
     )
-    search_truncated(
-        kept, temperature, seed, position, truncation, vocab_size, vocab_start, token, score, logprob, config
-    )
-    return token, score, logprob
+    search_truncated(kept, temperature, seed, position, truncation, vocab_size, vocab_start, *drawn, config)
+    return drawn

@@ -103,6 +103,14 @@ class LMHead:
         """Whether tensor descriptors can address the weight."""
         return supports_tma(self.weight)
 
+    def addressed(self, tile: TileConfig, hidden: torch.Tensor) -> TileConfig:
+        """``tile`` without the descriptors that cannot address the weight or ``hidden``."""
+        if tile.tma and not self.supports_tma:
+            tile = dataclasses.replace(tile, tma=False)
+        if tile.hidden_tma and not supports_tma(hidden):
+            tile = dataclasses.replace(tile, hidden_tma=False)
+        return tile
+
     @functools.cached_property
     def variant(self) -> tuple:
         """What of this head a compiled kernel depends on, beside its constants."""

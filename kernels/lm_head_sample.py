@@ -19,19 +19,17 @@ is faster than this one: a dispatcher's business, not this file's.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
-from .arguments import check_batch, feature_arguments
+from .arguments import check_batch, feature_arguments, reduction_arguments, workspace_for
 from .draw_truncated import draw_truncated, truncates
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
-from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace, supports_tma
+from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
 from .launch import launch, resident_programs
 from .part import (
     add_log_mass,
@@ -211,16 +209,8 @@ def lm_head_sample_kernel(
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-        score, log_mass, peak = score_groups(
-            logits,
-            first + offs_g * rng.GROUP_SIZE < vocab_size,
-            inv_temperature,
-            greedy,
-            seed,
-            position,
-            group,
-            BOUNDED,
-        )
+        in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
+        score, log_mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group, BOUNDED)
         if TRUNCATE:
             store_peaks(peak_ptr, peak, first // rng.GROUP_SIZE, offs_b, keep, kept_groups)
             second_score = tl.maximum(second_score, tl.minimum(score, best_score))
@@ -314,32 +304,15 @@ def lm_head_sample(
     check_batch("hidden", hidden, head, temperature, seed, position, truncation, edits)
     if num_rows == 0:
         return Drawn.empty(0, hidden.device, return_logprob)
-    if tile.tma and not head.supports_tma:
-        tile = dataclasses.replace(tile, tma=False)
-    if tile.hidden_tma and not supports_tma(hidden):
-        tile = dataclasses.replace(tile, hidden_tma=False)
+    tile = head.addressed(tile, hidden)
     parts = num_parts(head, num_rows, tile)
-    if workspace is None:
-        workspace = Workspace(parts * num_rows, hidden.device)
-    elif workspace.slots < parts * num_rows:
-        raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
+    workspace = workspace_for(parts, num_rows, hidden.device, workspace)
     bound = resident_programs(hidden.device, tile.ctas_per_sm)
     left = left_of(truncation is not None, tile.block_v, bound)
-    one_launch = tile.one_launch and truncation is None
-    drawn = Drawn.empty(num_rows, hidden.device, return_logprob) if one_launch else None
-    outputs = (position, workspace.score, workspace.score) if drawn is None else drawn.pointers  # any, of their types
     features = feature_arguments(
-        num_rows,
-        head.vocab_size,
-        head.rounding,
-        head.softcap,
-        temperature,
-        truncation,
-        edits,
-        return_logprob,
-        workspace,
-        tile.block_b,
+        num_rows, head, head.rounding, temperature, truncation, edits, return_logprob, workspace, tile.block_b
     )
+    reduction = reduction_arguments(tile, position, truncation, return_logprob, workspace, bound)
     launch(
         lm_head_sample_kernel,
         parts * triton.cdiv(num_rows, tile.block_b),
@@ -353,8 +326,7 @@ def lm_head_sample(
             workspace.group,
             workspace.logits,
             workspace.lse,
-            workspace.arrived,
-            *outputs,
+            *reduction.pointers,
             *features.pointers,
             num_rows,
             head.vocab_size,
@@ -382,9 +354,7 @@ def lm_head_sample(
             "HIDDEN_TMA": tile.hidden_tma,
             "ROWS_FIRST": tile.rows_first,
             "LEFT": left,
-            "ONE_LAUNCH": one_launch,
-            "BLOCK_P": triton.next_power_of_2(bound) if one_launch else 1,
-            "BLOCK_R": tile.reduce_rows if one_launch else 1,
+            **reduction.constants,
         },
         tile.num_warps,
         (
@@ -410,8 +380,8 @@ def lm_head_sample(
             most_parts=bound * left,
             config=draw,
         )
-    if drawn is not None:
-        return drawn
+    if reduction.drawn is not None:
+        return reduction.drawn
     return reduce_parts(
         workspace,
         parts,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .arguments import check_batch, feature_arguments
+from .arguments import check_batch, feature_arguments, reduction_arguments, workspace_for
 from .draw_truncated import draw_truncated, truncates
 from .epilogue import bound_logits, cap_softly, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
@@ -105,7 +105,7 @@ def sample_logits_kernel(
     BLOCK_R: tl.constexpr,
 ):
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
-    BOUNDED: tl.constexpr = EDIT or TRUNCATE
+    BOUNDED: tl.constexpr = EDIT or TRUNCATE or not WHOLE_GROUPS
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
     part = tl.program_id(0) // num_row_blocks
     offs_b = (tl.program_id(0) % num_row_blocks) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -124,9 +124,7 @@ def sample_logits_kernel(
     seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
     position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
     if TRUNCATE:
-        kept_width = (
-            kept_groups * rng.GROUP_SIZE
-        )  # a multiple of 16 to the compiler: a thread stores 16 bytes at a time
+        kept_width = kept_groups * rng.GROUP_SIZE  # a multiple of 16 to the compiler: stores of 16 bytes
         kept_rows = kept_ptr + (offs_b.to(tl.int64) * kept_width)[None, :]
         cut = truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size)
         keep = as_bits(cut & ~greedy & mask_b, BLOCK_B)
@@ -153,11 +151,9 @@ def sample_logits_kernel(
         logits = transform_logits(raw, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP and not ALL_GREEDY)
         logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
-        if BOUNDED or not WHOLE_GROUPS:
-            if WHOLE_GROUPS:
-                valid = in_vocab[:, None, None]
-            else:
-                valid = (first + offs_g[:, None] * rng.GROUP_SIZE + offs_i[None, :] < vocab_size)[:, :, None]
+        if BOUNDED:
+            ids = first + offs_g[:, None] * rng.GROUP_SIZE + offs_i[None, :]
+            valid = in_vocab[:, None, None] if WHOLE_GROUPS else (ids < vocab_size)[:, :, None]
             logits = bound_logits(logits, valid)
         if EDIT:
             logits = edit_logits(
@@ -193,7 +189,7 @@ def sample_logits_kernel(
         else:
             group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
             score, log_mass, peak = score_groups(
-                logits, in_vocab, inv_temperature, greedy, seed, position, group, BOUNDED or not WHOLE_GROUPS
+                logits, in_vocab, inv_temperature, greedy, seed, position, group, BOUNDED
             )
         if TRUNCATE:
             store_peaks(peak_ptr, peak, first // rng.GROUP_SIZE, offs_b, keep, kept_groups)
@@ -206,9 +202,7 @@ def sample_logits_kernel(
 
     best_group = (vocab_start + best_tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
     part_score, part_group, chosen = best_of_slots(best_score, best_group, LEFT)
-    columns = (
-        part_group[:, None, :] * rng.GROUP_SIZE - vocab_start + offs_i[None, :, None]
-    )  # [LEFT, GROUP_SIZE, BLOCK_B]
+    columns = part_group[:, None, :] * rng.GROUP_SIZE - vocab_start + offs_i[None, :, None]
     columns = tl.reshape(columns, [LEFT * rng.GROUP_SIZE, BLOCK_B])
     inside = (columns < vocab_size) & mask_b[None, :]
     part_logits = tl.load(source_rows + columns, mask=inside, other=0.0)
@@ -320,28 +314,14 @@ def sample_logits(
     if num_rows == 0:
         return Drawn.empty(0, device, return_logprob)
     parts = num_read_parts(source.vocab_size, num_rows, config, device)
-    if workspace is None:
-        workspace = Workspace(parts * num_rows, device)
-    elif workspace.slots < parts * num_rows:
-        raise ValueError(f"workspace has {workspace.slots} slots; expected at least {parts} parts x {num_rows} rows")
+    workspace = workspace_for(parts, num_rows, device, workspace)
     rounding = logits.dtype if source.rounding is None else source.rounding
     bound = most_parts(device, config)
     left = left_of(truncation is not None, config.block_v, bound)
-    one_launch = config.one_launch and truncation is None
-    drawn = Drawn.empty(num_rows, device, return_logprob) if one_launch else None
-    outputs = (position, workspace.score, workspace.score) if drawn is None else drawn.pointers  # any, of their types
     features = feature_arguments(
-        num_rows,
-        source.vocab_size,
-        rounding,
-        source.softcap,
-        temperature,
-        truncation,
-        edits,
-        return_logprob,
-        workspace,
-        config.block_b,
+        num_rows, source, rounding, temperature, truncation, edits, return_logprob, workspace, config.block_b
     )
+    reduction = reduction_arguments(config, position, truncation, return_logprob, workspace, bound)
     stride = logits.stride(0) if num_rows > 1 else 0
     launch(
         sample_logits_kernel,
@@ -355,8 +335,7 @@ def sample_logits(
             workspace.group,
             workspace.logits,
             workspace.lse,
-            workspace.arrived,
-            *outputs,
+            *reduction.pointers,
             *features.pointers,
             num_rows,
             source.vocab_size,
@@ -378,9 +357,7 @@ def sample_logits(
             "BLOCK_V": config.block_v,
             "STAGES": config.stages,
             "LEFT": left,
-            "ONE_LAUNCH": one_launch,
-            "BLOCK_P": triton.next_power_of_2(bound) if one_launch else 1,
-            "BLOCK_R": config.reduce_rows if one_launch else 1,
+            **reduction.constants,
         },
         config.num_warps,
         (
@@ -406,8 +383,8 @@ def sample_logits(
             most_parts=bound * left,
             config=draw,
         )
-    if drawn is not None:
-        return drawn
+    if reduction.drawn is not None:
+        return reduction.drawn
     return reduce_parts(
         workspace,
         parts,

@@ -30,6 +30,7 @@ from .kept_row import (
     spans,
 )
 from .launch import launch
+from .reduce_parts import OUTPUTS
 from .tiles import DrawConfig
 
 _ARRIVALS = tl.constexpr(2.5)  # scores of the spans of one window: e^2.5 spans or fewer are as close, on average
@@ -195,7 +196,7 @@ def _search(
 
 @triton.jit(
     do_not_specialize=["vocab_size", "vocab_start", "num_groups"],
-    do_not_specialize_on_alignment=[*ROW_POINTERS, "token_ptr", "best_score_ptr", "logprob_ptr"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, *OUTPUTS],
 )
 def search_truncated_kernel(
     kept_ptr,  # [B, kept_width]

@@ -150,6 +150,7 @@ def sample_from_logits(
         read_for(logits.device, size, logits.shape[0], work),
         truncation=params.truncation,
         edits=params.edits,
+        all_greedy=params.all_greedy,
         return_logprob=return_logprob,
         workspace=workspace,
         draw=draw_on(logits.device, size),

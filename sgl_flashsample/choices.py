@@ -88,19 +88,20 @@ class Choices:
 
     def used_up_to(self, max_rows: int) -> Iterator[tuple[Work, int, Config]]:
         """What batches of 1 to ``max_rows`` rows take, each once per kind of work, with a batch size that takes it.
-        Greedy batches launch what plain ones do: of them, only what those do not take."""
+        On the fused path greedy batches launch what plain ones do: of them, only what those do not take."""
         for work in Work:
             found: dict[Config, int] = {}
             for num_rows in range(1, max_rows + 1):
                 found.setdefault(self.pick(num_rows, work), num_rows)
             if work.fallback is not None:
                 for num_rows in range(1, max_rows + 1):
-                    found.pop(self.pick(num_rows, work.fallback), None)
+                    if path_of_config(same := self.pick(num_rows, work.fallback)) is Path.FUSED:
+                        found.pop(same, None)
             yield from ((work, num_rows, config) for config, num_rows in found.items())
 
     def without(self, refused: Config, work: Work) -> Choices:
         """The same with the built-in choice wherever ``work`` takes ``refused``. Greedy batches launch what plain ones
-        do, so that a refusal of one is a refusal of both."""
+        do, or nearly: a refusal of one is a refusal of both."""
         affected = [other for other in Work if work in (other, other.fallback) or other is work.fallback]
         tuned = {
             own: {rows: config for rows, config in entries.items() if own not in affected or config != refused}

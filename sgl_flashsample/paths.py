@@ -13,6 +13,7 @@ from .choices import Choices, choices_for
 from .kernels.features import LogitEdits, Truncation
 from .kernels.head import LMHead, Workspace
 from .kernels.lm_head_sample import lm_head_sample, workspace_slots
+from .kernels.reduce_parts import Drawn
 from .kernels.sample_logits import read_slots, sample_logits
 from .kernels.tiles import ReadConfig
 from .work import Path, Work
@@ -58,8 +59,8 @@ def run(
     return_logprob: bool,
     workspace: Workspace | None,
     choices: Choices | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``token [B] i64``, ``score [B] f32`` and ``logprob [B] f32`` or None, as ``lm_head_sample``.
+) -> Drawn:
+    """As ``lm_head_sample``.
 
     Raises ValueError for arguments that do not fit, and for a head that ``path`` does not support.
     """
@@ -87,6 +88,7 @@ def run(
             config,
             truncation=truncation,
             edits=edits,
+            all_greedy=greedy,
             return_logprob=return_logprob,
             workspace=workspace,
             draw=choices.draw,

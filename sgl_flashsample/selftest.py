@@ -92,6 +92,8 @@ def refuse_wrong(
             if not fails:
                 verified.add((work, config))
                 continue
+            if choices.pick(num_rows, work) != config:
+                continue  # a refusal of plain batches took it from greedy ones
             problem = problem or f"another rank refuses {config} ({work})"
             if not choices.is_tuned(num_rows, work):
                 return Checked(choices, problem, tuple(refused))
@@ -135,6 +137,8 @@ def _compare(head: LMHead, num_rows: int, config: Config, work: Work, chunk_ids:
     row = torch.arange(num_rows, device=hidden.device)
     greedy_row = 1 if work.truncates else 0
     temperature = torch.where(row % 3 == greedy_row, 0.0, 0.5 + row % 4 * 0.5)
+    if work is Work.GREEDY:
+        temperature.zero_()
     seed, position = row * 7919 - 5, row + 11
     if isinstance(config, ReadConfig):
         slots = read_slots(head.vocab_size, num_rows, config, hidden.device)
@@ -154,7 +158,10 @@ def _compare(head: LMHead, num_rows: int, config: Config, work: Work, chunk_ids:
         options: dict[str, Any] = {"truncation": truncation, "edits": edits, "return_logprob": return_logprob}
         options |= {"workspace": workspace, "draw": draw_for(head)}
         if isinstance(config, ReadConfig):
-            token, _, _ = sample_logits(raw, head.source, temperature, seed, position, config, **options)
+            greedy = work is Work.GREEDY
+            token, _, _ = sample_logits(
+                raw, head.source, temperature, seed, position, config, all_greedy=greedy, **options
+            )
         else:
             token, _, _ = lm_head_sample(hidden, head, temperature, seed, position, config, **options)
         if truncation is not None:

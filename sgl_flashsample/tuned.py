@@ -69,7 +69,7 @@ DRAWS: dict[str, DrawConfig] = {"sm80": DrawConfig(gather=16)}
 READS: dict[Work, list[tuple[int, ReadConfig]]] = {
     Work.PLAIN: [(512, ReadConfig(1, 1024, 1, ctas_per_sm=32, one_launch=True))],
     Work.TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
-    Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=64, one_launch=True))],
+    Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=64))],
     Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
 }
 # {(family, bytes per weight element, work): largest number of rows that the fused pass takes}

@@ -75,7 +75,8 @@ def launch_once(
     if isinstance(config, ReadConfig):
         workspace = Workspace(read_slots(head.vocab_size, 1, config, weight.device), weight.device)
         logits = workspace.gemm(1, weight.shape[0], weight.dtype)
-        sample_logits(logits, head.source, one, row, row, config, workspace=workspace, **options)
+        greedy = work is Work.GREEDY
+        sample_logits(logits, head.source, one, row, row, config, all_greedy=greedy, workspace=workspace, **options)
     else:
         hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
         lm_head_sample(hidden, head, one, row, row, config, **options)

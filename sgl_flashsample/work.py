@@ -15,8 +15,8 @@ class Path(enum.StrEnum):
 class Work(enum.StrEnum):
     """What a launch does beside drawing: it decides which tile is fastest, and which ones fit the registers.
 
-    A batch is GREEDY when it has nothing but greedy rows, neither truncated nor edited. Its kernels are those of PLAIN,
-    and so is its entry wherever a table has none for it.
+    A batch is GREEDY when it has nothing but greedy rows, neither truncated nor edited. The fused pass launches for it
+    what it does for PLAIN, a reader leaves out the noise; its entry is PLAIN's wherever a table has none for it.
     """
 
     PLAIN = "plain"

@@ -53,13 +53,14 @@ for name, itemsize in TABLE:
                         continue
                     used = compile.resources_of_lm_head_sample(capability, 4096, dtype, tile, **options, **features)
                     report(f"{work}: {tile} {dtype} {options}", used)
-            if work is Work.PLAIN:
+            if work is Work.PLAIN and not tile.one_launch:
                 used = compile.resources_of_reduce_parts(capability, tile, 256, return_logprob=True)
                 report(f"reduction of {tile}", used)
 for work, entries in READS.items():
     features = {"truncate": work.truncates, "edits": work.edits}
     for config in {config for _, config in entries}:
-        for options in [{"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "return_logprob": True},
+        greedy = [{"dtype": torch.bfloat16, "softcap": True, "all_greedy": True}] if work is Work.PLAIN else []
+        for options in [*greedy, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "return_logprob": True},
                         {"dtype": torch.float32, "softcap": True}, {"dtype": torch.bfloat16, "whole_groups": False}]:
             used = compile.resources_of_sample_logits(capability, config=config, **options, **features)
             report(f"reader, {work}: {config} {options}", used)
