@@ -133,8 +133,10 @@ def judge(
     ties = [c for c in running if c.name in alive and (standings[c.name].ratio <= band or standings[c.name].low <= 0.0)]
     winner, gain, gain_low = _choose(ties, kept, default, policy)
     # More rounds may still show that the default is slower for certain, or that who seems slower is.
-    doubtful = winner == default and standings[winner].ratio > band or any(standings[c.name].ratio > band for c in ties)
-    decided = known and not doubtful or (rounds >= policy.least and not open_ratios)
+    doubtful = (winner == default and standings[winner].ratio > band) or any(
+        standings[c.name].ratio > band for c in ties
+    )
+    decided = (known and not doubtful) or (rounds >= policy.least and not open_ratios)
     done = last or rounds >= policy.most or decided
     tied = tuple(sorted(c.name for c in ties if c.name != winner))
     clock = statistics.median([v for v, counted in zip(clocks, counts, strict=True) if counted])
