@@ -13,18 +13,19 @@ def family_of(cc: str) -> str | None:
 
 
 def tile_of(family: str, itemsize: int, num_rows: int, work: Work) -> TileConfig:
-    entries = tuned.WORK_TABLE.get((family, itemsize, tuned.Work(_kernels(work)))) or tuned.TABLE[family, itemsize]
+    kernels = _kernels(work)
+    entries = tuned.WORK_TABLE.get((family, itemsize, kernels)) or tuned.TABLE[family, itemsize]
     return next((tile for largest, tile in entries if num_rows <= largest), entries[-1][1])
 
 
 def reader_of(num_rows: int, work: Work) -> ReadConfig:
-    entries = tuned.READS[tuned.Work(_kernels(work))]
+    entries = tuned.READS[_kernels(work)]
     return next((config for largest, config in entries if num_rows <= largest), entries[-1][1])
 
 
 def default_of(family: str, itemsize: int, num_rows: int, work: Work) -> Config:
     """What a batch takes without a tuned table."""
-    most = tuned.PATHS.get((family, itemsize, tuned.Work(_kernels(work))), tuned.FUSED_ROWS)
+    most = tuned.PATHS.get((family, itemsize, _kernels(work)), tuned.FUSED_ROWS)
     return tile_of(family, itemsize, num_rows, work) if num_rows <= most else reader_of(num_rows, work)
 
 
@@ -41,6 +42,6 @@ def readers_of() -> list[ReadConfig]:
     return list(dict.fromkeys(config for entries in tuned.READS.values() for _, config in entries))
 
 
-def _kernels(work: Work) -> str:
+def _kernels(work: Work) -> Work:
     """Greedy batches have the kernels of plain ones."""
-    return (work.fallback or work).value
+    return work.fallback or work

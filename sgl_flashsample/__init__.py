@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .kernels.head import LMHead, Workspace
     from .kernels.rng import NOISE_ABI
     from .kernels.tiles import TileConfig
-    from .tuned import Path
+    from .work import Path
 
 _HOMES = {
     "BatchParams": ".api",
@@ -35,7 +35,7 @@ _HOMES = {
     "Workspace": ".kernels.head",
     "NOISE_ABI": ".kernels.rng",
     "TileConfig": ".kernels.tiles",
-    "Path": ".tuned",
+    "Path": ".work",
 }
 
 __all__ = [

@@ -7,11 +7,13 @@ import dataclasses
 
 import torch
 
+from .choices import Choices
 from .kernels.features import LogitEdits, Truncation
 from .kernels.head import LMHead, LogitsSource, Workspace
 from .kernels.sample_logits import sample_logits
 from .paths import run
-from .tuned import Path, Work, draw_on, read_for
+from .tuned import draw_on, read_for
+from .work import Path, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +26,7 @@ class BatchParams:
     position: ``[B]`` int64, at least 0 and different for each token of a request, for example its index.
     truncation: top-k, top-p and min-p of the rows; None where no row has any.
     edits: penalties, grammar mask and bias of the rows; None where no row has any.
+    all_greedy: the caller knows that every temperature is 0. Changes no token: another configuration may be faster.
     """
 
     temperature: torch.Tensor
@@ -31,6 +34,7 @@ class BatchParams:
     position: torch.Tensor
     truncation: Truncation | None = None
     edits: LogitEdits | None = None
+    all_greedy: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,7 @@ def sample(
     return_logprob: bool = False,
     workspace: Workspace | None = None,
     path: Path | None = None,
+    choices: Choices | None = None,
 ) -> SampleOutput:
     """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, in one pass over the head.
 
@@ -70,10 +75,12 @@ def sample(
             a scale or a vocabulary shard. Keep one ``LMHead`` per model: it caches its descriptors.
         params: per-row temperature, seed and position.
         return_logprob: also compute the token's log-probability.
-        workspace: scratch to reuse (``paths.make_workspace(head, max_rows)``); allocated when None. It grows with the
-            first larger batch that has a truncation or a GEMM: before a CUDA graph is captured, call once with the
-            largest.
-        path: how it is done; the fastest one when None (``tuned.path_for``).
+        workspace: scratch to reuse (``paths.make_workspace(head, max_rows, choices=choices)``); allocated when None. It
+            grows with the first larger batch that has a truncation or a GEMM: before a CUDA graph is captured, call
+            once with the largest.
+        path: how it is done; the fastest one when None, as ``choices`` has it.
+        choices: which path and configuration a batch takes, ``resolve(head).choices`` from a tuned table; the built-in
+            ones when None. Resolve once per head: it reads files.
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
     neighbours, tile, shards, path, or eager against graph; ids are below ``vocab_size``; the first maximum wins
@@ -82,7 +89,7 @@ def sample(
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it. A path that cannot
-            serve the head.
+            serve the head. Choices for heads of another shape.
     """
     head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
     token_ids, scores, logprobs = run(
@@ -94,8 +101,10 @@ def sample(
         params.position,
         truncation=params.truncation,
         edits=params.edits,
+        greedy=params.all_greedy,
         return_logprob=return_logprob,
         workspace=workspace,
+        choices=choices,
     )
     return SampleOutput(token_ids, logprobs, scores)
 
@@ -131,7 +140,7 @@ def sample_from_logits(
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it.
     """
     size = logits.shape[-1] if vocab_size is None else vocab_size
-    work = Work.of(params.truncation is not None, params.edits is not None)
+    work = Work.of(params.truncation is not None, params.edits is not None, params.all_greedy)
     token_ids, scores, logprobs = sample_logits(
         logits,
         LogitsSource(size, vocab_start, logit_scale, softcap),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .choices import Choices, Config, choices_for
 from .kernels.features import Edit, LogitEdits, Truncation
 from .kernels.head import LMHead, Workspace
 from .kernels.lm_head_sample import lm_head_sample, num_parts
@@ -21,10 +22,11 @@ from .kernels.reference import (
 )
 from .kernels.rng import GROUP_SIZE
 from .kernels.sample_logits import read_slots, sample_logits
-from .kernels.tiles import ReadConfig, TileConfig
+from .kernels.tiles import ReadConfig
 from .paths import compute_logits
-from .tuned import Work, draw_for, fused_up_to, readers_up_to, tile_for, tiles_up_to
+from .tuned import draw_for
 from .warmup import compile_at_once, launch_once
+from .work import Work
 
 # Enough ids for each program of a large GPU to walk several vocabulary tiles.
 MAX_IDS = 40_000
@@ -36,36 +38,99 @@ _ACCUMULATION = 2.0**-18
 
 
 def compare_with_reference(
-    head: LMHead, max_rows: int, chunk_ids: int = CHUNK_IDS, *, bool_masks: bool = False
+    head: LMHead,
+    max_rows: int,
+    chunk_ids: int = CHUNK_IDS,
+    *,
+    bool_masks: bool = False,
+    choices: Choices | None = None,
 ) -> str | None:
-    """Draw with every tile and every reader that batches of up to ``max_rows`` rows use, whatever their features, on
-    the first ids of ``head``.
+    """Draw with every tile and every reader that batches of up to ``max_rows`` rows take (of ``choices``, built in when
+    None), whatever their features, on the first ids of ``head``.
 
     Compiles each kernel that such batches need, with ``bool_masks`` also those for grammar masks of dtype bool.
     Returns None when every token is the reference's (near-ties excepted), else what differed.
     """
-    # The last group is as full as the whole vocabulary's: a reader is compiled for whole groups or for any.
-    vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
-    cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
-    compile_at_once([head, cut], max_rows, bool_masks=bool_masks)
-    for work in Work:
-        if work.truncates and head.vocab_start:
-            continue  # only a whole vocabulary is truncated
-        configs: list[tuple[int, TileConfig | ReadConfig]] = []
-        configs += tiles_up_to(head, fused_up_to(head, max_rows, work), work)
-        configs += readers_up_to(head, max_rows, work)
-        for num_rows, config in configs:
-            problem = _compare(cut, num_rows, config, work, chunk_ids)
-            if problem is not None:
-                return f"{problem} with {config} ({work})"
-        if work.truncates and vocab_size < head.vocab_size:
+    choices = choices or choices_for(head)
+    check = _Check(head, max_rows, chunk_ids, bool_masks, choices)
+    return next(filter(None, (check.problem_of(*used) for used in choices.used_up_to(max_rows))), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """choices: what is left of those that were checked. problem: why not even the built-in ones can be trusted, or
+    None. refused: of each configuration that was taken out, what was wrong with it."""
+
+    choices: Choices
+    problem: str | None
+    refused: tuple[str, ...]
+
+
+def refuse_wrong(
+    head: LMHead,
+    max_rows: int,
+    choices: Choices,
+    *,
+    bool_masks: bool = False,
+    agree: Callable[[list[bool]], list[bool]] = lambda failed: failed,
+) -> Checked:
+    """``compare_with_reference`` for each configuration by itself: one from a tuned table that fails, or that does not
+    compile, gives its batches back to the built-in choice, which is checked in turn.
+
+    agree: given which of the configurations failed here, which of them failed anywhere; called alike on all ranks.
+    """
+    refused: list[str] = []
+    verified: set[tuple[Work, Config]] = set()
+    while True:
+        used = [one for one in choices.used_up_to(max_rows) if (one[0], one[2]) not in verified]
+        if not used:
+            return Checked(choices, None, tuple(refused))
+        check = _Check(head, max_rows, CHUNK_IDS, bool_masks, choices)
+        problems = [check.problem_or_error(*one) for one in used]
+        failed = agree([problem is not None for problem in problems])
+        for (work, num_rows, config), problem, fails in zip(used, problems, failed, strict=True):
+            if not fails:
+                verified.add((work, config))
+                continue
+            problem = problem or f"another rank refuses {config} ({work})"
+            if not choices.is_tuned(num_rows, work):
+                return Checked(choices, problem, tuple(refused))
+            choices = choices.without(config, work)
+            refused.append(problem)
+
+
+class _Check:
+    """Kernels of ``head`` compiled together, then checked one by one."""
+
+    def __init__(self, head: LMHead, max_rows: int, chunk_ids: int, bool_masks: bool, choices: Choices) -> None:
+        # The last group is as full as the whole vocabulary's: a reader is compiled for whole groups or for any.
+        vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
+        self.head, self.chunk_ids = head, chunk_ids
+        self.cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
+        self.first = {work: choices.pick(1, work) for work in Work}
+        compile_at_once([head, self.cut], max_rows, bool_masks=bool_masks, choices=choices)
+
+    def problem_of(self, work: Work, num_rows: int, config: Config) -> str | None:
+        if work.truncates and self.head.vocab_start:
+            return None  # only a whole vocabulary is truncated
+        problem = _compare(self.cut, num_rows, config, work, self.chunk_ids)
+        if problem is not None:
+            return f"{problem} with {config} ({work})"
+        if config == self.first[work] and work.truncates and self.cut.vocab_size < self.head.vocab_size:
             # The draw is compiled for a size of the vocabulary: the first truncated request must not wait for it.
             for return_logprob in (False, True):
-                launch_once(head, tile_for(head, 1, work), work, return_logprob)
-    return None
+                launch_once(self.head, config, work, return_logprob)
+        return None
+
+    def problem_or_error(self, work: Work, num_rows: int, config: Config) -> str | None:
+        try:
+            return self.problem_of(work, num_rows, config)
+        except Exception as error:  # whatever a compiler or a device makes of a configuration
+            line = (str(error).splitlines() or [""])[0]
+            return f"{type(error).__name__}: {line} with {config} ({work})"
 
 
-def _compare(head: LMHead, num_rows: int, config: TileConfig | ReadConfig, work: Work, chunk_ids: int) -> str | None:
+def _compare(head: LMHead, num_rows: int, config: Config, work: Work, chunk_ids: int) -> str | None:
     expected = expect(head, num_rows, work, reads=isinstance(config, ReadConfig), chunk_ids=chunk_ids)
     with_and_without = (difference(expected, config, return_logprob=logprob) for logprob in (False, True))
     return next((problem for problem in with_and_without if problem is not None), None)
@@ -98,7 +163,7 @@ def expect(head: LMHead, num_rows: int, work: Work, *, reads: bool, chunk_ids: i
     params = {"temperature": temperature, "seed": row * 7919 - 5, "position": row + 11}
     raw = None
     if reads:
-        raw, _ = compute_logits(hidden, head, work, Workspace(1, hidden.device))
+        raw = compute_logits(hidden, head, Workspace(1, hidden.device))
         low, logits, high = _logits_of_gemm(raw, head)
     else:
         low, logits, high = (_logits(hidden, head, chunk_ids, sign * _ACCUMULATION) for sign in (-1, 0, 1))
@@ -111,7 +176,7 @@ def expect(head: LMHead, num_rows: int, work: Work, *, reads: bool, chunk_ids: i
     return Expectation(head, work, hidden, raw, params, low, logits, high, truncation, edits, want)
 
 
-def difference(expected: Expectation, config: TileConfig | ReadConfig, *, return_logprob: bool) -> str | None:
+def difference(expected: Expectation, config: Config, *, return_logprob: bool) -> str | None:
     """How what ``config`` draws differs from the expectation; None where it does not."""
     head, hidden, num_rows = expected.head, expected.hidden, len(expected.hidden)
     truncation, want = expected.truncation, expected.want

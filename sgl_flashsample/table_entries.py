@@ -142,7 +142,7 @@ class EntryReader(Reader):
         if kind is None:
             self.note(f"{where}: the path {path!r}")
             return Choice(path, self.free(f"{where}.config", config))
-        known = {}
+        known: dict[str, Any] = {}
         for field in dataclasses.fields(kind):
             place = f"{where}.config.{field.name}"
             if field.name not in config and field.default is not dataclasses.MISSING:

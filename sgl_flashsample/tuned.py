@@ -1,5 +1,5 @@
-"""Which path a batch takes (``path_for``), and which tile (``tile_for``), reader (``read_for``) and draw (``draw_for``)
-its launches use: tables, and a lookup for each.
+"""The built-in choices: which path a batch takes (``path_for``), and which tile (``tile_for``), reader (``read_for``)
+and draw (``draw_for``) its launches use. Tables, and a lookup for each; ``choices.py`` puts a tuned table on top.
 
 The 2-byte entries for compute capability 9.0 come from benchmarks/results/h200-tiles.json, where they are within
 1.5 % of the best at every batch size and both hidden sizes. All others are neighbours of them that compile without
@@ -8,43 +8,15 @@ register spills for their device (``tests/test_compile.py``); they are not measu
 
 from __future__ import annotations
 
-import enum
 import functools
+from typing import NamedTuple
 
 import torch
 
 from .kernels.head import LMHead
 from .kernels.rng import GROUP_SIZE
 from .kernels.tiles import DEFAULT_DRAW, DrawConfig, ReadConfig, TileConfig
-
-
-class Path(enum.StrEnum):
-    """One way to do the last step. What each supports and does: ``paths.py``."""
-
-    FUSED = "fused"  # one pass over the head
-    LOGITS = "logits"  # a GEMM, then one reader of its output
-
-
-class Work(enum.StrEnum):
-    """What a launch does beside drawing: it decides which tile is fastest, and which ones fit the registers."""
-
-    PLAIN = "plain"
-    TRUNCATE = "truncate"
-    EDIT = "edit"
-    EDIT_AND_TRUNCATE = "edit+truncate"
-
-    @classmethod
-    def of(cls, truncate: bool, edit: bool) -> Work:
-        return (cls.EDIT_AND_TRUNCATE if truncate else cls.EDIT) if edit else cls.TRUNCATE if truncate else cls.PLAIN
-
-    @property
-    def truncates(self) -> bool:
-        return self in (Work.TRUNCATE, Work.EDIT_AND_TRUNCATE)
-
-    @property
-    def edits(self) -> bool:
-        return self in (Work.EDIT, Work.EDIT_AND_TRUNCATE)
-
+from .work import Path, Work
 
 Entries = list[tuple[int, TileConfig]]
 # {(family, bytes per weight element): [(largest number of rows, tile)]}; the last entry serves larger batches too.
@@ -111,13 +83,34 @@ FUSED_ROWS = 64  # where PATHS has no entry
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 
 
+class Shape(NamedTuple):
+    """What of a head the built-in choices depend on. has_gemm: a GEMM gives the head's logits as they are to be."""
+
+    device: torch.device
+    itemsize: int  # bytes per weight element
+    vocab_size: int
+    hidden_size: int
+    has_gemm: bool
+
+    @classmethod
+    def of(cls, head: LMHead) -> Shape:
+        weight = head.weight
+        return cls(
+            weight.device, weight.element_size(), head.vocab_size, weight.shape[1], head.rounding is weight.dtype
+        )
+
+
 @functools.lru_cache(maxsize=4096)
 def _tile(family: str, itemsize: int, num_rows: int, work: Work) -> TileConfig:
-    entries = WORK_TABLE.get((family, itemsize, work)) or TABLE[family, itemsize]
+    entries = (
+        WORK_TABLE.get((family, itemsize, work))
+        or (work.fallback and WORK_TABLE.get((family, itemsize, work.fallback)))
+        or TABLE[family, itemsize]
+    )
     return next((tile for largest, tile in entries if num_rows <= largest), entries[-1][1])
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _interpreted_tile(vocab_size: int, hidden_size: int, num_rows: int) -> TileConfig:
     """Interpreted programs cost milliseconds each: as few as the interpreter's block limit of 2**20 allows."""
 
@@ -136,15 +129,23 @@ def family_of(device: torch.device) -> str | None:
     return FAMILIES.get(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else None
 
 
-def tile_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> TileConfig:
-    """The tile for ``num_rows`` rows of ``head``. Raises ValueError on a device without an entry."""
-    weight = head.weight
-    if weight.device.type == "cpu":
-        return _interpreted_tile(head.vocab_size, weight.shape[1], num_rows)
-    family = family_of(weight.device)
+def _known_family(device: torch.device) -> str:
+    family = family_of(device)
     if family is None:
-        raise ValueError(f"device is {weight.device}; expected a CUDA device of compute capability 8.0 or newer")
-    return _tile(family, weight.element_size(), num_rows, work)
+        raise ValueError(f"device is {device}; expected a CUDA device of compute capability 8.0 or newer")
+    return family
+
+
+def tile_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> TileConfig:
+    """The tile for ``num_rows`` rows of such a head. Raises ValueError on a device without an entry."""
+    if shape.device.type == "cpu":
+        return _interpreted_tile(shape.vocab_size, shape.hidden_size, num_rows)
+    return _tile(_known_family(shape.device), shape.itemsize, num_rows, work)
+
+
+def tile_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> TileConfig:
+    """``tile_of`` the shape of ``head``."""
+    return tile_of(Shape.of(head), num_rows, work)
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,25 +166,22 @@ def draw_for(head: LMHead) -> DrawConfig:
     return draw_on(head.weight.device, head.vocab_size)
 
 
-def tiles_up_to(head: LMHead, max_rows: int, work: Work = Work.PLAIN) -> list[tuple[int, TileConfig]]:
-    """The distinct tiles that batches of 1 to ``max_rows`` rows use, each with a batch size that uses it."""
-    found: dict[TileConfig, int] = {}
-    for num_rows in range(1, max_rows + 1):
-        found.setdefault(tile_for(head, num_rows, work), num_rows)
-    return [(num_rows, tile) for tile, num_rows in found.items()]
-
-
-def path_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> Path:
-    """The fastest path for ``num_rows`` rows of ``head``, of those that are exact for it."""
-    weight = head.weight
-    family = family_of(weight.device)
-    if family is None or head.rounding is not weight.dtype:
+def path_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> Path:
+    """The fastest path for ``num_rows`` rows of such a head, of those that are exact for it."""
+    family = family_of(shape.device)
+    if family is None or not shape.has_gemm:
         return Path.FUSED
-    most = PATHS.get((family, weight.element_size(), work), FUSED_ROWS)
+    key = (family, shape.itemsize)
+    most = PATHS.get((*key, work)) or PATHS.get((*key, work.fallback or work)) or FUSED_ROWS
     return Path.FUSED if num_rows <= most else Path.LOGITS
 
 
-@functools.lru_cache(maxsize=256)
+def path_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> Path:
+    """``path_of`` the shape of ``head``."""
+    return path_of(Shape.of(head), num_rows, work)
+
+
+@functools.lru_cache(maxsize=4096)
 def _interpreted_read(vocab_size: int, num_rows: int) -> ReadConfig:
     block_b = 1 << min(max(0, num_rows - 1).bit_length(), 6)
     block_v = min(max(2 * GROUP_SIZE, 1 << max(0, vocab_size - 1).bit_length()), 2**20 // block_b)
@@ -194,26 +192,11 @@ def read_for(device: torch.device, vocab_size: int, num_rows: int, work: Work = 
     """The reader of ``num_rows`` rows of logits. Raises ValueError on a device without an entry."""
     if device.type == "cpu":
         return _interpreted_read(vocab_size, num_rows)
-    if family_of(device) is None:
-        raise ValueError(f"device is {device}; expected a CUDA device of compute capability 8.0 or newer")
+    _known_family(device)
     return _read(num_rows, work)
 
 
 @functools.lru_cache(maxsize=4096)
 def _read(num_rows: int, work: Work) -> ReadConfig:
-    entries = READS[work]
+    entries = READS.get(work) or READS[work.fallback or work]
     return next((config for largest, config in entries if num_rows <= largest), entries[-1][1])
-
-
-def fused_up_to(head: LMHead, max_rows: int, work: Work = Work.PLAIN) -> int:
-    """The largest batch of 1 to ``max_rows`` rows that takes the fused pass."""
-    return max(rows for rows in range(1, max_rows + 1) if path_for(head, rows, work) is Path.FUSED)
-
-
-def readers_up_to(head: LMHead, max_rows: int, work: Work = Work.PLAIN) -> list[tuple[int, ReadConfig]]:
-    """The distinct readers that batches of 1 to ``max_rows`` rows use, each with a batch size that uses it."""
-    found: dict[ReadConfig, int] = {}
-    for num_rows in range(1, max_rows + 1):
-        if path_for(head, num_rows, work) is Path.LOGITS:
-            found.setdefault(read_for(head.weight.device, head.vocab_size, num_rows, work), num_rows)
-    return [(num_rows, config) for config, num_rows in found.items()]

@@ -14,24 +14,28 @@ from typing import Any
 import torch
 import triton
 
+from .choices import Choices, choices_for
 from .kernels.features import Edit, LogitEdits, Truncation
 from .kernels.head import LMHead, Workspace
 from .kernels.launch import compiling_only
 from .kernels.lm_head_sample import lm_head_sample
 from .kernels.sample_logits import read_slots, sample_logits
 from .kernels.tiles import ReadConfig, TileConfig
-from .tuned import Work, draw_for, fused_up_to, readers_up_to, tiles_up_to
+from .tuned import draw_for
+from .work import Work
 
 logger = logging.getLogger("sgl_flashsample")
 
 MOST_WORKERS = 8
 
 
-def compile_at_once(heads: list[LMHead], max_rows: int, *, bool_masks: bool = False) -> None:
+def compile_at_once(
+    heads: list[LMHead], max_rows: int, *, bool_masks: bool = False, choices: Choices | None = None
+) -> None:
     """Compile what batches of 1 to ``max_rows`` rows of ``heads`` launch, whatever their features; run none of it.
 
-    bool_masks: also the kernels for grammar masks of dtype bool. What fails to compile fails again where it is
-    launched, and is reported there.
+    bool_masks: also the kernels for grammar masks of dtype bool. choices: what batches take; the built-in choices for
+    the first head when None. What fails to compile fails again where it is launched, and is reported there.
     """
     if triton.knobs.runtime.interpret:
         return  # there is nothing to compile
@@ -39,25 +43,20 @@ def compile_at_once(heads: list[LMHead], max_rows: int, *, bool_masks: bool = Fa
     try:
         with ThreadPoolExecutor(workers) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), compiling_only():
             for head in heads:
-                _launch_all(head, max_rows, bool_masks)
+                _launch_all(head, max_rows, bool_masks, choices or choices_for(heads[0]))
     except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
         logger.debug("flashsample: kernels are not compiled ahead: %s: %s", type(error).__name__, error)
 
 
-def _launch_all(head: LMHead, max_rows: int, bool_masks: bool) -> None:
+def _launch_all(head: LMHead, max_rows: int, bool_masks: bool, choices: Choices) -> None:
     # The kernels that take longest come first, so that none of them is left alone at the end.
-    for work in sorted(Work, key=lambda work: not work.truncates):
+    for work, _, config in sorted(choices.used_up_to(max_rows), key=lambda used: not used[0].truncates):
         if work.truncates and head.vocab_start:
             continue  # only a whole vocabulary is truncated
-        configs: list[TileConfig | ReadConfig] = [
-            tile for _, tile in tiles_up_to(head, fused_up_to(head, max_rows, work), work)
-        ]
-        configs += [config for _, config in readers_up_to(head, max_rows, work)]
-        for config in configs:
-            for return_logprob in (False, True):
-                launch_once(head, config, work, return_logprob)
-                if bool_masks and work.edits:
-                    launch_once(head, config, work, return_logprob, bool_mask=True)
+        for return_logprob in (False, True):
+            launch_once(head, config, work, return_logprob)
+            if bool_masks and work.edits:
+                launch_once(head, config, work, return_logprob, bool_mask=True)
 
 
 def launch_once(

@@ -11,6 +11,7 @@ import torch
 from problems import reference
 from sgl_flashsample.kernels.features import Edit
 from sgl_flashsample.kernels.reference import lm_head_sample_ref, logits_ref
+from sgl_flashsample.kernels.tiles import ReadConfig
 
 import sgl_flashsample
 from sgl_flashsample import (
@@ -25,8 +26,10 @@ from sgl_flashsample import (
     sample_from_logits,
     tuned,
 )
+from sgl_flashsample.choices import Choices
 from sgl_flashsample.paths import make_workspace
-from sgl_flashsample.tuned import TABLE, WORK_TABLE, Work, tile_for, tiles_up_to
+from sgl_flashsample.tuned import TABLE, WORK_TABLE, Shape, tile_for
+from sgl_flashsample.work import Work
 
 
 def problem(device, rows=9, vocab=600, hidden=32):
@@ -130,20 +133,22 @@ def test_the_path_follows_the_number_of_rows_on_a_gpu_and_is_the_fused_one_elsew
         monkeypatch.setattr(tuned, "family_of", lambda _, family=family: family)
         assert tuned.path_for(head, most) is Path.FUSED
         assert tuned.path_for(head, most + 1) is Path.LOGITS
-        assert tuned.fused_up_to(head, 512) == most
-        assert tuned.fused_up_to(head, 3) == 3
+        assert tuned.path_for(head, most, Work.GREEDY) is Path.FUSED
+        assert tuned.path_for(head, most + 1, Work.GREEDY) is Path.LOGITS
 
 
-def test_scratch_for_a_range_of_batches_is_not_allocated_again(device, monkeypatch):
+def test_scratch_for_a_range_of_batches_is_not_allocated_again(device):
     states, weight, params = problem(device)
     head = LMHead(weight)
-    monkeypatch.setattr(tuned, "path_for", lambda head, rows, work=Work.PLAIN: Path.FUSED if rows < 4 else Path.LOGITS)
-    workspace = make_workspace(head, 9)
+    read = ReadConfig(2, 64, 4)
+    own = Choices(Shape.of(head), {Work.PLAIN: dict.fromkeys(range(4, 10), read)})
+    workspace = make_workspace(head, 9, choices=own)
     buffer = workspace.gemm(9, 600, torch.float32)
     assert buffer.stride() == (608, 1), "rows start at multiples of 16 elements"
     for rows in (1, 4, 9):
         cut = BatchParams(params.temperature[:rows], params.seed[:rows], params.position[:rows])
-        sample(states[:rows], head, cut, workspace=workspace, path=Path.LOGITS)
+        for path in (None, Path.LOGITS):
+            sample(states[:rows], head, cut, workspace=workspace, path=path, choices=own)
     assert workspace.gemm(9, 600, torch.float32).data_ptr() == buffer.data_ptr()
     assert workspace.gemm(10, 600, torch.float32).untyped_storage().nbytes() == 2 * 9 * 608 * 4
 
@@ -215,11 +220,17 @@ def test_work_is_named_by_its_features():
         for edits in (False, True):
             work = Work.of(truncates, edits)
             assert (work.truncates, work.edits) == (truncates, edits)
+            assert work is not Work.GREEDY
+    assert Work.of(False, False, greedy=True) is Work.GREEDY
+    assert Work.of(False, True, greedy=True) is Work.EDIT, "the kernel edits, greedy or not"
+    assert not (Work.GREEDY.truncates or Work.GREEDY.edits)
 
 
 def test_work_without_an_entry_of_its_own_takes_the_tiles_of_a_plain_draw():
     assert ("sm100", 4, Work.EDIT) not in WORK_TABLE
     assert tuned._tile("sm100", 4, 17, Work.EDIT) == tuned._tile("sm100", 4, 17, Work.PLAIN)
+    assert tuned._tile("sm90", 2, 64, Work.GREEDY) == tuned._tile("sm90", 2, 64, Work.PLAIN)
+    assert tuned._read(64, Work.GREEDY) == tuned._read(64, Work.PLAIN)
     assert tuned._tile("sm90", 2, 64, Work.TRUNCATE) == WORK_TABLE["sm90", 2, Work.TRUNCATE][-1][1]
 
 
@@ -227,13 +238,6 @@ def test_work_without_an_entry_of_its_own_takes_the_tiles_of_a_plain_draw():
 def test_every_batch_size_has_a_tile(device, rows):
     head = LMHead(torch.zeros(1000, 32, device=device))
     assert tile_for(head, rows).block_v % 16 == 0
-
-
-def test_the_tiles_of_a_range_are_those_that_its_batches_use(device):
-    head = LMHead(torch.zeros(1000, 32, device=device))
-    tiles = dict((tile, rows) for rows, tile in tiles_up_to(head, 130))
-    assert {tile_for(head, rows) for rows in range(1, 131)} == set(tiles)
-    assert all(tile_for(head, rows) == tile for tile, rows in tiles.items())
 
 
 @pytest.mark.parametrize("key", TABLE, ids=str)

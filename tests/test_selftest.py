@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_flashsample import LMHead, selftest, tuned
-from sgl_flashsample.tuned import Path, Work
+from sgl_flashsample import LMHead, choices, selftest
+from sgl_flashsample.choices import Choices, choices_for
+from sgl_flashsample.tuned import Shape
+from sgl_flashsample.work import Path, Work
+
+LAUNCHED = [work for work in Work if work.fallback is None]  # greedy batches launch what plain ones do
 
 
 def head(device, **options):
@@ -44,7 +48,7 @@ def broken(monkeypatch):
     return break_it
 
 
-@pytest.mark.parametrize("work", Work)
+@pytest.mark.parametrize("work", LAUNCHED)
 def test_a_kernel_that_draws_another_token_is_named_with_its_tile_and_its_work(device, broken, work):
     broken(work)
     problem = selftest.compare_with_reference(head(device), 4)
@@ -84,7 +88,7 @@ def test_every_kernel_of_every_work_is_compiled_with_and_without_logprobs(device
     monkeypatch.setattr(selftest, "MAX_IDS", 128)
     assert selftest.compare_with_reference(head(device), 1) is None
     cut = 128 + 700 % 16  # the last group is as full as the whole vocabulary's
-    wanted = {(work, cut) for work in Work} | {(work, 700) for work in Work if work.truncates}
+    wanted = {(work, cut) for work in LAUNCHED} | {(work, 700) for work in Work if work.truncates}
     assert seen == {(*one, return_logprob) for one in wanted for return_logprob in (False, True)}
 
 
@@ -92,19 +96,16 @@ def test_every_tile_and_reader_of_every_work_is_drawn_with(device, monkeypatch):
     seen = set()
     monkeypatch.setattr(selftest, "_compare", lambda head, rows, tile, work, chunk: seen.add((work, tile)))
     selftest.compare_with_reference(head(device), 130)
-    own = head(device)
-    tiles = {(w, tile) for w in Work for _, tile in tuned.tiles_up_to(own, tuned.fused_up_to(own, 130, w), w)}
-    assert seen == tiles | {(w, config) for w in Work for _, config in tuned.readers_up_to(own, 130, w)}
+    own = choices_for(head(device))
+    assert seen == {(work, own.pick(rows, work)) for work in LAUNCHED for rows in range(1, 131)}
 
 
 @pytest.fixture
 def large(monkeypatch):
     """Batches of more than 3 rows take a GEMM and a reader."""
 
-    def path(head, num_rows, work=Work.PLAIN):
-        return Path.FUSED if num_rows <= 3 else Path.LOGITS
-
-    monkeypatch.setattr(tuned, "path_for", path)
+    monkeypatch.setattr(choices, "path_of", lambda shape, rows, work: Path.FUSED if rows <= 3 else Path.LOGITS)
+    monkeypatch.setattr(selftest, "choices_for", lambda head: Choices(Shape.of(head)))  # not those kept from before
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ try:
 except ImportError:
     import sgl_flashsample
     sgl_flashsample.__path__.append(sys.path[0])
-from sgl_flashsample import BatchParams, LMHead, paths, sample, tuned, warmup
+from sgl_flashsample import BatchParams, LMHead, choices, sample, tuned, warmup
 from sgl_flashsample.kernels import draw_truncated, lm_head_sample, reduce_parts, search_truncated
 from sgl_flashsample.kernels.features import LogitEdits, Truncation
 from sgl_flashsample.kernels.launch import compiling_only
@@ -48,9 +48,9 @@ def compiler(src, target, options, **more):
 triton.compiler.compile = compiler
 triton.runtime.driver.set_active(Driver())
 os.sched_getaffinity = lambda process: {0, 1}
-tile_for = lambda head, rows, work=tuned.Work.PLAIN: tuned._tile("sm90", head.weight.element_size(), rows, work)
-tuned.tile_for = paths.tile_for = tile_for
-paths.draw_for = warmup.draw_for = lambda head: tuned.DEFAULT_DRAW
+choices.tile_of = lambda shape, rows, work: tuned._tile("sm90", shape.itemsize, rows, work)
+choices.draw_on = lambda device, vocab_size: tuned.DEFAULT_DRAW
+warmup.draw_for = lambda head: tuned.DEFAULT_DRAW
 lm_head_sample.resident_programs = lambda device, per: 132 * per
 V = 1_009
 
