@@ -1,4 +1,4 @@
-"""The built-in tables (``tuned.py``) by the name of a device's family: what a tuned table has to beat. No device needed."""
+"""The built-in tables (``tuned.py``) by the name of a device's family: what a tuned table has to beat. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ def family_of(cc: str) -> str | None:
 
 
 def tile_of(family: str, itemsize: int, num_rows: int, work: Work) -> TileConfig:
-    kernels = _kernels(work)
-    entries = tuned.WORK_TABLE.get((family, itemsize, kernels)) or tuned.TABLE[family, itemsize]
+    own = tuned.WORK_TABLE.get((family, itemsize, work))
+    entries = own or tuned.WORK_TABLE.get((family, itemsize, kernels_of(work))) or tuned.TABLE[family, itemsize]
     return next((tile for largest, tile in entries if num_rows <= largest), entries[-1][1])
 
 
 def reader_of(num_rows: int, work: Work) -> ReadConfig:
-    entries = tuned.READS[_kernels(work)]
+    entries = tuned.READS.get(work) or tuned.READS[kernels_of(work)]
     return next((config for largest, config in entries if num_rows <= largest), entries[-1][1])
 
 
 def default_of(family: str, itemsize: int, num_rows: int, work: Work) -> Config:
     """What a batch takes without a tuned table."""
-    most = tuned.PATHS.get((family, itemsize, _kernels(work)), tuned.FUSED_ROWS)
-    return tile_of(family, itemsize, num_rows, work) if num_rows <= most else reader_of(num_rows, work)
+    most = tuned.PATHS.get((family, itemsize, work)) or tuned.PATHS.get((family, itemsize, kernels_of(work)))
+    fused = num_rows <= (most or tuned.FUSED_ROWS)
+    return tile_of(family, itemsize, num_rows, work) if fused else reader_of(num_rows, work)
 
 
 def tiles_of(family: str, itemsize: int) -> list[TileConfig]:
-    """Every tile of the family, whatever it is for: a place to start."""
+    """Every tile of the family, whatever it is for: places to start."""
     found: dict[TileConfig, None] = {tile: None for _, tile in tuned.TABLE.get((family, itemsize), ())}
     for (other, size, _), entries in tuned.WORK_TABLE.items():
         if (other, size) == (family, itemsize):
@@ -42,6 +43,6 @@ def readers_of() -> list[ReadConfig]:
     return list(dict.fromkeys(config for entries in tuned.READS.values() for _, config in entries))
 
 
-def _kernels(work: Work) -> Work:
+def kernels_of(work: Work) -> Work:
     """Greedy batches have the kernels of plain ones."""
     return work.fallback or work

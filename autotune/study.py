@@ -60,6 +60,16 @@ class Study:
     def known(self) -> int:
         return len(self.trials) + len(self._asked)
 
+    @property
+    def asked(self) -> int:
+        """How many proposals have not been answered yet."""
+        return len(self._asked)
+
+    def offer(self, configs: Iterable[Config]) -> None:
+        """Try these next: they have been good elsewhere."""
+        inside = [config for config in configs if config in self.space.points]
+        self._seeds = [*(config for config in inside if config not in self._seeds), *self._seeds]
+
     def ask(self) -> Config | None:
         """A configuration that nobody has asked for yet; None when the study is over, or has nothing to propose until
         it is told more."""
@@ -92,9 +102,11 @@ class Study:
         return [trial.config for trial in ranked[:count]]
 
     def estimate(self, config: Config, batch: int) -> float:
-        us = self.trials[config].us
-        nearest = min(us, key=lambda measured: (abs(math.log2(measured / batch)), measured))
-        return us[nearest]
+        """Microseconds at the probe nearest to ``batch``."""
+        return self.trials[config].us[self.probe(config, batch)]
+
+    def probe(self, config: Config, batch: int) -> int:
+        return min(self.trials[config].us, key=lambda measured: (abs(math.log2(measured / batch)), measured))
 
     def _next_seed(self) -> Config | None:
         while True:
