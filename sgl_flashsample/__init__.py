@@ -18,13 +18,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import BatchParams, SampleOutput, sample, sample_from_logits
+    from .choices import Choices
     from .kernels.features import LogitEdits, Truncation
     from .kernels.head import LMHead, Workspace
     from .kernels.rng import NOISE_ABI
     from .kernels.tiles import TileConfig
+    from .lookup import load_table
+    from .resolution import resolve
     from .work import Path
 
 _HOMES = {
+    "Choices": ".choices",
+    "load_table": ".lookup",
+    "resolve": ".resolution",
     "BatchParams": ".api",
     "SampleOutput": ".api",
     "sample": ".api",
@@ -41,6 +47,7 @@ _HOMES = {
 __all__ = [
     "NOISE_ABI",
     "BatchParams",
+    "Choices",
     "LMHead",
     "LogitEdits",
     "Path",
@@ -49,6 +56,8 @@ __all__ = [
     "Truncation",
     "Workspace",
     "__version__",
+    "load_table",
+    "resolve",
     "sample",
     "sample_from_logits",
 ]

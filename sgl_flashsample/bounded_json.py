@@ -31,10 +31,10 @@ def parse(text: str, max_bytes: int) -> Any:
         raise BoundedError(f"it is not JSON: {shorten(str(error))}") from None
 
 
-def shorten(text: str) -> str:
-    """``text`` in one line of printable characters."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text[:200])
-    return line if len(line) <= 120 else line[:117] + "..."
+def shorten(text: str, most: int = 120) -> str:
+    """``text`` in one line of at most ``most`` printable characters."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: most + 1])
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def shown(value: Any) -> str:

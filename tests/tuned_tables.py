@@ -9,7 +9,7 @@ from sgl_flashsample.kernels.tiles import ReadConfig, TileConfig
 from sgl_flashsample.table import Bucket, Choice, Device, HeadShape, Table, sources_hash
 
 H200 = Device("NVIDIA H200", "9.0", 132, 50, 232_448)
-CPU = Device("cpu", "0.0", 1, 0, 0)
+CPU = Device("cpu", "0.0", 0, 0, 0)
 HEAD = HeadShape(128_256, 4096, "bf16")
 
 
