@@ -84,7 +84,12 @@ class Decider:
             except (KeyError, TypeError, ValueError, AttributeError):
                 continue
             self.publisher.add(event["work"], event["batch"], bucket, configs)
-        self.done = sum(len(found) for found in self.publisher.buckets.values())
+        decided = self.publisher.buckets
+        self.done = sum(
+            rows in decided.get(work.value, {})
+            for work in self.context.plan.works
+            for rows in self.context.plan.buckets
+        )
 
     def jobs(self) -> Iterable[Job]:
         """One job per kind of work: its buckets in order, since each helps the next; then what lies between them."""
@@ -237,12 +242,10 @@ class Decider:
             bucket=dataclasses.asdict(bucket),
             configs={key: config_data(config) for key, config in configs.items()},
         )
-        self.done += 1
+        self.done += rows in self.context.plan.buckets
         self.noisy.append(bucket.se / bucket.us)
         self.publisher.write()
-        gain = (
-            f"{bucket.gain:+.1%} of the default's time saved" if bucket.use != bucket.default else "the default stays"
-        )
+        gain = "the default stays" if bucket.use == bucket.default else f"{bucket.gain:.1%} less than the default"
         self.context.note(f"{work.value:13} {rows:4} rows: {bucket.us:8.1f} us  {bucket.use}  ({gain})")
 
     def _bucket_of(self, outcome: Outcome) -> Bucket:
@@ -300,7 +303,6 @@ class Decider:
                 p = yield from self._gtest(winner, work, label_of(winner, kernels_of(work).value))
                 if p >= ALPHA:
                     self._publish(work, rows, outcome)
-                    self.done -= 1  # it was not among those that were planned
 
     def _seen_transfer(self, work: Work, rows: int) -> bool:
         seen = {(event.get("work"), event.get("batch")) for event in self.context.log.of("transfer")}

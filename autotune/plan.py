@@ -137,18 +137,15 @@ class Plan:
         space = self.space(key)
         defaults = [self.default(rows, key.work) for rows in self.buckets]
         own = [config for config in defaults if self.study_of(config, key.work) == key]
-        built_in: list[Config] = list(builtin.readers_of())
-        if key.path == FUSED:
-            built_in = [self.fitted(tile, key.block_b) for tile in builtin.tiles_of(self.family, self.itemsize)]
-        others = [
-            self.fitted(config, key.block_b) if isinstance(config, TileConfig) else config for config in elsewhere
-        ]
-        found = [*own, *space.first(), *others, *built_in]
-        return [
-            config
-            for config in dict.fromkeys(found)
-            if isinstance(config, TileConfig) == (key.path == FUSED) and (config in own or config in space.points)
-        ]
+        built_in = builtin.tiles_of(self.family, self.itemsize) if key.path == FUSED else builtin.readers_of()
+        others: list[Config] = []
+        for config in (*elsewhere, *built_in):
+            if isinstance(config, TileConfig) and key.path == FUSED:
+                others.append(self.fitted(config, key.block_b))
+            elif not isinstance(config, TileConfig) and key.path == LOGITS:
+                others.append(config)
+        found = dict.fromkeys([*own, *space.first(), *others])
+        return [config for config in found if config in own or config in space.points]
 
     def fitted(self, tile: TileConfig, block_b: int) -> TileConfig:
         """``tile`` in another tile class, with as many stages as fit there."""

@@ -32,6 +32,7 @@ class Publisher:
         self.rejected: dict[str, dict[str, Any]] = {}
         self.provenance: dict[str, Any] = {"complete": False}
         self.began = time.time()
+        self._before = _same(self.path, device, head, env)  # its buckets stay until they are decided anew
 
     def reject(self, label: str, why: str, detail: str) -> None:
         self.rejected[label] = {"config": label, "why": why, "detail": detail[:200]}
@@ -41,12 +42,17 @@ class Publisher:
         self.configs |= configs
 
     def table(self) -> Table:
-        used = {key for found in self.buckets.values() for b in found.values() for key in (b.use, b.default, *b.tied)}
+        before = self._before
+        classes = {work: dict(buckets) for work, buckets in (before.classes if before else {}).items()}
+        choices = dict(before.configs if before else {}) | {k: Choice.of(c) for k, c in self.configs.items()}
+        for work, buckets in self.buckets.items():
+            classes[work] = {**classes.get(work, {}), **buckets}
+        used = {key for found in classes.values() for b in found.values() for key in (b.use, b.default, *b.tied)}
         return Table(
             device=self.device,
             head=self.head,
-            configs={key: Choice.of(self.configs[key]) for key in sorted(used - {""})},
-            classes=self.buckets,
+            configs={key: choices[key] for key in sorted(used - {""})},
+            classes=classes,
             tool={"sgl_flashsample": __version__, "noise": NOISE_ABI},
             env=self.env,
             measure={**MEASURE, "min_gain": self.effort.policy.min_gain},
@@ -81,17 +87,24 @@ def write_whole(path: Path, text: str) -> None:
 
 def up_to_date(path: Path, device: Device, head: HeadShape, env: dict[str, str], effort: Effort) -> bool:
     """Whether ``path`` holds the finished table of this device, head, kernels and versions, at this effort or more."""
+    table = _same(path, device, head, env)
+    if table is None or table.provenance.get("complete") is not True:
+        return False
+    return RANK.get(table.effort, -1) >= RANK[effort.name]
+
+
+def _same(path: Path, device: Device, head: HeadShape, env: dict[str, str]) -> Table | None:
+    """The table at ``path`` if it is of this device, head, kernels and versions."""
     try:
         table = Table.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TableError):
-        return False
-    return (
-        table.provenance.get("complete") is True
-        and (table.device, table.head) == (device, head)
+        return None
+    same = (
+        (table.device, table.head) == (device, head)
         and all(table.env.get(name) == env.get(name) for name in SAME_ENV)
         and all(entry.get("src") == sources_hash() for entry in table.kernels.values())
-        and RANK.get(table.effort, -1) >= RANK[effort.name]
     )
+    return table if same else None
 
 
 def key_map(configs: list[Config]) -> dict[str, Config]:
