@@ -18,6 +18,7 @@ from ..kernels.lm_head_sample import lm_head_sample, num_parts
 from ..kernels.reference import allowed_ref, edit_logits_ref, transform_ref
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.sample_logits import num_read_parts, sample_logits
+from ..paths import compute_logits
 from ..selftest import Expectation, difference, expect
 from ..tuned import draw_for
 from ..work import Work
@@ -94,11 +95,10 @@ class Gate:
         counts = torch.zeros(size, dtype=torch.int64, device=device)
         options = {"truncation": truncation, "edits": edits, "draw": draw_for(head)}
         if isinstance(config, ReadConfig):
-            parts = num_read_parts(size, rows, config, device)
-            raw = torch.mm(hidden, weight.T)
+            workspace = Workspace(num_read_parts(size, rows, config, device) * rows, device)
+            raw = compute_logits(hidden, head, workspace)
         else:
-            parts = num_parts(head, rows, config)
-        workspace = Workspace(parts * rows, device)
+            workspace = Workspace(num_parts(head, rows, config) * rows, device)
         calls = math.ceil(draws / rows)
         for call in range(calls):
             params = (temperature, row * 7919 + 1, torch.full_like(row, call))

@@ -46,6 +46,7 @@ class Remote:
         self.starts = 0
         self.note = ""  # the last one of the request under way
         self.deadline = float("inf")
+        self._fresh = False  # started, not asked anything yet
         self._process: subprocess.Popen | None = None
         self.connection: Connection | None = None
 
@@ -55,10 +56,11 @@ class Remote:
 
     def ask(self, request: dict[str, Any], seconds: float) -> None:
         """Send ``request``; its answer is awaited for ``seconds``."""
-        if self.connection is None:
-            self._start()
-            seconds += START_SECONDS
+        self.start()
         assert self.connection is not None
+        if self._fresh:
+            seconds += START_SECONDS
+            self._fresh = False
         self.note, self.deadline = "", time.monotonic() + seconds
         with contextlib.suppress(OSError):  # it has just ended: ``receive`` says so
             self.connection.send_bytes(json.dumps(request).encode())
@@ -104,8 +106,12 @@ class Remote:
         how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
         return {"error": {"why": "runtime", "detail": f"the process ended: {how}", "fatal": True}}
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process, unless it runs: what it imports, it imports beside us."""
+        if self.connection is not None:
+            return
         self.starts += 1
+        self._fresh = True
         if self.starts > MOST_STARTS:
             raise RemoteError(f"the {self.name} process ended {MOST_STARTS} times; its output is in {self.log}")
         ours, theirs = Pipe()

@@ -28,6 +28,7 @@ from .space import FUSED, LOGITS, Config, space_hash
 from .trials import Log
 
 HELLO_SECONDS = 60.0
+READY_SECONDS = 120.0
 RIVALS_SECONDS = 240.0
 MOST_COMPILERS = 15
 MOST_BUSY = 20  # percent of a GPU that may be used by others before we begin
@@ -178,6 +179,8 @@ class _Run:
         self.compilers = Crew(
             Remote("compiling", spec, logs / f"compiling-{index}.log", environment) for index in range(count)
         )
+        for remote in self.compilers.remotes:
+            remote.start()
 
     def _hello(self) -> tuple[Device, dict[str, str]]:
         answers: list[dict[str, Any]] = []
@@ -233,6 +236,8 @@ class _Run:
             rejected = sum(bool(t.why) for study in search.studies.values() for t in study.trials.values())
             self.progress.update("search", search.tried, search.size, f"{rejected} rejected")
 
+        for _ in self.gpus.remotes:
+            self.gpus.add(_ready(search.context.head))
         search.fill()
         work_until(self._crews(), lambda: search.finished, tick)
         if self.compilers is not None:
@@ -284,6 +289,11 @@ class _Run:
             code, status = BAD, "noisy GPU"
             message = f"noisy GPU: times are known to {sorted(decider.noisy)[len(decider.noisy) // 2]:.1%} only"
         return Result(code, status, f"{message}; {publisher.path}", publisher.path, table)
+
+
+def _ready(head: dict[str, Any]) -> Job:
+    """Make the head while the first configurations are compiled."""
+    yield {"op": "ready", "head": head}, READY_SECONDS
 
 
 def _elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterator[Config]:

@@ -76,6 +76,9 @@ class SurfaceBench:
         busy = self.data.get("busy", 0)
         return {"device": self.data["device"], "env": self.data["env"], "busy": busy}
 
+    def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"copies": 1}
+
     def _compile(self, request: dict[str, Any]) -> dict[str, Any]:
         self._mishap(request["label"], ("compile", "shared_memory", "registers", "slow_compile"))
         return {"seconds": 0.0, "shared": 0, "registers": 0, "spilled": 0}

@@ -1,5 +1,5 @@
 """The log of a search: one JSON object per line, appended and flushed as things happen, so that a run that was killed
-goes on where it was. The last line may be cut short; it is dropped."""
+goes on where it was. A line that was cut short is dropped."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a log up to the first line that is not one; nothing where there is no log."""
+    """The events of a log, without the lines that are cut short; nothing where there is no log."""
     try:
         text = path.read_bytes()
     except OSError:
@@ -73,8 +73,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         try:
             event = json.loads(line) if len(line) <= MAX_LINE else None
         except ValueError:
-            break
-        if not isinstance(event, dict):
-            break
-        events.append(event)
+            continue
+        if isinstance(event, dict):
+            events.append(event)
     return events

@@ -14,6 +14,7 @@ from typing import Any
 from ..kernels.tiles import ReadConfig, TileConfig
 from ..table import Table
 from ..work import Work
+from .builtin import kernels_of
 from .names import label_of, path_of
 from .plan import EFFORTS, Plan
 from .progress import Plain
@@ -112,7 +113,12 @@ def _one(
     table: Table, work: str, rows: int, use: str, recorded: float, names: dict[str, TileConfig | ReadConfig]
 ) -> Generator[Any, dict[str, Any], Replayed]:
     entries = [
-        {"name": name, "path": path_of(launch), "config": config_data(launch), "label": label_of(launch, work)}
+        {
+            "name": name,
+            "path": path_of(launch),
+            "config": config_data(launch),
+            "label": label_of(launch, kernels_of(Work(work)).value),
+        }
         for name, launch in names.items()
     ]
     head = dataclasses.asdict(table.head)
