@@ -206,7 +206,7 @@ class Decider:
     def _refuse(self, config: Config, work: Work, why: str, detail: str) -> None:
         label = label_of(config, kernels_of(work).value)
         self._refused.add(label)
-        self.context.reject(label, why, detail)
+        self.context.reject(config, kernels_of(work), why, detail)
         if self.context.is_default(config, work):
             self.context.failed_defaults.append(f"{label}: {why}: {detail}")
 

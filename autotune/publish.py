@@ -11,9 +11,11 @@ from typing import Any
 from .. import __version__
 from ..kernels.rng import NOISE_ABI
 from ..table import Bucket, Choice, Device, HeadShape, Table, TableError, file_name, sources_hash
-from .names import key_of
+from ..work import Work
+from .names import key_of, label_of, path_of
 from .plan import RANK, Effort
 from .space import FUSED, LOGITS, Config, space_hash
+from .trials import config_data
 
 MEASURE = {"mode": "cuda_graph", "weights": "cold", "hidden": "hot", "profiles": "typical, peaked, flat"}
 MOST_REJECTED = 500  # in a table; the log has all
@@ -34,8 +36,10 @@ class Publisher:
         self.began = time.time()
         self._before = _same(self.path, device, head, env)  # its buckets stay until they are decided anew
 
-    def reject(self, label: str, why: str, detail: str) -> None:
-        self.rejected[label] = {"config": label, "why": why, "detail": detail[:200]}
+    def reject(self, config: Config, work: Work, why: str, detail: str) -> None:
+        label = label_of(config, work.value)
+        entry = {"path": path_of(config), "work": work.value, "key": key_of(config), **config_data(config)}
+        self.rejected[label] = {"config": entry, "why": why, "detail": detail[:200]}
 
     def add(self, work: str, rows: int, bucket: Bucket, configs: dict[str, Config]) -> None:
         self.buckets.setdefault(work, {})[rows] = bucket

@@ -137,12 +137,17 @@ def _rejects(table: Table, events: list[dict[str, Any]]) -> str:
     if not table.rejected:
         return f"{between}<h2>Rejected</h2><p>Nothing was rejected.</p>"
     rows = "".join(
-        f"<tr><td class=l><code>{_e(entry.get('config'))}</code><td class=l>{_e(entry.get('why'))}"
+        f"<tr><td class=l><code>{_e(_named(entry))}</code><td class=l>{_e(entry.get('why'))}"
         f"<td class=l>{_e(entry.get('detail'))}"
         for entry in table.rejected[:MOST_REJECTS]
     )
     counts = ", ".join(f"{count} {_e(why)}" for why, count in whys.most_common())
     return f"{between}<h2>Rejected</h2><p>{counts}</p><details><summary>all</summary><table>{rows}</table></details>"
+
+
+def _named(entry: dict[str, Any]) -> str:
+    config = entry.get("config")
+    return f"{config.get('work')}/{config.get('key')}" if isinstance(config, dict) else str(config)
 
 
 def _environment(table: Table) -> str:

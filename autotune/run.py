@@ -31,6 +31,7 @@ HELLO_SECONDS = 60.0
 READY_SECONDS = 120.0
 RIVALS_SECONDS = 240.0
 MOST_COMPILERS = 15
+SURFACE_COMPILERS = 1
 MOST_BUSY = 20  # percent of a GPU that may be used by others before we begin
 NOISY = 0.01  # median standard error of the winners' times, relative
 OK, WRONG, BAD = 0, 1, 2
@@ -131,8 +132,7 @@ class _Run:
 
     def all(self) -> Result:
         options, head = self.options, self.options.head
-        if not options.surface:
-            self._start_compilers()  # they import while the device says who it is
+        self._start_compilers()  # they import while the device says who it is
         device, env = self._hello()
         plan = Plan(device, head, self.effort, options.buckets or Plan.buckets)
         try:
@@ -172,8 +172,10 @@ class _Run:
         }
 
     def _start_compilers(self) -> None:
-        count = self.options.compilers or max(1, min(MOST_COMPILERS, len(os.sched_getaffinity(0)) - 1))
-        spec = {"bench": "compiling", "processes": count}
+        surface = self.options.surface
+        most = SURFACE_COMPILERS if surface else MOST_COMPILERS
+        count = self.options.compilers or max(1, min(most, len(os.sched_getaffinity(0)) - 1))
+        spec = {"bench": "surface", "file": surface} if surface else {"bench": "compiling", "processes": count}
         logs = self.options.out / "logs"
         environment = {"CUDA_VISIBLE_DEVICES": visible(0), "OMP_NUM_THREADS": "1"}
         self.compilers = Crew(

@@ -28,14 +28,14 @@ HOPELESS = 1.15  # a configuration slower than the best by this does not race
 @dataclasses.dataclass
 class Context:
     """What the parts of a run share. head: as workers want it. note: says something to the person who waits. reject:
-    a configuration's label, reason and detail. left: seconds until the run's time is over."""
+    takes a configuration, its work, the reason and the detail. left: seconds until the run's time is over."""
 
     plan: Plan
     log: Log
     head: dict[str, Any]
     gpus: Crew
     note: Callable[[str], None]
-    reject: Callable[[str, str, str], None]
+    reject: Callable[[Config, Work, str, str], None]
     left: Callable[[], float]
     failed_defaults: list[str] = dataclasses.field(default_factory=list)
 
@@ -197,7 +197,7 @@ class Search:
 
     def _rejected(self, config: Config, work: Work, why: str, detail: str) -> None:
         label = label_of(config, work.value)
-        self.context.reject(label, why, detail)
+        self.context.reject(config, work, why, detail)
         if self.context.is_default(config, work):
             self.context.failed_defaults.append(f"{label}: {why}: {detail}")
 

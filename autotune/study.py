@@ -2,7 +2,8 @@
 
 Optuna's TPE proposes (multivariate, ask and tell); what is decided is decided elsewhere, in races. The study lives in
 memory and is rebuilt from our own log of trials (``trials.py``): a storage of Optuna's would be a second truth, and its
-journal does not survive a line that was cut short. Spaces of at most ``BRUTE`` configurations are walked.
+journal does not survive a line that was cut short. Spaces of at most ``BRUTE`` configurations are walked, and
+those that are to be tried as a whole.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Study:
 
     @property
     def brute(self) -> bool:
-        return len(self.space.points) <= BRUTE
+        return len(self.space.points) <= max(BRUTE, self.cap)
 
     @property
     def size(self) -> int:
