@@ -26,14 +26,19 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """choices: what batches take. found: the table behind them, or None. buckets: how many entries of it are in use.
-    about: what was looked for, in words. warnings: one line for each file that is not used as it is, and why."""
+    """choices: what batches take. found: the table behind them, or None. about: what was looked for, in words.
+    warnings: one line for each file that is not used as it is, and why."""
 
     choices: Choices
     found: Found | None
-    buckets: int
     about: str
     warnings: tuple[str, ...]
+
+    @property
+    def buckets(self) -> int:
+        """How many entries of the table are in use."""
+        classes = {} if self.found is None else self.found.table.classes
+        return sum(self.choices.is_tuned(rows, Work(work)) for work, buckets in classes.items() for rows in buckets)
 
     def line(self) -> str:
         """One line for a log."""
@@ -96,6 +101,12 @@ def environment() -> dict[str, str]:
     return found
 
 
+def target_of(head: LMHead, tp: int = 1) -> Target | None:
+    """What a table is wanted for; None where there can be none."""
+    shape = head_shape_of(head, tp)
+    return None if shape is None else Target(device_of(head.weight.device), shape, environment())
+
+
 def resolve(head: LMHead, *, tp: int = 1, file: str | os.PathLike[str] | None = None) -> Resolution:
     """The choices for ``head`` from the tuned table that fits it, or the built-in ones.
 
@@ -104,17 +115,16 @@ def resolve(head: LMHead, *, tp: int = 1, file: str | os.PathLike[str] | None = 
 
     Raises ValueError for a device without kernels.
     """
-    shape = head_shape_of(head, tp)
-    if shape is None:
+    target = target_of(head, tp)
+    if target is None:
         return built_in(head, "a head with logits in another dtype")
-    target = Target(device_of(head.weight.device), shape, environment())
     found, warnings = find(target, file)
     return apply(head, target, found, warnings)
 
 
 def built_in(head: LMHead, about: str, warnings: tuple[str, ...] = ()) -> Resolution:
     """No table."""
-    return Resolution(Choices(Shape.of(head)), None, 0, about, warnings)
+    return Resolution(Choices(Shape.of(head)), None, about, warnings)
 
 
 def apply(head: LMHead, target: Target, found: Found | None, warnings: list[str]) -> Resolution:
@@ -131,7 +141,6 @@ def apply(head: LMHead, target: Target, found: Found | None, warnings: list[str]
             f"{found.file} is {found.match} ({'; '.join(found.differs)}): its choices may be slow; {advice}"
         )
     tuned: dict[Work, dict[int, Config]] = {}
-    used: set[tuple[str, int]] = set()
     unusable: dict[str, str] = {}
     for work in Work:
         buckets = found.table.classes.get(work, {})
@@ -146,7 +155,6 @@ def apply(head: LMHead, target: Target, found: Found | None, warnings: list[str]
                 unusable[key] = f"{key}: {problem}"
                 continue
             tuned.setdefault(work, {})[rows] = choice.launch
-            used.add((work, bucket))
     if unusable:
         warnings.append(f"{found.file}: not used, {'; '.join(sorted(unusable.values()))[:500]}")
-    return Resolution(Choices(Shape.of(head), tuned), found, len(used), about, tuple(warnings))
+    return Resolution(Choices(Shape.of(head), tuned), found, about, tuple(warnings))

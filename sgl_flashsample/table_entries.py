@@ -161,7 +161,8 @@ class EntryReader(Reader):
         except ValueError as error:
             raise BoundedError(f"{shorten(where)}.config: {shorten(str(error))}") from None
         assert launch is not None
-        if launch.block_v * max(launch.block_b, getattr(launch, "block_d", 1)) > MOST_OF_BLOCK:
+        sides = sorted((launch.block_b, launch.block_v, getattr(launch, "block_d", 1)))
+        if sides[1] * sides[2] > MOST_OF_BLOCK:
             raise BoundedError(f"{shorten(where)}.config has a block of more than {MOST_OF_BLOCK} elements")
         return choice
 

@@ -27,9 +27,10 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_help_names_the_commands_and_each_command_has_its_own():
-    assert all(word in command("--help").stdout for word in ("serve", "doctor", "demo"))
+    assert all(word in command("--help").stdout for word in ("serve", "tune", "doctor", "demo"))
     assert "--model-path" in command("serve", "--help").stdout
-    assert "FLASHSAMPLE_LOG_SECONDS" in command("serve", "--help").stdout
+    shown = command("serve", "--help").stdout
+    assert all(f"FLASHSAMPLE_{name}" in shown for name in ("LOG_SECONDS", "TUNED ", "TUNED_DIR", "ALLOW_FAMILY"))
     assert "--port" in command("demo", "--help").stdout
     assert command("--version").stdout.strip() == "sgl-flashsample 0.1.0"
 
@@ -39,6 +40,10 @@ def test_help_names_the_commands_and_each_command_has_its_own():
     [
         (["serve", "--model-path", "x", "--sampling-backend", "flashinfer"], "serve sets --sampling-backend itself"),
         (["serve", "--sampling-backend=pytorch"], "serve sets --sampling-backend itself"),
+        (["serve", "--model-path", "x", "--tuned"], "--tuned has no value; expected the path of a table"),
+        (["serve", "--tuned=", "--model-path", "x"], "--tuned has no value; expected the path of a table"),
+        (["serve", "--tuned", "a", "--tuned=b"], "--tuned is given twice"),
+        (["tune", "show", "nothing.json"], "error: nothing.json: No such file or directory"),
         (["nonsense"], "invalid choice"),
         (["demo", "--size", "huge"], "unknown size 'huge'; sizes are tiny"),
     ],
@@ -60,6 +65,21 @@ def test_serve_passes_every_argument_to_sglang_with_the_backend_added(monkeypatc
         *("-m", "sglang.launch_server", "--model-path", "m", "--tp-size", "2", "--weird=1"),
         *("--sampling-backend", "flashsample"),
     ]
+
+
+@pytest.mark.parametrize("how", [["--tuned", "t.json"], ["--tuned=t.json"]])
+@pytest.mark.parametrize("place", [0, 2])
+def test_the_tuned_table_reaches_the_server_through_its_environment_and_not_sglang(monkeypatch, tmp_path, how, place):
+    seen = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLASHSAMPLE_TUNED", "another")  # also puts it back
+    monkeypatch.setattr(cli.os, "execv", lambda path, arguments: seen.append(arguments))
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cli, "entry_point_found", lambda: True)
+    arguments = ["--model-path", "m"]
+    cli.main(["serve", *arguments[:place], *how, *arguments[place:]])
+    assert seen[0][3:] == ["--model-path", "m", "--sampling-backend", "flashsample"]
+    assert os.environ["FLASHSAMPLE_TUNED"] == str(tmp_path / "t.json")
 
 
 def test_serve_without_sglang_or_without_the_entry_point_says_what_to_install(monkeypatch, capsys):

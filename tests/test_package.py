@@ -41,6 +41,8 @@ def built(tmp_path_factory) -> dict[str, Path]:
             target = source / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
+    (source / "sgl_flashsample" / "tables").mkdir(exist_ok=True)
+    (source / "sgl_flashsample" / "tables" / "fs1,device=none.json").write_text("{}")  # also where none is shipped yet
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--sdist", "--outdir", folder, source)
     sdist = next(folder.glob("*.tar.gz"))
     with tarfile.open(sdist) as archive:
@@ -68,7 +70,9 @@ def test_the_wheel_holds_every_module_and_nothing_but_sgl_flashsample(built):
             relative = path.relative_to(ROOT / folder).as_posix()
             assert f"sgl_flashsample/{package}{relative}" in names
     assert "sgl_flashsample/py.typed" in names
-    assert all(name.endswith((".py", "py.typed", ".txt")) for name in names)
+    shipped = {path.name for path in (ROOT / "sgl_flashsample" / "tables").glob("*.json")} | {"fs1,device=none.json"}
+    assert {f"sgl_flashsample/tables/{name}" for name in shipped} <= names
+    assert all(name.endswith((".py", "py.typed", ".txt", ".json")) for name in names)
 
 
 def test_the_sdist_builds_the_same_wheel(built):

@@ -17,9 +17,11 @@ import torch
 from serving import CUDA, draw, make_server, needs_sglang, paths, version_path
 from sgl_flashsample.kernels.reference import allowed_ref
 from stats import g_test, power
+from tuned_tables import table_for_this_machine
 
 from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import SGLANG_SERVE, ServerError
+from sgl_flashsample.table import HeadShape
 
 pytestmark = [needs_sglang, pytest.mark.server, *([pytest.mark.gpu] if CUDA else [])]
 
@@ -129,9 +131,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(folder):
-    """Ours and stock, started together, and their answers to ``COMPARED``, asked before anything else."""
+    """Ours and stock, started together, and their answers to ``COMPARED``, asked before anything else. Ours has a tuned
+    table with paths in turns: whatever is compared below is compared across them."""
     arguments = ["--enable-metrics", "--enable-custom-logit-processor", "--enable-return-hidden-states"]
-    ours, truth = make_server(folder, SIZE, name="ours", arguments=arguments)
+    size = markov.SIZES[SIZE]
+    head = HeadShape(size.vocab_size, size.hidden_size, {"float32": "fp32", "bfloat16": "bf16"}[size.dtype])
+    table = table_for_this_machine(torch.device("cuda", 0) if CUDA else torch.device("cpu"), head)
+    (folder / "tuned").mkdir()
+    (folder / "tuned" / table.file_name).write_text(table.dumps())
+    tuned = {"FLASHSAMPLE_TUNED_DIR": str(folder / "tuned")}
+    ours, truth = make_server(folder, SIZE, name="ours", arguments=arguments, environment=tuned)
     stock, _ = make_server(folder, SIZE, name="stock", backend=None, arguments=arguments)
     try:
         for server in (ours, stock):
@@ -167,6 +176,15 @@ def test_the_server_says_in_one_line_what_is_active(ours):
     assert len(lines) == 1
     for word in ("with SGLang 0.5.", "fused sampling active", "LM head", "SGLang's own sampler for"):
         assert word in lines[0]
+
+
+def test_the_server_says_in_one_line_which_tuned_table_it_uses_before_it_is_active(ours, folder):
+    (line,) = ours.log_lines("] flashsample: tuned table ")
+    (path,) = (folder / "tuned").iterdir()
+    assert f"tuned table {path} (exact, FLASHSAMPLE_TUNED_DIR): 15 buckets in use, batches without one: " in line
+    assert "plain 17-512; truncate 3-7, 17-512; edit 9-512" in line
+    text = ours.log_text()
+    assert text.index(line) < text.index("fused sampling active")
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -50,9 +50,14 @@ class Rows:
     @functools.cached_property
     def logprob_reasons(self) -> tuple[str | None, ...]:
         """Per row, why its logprob needs SGLang's sampler, or None."""
-        if all(self.greedy):
+        if self.all_greedy:
             return (None,) * len(self)
         return tuple("greedy_logprob_at_temperature" if tempered else None for tempered in self.tempered_greedy)
+
+    @functools.cached_property
+    def all_greedy(self) -> bool:
+        """Whether no row is drawn."""
+        return all(self.greedy)
 
     @functools.cached_property
     def num_truncated(self) -> int:

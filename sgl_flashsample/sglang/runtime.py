@@ -11,12 +11,14 @@ import torch
 
 from .. import __version__
 from ..api import BatchParams, SampleOutput, sample
+from ..choices import Choices, choices_for
 from ..kernels.features import LogitEdits
 from ..kernels.head import LMHead, Workspace
 from ..kernels.rng import NOISE_ABI
 from ..paths import make_workspace
-from ..selftest import compare_with_reference
-from . import support
+from ..tuned import Shape
+from . import support, tuning
+from .agreement import Ranks
 from .counters import Counters, DeviceCounter
 from .lazy_logits import LazyLogits
 from .rows import Rows
@@ -34,7 +36,10 @@ class HeadState:
     """A LogitsProcessor with its LM head, and the fused head made from them.
 
     SGLang may change either after the start (a new weight tensor, a logit scale set late): ``current`` follows.
+    choices: what batches of the current head take; the built-in ones until others are put here.
     """
+
+    choices: Choices
 
     def __init__(self, processor: Any, lm_head: Any) -> None:
         self.processor, self.lm_head = processor, lm_head
@@ -57,6 +62,8 @@ class HeadState:
                 softcap=softcap,
                 logits_dtype=torch.float32 if keeps_fp32 else weight.dtype,
             )
+            if self._fingerprint is None or self.choices.shape != Shape.of(self._head):
+                self.choices = choices_for(self._head)
             self._fingerprint = fingerprint
         assert self._head is not None
         return self._head
@@ -67,7 +74,7 @@ class HeadState:
             # By doubling: beyond the rows that kernels are compiled for, a batch may grow at every step.
             rows = max(num_rows, 2 * self._workspace_rows, MAX_COMPILED_ROWS)
             searched = self._workspace.searched if self._workspace is not None else None
-            self._workspace = make_workspace(self.current(), rows, searched)
+            self._workspace = make_workspace(self.current(), rows, searched, self.choices)
             self._workspace_rows = rows
         assert self._workspace is not None
         return self._workspace
@@ -92,18 +99,21 @@ class Runtime:
         self.mixing_problem: str | None = None
         self.grammar_problem: str | None = None
         self.server_seed = 0
-        self.custom_processors = self.original_logprobs = self.bool_masks = False
+        self.custom_processors = self.original_logprobs = self.bool_masks = self.deterministic = False
+        self.tp_size = 1
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         metrics = False
         try:
             from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
-            from sglang.srt.runtime_context import get_device, get_exec, get_observability
+            from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
 
             self.server_seed = int(get_device().random_seed or 0)
             self.bool_masks = getattr(get_exec().kernel, "grammar_backend", None) == "outlines"
             self.custom_processors = bool(get_exec().features.enable_custom_logit_processor)
             self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
+            self.deterministic = bool(get_exec().deterministic.enable_deterministic_inference)
+            self.tp_size = int(get_parallel().tp_size)
             metrics = bool(get_observability().enable_metrics)
             self.problem = self.problem or support.server_problem()
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
@@ -176,7 +186,10 @@ class Runtime:
             if problem is None:
                 state = HeadState(processor, lm_head)
                 max_rows = MAX_COMPILED_ROWS if lm_head.weight.is_cuda else 16
-                problem = compare_with_reference(state.current(), max_rows, bool_masks=self.bool_masks)
+                head, ranks = state.current(), self._ranks()
+                found = tuning.resolve_alike(head, self.tp_size, ranks, self.deterministic)
+                checked = tuning.check(head, max_rows, found, ranks, self.bool_masks)
+                state.choices, problem = checked.choices, checked.problem
                 if problem is None:
                     state.scratch(1)
                     state.newly_searched(self.counters.read_interval)  # takes its pinned memory now, not in a step
@@ -185,6 +198,14 @@ class Runtime:
             problem = f"{type(error).__name__}: {error}"
         logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, problem)
         return None
+
+    def _ranks(self) -> Ranks:
+        """The ranks that hold shards of a head."""
+        if self.tp_size == 1:
+            return Ranks()
+        from sglang.srt.runtime_context import get_parallel
+
+        return Ranks(get_parallel().tp_group)
 
     def can_defer(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
         """The head's state when these logits need not be computed now; None when SGLang should compute them."""
@@ -210,12 +231,15 @@ class Runtime:
         """Tokens for the rows of ``lazy``; None after a failure, which also switches the fused pass off."""
         state: HeadState = lazy.source
         try:
+            head = state.current()
+            positions = positions.to(torch.int64)
             out = sample(
                 lazy.hidden,
-                state.current(),
-                BatchParams(rows.temperature, rows.seed, positions.to(torch.int64), rows.truncation, edits),
+                head,
+                BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits, rows.all_greedy),
                 return_logprob=return_logprob,
                 workspace=state.scratch(lazy.hidden.shape[0]),
+                choices=state.choices,
             )
             if rows.num_truncated:
                 self.counters.add_truncated(rows.num_truncated, state.newly_searched(self.counters.read_interval))
