@@ -1,4 +1,8 @@
-"""``tune plan | run | verify | report``: what a person types. Every mistake is one line and exit code 2."""
+"""``tune plan | run | verify | report``: what needs the search.
+
+Exit codes: 0 fine, also where the default won everywhere or the time was over; 1 something that was measured is wrong;
+2 a mistake of who typed, or a GPU too noisy to measure on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import dataclasses
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,8 @@ from ..lookup import load_table, user_folder
 from ..table import Device, Table, file_name
 from . import head as heads
 from . import progress as progresses
-from .head import HeadError
 from .plan import EFFORTS, RANK, Plan
 from .publish import write_whole
-from .surface import SurfaceError
 from .surface import load as load_surface
 
 OK, WRONG, BAD = 0, 1, 2
@@ -142,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
     shown = progresses.make(quiet=options.json)
     try:
         result = tune(chosen, shown)
-    except TuneError as error:
+    except (TuneError, ModuleNotFoundError) as error:
         raise UsageError(str(error)) from None
     finally:
         shown.close()
@@ -191,18 +192,6 @@ COMMANDS: dict[str, tuple[str, Any, Any]] = {
     "verify": ("measure a table again, in a fresh process", add_verify, verify),
     "report": ("write an HTML page about a table", add_report, report),
 }
-
-
-def guarded(command: Any, options: argparse.Namespace) -> int:
-    """Run ``command``; what a person did wrong is one line on the error stream."""
-    try:
-        return command(options)
-    except (UsageError, HeadError, SurfaceError, ModuleNotFoundError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def _head(options: argparse.Namespace) -> Any:
@@ -262,16 +251,3 @@ def _count(name: str, most: int = 1024) -> Any:
         return int(text)
 
     return count
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="sgl-flashsample tune", description="Tuned tables: once per GPU and model.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, (about, add, _) in COMMANDS.items():
-        add(commands.add_parser(name, help=about, description=about))
-    options = parser.parse_args(arguments)
-    return guarded(COMMANDS[options.command][2], options)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -200,7 +200,7 @@ def importances(space: Space, values: Mapping[Config, float | None]) -> dict[str
         found = optuna.importance.get_param_importances(
             study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
         )
-    except (RuntimeError, ValueError):  # one value on every axis
+    except (ImportError, RuntimeError, ValueError):  # one value on every axis, or a library that is not there
         return {}
     return {name: float(share) for name, share in found.items()}
 

@@ -186,7 +186,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_run_does_the_rest(tmp_path, 
 def test_a_killed_run_loses_at_most_the_bucket_in_flight(tmp_path, surface):
     path = surface(seconds_per_round=0.01)
     arguments = ["run", "--vocab", "151936", "--hidden", "4096", "--effort", "quick", "--batch-sizes", "1,64,256"]
-    command = [sys.executable, "-m", "sgl_flashsample.autotune.search_commands", *arguments]
+    command = [sys.executable, "-m", "sgl_flashsample.cli", "tune", *arguments]
     command += ["--surface", path, "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     for line in process.stderr:
@@ -210,7 +210,7 @@ def test_a_killed_run_loses_at_most_the_bucket_in_flight(tmp_path, surface):
 def test_workers_end_with_a_killed_run(tmp_path, surface):
     path = surface(seconds_per_round=30.0)
     arguments = ["run", "--vocab", "4096", "--hidden", "64", "--effort", "quick", "--surface", path]
-    command = [sys.executable, "-m", "sgl_flashsample.autotune.search_commands", *arguments]
+    command = [sys.executable, "-m", "sgl_flashsample.cli", "tune", *arguments]
     process = subprocess.Popen([*command, "--out", str(tmp_path / "out")], stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
         if "searched" in line:
