@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 
@@ -93,7 +94,7 @@ class Gate:
             probability /= probability.sum()
         row = torch.arange(rows, device=device)
         counts = torch.zeros(size, dtype=torch.int64, device=device)
-        options = {"truncation": truncation, "edits": edits, "draw": draw_for(head)}
+        options: dict[str, Any] = {"truncation": truncation, "edits": edits, "draw": draw_for(head)}
         if isinstance(config, ReadConfig):
             workspace = Workspace(num_read_parts(size, rows, config, device) * rows, device)
             raw = compute_logits(hidden, head, workspace)
@@ -116,7 +117,7 @@ def _edited(logits: torch.Tensor, rows: int, head: LMHead) -> tuple[LogitEdits, 
     additive, scaling, bias = ids % 3 * -0.25, 1.0 + ids % 2 * 0.125, ids % 4 * 0.5
     allowed = ids % 5 != 0
     tensors = {"additive": additive, "scaling": scaling, "bias": bias}
-    spread = {name: tensor.float().expand(rows, -1).contiguous() for name, tensor in tensors.items()}
+    spread: dict[str, Any] = {name: tensor.float().expand(rows, -1).contiguous() for name, tensor in tensors.items()}
     mask = as_bitmask(allowed).expand(rows, -1).contiguous()
     flags = torch.full((rows,), int(sum(Edit)), dtype=torch.int32, device=logits.device)
     edited = edit_logits_ref(logits, additive=additive, scaling=scaling, allowed=allowed, bias=bias)
@@ -126,13 +127,13 @@ def _edited(logits: torch.Tensor, rows: int, head: LMHead) -> tuple[LogitEdits, 
 def g_test(observed: torch.Tensor, probability: torch.Tensor) -> float:
     """p-value of ``observed`` counts under exact probabilities (log-likelihood ratio against chi-square). Cells that
     expect fewer than ``MIN_EXPECTED`` draws are pooled, never dropped."""
+    if bool((observed[probability == 0] > 0).any()):
+        return 0.0  # forbidden, however rare
     observed = observed.double()
     expected = probability.double() * observed.sum()
     small = expected < MIN_EXPECTED
     observed = torch.cat([observed[~small], observed[small].sum()[None]])
     expected = torch.cat([expected[~small], expected[small].sum()[None]])
-    if bool((observed[expected == 0] > 0).any()):
-        return 0.0
     observed, expected = observed[expected > 0], expected[expected > 0]
     statistic = 2.0 * torch.xlogy(observed, observed / expected).sum()
     freedom = torch.tensor(float(len(observed) - 1), dtype=torch.float64)

@@ -65,7 +65,7 @@ class GpuBench:
         self._gate: Gate | None = None
         self._bus_id = ""
         if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
+            properties: Any = torch.cuda.get_device_properties(device)
             domain, bus, place = (getattr(properties, f"pci_{n}_id", 0) for n in ("domain", "bus", "device"))
             self._bus_id = f"{domain:08X}:{bus:02X}:{place:02X}.0"
 
@@ -85,7 +85,7 @@ class GpuBench:
             device = {"name": "cpu", "cc": "0.0", "sms": 1, "l2_mb": 0, "smem_optin": 232448}
             return {"device": device, "env": env, "busy": 0}
         busy = nvml.busy_percent(self._bus_id)
-        properties = torch.cuda.get_device_properties(self.device)
+        properties: Any = torch.cuda.get_device_properties(self.device)
         device = {
             "name": properties.name,
             "cc": f"{properties.major}.{properties.minor}",
@@ -163,7 +163,7 @@ class GpuBench:
     def _rounds(self, request: dict[str, Any]) -> dict[str, Any]:
         """Time ``names`` once per round, in rotated order, from round ``first`` on."""
         samples: dict[str, list[float]] = {name: [] for name in request["names"]}
-        clocks = []
+        clocks: list[float] = []
         assert self._race_batch is not None
         for index in range(request["first"], request["first"] + request["rounds"]):
             self._race_batch.refresh()
@@ -189,34 +189,33 @@ class GpuBench:
             "edits": batch.edits if work.edits else None,
             "draw": draw_for(heads[0]),
         }
-        reads = isinstance(config, ReadConfig)
-        if reads:
-            parts = num_read_parts(heads[0].vocab_size, batch.rows, config, self.device)
-        else:
-            parts = num_parts(heads[0], batch.rows, config)
-        if self._workspace.slots < parts * batch.rows:
-            self._workspace = Workspace(parts * batch.rows, self.device)
-        workspace = self._workspace
-        if not reads:
-            return lambda step: lm_head_sample(
-                hidden,
-                heads[step % len(heads)],
-                temperature,
-                batch.seed,
-                batch.position[step],
+        if isinstance(config, ReadConfig):
+            reader, workspace = (
                 config,
-                workspace=workspace,
-                **options,
+                self._room(num_read_parts(heads[0].vocab_size, batch.rows, config, self.device), batch),
             )
 
-        def read(step: int) -> Any:
-            weight = heads[step % len(heads)].weight
-            logits = workspace.gemm(batch.rows, weight.shape[0], weight.dtype)
-            torch.mm(hidden, weight.T, out=logits)
-            params = (temperature, batch.seed, batch.position[step])
-            return sample_logits(logits, heads[0].source, *params, config, workspace=workspace, **options)
+            def read(step: int) -> Any:
+                weight = heads[step % len(heads)].weight
+                logits = workspace.gemm(batch.rows, weight.shape[0], weight.dtype)
+                torch.mm(hidden, weight.T, out=logits)
+                params = (temperature, batch.seed, batch.position[step])
+                return sample_logits(logits, heads[0].source, *params, reader, workspace=workspace, **options)
 
-        return read
+            return read
+        tile, workspace = config, self._room(num_parts(heads[0], batch.rows, config), batch)
+
+        def draw(step: int) -> Any:
+            params = (temperature, batch.seed, batch.position[step])
+            return lm_head_sample(hidden, heads[step % len(heads)], *params, tile, workspace=workspace, **options)
+
+        return draw
+
+    def _room(self, parts: int, batch: Batch) -> Workspace:
+        """The workspace, a larger one where it is too small; calls keep theirs."""
+        if self._workspace.slots < parts * batch.rows:
+            self._workspace = Workspace(parts * batch.rows, self.device)
+        return self._workspace
 
     def _contender(self, call: Call, batch: Batch) -> Contender:
         """``call``, captured as often as a sample needs it."""

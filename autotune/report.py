@@ -101,7 +101,7 @@ def _searches(table: Table, events: list[dict[str, Any]]) -> str:
     parts = ["<h2>Search</h2><p>Time over that of the study's first configuration, where it does best.</p>"]
     for name, trials in by_study.items():
         ratios, values = [], {}
-        first = next((trial["us"] for trial in trials if trial.get("us")), {})
+        first: dict[str, float] = next((trial["us"] for trial in trials if trial.get("us")), {})
         for trial in trials:
             us = trial.get("us") or {}
             found = [us[rows] / first[rows] for rows in us if first.get(rows)]

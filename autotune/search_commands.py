@@ -91,7 +91,7 @@ def plan(options: argparse.Namespace) -> int:
     processes = options.processes or max(1, min(15, len(os.sched_getaffinity(0)) - 1))
     seconds = found.estimate(processes)
     path = (options.out or user_folder()) / file_name(device.name, head)
-    studies = [
+    studies: list[dict[str, Any]] = [
         {
             "study": str(key),
             "space": len(found.space(key).points),
@@ -206,7 +206,7 @@ def _device(name: str | None) -> tuple[Device, str]:
         import torch
 
         if torch.cuda.is_available():
-            found = torch.cuda.get_device_properties(0)
+            found: Any = torch.cuda.get_device_properties(0)
             cc = f"{found.major}.{found.minor}"
             shared = found.shared_memory_per_block_optin
             return Device(found.name, cc, found.multi_processor_count, found.L2_cache_size >> 20, shared), ""

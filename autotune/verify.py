@@ -62,7 +62,9 @@ def verify(table: Table, surface: str | None, progress: Plain) -> tuple[int, str
     else:
         environment = {"CUDA_VISIBLE_DEVICES": visible(0)}
         remote = Remote("measuring", {"bench": "gpu"}, log, environment)
-    crew, found, said = Crew([remote]), [], []
+    found: list[Replayed] = []
+    said: list[str] = []
+    crew = Crew([remote])
     try:
         crew.add(_all(table, found, said, progress))
         work_until([crew], lambda: not crew.pending)

@@ -171,7 +171,7 @@ def expect(head: LMHead, num_rows: int, work: Work, *, reads: bool, chunk_ids: i
     if work.edits:
         edits, edited = _edits(row, head)
         low, logits, high = map(edited, (low, logits, high))
-    want = sample_ref(logits, low, high, **params, vocab_start=head.vocab_start)
+    want = sample_ref(logits, low, high, temperature, params["seed"], params["position"], vocab_start=head.vocab_start)
     truncation = _truncation(row) if work.truncates else None
     return Expectation(head, work, hidden, raw, params, low, logits, high, truncation, edits, want)
 
@@ -183,15 +183,16 @@ def difference(expected: Expectation, config: Config, *, return_logprob: bool) -
     temperature = expected.params["temperature"]
     options: dict[str, Any] = {"truncation": truncation, "edits": expected.edits, "return_logprob": return_logprob}
     options["draw"] = draw_for(head)
+    drawn = (temperature, expected.params["seed"], expected.params["position"])
     if isinstance(config, ReadConfig):
         assert expected.raw is not None
         workspace = Workspace(read_slots(head.vocab_size, num_rows, config, hidden.device), hidden.device)
         options["workspace"] = workspace
-        token, _, _ = sample_logits(expected.raw, head.source, **expected.params, config=config, **options)
+        token, _, _ = sample_logits(expected.raw, head.source, *drawn, config, **options)
     else:
         workspace = Workspace(num_parts(head, num_rows, config) * num_rows, hidden.device)
         options["workspace"] = workspace
-        token, _, _ = lm_head_sample(hidden, head, **expected.params, tile=config, **options)
+        token, _, _ = lm_head_sample(hidden, head, *drawn, config, **options)
     if truncation is not None:
         assert workspace.last_kept is not None
         kept = workspace.last_kept.logits[:num_rows, : head.vocab_size].double()
@@ -201,8 +202,7 @@ def difference(expected: Expectation, config: Config, *, return_logprob: bool) -
         off = limited & ~inside.all(1)
         if off.any():
             return f"logits of {int(off.sum())} of {num_rows} rows differ from the reference"
-        params = expected.params
-        want = _with_truncated(want, kept, limited, temperature, params["seed"], params["position"], truncation)
+        want = _with_truncated(want, kept, limited, *drawn, truncation)
     wrong = (token != want.token) & ~want.near_tie
     if wrong.any():
         return f"{int(wrong.sum())} of {num_rows} tokens differ from the reference"
