@@ -78,13 +78,13 @@ def test_many_draws_follow_the_distribution(device, config, work):
 
 def test_truncated_draws_follow_the_truncated_distribution(device):
     gate = Gate(LMHead(inputs.make_weight(160, 32, torch.float32, device)))
-    assert gate.g_test(WIDE_READER, Work.TRUNCATE, 40, rows=20)[0] > 1e-4
+    assert gate.g_test(WIDE_READER, Work.TRUNCATE, 20, rows=10)[0] > 1e-4
 
 
 def test_draws_of_another_distribution_are_found(device, monkeypatch):
     gate = Gate(LMHead(inputs.make_weight(96, 32, torch.float32, device)))
     draw = gpu.lm_head_sample
-    biased = lambda *a, **k: (draw(*a, **k)[0].clamp(min=3), None, None)  # noqa: E731
+    biased = lambda *a, **k: (draw(*a, **k)[0] & ~1, None, None)  # noqa: E731
     monkeypatch.setattr("sgl_flashsample.autotune.gate.lm_head_sample", biased)
     assert gate.g_test(WIDE_TILE, Work.PLAIN, 500, rows=128)[0] < 1e-4
 
