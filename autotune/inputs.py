@@ -42,8 +42,9 @@ def make_weight(vocab: int, hidden: int, dtype: torch.dtype, device: torch.devic
 
 
 def copies_needed(weight: torch.Tensor, l2_bytes: int) -> int:
-    """How many copies of the head have to take turns for it to be read from memory each time."""
-    return max(1, -(-COLD * l2_bytes // (weight.numel() * weight.element_size())))
+    """How many copies of the head have to take turns for it to be read from memory each time; as many as a sample has
+    calls at most."""
+    return min(STEPS, max(1, -(-COLD * l2_bytes // (weight.numel() * weight.element_size()))))
 
 
 class Batch:

@@ -295,7 +295,9 @@ class _Run:
 
 def _ready(head: dict[str, Any]) -> Job:
     """Make the head while the first configurations are compiled."""
-    yield {"op": "ready", "head": head}, READY_SECONDS
+    answer = yield {"op": "ready", "head": head}, READY_SECONDS
+    if "error" in answer:
+        raise TuneError(f"the head cannot be made on the device: {answer['error']['detail']}")
 
 
 def _elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterator[Config]:

@@ -45,7 +45,6 @@ class Study:
         self._seed = seed
         self._random = random.Random(seed)
         self._optuna: Any = None
-        self._told: set[Config] = set()
 
     @property
     def brute(self) -> bool:
