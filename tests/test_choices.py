@@ -119,6 +119,17 @@ def test_interleaved_paths_draw_the_built_in_tokens_in_one_workspace(device, hea
     assert workspace.slots == slots and workspace.gemm(9, 600, torch.float32).data_ptr() == buffer
 
 
+def test_scratch_has_room_for_the_parts_of_every_tuned_tile(device, head):
+    states, _, params = problem(device)
+    many = TileConfig(16, 32, 32, 4, 1, ctas_per_sm=16, flatten=False, tma=False)
+    own = Choices(Shape.of(head), {Work.PLAIN: {9: many}})
+    workspace = make_workspace(head, 9, choices=own)
+    if device.type == "cpu":
+        assert workspace.slots == 9 * 16 > make_workspace(head, 9).slots
+    got = sample(states, head, params, choices=own, workspace=workspace).token_ids
+    assert torch.equal(got, sample(states, head, params).token_ids)
+
+
 def test_a_batch_that_is_said_to_be_greedy_takes_the_greedy_choice_and_has_the_same_tokens(device, head, monkeypatch):
     states, _, params = problem(device)
     own, seen = Choices(Shape.of(head), {Work.GREEDY: {9: TILES[1]}}), []

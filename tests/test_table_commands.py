@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from sgl_flashsample.autotune import commands
+from sgl_flashsample.autotune import commands, lint
 from sgl_flashsample.autotune.merge import joined
 from sgl_flashsample.kernels.tiles import TileConfig
 from tuned_tables import H200, HEAD, make_table
 
+import sgl_flashsample
 from sgl_flashsample import lookup
 from sgl_flashsample.table import Choice, HeadShape, Table
 
@@ -276,7 +278,7 @@ def test_merge_keeps_two_configurations_of_one_name_apart_and_drops_those_that_n
     merged, taken, added = joined(a, b)
     assert (taken, added) == (1, 0)
     assert merged.configs[merged.classes["plain"][1].use] == theirs
-    assert merged.configs[merged.classes["plain"][16].use] == mine
+    assert merged.classes["plain"][16].use == "fused-16" and merged.configs["fused-16"] == mine, "A keeps its names"
     assert "idle" not in merged.configs and len(merged.configs) == 5
     again, _, _ = joined(merged, joined(b, a)[0])
     assert Table.loads(again.dumps()) == again, "merging tables that were merged does not nest without end"
@@ -344,3 +346,9 @@ def test_lint_names_what_is_wrong_and_exits_with_one(tune, file, change, message
     assert code == 1
     assert f"{file}: error: " in out and message in out
     assert out.endswith("0 of 1 tables are well-formed\n")
+
+
+def test_every_shipped_table_is_fit_to_be_shipped():
+    shipped = Path(sgl_flashsample.__file__).parent / "tables"
+    for path in sorted(shipped.glob("*")):
+        assert lint.check(str(path))[0] == [], path

@@ -146,10 +146,11 @@ class Corrupter:
 
 
 @pytest.fixture(scope="module")
-def head(device):
+def head():
+    """On the CPU: a configuration that only corruption brings may not compile for a GPU, and is refused there later."""
     generator = torch.Generator().manual_seed(0)
     # Products without rounding: every order of summation gives the same logits.
-    return LMHead((torch.randint(-1, 2, (V, D), generator=generator) / 4).float().to(device))
+    return LMHead((torch.randint(-1, 2, (V, D), generator=generator) / 4).float())
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,7 @@ def accepted(head, tmp_path_factory) -> list[Resolution]:
     corrupter = Corrupter(table_for_this_machine(head.weight.device, target.head).dumps())
     file = folder / "table.json"
     found: list[tuple[Found, list[str]]] = []
-    started = time.monotonic()
+    started = time.process_time()
     for seed in range(VARIANTS):
         file.write_bytes(corrupter.variant(seed))
         one, warnings = lookup.find(target, file, {"SGLANG_CACHE_DIR": str(folder)})
@@ -168,7 +169,7 @@ def accepted(head, tmp_path_factory) -> list[Resolution]:
         assert all("\n" not in line and line.isprintable() and len(line) < 700 for line in warnings), seed
         if one is not None:
             found.append((one, warnings))
-    assert time.monotonic() - started < 60, "none of them may take long"
+    assert time.process_time() - started < 60, "none of them may take long"
     assert VARIANTS * 0.1 < len(found) < VARIANTS * 0.9, "both happen, or this tests nothing"
     resolved, seen = [], set()
     for one, warnings in found:
@@ -186,9 +187,12 @@ def test_a_corrupted_table_is_a_miss_or_in_bounds_and_never_an_error(accepted):
         assert all(line.isprintable() for line in one.warnings)
 
 
-def test_an_accepted_variant_draws_the_references_tokens(accepted, head, device):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_an_accepted_variant_draws_the_references_tokens(accepted, head):
     """A sample of the configurations that only corruption brings, each in one launch."""
-    right = {c.launch for c in table_for_this_machine(device, resolution.head_shape_of(head)).configs.values()}
+    right = {
+        c.launch for c in table_for_this_machine(head.weight.device, resolution.head_shape_of(head)).configs.values()
+    }
     brought: dict[Config, tuple[Resolution, int]] = {}
     for one in accepted:
         for _, rows, config in one.choices.used_up_to(ROWS):
@@ -197,8 +201,8 @@ def test_an_accepted_variant_draws_the_references_tokens(accepted, head, device)
     assert len(brought) >= SAMPLED
     chosen = random.Random(0).sample(sorted(brought, key=repr), SAMPLED)
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randint(-2, 3, (ROWS, D), generator=generator).float().to(device)
-    row = torch.arange(ROWS, device=device)
+    hidden = torch.randint(-2, 3, (ROWS, D), generator=generator).float()
+    row = torch.arange(ROWS)
     params = BatchParams((row % 3 * 0.5).float(), row * 17, row + 3)
     want = lm_head_sample_ref(hidden, head.weight, params.temperature, params.seed, params.position)
     sure = ~want.near_tie

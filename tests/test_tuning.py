@@ -12,12 +12,17 @@ import sys
 import pytest
 import test_runtime
 import torch
+from sgl_flashsample.kernels.lm_head_sample import workspace_slots
+from sgl_flashsample.kernels.tiles import TileConfig
 from tuned_tables import table_for_this_machine
 
 from sgl_flashsample import LMHead, lookup, resolution, selftest
-from sgl_flashsample.choices import choices_for
+from sgl_flashsample.choices import Choices, choices_for
+from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang import tuning
 from sgl_flashsample.sglang.agreement import Ranks
+from sgl_flashsample.sglang.runtime import HeadState
+from sgl_flashsample.tuned import Shape
 from sgl_flashsample.work import Work
 
 stand_in, runtime = test_runtime.sglang, test_runtime.runtime  # fixtures
@@ -31,6 +36,8 @@ import torch, torch.distributed as dist
 import conftest
 from sgl_flashsample import LMHead, lookup, resolution
 from sgl_flashsample.sglang import tuning
+from sgl_flashsample.kernels.lm_head_sample import workspace_slots
+from sgl_flashsample.kernels.tiles import TileConfig
 from sgl_flashsample.sglang.agreement import Ranks
 from sgl_flashsample.work import Work
 
@@ -205,6 +212,31 @@ def test_a_bad_table_is_one_warning_and_the_built_in_choices(stand_in, runtime, 
     assert levels == [logging.WARNING, logging.INFO]
     assert f"{path}: it is not JSON" in caplog.records[0].getMessage()
     assert "built-in choices for all batches" in caplog.records[1].getMessage()
+
+
+def test_a_step_has_the_tuned_choices_their_scratch_and_says_when_all_its_rows_are_greedy(
+    stand_in, runtime, device, monkeypatch
+):
+    lazy, rows = test_runtime.lazy_rows(device)
+    state = lazy.source = HeadState(test_runtime.processor(), test_runtime.head(torch.ones(104, 16, device=device)))
+    head, seen = state.current(), []
+    tile = TileConfig(16, 32, 16, 4, 1, ctas_per_sm=128, flatten=False, tma=False)
+    state.choices = Choices(Shape.of(head), {work: {2: tile} for work in Work})
+    true = runtime_module.sample
+    monkeypatch.setattr(
+        runtime_module,
+        "sample",
+        lambda hidden, head, params, **keywords: (
+            seen.append((params.all_greedy, keywords)) or true(hidden, head, params, **keywords)
+        ),
+    )
+    for greedy in ((False, True), (True, True)):
+        batch = dataclasses.replace(rows, greedy=greedy)
+        assert runtime.sample(lazy, batch, None, torch.zeros(2, dtype=torch.int64, device=device), False) is not None
+    assert [said for said, _ in seen] == [False, True]
+    for _, keywords in seen:
+        assert keywords["choices"] is state.choices
+        assert keywords["workspace"].slots >= workspace_slots(head, 512, tile)
 
 
 def test_a_head_that_changes_its_shape_gives_up_its_tuned_choices(stand_in, runtime, tuned_head):
