@@ -220,11 +220,11 @@ def _compile(kernel, types, constants, aligned, capability, num_warps, num_stage
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
-    registers, spilled = _register_usage(compiled.asm["cubin"])
+    registers, spilled = register_usage(compiled.asm["cubin"])
     return Resources(compiled.metadata.shared, registers, spilled)
 
 
-def _register_usage(cubin: bytes) -> tuple[int, int]:
+def register_usage(cubin: bytes) -> tuple[int, int]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,79 +1,243 @@
 """What is worth trying: the launch spaces of ``lm_head_sample`` and ``sample_logits``, declared once, and what cannot
-run removed."""
+run removed.
+
+A ``Space`` is one path, one kind of work and, for the fused pass, one tile class (rows of the batch per tile): what one
+study searches. Its axes are what Optuna sees; a point of the axes is a configuration, or nothing where arithmetic shows
+that it cannot run.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
 import itertools
+import json
 from collections.abc import Iterator
-
-import triton
+from typing import Any
 
 from ..kernels.tiles import ReadConfig, TileConfig
 
+Config = TileConfig | ReadConfig
+FUSED, LOGITS = "fused", "logits"
 BLOCK_V = (64, 128, 256)
 BLOCK_D = (64, 128, 256)
 NUM_WARPS = (4, 8)
 CTAS_PER_SM = (1, 2)
-LEAST_ROWS_FIRST = 64  # rows per tile that a tensor-core instruction takes as its left operand
 FLATTEN = (True, False)
+LEAST_ROWS_FIRST = 64  # rows per tile that a tensor-core instruction takes as its left operand
+MOST_ROWS_ONE_LAUNCH = 16  # rows per tile that one program reduces as fast as a launch of its own
+# What is loaded through tensor descriptors, where the device has them.
+BY_HEAD, BY_BOTH, BY_NONE = "head", "head+hidden", "none"
+# Pipeline stages below the deepest that fits.
+SHALLOWER = (0, 1, 2)
 MAX_BLOCK_B = 128
+TILE_CLASSES = (16, 32, 64, 128)
 MAX_STAGES = 8
 MIN_STAGES = 2
 # Shared memory that the epilogue's reductions and layout changes take beside the pipeline's buffers.
 EPILOGUE_BYTES = 8 * 1024
-# Accumulator registers per thread beyond which every variant spills.
+# Accumulator registers per thread beyond which every variant spills; edits need as many registers again.
 MAX_ACCUMULATORS = 128
+MAX_ACCUMULATORS_EDITED = 64
+MAX_THREADS = 2048  # per multiprocessor
+# Bytes of local memory per thread beyond which a binary is not worth a measurement.
+MAX_SPILLED = 1024
 
 # Of readers: rows and ids per tile, and warps. A thread has one group of 16 ids per tile, or two.
 READ_TILES = (
     *((1, 512, 1), (2, 256, 1), (4, 128, 1), (8, 64, 1)),
-    *((1, 1024, 1), (4, 256, 1)),
+    *((1, 1024, 1), (2, 512, 1), (4, 256, 1)),
     *((1, 1024, 2), (1, 2048, 4), (4, 512, 4), (16, 128, 4)),
 )
 READ_STAGES = (1, 2, 3)
 READ_WARPS_PER_SM = (24, 32, 64)  # that the vocabulary is cut for
 READ_LEAST_PARTS = (64, 128, 256)  # where rows are truncated
 
+# What is tried first, per tile class: ids per tile, hidden elements per step, warps, programs per multiprocessor. From
+# the best of benchmarks/results/h200-tiles.json and h200-readers.json.
+FIRST_TILES = {
+    16: ((64, 256, 4, 1), (128, 128, 4, 1), (64, 128, 4, 2), (128, 128, 8, 1), (128, 256, 4, 1), (64, 128, 4, 1)),
+    32: ((128, 128, 4, 1), (128, 128, 8, 1), (64, 128, 4, 1), (128, 64, 4, 2), (64, 128, 4, 2)),
+    64: ((128, 128, 4, 1), (256, 64, 8, 1), (128, 128, 8, 1), (128, 64, 4, 1), (128, 64, 4, 2), (64, 128, 4, 2)),
+    128: ((128, 64, 8, 1), (64, 128, 8, 1), (128, 128, 8, 1), (256, 64, 8, 1)),
+}
+FIRST_READERS = ((1, 1024, 1), (1, 512, 1), (2, 512, 1), (1, 1024, 2))
 
-def block_b_choices(num_rows: int) -> list[int]:
-    """The block that holds the whole batch and, where it exists, half of it."""
-    whole = min(MAX_BLOCK_B, max(16, triton.next_power_of_2(num_rows)))
-    return [whole] if whole <= 32 else [whole, whole // 2]
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What decides which configurations can run: bytes of a weight element, D, and of the device the shared memory of
+    a program in bytes, and whether it has tensor descriptors."""
+
+    hidden: int
+    itemsize: int
+    shared_memory: int
+    tma: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """One study's space. path: fused or logits. block_b: the tile class, 0 for logits."""
+
+    problem: Problem
+    path: str
+    block_b: int
+    truncates: bool
+    edits: bool
+
+    @functools.cached_property
+    def axes(self) -> dict[str, tuple[Any, ...]]:
+        if self.path == LOGITS:
+            least = READ_LEAST_PARTS if self.truncates else (1,)
+            # A cut into more programs than are resident is moot where there are many parts anyway.
+            warps = READ_WARPS_PER_SM[:1] if self.truncates else READ_WARPS_PER_SM
+            tiles = tuple("x".join(map(str, tile)) for tile in READ_TILES)
+            axes: dict[str, tuple[Any, ...]] = {"tile": tiles, "stages": READ_STAGES, "warps_per_sm": warps}
+            return axes | {"least_parts": least, "one_launch": self._one_launch(True)}
+        deepest = next_power_of_2(self.problem.hidden)
+        return {
+            "block_v": BLOCK_V,
+            "block_d": tuple(d for d in BLOCK_D if d <= deepest) or (max(16, deepest),),
+            "num_warps": NUM_WARPS,
+            "ctas_per_sm": CTAS_PER_SM,
+            "shallower": SHALLOWER,
+            "flatten": FLATTEN,
+            "descriptors": (BY_BOTH, BY_HEAD) if self.problem.tma else (BY_NONE,),
+            "rows_first": (True, False) if self.block_b >= LEAST_ROWS_FIRST else (False,),
+            "one_launch": self._one_launch(self.block_b <= MOST_ROWS_ONE_LAUNCH),
+        }
+
+    def _one_launch(self, possible: bool) -> tuple[bool, ...]:
+        return (True, False) if possible and not self.truncates else (False,)
+
+    def config(self, point: dict[str, Any]) -> Config | None:
+        """The configuration at a point of the axes; None where it cannot run."""
+        if self.path == LOGITS:
+            block_b, block_v, num_warps = map(int, point["tile"].split("x"))
+            ctas = max(1, point["warps_per_sm"] // num_warps)
+            one = point["one_launch"]
+            return ReadConfig(block_b, block_v, num_warps, point["stages"], ctas, point["least_parts"], one_launch=one)
+        point = dict(point)
+        stages = self.deepest(point["block_v"], point["block_d"], point["ctas_per_sm"]) - point.pop("shallower")
+        if stages < MIN_STAGES:
+            return None
+        descriptors = point.pop("descriptors")
+        point |= {"tma": descriptors != BY_NONE, "hidden_tma": descriptors == BY_BOTH}
+        point["reduce_rows"] = self.block_b if point["one_launch"] else 1
+        tile = TileConfig(self.block_b, stages=stages, **point)
+        return tile if self.problem_of(tile) is None else None
+
+    def deepest(self, block_v: int, block_d: int, ctas_per_sm: int) -> int:
+        """Stages of the deepest pipeline that fits, ``MAX_STAGES`` or fewer."""
+        bytes_left = self.problem.shared_memory // ctas_per_sm - EPILOGUE_BYTES
+        return min(MAX_STAGES, bytes_left // ((block_v + self.block_b) * block_d * self.problem.itemsize))
+
+    def problem_of(self, config: Config) -> str | None:
+        """Why ``config`` cannot run, or only badly; None where arithmetic has nothing against it."""
+        if isinstance(config, ReadConfig):
+            return None
+        if config.stages > self.deepest(config.block_v, config.block_d, config.ctas_per_sm):
+            return "shared_memory"
+        threads = config.num_warps * 32
+        most = MAX_ACCUMULATORS_EDITED if self.edits else MAX_ACCUMULATORS
+        if config.block_v * config.block_b > most * threads:
+            return "registers"
+        if threads * config.ctas_per_sm > MAX_THREADS:
+            return "threads"
+        return "no tensor descriptors" if config.tma and not self.problem.tma else None
+
+    @functools.cached_property
+    def points(self) -> dict[Config, dict[str, Any]]:
+        """Every configuration, in a fixed order, and its point of the axes."""
+        found: dict[Config, dict[str, Any]] = {}
+        for values in itertools.product(*self.axes.values()):
+            point = dict(zip(self.axes, values, strict=True))
+            config = self.config(point)
+            if config is not None:
+                found.setdefault(config, point)
+        return found
+
+    def neighbours(self, config: Config) -> list[Config]:
+        """Those of the space that are one step away on one axis."""
+        point = self.points.get(config)
+        if point is None:
+            return []
+        found: dict[Config, None] = {}
+        for name, choices in self.axes.items():
+            place = choices.index(point[name])
+            for other in (place - 1, place + 1):
+                if 0 <= other < len(choices):
+                    near = self.config({**point, name: choices[other]})
+                    if near is not None and near != config:
+                        found[near] = None
+        return list(found)
+
+    def first(self) -> list[Config]:
+        """What is tried first, as far as it can run: what has been good elsewhere."""
+        points: list[dict[str, Any]] = []
+        if self.path == LOGITS:
+            least, one = self.axes["least_parts"][0], self.axes["one_launch"][0]
+            for tile, warps in itertools.product(FIRST_READERS, self.axes["warps_per_sm"]):
+                point = {"tile": "x".join(map(str, tile)), "stages": 1, "warps_per_sm": warps}
+                points.append(point | {"least_parts": least, "one_launch": one})
+        # Edits run out of registers beside descriptors for the hidden states; few rows do not need them.
+        by_head_first = self.edits or self.block_b <= MOST_ROWS_ONE_LAUNCH
+        for descriptors in sorted(self.axes.get("descriptors", ()), reverse=not by_head_first):
+            for block_v, block_d, num_warps, ctas in FIRST_TILES.get(self.block_b, ()):
+                point = {"block_v": block_v, "block_d": block_d, "num_warps": num_warps, "ctas_per_sm": ctas}
+                point |= {"shallower": 0, "flatten": True, "descriptors": descriptors}
+                points.append(point | {name: self.axes[name][0] for name in ("rows_first", "one_launch")})
+        found = [self.config(point) for point in points if all(v in self.axes[n] for n, v in point.items())]
+        return list(dict.fromkeys(config for config in found if config is not None))
+
+
+def space_hash(path: str) -> str:
+    """The declared space of ``path``, as "sha256:...": a table says which one it was searched in."""
+    declared: list[Any] = (
+        [READ_TILES, READ_STAGES, READ_WARPS_PER_SM, READ_LEAST_PARTS, "one_launch"]
+        if path == LOGITS
+        else [
+            *(BLOCK_V, BLOCK_D, NUM_WARPS, CTAS_PER_SM, FLATTEN, SHALLOWER, MAX_STAGES, TILE_CLASSES),
+            *(BY_HEAD, BY_BOTH, BY_NONE, LEAST_ROWS_FIRST, MOST_ROWS_ONE_LAUNCH),
+        ]
+    )
+    return f"sha256:{hashlib.sha256(json.dumps(declared).encode()).hexdigest()}"
+
+
+def shared_bytes(config: Config, itemsize: int) -> int:
+    """Shared memory of the pipeline of one program, about."""
+    if isinstance(config, ReadConfig):
+        return 0
+    return config.stages * (config.block_v + config.block_b) * config.block_d * itemsize
+
+
+def block_b_choices(num_rows: int, edits: bool = False) -> list[int]:
+    """Tile classes for a batch: the one that holds all of it and, beyond 32 rows, half of it. With edits, whose
+    epilogue runs out of registers first, also a half of 32 rows and a quarter."""
+    whole = min(MAX_BLOCK_B, max(16, next_power_of_2(num_rows)))
+    most = 3 if edits else 2 if whole > 32 else 1
+    return [block_b for block_b in (whole, whole // 2, whole // 4)[:most] if block_b >= 16]
 
 
 def candidates(num_rows: int, hidden_size: int, itemsize: int, shared_memory: int, tma: bool) -> Iterator[TileConfig]:
-    """Every tile that fits ``shared_memory`` bytes per multiprocessor, with the deepest pipeline that fits."""
-    space = itertools.product(block_b_choices(num_rows), BLOCK_V, BLOCK_D, NUM_WARPS, CTAS_PER_SM, FLATTEN)
-    for block_b, block_v, block_d, warps, ctas, flatten in space:
-        rows_first = (True, False) if block_b >= LEAST_ROWS_FIRST else (False,)
-        if block_d > triton.next_power_of_2(hidden_size) or block_v * block_b > MAX_ACCUMULATORS * warps * 32:
-            continue
-        stage_bytes = (block_v + block_b) * block_d * itemsize
-        deepest = min(MAX_STAGES, (shared_memory // ctas - EPILOGUE_BYTES) // stage_bytes)
-        if deepest < MIN_STAGES:
-            continue
-        for first, hidden_tma in itertools.product(rows_first, (True, False) if tma else (False,)):
-            yield TileConfig(
-                block_b,
-                block_v,
-                block_d,
-                warps,
-                deepest,
-                ctas,
-                flatten,
-                tma,
-                hidden_tma=hidden_tma,
-                rows_first=first,
-            )
+    """Every tile for ``num_rows`` rows that fits ``shared_memory`` bytes per multiprocessor, with the deepest pipeline
+    that fits, through descriptors where ``tma``."""
+    problem = Problem(hidden_size, itemsize, shared_memory, tma)
+    for block_b in block_b_choices(num_rows):
+        space = Space(problem, FUSED, block_b, truncates=False, edits=False)
+        for config, point in space.points.items():
+            if isinstance(config, TileConfig) and point["shallower"] == 0 and config.tma is tma:
+                yield config
 
 
 def read_candidates(truncates: bool) -> Iterator[ReadConfig]:
     """Every reader of the declared space. truncates: for batches in which rows have a truncation."""
-    least_parts = READ_LEAST_PARTS if truncates else (1,)
-    for (block_b, block_v, num_warps), stages, warps, least in itertools.product(
-        READ_TILES, READ_STAGES, READ_WARPS_PER_SM, least_parts
-    ):
-        # A cut into more programs than are resident is moot where there are many parts anyway.
-        if truncates and warps != READ_WARPS_PER_SM[0]:
-            continue
-        yield ReadConfig(block_b, block_v, num_warps, stages, max(1, warps // num_warps), least)
+    space = Space(Problem(1, 2, 0, False), LOGITS, 0, truncates=truncates, edits=False)
+    for config in space.points:
+        if isinstance(config, ReadConfig):
+            yield config

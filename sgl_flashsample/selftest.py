@@ -133,49 +133,84 @@ class _Check:
 
 
 def _compare(head: LMHead, num_rows: int, config: Config, work: Work, chunk_ids: int) -> str | None:
+    expected = expect(head, num_rows, work, reads=isinstance(config, ReadConfig), chunk_ids=chunk_ids)
+    with_and_without = (difference(expected, config, return_logprob=logprob) for logprob in (False, True))
+    return next((problem for problem in with_and_without if problem is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """A batch of every kind of row, and what must be drawn from it. raw: a GEMM's output, where a reader is compared.
+    low, high: how far from ``logits`` a right logit may be."""
+
+    head: LMHead
+    work: Work
+    hidden: torch.Tensor
+    raw: torch.Tensor | None
+    params: dict[str, torch.Tensor]
+    low: torch.Tensor
+    logits: torch.Tensor
+    high: torch.Tensor
+    truncation: Truncation | None
+    edits: LogitEdits | None
+    want: Reference
+
+
+def expect(head: LMHead, num_rows: int, work: Work, *, reads: bool, chunk_ids: int = CHUNK_IDS) -> Expectation:
+    """reads: from logits that a GEMM has written, as ``ReadConfig`` does."""
     hidden = _hidden(head, num_rows, chunk_ids)
     row = torch.arange(num_rows, device=hidden.device)
     greedy_row = 1 if work.truncates else 0
     temperature = torch.where(row % 3 == greedy_row, 0.0, 0.5 + row % 4 * 0.5)
     if work is Work.GREEDY:
         temperature.zero_()
-    seed, position = row * 7919 - 5, row + 11
-    if isinstance(config, ReadConfig):
-        slots = read_slots(head.vocab_size, num_rows, config, hidden.device)
-        workspace = Workspace(slots, hidden.device)
-        raw = compute_logits(hidden, head, workspace)
+    params = {"temperature": temperature, "seed": row * 7919 - 5, "position": row + 11}
+    raw = None
+    if reads:
+        raw = compute_logits(hidden, head, Workspace(1, hidden.device))
         low, logits, high = _logits_of_gemm(raw, head)
     else:
-        workspace = Workspace(num_parts(head, num_rows, config) * num_rows, hidden.device)
         low, logits, high = (_logits(hidden, head, chunk_ids, sign * _ACCUMULATION) for sign in (-1, 0, 1))
     edits = None
     if work.edits:
         edits, edited = _edits(row, head)
         low, logits, high = map(edited, (low, logits, high))
-    want = sample_ref(logits, low, high, temperature, seed, position, vocab_start=head.vocab_start)
+    want = sample_ref(logits, low, high, temperature, params["seed"], params["position"], vocab_start=head.vocab_start)
     truncation = _truncation(row) if work.truncates else None
-    for return_logprob in (False, True):
-        options: dict[str, Any] = {"truncation": truncation, "edits": edits, "return_logprob": return_logprob}
-        options |= {"workspace": workspace, "draw": draw_for(head)}
-        if isinstance(config, ReadConfig):
-            greedy = work is Work.GREEDY
-            token, _, _ = sample_logits(
-                raw, head.source, temperature, seed, position, config, all_greedy=greedy, **options
-            )
-        else:
-            token, _, _ = lm_head_sample(hidden, head, temperature, seed, position, config, **options)
-        if truncation is not None:
-            assert workspace.last_kept is not None
-            kept = workspace.last_kept.logits[:num_rows, : head.vocab_size].double()
-            limited = _limited(truncation, head) & (temperature > 0)
-            room = 1e-5 * logits.abs().clamp(min=1.0)
-            off = limited & ~((kept >= low - room) & (kept <= high + room) | (kept == logits)).all(1)
-            if off.any():
-                return f"logits of {int(off.sum())} of {num_rows} rows differ from the reference"
-            want = _with_truncated(want, kept, limited, temperature, seed, position, truncation)
-        wrong = (token != want.token) & ~want.near_tie
-        if wrong.any():
-            return f"{int(wrong.sum())} of {num_rows} tokens differ from the reference"
+    return Expectation(head, work, hidden, raw, params, low, logits, high, truncation, edits, want)
+
+
+def difference(expected: Expectation, config: Config, *, return_logprob: bool) -> str | None:
+    """How what ``config`` draws differs from the expectation; None where it does not."""
+    head, hidden, num_rows = expected.head, expected.hidden, len(expected.hidden)
+    truncation, want = expected.truncation, expected.want
+    temperature = expected.params["temperature"]
+    options: dict[str, Any] = {"truncation": truncation, "edits": expected.edits, "return_logprob": return_logprob}
+    options["draw"] = draw_for(head)
+    drawn = (temperature, expected.params["seed"], expected.params["position"])
+    if isinstance(config, ReadConfig):
+        assert expected.raw is not None
+        workspace = Workspace(read_slots(head.vocab_size, num_rows, config, hidden.device), hidden.device)
+        options["workspace"] = workspace
+        options["all_greedy"] = expected.work is Work.GREEDY
+        token, _, _ = sample_logits(expected.raw, head.source, *drawn, config, **options)
+    else:
+        workspace = Workspace(num_parts(head, num_rows, config) * num_rows, hidden.device)
+        options["workspace"] = workspace
+        token, _, _ = lm_head_sample(hidden, head, *drawn, config, **options)
+    if truncation is not None:
+        assert workspace.last_kept is not None
+        kept = workspace.last_kept.logits[:num_rows, : head.vocab_size].double()
+        limited = _limited(truncation, head) & (temperature > 0)
+        room = 1e-5 * expected.logits.abs().clamp(min=1.0)
+        inside = (kept >= expected.low - room) & (kept <= expected.high + room) | (kept == expected.logits)
+        off = limited & ~inside.all(1)
+        if off.any():
+            return f"logits of {int(off.sum())} of {num_rows} rows differ from the reference"
+        want = _with_truncated(want, kept, limited, *drawn, truncation)
+    wrong = (token != want.token) & ~want.near_tie
+    if wrong.any():
+        return f"{int(wrong.sum())} of {num_rows} tokens differ from the reference"
     return None
 
 

@@ -1,0 +1,98 @@
+"""The bench that compiles: many processes of it fill Triton's cache on disk while one measures.
+
+It launches what the worker will launch, with nothing run, so that the binaries are the same to the last argument.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from ..kernels.head import LMHead
+from ..kernels.launch import compiling_only
+from ..warmup import launch_once
+from ..work import Work
+from .compile import register_usage
+from .gate import MANY_IDS, first_ids
+from .gpu import SOFTCAP
+from .inputs import DTYPES
+from .space import Config
+from .trials import config_of
+from .worker import error_of
+
+_KERNELS = ("lm_head_sample_kernel", "sample_logits_kernel")
+# Of the device's memory that heads of all compiling processes may take; beyond, they compile for a cut head, and the
+# draw of truncated rows, which depends on the vocabulary, is left to the worker.
+HEAD_SHARE = 0.3
+
+
+class CompileBench:
+    note: Callable[[str], None] = staticmethod(lambda text: None)
+
+    def __init__(self, device: torch.device, processes: int) -> None:
+        self.device, self.processes = device, processes
+        self._shape: dict[str, Any] | None = None
+        self._heads: list[LMHead] = []
+        self._used: dict[str, Any] = {}
+
+    @classmethod
+    def make(cls, spec: dict[str, Any]) -> CompileBench:
+        os.nice(5)  # who measures comes first
+        torch.set_num_threads(1)
+        return cls(torch.device(spec.get("device", "cuda")), int(spec.get("processes", 1)))
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Seconds, and of the main kernel shared memory in bytes, registers and spilled bytes per thread."""
+        assert request["op"] == "compile", request["op"]
+        began = time.monotonic()
+        self._use(request["head"])
+        config, work = config_of(request["path"], request["config"]), Work(request["work"])
+        self.note(request["label"])
+        self._used = {"shared": 0, "registers": 0, "spilled": 0}
+        if not triton.knobs.runtime.interpret:
+            try:
+                self._compile(config, work)
+            except Exception as error:
+                answer = error_of(error)
+                if answer["error"]["why"] == "runtime" and not answer["error"]["fatal"]:
+                    answer["error"]["why"] = "compile"
+                return answer
+        return {"seconds": time.monotonic() - began, **self._used}
+
+    def _use(self, shape: dict[str, Any]) -> None:
+        if shape == self._shape:
+            return
+        dtype = DTYPES[shape["dtype"]]
+        size = shape["vocab"] * shape["hidden"] * dtype.itemsize
+        total = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
+        softcap = SOFTCAP if shape.get("softcap") else None
+        ids = shape["vocab"] if size * self.processes < HEAD_SHARE * total else min(shape["vocab"], MANY_IDS + 16)
+        ids -= (ids - shape["vocab"]) % 16  # the last group is as full
+        head = LMHead(torch.empty(ids, shape["hidden"], dtype=dtype, device=self.device), softcap=softcap)
+        cut = first_ids(head, MANY_IDS)
+        self._heads = [head, cut] if cut.vocab_size != head.vocab_size else [head]
+        self._shape = dict(shape)
+
+    def _compile(self, config: Config, work: Work) -> None:
+        triton.knobs.compilation.listener = self._listen
+        with compiling_only():
+            for head in self._heads if work.truncates else self._heads[-1:]:
+                launch_once(head, config, work, False)
+
+    def _listen(self, *, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **rest: Any) -> None:
+        if metadata.get("name") not in _KERNELS:
+            return
+        self._used["shared"] = int(metadata.get("shared", 0))
+        cubin = next((path for name, path in metadata_group.items() if name.endswith(".cubin")), None)
+        if cubin is not None:
+            try:
+                registers, spilled = register_usage(Path(cubin).read_bytes())
+            except (OSError, ValueError, RuntimeError):
+                return  # a fact less; the measurement will tell
+            self._used |= {"registers": registers, "spilled": spilled}

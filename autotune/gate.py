@@ -1,0 +1,140 @@
+"""Correctness before speed: a configuration is timed only after it has drawn the reference's tokens, and published only
+after many draws of it have followed the distribution.
+
+The tokens are compared on the first ids of the head, so many that each program of a large GPU walks several vocabulary
+tiles, and on a few, with the last tile not full; with more and with fewer rows than a block holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from ..kernels.features import Edit, LogitEdits, Truncation
+from ..kernels.head import LMHead, Workspace
+from ..kernels.lm_head_sample import lm_head_sample, num_parts
+from ..kernels.reference import allowed_ref, edit_logits_ref, transform_ref
+from ..kernels.rng import GROUP_SIZE
+from ..kernels.sample_logits import num_read_parts, sample_logits
+from ..paths import compute_logits
+from ..selftest import Expectation, difference, expect
+from ..tuned import draw_for
+from ..work import Work
+from .inputs import as_bitmask
+from .space import Config, ReadConfig
+from .worker import Incorrect
+
+MANY_IDS = 40_000
+FEW_IDS = 33 * GROUP_SIZE
+TEST_ROWS = 512
+READ_ROWS = 17  # where the rows of a block do not decide the kernel
+MIN_EXPECTED = 5.0  # draws of a cell of the G-test: smaller ones are pooled
+
+
+def first_ids(head: LMHead, most: int) -> LMHead:
+    """``head`` cut to about ``most`` ids; its last group is as full as the whole vocabulary's, which decides how a
+    reader is compiled."""
+    size = min(head.vocab_size, most // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
+    return dataclasses.replace(head, weight=head.weight[:size], vocab_size=size)
+
+
+class Gate:
+    """Compares configurations for ``head`` with the reference. What must be drawn is computed once."""
+
+    def __init__(self, head: LMHead, many_ids: int = MANY_IDS) -> None:
+        self.head = head
+        self.many, self.few = first_ids(head, many_ids), first_ids(head, FEW_IDS)
+        self._expected: dict[tuple, Expectation] = {}
+
+    def check(self, config: Config, work: Work) -> None:
+        """Raises Incorrect where a token is not the reference's."""
+        work = Work.PLAIN if work is Work.GREEDY else work  # the same kernels; a third of the rows are greedy
+        block_b = READ_ROWS if isinstance(config, ReadConfig) else config.block_b
+        for head, num_rows in self._problems(work, block_b):
+            problem = difference(self._expect(head, num_rows, work, config), config, return_logprob=False)
+            if problem is not None:
+                raise Incorrect(problem)
+
+    def _problems(self, work: Work, block_b: int) -> list[tuple[LMHead, int]]:
+        # The draw of truncated rows is compiled for a size of the vocabulary: one size is enough.
+        few = self.many if work.truncates else self.few
+        return [(self.many, block_b - 3), (few, block_b + 1)]
+
+    def _expect(self, head: LMHead, num_rows: int, work: Work, config: Config) -> Expectation:
+        reads = isinstance(config, ReadConfig)
+        key = (head.vocab_size, num_rows, work, reads)
+        if key not in self._expected:
+            self._expected[key] = expect(head, num_rows, work, reads=reads)
+        return self._expected[key]
+
+    def g_test(self, config: Config, work: Work, draws: int, rows: int = TEST_ROWS) -> tuple[float, int]:
+        """The G-test's p-value over at least ``draws`` draws, and how many there were.
+
+        Every row has the logits of one column of the head, which no sum rounds: the distribution is known exactly.
+        """
+        head, weight = self.many, self.many.weight
+        device, size = weight.device, head.vocab_size
+        hidden = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=device)
+        hidden[:, 0] = 1.0
+        logits = transform_ref(weight[None, :, 0].double(), head.rounding, softcap=head.softcap)
+        truncation, edits = None, None
+        temperature = torch.ones(rows, device=device)
+        if work.edits:
+            edits, logits = _edited(logits, rows, head)
+        probability = torch.softmax(logits, -1)
+        if work.truncates:
+            top_k = torch.full((rows,), 50, dtype=torch.int32, device=device)
+            top_p, min_p = torch.full((rows,), 0.95, device=device), torch.zeros(rows, device=device)
+            truncation = Truncation(top_k, top_p, min_p)
+            allowed = allowed_ref(logits.double(), temperature[:1], top_k[:1], top_p[:1], min_p[:1])
+            probability = probability * allowed
+            probability /= probability.sum()
+        row = torch.arange(rows, device=device)
+        counts = torch.zeros(size, dtype=torch.int64, device=device)
+        options: dict[str, Any] = {"truncation": truncation, "edits": edits, "draw": draw_for(head)}
+        if isinstance(config, ReadConfig):
+            workspace = Workspace(num_read_parts(size, rows, config, device) * rows, device)
+            raw = compute_logits(hidden, head, workspace)
+        else:
+            workspace = Workspace(num_parts(head, rows, config) * rows, device)
+        calls = math.ceil(draws / rows)
+        for call in range(calls):
+            params = (temperature, row * 7919 + 1, torch.full_like(row, call))
+            if isinstance(config, ReadConfig):
+                token, _, _ = sample_logits(raw, head.source, *params, config, workspace=workspace, **options)
+            else:
+                token, _, _ = lm_head_sample(hidden, head, *params, config, workspace=workspace, **options)
+            counts += torch.bincount(token, minlength=size)[:size]
+        return g_test(counts.cpu(), probability[0].cpu()), calls * rows
+
+
+def _edited(logits: torch.Tensor, rows: int, head: LMHead) -> tuple[LogitEdits, torch.Tensor]:
+    """The same edits of all kinds in every row, and the logits that they give."""
+    ids = torch.arange(head.vocab_size, device=logits.device)[None, :]
+    additive, scaling, bias = ids % 3 * -0.25, 1.0 + ids % 2 * 0.125, ids % 4 * 0.5
+    allowed = ids % 5 != 0
+    tensors = {"additive": additive, "scaling": scaling, "bias": bias}
+    spread: dict[str, Any] = {name: tensor.float().expand(rows, -1).contiguous() for name, tensor in tensors.items()}
+    mask = as_bitmask(allowed).expand(rows, -1).contiguous()
+    flags = torch.full((rows,), int(sum(Edit)), dtype=torch.int32, device=logits.device)
+    edited = edit_logits_ref(logits, additive=additive, scaling=scaling, allowed=allowed, bias=bias)
+    return LogitEdits(**spread, mask=mask, rows=flags), edited.double()
+
+
+def g_test(observed: torch.Tensor, probability: torch.Tensor) -> float:
+    """p-value of ``observed`` counts under exact probabilities (log-likelihood ratio against chi-square). Cells that
+    expect fewer than ``MIN_EXPECTED`` draws are pooled, never dropped."""
+    if bool((observed[probability == 0] > 0).any()):
+        return 0.0  # forbidden, however rare
+    observed = observed.double()
+    expected = probability.double() * observed.sum()
+    small = expected < MIN_EXPECTED
+    observed = torch.cat([observed[~small], observed[small].sum()[None]])
+    expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = 2.0 * torch.xlogy(observed, observed / expected).sum()
+    freedom = torch.tensor(float(len(observed) - 1), dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, statistic.cpu() / 2)) if freedom > 0 else 1.0

@@ -1,0 +1,107 @@
+"""What the step is timed on: a head of the real shape, and batches whose logits look like a model's.
+
+A logit is ``-slope * log(rank)`` of its id plus Gaussian noise. Three columns of the head hold the rank's share for
+three profiles (peaked, typical, flat), and a row's hidden state picks one: the rows of a batch differ, as requests do.
+How long a truncated row takes depends on its profile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..kernels.features import Edit, LogitEdits, Truncation
+from ..kernels.head import LMHead
+from ..work import Work
+
+# Profile: slope, and deviation of the noise.
+PROFILES = {"typical": (1.2, 2.0), "peaked": (2.5, 3.0), "flat": (0.0, 1.0)}
+TRUNCATIONS = ((50, 0.9), (20, 0.95), (0, 0.95))  # top-k (0: off) and top-p, row by row
+SEEN = 200  # tokens with a penalty, per row
+BIASED = 20
+ALLOWED = 0.1  # share of the vocabulary that a grammar allows
+CHUNK_IDS = 16_384
+# The head is read from memory, not from the L2 cache, where its copies hold this many times the cache.
+COLD = 5
+STEPS = 32  # positions between two refreshes: calls of a sample at most
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def make_weight(vocab: int, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``[vocab, hidden]``; columns 0 to 2 are the profiles'."""
+    generator = torch.Generator(device).manual_seed(1)
+    weight = torch.empty(vocab, hidden, dtype=dtype, device=device)
+    for first in range(0, vocab, CHUNK_IDS):
+        rows = min(CHUNK_IDS, vocab - first)
+        weight[first : first + rows] = torch.randn(rows, hidden, device=device, generator=generator) / hidden**0.5
+    rank = torch.randperm(vocab, device=device, generator=generator) + 1
+    for column, (slope, _) in enumerate(PROFILES.values()):
+        weight[:, column] = (-slope * rank.float().log()).to(dtype)
+    return weight
+
+
+def copies_needed(weight: torch.Tensor, l2_bytes: int) -> int:
+    """How many copies of the head have to take turns for it to be read from memory each time; as many as a sample has
+    calls at most."""
+    return min(STEPS, max(1, -(-COLD * l2_bytes // (weight.numel() * weight.element_size()))))
+
+
+class Batch:
+    """Inputs of ``rows`` rows; ``refresh`` gives them other hidden states and noise not drawn before."""
+
+    def __init__(self, head: LMHead, rows: int) -> None:
+        weight = head.weight
+        device, self.rows, self.vocab = weight.device, rows, head.vocab_size
+        self.hidden = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device=device)
+        row = torch.arange(rows, device=device)
+        self.profile = row % len(PROFILES)
+        deviations = torch.tensor([deviation for _, deviation in PROFILES.values()], device=device)
+        self._deviation = deviations[self.profile][:, None]
+        self._columns = torch.nn.functional.one_hot(self.profile, len(PROFILES)).to(weight.dtype)
+        self.seed = row * 7919
+        self.position = torch.arange(STEPS, device=device)[:, None].repeat(1, rows)
+        self.rival_seed = torch.tensor([1234], device=device)
+        self.rival_offset = torch.arange(STEPS, device=device)[:, None] * 4096
+        limits = torch.tensor(TRUNCATIONS, device=device)[row % len(TRUNCATIONS)]
+        self.truncation = Truncation(
+            limits[:, 0].int().contiguous(), limits[:, 1].float().contiguous(), torch.zeros(rows, device=device)
+        )
+        self._edits: LogitEdits | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        noise = torch.randn(self.hidden.shape, device=self.hidden.device) * self._deviation
+        self.hidden.copy_(noise)
+        self.hidden[:, : len(PROFILES)] = self._columns
+        self.position.add_(STEPS)
+        self.rival_offset.add_(STEPS * 4096)
+
+    def temperature(self, work: Work) -> torch.Tensor:
+        return torch.full((self.rows,), 0.0 if work is Work.GREEDY else 1.0, device=self.hidden.device)
+
+    @property
+    def edits(self) -> LogitEdits:
+        """Penalties of tokens seen, a grammar's mask and a few biases, in every row."""
+        if self._edits is None:
+            device, shape = self.hidden.device, (self.rows, self.vocab)
+            generator = torch.Generator(device).manual_seed(2)
+            seen = torch.randint(self.vocab, (self.rows, min(SEEN, self.vocab)), device=device, generator=generator)
+            allowed = torch.rand(shape, device=device, generator=generator) < ALLOWED
+            edits = LogitEdits(
+                additive=torch.zeros(shape, device=device).scatter_(1, seen, -0.5),
+                scaling=torch.ones(shape, device=device).scatter_(1, seen, 1.1),
+                mask=as_bitmask(allowed),
+                bias=torch.zeros(shape, device=device).scatter_(1, seen[:, :BIASED], 2.0),
+            )
+            flags = torch.full((self.rows,), int(sum(Edit)), dtype=torch.int32, device=device)
+            self._edits = dataclasses.replace(edits, rows=flags)
+        return self._edits
+
+
+def as_bitmask(allowed: torch.Tensor) -> torch.Tensor:
+    """``[B, V]`` bool as ``[B, ceil(V / 32)]`` int32, bit ``i % 32`` of word ``i // 32``."""
+    rows, vocab = allowed.shape
+    padded = torch.nn.functional.pad(allowed, (0, -vocab % 32)).view(rows, -1, 32)
+    words = (padded.long() << torch.arange(32, device=allowed.device)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

@@ -1,0 +1,223 @@
+"""What a run will do for one head on one device: its studies, its buckets and about how long it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+from ..kernels.tiles import TileConfig
+from ..table import Device, HeadShape
+from ..work import Work
+from . import builtin
+from .head import ITEMSIZE
+from .race import Policy
+from .space import (
+    FUSED,
+    LEAST_ROWS_FIRST,
+    LOGITS,
+    MOST_ROWS_ONE_LAUNCH,
+    Config,
+    Problem,
+    Space,
+    block_b_choices,
+    next_power_of_2,
+)
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+WORKS = (Work.PLAIN, Work.GREEDY, Work.TRUNCATE, Work.EDIT, Work.EDIT_AND_TRUNCATE)
+# The fused pass reads the head once per block of rows: beyond this many rows only for the race.
+LARGEST_FUSED_PROBE = 256
+LARGEST_EDITED_CLASS = 64  # a larger tile's epilogue spills with edits
+
+# For estimates: seconds of one processor per kernel without and with edits (sm90 cubins take 0.4 to 1 s and 0.7 to 3 s;
+# the first truncated ones 5 s more), of starting a process, of a check with its timings, and of a race beside its
+# samples; bytes per second of an unknown device.
+COMPILE_SECONDS = {False: 1.0, True: 1.5}
+START_SECONDS, TRIAL_SECONDS, RACE_SECONDS = 10.0, 0.08, 0.25
+BYTES_PER_SECOND = 3e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """budget: seconds of the whole run. share: of it that the search may take. cap: configurations per study.
+    finalists: per study in a race. transfer: check batch sizes between buckets. rivals: race FlashInfer too.
+    draws: of each winner's G-test."""
+
+    name: str
+    budget: float
+    share: float
+    cap: int
+    finalists: int
+    policy: Policy
+    transfer: bool
+    rivals: bool
+    draws: int = 200_000
+
+
+EFFORTS = {
+    "quick": Effort("quick", 55.0, 0.45, 6, 2, Policy(least=5, step=3, most=14), False, False),
+    "full": Effort("full", 285.0, 0.55, 48, 3, Policy(), True, True),
+    # Every configuration of the declared space: the oracle that searches are compared with.
+    "exhaustive": Effort("exhaustive", 4 * 3600.0, 0.9, 10**9, 4, Policy(most=60), True, True),
+}
+RANK = {"quick": 0, "full": 1, "exhaustive": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyKey:
+    """path; work; block_b: the tile class, 0 for logits."""
+
+    path: str
+    work: Work
+    block_b: int
+
+    def __str__(self) -> str:
+        return f"{self.work.value}/{self.path}" + (f"/{self.block_b}" if self.block_b else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    device: Device
+    head: HeadShape
+    effort: Effort
+    buckets: tuple[int, ...] = BUCKETS
+
+    @property
+    def family(self) -> str:
+        """Raises ValueError where there is nothing built in to compare with."""
+        family = builtin.family_of(self.device.cc)
+        if family is None:
+            raise ValueError(f"{self.device.name} has compute capability {self.device.cc}; expected 8.0 or newer")
+        return family
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.head.dtype]
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        descriptors = self.family in ("sm90", "sm100") and self.head.hidden * self.itemsize % 16 == 0
+        return Problem(self.head.hidden, self.itemsize, self.device.smem_optin, descriptors)
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """Only a whole vocabulary is truncated."""
+        return tuple(work for work in WORKS if self.head.tp == 1 or not work.truncates)
+
+    def classes(self, rows: int, work: Work) -> list[int]:
+        """Tile classes that may serve ``rows`` rows."""
+        found = block_b_choices(min(rows, LARGEST_FUSED_PROBE), work.edits)
+        return [block_b for block_b in found if not work.edits or block_b <= LARGEST_EDITED_CLASS] or [
+            LARGEST_EDITED_CLASS
+        ]
+
+    @functools.cached_property
+    def studies(self) -> list[StudyKey]:
+        found: dict[StudyKey, None] = {}
+        for work in self.works:
+            if work.fallback is None:
+                for rows in self.buckets:
+                    found |= {StudyKey(FUSED, work, block_b): None for block_b in self.classes(rows, work)}
+                found[StudyKey(LOGITS, work, 0)] = None
+        return list(found)
+
+    def space(self, key: StudyKey) -> Space:
+        return Space(self.problem, key.path, key.block_b, key.work.truncates, key.work.edits)
+
+    def probes(self, key: StudyKey) -> list[int]:
+        """The batch sizes that a study's configurations are timed at."""
+        if key.path == LOGITS:
+            middle = [rows for rows in self.buckets if rows >= 64] or list(self.buckets)
+            return sorted({middle[0], middle[len(middle) // 2], middle[-1]})
+        served = [rows for rows in self.buckets if key.block_b in self.classes(rows, key.work)]
+        served = [rows for rows in served if rows <= LARGEST_FUSED_PROBE] or served[:1]
+        # Below a full block the rows do not matter; beyond it, each further block reads the head again.
+        return sorted({served[0], *(rows for rows in served if rows >= key.block_b)})
+
+    def default(self, rows: int, work: Work) -> Config:
+        config = builtin.default_of(self.family, self.itemsize, rows, work)
+        if isinstance(config, TileConfig) and not self.problem.tma:
+            return dataclasses.replace(config, tma=False, hidden_tma=False)  # as the launcher does
+        return config
+
+    def seeds(self, key: StudyKey, elsewhere: Iterable[Config] = ()) -> list[Config]:
+        """What a study tries first: the built-in defaults, then what has been good elsewhere, then their neighbours.
+        elsewhere: winners of other tables."""
+        space = self.space(key)
+        defaults = [self.default(rows, key.work) for rows in self.buckets]
+        own = [config for config in defaults if self.study_of(config, key.work) == key]
+        built_in = builtin.tiles_of(self.family, self.itemsize) if key.path == FUSED else builtin.readers_of()
+        others: list[Config] = []
+        for config in (*elsewhere, *built_in):
+            if isinstance(config, TileConfig) and key.path == FUSED:
+                others.append(self.fitted(config, key.block_b))
+            elif not isinstance(config, TileConfig) and key.path == LOGITS:
+                others.append(config)
+        found = dict.fromkeys([*own, *space.first(), *others])
+        return [config for config in found if config in own or config in space.points]
+
+    def fitted(self, tile: TileConfig, block_b: int) -> TileConfig:
+        """``tile`` in another tile class, with as many stages as fit there."""
+        space = Space(self.problem, FUSED, block_b, False, False)
+        stages = max(1, min(tile.stages, space.deepest(tile.block_v, tile.block_d, tile.ctas_per_sm)))
+        one_launch = tile.one_launch and block_b <= MOST_ROWS_ONE_LAUNCH
+        return dataclasses.replace(
+            tile,
+            block_b=block_b,
+            stages=stages,
+            tma=tile.tma and self.problem.tma,
+            hidden_tma=tile.hidden_tma and self.problem.tma,
+            rows_first=tile.rows_first and block_b >= LEAST_ROWS_FIRST,
+            one_launch=one_launch,
+            reduce_rows=block_b if one_launch else 1,
+        )
+
+    def study_of(self, config: Config, work: Work) -> StudyKey:
+        kernels = builtin.kernels_of(work)
+        if isinstance(config, TileConfig):
+            return StudyKey(FUSED, kernels, config.block_b)
+        return StudyKey(LOGITS, kernels, 0)
+
+    def trials(self, key: StudyKey) -> int:
+        return min(self.effort.cap, len(self.space(key).points))
+
+    @property
+    def compiles(self) -> int:
+        return sum(self.trials(key) for key in self.studies)
+
+    @property
+    def races(self) -> int:
+        return len(self.works) * len(self.buckets)
+
+    def estimate(self, processes: int, gpus: int = 1) -> dict[str, float]:
+        """Seconds of each part, about: before anything is measured."""
+        compiling = sum(self.trials(key) * COMPILE_SECONDS[key.work.edits] for key in self.studies) / max(1, processes)
+        one_pass = self.head.vocab * self.head.hidden * self.itemsize / BYTES_PER_SECOND
+        sample = max(1e-3, one_pass)
+        rounds = (self.effort.policy.least + self.effort.policy.most) / 2
+        contenders = 3 + 2 * self.effort.finalists
+        racing = self.races * (RACE_SECONDS + rounds * sample * contenders)
+        measuring = self.compiles * (TRIAL_SECONDS + 16 * sample)
+        search = min(max(compiling, measuring / gpus), self.effort.budget * self.effort.share)
+        return {
+            "start": START_SECONDS,
+            "search": search,
+            "race": racing / gpus,
+            "total": min(self.effort.budget, START_SECONDS + search + racing / gpus),
+        }
+
+
+def midpoint(lower: int, upper: int) -> int | None:
+    """A batch size between two buckets that stands for those between; None where there is none worth it."""
+    middle = (lower + upper) // 2
+    return middle if lower < middle < upper and middle >= 8 else None
+
+
+def nearest(sizes: Iterable[int], rows: int) -> int:
+    return min(sizes, key=lambda size: (abs(math.log2(size / rows)), size))
+
+
+def tile_class(rows: int) -> int:
+    return min(128, max(16, next_power_of_2(rows)))

@@ -1,0 +1,115 @@
+"""The table as it grows: written whole after every bucket, so that whatever ends a run, a complete file is there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..kernels.rng import NOISE_ABI
+from ..table import Bucket, Choice, Device, HeadShape, Table, TableError, file_name, sources_hash
+from ..work import Work
+from .names import key_of, label_of, path_of
+from .plan import RANK, Effort
+from .space import FUSED, LOGITS, Config, space_hash
+from .trials import config_data
+
+MEASURE = {"mode": "cuda_graph", "weights": "cold", "hidden": "hot", "profiles": "typical, peaked, flat"}
+MOST_REJECTED = 500  # in a table; the log has all
+# What of the environment a table's times depend on so much that another one is another run.
+SAME_ENV = ("torch", "triton", "cuda", "sgl_flashsample")
+
+
+class Publisher:
+    """Collects buckets and writes the table of one device and head to ``folder``."""
+
+    def __init__(self, folder: Path, device: Device, head: HeadShape, env: dict[str, str], effort: Effort) -> None:
+        self.path = folder / file_name(device.name, head)
+        self.device, self.head, self.env, self.effort = device, head, env, effort
+        self.buckets: dict[str, dict[int, Bucket]] = {}
+        self.configs: dict[str, Config] = {}
+        self.rejected: dict[str, dict[str, Any]] = {}
+        self.provenance: dict[str, Any] = {"complete": False}
+        self.began = time.time()
+        self._before = _same(self.path, device, head, env)  # its buckets stay until they are decided anew
+
+    def reject(self, config: Config, work: Work, why: str, detail: str) -> None:
+        label = label_of(config, work.value)
+        entry = {"path": path_of(config), "work": work.value, "key": key_of(config), **config_data(config)}
+        self.rejected[label] = {"config": entry, "why": why, "detail": detail[:200]}
+
+    def add(self, work: str, rows: int, bucket: Bucket, configs: dict[str, Config]) -> None:
+        self.buckets.setdefault(work, {})[rows] = bucket
+        self.configs |= configs
+
+    def table(self) -> Table:
+        before = self._before
+        classes = {work: dict(buckets) for work, buckets in (before.classes if before else {}).items()}
+        choices = dict(before.configs if before else {}) | {k: Choice.of(c) for k, c in self.configs.items()}
+        for work, buckets in self.buckets.items():
+            classes[work] = {**classes.get(work, {}), **buckets}
+        used = {key for found in classes.values() for b in found.values() for key in (b.use, b.default, *b.tied)}
+        return Table(
+            device=self.device,
+            head=self.head,
+            configs={key: choices[key] for key in sorted(used - {""})},
+            classes=classes,
+            tool={"sgl_flashsample": __version__, "noise": NOISE_ABI},
+            env=self.env,
+            measure={**MEASURE, "min_gain": self.effort.policy.min_gain},
+            effort=self.effort.name,
+            kernels={path: {"src": sources_hash(), "space": space_hash(path)} for path in (FUSED, LOGITS)},
+            rejected=list(self.rejected.values())[:MOST_REJECTED],
+            provenance={**self.provenance, "seconds": round(time.time() - self.began, 1)},
+        )
+
+    def write(self) -> None:
+        """Raises OSError where the folder cannot be written to."""
+        write_whole(self.path, self.table().dumps())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """``text`` at ``path``, all of it or what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def up_to_date(path: Path, device: Device, head: HeadShape, env: dict[str, str], effort: Effort) -> bool:
+    """Whether ``path`` holds the finished table of this device, head, kernels and versions, at this effort or more."""
+    table = _same(path, device, head, env)
+    if table is None or table.provenance.get("complete") is not True:
+        return False
+    return RANK.get(table.effort, -1) >= RANK[effort.name]
+
+
+def _same(path: Path, device: Device, head: HeadShape, env: dict[str, str]) -> Table | None:
+    """The table at ``path`` if it is of this device, head, kernels and versions."""
+    try:
+        table = Table.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TableError):
+        return None
+    same = (
+        (table.device, table.head) == (device, head)
+        and all(table.env.get(name) == env.get(name) for name in SAME_ENV)
+        and all(entry.get("src") == sources_hash() for entry in table.kernels.values())
+    )
+    return table if same else None
+
+
+def key_map(configs: list[Config]) -> dict[str, Config]:
+    return {key_of(config): config for config in configs}

@@ -1,0 +1,253 @@
+"""Which of several contenders is fastest, from samples that were taken side by side: a pure function of the samples.
+
+A round times every contender still in the race once, in rotated order, so that drift of the clocks falls on all alike;
+what is judged are the log-ratios to the leader within each round. A contender leaves once the confidence interval of
+its ratio lies beyond the tie band (t intervals, Bonferroni over looks and contenders). The race ends when one is left,
+when every ratio is known to ``Policy.error``, or after ``Policy.most`` rounds.
+
+Among those that are as good as the leader the choice is by a fixed order, so that two runs agree; and the built-in
+default is left only for a gain that is certain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """least, step, most: rounds before the first look, between looks, and in all. error: standard error of the
+    log-ratios at which a race ends. tie, tie_us: what counts as equal, relative or in microseconds, the larger of both.
+    min_gain: what a gain over the default must exceed with its whole interval. alpha: chance of any wrong elimination,
+    and of leaving the default for less than ``min_gain``. clock: rounds at a smaller share of the highest clock are
+    dropped.
+    """
+
+    least: int = 6
+    step: int = 3
+    most: int = 30
+    error: float = 0.003
+    tie: float = 0.01
+    tie_us: float = 0.5
+    min_gain: float = 0.01
+    alpha: float = 0.05
+    clock: float = 0.9
+
+    @property
+    def looks(self) -> int:
+        return 1 + max(0, -(-(self.most - self.least) // self.step))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """preference: what decides among equals, the smallest first (``preference_of``)."""
+
+    name: str
+    preference: tuple = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """us: median microseconds. se: their standard error. n: rounds counted. ratio, ratio_se: mean log-ratio to the
+    leader and its standard error. low: its lower bound."""
+
+    us: float
+    se: float
+    n: int
+    ratio: float
+    ratio_se: float
+    low: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """alive: who goes on, in the order given. winner, tied: the choice, and who else would have done as well.
+    gain, gain_low: of the winner over the default, 0.02 is 2 %; the lower bound of it. clock: MHz, the median."""
+
+    alive: tuple[str, ...]
+    done: bool
+    leader: str
+    winner: str
+    tied: tuple[str, ...]
+    gain: float
+    gain_low: float
+    clock: float
+    standings: dict[str, Standing]
+
+
+def preference_of(is_default: bool, is_neighbour: bool, shared_bytes: int, stages: int, config: Sequence) -> tuple:
+    """The fixed order among equals: the default, a neighbouring bucket's choice, less shared memory, fewer stages."""
+    return (not is_default, not is_neighbour, shared_bytes, stages, tuple(map(str, config)))
+
+
+def rotated(names: Sequence[str], index: int) -> list[str]:
+    """The order of round ``index``: each contender is first in turn, and runs after another one than before."""
+    turned = list(names[index % len(names) :]) + list(names[: index % len(names)])
+    return turned if (index // max(1, len(names))) % 2 == 0 else turned[::-1]
+
+
+def kept_rounds(clocks: Sequence[float], share: float) -> list[bool]:
+    """Which rounds count: those at ``share`` of the highest clock or more. Unknown clocks (0) all count."""
+    highest = max(clocks, default=0.0)
+    return [clock >= share * highest for clock in clocks]
+
+
+def judge(
+    contenders: Sequence[Contender],
+    samples: Mapping[str, Sequence[float]],
+    clocks: Sequence[float],
+    default: str | None,
+    policy: Policy,
+    *,
+    last: bool = False,
+) -> Verdict:
+    """What follows from the samples so far.
+
+    samples: microseconds per round, ``samples[name][i]`` of round ``i``; who has left has fewer. clocks: MHz per round.
+    default: a contender's name, or None. last: no more rounds will come (the time is over).
+    """
+    rounds = max(len(samples[c.name]) for c in contenders)
+    if rounds < 1:
+        raise ValueError("a race without a round")
+    counts = kept_rounds(clocks, policy.clock)
+    kept = {c.name: [v for v, counted in zip(samples[c.name], counts, strict=False) if counted] for c in contenders}
+    most = max(len(values) for values in kept.values())
+    running = [c for c in contenders if len(samples[c.name]) == rounds]
+    if most == 0 or any(not kept[c.name] for c in running):
+        raise ValueError("no round of the race counts")
+    leader = min(running, key=lambda c: (_leading(kept, c.name, running), c.preference)).name
+    tests = policy.looks * max(1, len(contenders) - 1)
+    standings = {
+        c.name: _standing(kept[c.name], kept[leader], policy.alpha / tests) for c in contenders if kept[c.name]
+    }
+    best_us = standings[leader].us
+    band = math.log1p(max(policy.tie, policy.tie_us / best_us))
+    alive = tuple(c.name for c in running if standings[c.name].low <= band)
+    open_ratios = [standings[name] for name in alive if name != leader]
+    known = rounds >= policy.least and all(s.ratio_se < policy.error for s in open_ratios)
+    # Who left is no candidate, nor who is clearly slower than the leader by more than the band.
+    ties = [c for c in running if c.name in alive and (standings[c.name].ratio <= band or standings[c.name].low <= 0.0)]
+    winner, gain, gain_low = _choose(ties, kept, default, policy)
+    # More rounds may still show that the default is slower for certain, or that who seems slower is.
+    doubtful = (winner == default and standings[winner].ratio > band) or any(
+        standings[c.name].ratio > band for c in ties
+    )
+    decided = (known and not doubtful) or (rounds >= policy.least and not open_ratios)
+    done = last or rounds >= policy.most or decided
+    tied = tuple(sorted(c.name for c in ties if c.name != winner))
+    clock = statistics.median([v for v, counted in zip(clocks, counts, strict=True) if counted])
+    return Verdict(alive, done, leader, winner, tied, gain, gain_low, clock, standings)
+
+
+def _choose(
+    ties: list[Contender], kept: Mapping[str, Sequence[float]], default: str | None, policy: Policy
+) -> tuple[str, float, float]:
+    """The winner among ``ties``, its gain over the default and the gain's lower bound."""
+    by_preference = sorted(ties, key=lambda c: c.preference)
+    if default is None or not kept.get(default):
+        return by_preference[0].name, 0.0, 0.0
+    if default in {c.name for c in ties}:
+        return default, 0.0, 0.0
+    alpha = policy.alpha / (policy.looks * len(ties))
+    for contender in by_preference:
+        gain = _standing(kept[default], kept[contender.name], alpha)
+        if gain.low > math.log1p(policy.min_gain):
+            return contender.name, math.expm1(gain.ratio), math.expm1(gain.low)
+    return default, 0.0, 0.0
+
+
+def _leading(kept: Mapping[str, Sequence[float]], name: str, running: Sequence[Contender]) -> float:
+    """Mean log-time over the rounds that all who are running have in common."""
+    n = min(len(kept[c.name]) for c in running)
+    return robust_mean([math.log(v) for v in kept[name][:n]])[0]
+
+
+def _standing(values: Sequence[float], leader: Sequence[float], alpha: float) -> Standing:
+    us = statistics.median(values)
+    # Of a median of n nearly normal values, from their mean absolute deviation: a spike must not count twice.
+    spread = statistics.median(abs(v - us) for v in values) * 1.4826
+    se = 1.2533 * spread / math.sqrt(len(values))
+    n = min(len(values), len(leader))
+    ratios = [math.log(v / w) for v, w in zip(values[:n], leader[:n], strict=True)]
+    mean, error = robust_mean(ratios)
+    if values is leader:
+        return Standing(us, se, len(values), 0.0, 0.0, 0.0)
+    low = mean - t_quantile(1 - alpha, n - 1) * error if n >= 3 else -math.inf
+    return Standing(us, se, len(values), mean, error, low)
+
+
+def robust_mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard error, values beyond four deviations (of the median) drawn in to there."""
+    centre = statistics.median(values)
+    spread = max(statistics.median(abs(v - centre) for v in values) * 1.4826, 1e-5)
+    held = [min(max(v, centre - 4 * spread), centre + 4 * spread) for v in values]
+    if len(held) < 2:
+        return centre, math.inf
+    # Identical samples are a coarse timer, not certainty.
+    error = max(statistics.stdev(held), 1e-4) / math.sqrt(len(held))
+    return statistics.fmean(held), error
+
+
+@functools.lru_cache(maxsize=4096)
+def t_quantile(probability: float, dof: int) -> float:
+    """Quantile of Student's t for ``probability`` of at least 0.5."""
+    low, high = 0.0, 1.0
+    while t_probability(high, dof) < probability and high < 1e9:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_probability(middle, dof) < probability else (low, middle)
+    return high
+
+
+def t_probability(t: float, dof: int) -> float:
+    """P(T <= t) of Student's t with an integer number of degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(dof))
+    cosine = math.cos(angle)
+    square = cosine * cosine
+    term, total = 1.0, 0.0
+    if dof % 2:
+        if dof > 1:
+            term = cosine
+            for k in range(3, dof + 1, 2):
+                total += term
+                term *= square * (k - 1) / k
+        within = 2 / math.pi * (angle + math.sin(angle) * total)
+    else:
+        for k in range(2, dof + 1, 2):
+            total += term
+            term *= square * (k - 1) / k
+        within = math.sin(angle) * total
+    return 0.5 + 0.5 * within
+
+
+class Race:
+    """A race in the making: ask ``due`` what to time next, ``add`` what came of it, until ``due`` is empty."""
+
+    def __init__(self, contenders: Sequence[Contender], default: str | None, policy: Policy) -> None:
+        if not contenders:
+            raise ValueError("a race needs a contender")
+        self.contenders, self.default, self.policy = list(contenders), default, policy
+        self.samples: dict[str, list[float]] = {c.name: [] for c in contenders}
+        self.clocks: list[float] = []
+        self.verdict: Verdict | None = None
+
+    def due(self) -> tuple[list[str], int]:
+        """Who runs, for how many rounds; nobody and 0 when the race is over."""
+        if self.verdict is None:
+            return [c.name for c in self.contenders], self.policy.least
+        if self.verdict.done:
+            return [], 0
+        return list(self.verdict.alive), min(self.policy.step, self.policy.most - len(self.clocks))
+
+    def add(self, samples: Mapping[str, Sequence[float]], clocks: Sequence[float], *, last: bool = False) -> Verdict:
+        """samples: of everyone who was due, one value per round; clocks: one per round. last: the time is over."""
+        for name, values in samples.items():
+            self.samples[name] += values
+        self.clocks += clocks
+        self.verdict = judge(self.contenders, self.samples, self.clocks, self.default, self.policy, last=last)
+        return self.verdict

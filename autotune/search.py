@@ -1,0 +1,221 @@
+"""The first half of a run: every study proposes, processes compile, a GPU compares tokens and measures.
+
+Nothing is decided here: the times of a search are of different moments, and only say who may race.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..work import Work
+from .builtin import kernels_of
+from .names import label_of, path_of
+from .plan import Plan, StudyKey
+from .remote import Crew, Job
+from .space import LOGITS, MAX_SPILLED, Config
+from .study import Study
+from .trials import Log, config_data, config_of
+
+COMPILE_SECONDS = 60.0
+TRIAL_SECONDS = 60.0
+AHEAD = 24  # compiled configurations that may wait for a GPU
+OFFERED = 3  # winners of a finished study that its siblings try
+HOPELESS = 1.15  # a configuration slower than the best by this does not race
+
+
+@dataclasses.dataclass
+class Context:
+    """What the parts of a run share. head: as workers want it. note: says something to the person who waits. reject:
+    takes a configuration, its work, the reason and the detail. left: seconds until the run's time is over."""
+
+    plan: Plan
+    log: Log
+    head: dict[str, Any]
+    gpus: Crew
+    note: Callable[[str], None]
+    reject: Callable[[Config, Work, str, str], None]
+    left: Callable[[], float]
+    failed_defaults: list[str] = dataclasses.field(default_factory=list)
+
+    def is_default(self, config: Config, work: Work) -> bool:
+        kernels = kernels_of(work)
+        return any(
+            self.plan.default(rows, other) == config
+            for rows in self.plan.buckets
+            for other in self.plan.works
+            if kernels_of(other) is kernels
+        )
+
+    def request(self, op: str, config: Config, work: Work, **values: Any) -> dict[str, Any]:
+        return {
+            "op": op,
+            "head": self.head,
+            "path": path_of(config),
+            "config": config_data(config),
+            "work": work.value,
+            "label": label_of(config, work.value),
+            **values,
+        }
+
+
+class Search:
+    """All studies of a plan. compilers: None where nothing has to be compiled ahead."""
+
+    def __init__(self, context: Context, compilers: Crew | None, elsewhere: Iterable[Config] = ()) -> None:
+        self.context, self.compilers = context, compilers
+        plan, elsewhere = context.plan, list(elsewhere)
+        self.studies: dict[StudyKey, Study] = {}
+        for key in plan.studies:
+            self.studies[key] = Study(
+                plan.space(key), plan.seeds(key, elsewhere), plan.effort.cap, seed=len(self.studies)
+            )
+        self._turn = 0
+        self._over: set[StudyKey] = set()
+        self._stopped = False
+        self._waiting = 0  # compiled, not measured yet
+        self._recall()
+
+    def _recall(self) -> None:
+        """What an earlier run has found out."""
+        for event in self.context.log.of("trial"):
+            try:
+                work, config = Work(event["work"]), config_of(event["path"], event["config"])
+                study = self.studies.get(self.context.plan.study_of(config, work))
+                us = {int(rows): float(value) for rows, value in event["us"].items()}
+            except (KeyError, TypeError, ValueError, AttributeError):
+                continue
+            if study is not None and config not in study.trials:
+                self._baseline(study, us)
+                study.tell(config, us or None, event.get("why", ""), event.get("detail", ""))
+                if event.get("why"):
+                    self._rejected(config, work, event["why"], event.get("detail", ""))
+
+    @property
+    def tried(self) -> int:
+        return sum(len(study.trials) for study in self.studies.values())
+
+    @property
+    def size(self) -> int:
+        return sum(study.size for study in self.studies.values())
+
+    @property
+    def finished(self) -> bool:
+        busy = self.context.gpus.pending + (self.compilers.pending if self.compilers else 0)
+        return not busy and (self._stopped or len(self._over) == len(self.studies))
+
+    def stop(self) -> None:
+        """Ask for nothing more; what is being measured is measured to its end."""
+        if not self._stopped:
+            self._stopped = True
+            if self.compilers is not None:
+                self.compilers.end()
+            self.context.gpus.drop_waiting()
+
+    def fill(self) -> None:
+        """Give work to whoever is idle."""
+        if self._stopped:
+            return
+        while self._room() > 0:
+            found = self._next()
+            if found is None:
+                return
+            key, config = found
+            if self.compilers is None:
+                self.context.gpus.add(self._measure(key, config))
+            else:
+                self.compilers.add(self._compile(key, config))
+
+    def _room(self) -> int:
+        if self.compilers is None:
+            return self.context.gpus.idle
+        return self.compilers.idle if self._waiting < AHEAD else 0
+
+    def _next(self) -> tuple[StudyKey, Config] | None:
+        """One configuration, of the studies in turn: those that compile slowest must not come last."""
+        keys = list(self.studies)
+        for _ in keys:
+            key = keys[self._turn % len(keys)]
+            self._turn += 1
+            if key in self._over:
+                continue
+            study = self.studies[key]
+            config = study.ask()
+            if config is not None:
+                return key, config
+            if not study.asked:
+                self._finish(key)
+        return None
+
+    def _finish(self, key: StudyKey) -> None:
+        self._over.add(key)
+        winners = self.studies[key].best(self.context.plan.probes(key)[-1], OFFERED)
+        for other, study in self.studies.items():
+            if other != key and (other.path, other.block_b) == (key.path, key.block_b):
+                study.offer(winners)
+
+    def _compile(self, key: StudyKey, config: Config) -> Job:
+        answer = yield self.context.request("compile", config, key.work), COMPILE_SECONDS
+        error = answer.get("error")
+        if error is None and answer["spilled"] > MAX_SPILLED and not self.context.is_default(config, key.work):
+            error = {"why": "registers", "detail": f"{answer['spilled']} bytes spilled per thread"}
+        if error is None and answer["shared"] > self.context.plan.device.smem_optin:
+            error = {"why": "shared_memory", "detail": f"{answer['shared']} bytes of shared memory"}
+        if error is not None:
+            self._tell(key, config, {}, error)
+        else:
+            self._waiting += 1
+            self.context.gpus.add(self._measure(key, config, compiled=True))
+
+    def _measure(self, key: StudyKey, config: Config, *, compiled: bool = False) -> Job:
+        try:
+            batches = self.context.plan.probes(key)
+            answer = yield self.context.request("trial", config, key.work, batches=batches), TRIAL_SECONDS
+        finally:
+            self._waiting -= compiled
+        us = {int(rows): value for rows, value in answer.get("us", {}).items()}
+        self._tell(key, config, us, answer.get("error"))
+
+    def _tell(self, key: StudyKey, config: Config, us: dict[int, float], error: dict[str, Any] | None) -> None:
+        study = self.studies[key]
+        why, detail = (error["why"], error["detail"]) if error else ("", "")
+        self._baseline(study, us)
+        study.tell(config, us or None, why, detail)
+        self.context.log.add(
+            "trial",
+            study=str(key),
+            work=key.work.value,
+            path=key.path,
+            config=config_data(config),
+            us={str(rows): round(value, 3) for rows, value in us.items()},
+            why=why,
+            detail=detail,
+        )
+        if why:
+            self._rejected(config, key.work, why, detail)
+
+    def _rejected(self, config: Config, work: Work, why: str, detail: str) -> None:
+        label = label_of(config, work.value)
+        self.context.reject(config, work, why, detail)
+        if self.context.is_default(config, work):
+            self.context.failed_defaults.append(f"{label}: {why}: {detail}")
+
+    @staticmethod
+    def _baseline(study: Study, us: dict[int, float]) -> None:
+        """The first that could be measured: the built-in default, as a rule."""
+        for rows, value in us.items():
+            study.baseline.setdefault(rows, value)
+
+    def finalists(self, rows: int, work: Work) -> list[Config]:
+        """Who may race for a bucket: the fastest of each study that serves it, unless they are far behind."""
+        plan, kernels = self.context.plan, kernels_of(work)
+        found: list[tuple[float, str, Config]] = []
+        for key, study in self.studies.items():
+            if key.work is not kernels or (key.path != LOGITS and key.block_b not in plan.classes(rows, work)):
+                continue
+            for config in study.best(rows, plan.effort.finalists):
+                us = study.estimate(config, rows)
+                found.append((us, label_of(config, work.value), config))
+        best = min((us for us, _, _ in found), default=0.0)
+        return [config for us, _, config in sorted(found, key=lambda one: one[:2]) if us <= HOPELESS * best]

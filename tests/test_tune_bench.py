@@ -1,0 +1,187 @@
+"""What measures, without a GPU: the same calls, interpreted; their times mean nothing, their tokens do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import stats
+import torch
+from sgl_flashsample.autotune import gpu, inputs, rivals
+from sgl_flashsample.autotune.gate import Gate, first_ids, g_test
+from sgl_flashsample.autotune.names import key_of, label_of, path_of
+from sgl_flashsample.autotune.remote import Crew, Remote, work_until
+from sgl_flashsample.autotune.trials import Log, config_data, config_of, read
+from sgl_flashsample.autotune.worker import Incorrect, error_of
+from sgl_flashsample.kernels.head import LMHead
+from sgl_flashsample.kernels.tiles import ReadConfig, TileConfig
+
+from sgl_flashsample.work import Work
+
+TILE = TileConfig(16, 256, 64, 4, 1, ctas_per_sm=2, tma=False, flatten=False, reduce_rows=16)
+# Interpreted, a program costs milliseconds: few of them for many draws.
+WIDE_TILE = TileConfig(128, 128, 32, 4, 1, tma=False, flatten=False, reduce_rows=128)
+WIDE_READER = ReadConfig(64, 256, 4, ctas_per_sm=1, reduce_rows=64)
+READER = ReadConfig(8, 256, 4, ctas_per_sm=1, reduce_rows=8)
+HEAD = {"vocab": 469, "hidden": 64, "dtype": "fp32", "tp": 1, "softcap": False}
+
+
+def named(name: str) -> type[Exception]:
+    """An exception of Triton's, which need not be importable here."""
+    return type(name, (Exception,), {})
+
+
+@pytest.fixture(scope="module")
+def bench(device):
+    return gpu.GpuBench(device)
+
+
+def request(op: str, config, work: str, **values) -> dict:
+    found = {"op": op, "head": HEAD, "path": path_of(config), "config": config_data(config), "work": work}
+    return {**found, "label": label_of(config, work), **values}
+
+
+@pytest.mark.parametrize("config", [TILE, READER], ids=path_of)
+@pytest.mark.parametrize("work", ["plain", "edit"])
+def test_a_configuration_is_checked_and_timed(bench, config, work):
+    answer = bench.answer(request("trial", config, work, batches=[1, 3]))
+    assert set(answer["us"]) == {"1", "3"} and all(us > 0 for us in answer["us"].values())
+    assert answer["checked"] == "tokens"
+
+
+def test_a_race_times_its_contenders_and_rivals_and_says_what_cannot_run(bench):
+    entries = [{"name": key_of(c), "path": path_of(c), "config": config_data(c)} for c in (TILE, READER)]
+    entries += [{"name": name, "path": name, "config": None} for name in (rivals.GEMM, rivals.ARGMAX, "abacus")]
+    answer = bench.answer({"op": "setup", "head": HEAD, "work": "greedy", "batch": 3, "entries": entries})
+    assert set(answer["failed"]) == {"abacus"} and "abacus" in answer["failed"]["abacus"]["detail"]
+    names = [key_of(TILE), key_of(READER), rivals.GEMM, rivals.ARGMAX]
+    answer = bench.answer({"op": "rounds", "names": names, "rounds": 2, "first": 0})
+    assert {name: len(values) for name, values in answer["samples"].items()} == dict.fromkeys(names, 2)
+    assert len(answer["clocks"]) == 2
+
+
+def test_wrong_tokens_are_found_before_anything_is_timed(bench, monkeypatch):
+    bench.answer({"op": "ready", "head": HEAD})
+    draw = gpu.lm_head_sample
+    monkeypatch.setattr("sgl_flashsample.selftest.lm_head_sample", lambda *a, **k: (draw(*a, **k)[0] ^ 1, None, None))
+    with pytest.raises(Incorrect, match="tokens differ from the reference"):
+        bench.answer(request("trial", dataclasses.replace(TILE, ctas_per_sm=1), "plain", batches=[1]))
+
+
+@pytest.mark.parametrize("config, work", [(WIDE_TILE, Work.PLAIN), (WIDE_READER, Work.EDIT)])
+def test_many_draws_follow_the_distribution(device, config, work):
+    gate = Gate(LMHead(inputs.make_weight(96, 32, torch.float32, device)))
+    p, draws = gate.g_test(config, work, 1000, rows=128)
+    assert draws == 1024 and p > 1e-4
+
+
+def test_truncated_draws_follow_the_truncated_distribution(device):
+    gate = Gate(LMHead(inputs.make_weight(160, 32, torch.float32, device)))
+    assert gate.g_test(WIDE_READER, Work.TRUNCATE, 20, rows=10)[0] > 1e-4
+
+
+def test_draws_of_another_distribution_are_found(device, monkeypatch):
+    gate = Gate(LMHead(inputs.make_weight(96, 32, torch.float32, device)))
+    draw = gpu.lm_head_sample
+    biased = lambda *a, **k: (draw(*a, **k)[0] & ~1, None, None)  # noqa: E731
+    monkeypatch.setattr("sgl_flashsample.autotune.gate.lm_head_sample", biased)
+    assert gate.g_test(WIDE_TILE, Work.PLAIN, 500, rows=128)[0] < 1e-4
+
+
+@pytest.mark.parametrize("cells, draws", [(3, 1000), (5000, 200_000)])
+def test_the_g_test_is_that_of_the_textbook(cells, draws):
+    rng = np.random.default_rng(cells)
+    probability = 1 / np.arange(1, cells + 1) ** 1.2
+    probability /= probability.sum()
+    counts = rng.multinomial(draws, probability)
+    expected = stats.g_test(counts, probability).p_value
+    assert g_test(torch.tensor(counts), torch.tensor(probability)) == pytest.approx(expected, rel=1e-6)
+    counts[-1] += 1
+    impossible = torch.tensor(np.append(probability[:-1], 0.0) / probability[:-1].sum())
+    assert g_test(torch.tensor(counts), impossible) == 0.0
+
+
+@pytest.mark.parametrize("vocab", [40_003, 50_257, 151_936])
+def test_a_cut_head_ends_in_a_group_as_full_as_the_whole(vocab):
+    head = LMHead(torch.empty(vocab, 1).expand(vocab, 1))
+    cut = first_ids(head, 4096)
+    assert cut.vocab_size % 16 == vocab % 16 and cut.vocab_size <= 4096 + 16
+    assert cut.weight.shape[0] == cut.vocab_size
+
+
+def test_rows_have_different_profiles_and_a_refresh_gives_other_states_and_noise(device):
+    head = LMHead(inputs.make_weight(2048, 64, torch.float32, device))
+    batch = inputs.Batch(head, 30)
+    logits = batch.hidden @ head.weight.T
+    largest = torch.softmax(logits, -1).amax(-1)
+    typical, peaked, flat = (largest[batch.profile == profile].mean() for profile in range(3))
+    assert peaked > typical > flat
+    hidden, position = batch.hidden.clone(), batch.position.clone()
+    batch.refresh()
+    assert not torch.equal(batch.hidden, hidden)
+    assert not set(batch.position.flatten().tolist()) & set(position.flatten().tolist())
+
+
+def test_a_small_head_is_copied_until_it_is_cold():
+    weight = torch.empty(16_000, 4096, dtype=torch.bfloat16)
+    assert inputs.copies_needed(weight, 50 << 20) == 2
+    assert inputs.copies_needed(weight, 0) == 1
+
+
+@pytest.mark.parametrize(
+    "error, why, fatal",
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "runtime", True),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), "runtime", True),
+        (
+            type("OutOfResources", (Exception,), {})("out of resource: shared memory, Required: 300000"),
+            "shared_memory",
+            False,
+        ),
+        (type("OutOfResources", (Exception,), {})("out of resource: threads, Required: 2048"), "registers", False),
+        (type("CompilationError", (Exception,), {})("at 3:4: nonsense\nmore"), "compile", False),
+        (RuntimeError("`ptxas` failed with error code 255"), "compile", False),
+        (Incorrect("3 of 13 tokens differ"), "incorrect", False),
+        (ValueError("no such thing"), "runtime", False),
+    ],
+)
+def test_every_error_has_a_reason(error, why, fatal):
+    found = error_of(error)["error"]
+    assert (found["why"], found["fatal"]) == (why, fatal)
+    assert found["detail"].isprintable()
+
+
+def test_a_process_that_cannot_start_is_given_up_with_the_place_of_its_log(tmp_path):
+    remote = Remote("measuring", {"bench": "surface", "file": "/nonexistent"}, tmp_path / "log")
+    answers = []
+
+    def job():
+        answers.append((yield {"op": "hello"}, 5.0))
+
+    crew = Crew([remote])
+    crew.add(job())
+    work_until([crew], lambda: bool(answers))
+    crew.end()
+    assert "no surface in /nonexistent" in answers[0]["error"]["detail"]
+
+
+def test_a_log_survives_a_line_that_was_cut_short_and_goes_on(tmp_path):
+    path = tmp_path / "trials.jsonl"
+    log = Log(path, {"device": "x"}, resume=True)
+    log.add("trial", value=1)
+    log.close()
+    with path.open("a") as file:
+        file.write('{"kind": "trial", "val')
+    log = Log(path, {"device": "x"}, resume=True)
+    assert [event["value"] for event in log.of("trial")] == [1]
+    log.add("trial", value=2)
+    log.close()
+    assert [event.get("value") for event in read(path)] == [None, 1, 2]
+    assert not Log(path, {"device": "y"}, resume=True).events
+    assert (tmp_path / "trials.old").exists()
+
+
+@pytest.mark.parametrize("config", [TILE, READER], ids=path_of)
+def test_a_configuration_is_what_its_data_say(config):
+    assert config_of(path_of(config), config_data(config)) == config

@@ -1,0 +1,157 @@
+"""What a search may try, what it tries first, and what it remembers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from sgl_flashsample.autotune import builtin
+from sgl_flashsample.autotune.names import key_of, label_of
+from sgl_flashsample.autotune.plan import EFFORTS, Plan, StudyKey, midpoint
+from sgl_flashsample.autotune.space import FUSED, LOGITS, TILE_CLASSES, Problem, Space, shared_bytes
+from sgl_flashsample.autotune.study import Study, importances
+from sgl_flashsample.kernels.tiles import TileConfig
+
+from sgl_flashsample import tuned
+from sgl_flashsample.table import Device, HeadShape
+from sgl_flashsample.work import Work
+
+H200 = Device("NVIDIA H200", "9.0", 132, 50, 232448)
+A100 = Device("NVIDIA A100-SXM4-80GB", "8.0", 108, 40, 166912)
+PROBLEM = Problem(4096, 2, 232448, True)
+SPACES = [
+    Space(PROBLEM, FUSED, block_b, t, e) for block_b in TILE_CLASSES for t in (False, True) for e in (False, True)
+]
+SPACES += [Space(PROBLEM, LOGITS, 0, truncates, False) for truncates in (False, True)]
+
+
+def cost(config) -> float:
+    """A landscape with a slope on every axis."""
+    distance = abs(math.log2(config.block_v / 128)) + abs(config.num_warps / 4 - 1) + abs(config.stages - 4) / 4
+    return 300.0 * (1 + 0.05 * distance + 0.02 * (not getattr(config, "flatten", True)))
+
+
+def finish(study: Study, limit: int = 10_000) -> int:
+    """Answer whatever the study asks; how many answers that took."""
+    count = 0
+    while count < limit and (config := study.ask()) is not None:
+        study.baseline.setdefault(16, cost(config))
+        study.tell(config, {16: cost(config)})
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_every_configuration_of_a_space_can_run_by_arithmetic_and_is_found_again(space):
+    assert space.points
+    for config, point in space.points.items():
+        assert space.problem_of(config) is None
+        assert space.config(point) == config
+        if isinstance(config, TileConfig):
+            assert config.ctas_per_sm * shared_bytes(config, 2) <= PROBLEM.shared_memory
+    assert len({key_of(config) for config in space.points}) == len(space.points), "keys tell them apart"
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_neighbours_are_one_step_away_and_first_tries_are_inside(space):
+    first = space.first()
+    assert first and all(config in space.points for config in first)
+    for near in space.neighbours(first[0]):
+        assert near in space.points and near != first[0]
+    assert first[0] in space.neighbours(space.neighbours(first[0])[0])
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
+@pytest.mark.parametrize("head", [HeadShape(151936, 4096, "bf16"), HeadShape(1000, 48, "fp32")], ids=str)
+def test_each_default_is_tried_by_its_study_and_comes_first(device, head):
+    plan = Plan(device, head, EFFORTS["quick"])
+    for work in plan.works:
+        for rows in plan.buckets:
+            default = plan.default(rows, work)
+            assert default in plan.seeds(plan.study_of(default, work)), label_of(default, work.value)
+    key = plan.study_of(plan.default(1, Work.PLAIN), Work.PLAIN)
+    assert plan.seeds(key)[0] == plan.default(1, Work.PLAIN)
+
+
+def test_defaults_without_a_device_are_those_of_the_built_in_tables():
+    assert builtin.default_of("sm90", 2, 16, Work.PLAIN) == tuned.TABLE["sm90", 2][0][1]
+    assert builtin.default_of("sm90", 2, 16, Work.GREEDY) == tuned.TABLE["sm90", 2][0][1]
+    assert key_of(builtin.default_of("sm90", 2, 512, Work.PLAIN)).startswith("logits-")
+
+
+def test_a_shard_has_no_studies_of_truncated_batches():
+    plan = Plan(H200, HeadShape(75968, 4096, "bf16", tp=2), EFFORTS["quick"])
+    assert plan.works == (Work.PLAIN, Work.GREEDY, Work.EDIT)
+    assert not any(key.work.truncates for key in plan.studies)
+
+
+def test_probes_are_buckets_that_the_class_serves():
+    plan = Plan(H200, HeadShape(151936, 4096, "bf16"), EFFORTS["full"])
+    assert plan.probes(StudyKey(FUSED, Work.PLAIN, 16)) == [1, 16]
+    assert plan.probes(StudyKey(FUSED, Work.PLAIN, 64)) == [64, 128, 256]
+    assert plan.probes(StudyKey(LOGITS, Work.PLAIN, 0)) == [64, 256, 512]
+
+
+def test_midpoints_lie_between_and_small_batches_have_none():
+    assert [midpoint(a, b) for a, b in ((1, 2), (4, 8), (8, 16), (64, 128), (256, 512))] == [None, None, 12, 96, 384]
+
+
+def test_a_study_finds_the_best_of_hundreds_in_dozens():
+    space = SPACES[0]
+    study = Study(space, space.first(), 40)
+    assert finish(study) == 40
+    best = min(map(cost, space.points))
+    assert cost(study.best(16, 1)[0]) <= 1.02 * best
+
+
+def test_a_small_space_is_walked_and_nothing_is_asked_twice():
+    small = Space(Problem(64, 2, 60_000, False), FUSED, 128, False, False)
+    assert 0 < len(small.points) <= 64
+    study = Study(small, [], 10_000)
+    assert finish(study) == len(small.points) == len(study.trials)
+
+
+def test_a_study_goes_on_from_what_is_remembered():
+    space = SPACES[0]
+    first = Study(space, space.first(), 30)
+    finish(first)
+    second = Study(space, space.first(), 40)
+    for config, trial in first.trials.items():
+        second.baseline.setdefault(16, trial.us[16])
+        second.tell(config, trial.us)
+    assert finish(second) == 10
+    assert len(second.trials) == 40
+
+
+def test_rejected_configurations_are_told_as_bad_and_are_never_the_best():
+    space = SPACES[0]
+    study = Study(space, space.first(), 30)
+    while (config := study.ask()) is not None:
+        bad = config.block_v == 64
+        study.tell(config, None if bad else {16: cost(config)}, "incorrect" if bad else "")
+    assert study.trials and all(config.block_v != 64 for config in study.best(16, 100))
+    assert all(study.value(config) is None for config in study.trials if config.block_v == 64)
+
+
+def test_several_proposals_at_once_are_different():
+    space = SPACES[0]
+    study = Study(space, space.first()[:1], 40)
+    finish(study, 20)
+    asked = [study.ask() for _ in range(8)]
+    assert None not in asked and len(set(asked)) == 8 and study.asked == 8
+
+
+def test_winners_of_another_study_are_tried_next():
+    space = SPACES[0]
+    study = Study(space, space.first(), 40)
+    offered = list(space.points)[-1]
+    study.offer([offered, TileConfig(32, 128, 64, 4, 2)])
+    assert study.ask() == offered
+
+
+def test_the_axis_that_decides_is_named():
+    space = SPACES[0]
+    values = {config: 0.5 * (config.num_warps == 8) + 1e-4 * place for place, config in enumerate(space.points)}
+    shares = importances(space, values)
+    assert max(shares, key=shares.get) == "num_warps"
+    assert importances(space, dict(list(values.items())[:3])) == {}
