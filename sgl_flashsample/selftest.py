@@ -32,9 +32,9 @@ from .work import Work
 MAX_IDS = 40_000
 # Ids that the float64 reference takes at a time: a server that loads its model has little memory to spare.
 CHUNK_IDS = 2_048
-# Bound on the error of a float32 dot product, in units of the sum of its absolute terms. Tensor cores truncate: over
-# 4096 terms one of 680,000 logits exceeded 2**-22 on an H200, and the right kernels were refused.
-_ACCUMULATION = 2.0**-18
+# Tensor cores cut the sum of so many terms and the accumulator to 24 bits of the largest, each time.
+_TERMS_AT_ONCE = 16
+_CUT = 2.0**-23
 
 
 def compare_with_reference(
@@ -170,7 +170,8 @@ def expect(head: LMHead, num_rows: int, work: Work, *, reads: bool, chunk_ids: i
         raw = compute_logits(hidden, head, Workspace(1, hidden.device))
         low, logits, high = _logits_of_gemm(raw, head)
     else:
-        low, logits, high = (_logits(hidden, head, chunk_ids, sign * _ACCUMULATION) for sign in (-1, 0, 1))
+        error = accumulation_error(head.weight.shape[1])
+        low, logits, high = (_logits(hidden, head, chunk_ids, sign * error) for sign in (-1, 0, 1))
     edits = None
     if work.edits:
         edits, edited = _edits(row, head)
@@ -212,6 +213,11 @@ def difference(expected: Expectation, config: Config, *, return_logprob: bool) -
     if wrong.any():
         return f"{int(wrong.sum())} of {num_rows} tokens differ from the reference"
     return None
+
+
+def accumulation_error(terms: int) -> float:
+    """Bound on the error of a float32 dot product of ``terms`` terms, in units of the sum of their absolute values."""
+    return max(1.0, terms / _TERMS_AT_ONCE) * _CUT
 
 
 def _hidden(head: LMHead, num_rows: int, chunk_ids: int) -> torch.Tensor:

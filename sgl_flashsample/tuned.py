@@ -48,7 +48,11 @@ WORK_TABLE: dict[tuple[str, int, Work], Entries] = {
         (32, TileConfig(32, 128, 128, 8, 5)),
         (512, TileConfig(64, 128, 128, 8, 4, hidden_tma=True, rows_first=True)),
     ],
-    ("sm90", 2, Work.EDIT): [(16, TileConfig(16, 128, 128, 8, 5)), (512, TileConfig(32, 128, 128, 8, 5))],
+    ("sm90", 2, Work.EDIT): [
+        (16, TileConfig(16, 128, 128, 8, 5)),
+        (32, TileConfig(32, 128, 128, 8, 5)),
+        (512, TileConfig(64, 128, 128, 8, 4, rows_first=True)),
+    ],
     ("sm90", 2, Work.EDIT_AND_TRUNCATE): [(512, TileConfig(16, 64, 128, 4, 5, ctas_per_sm=2, hidden_tma=True))],
     ("sm100", 2, Work.TRUNCATE): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
     ("sm100", 2, Work.EDIT): [(16, TileConfig(16, 128, 128, 4, 6)), (512, TileConfig(32, 128, 128, 8, 5))],
@@ -69,7 +73,7 @@ DRAWS: dict[str, DrawConfig] = {"sm80": DrawConfig(gather=16)}
 READS: dict[Work, list[tuple[int, ReadConfig]]] = {
     Work.PLAIN: [(512, ReadConfig(1, 1024, 1, ctas_per_sm=32, one_launch=True))],
     Work.TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
-    Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=64))],
+    Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24))],
     Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
 }
 # {(family, bytes per weight element, work): largest number of rows that the fused pass takes}
