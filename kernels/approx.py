@@ -24,6 +24,19 @@ def log2(x):
 
 
 @triton.jit
+def product(x, y):
+    """``x * y`` in float32, rounded: never part of a fused multiply-add, so that every kernel has the same number."""
+    if _INTERPRETED:
+        result = x * y
+    else:
+        x, y = tl.broadcast(x, y)
+        result = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
 def saturate(x):
     """float32, moved into [0, 1]; NaN gives 0."""
     if _INTERPRETED:

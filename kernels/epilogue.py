@@ -10,13 +10,15 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .approx import log2, reciprocal, saturate
+from .approx import log2, product, reciprocal, saturate
 from .features import Edit
 
 # Bound of a logit, so that logit / temperature stays finite.
 LIMIT = tl.constexpr(2.0**100)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
+# Of a group that has a token: its peak weighs 1, but where it is so large that its rounding is a power of its own.
+LEAST_MASS = tl.constexpr(0.5)
 _ADDITIVE = tl.constexpr(int(Edit.ADDITIVE))
 _SCALING = tl.constexpr(int(Edit.SCALING))
 _MASK = tl.constexpr(int(Edit.MASK))
@@ -111,22 +113,20 @@ def score_groups(
     seed,  # [NUM_GROUPS, BLOCK_B] i64
     position,  # [NUM_GROUPS, BLOCK_B] i64
     group,  # [NUM_GROUPS] i32, absolute group ids
-    BOUNDED: tl.constexpr,
 ):
     """Perturbed log-mass of each group (its maximum on greedy rows), its log-mass, and its largest logit.
 
     Returns ``score, log_mass, peak``, each ``[NUM_GROUPS, BLOCK_B]`` float32, the first two at temperature; a group
-    without a token has -inf. BOUNDED: the logits come from ``bound_logits``. Others count as if they did: that is
-    cheaper here, where it takes an instruction per logit and the rest per group.
+    without a token has -inf. Logits count as ``bound_logits`` would have them: that takes one instruction per logit
+    here, and the rest per group.
     """
     peak = tl.max(logits, axis=1)
     some = valid[:, None] & (peak > -LIMIT)
     peak = tl.minimum(peak, LIMIT)
     rate = inv_temperature * _LOG2_E
-    # Powers of two relative to ``base``, which comes back exactly in the score, whatever its own rounding.
-    base = tl.where(some, peak, 0.0) * rate[None, :]
-    weights = tl.exp2(tl.fma(logits, rate[None, None, :], -base[:, None, :]))
-    mass = tl.sum(weights if BOUNDED else saturate(weights), axis=1)
+    base = product(tl.where(some, peak, 0.0), rate[None, :])
+    weights = saturate(tl.exp2(tl.fma(logits, rate[None, None, :], -base[:, None, :])))
+    mass = tl.maximum(tl.sum(weights, axis=1), LEAST_MASS)
     waiting = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
     # log(mass) - log(waiting) as one logarithm, in the layout of the noise: eight times less work than in that
     # of the sums, which every lane of a group holds. The log-mass is taken back from it for the same reason.

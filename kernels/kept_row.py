@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .approx import log2, reciprocal
-from .epilogue import LIMIT
+from .approx import log2, product, reciprocal, saturate
+from .epilogue import LEAST_MASS, LIMIT
 from .head import SPAN
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -33,8 +33,9 @@ def score_row_groups(
     ``epilogue.score_groups``, without greedy rows."""
     peak = tl.max(logits, axis=1)
     rate = inv_temperature * _LOG2_E
-    base = tl.where(peak == float("-inf"), 0.0, peak) * rate
-    mass = tl.sum(tl.exp2(tl.fma(logits, rate, -base[:, None])), axis=1)
+    base = product(tl.where(peak == float("-inf"), 0.0, peak), rate)
+    mass = tl.sum(saturate(tl.exp2(tl.fma(logits, rate, -base[:, None]))), axis=1)
+    mass = tl.where(peak == float("-inf"), 0.0, tl.maximum(mass, LEAST_MASS))
     waiting = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
     perturbation = log2(mass * reciprocal(waiting))
     return (base + perturbation) * _LN_2, (base + (perturbation + log2(waiting))) * _LN_2, peak

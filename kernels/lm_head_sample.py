@@ -210,7 +210,7 @@ def lm_head_sample_kernel(
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
         in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
-        score, log_mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group, BOUNDED)
+        score, log_mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:
             store_peaks(peak_ptr, peak, first // rng.GROUP_SIZE, offs_b, keep, kept_groups)
             second_score = tl.maximum(second_score, tl.minimum(score, best_score))

@@ -188,9 +188,7 @@ def sample_logits_kernel(
             score = bound_logits(score, in_vocab[:, None])
         else:
             group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-            score, log_mass, peak = score_groups(
-                logits, in_vocab, inv_temperature, greedy, seed, position, group, BOUNDED
-            )
+            score, log_mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:
             store_peaks(peak_ptr, peak, first // rng.GROUP_SIZE, offs_b, keep, kept_groups)
             second_score = tl.maximum(second_score, tl.minimum(score, best_score))

@@ -15,6 +15,8 @@ def _map_kernel(x_ptr, out_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + offs, mask=offs < n, other=1.0)
     if FUNCTION == "log2":
         y = approx.log2(x)
+    elif FUNCTION == "square":
+        y = approx.product(x, x)
     elif FUNCTION == "reciprocal":
         y = approx.reciprocal(x)
     else:
@@ -53,6 +55,12 @@ def test_reciprocals_are_within_an_ulp(device):
     x = x[x < 2.0**125]  # the reciprocal of larger ones is not normal
     want = 1.0 / x.double()
     assert ((mapped(x, "reciprocal") - want).abs() <= want * 2.0**-23).all()
+
+
+def test_products_are_rounded_by_themselves(device):
+    x = normal_numbers(device)
+    x = x[(x > 2.0**-60) & (x < 2.0**60)]
+    assert torch.equal(mapped(x, "square"), (x * x).double())
 
 
 def test_saturate_moves_into_0_to_1_and_nan_to_0(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sgl_flashsample.kernels.tiles import ReadConfig
 
 from sgl_flashsample import LMHead, choices, selftest
 from sgl_flashsample.choices import Choices, choices_for
@@ -97,7 +98,8 @@ def test_every_tile_and_reader_of_every_work_is_drawn_with(device, monkeypatch):
     monkeypatch.setattr(selftest, "_compare", lambda head, rows, tile, work, chunk: seen.add((work, tile)))
     selftest.compare_with_reference(head(device), 130)
     own = choices_for(head(device))
-    assert seen == {(work, own.pick(rows, work)) for work in LAUNCHED for rows in range(1, 131)}
+    picked = {(work, own.pick(rows, work)) for work in Work for rows in range(1, 131)}
+    assert seen == {(work, config) for work, config in picked if work in LAUNCHED or isinstance(config, ReadConfig)}
 
 
 @pytest.fixture
