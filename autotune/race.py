@@ -23,7 +23,7 @@ class Policy:
     """least, step, most: rounds before the first look, between looks, and in all. error: standard error of the
     log-ratios at which a race ends. tie, tie_us: what counts as equal, relative or in microseconds, the larger of both.
     min_gain: what a gain over the default must exceed with its whole interval. alpha: chance of any wrong elimination,
-    and of leaving the default for less than ``min_gain``. clock: rounds at a smaller share of the highest clock are
+    and of leaving the default for less than ``min_gain``. clock: rounds at a smaller share of the median clock are
     dropped.
     """
 
@@ -91,9 +91,10 @@ def rotated(names: Sequence[str], index: int) -> list[str]:
 
 
 def kept_rounds(clocks: Sequence[float], share: float) -> list[bool]:
-    """Which rounds count: those at ``share`` of the highest clock or more. Unknown clocks (0) all count."""
-    highest = max(clocks, default=0.0)
-    return [clock >= share * highest for clock in clocks]
+    """Which rounds count: those at ``share`` of the median clock or more; not of the highest, which the first round
+    after a pause alone may have. Unknown clocks (0) all count."""
+    usual = statistics.median(clocks) if clocks else 0.0
+    return [clock >= share * usual for clock in clocks]
 
 
 def judge(

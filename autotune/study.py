@@ -18,6 +18,7 @@ from .space import Config, Space
 
 BRUTE = 64
 STARTUP = 12  # trials before the surrogate has a say
+POLISH = 0.6  # share of the trials after which the best are surrounded again: the sampler steps over its neighbours
 MOST_REPEATS = 40  # proposals already known, in a row, after which an unknown one is drawn
 
 
@@ -32,8 +33,9 @@ class Trial:
 
 
 class Study:
-    """Proposes configurations of ``space``: first ``seeds``, in their order, then the neighbours of the best seed, then
-    what the sampler says. baseline: microseconds per batch size that a trial is compared with."""
+    """Proposes configurations of ``space``: first ``seeds``, in their order, then the neighbours of the best ones, then
+    what the sampler says, and late in the search the neighbours of what is best by then. baseline: microseconds per
+    batch size that a trial is compared with."""
 
     def __init__(self, space: Space, seeds: Iterable[Config], cap: int, *, seed: int = 0) -> None:
         self.space, self.cap = space, cap
@@ -41,7 +43,7 @@ class Study:
         self.trials: dict[Config, Trial] = {}
         self._asked: dict[Config, Any] = {}  # and the optuna trial, None where the proposal is not its own
         self._seeds = list(dict.fromkeys(seeds))
-        self._neighbours_added = False
+        self._surrounded: set[Config] = set()  # whose neighbours have been proposed
         self._seed = seed
         self._random = random.Random(seed)
         self._optuna: Any = None
@@ -115,14 +117,17 @@ class Study:
                 if config not in self.trials and config not in self._asked:
                     self._asked[config] = None
                     return config
-            if self._neighbours_added or self.brute or not any(not t.why for t in self.trials.values()):
+            if self.brute:
                 return None
-            self._neighbours_added = True
             ranked = sorted(
                 (config for config in self.trials if self.value(config) is not None),
                 key=lambda config: (self.value(config), str(config)),
             )
-            self._seeds = [near for config in ranked[:2] for near in self.space.neighbours(config)]
+            around = [config for config in ranked[:2] if config not in self._surrounded]
+            if not around or (self._surrounded and self.known < POLISH * self.size):
+                return None
+            self._surrounded |= set(around)
+            self._seeds = [near for config in around for near in self.space.neighbours(config)]
 
     def _walk(self) -> Config | None:
         for config in self.space.points:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels.tiles import ReadConfig, TileConfig
-from ..table import Table
+from ..table import Bucket, Table
 from ..work import Work
 from .builtin import kernels_of
 from .names import label_of, path_of
@@ -20,6 +20,7 @@ from .plan import EFFORTS, Plan
 from .progress import Plain
 from .race import Policy, robust_mean, t_quantile
 from .remote import Crew, Remote, work_until
+from .rivals import GEMM
 from .run import BAD, HELLO_SECONDS, OK, WRONG, visible
 from .trials import config_data
 
@@ -31,14 +32,16 @@ ALPHA = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One bucket measured again. off: relative to the recorded time. slower: than the default, at least, by the lower
-    bound of the paired ratio; negative where it is faster or equal."""
+    """One bucket measured again. off: relative to the recorded time. off_gemm: the same of its ratio to the GEMM that
+    was timed beside it, where one was: a large batch is as fast as power and heat let it be, and that moves both.
+    slower: than the default, at least, by the lower bound of the paired ratio; negative where it is faster or equal."""
 
     work: str
     rows: int
     us: float
     recorded_us: float
     off: float
+    off_gemm: float
     default_us: float
     slower: float
     error: str = ""
@@ -49,7 +52,9 @@ class Replayed:
             return self.error
         if self.slower > SLOWER:
             return f"at least {self.slower:.1%} slower than the default"
-        return f"{self.off:+.1%} from the recorded time" if abs(self.off) > WITHIN else ""
+        if min(abs(self.off), abs(self.off_gemm)) <= WITHIN:
+            return ""
+        return f"{self.off:+.1%} from the recorded time, {self.off_gemm:+.1%} beside its GEMM"
 
 
 def verify(table: Table, surface: str | None, progress: Plain) -> tuple[int, str, list[Replayed]]:
@@ -104,7 +109,7 @@ def _all(table: Table, found: list[Replayed], said: list[str], progress: Plain) 
             names = {bucket.use: launch}
             if default != launch:
                 names["default"] = default
-            replayed = yield from _one(table, work, rows, bucket.use, bucket.us, names)
+            replayed = yield from _one(table, work, rows, bucket, names)
             found.append(replayed)
             progress.update("verified", len(found), total)
             if replayed.problem:
@@ -112,9 +117,10 @@ def _all(table: Table, found: list[Replayed], said: list[str], progress: Plain) 
 
 
 def _one(
-    table: Table, work: str, rows: int, use: str, recorded: float, names: dict[str, TileConfig | ReadConfig]
+    table: Table, work: str, rows: int, bucket: Bucket, names: dict[str, TileConfig | ReadConfig]
 ) -> Generator[Any, dict[str, Any], Replayed]:
-    entries = [
+    use, recorded = bucket.use, bucket.us
+    entries: list[dict[str, Any]] = [
         {
             "name": name,
             "path": path_of(launch),
@@ -123,15 +129,17 @@ def _one(
         }
         for name, launch in names.items()
     ]
+    if GEMM in bucket.others:
+        entries.append({"name": GEMM, "path": GEMM, "config": None})
     head = dataclasses.asdict(table.head)
     answer = yield {"op": "setup", "head": head, "work": work, "batch": rows, "entries": entries}, 90.0
     failed = answer.get("error") or answer.get("failed", {}).get(use)
     if failed:
-        return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, f"{failed['why']}: {failed['detail']}")
-    running = [name for name in names if name not in answer["failed"]]
+        return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, f"{failed['why']}: {failed['detail']}")
+    running = [entry["name"] for entry in entries if entry["name"] not in answer["failed"]]
     answer = yield {"op": "rounds", "names": running, "rounds": ROUNDS, "first": 0}, 60.0
     if "error" in answer:
-        return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, answer["error"]["detail"])
+        return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, answer["error"]["detail"])
     samples = {name: sorted(values) for name, values in answer["samples"].items()}
     us = samples[use][ROUNDS // 2]
     slower, default_us = 0.0, us
@@ -139,4 +147,7 @@ def _one(
         pairs = zip(answer["samples"][use], answer["samples"]["default"], strict=True)
         mean, error = robust_mean([math.log(mine / theirs) for mine, theirs in pairs])
         slower, default_us = mean - t_quantile(1 - ALPHA, ROUNDS - 1) * error, samples["default"][ROUNDS // 2]
-    return Replayed(work, rows, us, recorded, us / recorded - 1.0, default_us, slower)
+    off = off_gemm = us / recorded - 1.0
+    if GEMM in samples:
+        off_gemm = (us / samples[GEMM][ROUNDS // 2]) / (recorded / bucket.others[GEMM]) - 1.0
+    return Replayed(work, rows, us, recorded, off, off_gemm, default_us, slower)

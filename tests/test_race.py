@@ -113,6 +113,11 @@ def test_half_a_microsecond_is_a_tie_however_large_a_share_it_is(us, expected):
     assert simulate(truth, 4, noise=0.0005).verdict.winner == expected
 
 
+def test_one_round_at_a_high_clock_drops_no_other():
+    """The first one after a pause may be the only one that is not held back by its power."""
+    assert kept_rounds([1980.0, 1755.0, 1740.0, 1500.0, 1755.0], 0.9) == [True, True, True, False, True]
+
+
 def test_rounds_at_a_low_clock_do_not_count():
     assert kept_rounds([1980.0, 1500.0, 1979.0, 0.0], 0.9) == [True, False, True, False]
     assert kept_rounds([0.0, 0.0], 0.9) == [True, True]

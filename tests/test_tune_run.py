@@ -103,7 +103,7 @@ def test_the_default_stays_where_nothing_is_faster_and_that_is_a_result(tmp_path
 
 
 def test_a_full_run_agrees_with_an_exhaustive_one_within_a_percent_and_with_another_full_one(tmp_path, surface):
-    path = surface(model={"us": 300.0, "rugged": 0.3}, noise=0.002)
+    path = surface(model={"us": 300.0, "rugged": 0.2}, noise=0.002)
     options = {"buckets": (64,), "rivals": False}
     oracle = tune(tmp_path / "a", path, effort="exhaustive", **options).table
     first = tune(tmp_path / "b", path, effort="full", **options).table
@@ -272,15 +272,25 @@ def test_what_lies_between_two_buckets_gets_one_of_its_own_where_it_matters(tmp_
 
 
 def test_verify_passes_what_is_as_recorded_and_names_what_is_not(tmp_path, surface):
-    path = surface(noise=0.002)
+    gemm = {"gemm": {"64": 320.0}}
+    path = surface(noise=0.002, costs=gemm)
     result = tune(tmp_path, path, buckets=(1, 64))
     assert verify(result.table, path, Notes())[0] == 0
-    slower = surface(noise=0.002, model={"us": 330.0, "rugged": 0.08})
+    slower = surface(noise=0.002, costs=gemm, model={"us": 330.0, "rugged": 0.08})
     code, line, _ = verify(result.table, slower, Notes())
     assert code == 1 and "from the recorded time" in line
     other = surface(device=H200 | {"name": "NVIDIA H100 80GB HBM3"})
     code, line, _ = verify(result.table, other, Notes())
     assert code == 2 and "this is NVIDIA H100" in line
+
+
+def test_verify_passes_a_device_that_is_slower_as_a_whole(tmp_path, surface):
+    """Power and heat move a large batch and the GEMM beside it alike."""
+    result = tune(tmp_path, surface(noise=0.002), buckets=(64,))
+    warm = surface(noise=0.002, model={"us": 330.0, "rugged": 0.08})
+    code, _, replayed = verify(result.table, warm, Notes())
+    assert code == 0
+    assert all(one.off > 0.05 and abs(one.off_gemm) < 0.03 for one in replayed)
 
 
 def test_verify_finds_what_is_slower_than_the_default(tmp_path, surface):
