@@ -13,7 +13,6 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from ..kernels.tiles import ReadConfig, TileConfig
@@ -54,8 +53,8 @@ READ_STAGES = (1, 2, 3)
 READ_WARPS_PER_SM = (24, 32, 64)  # that the vocabulary is cut for
 READ_LEAST_PARTS = (64, 128, 256)  # where rows are truncated
 
-# What is tried first, per tile class: ids per tile, hidden elements per step, warps, programs per multiprocessor. From
-# the best of benchmarks/results/h200-tiles.json and h200-readers.json.
+# What is tried first, per tile class: ids per tile, hidden elements per step, warps, programs per multiprocessor. What
+# has been best on an H200.
 FIRST_TILES = {
     16: ((64, 256, 4, 1), (128, 128, 4, 1), (64, 128, 4, 2), (128, 128, 8, 1), (128, 256, 4, 1), (64, 128, 4, 1)),
     32: ((128, 128, 4, 1), (128, 128, 8, 1), (64, 128, 4, 1), (128, 64, 4, 2), (64, 128, 4, 2)),
@@ -222,22 +221,3 @@ def block_b_choices(num_rows: int, edits: bool = False) -> list[int]:
     whole = min(MAX_BLOCK_B, max(16, next_power_of_2(num_rows)))
     most = 3 if edits else 2 if whole > 32 else 1
     return [block_b for block_b in (whole, whole // 2, whole // 4)[:most] if block_b >= 16]
-
-
-def candidates(num_rows: int, hidden_size: int, itemsize: int, shared_memory: int, tma: bool) -> Iterator[TileConfig]:
-    """Every tile for ``num_rows`` rows that fits ``shared_memory`` bytes per multiprocessor, with the deepest pipeline
-    that fits, through descriptors where ``tma``."""
-    problem = Problem(hidden_size, itemsize, shared_memory, tma)
-    for block_b in block_b_choices(num_rows):
-        space = Space(problem, FUSED, block_b, truncates=False, edits=False)
-        for config, point in space.points.items():
-            if isinstance(config, TileConfig) and point["shallower"] == 0 and config.tma is tma:
-                yield config
-
-
-def read_candidates(truncates: bool) -> Iterator[ReadConfig]:
-    """Every reader of the declared space. truncates: for batches in which rows have a truncation."""
-    space = Space(Problem(1, 2, 0, False), LOGITS, 0, truncates=truncates, edits=False)
-    for config in space.points:
-        if isinstance(config, ReadConfig):
-            yield config

@@ -44,8 +44,7 @@ EDITS = {
 }
 
 
-# Modes of readers.py, in words.
-READERS = {"plain": "temperature 1", "k50p90": TRUNCATIONS["k50p90"], "edits": EDITS["edits"]}
+OURS = ("fused", "logits", "screened", "gemm")  # paths of kernels.py that are no rival
 
 
 def serve_table(path: Path = RESULTS / "h200-serve.json") -> str:
@@ -75,25 +74,39 @@ def serve_table(path: Path = RESULTS / "h200-serve.json") -> str:
     return "\n".join(lines)
 
 
-def kernel_table(path: Path = RESULTS / "h200-tiles.json") -> str:
-    """The whole last step in microseconds with the shipped tile, beside the read floor, the GEMM and stock."""
-    import torch
-
-    from sgl_flashsample.tuned import TABLE
-
-    rows = json.loads(path.read_text())["rows"]
-    entries = TABLE["sm90", torch.bfloat16.itemsize]
-    lines = ["| D, B | reading the head once | cuBLAS GEMM alone | GEMM + SGLang's sampling | fused | fused / floor |"]
-    lines.append("|---|---|---|---|---|---|")
-    for hidden, batch in dict.fromkeys((row["D"], row["B"]) for row in rows):
-        shipped = next((tile for limit, tile in entries if batch <= limit), entries[-1][1])
-        for row in rows:
-            if (row["D"], row["B"]) == (hidden, batch) and row["config"] == vars(shipped):
-                lines.append(
-                    f"| {hidden}, {batch} | {row['read_us']:.1f} | {row['gemm_us']:.1f} | {row['stock_us']:.1f} | "
-                    f"{row['us']:.1f} | {row['us'] / row['read_us']:.3f} |"
-                )
+def kernel_table(path: Path = RESULTS / "h200-kernels.json") -> str:
+    """The whole last step in microseconds on the path that the built-in table picks, beside the floor, the GEMM and the
+    strongest rival."""
+    if not path.exists():
+        return NOT_MEASURED
+    result = json.loads(path.read_text())
+    found: dict[tuple, dict[str, dict]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["D"], row["V"], row["B"]), {}).setdefault(row["mode"], {})[row["path"]] = row
+    lines = ["| V x D, B | floor | GEMM alone | temperature 1 (over floor; over GEMM) | its strongest rival |"]
+    lines[0] += " greedy (rival over it) | top_k 50, top_p 0.9 (rival over it) |"
+    lines.append("|---" * 7 + "|")
+    for (hidden, vocab, batch), modes in found.items():
+        floor = hidden * vocab * 2 / result["floor_tb_s"] / 1e6
+        gemm = modes["plain"]["gemm"]["us"]
+        (plain, rival), greedy, truncated = (_ours_and_rival(modes[mode]) for mode in ("plain", "greedy", "trunc"))
+        ours = plain["us"]
+        cells = [
+            f"{floor:.0f}",
+            f"{gemm:.0f}",
+            f"{ours:.0f} ({ours / floor:.3f}; {ours / gemm:.3f}), `{plain['path']}`",
+        ]
+        cells.append(f"{rival['us']:.0f} ({rival['us'] / ours:.2f} of ours), {rival['path']}")
+        for own, other in (greedy, truncated):
+            cells.append(f"{own['us']:.0f} ({other['us'] / own['us']:.2f})")
+        lines.append(f"| {vocab} x {hidden}, {batch} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _ours_and_rival(paths: dict[str, dict]) -> tuple[dict, dict]:
+    """The row of the path that the built-in table picks, and the fastest of the others."""
+    own = next(row for row in paths.values() if "picked by the table" in row["config"])
+    return own, min((row for path, row in paths.items() if path not in OURS), key=lambda row: row["us"])
 
 
 def _features(path: Path) -> tuple[dict[tuple, dict], list[str], list[int], list[dict]]:
@@ -168,24 +181,6 @@ def searched_table(path: Path = RESULTS / "h200-features.json") -> str:
     return "\n".join(lines)
 
 
-def readers_table(path: Path = RESULTS / "h200-readers.json") -> str:
-    """A GEMM alone, followed by the shipped reader, and the fused pass, per batch and work, microseconds."""
-    if not path.exists():
-        return NOT_MEASURED
-    rows = json.loads(path.read_text())["rows"]
-    shown = {(row["mode"], row["B"], row["path"]): row for row in rows if row["path"] != "logits" or row["shipped"]}
-    lines = ["| | B | GEMM alone | `logits` (over GEMM; its reader alone) | `fused` (over GEMM) |"]
-    lines.append("|---" * 5 + "|")
-    for mode, batch in dict.fromkeys((mode, batch) for mode, batch, _ in shown):
-        gemm, reader, fused = (shown[mode, batch, path] for path in ("gemm", "logits", "fused"))
-        lines.append(
-            f"| {READERS[mode]} | {batch} | {gemm['us']:.0f} "
-            f"| {reader['us']:.0f} ({reader['over_gemm']:.3f}; {reader['alone_us']:.0f}) "
-            f"| {fused['us']:.0f} ({fused['over_gemm']:.3f}) |"
-        )
-    return "\n".join(lines)
-
-
 def profile_table(path: Path = RESULTS / "h200-step-profile.json") -> str:
     """Calls of one decode step at batch 32, stock and ours."""
     lines = ["| per decode step, B=32, temperature 1 | stock | ours |", "|---|---|---|"]
@@ -208,7 +203,6 @@ TABLES = {
     "truncation": truncation_table,
     "edits": edits_table,
     "searched": searched_table,
-    "readers": readers_table,
     "profile": profile_table,
 }
 

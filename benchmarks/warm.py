@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tiles
+import floor
 import torch
 from contenders import OURS, STEPS, Shape, Wanted, contenders, first_line, steps_of
 from rivals import Inputs, import_flashinfer
@@ -137,7 +137,7 @@ def ceilings(
     words = torch.randint(-(2**31), 2**31 - 1, (read_bytes // 4,), dtype=torch.int32, device="cuda")
     readers: dict[str, Callable[[], object]] = {}
     for config in READERS:
-        readers["programs per SM {}, words {}, warps {}, stages {}".format(*config)] = tiles.read_call(words, *config)
+        readers["programs per SM {}, words {}, warps {}, stages {}".format(*config)] = floor.read_call(words, *config)
     readers["torch.amax"] = lambda: words.view(-1, 2**14).amax(-1)
     left, right = (torch.randn(matmul, matmul, device="cuda").bfloat16() for _ in range(2))
     product = torch.empty_like(left)

@@ -33,18 +33,6 @@ def test_the_feature_benchmark_runs_every_mode_and_its_tables_follow_from_its_fi
         assert table(tmp_path / "absent.json") == tables.NOT_MEASURED
 
 
-@pytest.mark.skipif(CUDA, reason="the dry run is interpreted")
-def test_the_reader_benchmark_times_the_gemm_the_fused_pass_and_readers_of_equal_tokens(tmp_path):
-    out = tmp_path / "readers.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "readers.py"), "--dry-run", "--out", str(out)]
-    subprocess.run([*command, "--modes", "plain"], check=True, capture_output=True)
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["path"] for row in rows][:2] == ["gemm", "fused"]
-    assert {row["path"] for row in rows[2:]} == {"logits"}
-    assert sum(row["shipped"] for row in rows) == 1
-    assert all(row["same_tokens"] for row in rows)
-
-
 def test_the_tables_name_every_sampling_of_the_server_benchmark():
     import serve
     import tables
