@@ -72,7 +72,12 @@ class GpuBench:
 
     @classmethod
     def make(cls, spec: dict[str, Any]) -> GpuBench:
-        return cls(torch.device(spec.get("device", "cuda")))
+        device = torch.device(spec.get("device", "cuda"))
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(
+                "this machine has no CUDA device; run and verify measure on one, other commands need none"
+            )
+        return cls(device)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "head" in request:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from sgl_flashsample.autotune import commands
 from sgl_flashsample.autotune.head import HeadError, head_of, shard_of
 
@@ -163,3 +164,11 @@ def test_a_config_that_is_none_is_one_line(tmp_path, text):
     with pytest.raises(HeadError) as error:
         head_of(str(tmp_path), None, None, None, None, 1)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+def test_a_run_without_a_gpu_says_so_in_one_line_and_what_needs_none(capsys, tmp_path):
+    assert tune("run", "--vocab", "1000", "--hidden", "64", "--effort", "quick", "--out", str(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert "no CUDA device" in said and "other commands need none" in said
+    assert "\n" not in said.strip()
