@@ -225,7 +225,8 @@ def main() -> None:
         now = measure.environment()
         if env.get("device", now["device"]) != now["device"]:
             sys.exit(f"error: {options.out} is of {env['device']}; expected {now['device']}")
-        env.update(now, command=" ".join(["python", *sys.argv]), **ceilings)
+        words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
+        env.update(now, command=" ".join(["python", *words]), **ceilings)
         env["flashinfer"] = getattr(sys.modules.get("flashinfer"), "__version__", None)
 
     torch.manual_seed(0)
