@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..kernels.tiles import ReadConfig, TileConfig
 from .space import Config
 
+GEMM = "gemm"  # the vendor's alone, which draws no token
+
 
 def path_of(config: Config) -> str:
     return "logits" if isinstance(config, ReadConfig) else "fused"

@@ -12,8 +12,8 @@ import torch
 from ..kernels.head import LMHead
 from ..work import Work
 from .inputs import Batch
+from .names import GEMM
 
-GEMM = "gemm"  # the GEMM alone, no token
 ARGMAX = "gemm+argmax"
 FLASHINFER = "gemm+flashinfer"
 

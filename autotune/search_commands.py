@@ -18,12 +18,10 @@ from ..lookup import load_table, user_folder
 from ..table import Device, Table, file_name
 from . import head as heads
 from . import progress as progresses
-from .plan import EFFORTS, RANK, Plan
-from .publish import write_whole
-from .surface import load as load_surface
 
 OK, WRONG, BAD = 0, 1, 2
 MOST_GPUS = 64
+EFFORT_NAMES = ("quick", "full", "exhaustive")
 # What is assumed where there is no GPU to ask: shared memory of a program, from the vendor's tables.
 DEVICES = {
     "NVIDIA H200": Device("NVIDIA H200", "9.0", 132, 50, 232448),
@@ -75,13 +73,16 @@ def _add_head(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of the head's weight: bf16, fp16 or fp32")
     parser.add_argument("--softcap", action=argparse.BooleanOptionalAction, help="whether the logits have a softcap")
     parser.add_argument("--tp", "--tp-size", type=int, default=1, help="tensor-parallel degree: one shard is tuned")
-    parser.add_argument("--effort", choices=tuple(RANK), default="full", help="(default: full)")
+    parser.add_argument("--effort", choices=EFFORT_NAMES, default="full", help="(default: full)")
     parser.add_argument("--out", type=Path, help="folder of the table (default: the user's cache)")
     parser.add_argument("--surface", help="a recorded cost surface instead of a GPU")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def plan(options: argparse.Namespace) -> int:
+    from .plan import EFFORTS, Plan
+    from .surface import load as load_surface
+
     head, device, assumed = _head(options), None, ""
     if options.surface:
         device = Device(**load_surface(options.surface)["device"])
@@ -119,6 +120,7 @@ def plan(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace) -> int:
     from .run import Options, TuneError
     from .run import run as tune
+    from .surface import load as load_surface
 
     head = _head(options)
     if options.surface:
@@ -156,6 +158,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
+    from .surface import load as load_surface
     from .verify import verify as replay
 
     if options.surface:
@@ -174,6 +177,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
+    from .publish import write_whole
     from .report import page
 
     table, log = _table(options.file), options.file.with_suffix(".trials.jsonl")

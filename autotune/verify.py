@@ -15,12 +15,11 @@ from ..kernels.tiles import ReadConfig, TileConfig
 from ..table import Bucket, Table
 from ..work import Work
 from .builtin import kernels_of
-from .names import label_of, path_of
+from .names import GEMM, label_of, path_of
 from .plan import EFFORTS, Plan
 from .progress import Plain
 from .race import Policy, robust_mean, t_quantile
 from .remote import Crew, Remote, work_until
-from .rivals import GEMM
 from .run import BAD, HELLO_SECONDS, OK, WRONG, visible
 from .trials import config_data
 

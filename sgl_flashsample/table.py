@@ -6,12 +6,15 @@ is named in one line. A table decides how the work is cut, never a token. Readin
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import pathlib
 import re
+import tokenize
 from typing import Any
 
 from . import kernels
@@ -97,14 +100,30 @@ def file_name(device_name: str, head: HeadShape) -> str:
 
 @functools.cache
 def sources_hash() -> str:
-    """The kernels that are installed, as "sha256:..." over their source files."""
+    """The kernels that are installed, as "sha256:..." over the code of their source files: a table outlives another
+    comment, and another reference."""
     digest = hashlib.sha256()
     folder = pathlib.Path(kernels.__file__).parent
-    for path in sorted(folder.glob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode())
-        digest.update(content)
+    for path in sorted(set(folder.glob("*.py")) - {folder / "reference.py"}):
+        code = code_of(path.read_text(encoding="utf-8")).encode()
+        digest.update(f"{path.name} {len(code)}\n".encode())
+        digest.update(code)
     return f"sha256:{digest.hexdigest()}"
+
+
+def code_of(source: str) -> str:
+    """Python source without comments, docstrings and blank lines; the same under every version of Python."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            for row in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
+                lines[row - 1] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _ordered(value: Any) -> Any:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from sgl_flashsample.autotune import commands
+from sgl_flashsample.autotune import commands, search_commands
 from sgl_flashsample.autotune.head import HeadError, head_of, shard_of
+from sgl_flashsample.autotune.plan import EFFORTS
 
 from sgl_flashsample.table import HeadShape
 
@@ -172,3 +173,7 @@ def test_a_run_without_a_gpu_says_so_in_one_line_and_what_needs_none(capsys, tmp
     said = capsys.readouterr().err
     assert "no CUDA device" in said and "other commands need none" in said
     assert "\n" not in said.strip()
+
+
+def test_the_efforts_that_can_be_asked_for_are_those_that_are_planned():
+    assert tuple(EFFORTS) == search_commands.EFFORT_NAMES
