@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .. import tuned
-from ..work import Work
-from .space import Config, ReadConfig, TileConfig
+from ..kernels.tiles import ReadConfig, TileConfig
+from ..work import Config, Path, Work
 
 
 def family_of(cc: str) -> str | None:
@@ -12,22 +12,11 @@ def family_of(cc: str) -> str | None:
     return tuned.FAMILIES.get(int(cc.split(".")[0]))
 
 
-def tile_of(family: str, itemsize: int, num_rows: int, work: Work) -> TileConfig:
-    own = tuned.WORK_TABLE.get((family, itemsize, work))
-    entries = own or tuned.WORK_TABLE.get((family, itemsize, kernels_of(work))) or tuned.TABLE[family, itemsize]
-    return next((tile for largest, tile in entries if num_rows <= largest), entries[-1][1])
-
-
-def reader_of(num_rows: int, work: Work) -> ReadConfig:
-    entries = tuned.READS.get(work) or tuned.READS[kernels_of(work)]
-    return next((config for largest, config in entries if num_rows <= largest), entries[-1][1])
-
-
 def default_of(family: str, itemsize: int, num_rows: int, work: Work) -> Config:
     """What a batch takes without a tuned table."""
-    most = tuned.PATHS.get((family, itemsize, work)) or tuned.PATHS.get((family, itemsize, kernels_of(work)))
-    fused = num_rows <= (most or tuned.FUSED_ROWS)
-    return tile_of(family, itemsize, num_rows, work) if fused else reader_of(num_rows, work)
+    if tuned.path_in(family, itemsize, num_rows, work) is Path.FUSED:
+        return tuned.tile_in(family, itemsize, num_rows, work)
+    return tuned.reader_in(num_rows, work)
 
 
 def tiles_of(family: str, itemsize: int) -> list[TileConfig]:

@@ -22,6 +22,7 @@ from ..kernels.reduce_parts import reduce_parts_kernel
 from ..kernels.sample_logits import sample_logits_kernel
 from ..kernels.search_truncated import search_truncated_kernel
 from ..kernels.tiles import MOST_PARTS, DrawConfig, ReadConfig, TileConfig
+from ..resolution import DTYPE_NAMES
 
 _ROWS = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64"}
 _OUTPUTS = {"token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}
@@ -33,7 +34,6 @@ _EDITS |= dict.fromkeys(("mask_words", "given_edits"), "i32")
 _EDITS |= dict.fromkeys(("additive_stride", "scaling_stride", "mask_stride", "bias_stride"), "i32")
 _PARTS = {"score_ptr": "*fp32", "group_ptr": "*i32", "logits_ptr": "*fp32", "lse_ptr": "*fp32"}
 _SMS = 132  # multiprocessors of the device compiled for, about: it decides how much a part leaves behind
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ def resources_of_lm_head_sample(
     whole_groups: bool = True,
 ) -> Resources:
     """Compile the fused kernel for compute capability ``capability`` (80, 90, 100, ...)."""
-    name = _NAMES[dtype]
+    name = DTYPE_NAMES[dtype]
     pointers = {
         "weight": f"tensordesc<{name}[{tile.block_v}, {tile.block_d}]>" if tile.tma else f"*{name}",
         "hidden": f"tensordesc<{name}[{tile.block_b}, {tile.block_d}]>" if tile.hidden_tma else f"*{name}",
@@ -117,7 +117,7 @@ def resources_of_sample_logits(
     whole_groups: bool = True,
 ) -> Resources:
     """Compile the reader of logits of ``dtype``; whole_groups: of a vocabulary that is a multiple of 16."""
-    name = _NAMES[dtype]
+    name = DTYPE_NAMES[dtype]
     parts = min(MOST_PARTS, max(config.least_parts, _SMS * config.ctas_per_sm))
     pointers = _PARTS | {
         "source_ptr": f"*{name}",
@@ -175,7 +175,7 @@ def resources_of_draw_truncated(
     capability: int, vocab_size: int, config: DrawConfig, parts: int, dtype: torch.dtype
 ) -> Resources:
     """Compile the draw of truncated rows from kept logits of ``dtype``, over ``parts`` parts (a power of two)."""
-    pointers = _PARTS | {"second_ptr": "*fp32", "kept_ptr": f"*{_NAMES[dtype]}", "peak_ptr": "*fp32"}
+    pointers = _PARTS | {"second_ptr": "*fp32", "kept_ptr": f"*{DTYPE_NAMES[dtype]}", "peak_ptr": "*fp32"}
     pointers |= {"partial_ptr": "*fp32", "list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
     rest = {**_ROWS, **_OUTPUTS}
     rest |= dict.fromkeys(("num_rows", "num_parts", "vocab_size", "vocab_start", "kept_groups"), "i32")
@@ -191,7 +191,7 @@ def resources_of_search_truncated(
     capability: int, vocab_size: int, config: DrawConfig, dtype: torch.dtype
 ) -> Resources:
     """Compile the search in truncated rows of kept logits of ``dtype``."""
-    pointers = {"kept_ptr": f"*{_NAMES[dtype]}", "kept_score_ptr": "*fp32", "kept_mass_ptr": "*fp32"}
+    pointers = {"kept_ptr": f"*{DTYPE_NAMES[dtype]}", "kept_score_ptr": "*fp32", "kept_mass_ptr": "*fp32"}
     pointers |= {"kept_peak_ptr": "*fp32", "list_ptr": "*i32", "arrived_ptr": "*i32", "rounds_ptr": "*i32"}
     pointers |= {"searched_ptr": "*i64"}
     rest = {**_ROWS, **_OUTPUTS}

@@ -23,6 +23,7 @@ from ..paths import compute_logits
 from ..selftest import Expectation, difference, expect
 from ..tuned import draw_for
 from ..work import Work
+from .builtin import kernels_of
 from .inputs import as_bitmask
 from .space import Config, ReadConfig
 from .worker import Incorrect
@@ -51,12 +52,16 @@ class Gate:
 
     def check(self, config: Config, work: Work) -> None:
         """Raises Incorrect where a token is not the reference's."""
-        work = Work.PLAIN if work is Work.GREEDY else work  # the same kernels; a third of the rows are greedy
-        block_b = READ_ROWS if isinstance(config, ReadConfig) else config.block_b
-        for head, num_rows in self._problems(work, block_b):
-            problem = difference(self._expect(head, num_rows, work, config), config, return_logprob=False)
-            if problem is not None:
-                raise Incorrect(problem)
+        works = [kernels_of(work)]  # a third of the rows are greedy
+        block_b = config.block_b
+        if isinstance(config, ReadConfig):
+            block_b = READ_ROWS
+            works += [Work.GREEDY] if works == [Work.PLAIN] else []  # without noise: a kernel of its own
+        for work in works:
+            for head, num_rows in self._problems(work, block_b):
+                problem = difference(self._expect(head, num_rows, work, config), config, return_logprob=False)
+                if problem is not None:
+                    raise Incorrect(problem)
 
     def _problems(self, work: Work, block_b: int) -> list[tuple[LMHead, int]]:
         # The draw of truncated rows is compiled for a size of the vocabulary: one size is enough.

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 
 from .. import __version__
 from ..kernels.head import LMHead, Workspace
 from ..kernels.lm_head_sample import lm_head_sample, num_parts
 from ..kernels.sample_logits import num_read_parts, sample_logits
+from ..resolution import device_of, environment
 from ..tuned import draw_for
 from ..work import Work
 from . import nvml, rivals
@@ -85,20 +85,12 @@ class GpuBench:
         return getattr(self, f"_{request['op']}")(request)
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
-        env = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
-        env |= {"cuda": torch.version.cuda or "", "sgl_flashsample": __version__, "driver": nvml.driver_version()}
+        env = environment() | {"python": platform.python_version(), "sgl_flashsample": __version__}
         if self.device.type != "cuda":
             device = {"name": "cpu", "cc": "0.0", "sms": 1, "l2_mb": 0, "smem_optin": 232448}
             return {"device": device, "env": env, "busy": 0}
-        busy = nvml.busy_percent(self._bus_id)
-        properties: Any = torch.cuda.get_device_properties(self.device)
-        device = {
-            "name": properties.name,
-            "cc": f"{properties.major}.{properties.minor}",
-            "sms": properties.multi_processor_count,
-            "l2_mb": properties.L2_cache_size >> 20,
-            "smem_optin": properties.shared_memory_per_block_optin,
-        }
+        busy, device = nvml.busy_percent(self._bus_id), dataclasses.asdict(device_of(self.device))
+        properties = torch.cuda.get_device_properties(self.device)
         return {"device": device, "env": env, "busy": busy, "memory": properties.total_memory}
 
     def _ready(self, request: dict[str, Any]) -> dict[str, Any]:

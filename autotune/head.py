@@ -14,7 +14,6 @@ DTYPE_NAMES = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
 }
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 MOST = 1 << 24
 VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to a multiple of this before it is cut into shards
 

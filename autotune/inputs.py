@@ -13,6 +13,7 @@ import torch
 
 from ..kernels.features import Edit, LogitEdits, Truncation
 from ..kernels.head import LMHead
+from ..resolution import DTYPE_NAMES
 from ..work import Work
 
 # Profile: slope, and deviation of the noise.
@@ -25,7 +26,7 @@ CHUNK_IDS = 16_384
 # The head is read from memory, not from the L2 cache, where its copies hold this many times the cache.
 COLD = 5
 STEPS = 32  # positions between two refreshes: calls of a sample at most
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def make_weight(vocab: int, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..kernels.tiles import ReadConfig, TileConfig
-from .space import Config
+from ..work import Config, path_of_config
 
 GEMM = "gemm"  # the vendor's alone, which draws no token
 
 
 def path_of(config: Config) -> str:
-    return "logits" if isinstance(config, ReadConfig) else "fused"
+    return path_of_config(config).value
 
 
 def key_of(config: Config) -> str:

@@ -45,10 +45,3 @@ def busy_percent(bus_id: str) -> int:
     if device is None or _library().nvmlDeviceGetUtilizationRates(device, ctypes.byref(value)) != 0:
         return 0
     return int(value.gpu)
-
-
-def driver_version() -> str:
-    library, text = _library(), ctypes.create_string_buffer(96)
-    if library is None or library.nvmlSystemGetDriverVersion(text, 96) != 0:
-        return ""
-    return text.value.decode(errors="replace")

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from ..kernels.tiles import TileConfig
 from ..table import Device, HeadShape
+from ..table_entries import ITEMSIZE
 from ..work import Work
 from . import builtin
-from .head import ITEMSIZE
 from .race import Policy
 from .space import (
     FUSED,
@@ -22,7 +22,6 @@ from .space import (
     Problem,
     Space,
     block_b_choices,
-    next_power_of_2,
 )
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -217,7 +216,3 @@ def midpoint(lower: int, upper: int) -> int | None:
 
 def nearest(sizes: Iterable[int], rows: int) -> int:
     return min(sizes, key=lambda size: (abs(math.log2(size / rows)), size))
-
-
-def tile_class(rows: int) -> int:
-    return min(128, max(16, next_power_of_2(rows)))

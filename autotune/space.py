@@ -16,8 +16,8 @@ import json
 from typing import Any
 
 from ..kernels.tiles import ReadConfig, TileConfig
+from ..work import Config
 
-Config = TileConfig | ReadConfig
 FUSED, LOGITS = "fused", "logits"
 BLOCK_V = (64, 128, 256)
 BLOCK_D = (64, 128, 256)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from sgl_flashsample.autotune import measure
+from sgl_flashsample.autotune.inputs import as_bitmask
 from sgl_flashsample.kernels.features import LogitEdits, Truncation
 from sgl_flashsample.kernels.head import LMHead, Workspace
 from sgl_flashsample.kernels.lm_head_sample import num_parts
@@ -112,7 +113,7 @@ class Batch:
             "additive": torch.zeros(rows, vocab, device=device).scatter_(1, seen, -0.5),
             "scaling": torch.ones(rows, vocab, device=device).scatter_(1, seen, 1.1),
             "bias": torch.zeros(rows, vocab, device=device).scatter_(1, seen[:, :20], 2.0),
-            "mask": bitmask(torch.rand(rows, vocab, device=device) < 0.1),
+            "mask": as_bitmask(torch.rand(rows, vocab, device=device) < 0.1),
         }
         self.refresh()
 
@@ -140,14 +141,6 @@ class Batch:
 
     def edit_bytes(self, mode: Mode) -> int:
         return sum(self.edits[name].numel() * self.edits[name].element_size() for name in mode.edits)
-
-
-def bitmask(allowed: torch.Tensor) -> torch.Tensor:
-    """``[B, V]`` bool as ``[B, ceil(V / 32)]`` int32, bit ``i % 32`` of word ``i // 32``."""
-    rows, vocab = allowed.shape
-    padded = torch.nn.functional.pad(allowed, (0, -vocab % 32)).view(rows, -1, 32)
-    words = (padded.long() << torch.arange(32, device=allowed.device)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def make_head(shape: Shape, profile: str) -> LMHead:

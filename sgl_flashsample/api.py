@@ -26,7 +26,8 @@ class BatchParams:
     position: ``[B]`` int64, at least 0 and different for each token of a request, for example its index.
     truncation: top-k, top-p and min-p of the rows; None where no row has any.
     edits: penalties, grammar mask and bias of the rows; None where no row has any.
-    all_greedy: the caller knows that every temperature is 0. Changes no token: another configuration may be faster.
+    all_greedy: the caller knows that every temperature is 0 or less, which may be faster; with another temperature
+        the tokens are undefined.
     """
 
     temperature: torch.Tensor

@@ -11,19 +11,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 
 from .kernels.head import LMHead
-from .kernels.tiles import DrawConfig, ReadConfig, TileConfig
+from .kernels.tiles import DrawConfig
 from .tuned import Shape, draw_on, path_of, read_for, tile_of
-from .work import Path, Work
+from .work import Config, Path, Work, path_of_config
 
-Config = TileConfig | ReadConfig  # of the fused path, of the logits path
 Tuned = Mapping[Work, Mapping[int, Config]]  # batch size -> configuration
 
 # Batches up to this size are looked up by place; a larger one has the built-in choice of its size.
 DENSE_ROWS = 512
-
-
-def path_of_config(config: Config) -> Path:
-    return Path.LOGITS if isinstance(config, ReadConfig) else Path.FUSED
 
 
 class Choices:

@@ -15,6 +15,7 @@ from pathlib import Path
 from .bounded_json import shorten
 from .kernels.tiles import MOST_FLAGS, TileConfig
 from .table import MAX_BYTES, Bucket, Choice, Device, HeadShape, Table, TableError, file_name, sources_hash
+from .table_entries import ITEMSIZE
 from .work import Work
 
 FILE_VARIABLE = "FLASHSAMPLE_TUNED"
@@ -22,7 +23,6 @@ FOLDERS_VARIABLE = "FLASHSAMPLE_TUNED_DIR"
 FAMILY_VARIABLE = "FLASHSAMPLE_ALLOW_FAMILY"
 SHIPPED = Path(__file__).parent / "tables"
 MOST_FILES = 1000  # of a folder that are looked at for tables of the same family
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Versions of which another minor release may compile or multiply otherwise.
 COMPARED = ("triton", "torch", "cuda")
 TILE_CLASSES = (16, 32, 64)  # rows of the largest batches that share a block size; larger batches are the last class

@@ -13,7 +13,8 @@ from .work import Path
 
 MAX_BATCH = 1 << 16
 MAX_US = 1e9
-DTYPES = ("bf16", "fp16", "fp32")
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes per element
+DTYPES = tuple(ITEMSIZE)
 # The largest value of a field. Beyond, no kernel compiles, or one takes minutes to.
 MOST_OF_FIELD = {
     "block_b": 256,

@@ -9,7 +9,8 @@ spills for their device (``tests/test_compile.py``); they are not measured.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from .kernels.rng import GROUP_SIZE
 from .kernels.tiles import DEFAULT_DRAW, DrawConfig, ReadConfig, TileConfig
 from .work import Path, Work
 
+_T = TypeVar("_T")
 Entries = list[tuple[int, TileConfig]]
 # {(family, bytes per weight element): [(largest number of rows, tile)]}; the last entry serves larger batches too.
 TABLE: dict[tuple[str, int], Entries] = {
@@ -104,14 +106,30 @@ class Shape(NamedTuple):
         )
 
 
+def _own(table: Mapping[Any, _T], key: tuple, work: Work) -> _T | None:
+    """The entry of ``work``, or of the work that it falls back to."""
+    return table.get((*key, work)) or (table.get((*key, work.fallback)) if work.fallback is not None else None)
+
+
+def _up_to(entries: list[tuple[int, _T]], num_rows: int) -> _T:
+    return next((config for largest, config in entries if num_rows <= largest), entries[-1][1])
+
+
 @functools.lru_cache(maxsize=4096)
-def _tile(family: str, itemsize: int, num_rows: int, work: Work) -> TileConfig:
-    entries = (
-        WORK_TABLE.get((family, itemsize, work))
-        or (work.fallback and WORK_TABLE.get((family, itemsize, work.fallback)))
-        or TABLE[family, itemsize]
-    )
-    return next((tile for largest, tile in entries if num_rows <= largest), entries[-1][1])
+def tile_in(family: str, itemsize: int, num_rows: int, work: Work) -> TileConfig:
+    """The tile on devices of ``family`` for a head of ``itemsize`` bytes per weight element."""
+    return _up_to(_own(WORK_TABLE, (family, itemsize), work) or TABLE[family, itemsize], num_rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def reader_in(num_rows: int, work: Work) -> ReadConfig:
+    """The reader of logits, on any GPU."""
+    return _up_to(READS[work.fallback or work], num_rows)
+
+
+def path_in(family: str, itemsize: int, num_rows: int, work: Work) -> Path:
+    """The fastest path for a head whose logits a GEMM gives."""
+    return Path.FUSED if num_rows <= (_own(PATHS, (family, itemsize), work) or FUSED_ROWS) else Path.LOGITS
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,7 +162,7 @@ def tile_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> TileConfig:
     """The tile for ``num_rows`` rows of such a head. Raises ValueError on a device without an entry."""
     if shape.device.type == "cpu":
         return _interpreted_tile(shape.vocab_size, shape.hidden_size, num_rows)
-    return _tile(_known_family(shape.device), shape.itemsize, num_rows, work)
+    return tile_in(_known_family(shape.device), shape.itemsize, num_rows, work)
 
 
 def tile_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> TileConfig:
@@ -175,9 +193,7 @@ def path_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> Path:
     family = family_of(shape.device)
     if family is None or not shape.has_gemm:
         return Path.FUSED
-    key = (family, shape.itemsize)
-    most = PATHS.get((*key, work)) or PATHS.get((*key, work.fallback or work)) or FUSED_ROWS
-    return Path.FUSED if num_rows <= most else Path.LOGITS
+    return path_in(family, shape.itemsize, num_rows, work)
 
 
 def path_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> Path:
@@ -197,10 +213,4 @@ def read_for(device: torch.device, vocab_size: int, num_rows: int, work: Work = 
     if device.type == "cpu":
         return _interpreted_read(vocab_size, num_rows)
     _known_family(device)
-    return _read(num_rows, work)
-
-
-@functools.lru_cache(maxsize=4096)
-def _read(num_rows: int, work: Work) -> ReadConfig:
-    entries = READS.get(work) or READS[work.fallback or work]
-    return next((config for largest, config in entries if num_rows <= largest), entries[-1][1])
+    return reader_in(num_rows, work)

@@ -1,8 +1,13 @@
-"""The names that tables are indexed by: what a batch asks for (``Work``), and the ways to serve it (``Path``)."""
+"""The names that tables are indexed by: what a batch asks for (``Work``), the ways to serve it (``Path``), and the
+configurations of those (``Config``)."""
 
 from __future__ import annotations
 
 import enum
+
+from .kernels.tiles import ReadConfig, TileConfig
+
+Config = TileConfig | ReadConfig  # of the fused path, of the logits path
 
 
 class Path(enum.StrEnum):
@@ -10,6 +15,10 @@ class Path(enum.StrEnum):
 
     FUSED = "fused"  # one pass over the head
     LOGITS = "logits"  # a GEMM, then one reader of its output
+
+
+def path_of_config(config: Config) -> Path:
+    return Path.LOGITS if isinstance(config, ReadConfig) else Path.FUSED
 
 
 class Work(enum.StrEnum):

@@ -228,10 +228,10 @@ def test_work_is_named_by_its_features():
 
 def test_work_without_an_entry_of_its_own_takes_the_tiles_of_a_plain_draw():
     assert ("sm100", 4, Work.EDIT) not in WORK_TABLE
-    assert tuned._tile("sm100", 4, 17, Work.EDIT) == tuned._tile("sm100", 4, 17, Work.PLAIN)
-    assert tuned._tile("sm90", 2, 64, Work.GREEDY) == tuned._tile("sm90", 2, 64, Work.PLAIN)
-    assert tuned._read(64, Work.GREEDY) == tuned._read(64, Work.PLAIN)
-    assert tuned._tile("sm90", 2, 64, Work.TRUNCATE) == WORK_TABLE["sm90", 2, Work.TRUNCATE][-1][1]
+    assert tuned.tile_in("sm100", 4, 17, Work.EDIT) == tuned.tile_in("sm100", 4, 17, Work.PLAIN)
+    assert tuned.tile_in("sm90", 2, 64, Work.GREEDY) == tuned.tile_in("sm90", 2, 64, Work.PLAIN)
+    assert tuned.reader_in(64, Work.GREEDY) == tuned.reader_in(64, Work.PLAIN)
+    assert tuned.tile_in("sm90", 2, 64, Work.TRUNCATE) == WORK_TABLE["sm90", 2, Work.TRUNCATE][-1][1]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 512, 4096])
@@ -244,5 +244,5 @@ def test_every_batch_size_has_a_tile(device, rows):
 def test_each_entry_serves_batches_up_to_its_limit_and_the_next_one_from_there(key):
     entries = TABLE[key]
     for (limit, tile), following in zip(entries, [*entries[1:], entries[-1]], strict=True):
-        assert tuned._tile(*key, limit, Work.PLAIN) == tile
-        assert tuned._tile(*key, limit + 1, Work.PLAIN) == following[1]
+        assert tuned.tile_in(*key, limit, Work.PLAIN) == tile
+        assert tuned.tile_in(*key, limit + 1, Work.PLAIN) == following[1]

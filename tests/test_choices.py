@@ -46,7 +46,7 @@ def test_without_a_tuned_table_every_batch_has_the_choice_of_the_built_in_tables
         own = Choices(shape)
         for rows in (1, 16, 17, 64, 65, 97, 512, 513, 4096):
             fused = tuned.path_of(shape, rows, work) is Path.FUSED
-            entry = tuned._tile(family, 2, rows, work) if fused else tuned._read(rows, work)
+            entry = tuned.tile_in(family, 2, rows, work) if fused else tuned.reader_in(rows, work)
             assert own.pick(rows, work) == entry
         return
     for rows in (1, 16, 65, 512, 513, 4096):

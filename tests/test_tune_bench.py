@@ -69,6 +69,19 @@ def test_wrong_tokens_are_found_before_anything_is_timed(bench, monkeypatch):
         bench.answer(request("trial", dataclasses.replace(TILE, ctas_per_sm=1), "plain", batches=[1]))
 
 
+def test_a_reader_that_is_wrong_for_greedy_batches_alone_is_refused(device, monkeypatch):
+    def wrong(*arguments, all_greedy=False, **options):
+        token, score, logprob = read(*arguments, all_greedy=all_greedy, **options)
+        return token ^ int(all_greedy), score, logprob
+
+    read = gpu.sample_logits
+    monkeypatch.setattr("sgl_flashsample.selftest.sample_logits", wrong)
+    gate = Gate(LMHead(inputs.make_weight(96, 32, torch.float32, device)))
+    gate.check(WIDE_READER, Work.EDIT)
+    with pytest.raises(Incorrect, match="tokens differ from the reference"):
+        gate.check(WIDE_READER, Work.PLAIN)
+
+
 @pytest.mark.parametrize("config, work", [(WIDE_TILE, Work.PLAIN), (WIDE_READER, Work.EDIT)])
 def test_many_draws_follow_the_distribution(device, config, work):
     gate = Gate(LMHead(inputs.make_weight(96, 32, torch.float32, device)))

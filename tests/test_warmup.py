@@ -48,7 +48,7 @@ def compiler(src, target, options, **more):
 triton.compiler.compile = compiler
 triton.runtime.driver.set_active(Driver())
 os.sched_getaffinity = lambda process: {0, 1}
-choices.tile_of = lambda shape, rows, work: tuned._tile("sm90", shape.itemsize, rows, work)
+choices.tile_of = lambda shape, rows, work: tuned.tile_in("sm90", shape.itemsize, rows, work)
 choices.draw_on = lambda device, vocab_size: tuned.DEFAULT_DRAW
 warmup.draw_for = lambda head: tuned.DEFAULT_DRAW
 lm_head_sample.resident_programs = lambda device, per: 132 * per
