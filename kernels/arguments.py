@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from . import rng
 from .features import LogitEdits, Truncation, require
 from .head import Kept, LMHead, LogitsSource, Workspace
+from .integers import next_power_of_2
 from .reduce_parts import Drawn
 from .tiles import MOST_FLAGS, ReadConfig, TileConfig
 
@@ -139,5 +139,5 @@ def reduction_arguments(
         nothing = (workspace.arrived, position, workspace.score, workspace.score)  # of the right types
         return ReductionArguments(None, nothing, {"ONE_LAUNCH": False, "BLOCK_P": 1, "BLOCK_R": 1})
     drawn = Drawn.empty(position.shape[0], position.device, return_logprob)
-    constants = {"ONE_LAUNCH": True, "BLOCK_P": triton.next_power_of_2(most_parts), "BLOCK_R": config.reduce_rows}
+    constants = {"ONE_LAUNCH": True, "BLOCK_P": next_power_of_2(most_parts), "BLOCK_R": config.reduce_rows}
     return ReductionArguments(drawn, (workspace.arrived, *drawn.pointers), constants)

@@ -28,6 +28,7 @@ from . import rng
 from .draw_top_k import draw_top_k, key_shift
 from .features import Truncation
 from .head import CHAIN, FIRST_GROUPS, LISTED, PARTIALS, ROW_POINTERS, Kept, Workspace, block_of_spans
+from .integers import cdiv, next_power_of_2
 from .launch import launch
 from .next_tokens import lowest_of_min_p, next_tokens
 from .reduce_parts import OUTPUTS, Drawn, draw_from_parts, lse_of_parts
@@ -321,7 +322,7 @@ def draw_truncated(
     search.
     """
     num_rows = temperature.shape[0]
-    if kept.num_rows < num_rows or kept.width != triton.cdiv(vocab_size, rng.GROUP_SIZE) * rng.GROUP_SIZE:
+    if kept.num_rows < num_rows or kept.width != cdiv(vocab_size, rng.GROUP_SIZE) * rng.GROUP_SIZE:
         raise ValueError(
             f"kept holds {kept.num_rows} rows of {kept.width} logits; "
             f"expected at least {num_rows} rows of {vocab_size} rounded up to a multiple of {rng.GROUP_SIZE}"
@@ -357,7 +358,7 @@ def draw_truncated(
         ),
         {
             "RETURN_LOGPROB": return_logprob,
-            "BLOCK_P": triton.next_power_of_2(most_parts),
+            "BLOCK_P": next_power_of_2(most_parts),
             "BLOCK": config.block,
             "CHUNKS": config.chunks,
             "BLOCK_S": block_of_spans(kept.width),

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
+from .integers import cdiv, next_power_of_2
 from .tiles import MOST_CANDIDATES, MOST_CHUNKS, TileConfig
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -28,7 +28,7 @@ PARTIALS = 16  # what each of those programs leaves behind: two numbers per toke
 
 def block_of_spans(vocab_size: int) -> int:
     """The spans of a row, as a power of two."""
-    return triton.next_power_of_2(triton.cdiv(vocab_size, SPAN * rng.GROUP_SIZE))
+    return next_power_of_2(cdiv(vocab_size, SPAN * rng.GROUP_SIZE))
 
 
 def supports_tma(matrix: torch.Tensor) -> bool:
@@ -186,7 +186,7 @@ class Workspace:
     def gemm(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for a GEMM's ``[num_rows, width]`` logits, in rows that start at multiples of ``GROUP_SIZE`` elements;
         allocates for the first batch and for a larger one, by doubling."""
-        stride = triton.cdiv(width, rng.GROUP_SIZE) * rng.GROUP_SIZE
+        stride = cdiv(width, rng.GROUP_SIZE) * rng.GROUP_SIZE
         found = self._gemm
         if found is None or found.dtype is not dtype or found.shape[1] != stride or found.shape[0] < num_rows:
             held = num_rows
@@ -221,14 +221,14 @@ class Kept:
         device: torch.device,
         searched: torch.Tensor | None = None,
     ) -> None:
-        num_groups = triton.cdiv(vocab_size, rng.GROUP_SIZE)
+        num_groups = cdiv(vocab_size, rng.GROUP_SIZE)
         self.num_rows, self.width = num_rows, num_groups * rng.GROUP_SIZE
         self.logits = torch.empty(num_rows, self.width, dtype=dtype, device=device)
         self.score, self.mass, self.peak = (
             torch.empty(num_rows, num_groups, dtype=torch.float32, device=device) for _ in range(3)
         )
         # Lists of spans: as many as there are, and those of a window, a power of two.
-        self.list = torch.empty(num_rows, 3 * triton.cdiv(num_groups, SPAN), dtype=torch.int32, device=device)
+        self.list = torch.empty(num_rows, 3 * cdiv(num_groups, SPAN), dtype=torch.int32, device=device)
         self.partial = torch.empty(num_rows, MOST_CHUNKS, PARTIALS, dtype=torch.float32, device=device)
         self.first = torch.empty(num_rows, LISTED, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(num_rows, dtype=torch.int32, device=device)

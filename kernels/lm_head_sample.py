@@ -30,6 +30,7 @@ from .draw_truncated import draw_truncated, truncates
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
+from .integers import cdiv
 from .launch import launch, resident_programs
 from .part import (
     add_log_mass,
@@ -261,9 +262,9 @@ def lm_head_sample_kernel(
 
 def num_parts(head: LMHead, num_rows: int, tile: TileConfig) -> int:
     """P: how many programs share the vocabulary for each block of rows."""
-    row_blocks = triton.cdiv(num_rows, tile.block_b)
+    row_blocks = cdiv(num_rows, tile.block_b)
     resident = resident_programs(head.weight.device, tile.ctas_per_sm)
-    return max(1, min(resident // row_blocks, triton.cdiv(head.vocab_size, tile.block_v)))
+    return max(1, min(resident // row_blocks, cdiv(head.vocab_size, tile.block_v)))
 
 
 def workspace_slots(head: LMHead, max_rows: int, tile: TileConfig) -> int:
@@ -315,7 +316,7 @@ def lm_head_sample(
     reduction = reduction_arguments(tile, position, truncation, return_logprob, workspace, bound)
     launch(
         lm_head_sample_kernel,
-        parts * triton.cdiv(num_rows, tile.block_b),
+        parts * cdiv(num_rows, tile.block_b),
         (
             head.blocks(tile),
             TensorDescriptor.from_tensor(hidden, [tile.block_b, tile.block_d]) if tile.hidden_tma else hidden,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from . import rng
 from .head import ROW_POINTERS, Workspace
+from .integers import cdiv, next_power_of_2
 from .launch import launch
 
 OUTPUTS = ("token_ptr", "best_score_ptr", "logprob_ptr")
@@ -233,7 +234,7 @@ def reduce_parts(
     drawn = Drawn.empty(num_rows, device, return_logprob)
     launch(
         reduce_parts_kernel,
-        triton.cdiv(num_rows, rows_per_program),
+        cdiv(num_rows, rows_per_program),
         (
             workspace.score,
             workspace.group,
@@ -250,7 +251,7 @@ def reduce_parts(
         ),
         {
             "RETURN_LOGPROB": return_logprob,
-            "BLOCK_P": triton.next_power_of_2(most_parts),
+            "BLOCK_P": next_power_of_2(most_parts),
             "BLOCK_R": rows_per_program,
         },
         1,

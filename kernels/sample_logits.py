@@ -23,6 +23,7 @@ from .draw_truncated import draw_truncated, truncates
 from .epilogue import bound_logits, cap_softly, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LogitsSource, Workspace
+from .integers import cdiv
 from .launch import launch, resident_programs
 from .part import (
     add_log_mass,
@@ -265,9 +266,9 @@ def most_parts(device: torch.device, config: ReadConfig) -> int:
 
 def num_read_parts(vocab_size: int, num_rows: int, config: ReadConfig, device: torch.device) -> int:
     """P: how many programs share the vocabulary for each block of rows."""
-    row_blocks = triton.cdiv(num_rows, config.block_b)
+    row_blocks = cdiv(num_rows, config.block_b)
     wanted = max(config.least_parts, resident_programs(device, config.ctas_per_sm) // row_blocks)
-    return max(1, min(wanted, MOST_PARTS, triton.cdiv(vocab_size, config.block_v)))
+    return max(1, min(wanted, MOST_PARTS, cdiv(vocab_size, config.block_v)))
 
 
 def read_slots(vocab_size: int, max_rows: int, config: ReadConfig, device: torch.device) -> int:
@@ -323,7 +324,7 @@ def sample_logits(
     stride = logits.stride(0) if num_rows > 1 else 0
     launch(
         sample_logits_kernel,
-        parts * triton.cdiv(num_rows, config.block_b),
+        parts * cdiv(num_rows, config.block_b),
         (
             logits,
             temperature,

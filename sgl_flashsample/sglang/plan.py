@@ -65,7 +65,9 @@ def plan_of(
     grammars = sampling_info.grammars or ()
     top = tuple(top_logprobs_nums or ()) if return_logprob else ()
     ids = tuple(map(type, token_ids_logprobs or ())) if return_logprob else ()
-    key = (tuple(map(type, grammars)), fuse_grammars, return_logprob, top, ids)
+    key: tuple = ()  # of a batch without grammars and logprobs
+    if grammars or return_logprob:
+        key = (tuple(map(type, grammars)), fuse_grammars, return_logprob, top, ids)
     plan = rows.plans.get(key)
     if plan is None:
         columns: list[tuple] = [rows.reasons]

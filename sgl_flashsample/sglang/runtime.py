@@ -22,11 +22,13 @@ from .agreement import Ranks
 from .counters import Counters, DeviceCounter
 from .lazy_logits import LazyLogits
 from .rows import Rows
+from .step_graphs import StepGraphs
 from .versions import sglang_version
 
 logger = logging.getLogger("sgl_flashsample")
 
 REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
+STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
 NATIVE_FEATURES = "custom logit processors, sampling masks, beams, top logprobs and token-id logprobs"
 # Kernels are compiled at start for batches up to this size; the last tile also serves larger ones.
 MAX_COMPILED_ROWS = 512
@@ -36,10 +38,12 @@ class HeadState:
     """A LogitsProcessor with its LM head, and the fused head made from them.
 
     SGLang may change either after the start (a new weight tensor, a logit scale set late): ``current`` follows.
-    choices: what batches of the current head take; the built-in ones until others are put here.
+    choices: what batches of the current head take; the built-in ones until others are put here. replays: whether
+    batches that stay as they are become CUDA graphs.
     """
 
     choices: Choices
+    replays = False
 
     def __init__(self, processor: Any, lm_head: Any) -> None:
         self.processor, self.lm_head = processor, lm_head
@@ -48,6 +52,7 @@ class HeadState:
         self._workspace: Workspace | None = None
         self._workspace_rows = 0
         self._searched: DeviceCounter | None = None
+        self._graphs: StepGraphs | None = None
 
     def current(self) -> LMHead:
         processor, weight = self.processor, self.lm_head.weight
@@ -65,6 +70,7 @@ class HeadState:
             if self._fingerprint is None or self.choices.shape != Shape.of(self._head):
                 self.choices = choices_for(self._head)
             self._fingerprint = fingerprint
+            self._graphs = None
         assert self._head is not None
         return self._head
 
@@ -76,8 +82,43 @@ class HeadState:
             searched = self._workspace.searched if self._workspace is not None else None
             self._workspace = make_workspace(self.current(), rows, searched, self.choices)
             self._workspace_rows = rows
+            self._graphs = None
         assert self._workspace is not None
         return self._workspace
+
+    def sample(
+        self,
+        hidden: torch.Tensor,
+        rows: Rows,
+        edits: LogitEdits | None,
+        positions: torch.Tensor,
+        return_logprob: bool,
+    ) -> SampleOutput:
+        """Tokens for ``hidden``: by a graph, where the batch has stayed as it is for some steps, else by launches."""
+        self.current()
+        self.scratch(hidden.shape[0])
+        if positions.dtype is not torch.int64:
+            positions = positions.to(torch.int64)
+        elif self.replays and edits is None:
+            if self._graphs is None:
+                self._graphs = StepGraphs(self._draw, MAX_COMPILED_ROWS, hidden.device)
+            out = self._graphs.step(rows, hidden, positions, return_logprob)
+            if out is not None:
+                return out
+        params = BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits, rows.all_greedy)
+        return self._draw(hidden, params, return_logprob)[0]
+
+    def _draw(self, hidden: torch.Tensor, params: BatchParams, return_logprob: bool) -> tuple[SampleOutput, Any]:
+        assert self._head is not None and self._workspace is not None
+        out = sample(
+            hidden,
+            self._head,
+            params,
+            return_logprob=return_logprob,
+            workspace=self._workspace,
+            choices=self.choices,
+        )
+        return out, (self._workspace, self._workspace.last_kept)
 
     def newly_searched(self, interval: float) -> int:
         """Rows that took a search over kept logits since the last call, as far as that is known without waiting;
@@ -102,6 +143,7 @@ class Runtime:
         self.custom_processors = self.original_logprobs = self.bool_masks = self.deterministic = False
         self.tp_size = 1
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
+        self.replays = os.environ.get(STEP_GRAPHS_VARIABLE) != "0"
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         metrics = False
         try:
@@ -114,6 +156,8 @@ class Runtime:
             self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
             self.deterministic = bool(get_exec().deterministic.enable_deterministic_inference)
             self.tp_size = int(get_parallel().tp_size)
+            # With a pipeline, tokens of several steps are under way at once, and a graph's would be overwritten.
+            self.replays = self.replays and int(get_parallel().pp_size) == 1
             metrics = bool(get_observability().enable_metrics)
             self.problem = self.problem or support.server_problem()
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
@@ -191,6 +235,7 @@ class Runtime:
                 checked = tuning.check(head, max_rows, found, ranks, self.bool_masks)
                 state.choices, problem = checked.choices, checked.problem
                 if problem is None:
+                    state.replays = self.replays and lm_head.weight.is_cuda
                     state.scratch(1)
                     state.newly_searched(self.counters.read_interval)  # takes its pinned memory now, not in a step
                     return state
@@ -231,16 +276,7 @@ class Runtime:
         """Tokens for the rows of ``lazy``; None after a failure, which also switches the fused pass off."""
         state: HeadState = lazy.source
         try:
-            head = state.current()
-            positions = positions.to(torch.int64)
-            out = sample(
-                lazy.hidden,
-                head,
-                BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits, rows.all_greedy),
-                return_logprob=return_logprob,
-                workspace=state.scratch(lazy.hidden.shape[0]),
-                choices=state.choices,
-            )
+            out = state.sample(lazy.hidden, rows, edits, positions, return_logprob)
             if rows.num_truncated:
                 self.counters.add_truncated(rows.num_truncated, state.newly_searched(self.counters.read_interval))
             return out
