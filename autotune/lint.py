@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..lookup import config_problem
-from ..table import Table, sources_hash
+from ..sources import installed_sources
+from ..table import Table
 from ..table_entries import LAUNCHES
 from ..work import Work
 from .table_files import buckets_of, read
@@ -69,7 +70,7 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
 def _notes(table: Table) -> Iterator[str]:
     yield from (f"note: {note}" for note in table.notes)
     for path in sorted({choice.path for choice in table.configs.values() if choice.path in LAUNCHES}):
-        if table.kernels.get(path, {}).get("src") != sources_hash():
+        if table.kernels.get(path, {}).get("src") != installed_sources().get(path):
             yield f"stale: the kernels of {path} have changed since it was measured"
     missing = [work for work in Work if work.fallback is None and not table.classes.get(work)]
     if missing:

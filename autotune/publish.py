@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import __version__
 from ..kernels.rng import NOISE_ABI
-from ..table import Bucket, Choice, Device, HeadShape, Table, TableError, file_name, sources_hash
+from ..sources import installed_sources
+from ..table import Bucket, Choice, Device, HeadShape, Table, TableError, file_name
 from ..work import Work
 from .names import key_of, label_of, path_of
 from .plan import RANK, Effort
@@ -61,7 +62,7 @@ class Publisher:
             env=self.env,
             measure={**MEASURE, "min_gain": self.effort.policy.min_gain},
             effort=self.effort.name,
-            kernels={path: {"src": sources_hash(), "space": space_hash(path)} for path in (FUSED, LOGITS)},
+            kernels={path: {"src": installed_sources()[path], "space": space_hash(path)} for path in (FUSED, LOGITS)},
             rejected=list(self.rejected.values())[:MOST_REJECTED],
             provenance={**self.provenance, "seconds": round(time.time() - self.began, 1)},
         )
@@ -106,7 +107,7 @@ def _same(path: Path, device: Device, head: HeadShape, env: dict[str, str]) -> T
     same = (
         (table.device, table.head) == (device, head)
         and all(table.env.get(name) == env.get(name) for name in SAME_ENV)
-        and all(entry.get("src") == sources_hash() for entry in table.kernels.values())
+        and all(entry.get("src") == installed_sources().get(path) for path, entry in table.kernels.items())
     )
     return table if same else None
 

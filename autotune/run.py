@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..table import Device, HeadShape, Table, sources_hash
+from ..sources import installed_sources
+from ..table import Device, HeadShape, Table
 from . import surface
 from .decide import Decider
 from .plan import EFFORTS, Effort, Plan
@@ -166,7 +167,7 @@ class _Run:
             "device": dataclasses.asdict(plan.device),
             "head": dataclasses.asdict(plan.head),
             "env": {name: env.get(name, "") for name in SAME_ENV},
-            "src": sources_hash(),
+            "src": installed_sources(),
             "space": [space_hash(FUSED), space_hash(LOGITS)],
             "measure": MEASURE,
         }

@@ -7,7 +7,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 
-from ..table import Table, sources_hash
+from ..sources import installed_sources
+from ..table import Table
 from ..work import Work
 from .table_files import config_line, head_line, read
 
@@ -23,7 +24,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _as_installed(table: Table) -> bool:
-    return all(hashes.get("src") == sources_hash() for hashes in table.kernels.values()) and bool(table.kernels)
+    installed = installed_sources()
+    return all(hashes.get("src") == installed.get(path) for path, hashes in table.kernels.items()) and bool(
+        table.kernels
+    )
 
 
 def _lines(table: Table) -> Iterator[str]:

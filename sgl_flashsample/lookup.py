@@ -14,7 +14,8 @@ from pathlib import Path
 
 from .bounded_json import shorten
 from .kernels.tiles import MOST_FLAGS, TileConfig
-from .table import MAX_BYTES, Bucket, Choice, Device, HeadShape, Table, TableError, file_name, sources_hash
+from .sources import installed_sources
+from .table import MAX_BYTES, Bucket, Choice, Device, HeadShape, Table, TableError, file_name
 from .table_entries import ITEMSIZE
 from .work import Work
 
@@ -42,13 +43,13 @@ USED_AS_FOUND = (Match.EXACT, Match.COMPATIBLE)
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a table is wanted for. env, src: versions and kernels that are installed (``Table.env``,
+    """What a table is wanted for. env, src: versions and, per path, kernels that are installed (``Table.env``,
     ``sources_hash``)."""
 
     device: Device
     head: HeadShape
     env: dict[str, str]
-    src: str = dataclasses.field(default_factory=sources_hash)
+    src: dict[str, str] = dataclasses.field(default_factory=installed_sources)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
         if _minor(table.env.get(name)) != _minor(target.env.get(name))
     ]
     paths = sorted({choice.path for choice in table.configs.values() if choice.launch is not None})
-    if any(table.kernels.get(path, {}).get("src") != target.src for path in paths):
+    if any(table.kernels.get(path, {}).get("src") != target.src.get(path) for path in paths):
         stale.append("the kernels have changed since")
     if stale:
         return Match.STALE, tuple(stale)

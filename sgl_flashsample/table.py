@@ -6,23 +6,16 @@ is named in one line. A table decides how the work is cut, never a token. Readin
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
-import hashlib
-import io
 import json
-import pathlib
 import re
-import tokenize
 from typing import Any
 
-from . import kernels
 from .bounded_json import BoundedError, parse, shorten
 from .table_entries import Bucket, Choice, Device, EntryReader, HeadShape, as_batch
 from .work import Work
 
-__all__ = ["SCHEMA", "Bucket", "Choice", "Device", "HeadShape", "Table", "TableError", "file_name", "sources_hash"]
+__all__ = ["SCHEMA", "Bucket", "Choice", "Device", "HeadShape", "Table", "TableError", "file_name"]
 
 SCHEMA = "flashsample-tune/1"
 MAX_BYTES = 1 << 20
@@ -37,7 +30,7 @@ class Table:
     """The tuned table of one device and one head, all feature classes in it.
 
     tool: versions of what measured it ("sgl_flashsample", "noise"). env: versions of triton, torch, cuda, driver, ...
-    measure: how. kernels: per path "src" (``sources_hash`` at that time) and "space". configs: what buckets name.
+    measure: how. kernels: per path "src" (its ``sources_hash``) and "space". configs: what buckets name.
     classes: per ``Work`` value, batch size -> bucket. rejected: "config", "why" and "detail" of each configuration that
     was not allowed to race. notes: what was ignored while reading.
     """
@@ -96,34 +89,6 @@ def file_name(device_name: str, head: HeadShape) -> str:
     device = re.sub(r"[^A-Za-z0-9.-]+", "_", device_name)
     softcap = ",softcap" if head.softcap else ""
     return f"fs1,device={device},V={head.vocab},D={head.hidden},tp={head.tp},w={head.dtype}{softcap}.json"
-
-
-@functools.cache
-def sources_hash() -> str:
-    """The kernels that are installed, as "sha256:..." over the code of their source files: a table outlives another
-    comment, and another reference."""
-    digest = hashlib.sha256()
-    folder = pathlib.Path(kernels.__file__).parent
-    for path in sorted(set(folder.glob("*.py")) - {folder / "reference.py"}):
-        code = code_of(path.read_text(encoding="utf-8")).encode()
-        digest.update(f"{path.name} {len(code)}\n".encode())
-        digest.update(code)
-    return f"sha256:{digest.hexdigest()}"
-
-
-def code_of(source: str) -> str:
-    """Python source without comments, docstrings and blank lines; the same under every version of Python."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            docstring = node.body[0]
-            for row in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
-                lines[row - 1] = ""
-    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _ordered(value: Any) -> Any:

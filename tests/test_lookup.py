@@ -17,7 +17,8 @@ from tuned_tables import CPU, H200, HEAD, make_table
 from sgl_flashsample import LMHead, lookup, resolution
 from sgl_flashsample.choices import choices_for
 from sgl_flashsample.lookup import Match, Target, bucket_for, config_problem, find, load_table, match
-from sgl_flashsample.table import MAX_BYTES, Choice, HeadShape, sources_hash
+from sgl_flashsample.sources import installed_sources
+from sgl_flashsample.table import MAX_BYTES, Choice, HeadShape
 from sgl_flashsample.work import Work
 
 TABLE = make_table()
@@ -352,4 +353,4 @@ def test_a_shard_and_a_head_with_other_logits_have_no_table_of_a_whole_head(head
 def test_a_cpu_is_a_device_of_its_own_for_tables():
     assert resolution.device_of(torch.device("cpu")) == CPU
     assert set(resolution.environment()) >= {"triton", "torch", "cuda"}
-    assert Target(CPU, HEAD, {}).src == sources_hash()
+    assert Target(CPU, HEAD, {}).src == installed_sources()

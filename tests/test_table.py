@@ -17,7 +17,7 @@ from sgl_flashsample.kernels.tiles import ReadConfig, TileConfig
 from tuned_tables import HEAD, make_table
 
 from sgl_flashsample import bounded_json, table_entries
-from sgl_flashsample.table import SCHEMA, Bucket, Choice, HeadShape, Table, TableError, code_of, file_name, sources_hash
+from sgl_flashsample.table import SCHEMA, Bucket, Choice, HeadShape, Table, TableError, file_name
 from sgl_flashsample.work import Work
 
 TEXT = make_table().dumps()
@@ -266,51 +266,6 @@ def test_every_numeric_field_of_a_configuration_has_an_upper_bound():
     for kind in table_entries.LAUNCHES.values():
         numeric = {field.name for field in dataclasses.fields(kind) if field.type == "int"}
         assert numeric <= set(table_entries.MOST_OF_FIELD)
-
-
-def test_the_hash_of_the_kernels_is_that_of_their_files(tmp_path, monkeypatch):
-    assert sources_hash().startswith("sha256:") and len(sources_hash()) == 71
-    (tmp_path / "a.py").write_text("x")
-    (tmp_path / "note.txt").write_text("not a source")
-    monkeypatch.setattr("sgl_flashsample.table.kernels", type("Folder", (), {"__file__": str(tmp_path / "a.py")}))
-    seen = [sources_hash.__wrapped__()]
-    (tmp_path / "note.txt").write_text("other")
-    (tmp_path / "a.py").write_text('"""Words."""\n\nx  # more words')
-    (tmp_path / "reference.py").write_text("no kernel")
-    assert sources_hash.__wrapped__() == seen[0]
-    (tmp_path / "a.py").write_text("y")
-    seen.append(sources_hash.__wrapped__())
-    (tmp_path / "b.py").write_text("")
-    seen.append(sources_hash.__wrapped__())
-    assert len(set(seen)) == 3
-
-
-def test_the_code_of_a_source_is_all_but_words_and_blank_lines():
-    source = """\
-\"\"\"What it is.
-
-Why it is.
-\"\"\"
-import a  # for b
-
-
-@a.jit
-def f(x):  # [B]
-    # Why.
-    \"\"\"What it does.\"\"\"
-    text = "# no comment"
-
-    \"\"\"a value, not a docstring\"\"\"
-    return {"é": f"{x} # {text}"}  # é
-"""
-    assert code_of(source).splitlines() == [
-        "import a",
-        "@a.jit",
-        "def f(x):",
-        '    text = "# no comment"',
-        '    """a value, not a docstring"""',
-        '    return {"é": f"{x} # {text}"}',
-    ]
 
 
 def test_a_table_is_read_without_torch():

@@ -8,7 +8,8 @@ import torch
 from sgl_flashsample.kernels.tiles import ReadConfig, TileConfig
 
 from sgl_flashsample import resolution
-from sgl_flashsample.table import Bucket, Choice, Device, HeadShape, Table, sources_hash
+from sgl_flashsample.sources import sources_hash
+from sgl_flashsample.table import Bucket, Choice, Device, HeadShape, Table
 from sgl_flashsample.work import Work
 
 H200 = Device("NVIDIA H200", "9.0", 132, 50, 232_448)
@@ -53,7 +54,7 @@ def make_table(device: Device = H200, head: HeadShape = HEAD, **changes: object)
         env={"triton": "3.6.0", "torch": "2.11.0", "cuda": "13.0", "driver": "580.82.07"},
         measure={"mode": "cuda_graph", "weights": "cold", "rounds": 15, "profiles": ["peaked", "flat"]},
         effort="full",
-        kernels={path: {"src": sources_hash(), "space": "sha256:41aa"} for path in ("fused", "logits")},
+        kernels={path: {"src": sources_hash(path), "space": "sha256:41aa"} for path in ("fused", "logits")},
         rejected=[
             {"config": {"block_v": 256, "stages": 5}, "why": "shared_memory", "detail": "262144 of 232448 bytes"}
         ],
