@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from sgl_flashsample.kernels.features import LogitEdits
 from test_runtime import head, lazy_rows, processor
 
 from sgl_flashsample.api import SampleOutput
@@ -39,6 +40,8 @@ def draw(hidden, params, return_logprob):
     value = hidden[:, 0].double() + 10 * params.position + 1000 * params.seed + 1e6 * params.temperature
     if params.truncation is not None:
         value = value + 1e8 * params.truncation.top_k
+    if params.edits is not None:
+        value = value + 1e10 * params.edits.additive[:, 0].double()
     token_ids = value.long()
     return SampleOutput(token_ids, None, torch.zeros(len(token_ids))), None
 
@@ -59,7 +62,7 @@ def batch():
 
 def steps(graphs, batch, count, return_logprob=False):
     rows, hidden, positions = batch
-    return [graphs.step(rows, hidden, positions, return_logprob) for _ in range(count)]
+    return [graphs.step(rows, hidden, None, positions, return_logprob) for _ in range(count)]
 
 
 def test_a_batch_is_replayed_once_it_has_stayed_as_it_is(batch):
@@ -72,7 +75,7 @@ def test_a_replay_reads_this_steps_hidden_states_and_positions(batch):
     steps(graphs, batch, WARM_UP + TURNS)
     for step in range(5):
         hidden[:, 0], positions[:] = step, torch.tensor([step, 2 * step])
-        assert graphs.step(rows, hidden, positions, False).token_ids.tolist() == [
+        assert graphs.step(rows, hidden, None, positions, False).token_ids.tolist() == [
             1_000_000 + 11 * step,
             1_000_000 + 21 * step,
         ]
@@ -93,7 +96,7 @@ def test_tokens_outlive_the_next_step(batch):
     kept = []
     for step in range(4 * TURNS):
         positions[:] = step
-        kept.append(graphs.step(rows, hidden, positions, False).token_ids)
+        kept.append(graphs.step(rows, hidden, None, positions, False).token_ids)
         for age, tokens in enumerate(reversed(kept[-TURNS:])):
             assert tokens.tolist() == [1_000_000 + 10 * (step - age)] * 2
 
@@ -102,8 +105,8 @@ def test_batches_that_take_turns_are_launched(batch):
     rows, hidden, positions = batch
     graphs, other = make(), rows_like(rows)
     for _ in range(4 * WARM_UP):
-        assert graphs.step(rows, hidden, positions, False) is None
-        assert graphs.step(other, hidden, positions, False) is None
+        assert graphs.step(rows, hidden, None, positions, False) is None
+        assert graphs.step(other, hidden, None, positions, False) is None
 
 
 def test_a_truncation_is_part_of_what_a_graph_reads(batch):
@@ -121,9 +124,23 @@ def test_addresses_and_logprobs_have_graphs_of_their_own(batch):
     steps(graphs, batch, WARM_UP + TURNS)
     for other in (hidden.clone(), positions.clone()):
         arguments = (other, positions) if other.dtype == hidden.dtype else (hidden, other)
-        assert graphs.step(rows, *arguments, False) is None
-    assert graphs.step(rows, hidden, positions, True) is None
-    assert graphs.step(rows, hidden, positions, False) is not None
+        assert graphs.step(rows, arguments[0], None, arguments[1], False) is None
+    assert graphs.step(rows, hidden, None, positions, True) is None
+    assert graphs.step(rows, hidden, None, positions, False) is not None
+
+
+def test_edits_are_read_where_this_step_has_them(batch):
+    graphs, (rows, hidden, positions) = make(), batch
+    places = [LogitEdits(additive=torch.full((2, 8), value), rows=positions.int()) for value in (1.0, 2.0)]
+    found = []
+    for step in range(2 * (WARM_UP + TURNS)):
+        edits = places[step % 2]  # a step's penalties are made anew, where those of the last but one were
+        edits.additive.fill_(step)
+        found.append(graphs.step(rows, hidden, edits, positions, False))
+        if found[-1] is not None:
+            assert found[-1].token_ids.tolist() == [1_000_000 + step * 10**10] * 2
+    assert all(out is not None for out in found[-4:])
+    assert graphs.step(rows, hidden, None, positions, False) is None
 
 
 def test_a_batch_larger_than_the_buffers_is_launched(batch):
@@ -136,8 +153,8 @@ def test_graphs_that_are_not_used_make_room(batch, monkeypatch):
     places = [positions.clone() for _ in range(3)]
     for place in (0, 1, 0, 2):
         steps(graphs, (rows, hidden, places[place]), WARM_UP + 1)
-    assert graphs.step(rows, hidden, places[0], False) is not None
-    assert graphs.step(rows, hidden, places[1], False) is None
+    assert graphs.step(rows, hidden, None, places[0], False) is not None
+    assert graphs.step(rows, hidden, None, places[1], False) is None
 
 
 def test_a_capture_that_fails_leaves_the_launches_and_warns_once(batch, caplog):
@@ -174,9 +191,10 @@ def test_another_head_or_workspace_has_no_old_graphs(device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
+@pytest.mark.parametrize("edited", [False, True], ids=["as they are", "edited"])
 @pytest.mark.parametrize("truncated", [False, True], ids=["plain", "truncated"])
 @pytest.mark.parametrize("num_rows", [1, 3, 64, 200])
-def test_replayed_steps_draw_the_tokens_of_launches(truncated, num_rows):
+def test_replayed_steps_draw_the_tokens_of_launches(truncated, num_rows, edited):
     """200 rows take the GEMM, 64 the fused pass."""
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -199,12 +217,16 @@ def test_replayed_steps_draw_the_tokens_of_launches(truncated, num_rows):
     )
     hidden = torch.randn(num_rows, 256, device=device).bfloat16()
     positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    additive = torch.zeros(num_rows, 50257, device=device)
+    edits = LogitEdits(additive=additive, rows=torch.ones(num_rows, dtype=torch.int32, device=device))
+    edits = edits if edited else None
     state.replays = True
     for step in range(WARM_UP + 3 * TURNS):
         hidden.copy_(torch.randn(num_rows, 256, device=device))
+        additive.copy_(torch.randn(num_rows, 50257, device=device))
         positions.fill_(step)
-        replayed = state.sample(hidden, rows, None, positions, True)
-        params = step_graphs.BatchParams(rows.temperature, rows.seed, positions, rows.truncation)
+        replayed = state.sample(hidden, rows, edits, positions, True)
+        params = step_graphs.BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits)
         launched = state._draw(hidden, params, True)[0]
         assert torch.equal(replayed.token_ids, launched.token_ids)
         assert torch.equal(replayed.logprobs, launched.logprobs)

@@ -99,10 +99,10 @@ class HeadState:
         self.scratch(hidden.shape[0])
         if positions.dtype is not torch.int64:
             positions = positions.to(torch.int64)
-        elif self.replays and edits is None:
+        elif self.replays:
             if self._graphs is None:
                 self._graphs = StepGraphs(self._draw, MAX_COMPILED_ROWS, hidden.device)
-            out = self._graphs.step(rows, hidden, positions, return_logprob)
+            out = self._graphs.step(rows, hidden, edits, positions, return_logprob)
             if out is not None:
                 return out
         params = BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits, rows.all_greedy)

@@ -3,9 +3,9 @@
 Between two steps of a server the host's caches have gone cold: whatever Python a launch takes, it takes several times
 as long there as in a loop. A graph is one call, however many kernels are in it.
 
-A graph reads and writes fixed addresses. The hidden states and positions come at a few addresses in turn, so these are
-part of what a graph is known by. The parameters of a batch are copied, once, to buffers that all graphs read. What a
-graph draws is overwritten when its turn comes again, ``TURNS`` steps later: SGLang has the tokens of a step on the host
+A graph reads and writes fixed addresses. Hidden states, positions and edits come at a few addresses in turn, so these
+are part of what a graph is known by. The parameters of a batch are copied, once, to buffers that all graphs read. A
+graph's tokens are overwritten when its turn comes again, ``TURNS`` steps later: SGLang has those of a step on the host
 before it launches the second next.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..api import BatchParams, SampleOutput
-from ..kernels.features import Truncation
+from ..kernels.features import LogitEdits, Truncation
 from .rows import Rows
 
 logger = logging.getLogger("sgl_flashsample")
@@ -72,7 +72,7 @@ class CudaCapture:
 
 
 class StepGraphs:
-    """For one head, its workspace and its choices; of batches without edits.
+    """For one head, its workspace and its choices.
 
     draw: what a graph is made of. max_rows: larger batches are not replayed. capture: ``CudaCapture``, or what stands
     for it.
@@ -99,7 +99,12 @@ class StepGraphs:
         self._steps: collections.OrderedDict[tuple[Hashable, ...], _Step] = collections.OrderedDict()
 
     def step(
-        self, rows: Rows, hidden: torch.Tensor, positions: torch.Tensor, return_logprob: bool
+        self,
+        rows: Rows,
+        hidden: torch.Tensor,
+        edits: LogitEdits | None,
+        positions: torch.Tensor,
+        return_logprob: bool,
     ) -> SampleOutput | None:
         """The tokens of one step of ``rows``; None where they are still to be drawn by launches.
 
@@ -115,7 +120,7 @@ class StepGraphs:
                 return None
             self._waiting = 0
             self._load(rows)
-        key = (hidden.data_ptr(), positions.data_ptr(), return_logprob, *self._kind)
+        key = (hidden.data_ptr(), positions.data_ptr(), return_logprob, _places(edits), *self._kind)
         step = self._steps.get(key)
         if step is None:
             if len(self._steps) == MOST_GRAPHS:
@@ -127,7 +132,7 @@ class StepGraphs:
             return None
         if step.turn == len(step.captured):
             try:
-                step.captured.append(self._captured(rows, hidden, positions, return_logprob))
+                step.captured.append(self._captured(rows, hidden, edits, positions, return_logprob))
             except Exception as error:  # a step must not fail because it cannot be captured
                 self._broken = True
                 logger.warning(
@@ -153,13 +158,31 @@ class StepGraphs:
                 own[:num_rows].copy_(given)
         self._kind = (num_rows, rows.truncation is not None, rows.all_greedy)
 
-    def _captured(self, rows: Rows, hidden: torch.Tensor, positions: torch.Tensor, return_logprob: bool) -> _Captured:
+    def _captured(
+        self,
+        rows: Rows,
+        hidden: torch.Tensor,
+        edits: LogitEdits | None,
+        positions: torch.Tensor,
+        return_logprob: bool,
+    ) -> _Captured:
         num_rows = len(rows)
         truncation = None
         if rows.truncation is not None:
             truncation = Truncation(self._top_k[:num_rows], self._top_p[:num_rows], self._min_p[:num_rows])
         params = BatchParams(
-            self._temperature[:num_rows], self._seed[:num_rows], positions, truncation, None, rows.all_greedy
+            self._temperature[:num_rows], self._seed[:num_rows], positions, truncation, edits, rows.all_greedy
         )
         graph, (out, holds) = self._capture(lambda: self._draw(hidden, params, return_logprob))
         return _Captured(graph, out, holds)
+
+
+def _places(edits: LogitEdits | None) -> tuple[Hashable, ...]:
+    """Where a graph reads its edits, and as what."""
+    if edits is None:
+        return ()
+    tensors = (edits.additive, edits.scaling, edits.mask, edits.bias, edits.rows)
+    return edits.bias_before_mask, *(
+        None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in tensors
+    )
