@@ -1,10 +1,10 @@
 """Hot sets, ``flashsample-hot/1``: how often a model's traffic draws each group of ids, as JSON.
 
-Drawn tokens are Zipf-like: a small part of the vocabulary carries most of the probability (SIMPLE, Disaggregating
-Sampling from GPU Inference, section 5.3). Its unit here is the group of ``GROUP_SIZE`` ids that share one noise value
-(``kernels/rng.py``). The share of the drawn tokens that fall in the first H groups estimates the average hit ratio
-of the paper's section 5.4 without bias, because a token is drawn with the probability that the ratio adds up; on the
-very tokens that ranked the groups it is a little high (``unseen`` says when).
+Drawn tokens are Zipf-like: a small part of the vocabulary carries most of the probability (SIMPLE, arXiv 2512.00719,
+section 5.3). The unit of a hot set is the group of ``GROUP_SIZE`` ids that share one noise value (``kernels/rng.py``).
+A token is drawn with the probability that the paper's hit ratio adds up (section 5.4), so the share of the drawn tokens
+that are in the first H groups is an estimate of its average; a little high where few tokens have ranked the groups,
+which ``unseen`` tells.
 
 A file is data from elsewhere, read as tuned tables are: everything is checked and bounded, and what is wrong is named
 in one line. It says what is fast, never which token is drawn. Reading one needs no torch.

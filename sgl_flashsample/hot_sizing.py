@@ -1,10 +1,10 @@
 """How many groups to read in bf16: what a step costs as a function of H, and where that is least.
 
-The model is that of SIMPLE (Disaggregating Sampling from GPU Inference, sections 5.4 and 7.5): a cost that is affine in
-the work, composed with the measured hit curve (``HotSet.coverage``). There, the tail is scanned for the rows whose
-token is not hot, so that the average hit ratio a(H) weighs the two scans (its Eq. 10). Here the tail is screened for
-every row, and the hit ratio weighs what the screen leaves over: a leader that is hot has its exact score before the
-tail is certified, one that is not has to be rescored first. For G groups, H of them hot, in microseconds per step:
+The model is that of SIMPLE (arXiv 2512.00719, sections 5.4 and 7.5): a cost that is affine in the work, composed with
+the measured hit curve (``HotSet.coverage``). There, the tail is scanned for the rows whose token is not hot, so the
+average hit ratio a(H) weighs the two scans (its Eq. 10). Here the tail is screened for every row, and the hit ratio
+weighs what the screen leaves over: a leader that is hot has its exact score before the tail is certified, one that is
+not has to be rescored first. For G groups, H of them hot, in microseconds per step:
 
     F(H) = fixed + hot H + screened (G - H) + hit a(H) + miss (1 - a(H))                         (for Eq. 10)
     F(H + 1) - F(H) = (hot - screened) - (miss - hit) (a(H + 1) - a(H))                          (for Eq. 11)
