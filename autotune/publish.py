@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..files import write_whole
 from ..kernels.rng import NOISE_ABI
 from ..sources import installed_sources
 from ..table import Bucket, Choice, Device, HeadShape, Table, TableError, file_name
@@ -69,25 +68,8 @@ class Publisher:
 
     def write(self) -> None:
         """Raises OSError where the folder cannot be written to."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, self.table().dumps())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """``text`` at ``path``, all of it or what was there before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def up_to_date(path: Path, device: Device, head: HeadShape, env: dict[str, str], effort: Effort) -> bool:

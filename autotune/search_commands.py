@@ -177,12 +177,13 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    from .publish import write_whole
+    from ..files import write_whole
     from .report import page
 
     table, log = _table(options.file), options.file.with_suffix(".trials.jsonl")
     out = options.out or options.file.with_suffix(".html")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, page(table, log if log.exists() else None))
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror or error}") from None

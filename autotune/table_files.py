@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
+from ..files import write_whole
 from ..lookup import load_table
 from ..table import Bucket, Choice, Table
 from ..table_entries import LAUNCHES
@@ -28,23 +25,7 @@ def read(file: str) -> Table:
 
 def write(table: Table, file: str) -> None:
     """The whole of ``table`` at ``file``, or what was there before."""
-    path, text = Path(file), table.dumps()
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{file} is not a plain file")
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    write_whole(file, table.dumps())
 
 
 def buckets_of(*tables: Table) -> Iterator[tuple[Work, int]]:

@@ -1,4 +1,4 @@
-"""The command line: ``sgl-flashsample serve | tune | doctor | demo``."""
+"""The command line: ``sgl-flashsample serve | tune | trace | doctor | demo``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ environment:
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
   FLASHSAMPLE_ANY_SGLANG   1: also try SGLang versions that this release does not know
+  FLASHSAMPLE_TRACE        a file: count the tokens that are drawn into this hot set (sgl-flashsample trace --help)
 """
 
 
@@ -90,11 +91,16 @@ def main(arguments: list[str] | None = None) -> int:
         from .autotune.commands import main as tune
 
         return tune(arguments[1:])
+    if arguments[:1] == ["trace"]:
+        from .trace import main as trace
+
+        return trace(arguments[1:])
     parser = argparse.ArgumentParser(prog="sgl-flashsample", description="Exact fused sampling for SGLang.")
     parser.add_argument("--version", action="version", version=f"sgl-flashsample {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("serve", help="start SGLang's server with the backend on", add_help=False)
     commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU", add_help=False)
+    commands.add_parser("trace", help="hot sets: which ids carry most of a model's traffic", add_help=False)
     doctor = commands.add_parser("doctor", help="check this machine: versions, GPU, hooks, a ten-second self-test")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     demo = commands.add_parser("demo", help="serve a generated checkpoint, send requests, show the path of each")

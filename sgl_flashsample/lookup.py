@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .bounded_json import shorten
+from .bounded_json import BoundedError, shorten
+from .files import read_plain
 from .kernels.tiles import MOST_FLAGS, TileConfig
 from .sources import installed_sources
 from .table import MAX_BYTES, Bucket, Choice, Device, HeadShape, Table, TableError, file_name
@@ -67,20 +67,8 @@ def load_table(file: str | os.PathLike[str]) -> tuple[Table | None, str | None]:
     """The table in ``file``; or None and, in one line, why not. Raises nothing, and waits for nothing: what is not a
     plain file of at most ``table.MAX_BYTES`` bytes is not read."""
     try:
-        kind = os.stat(file)
-        if not stat.S_ISREG(kind.st_mode):
-            return None, "it is not a plain file"
-        if kind.st_size > MAX_BYTES:
-            return None, f"it has {kind.st_size} bytes; expected {MAX_BYTES} or fewer"
-        # Between the two calls it may have become a pipe, which would wait for a writer.
-        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-            data = opened.read(MAX_BYTES + 1)
-        return Table.loads(data.decode()), None
-    except OSError as error:
-        return None, shorten(error.strerror or str(error))
-    except UnicodeDecodeError as error:
-        return None, f"it is not UTF-8 text (byte {error.start})"
-    except TableError as error:
+        return Table.loads(read_plain(file, MAX_BYTES)), None
+    except (BoundedError, TableError) as error:
         return None, str(error)
     except Exception as error:  # whatever else a file may do to its reader, the server must start
         return None, shorten(f"{type(error).__name__}: {error}")

@@ -20,7 +20,7 @@ def layer_of_module(module: str) -> str:
         return ""
     if len(parts) > 1 and parts[1] in ("kernels", "autotune", "sglang"):
         return parts[1]
-    return "top" if len(parts) > 1 and parts[1] in ("cli", "doctor", "demo") else "base"
+    return "top" if len(parts) > 1 and parts[1] in ("cli", "doctor", "demo", "trace") else "base"
 
 
 def module_name(path: Path) -> str:

@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tuned_tables import table_for_this_machine
 
 from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import SGLANG_SERVE, ServerError
+from sgl_flashsample.hot_set import HotSet
 from sgl_flashsample.table import HeadShape
 
 pytestmark = [needs_sglang, pytest.mark.server, *([pytest.mark.gpu] if CUDA else [])]
@@ -563,6 +565,49 @@ def test_an_unknown_sglang_version_is_named_and_served_by_sglang(folder):
         answer = server.generate(input_ids=[300], sampling_params={"temperature": 1.0, "max_new_tokens": 4})
         assert set(paths(answer)) == {"native:inactive"}
         assert "Traceback" not in server.log_text()
+
+
+@pytest.mark.parametrize("version", [None, *([] if CUDA else ["0.5.17"])])
+def test_a_server_that_is_asked_to_counts_what_it_draws_whoever_draws_it(folder, version):
+    file = folder / f"hot-{version}.json"
+    server, truth = make_server(
+        folder,
+        SIZE,
+        name=file.stem,
+        environment={"FLASHSAMPLE_TRACE": str(file)},
+        first_on_path=version_path(version) if version else None,
+    )
+    answered, requests = Counter(), 0
+    with server:
+        (line,) = server.log_lines("counting the drawn tokens into ")
+        assert str(file) in line
+        for params, fields in (
+            ({"temperature": 1.0}, {}),
+            ({"temperature": 0}, {}),
+            ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 2}),
+        ):
+            answers = server.generate(
+                input_ids=[[300 + i] for i in range(20)],
+                sampling_params={"max_new_tokens": 25, "ignore_eos": True, **params},
+                **fields,
+            )
+            assert {path for answer in answers for path in paths(answer)} == {
+                "native:top_logprobs" if fields else "fused"
+            }
+            for answer in answers:
+                answered.update(answer["output_ids"])
+                requests += 1
+        assert not server.log_lines("no trace") and not server.log_lines("not counted")
+        assert "Traceback" not in server.log_text()
+    found = HotSet.load(file)
+    assert (found.vocab, found.name, found.source) == (truth.size.vocab_size, SIZE, "server")
+    per_group = Counter()
+    for token, count in answered.items():
+        per_group[token // 16] += count
+    assert all(found.counts[group] >= count for group, count in per_group.items())
+    # Overlap scheduling draws one more token per request; the server asks itself something when it starts.
+    assert answered.total() == 1500
+    assert found.counted - answered.total() <= requests + 32
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA graphs")

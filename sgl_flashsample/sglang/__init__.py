@@ -8,6 +8,7 @@ plan.py         which rows of a batch are fused, and why the others are not
 sampler.py      the Sampler: fused pass, or SGLang's own, row by row
 subbatch.py     the rows that are not fused, as a batch of their own
 runtime.py      what this process serves: heads, kernels, counters
+trace.py        counts the drawn tokens into a hot set, when asked to
 support.py      why something is not served, as one word
 versions.py     which SGLang versions are known, and the shape of each hook target
 """

@@ -17,7 +17,7 @@ from ..kernels.head import LMHead, Workspace
 from ..kernels.rng import NOISE_ABI
 from ..paths import make_workspace
 from ..tuned import Shape
-from . import support, tuning
+from . import support, trace, tuning
 from .agreement import Ranks
 from .counters import Counters, DeviceCounter
 from .lazy_logits import LazyLogits
@@ -132,7 +132,8 @@ class Runtime:
     """State of the fused pass in this process.
 
     problem: why nothing is fused, in words; None while the fused pass is active. mixing_problem: the same for batches
-    in which some rows need SGLang's sampler, grammar_problem: for rows with a grammar.
+    in which some rows need SGLang's sampler, grammar_problem: for rows with a grammar. trace: what counts the drawn
+    tokens, where that was asked for.
     """
 
     def __init__(self, problem: str | None) -> None:
@@ -163,6 +164,7 @@ class Runtime:
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
             self.problem = self.problem or f"this server's configuration cannot be read ({error})"
         self.counters = Counters(metrics)
+        self.trace = trace.of_this_server()
 
     def disable(self, problem: str) -> None:
         """Leave everything to SGLang's sampler from now on, and say why, once."""

@@ -56,6 +56,8 @@ class FlashSampler(Sampler):
             _compute_logits(logits_output, sampling_info, preprocess)
             token_ids = self._native(*arguments, **kwargs)
         self._count(logits_output, plan)
+        if self.runtime.trace is not None:
+            self.runtime.trace.add(token_ids, logits_output.next_token_logits.shape[-1])
         if not plan.native:
             self.runtime.counters.add_host_time(time.perf_counter() - started)
         return token_ids
