@@ -12,7 +12,7 @@ import datetime
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class TuneError(RuntimeError):
 @dataclasses.dataclass(frozen=True)
 class Options:
     """out: the folder of the table. budget: seconds, None for the effort's own. surface: a recorded one instead of a
-    GPU."""
+    GPU. plan: a part of the plan, for who compares a search with a sweep."""
 
     head: HeadShape
     out: Path
@@ -58,6 +58,7 @@ class Options:
     compilers: int | None = None
     rivals: bool | None = None
     buckets: tuple[int, ...] | None = None
+    plan: Callable[[Device, HeadShape, Effort, tuple[int, ...]], Plan] = Plan
 
     @property
     def plan_effort(self) -> Effort:
@@ -134,7 +135,7 @@ class _Run:
         options, head = self.options, self.options.head
         self._start_compilers()  # they import while the device says who it is
         device, env = self._hello()
-        plan = Plan(device, head, self.effort, options.buckets or Plan.buckets)
+        plan = options.plan(device, head, self.effort, options.buckets or Plan.buckets)
         try:
             publisher = Publisher(options.out, device, head, env, self.effort)
             _ = plan.family
