@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ..table import Table, sources_hash
 from ..work import Work
-from .table_files import config_line, head_line, read
+from .table_files import config_line, head_line, or_flashinfer, read
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def _lines(table: Table) -> Iterator[str]:
                     f"{bucket.se:.2f}",
                     f"{bucket.default_us:.1f}" if known else "",
                     f"{100 * bucket.gain:.1f} %" if known else "",
-                    config_line(table.configs[bucket.use]),
+                    config_line(table.configs[bucket.use]) + or_flashinfer(bucket),
                     str(len(bucket.tied) or ""),
                     ", ".join(f"{name} {us:.1f}" for name, us in bucket.others.items()),
                 )

@@ -236,7 +236,15 @@ class Runtime:
             out = sample(
                 lazy.hidden,
                 head,
-                BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits, rows.all_greedy),
+                BatchParams(
+                    rows.temperature,
+                    rows.seed,
+                    positions,
+                    rows.truncation,
+                    edits,
+                    rows.all_greedy,
+                    rows.distribution_only,
+                ),
                 return_logprob=return_logprob,
                 workspace=state.scratch(lazy.hidden.shape[0]),
                 choices=state.choices,
