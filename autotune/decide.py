@@ -11,13 +11,13 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from ..table import Bucket
-from ..work import Work
+from ..work import Path, Work
 from . import rivals
 from .builtin import kernels_of
 from .names import key_of, label_of, path_of
 from .plan import midpoint
 from .publish import Publisher, key_map
-from .race import Contender, Policy, Race, Verdict, preference_of
+from .race import Contender, Policy, Race, Verdict, certainly_faster, preference_of
 from .remote import Job
 from .search import Context
 from .space import Config, shared_bytes
@@ -32,18 +32,22 @@ ALPHA = 1e-4  # of a G-test
 TRANSFER = 0.03  # regret between buckets at which a bucket is inserted
 CERTAIN = 0.01  # or this much slower than the default, for certain
 
+FLASHINFER_LABEL = f"{Work.TRUNCATE}/{Path.FLASHINFER}"
+
 # A generator that yields requests like a job, and returns something.
 Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
 
 
 @dataclasses.dataclass
 class Outcome:
-    """A race that is over. configs: of contenders, by key. others: microseconds of rivals."""
+    """A race that is over. configs: of contenders, by key. others: microseconds of rivals. flashinfer: whether its path
+    is faster for certain."""
 
     verdict: Verdict
     configs: dict[str, Config]
     others: dict[str, float]
     default: str | None
+    flashinfer: bool = False
 
 
 class Decider:
@@ -76,6 +80,7 @@ class Decider:
             try:
                 if (
                     event["effort"] != self.context.plan.effort.name
+                    or event.get("flashinfer", False) != self.publisher.flashinfer
                     or Work(event["work"]) not in self.context.plan.works
                 ):
                     continue
@@ -132,6 +137,7 @@ class Decider:
             label = label_of(winner, kernels_of(work).value)
             p = yield from self._gtest(winner, work, label)
             if p >= ALPHA:
+                yield from self._check_flashinfer(outcome, work)
                 self._publish(work, rows, outcome)
                 return
             self._refuse(winner, work, "incorrect", f"G-test: p = {p:.1e}")
@@ -144,9 +150,12 @@ class Decider:
         entered = [default, *finalists, *([neighbour] if neighbour is not None else [])]
         configs = key_map([config for config in dict.fromkeys(entered) if not self._is_refused(config, work)])
         others: dict[str, list[float]] = {name: [] for name in rivals.names_for(work, self.flashinfer())}
+        if self._may_take_flashinfer(work):
+            others[Path.FLASHINFER] = []
         for _ in range(MOST_TRIES):
             if not configs:
                 return None
+            others = {name: [] for name in others}  # rounds of a race that broke off are not this one's
             entries = [self._entry(key, config, work) for key, config in configs.items()]
             entries += [{"name": name, "path": name, "config": None} for name in others]
             request = {"op": "setup", "head": self.context.head, "work": work.value, "batch": rows, "entries": entries}
@@ -162,7 +171,10 @@ class Decider:
             failed = yield from self._run(race, others, began, allotted)
             if failed is None and race.verdict is not None:
                 times = {name: statistics.median(values) for name, values in others.items() if values}
-                return Outcome(race.verdict, configs, times, race.default)
+                faster = Path.FLASHINFER in times and certainly_faster(
+                    others[Path.FLASHINFER], race.samples[race.verdict.winner], race.clocks, race.policy
+                )
+                return Outcome(race.verdict, configs, times, race.default, faster)
             self.context.note(f"{work.value} {rows}: the race broke off: {failed}; again")
         return None
 
@@ -229,6 +241,32 @@ class Decider:
         self.context.log.add("gtest", label=label, p=p, draws=answer["draws"])
         return p
 
+    def _may_take_flashinfer(self, work: Work) -> bool:
+        """Only a whole vocabulary is truncated: a shard has no such work."""
+        allowed = self.publisher.flashinfer and self.flashinfer() and FLASHINFER_LABEL not in self._refused
+        return allowed and work is Work.TRUNCATE
+
+    def _check_flashinfer(self, outcome: Outcome, work: Work) -> Steps:
+        """Whether FlashInfer draws from the distribution, where it has won."""
+        if not outcome.flashinfer:
+            return
+        if FLASHINFER_LABEL not in self._tested:
+            draws = self.context.plan.effort.draws
+            request: dict[str, Any] = {
+                "op": "gtest",
+                "head": self.context.head,
+                "path": Path.FLASHINFER.value,
+                "config": None,
+            }
+            request |= {"work": work.value, "label": FLASHINFER_LABEL, "draws": draws}
+            answer = yield request, GTEST_SECONDS
+            self._tested[FLASHINFER_LABEL] = p = float(answer.get("p", 0.0))
+            self.context.log.add("gtest", label=FLASHINFER_LABEL, p=p, draws=answer.get("draws", 0))
+        if self._tested[FLASHINFER_LABEL] < ALPHA:
+            self.context.note(f"FlashInfer is not chosen: its G-test gives p = {self._tested[FLASHINFER_LABEL]:.1e}")
+            self._refused.add(FLASHINFER_LABEL)
+            outcome.flashinfer = False
+
     def _publish(self, work: Work, rows: int, outcome: Outcome) -> None:
         bucket = self._bucket_of(outcome)
         named = {bucket.use, bucket.default, *bucket.tied} - {""}
@@ -240,6 +278,7 @@ class Decider:
             work=work.value,
             batch=rows,
             bucket=dataclasses.asdict(bucket),
+            flashinfer=self.publisher.flashinfer,
             configs={key: config_data(config) for key, config in configs.items()},
         )
         self.done += rows in self.context.plan.buckets
@@ -266,6 +305,7 @@ class Decider:
             checked="tokens, g-test",
             clock_mhz=verdict.clock,
             others={name: round(us, 3) for name, us in others.items()},
+            distribution_only=Path.FLASHINFER.value if outcome.flashinfer else "",
         )
 
     @staticmethod
@@ -302,6 +342,7 @@ class Decider:
                 winner = outcome.configs[verdict.winner]
                 p = yield from self._gtest(winner, work, label_of(winner, kernels_of(work).value))
                 if p >= ALPHA:
+                    yield from self._check_flashinfer(outcome, work)
                     self._publish(work, rows, outcome)
 
     def _seen_transfer(self, work: Work, rows: int) -> bool:

@@ -24,7 +24,7 @@ from ..lookup import (
 )
 from ..table import Bucket, Device, HeadShape, Table, file_name
 from ..work import Work
-from .table_files import config_line, head_line, read
+from .table_files import config_line, head_line, or_flashinfer, read
 
 
 def run(options: argparse.Namespace) -> int:
@@ -109,7 +109,7 @@ def _facts(found: Found | None, batch: int, work: Work) -> dict[str, Any]:
 
 def _print_bucket(table: Table, facts: dict[str, Any]) -> None:
     bucket: Bucket = table.classes[facts["class"]][facts["bucket"]]
-    print(f"takes     {config_line(table.configs[bucket.use])}")
+    print(f"takes     {config_line(table.configs[bucket.use])}{or_flashinfer(bucket)}")
     clock = f", {bucket.clock_mhz:.0f} MHz" if bucket.clock_mhz else ""
     print(f"expected  {bucket.us:.1f} +- {bucket.se:.2f} us ({bucket.n} samples{clock})")
     if bucket.default:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..flashinfer_path import draw_with_flashinfer
 from ..kernels.features import Edit, LogitEdits, Truncation
 from ..kernels.head import LMHead, Workspace
 from ..kernels.lm_head_sample import lm_head_sample, num_parts
@@ -25,7 +26,7 @@ from ..tuned import draw_for
 from ..work import Work
 from .builtin import kernels_of
 from .inputs import as_bitmask
-from .space import Config, ReadConfig
+from .space import Config, ReadConfig, TileConfig
 from .worker import Incorrect
 
 MANY_IDS = 40_000
@@ -75,8 +76,8 @@ class Gate:
             self._expected[key] = expect(head, num_rows, work, reads=reads)
         return self._expected[key]
 
-    def g_test(self, config: Config, work: Work, draws: int, rows: int = TEST_ROWS) -> tuple[float, int]:
-        """The G-test's p-value over at least ``draws`` draws, and how many there were.
+    def g_test(self, config: Config | None, work: Work, draws: int, rows: int = TEST_ROWS) -> tuple[float, int]:
+        """The G-test's p-value over at least ``draws`` draws, and how many there were. config: None for FlashInfer.
 
         Every row has the logits of one column of the head, which no sum rounds: the distribution is known exactly.
         """
@@ -100,15 +101,19 @@ class Gate:
         row = torch.arange(rows, device=device)
         counts = torch.zeros(size, dtype=torch.int64, device=device)
         options: dict[str, Any] = {"truncation": truncation, "edits": edits, "draw": draw_for(head)}
-        if isinstance(config, ReadConfig):
-            workspace = Workspace(num_read_parts(size, rows, config, device) * rows, device)
-            raw = compute_logits(hidden, head, workspace)
-        else:
+        if isinstance(config, TileConfig):
             workspace = Workspace(num_parts(head, rows, config) * rows, device)
+        else:
+            slots = num_read_parts(size, rows, config, device) * rows if config is not None else 1
+            workspace = Workspace(slots, device)
+            raw = compute_logits(hidden, head, workspace)
         calls = math.ceil(draws / rows)
         for call in range(calls):
             params = (temperature, row * 7919 + 1, torch.full_like(row, call))
-            if isinstance(config, ReadConfig):
+            if config is None:
+                assert truncation is not None
+                token, _, _ = draw_with_flashinfer(raw, head.source, *params, truncation)
+            elif isinstance(config, ReadConfig):
                 token, _, _ = sample_logits(raw, head.source, *params, config, workspace=workspace, **options)
             else:
                 token, _, _ = lm_head_sample(hidden, head, *params, config, workspace=workspace, **options)

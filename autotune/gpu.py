@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..flashinfer_path import draw_with_flashinfer
 from ..kernels.head import LMHead, Workspace
 from ..kernels.lm_head_sample import lm_head_sample, num_parts
 from ..kernels.sample_logits import num_read_parts, sample_logits
+from ..paths import compute_logits
 from ..resolution import device_of, environment
 from ..tuned import draw_for
-from ..work import Work
+from ..work import Path, Work
 from . import nvml, rivals
 from .gate import Gate
 from .inputs import DTYPES, STEPS, Batch, copies_needed, make_weight
@@ -129,7 +131,8 @@ class GpuBench:
         return {"us": us, "checked": "tokens"}
 
     def _gtest(self, request: dict[str, Any]) -> dict[str, Any]:
-        config, work = config_of(request["path"], request["config"]), Work(request["work"])
+        work, path = Work(request["work"]), request["path"]
+        config = None if path == Path.FLASHINFER else config_of(path, request["config"])
         self.note(request["label"])
         assert self._gate is not None
         p, draws = self._gate.g_test(config, work, request["draws"])
@@ -145,7 +148,9 @@ class GpuBench:
         for entry in request["entries"]:
             self.note(entry["name"])
             try:
-                if entry.get("config") is None:
+                if entry["path"] == Path.FLASHINFER:
+                    call = self._flashinfer_call(batch)
+                elif entry.get("config") is None:
                     call = rivals.call_of(entry["name"], self._heads, batch, work)
                 else:
                     call = self._call(config_of(entry["path"], entry["config"]), work, batch)
@@ -206,6 +211,17 @@ class GpuBench:
         def draw(step: int) -> Any:
             params = (temperature, batch.seed, batch.position[step])
             return lm_head_sample(hidden, heads[step % len(heads)], *params, tile, workspace=workspace, **options)
+
+        return draw
+
+    def _flashinfer_call(self, batch: Batch) -> Call:
+        """The flashinfer path as a server runs it."""
+        heads, temperature, workspace = self._heads, batch.temperature(Work.TRUNCATE), self._room(1, batch)
+
+        def draw(step: int) -> Any:
+            logits = compute_logits(batch.hidden, heads[step % len(heads)], workspace)
+            params = (temperature, batch.seed, batch.position[step])
+            return draw_with_flashinfer(logits, heads[0].source, *params, batch.truncation)
 
         return draw
 

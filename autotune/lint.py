@@ -61,6 +61,8 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
                 yield f"{place}.default_us is {bucket.default_us}; expected the default's time"
             elif abs(bucket.gain - (1 - bucket.us / bucket.default_us)) > GAIN_TOLERANCE:
                 yield f"{place}.gain is {bucket.gain}; its times give {1 - bucket.us / bucket.default_us:.3f}"
+        if bucket.distribution_only and (work is not Work.TRUNCATE or table.head.tp > 1):
+            yield f"{place}.distribution_only is {bucket.distribution_only}; it serves truncated batches, tp 1"
         if bucket.use in bucket.tied:
             yield f"{place}.tied names {bucket.use}, which it uses"
     for key in sorted(unused):

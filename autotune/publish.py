@@ -11,6 +11,7 @@ from ..files import write_whole
 from ..kernels.rng import NOISE_ABI
 from ..sources import installed_sources
 from ..table import Bucket, Choice, Device, HeadShape, Table, TableError, file_name
+from ..work import Path as DrawPath
 from ..work import Work
 from .names import key_of, label_of, path_of
 from .plan import RANK, Effort
@@ -24,9 +25,18 @@ SAME_ENV = ("torch", "triton", "cuda", "sgl_flashsample")
 
 
 class Publisher:
-    """Collects buckets and writes the table of one device and head to ``folder``."""
+    """Collects buckets and writes the table of one device and head to ``folder``. flashinfer: whether its path may be
+    chosen."""
 
-    def __init__(self, folder: Path, device: Device, head: HeadShape, env: dict[str, str], effort: Effort) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: Device,
+        head: HeadShape,
+        env: dict[str, str],
+        effort: Effort,
+        flashinfer: bool = False,
+    ) -> None:
         self.path = folder / file_name(device.name, head)
         self.device, self.head, self.env, self.effort = device, head, env, effort
         self.buckets: dict[str, dict[int, Bucket]] = {}
@@ -34,7 +44,10 @@ class Publisher:
         self.rejected: dict[str, dict[str, Any]] = {}
         self.provenance: dict[str, Any] = {"complete": False}
         self.began = time.time()
-        self._before = _same(self.path, device, head, env)  # its buckets stay until they are decided anew
+        self.measure = MEASURE | ({"allowed": DrawPath.FLASHINFER.value} if flashinfer else {})
+        before = _same(self.path, device, head, env)  # its buckets stay until they are decided anew
+        same_paths = before is not None and before.measure.get("allowed") == self.measure.get("allowed")
+        self._before = before if same_paths else None
 
     def reject(self, config: Config, work: Work, why: str, detail: str) -> None:
         label = label_of(config, work.value)
@@ -59,25 +72,29 @@ class Publisher:
             classes=classes,
             tool={"sgl_flashsample": __version__, "noise": NOISE_ABI},
             env=self.env,
-            measure={**MEASURE, "min_gain": self.effort.policy.min_gain},
+            measure={**self.measure, "min_gain": self.effort.policy.min_gain},
             effort=self.effort.name,
             kernels={path: {"src": installed_sources()[path], "space": space_hash(path)} for path in (FUSED, LOGITS)},
             rejected=list(self.rejected.values())[:MOST_REJECTED],
             provenance={**self.provenance, "seconds": round(time.time() - self.began, 1)},
         )
 
+    @property
+    def flashinfer(self) -> bool:
+        return "allowed" in self.measure
+
+    def up_to_date(self) -> bool:
+        """Whether the finished table is there: of this device, head, kernels and versions, at this effort or more, with
+        the same paths to choose from."""
+        table = self._before
+        if table is None or table.provenance.get("complete") is not True:
+            return False
+        return RANK.get(table.effort, -1) >= RANK[self.effort.name]
+
     def write(self) -> None:
         """Raises OSError where the folder cannot be written to."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, self.table().dumps())
-
-
-def up_to_date(path: Path, device: Device, head: HeadShape, env: dict[str, str], effort: Effort) -> bool:
-    """Whether ``path`` holds the finished table of this device, head, kernels and versions, at this effort or more."""
-    table = _same(path, device, head, env)
-    if table is None or table.provenance.get("complete") is not True:
-        return False
-    return RANK.get(table.effort, -1) >= RANK[effort.name]
 
 
 def _same(path: Path, device: Device, head: HeadShape, env: dict[str, str]) -> Table | None:

@@ -144,6 +144,17 @@ def judge(
     return Verdict(alive, done, leader, winner, tied, gain, gain_low, clock, standings)
 
 
+def certainly_faster(mine: Sequence[float], than: Sequence[float], clocks: Sequence[float], policy: Policy) -> bool:
+    """Whether the gain over what ran beside it in the same rounds exceeds ``min_gain`` with its whole interval."""
+    rounds = min(len(mine), len(than))
+    counts = kept_rounds(clocks[:rounds], policy.clock)
+    kept = [(a, b) for a, b, counted in zip(mine, than, counts, strict=False) if counted]
+    if not kept:
+        return False
+    ours, theirs = zip(*kept, strict=True)
+    return _standing(theirs, ours, policy.alpha / policy.looks).low > math.log1p(policy.min_gain)
+
+
 def _choose(
     ties: list[Contender], kept: Mapping[str, Sequence[float]], default: str | None, policy: Policy
 ) -> tuple[str, float, float]:

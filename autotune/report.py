@@ -14,6 +14,7 @@ from ..work import Work
 from . import svg
 from .plan import EFFORTS, Plan, StudyKey
 from .study import importances
+from .table_files import or_flashinfer
 from .trials import config_of, read
 
 MOST_REJECTS = 200
@@ -78,7 +79,8 @@ def _work(table: Table, work: str) -> str:
         others = ", ".join(f"{_e(name)} {us:.1f}" for name, us in bucket.others.items())
         rows.append(
             f"<tr><td>{batch}<td>{bucket.us:.1f} &plusmn; {1.96 * bucket.se:.1f}<td>{bucket.default_us:.1f}<td>{gain}"
-            f"<td class=l>{_e(choice.path)}<td class=l><code>{_e(bucket.use)}</code><td>{len(bucket.tied)}"
+            f"<td class=l>{_e(choice.path)}<td class=l><code>{_e(bucket.use)}</code>{_e(or_flashinfer(bucket))}"
+            f"<td>{len(bucket.tied)}"
             f"<td class=l>{others}<td class=l>{_e(bucket.checked)}<td>{bucket.n}"
         )
     header = (

@@ -12,7 +12,7 @@ import datetime
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from . import surface
 from .decide import Decider
 from .plan import EFFORTS, Effort, Plan
 from .progress import Plain
-from .publish import MEASURE, SAME_ENV, Publisher, up_to_date
+from .publish import MEASURE, SAME_ENV, Publisher
 from .remote import Crew, Job, Remote, RemoteError, work_until
 from .search import Context, Search
 from .space import FUSED, LOGITS, Config, space_hash
@@ -45,7 +45,8 @@ class TuneError(RuntimeError):
 @dataclasses.dataclass(frozen=True)
 class Options:
     """out: the folder of the table. budget: seconds, None for the effort's own. surface: a recorded one instead of a
-    GPU."""
+    GPU. flashinfer: whether its path may be chosen. plan: a part of the plan, for who compares a search with a
+    sweep."""
 
     head: HeadShape
     out: Path
@@ -59,6 +60,8 @@ class Options:
     compilers: int | None = None
     rivals: bool | None = None
     buckets: tuple[int, ...] | None = None
+    flashinfer: bool = False
+    plan: Callable[[Device, HeadShape, Effort, tuple[int, ...]], Plan] = Plan
 
     @property
     def plan_effort(self) -> Effort:
@@ -135,13 +138,13 @@ class _Run:
         options, head = self.options, self.options.head
         self._start_compilers()  # they import while the device says who it is
         device, env = self._hello()
-        plan = Plan(device, head, self.effort, options.buckets or Plan.buckets)
+        plan = options.plan(device, head, self.effort, options.buckets or Plan.buckets)
         try:
-            publisher = Publisher(options.out, device, head, env, self.effort)
+            publisher = Publisher(options.out, device, head, env, self.effort, options.flashinfer)
             _ = plan.family
         except ValueError as error:
             raise TuneError(str(error)) from None
-        if not options.force and up_to_date(publisher.path, device, head, env, self.effort):
+        if not options.force and publisher.up_to_date():
             return Result(OK, "up to date", f"up to date: {publisher.path}", publisher.path)
         self.log = Log(publisher.path.with_suffix(".trials.jsonl"), self._identity(plan, env), resume=self._resumes())
         if self.log.note:
@@ -228,7 +231,7 @@ class _Run:
         return [crew for crew in (self.gpus, self.compilers, self.rivals) if crew is not None]
 
     def _search(self, search: Search) -> None:
-        if self.effort.rivals:
+        if self.effort.rivals or self.options.flashinfer:
             self._start_rivals()
         searching = self.effort.budget * self.effort.share
 
@@ -248,6 +251,8 @@ class _Run:
         self.progress.note(f"searched: {search.tried} configurations in {time.monotonic() - self.began:.0f} s")
 
     def _decide(self, decider: Decider) -> None:
+        if self.options.flashinfer and self.rivals is not None:  # asked for: worth waiting for its compiler
+            work_until([self.rivals], lambda: self.left() <= 0)
         for job in decider.jobs():
             self.gpus.add(job)
 

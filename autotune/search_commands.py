@@ -16,6 +16,7 @@ from typing import Any
 
 from ..lookup import load_table, user_folder
 from ..table import Device, Table, file_name
+from ..work import Path as DrawPath
 from . import head as heads
 from . import progress as progresses
 
@@ -51,6 +52,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sizes", type=batches_of, help="instead of the ten buckets: 1,8,64")
     parser.add_argument("--compilers", type=_count("--compilers", 256), help="processes (default: processors but one)")
     parser.add_argument("--rivals", choices=("on", "off"), help="race FlashInfer too (default: on unless quick)")
+    parser.add_argument(
+        "--allow-path",
+        choices=(DrawPath.FLASHINFER.value,),
+        help="also let a path be chosen that draws other tokens of the same distribution, for batches without seeds",
+    )
     parser.add_argument("--allow-busy", action="store_true", help="tune although others use the GPU")
 
 
@@ -141,6 +147,7 @@ def run(options: argparse.Namespace) -> int:
         compilers=options.compilers,
         rivals=None if options.rivals is None else options.rivals == "on",
         buckets=options.batch_sizes,
+        flashinfer=options.allow_path is not None,
     )
     shown = progresses.make(quiet=options.json)
     try:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ..sources import installed_sources
 from ..table import Table
 from ..work import Work
-from .table_files import config_line, head_line, read
+from .table_files import config_line, head_line, or_flashinfer, read
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def _lines(table: Table) -> Iterator[str]:
                     f"{bucket.se:.2f}",
                     f"{bucket.default_us:.1f}" if known else "",
                     f"{100 * bucket.gain:.1f} %" if known else "",
-                    config_line(table.configs[bucket.use]),
+                    config_line(table.configs[bucket.use]) + or_flashinfer(bucket),
                     str(len(bucket.tied) or ""),
                     ", ".join(f"{name} {us:.1f}" for name, us in bucket.others.items()),
                 )

@@ -52,6 +52,11 @@ def config_line(choice: Choice) -> str:
     return " ".join([choice.path, *filter(None, [shape]), *rest])
 
 
+def or_flashinfer(bucket: Bucket) -> str:
+    """What to add to the line of what ``bucket`` uses."""
+    return f"; {bucket.distribution_only} where no row has a seed" if bucket.distribution_only else ""
+
+
 def ratio(a: Bucket, b: Bucket) -> tuple[float, float]:
     """The time of ``b`` over that of ``a``, and the standard error of this ratio."""
     quotient = b.us / a.us

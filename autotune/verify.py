@@ -128,11 +128,14 @@ def _one(
         }
         for name, launch in names.items()
     ]
+    if bucket.distribution_only:
+        entries.append({"name": bucket.distribution_only, "path": bucket.distribution_only, "config": None})
     if GEMM in bucket.others:
         entries.append({"name": GEMM, "path": GEMM, "config": None})
     head = dataclasses.asdict(table.head)
     answer = yield {"op": "setup", "head": head, "work": work, "batch": rows, "entries": entries}, 90.0
-    failed = answer.get("error") or answer.get("failed", {}).get(use)
+    failures = answer.get("failed", {})
+    failed = answer.get("error") or failures.get(use) or failures.get(bucket.distribution_only)
     if failed:
         return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, f"{failed['why']}: {failed['detail']}")
     running = [entry["name"] for entry in entries if entry["name"] not in answer["failed"]]
@@ -143,10 +146,19 @@ def _one(
     us = samples[use][ROUNDS // 2]
     slower, default_us = 0.0, us
     if "default" in samples:
-        pairs = zip(answer["samples"][use], answer["samples"]["default"], strict=True)
-        mean, error = robust_mean([math.log(mine / theirs) for mine, theirs in pairs])
-        slower, default_us = mean - t_quantile(1 - ALPHA, ROUNDS - 1) * error, samples["default"][ROUNDS // 2]
+        slower, default_us = _at_least(answer["samples"], use, "default"), samples["default"][ROUNDS // 2]
+    if bucket.distribution_only and (lost := _at_least(answer["samples"], bucket.distribution_only, use)) > 0:
+        error = f"{bucket.distribution_only} is at least {lost:.1%} slower than {use}"
+        return Replayed(work, rows, us, recorded, us / recorded - 1.0, 0.0, default_us, slower, error)
     off = off_gemm = us / recorded - 1.0
     if GEMM in samples:
         off_gemm = (us / samples[GEMM][ROUNDS // 2]) / (recorded / bucket.others[GEMM]) - 1.0
     return Replayed(work, rows, us, recorded, off, off_gemm, default_us, slower)
+
+
+def _at_least(samples: dict[str, list[float]], name: str, than: str) -> float:
+    """The lower bound of the log-ratio of two in the same rounds."""
+    mean, error = robust_mean(
+        [math.log(mine / theirs) for mine, theirs in zip(samples[name], samples[than], strict=True)]
+    )
+    return mean - t_quantile(1 - ALPHA, ROUNDS - 1) * error

@@ -20,12 +20,12 @@ import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import floor
 import torch
 from sgl_flashsample.autotune import measure
 from sgl_flashsample.autotune.inputs import as_bitmask
@@ -236,31 +236,6 @@ def usable_rivals(shape: Shape, flashinfer: Any) -> dict[str, str]:
     return usable
 
 
-def time_eagerly(
-    calls: dict[str, Callable[[], object]], rounds: int, replays: int, before_round: Callable[[], None]
-) -> dict[str, measure.Timing]:
-    """As ``measure.race``, without graphs."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(rounds):
-        before_round()
-        for name, call in calls.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            call()
-            start.record()
-            for _ in range(replays):
-                call()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / replays)
-    timings = {}
-    for name, values in samples.items():
-        quartiles = statistics.quantiles(values, n=4)
-        timings[name] = measure.Timing(statistics.median(values), (quartiles[2] - quartiles[0]) / 2, rounds)
-    return timings
-
-
 def run_once(
     calls: dict[str, Callable[[], object]], rounds: int, replays: int, before_round: Callable[[], None]
 ) -> dict[str, measure.Timing]:
@@ -275,13 +250,11 @@ def race_modes(
     shape: Shape, profile: str, head: LMHead, batch: Batch, flashinfer: Any, usable: dict[str, str], rounds: int
 ) -> list[dict]:
     """One race of all modes and their rivals at one batch size."""
-    race, eager_race = (measure.race, time_eagerly) if shape.device == "cuda" else (run_once, run_once)
+    race, eager_race = (measure.race, measure.race_replays) if shape.device == "cuda" else (run_once, run_once)
     workspace = make_workspace(shape, head, batch.rows)
     calls: dict[str, Callable[[], object]] = {"gemm": lambda: torch.nn.functional.linear(batch.hidden, head.weight)}
     if shape.device == "cuda":
-        import tiles
-
-        calls["read"] = tiles.read_call(head.weight)
+        calls["read"] = floor.read_call(head.weight)
     for name, mode in MODES.items():
         calls[f"fused {name}"] = fused_call(batch, head, mode, workspace)
     rivals: dict[str, dict[str, Callable[[], object]]] = {
@@ -294,7 +267,8 @@ def race_modes(
     }
     calls |= rivals["graph"]
     timings = race(calls, rounds=rounds, replays=3, before_round=batch.refresh)
-    timings |= eager_race(rivals["eager"], rounds=rounds, replays=3, before_round=batch.refresh)
+    if rivals["eager"]:
+        timings |= eager_race(rivals["eager"], rounds=rounds, replays=3, before_round=batch.refresh)
     plain = timings["fused plain"].us
     head_bytes = head.weight.numel() * head.weight.element_size()
     bytes_per_us = head_bytes / timings["read" if "read" in timings else "gemm"].us

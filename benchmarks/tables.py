@@ -197,6 +197,79 @@ def profile_table(path: Path = RESULTS / "h200-step-profile.json") -> str:
     return "\n".join(lines)
 
 
+def tuning_table(path: Path = RESULTS / "h200-tuning.json") -> str:
+    """What the autotuner promises and what was measured of it, a line per section and head."""
+    if not path.exists():
+        return NOT_MEASURED
+    sections = json.loads(path.read_text())["sections"]
+    lines = ["| | head | measured |", "|---|---|---|"]
+    for section, (name, words) in TUNING.items():
+        for head, found in sections.get(section, {}).items():
+            lines.append(f"| {name} | {head.replace('x', ' x ')} | {words(found)} |")
+    return "\n".join(lines)
+
+
+def _runs_words(found: dict) -> str:
+    return "; ".join(
+        f"{effort} {run['seconds']:.0f} s ({run['trials']} configurations, {run['buckets']} buckets), again "
+        f"{run['again_seconds']:.0f} s, file {'untouched' if run['untouched'] else 'CHANGED'}"
+        for effort, run in found.items()
+        if isinstance(run, dict)
+    )
+
+
+def _resume_words(found: dict) -> str:
+    again = found["buckets_done_again"] + found["trials_done_again"]
+    return (
+        f"killed after {found['killed_after_seconds']:.0f} s and {found['finished_when_killed']} of {found['buckets']} "
+        f"buckets: {found['kept']} kept as they were, {again} finished things done again; "
+        f"{found['resumed_seconds']:.0f} s more"
+    )
+
+
+def _agreement_words(found: dict) -> str:
+    worst = max((abs(one["off"]) for one in found["differing"]), default=0.0)
+    return (
+        f"{found['same']} of {found['places']} the same; of the others {found['inside']} within the tie band for "
+        f"certain, {found['open']} undecided, {found['outside']} outside (largest difference {worst:.1%})"
+    )
+
+
+def _regret_words(found: dict) -> str:
+    cells = (f"{100 * one['off']:.2f} ± {100 * one['se']:.2f} % at {one['batch']}" for one in found["buckets"])
+    return f"{', '.join(cells)} ({found['tried_by_the_search']} of {found['space']} configurations tried)"
+
+
+def _sweep_words(found: dict) -> str:
+    slower = ", ".join(f"{one['work']} {one['batch']} by {one['off']:.1%}" for one in found["raced"] if one["slower"])
+    ratios = [one["off"] for one in found["raced"]]
+    times = f" and take {1 + min(ratios):.3f} to {1 + max(ratios):.3f} of its time" if ratios else ""
+    failed = f"; {len(found['failed'])} could not be raced" if found["failed"] else ""
+    return (
+        f"{len(ratios)} of {found['places']} places differ from the default{times}; slower beyond noise: "
+        f"{slower or 'none'}{failed}"
+    )
+
+
+def _replay_words(found: dict) -> str:
+    if not found["buckets"]:
+        return found["message"]
+    return (
+        f"{found['message']}; off by at most {found['worst_off']:.1%}, beside the GEMM "
+        f"{found['worst_off_beside_gemm']:.1%}; {found['seconds']:.0f} s"
+    )
+
+
+# Sections of tuning.py, in words.
+TUNING = {
+    "runs": ("a run, and a second one", _runs_words),
+    "resume": ("a run that is killed, and goes on", _resume_words),
+    "agreement": ("two independent runs", _agreement_words),
+    "regret": ("the search's choice over the best of a sweep", _regret_words),
+    "sweep": ("between the buckets, against the default", _sweep_words),
+    "replay": ("measured again in a fresh process", _replay_words),
+}
+
 TABLES = {
     "serve": serve_table,
     "kernel": kernel_table,
@@ -204,6 +277,7 @@ TABLES = {
     "edits": edits_table,
     "searched": searched_table,
     "profile": profile_table,
+    "tuning": tuning_table,
 }
 
 

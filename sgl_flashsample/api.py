@@ -28,6 +28,9 @@ class BatchParams:
     edits: penalties, grammar mask and bias of the rows; None where no row has any.
     all_greedy: the caller knows that every temperature is 0 or less, which may be faster; with another temperature
         the tokens are undefined.
+    distribution_only: the caller wants tokens of the right distribution and no certain ones: they may depend on the
+        batch and on the row's place in it. Only for batches with every row truncated by top-k or top-p, none greedy and
+        none with min-p; of others the tokens are undefined. Allows the flashinfer path, where a tuned table names it.
     """
 
     temperature: torch.Tensor
@@ -36,6 +39,7 @@ class BatchParams:
     truncation: Truncation | None = None
     edits: LogitEdits | None = None
     all_greedy: bool = False
+    distribution_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +88,13 @@ def sample(
             ones when None. Resolve once per head: it reads files.
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
-    neighbours, tile, shards, path, or eager against graph; ids are below ``vocab_size``; the first maximum wins
-    a greedy tie. Never synchronises; usable inside a CUDA graph once a call of the same shapes has
-    compiled the kernels (a replay reads ``params`` anew).
+    neighbours, tile, shards, path (``Path.FLASHINFER`` apart), or eager against graph; ids are below
+    ``vocab_size``; the first maximum wins a greedy tie. Never synchronises; usable inside a CUDA graph once a
+    call of the same shapes has compiled the kernels (a replay reads ``params`` anew).
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it. A path that cannot
-            serve the head. Choices for heads of another shape.
+            serve the head or the batch. Choices for heads of another shape.
     """
     head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
     token_ids, scores, logprobs = run(
@@ -106,6 +110,7 @@ def sample(
         return_logprob=return_logprob,
         workspace=workspace,
         choices=choices,
+        distribution_only=params.distribution_only,
     )
     return SampleOutput(token_ids, logprobs, scores)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from .kernels.head import LMHead
 from .kernels.tiles import DrawConfig
@@ -25,11 +25,13 @@ class Choices:
     """For the heads of one shape. Immutable; ``choices_for`` a head gives the built-in ones.
 
     tuned: what differs from the built-in choices. Where it has nothing for greedy batches, they take what it has for
-    plain ones.
+    plain ones. flashinfer: sizes of truncated batches that take the flashinfer path where their caller wants the
+    distribution alone; every other batch of these sizes has the choice that it would have without.
     """
 
-    def __init__(self, shape: Shape, tuned: Tuned | None = None) -> None:
+    def __init__(self, shape: Shape, tuned: Tuned | None = None, flashinfer: Collection[int] = ()) -> None:
         self.shape = shape
+        self.flashinfer = frozenset(flashinfer)
         self._tuned: dict[Work, dict[int, Config]] = {work: dict((tuned or {}).get(work, {})) for work in Work}
         self._dense = {work: self._resolve(work) for work in Work}
         self._checked: Callable[[], LMHead | None] = lambda: None  # weak: choices outlive heads
@@ -63,6 +65,12 @@ class Choices:
         picked = self.pick(num_rows, work)
         return picked if path_of_config(picked) is path else self._built_in_on(path, num_rows, work)
 
+    def takes_flashinfer(self, num_rows: int, work: Work) -> bool:
+        return num_rows in self.flashinfer and work is Work.TRUNCATE
+
+    def without_flashinfer(self) -> Choices:
+        return Choices(self.shape, self._tuned)
+
     def built_in(self, num_rows: int, work: Work = Work.PLAIN) -> Config:
         """What a batch would take without a tuned table."""
         return self._built_in_on(path_of(self.shape, num_rows, work), num_rows, work)
@@ -79,7 +87,7 @@ class Choices:
     def digest(self) -> str:
         """Equal for choices that differ from the built-in ones alike."""
         entries = [(work, rows, config) for work, own in self._tuned.items() for rows, config in sorted(own.items())]
-        return hashlib.sha256(repr(entries).encode()).hexdigest()
+        return hashlib.sha256(repr((entries, sorted(self.flashinfer))).encode()).hexdigest()
 
     def used_up_to(self, max_rows: int) -> Iterator[tuple[Work, int, Config]]:
         """What batches of 1 to ``max_rows`` rows take, each once per kind of work, with a batch size that takes it.
@@ -102,7 +110,7 @@ class Choices:
             own: {rows: config for rows, config in entries.items() if own not in affected or config != refused}
             for own, entries in self._tuned.items()
         }
-        return Choices(self.shape, tuned)
+        return Choices(self.shape, tuned, self.flashinfer)
 
 
 @functools.lru_cache(maxsize=256)

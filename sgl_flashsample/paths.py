@@ -1,8 +1,9 @@
 """The ways to do the last step: what each supports, what scratch it needs, and how it is run.
 
-All of them are exact, and draw the same token for the same logits (near-ties of scores excepted): which one serves a
-batch is a matter of speed alone, and ``choices.Choices`` decides it. What differs between them is the logits: a GEMM of
-the vendor adds up in another order than the fused pass, and may move a logit by a unit in its last place.
+Our own draw the same token for the same logits (near-ties of scores excepted): which one serves a batch is a matter of
+speed alone, and ``choices.Choices`` decides it. What differs between them is the logits: a GEMM of the vendor adds up
+in another order than the fused pass, and may move a logit by a unit in its last place. FlashInfer draws other tokens of
+the same distribution (``flashinfer_path.py``): it serves a batch where the choices and the caller both allow that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from .choices import Choices, choices_for
+from .flashinfer_path import FlashInferError, draw_with_flashinfer, give_up, problem_of_batch
 from .kernels.features import LogitEdits, Truncation
 from .kernels.head import LMHead, Workspace
 from .kernels.lm_head_sample import lm_head_sample, workspace_slots
@@ -21,7 +23,7 @@ from .work import Path, Work
 
 def problem_of(path: Path, head: LMHead) -> str | None:
     """Why ``path`` cannot serve ``head``; None where it can."""
-    if path is Path.LOGITS and head.rounding is not head.weight.dtype:
+    if path is not Path.FUSED and head.rounding is not head.weight.dtype:
         return f"its GEMM gives {head.weight.dtype}, the head's logits are {head.rounding}"
     return None
 
@@ -40,7 +42,7 @@ def make_workspace(
         else:
             slots = max(slots, workspace_slots(head, max_rows, config))
     workspace = Workspace(slots, device, searched)
-    if logits:
+    if logits or (choices is not None and choices.flashinfer):
         workspace.gemm(max_rows, head.weight.shape[0], head.weight.dtype)
     return workspace
 
@@ -59,22 +61,32 @@ def run(
     return_logprob: bool,
     workspace: Workspace | None,
     choices: Choices | None,
+    distribution_only: bool = False,
 ) -> Drawn:
-    """As ``lm_head_sample``.
+    """As ``lm_head_sample``. distribution_only: of ``BatchParams``.
 
-    Raises ValueError for arguments that do not fit, and for a head that ``path`` does not support.
+    Raises ValueError for arguments that do not fit, and for a head or a batch that ``path`` does not support.
     """
     work = Work.of(truncation is not None, edits is not None, greedy)
     num_rows = hidden.shape[0]
     if choices is None:
         choices = choices_for(head)
     choices.check(head)
-    if path is None:
-        config = choices.pick(num_rows, work)
-    elif (problem := problem_of(path, head)) is not None:
+    if path is not None and (problem := problem_of(path, head)) is not None:
         raise ValueError(f"path is {path.value!r}, which cannot serve this head: {problem}")
-    else:
-        config = choices.on(path, num_rows, work)
+    if path is Path.FLASHINFER or (path is None and choices.takes_flashinfer(num_rows, work)):
+        problem = problem_of_batch(head, truncation, edits, return_logprob, distribution_only)
+        if problem is None and truncation is not None:
+            logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
+            try:
+                return draw_with_flashinfer(logits, head.source, temperature, seed, position, truncation)
+            except FlashInferError as error:
+                if path is not None:
+                    raise
+                give_up(error)  # a request must not fail because a path cannot serve it
+        elif path is not None:
+            raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {problem}")
+    config = choices.pick(num_rows, work) if path is None else choices.on(path, num_rows, work)
     if isinstance(config, ReadConfig):
         if workspace is None:
             slots = read_slots(head.vocab_size, max(1, num_rows), config, hidden.device)

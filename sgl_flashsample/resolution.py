@@ -9,7 +9,7 @@ import importlib.metadata
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import triton
@@ -47,18 +47,26 @@ class Resolution:
         misses = "; ".join(self._misses()) or "none"
         return (
             f"tuned table {self.found.file} ({self.found.match}, {self.found.source}): {self.buckets} buckets in use, "
-            f"batches without one: {misses}"
+            f"batches without one: {misses}{self._about_flashinfer()}"
         )
+
+    def _about_flashinfer(self) -> str:
+        sizes = self.choices.flashinfer
+        return f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
 
     def _misses(self) -> Iterator[str]:
         """Ranges of the batch sizes that have the built-in choice, per class."""
         for work in Work:
-            sizes = (rows for rows in range(1, DENSE_ROWS + 1) if not self.choices.is_tuned(rows, work))
-            runs = [
-                [rows for _, rows in run] for _, run in itertools.groupby(enumerate(sizes), lambda at: at[1] - at[0])
-            ]
-            if runs:
-                yield f"{work} {', '.join(f'{run[0]}-{run[-1]}' if len(run) > 1 else str(run[0]) for run in runs)}"
+            sizes = [rows for rows in range(1, DENSE_ROWS + 1) if not self.choices.is_tuned(rows, work)]
+            if sizes:
+                yield f"{work} {ranges_of(sizes)}"
+
+
+def ranges_of(sizes: Iterable[int]) -> str:
+    """ "1-4, 8"."""
+    numbered = itertools.groupby(enumerate(sorted(sizes)), lambda at: at[1] - at[0])
+    runs = [[rows for _, rows in run] for _, run in numbered]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 @functools.cache
@@ -141,6 +149,7 @@ def apply(head: LMHead, target: Target, found: Found | None, warnings: list[str]
             f"{found.file} is {found.match} ({'; '.join(found.differs)}): its choices may be slow; {advice}"
         )
     tuned: dict[Work, dict[int, Config]] = {}
+    flashinfer: set[int] = set()
     unusable: dict[str, str] = {}
     for work in Work:
         buckets = found.table.classes.get(work, {})
@@ -155,6 +164,9 @@ def apply(head: LMHead, target: Target, found: Found | None, warnings: list[str]
                 unusable[key] = f"{key}: {problem}"
                 continue
             tuned.setdefault(work, {})[rows] = choice.launch
+            # Ranks would have to agree on the noise of a call; a shard knows nothing of a truncation.
+            if buckets[bucket].distribution_only and work is Work.TRUNCATE and target.head.tp == 1:
+                flashinfer.add(rows)
     if unusable:
         warnings.append(f"{found.file}: not used, {'; '.join(sorted(unusable.values()))[:500]}")
-    return Resolution(Choices(Shape.of(head), tuned), found, about, tuple(warnings))
+    return Resolution(Choices(Shape.of(head), tuned, flashinfer), found, about, tuple(warnings))

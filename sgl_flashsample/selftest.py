@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from .choices import Choices, Config, choices_for
+from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.features import Edit, LogitEdits, Truncation
 from .kernels.head import LMHead, Workspace
 from .kernels.lm_head_sample import lm_head_sample, num_parts
 from .kernels.reference import (
     Reference,
+    allowed_ref,
     edit_logits_ref,
     logits_ref,
     sample_ref,
@@ -99,6 +101,28 @@ def refuse_wrong(
                 return Checked(choices, problem, tuple(refused))
             choices = choices.without(config, work)
             refused.append(problem)
+
+
+def flashinfer_problem(head: LMHead, num_rows: int = 8) -> str | None:
+    """Why FlashInfer cannot draw for ``head`` here; None where it can. Also compiles it, a minute the first time."""
+    if head.vocab_start or head.rounding is not head.weight.dtype:
+        return "it needs a whole vocabulary, and logits of the weight's dtype"
+    raw = compute_logits(_hidden(head, num_rows, CHUNK_IDS), head, Workspace(1, head.weight.device))
+    row = torch.arange(num_rows, device=raw.device)
+    temperature, params = 0.5 + row % 4 * 0.5, (row * 7919 - 5, row + 11)
+    limits = Truncation(20 + row.int(), torch.where(row % 2 == 0, 0.95, 1.0), torch.zeros_like(temperature))
+    try:
+        token = draw_with_flashinfer(raw, head.source, temperature, *params, limits).token
+    except FlashInferError as error:
+        return str(error)
+    logits = transform_ref(
+        raw[:, : head.vocab_size].double(), head.rounding, logit_scale=head.logit_scale, softcap=head.softcap
+    )
+    # Wherever rounding decides which token is the last one, either is right.
+    allowed = allowed_ref(logits, temperature, limits.top_k, limits.top_p, limits.min_p, slack=1e-5)
+    inside = (token >= 0) & (token < head.vocab_size)
+    wrong = ~inside | ~allowed.gather(1, token.clamp(0, head.vocab_size - 1)[:, None])[:, 0]
+    return f"{int(wrong.sum())} of its {num_rows} tokens are truncated ones" if wrong.any() else None
 
 
 class _Check:

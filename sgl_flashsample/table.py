@@ -104,6 +104,8 @@ def _bucket_data(bucket: Bucket) -> dict[str, Any]:
     for name in ("us", "se", "default_us", "gain", "clock_mhz"):
         data[name] = _as_float(data[name])
     data["others"] = {name: _as_float(us) for name, us in data["others"].items()}
+    if not data["distribution_only"]:
+        del data["distribution_only"]
     return data
 
 

@@ -81,7 +81,8 @@ class Bucket:
     use, default: keys of ``Table.configs``; default is "" where none was measured. us, se, n: median, its standard
     error, samples. gain: the share of the default's time that is saved, ``1 - us / default_us``. tied: keys that were
     not slower beyond noise. checked: how tokens were compared. clock_mhz: median SM clock, 0 where unknown.
-    others: times of other paths and rivals in the same race.
+    others: times of other paths and rivals in the same race. distribution_only: "flashinfer" where batches whose
+    caller wants the distribution alone take that path instead of ``use``.
     """
 
     use: str
@@ -95,6 +96,7 @@ class Bucket:
     checked: str = ""
     clock_mhz: float = 0.0
     others: dict[str, float] = dataclasses.field(default_factory=dict)
+    distribution_only: str = ""
 
 
 def as_batch(key: Any) -> int:
@@ -186,6 +188,10 @@ class EntryReader(Reader):
         default = fields.pop("default", "")
         tied = self.list(f"{where}.tied", fields.pop("tied", []))
         others = self.object(f"{where}.others", fields.pop("others", {}))
+        path = self.text(f"{where}.distribution_only", fields.pop("distribution_only", ""))
+        if path not in ("", Path.FLASHINFER):
+            self.note(f"{where}.distribution_only: the path {path!r}")
+            path = ""
         found = Bucket(
             use=key(f"{where}.use", self.required(fields, "use", f"{where}.")),
             us=self.number(f"{where}.us", self.required(fields, "us", f"{where}."), 1e-6, MAX_US),
@@ -198,6 +204,7 @@ class EntryReader(Reader):
             checked=self.text(f"{where}.checked", fields.pop("checked")),
             clock_mhz=self.number(f"{where}.clock_mhz", fields.pop("clock_mhz", 0.0), 0.0, 1e5),
             others={name: self.number(f"{where}.others.{name}", us, 0.0, MAX_US) for name, us in others.items()},
+            distribution_only=path,
         )
         self.rest(f"{where}.", fields)
         return found

@@ -15,6 +15,11 @@ class Path(enum.StrEnum):
 
     FUSED = "fused"  # one pass over the head
     LOGITS = "logits"  # a GEMM, then one reader of its output
+    FLASHINFER = "flashinfer"  # a GEMM, then FlashInfer's rejection sampling: other tokens of the same distribution
+
+
+# Those that draw the same token for the same logits.
+OWN_PATHS = (Path.FUSED, Path.LOGITS)
 
 
 def path_of_config(config: Config) -> Path:

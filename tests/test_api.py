@@ -29,7 +29,7 @@ from sgl_flashsample import (
 from sgl_flashsample.choices import Choices
 from sgl_flashsample.paths import make_workspace
 from sgl_flashsample.tuned import TABLE, WORK_TABLE, Shape, tile_for
-from sgl_flashsample.work import Work
+from sgl_flashsample.work import OWN_PATHS, Work
 
 
 def problem(device, rows=9, vocab=600, hidden=32):
@@ -93,7 +93,7 @@ def test_every_path_draws_the_same_tokens(device, options, featured):
     if featured:
         truncation, edits = features(device)
         params = dataclasses.replace(params, truncation=truncation, edits=edits)
-    outs = [sample(states, head, params, return_logprob=True, path=path) for path in (None, *Path)]
+    outs = [sample(states, head, params, return_logprob=True, path=path) for path in (None, *OWN_PATHS)]
     raw = states @ weight.T
     keywords = {"vocab_size": head.vocab_size, "softcap": head.softcap, "logit_scale": head.logit_scale}
     outs.append(sample_from_logits(raw, params, return_logprob=True, **keywords))

@@ -15,7 +15,7 @@ from sgl_flashsample.api import sample
 from sgl_flashsample.choices import DENSE_ROWS, Choices, choices_for, path_of_config
 from sgl_flashsample.paths import make_workspace
 from sgl_flashsample.tuned import Shape, path_for, read_for, tile_for
-from sgl_flashsample.work import Path, Work
+from sgl_flashsample.work import OWN_PATHS, Path, Work
 
 TILES = [
     TileConfig(16, 64, 32, 4, 1, flatten=False, tma=False),
@@ -67,7 +67,7 @@ def test_a_batch_that_is_to_have_a_path_has_the_tuned_choice_if_that_is_of_this_
     own = turns(head, Work.PLAIN)
     for rows in TURNS:
         picked = own.pick(rows)
-        for path in Path:
+        for path in OWN_PATHS:
             config = own.on(path, rows)
             assert path_of_config(config) is path
             assert (config == picked) == (path_of_config(picked) is path)

@@ -28,7 +28,7 @@ try:
 except ImportError:
     import sgl_flashsample
     sgl_flashsample.__path__.append(sys.path[1])
-from sgl_flashsample.autotune import compile
+import cubins
 from sgl_flashsample.kernels.tiles import DEFAULT_DRAW
 from sgl_flashsample.tuned import DRAWS, READS, TABLE, WORK_TABLE, Work
 capability, family, vocab = int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -51,10 +51,10 @@ for name, itemsize in TABLE:
                 for options in variants[:1] if dtype is torch.float16 else variants[: 3 if work is Work.PLAIN else 2]:
                     if dtype is torch.float16 and work is not Work.PLAIN:
                         continue
-                    used = compile.resources_of_lm_head_sample(capability, 4096, dtype, tile, **options, **features)
+                    used = cubins.resources_of_lm_head_sample(capability, 4096, dtype, tile, **options, **features)
                     report(f"{work}: {tile} {dtype} {options}", used)
             if work is Work.PLAIN and not tile.one_launch:
-                used = compile.resources_of_reduce_parts(capability, tile, 256, return_logprob=True)
+                used = cubins.resources_of_reduce_parts(capability, tile, 256, return_logprob=True)
                 report(f"reduction of {tile}", used)
 for work, entries in READS.items():
     features = {"truncate": work.truncates, "edits": work.edits}
@@ -62,11 +62,11 @@ for work, entries in READS.items():
         greedy = [{"dtype": torch.bfloat16, "softcap": True, "all_greedy": True}] if work is Work.PLAIN else []
         for options in [*greedy, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "return_logprob": True},
                         {"dtype": torch.float32, "softcap": True}, {"dtype": torch.bfloat16, "whole_groups": False}]:
-            used = compile.resources_of_sample_logits(capability, config=config, **options, **features)
+            used = cubins.resources_of_sample_logits(capability, config=config, **options, **features)
             report(f"reader, {work}: {config} {options}", used)
 for dtype in (torch.bfloat16, torch.float32):  # what logits are kept in
-    report(f"draw of {dtype}", compile.resources_of_draw_truncated(capability, vocab, draw, 2048, dtype))
-    report(f"search of {dtype}", compile.resources_of_search_truncated(capability, vocab, draw, dtype))
+    report(f"draw of {dtype}", cubins.resources_of_draw_truncated(capability, vocab, draw, 2048, dtype))
+    report(f"search of {dtype}", cubins.resources_of_search_truncated(capability, vocab, draw, dtype))
 print(json.dumps(found))
 """
 

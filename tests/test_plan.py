@@ -16,7 +16,8 @@ def rows(reasons=(None, None), greedy=(True, False), tempered=(True, False)) -> 
     n = len(reasons)
     zeros, ones = torch.zeros(n), torch.ones(n)
     edits = (Edit(0),) * n
-    return Rows(reasons, greedy, tempered, ones, zeros.long(), ((False,) * 3,) * n, edits, zeros.int(), ones, zeros)
+    limits, needs, seeded = (zeros.int(), ones, zeros), ((False,) * 3,) * n, (False,) * n
+    return Rows(reasons, greedy, tempered, ones, zeros.long(), needs, edits, *limits, seeded)
 
 
 def info(grammars=None):

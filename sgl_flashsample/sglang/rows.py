@@ -30,7 +30,7 @@ class Rows:
     temperature other than 1, which SGLang applies to its logprob only beside sampled rows.
     temperature: ``[B]`` float32, 0 on greedy rows. seed: ``[B]`` int64. needs: per row, SGLang's ``NEED_FLAGS`` of
     that request alone. edits: per row, what SGLang changes in its logits, grammars apart. top_k: ``[B]`` int32, top_p
-    and min_p: ``[B]`` float32.
+    and min_p: ``[B]`` float32. seeded: per row, whether the request gave the seed that its tokens are to be those of.
     """
 
     reasons: tuple[str | None, ...]
@@ -43,6 +43,7 @@ class Rows:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    seeded: tuple[bool, ...]
 
     def __len__(self) -> int:
         return len(self.reasons)
@@ -58,6 +59,13 @@ class Rows:
     def all_greedy(self) -> bool:
         """Whether no row is drawn."""
         return all(self.greedy)
+
+    @functools.cached_property
+    def distribution_only(self) -> bool:
+        """Whether any noise does: no row is greedy or has a seed, all have top-k or top-p, none has min-p."""
+        return not (any(self.greedy) or any(self.seeded)) and all(
+            (top_p or top_k) and not min_p for top_p, top_k, min_p in self.needs
+        )
 
     @functools.cached_property
     def num_truncated(self) -> int:
@@ -96,6 +104,7 @@ class Rows:
             to_device([request.sampling_params.top_k for request in requests], torch.int32, device),
             to_device([request.sampling_params.top_p for request in requests], torch.float32, device),
             to_device([request.sampling_params.min_p for request in requests], torch.float32, device),
+            tuple(request.sampling_params.sampling_seed is not None for request in requests),
         )
 
     def keep(self, indices: Iterable[int], device_indices: torch.Tensor) -> Rows:
@@ -116,6 +125,7 @@ class Rows:
             self.top_k[device_indices],
             self.top_p[device_indices],
             self.min_p[device_indices],
+            pick(self.seeded),
         )
 
     def followed_by(self, other: Rows) -> Rows:
@@ -130,6 +140,7 @@ class Rows:
             torch.cat([self.top_k, other.top_k]),
             torch.cat([self.top_p, other.top_p]),
             torch.cat([self.min_p, other.min_p]),
+            self.seeded + other.seeded,
         )
 
 

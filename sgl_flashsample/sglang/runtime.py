@@ -105,7 +105,15 @@ class HeadState:
             out = self._graphs.step(rows, hidden, edits, positions, return_logprob)
             if out is not None:
                 return out
-        params = BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits, rows.all_greedy)
+        params = BatchParams(
+            rows.temperature,
+            rows.seed,
+            positions,
+            rows.truncation,
+            edits,
+            rows.all_greedy,
+            rows.distribution_only,
+        )
         return self._draw(hidden, params, return_logprob)[0]
 
     def _draw(self, hidden: torch.Tensor, params: BatchParams, return_logprob: bool) -> tuple[SampleOutput, Any]:

@@ -156,7 +156,7 @@ class StepGraphs:
                 (self._min_p, rows.truncation.min_p),
             ):
                 own[:num_rows].copy_(given)
-        self._kind = (num_rows, rows.truncation is not None, rows.all_greedy)
+        self._kind = (num_rows, rows.truncation is not None, rows.all_greedy, rows.distribution_only)
 
     def _captured(
         self,
@@ -171,7 +171,13 @@ class StepGraphs:
         if rows.truncation is not None:
             truncation = Truncation(self._top_k[:num_rows], self._top_p[:num_rows], self._min_p[:num_rows])
         params = BatchParams(
-            self._temperature[:num_rows], self._seed[:num_rows], positions, truncation, edits, rows.all_greedy
+            self._temperature[:num_rows],
+            self._seed[:num_rows],
+            positions,
+            truncation,
+            edits,
+            rows.all_greedy,
+            rows.distribution_only,
         )
         graph, (out, holds) = self._capture(lambda: self._draw(hidden, params, return_logprob))
         return _Captured(graph, out, holds)

@@ -9,7 +9,7 @@ import logging
 from ..kernels.head import LMHead
 from ..lookup import Found, Match
 from ..resolution import Resolution, apply, built_in, resolve, target_of
-from ..selftest import Checked, refuse_wrong
+from ..selftest import Checked, flashinfer_problem, refuse_wrong
 from ..table import Table
 from .agreement import Ranks
 
@@ -57,7 +57,7 @@ def _read(message: str) -> Found:
 
 def check(head: LMHead, max_rows: int, resolution: Resolution, ranks: Ranks, bool_masks: bool) -> Checked:
     """Compile and check what batches of up to ``max_rows`` rows take, and say in a line what table that is from; a
-    tuned configuration that fails is left out with one warning, on all ranks alike."""
+    tuned configuration that fails is left out with one warning, on all ranks alike; so is FlashInfer."""
     for warning in resolution.warnings:
         logger.warning("flashsample: %s", warning)
     checked = refuse_wrong(head, max_rows, resolution.choices, bool_masks=bool_masks, agree=ranks.anywhere)
@@ -67,5 +67,15 @@ def check(head: LMHead, max_rows: int, resolution: Resolution, ranks: Ranks, boo
             len(checked.refused),
             "; ".join(checked.refused),
         )
+    if checked.choices.flashinfer and (problem := _flashinfer_problem(head)) is not None:
+        logger.warning("flashsample: our own paths take the batches that the table leaves to FlashInfer: %s", problem)
+        checked = dataclasses.replace(checked, choices=checked.choices.without_flashinfer())
     logger.info("flashsample: %s", dataclasses.replace(resolution, choices=checked.choices).line())
     return checked
+
+
+def _flashinfer_problem(head: LMHead) -> str | None:
+    try:
+        return flashinfer_problem(head)
+    except Exception as error:  # memory for the check, or what else a starting server may lack
+        return f"{type(error).__name__}: {error}"

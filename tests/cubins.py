@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 import triton
+from sgl_flashsample.kernels.draw_top_k import key_shift
+from sgl_flashsample.kernels.draw_truncated import draw_truncated_kernel
+from sgl_flashsample.kernels.head import TRITON_DTYPES, block_of_spans
+from sgl_flashsample.kernels.lm_head_sample import lm_head_sample_kernel
+from sgl_flashsample.kernels.part import left_of
+from sgl_flashsample.kernels.reduce_parts import reduce_parts_kernel
+from sgl_flashsample.kernels.sample_logits import sample_logits_kernel
+from sgl_flashsample.kernels.search_truncated import search_truncated_kernel
+from sgl_flashsample.kernels.tiles import MOST_PARTS, DrawConfig, ReadConfig, TileConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..kernels.draw_top_k import key_shift
-from ..kernels.draw_truncated import draw_truncated_kernel
-from ..kernels.head import TRITON_DTYPES, block_of_spans
-from ..kernels.lm_head_sample import lm_head_sample_kernel
-from ..kernels.part import left_of
-from ..kernels.reduce_parts import reduce_parts_kernel
-from ..kernels.sample_logits import sample_logits_kernel
-from ..kernels.search_truncated import search_truncated_kernel
-from ..kernels.tiles import MOST_PARTS, DrawConfig, ReadConfig, TileConfig
-from ..resolution import DTYPE_NAMES
+from sgl_flashsample.resolution import DTYPE_NAMES
 
 _ROWS = {"temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64"}
 _OUTPUTS = {"token_ptr": "*i64", "best_score_ptr": "*fp32", "logprob_ptr": "*fp32"}

@@ -1,0 +1,120 @@
+"""The flashinfer path after its GEMM: FlashInfer's rejection sampling under top-k and top-p, as stock SGLang calls it.
+
+Equal in distribution to our own paths, not token for token: FlashInfer draws all rows of a call from one seed, so a
+token depends on the row's place in the batch. It serves a batch only where the caller wants the distribution alone
+(``BatchParams.distribution_only``), and every row is truncated:
+
+- A plain row would not be exact: FlashInfer's uniforms have 24 bits, and the total variation that they cost grows with
+  the tokens that may be drawn, by up to 2**-24 for each (3e-3 and more on a whole vocabulary of 150k, see
+  ``kernels/rng.py``; about 3e-6 under a top-k of 50).
+- Min-p is another chain of kernels, and SGLang's choice between the two is the batch's, not the row's.
+
+Its noise is a function of the arguments: nothing is asked of PyTorch's generator, which a CUDA graph would freeze and
+whose state is on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from .kernels.features import LogitEdits, Truncation, require
+from .kernels.head import LMHead, LogitsSource
+from .kernels.reduce_parts import Drawn
+
+logger = logging.getLogger("sgl_flashsample")
+
+# cuRAND's counter is (offset / 4: 64 bits, row: 64 bits) under the key of row 0's request. Ours, under the same key, is
+# (index, position: 64 bits, stream and unit): an offset from here on has the counter of a position from 2**29 on.
+FIRST_OFFSET = -(2**63)
+DRAWS_PER_CALL = 2**20  # a row takes one per round of its rejection, a few
+NEEDS = "every row truncated by top-k or top-p, none greedy, with min-p or with a seed of its own"
+
+_given_up: list[str] = []
+
+
+class FlashInferError(RuntimeError):
+    """FlashInfer is not there, or failed; one line."""
+
+
+def problem_of_batch(
+    head: LMHead, truncation: Truncation | None, edits: LogitEdits | None, return_logprob: bool, distribution_only: bool
+) -> str | None:
+    """Why the path cannot serve such a batch; None where it can."""
+    if not distribution_only:
+        return f"its caller has not said distribution_only ({NEEDS})"
+    if truncation is None:
+        return "its rows have no truncation"
+    if edits is not None:
+        return "its rows have edits"
+    if return_logprob:
+        return "logprobs are asked for"
+    if head.vocab_start:
+        return "the head is a shard"
+    return _given_up[0] if _given_up else None
+
+
+def give_up(error: FlashInferError) -> None:
+    """Our own paths serve FlashInfer's batches from now on, in this process. Says so once."""
+    if not _given_up:
+        _given_up.append(f"FlashInfer failed: {error}")
+        logger.warning("flashsample: our own paths take over from FlashInfer: %s", error)
+
+
+def draw_with_flashinfer(
+    logits: torch.Tensor,  # [B, V], of a GEMM; not changed
+    source: LogitsSource,
+    temperature: torch.Tensor,  # [B] f32, above 0
+    seed: torch.Tensor,  # [B] i64
+    position: torch.Tensor,  # [B] i64
+    truncation: Truncation,  # min-p 0
+) -> Drawn:
+    """``token[b] ~ softmax(logits[b] / temperature[b])`` under the joint top-k and top-p of row b; scores are 0.
+
+    Calls with another seed or position in row 0 have other noise. Never synchronises. Raises ValueError for arguments
+    that do not fit, else FlashInferError.
+    """
+    num_rows, size = logits.shape[0], source.vocab_size
+    require("temperature", temperature, (num_rows,), torch.float32, logits)
+    require("seed", seed, (num_rows,), torch.int64, logits)
+    require("position", position, (num_rows,), torch.int64, logits)
+    truncation.check(num_rows, logits)
+    if num_rows == 0:
+        return Drawn.empty(0, logits.device, False)
+    try:
+        token = _module().top_k_top_p_sampling_from_probs(
+            torch.softmax(_model_logits(logits[:, :size], source) / temperature[:, None], -1),
+            torch.where(truncation.top_k < 1, size, truncation.top_k),
+            truncation.top_p,
+            filter_apply_order="joint",
+            deterministic=True,
+            seed=seed[:1],
+            offset=torch.add(_first_offset(logits.device), position[:1], alpha=DRAWS_PER_CALL),
+        )
+    except Exception as error:  # its import looks for compilers and GPUs, its first call compiles
+        line = (str(error).splitlines() or [""])[0]
+        raise FlashInferError(f"{type(error).__name__}: {line}") from error
+    return Drawn(token.long(), torch.zeros_like(temperature), None)
+
+
+def _model_logits(logits: torch.Tensor, source: LogitsSource) -> torch.Tensor:
+    """``[B, V]`` float32: a GEMM's output scaled and soft-capped, rounded where the model rounds."""
+    wide = logits.float()
+    if source.logit_scale is not None:
+        wide = (wide * source.logit_scale).to(source.rounding or logits.dtype).float()
+    return wide if source.softcap is None else torch.tanh(wide / source.softcap) * source.softcap
+
+
+@functools.cache
+def _first_offset(device: torch.device) -> torch.Tensor:
+    return torch.tensor([FIRST_OFFSET], dtype=torch.int64, device=device)
+
+
+@functools.cache
+def _module() -> Any:
+    import flashinfer.sampling
+
+    return flashinfer.sampling
