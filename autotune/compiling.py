@@ -6,6 +6,7 @@ It launches what the worker will launch, with nothing run, so that the binaries 
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..kernels.head import LMHead
 from ..kernels.launch import compiling_only
 from ..warmup import launch_once
 from ..work import Work
-from .compile import register_usage
+from .cubin import register_usage
 from .gate import MANY_IDS, first_ids
 from .gpu import SOFTCAP
 from .inputs import DTYPES
@@ -93,6 +94,6 @@ class CompileBench:
         if cubin is not None:
             try:
                 registers, spilled = register_usage(Path(cubin).read_bytes())
-            except (OSError, ValueError, RuntimeError):
+            except (OSError, ValueError, subprocess.SubprocessError):
                 return  # a fact less; the measurement will tell
             self._used |= {"registers": registers, "spilled": spilled}

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 import triton
+from sgl_flashsample.autotune.cubin import register_usage
 from sgl_flashsample.kernels.draw_top_k import key_shift
 from sgl_flashsample.kernels.draw_truncated import draw_truncated_kernel
 from sgl_flashsample.kernels.head import TRITON_DTYPES, block_of_spans
@@ -222,18 +219,3 @@ def _compile(kernel, types, constants, aligned, capability, num_warps, num_stage
     )
     registers, spilled = register_usage(compiled.asm["cubin"])
     return Resources(compiled.metadata.shared, registers, spilled)
-
-
-def register_usage(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run(
-            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
-    if found is None:
-        raise ValueError(f"cuobjdump reports no resource usage: {report[:200]!r}")
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local

@@ -46,6 +46,15 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_module_of_ours_that_is_imported_exists(path):
+    """Also one that is imported only on a GPU."""
+    modules = {module_name(source) for source in SOURCES}
+    for name in imports(path):
+        if layer_of_module(name):
+            assert name in modules or name == "sgl_flashsample.__version__", f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_imports_point_down(path):
     own = layer_of_module(module_name(path))
     for name in imports(path):
