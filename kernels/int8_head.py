@@ -5,12 +5,12 @@ For a row ``w`` of the head, its copy ``s q`` (int8 ``q``, one scale ``s``), a h
 
     |<w, h> - <s q, k>|  =  |<w - s q, h> + <s q, h - k>|  <=  |w - s q| |h| + |s q| |h - k|
 
-What the kernels have is not these products but their float32 results. So, of every group of 16 ids and rounded up,
+What the kernels have is not these products but their float32 results. So, of every row and rounded up,
 
-    norm   = max |s q|
-    error  = max (|w - s q| + a D |w| + c |s q|) (1 + m)
+    norm   = |s q|
+    error  = (|w - s q| + a D |w| + c |s q|) (1 + m)
 
-and ``room = error |h| + norm |h - k| + TINY`` bounds |fused pass's dot product - screen's| (``room_of_groups``).
+and ``room = error |h| + norm |h - k| + TINY`` bounds |fused pass's dot product - screen's| (``room_of``).
 
 a: the fused pass's accumulation in float32. A tensor core adds K products to the sum so far at once; each of these is
     cut off at 2**-23 of the largest, and so is the result: (K + 2) / K * 2**-23 per product, of what no partial sum
@@ -49,14 +49,14 @@ _BUILD_ELEMENTS = 2**22  # of the head per step: some float64 copies of so many 
 
 
 class Int8Head:
-    """An INT8 copy of ``head``: half the bytes of a 2-byte head, and 4.5 bytes per row.
+    """An INT8 copy of ``head``: half the bytes of a 2-byte head, and 12 bytes per row.
 
     columns: ``[D]`` float32 powers of two from 2**-30 to 2**29, or None. A column of the head is multiplied by its own
     before it is rounded, and the hidden state's element divided by it, both exactly: channels in which hidden states
     are large lose less when their columns are scaled up.
 
-    weight: ``[V, D rounded up to 16]`` int8. scale: ``[V]`` float32. error, norm: ``[groups]`` float32, as above; +inf
-    for a group with a row that is not finite.
+    weight: ``[V, D rounded up to 16]`` int8. scale, error, norm: ``[V]`` float32, the last two as above and +inf for a
+    row that is not finite.
 
     Raises ValueError for a hidden size beyond ``MOST_HIDDEN`` and columns that are not such numbers.
     """
@@ -78,29 +78,25 @@ class Int8Head:
         self.columns = columns
         self.shrink = None if columns is None else 1.0 / columns  # what hidden states are multiplied by
         self.weight = torch.zeros(rows, triton.cdiv(width, _ALIGNMENT) * _ALIGNMENT, dtype=torch.int8, device=device)
-        self.scale = torch.empty(rows, dtype=torch.float32, device=device)
-        self.error, self.norm = (
-            torch.empty(triton.cdiv(rows, rng.GROUP_SIZE), dtype=torch.float32, device=device) for _ in range(2)
-        )
+        self.scale, self.error, self.norm = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
         self.rebuild(head)
 
     def rebuild(self, head: LMHead) -> None:
         """Copy ``head`` anew, in place: after its weight has changed. Captured graphs read the new copy."""
         self.require_shape_of(head)
         width = head.weight.shape[1]
-        rows = max(rng.GROUP_SIZE, _BUILD_ELEMENTS // width // rng.GROUP_SIZE * rng.GROUP_SIZE)
+        rows = max(1, _BUILD_ELEMENTS // width)
         for first in range(0, head.vocab_size, rows):
-            last = min(first + rows, head.vocab_size)
-            exact = head.weight[first:last].double()
+            block = slice(first, min(first + rows, head.vocab_size))
+            exact = head.weight[block].double()
             if self.columns is not None:
                 exact *= self.columns
             quantised, scale, error, norm = _quantise_rows(exact)
-            self.weight[first:last, :width] = quantised
-            self.scale[first:last] = scale
-            groups = slice(first // rng.GROUP_SIZE, triton.cdiv(last, rng.GROUP_SIZE))
-            error = (error + ACCUMULATION * width * exact.norm(dim=1) + SCREEN_ROUNDING * norm) * (1 + ROOM_ROUNDING)
-            self.error[groups] = _of_groups(error)
-            self.norm[groups] = _of_groups(norm)
+            error += ACCUMULATION * width * exact.norm(dim=1) + SCREEN_ROUNDING * norm
+            self.weight[block, :width] = quantised
+            self.scale[block] = scale
+            self.error[block] = _rounded_up(error * (1 + ROOM_ROUNDING))
+            self.norm[block] = _rounded_up(norm)
         self._built_from = _state_of(head.weight)
 
     def is_stale(self, head: LMHead) -> bool:
@@ -112,7 +108,7 @@ class Int8Head:
 
     @property
     def num_groups(self) -> int:
-        return self.error.shape[0]
+        return triton.cdiv(self.scale.shape[0], rng.GROUP_SIZE)
 
     @property
     def num_bytes(self) -> int:
@@ -177,13 +173,12 @@ def _quantise_rows(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     )
 
 
-def _of_groups(values: torch.Tensor) -> torch.Tensor:
-    """The largest of each group, ``[N]`` float64 to ``[N / GROUP_SIZE]`` float32, rounded up."""
-    padded = torch.nn.functional.pad(values, (0, -len(values) % rng.GROUP_SIZE))
-    largest = padded.view(-1, rng.GROUP_SIZE).amax(dim=1).nan_to_num(nan=float("inf"), posinf=float("inf"))
-    rounded = largest.float()
+def _rounded_up(values: torch.Tensor) -> torch.Tensor:
+    """float64 to float32, none smaller; +inf where there is no number."""
+    values = values.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    rounded = values.float()
     above = torch.nextafter(rounded, torch.full_like(rounded, float("inf")))
-    return torch.where(rounded.double() < largest, above, rounded) + LEAST_SCALE
+    return torch.where(rounded.double() < values, above, rounded) + LEAST_SCALE
 
 
 def _state_of(weight: torch.Tensor) -> tuple[int, int | None]:
@@ -191,9 +186,9 @@ def _state_of(weight: torch.Tensor) -> tuple[int, int | None]:
 
 
 @triton.jit
-def room_of_groups(error, norm, hidden_norm, hidden_error):
-    """``[NUM_GROUPS, BLOCK_B]``: how far the fused pass's dot products may be from the screen's. +inf or NaN where
-    nothing is known."""
+def room_of(error, norm, hidden_norm, hidden_error):
+    """``[BLOCK_V, BLOCK_B]``: how far the fused pass's dot products may be from the screen's. +inf or NaN where nothing
+    is known."""
     return error[:, None] * hidden_norm[None, :] + (norm[:, None] * hidden_error[None, :] + TINY)
 
 

@@ -307,10 +307,7 @@ def screen_head_ref(
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[B, G]`` float64, the least and the most that each group's score can be when ``[B, V]`` float64 ``dots`` may be
-    off by ``[B, V]`` ``room``, taken as the largest of a group. noise: ``group_noise_ref``."""
-    num_rows, width = dots.shape
-    grouped = torch.nn.functional.pad(room, (0, -width % GROUP_SIZE)).view(num_rows, -1, GROUP_SIZE).amax(-1)
-    room = grouped.repeat_interleave(GROUP_SIZE, 1)[:, :width]
+    off by ``[B, V]`` ``room``. noise: ``group_noise_ref``."""
     low = transform_ref(dots - room, rounded, logit_scale=logit_scale, softcap=softcap)
     high = transform_ref(dots + room, rounded, logit_scale=logit_scale, softcap=softcap)
     return group_scores_ref(low, temperature, noise), group_scores_ref(high, temperature, noise)

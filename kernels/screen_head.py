@@ -7,7 +7,7 @@ transforms and edits of an interval's ends are the ends of the logit's; and S is
     upper[g] = S(upper ends) + slack  >=  the fused pass's score of g  >=  S(lower ends) - slack
 
 with the same noise in all three, and a group whose ``upper`` is below another one's lower score cannot win:
-``threshold``, per row, is the best lower score. Where an interval is not finite, upper is +inf.
+``threshold``, per row, is the best lower score. An interval that is not finite reaches from -inf to +inf.
 
 slack: S is float32. It is within 2**-15 + 2**-23 |S| of the real number it stands for: 16 weights, each within 2**-22
 of itself, their sum within 15 * 2**-24, a logarithm of at most 70 within 2**-22 of itself, a base and a result within
@@ -26,7 +26,7 @@ from .arguments import edit_arguments
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import Edit, LogitEdits
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
-from .int8_head import Int8Head, ScreenWorkspace, room_of_groups
+from .int8_head import Int8Head, ScreenWorkspace, room_of
 from .kept_row import ordered
 from .launch import launch, resident_programs
 from .tiles import ScreenConfig
@@ -52,15 +52,15 @@ def screen_head_kernel(
     weight,  # [V, D] i8 pointer, or a descriptor of its [BLOCK_V, BLOCK_D] blocks
     terms,  # [B * TERMS, D] i8 pointer, or a descriptor of its [BLOCK_B * TERMS, BLOCK_D] blocks
     scale_ptr,  # [V] f32
-    error_ptr,  # [G] f32, G groups of ids, as the next one
-    norm_ptr,  # [G] f32
+    error_ptr,  # [V] f32
+    norm_ptr,  # [V] f32
     hidden_scale_ptr,  # [B] f32
     hidden_norm_ptr,  # [B] f32
     hidden_error_ptr,  # [B] f32
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
-    upper_ptr,  # out [G, B] f32
+    upper_ptr,  # out [G, B] f32, G groups of ids
     threshold_ptr,  # out [B] i32, ``ordered`` lower scores: raised to the best
     edit_rows_ptr,  # [B] i32
     additive_ptr,  # [B, V] f32
@@ -150,19 +150,18 @@ def screen_head_kernel(
             steps = acc.to(tl.float32)
         valid = offs_v < vocab_size
         scale = tl.load(scale_ptr + offs_v, mask=valid, other=0.0)
-        groups = first // rng.GROUP_SIZE + offs_g
-        in_vocab = groups * rng.GROUP_SIZE < vocab_size
-        error = tl.load(error_ptr + groups, mask=in_vocab, other=0.0)
-        norm = tl.load(norm_ptr + groups, mask=in_vocab, other=0.0)
-        dots = tl.reshape(steps * scale[:, None] * hidden_scale[None, :], [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
-        room = room_of_groups(error, norm, hidden_norm, hidden_error)
-        ends_low = tl.reshape(dots - room[:, None, :], [BLOCK_V, BLOCK_B])
-        ends_high = tl.reshape(dots + room[:, None, :], [BLOCK_V, BLOCK_B])
-        lower = transform_logits(ends_low, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
-        upper = transform_logits(ends_high, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+        error = tl.load(error_ptr + offs_v, mask=valid, other=0.0)
+        norm = tl.load(norm_ptr + offs_v, mask=valid, other=0.0)
+        dots = steps * scale[:, None] * hidden_scale[None, :]
+        room = room_of(error, norm, hidden_norm, hidden_error)
+        known = room < _MOST  # not where it is NaN
+        lower = transform_logits(dots - room, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+        upper = transform_logits(dots + room, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
         if HAS_SOFTCAP:
             lower -= softcap * _CAP_SLACK
             upper += softcap * _CAP_SLACK
+        lower = tl.where(known, lower, float("-inf"))
+        upper = tl.where(known, upper, float("inf"))
         if BOUNDED:
             lower = bound_logits(lower, valid[:, None])
             upper = bound_logits(upper, valid[:, None])
@@ -206,6 +205,8 @@ def screen_head_kernel(
             )
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
+        groups = first // rng.GROUP_SIZE + offs_g
+        in_vocab = groups * rng.GROUP_SIZE < vocab_size
         group = vocab_start // rng.GROUP_SIZE + groups
         lower = tl.reshape(lower, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         upper = tl.reshape(upper, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
@@ -213,11 +214,9 @@ def screen_head_kernel(
         upper_score, _, _ = score_groups(upper, in_vocab, inv_temperature, greedy, seed, position, group)
         lower_score -= slack_of(lower_score, greedy)
         upper_score += slack_of(upper_score, greedy)
-        known = room < _MOST  # not where it is NaN
-        lower_score = tl.where(known & (lower_score < _MOST), lower_score, float("-inf"))
-        upper_score = tl.where(known & (upper_score < _MOST), upper_score, float("inf"))
-        upper_score = tl.where(in_vocab[:, None], upper_score, float("-inf"))
-        best_lower = tl.maximum(best_lower, lower_score)
+        # A score so large may be one of logits at their limit, or infinite, or none.
+        upper_score = tl.where(upper_score < _MOST, upper_score, float("inf"))
+        best_lower = tl.maximum(best_lower, tl.where(lower_score < _MOST, lower_score, float("-inf")))
         tl.store(
             upper_ptr + groups[:, None] * num_rows + offs_b[None, :],
             upper_score,
