@@ -22,6 +22,9 @@ from sgl_flashsample.kernels.reference import (
 from sgl_flashsample.kernels.screened_sample import screened_sample
 from sgl_flashsample.kernels.tiles import ScreenConfig
 
+from sgl_flashsample.tuned import Shape, screen_of
+from sgl_flashsample.work import Work
+
 # Interpreted, a program costs milliseconds: few programs. Several parts and several chunks, so that both are joined.
 CONFIG = (
     ScreenConfig(16, 128, 128, 4, 3)
@@ -144,6 +147,16 @@ def test_a_token_does_not_depend_on_the_config(device):
     tokens = [screen(states, head, params, config, int8_head).token for config in configs]
     for other in tokens[1:]:
         assert torch.equal(tokens[0], other)
+
+
+@pytest.mark.parametrize("work", [Work.PLAIN, Work.EDIT, Work.GREEDY])
+def test_the_built_in_configs_draw_the_fused_pass_token(device, work):
+    for num_rows, vocab in ((1, 300), (33, 3000)):
+        states, weight = integer_problem(num_rows, vocab, 64, torch.float16, device)
+        head, params = LMHead(weight), rows(num_rows, device)
+        fused = lm_head_sample(states, head, **params, tile=TILE)
+        config = screen_of(Shape.of(head), num_rows, work)
+        assert torch.equal(screen(states, head, params, config).token, fused.token)
 
 
 @CONFIGS
