@@ -58,3 +58,18 @@ def reciprocal(x):
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     return result
+
+
+@triton.jit
+def prefetch(pointers, mask):
+    """Ask the L2 cache for the 128 bytes around each pointer that ``mask`` selects, and do not wait."""
+    if not _INTERPRETED:
+        pointers, mask = tl.broadcast(pointers, mask)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [pointers.to(tl.int64), mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

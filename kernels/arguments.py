@@ -75,19 +75,14 @@ def feature_arguments(
 
     What is not given is not read, but has a type and an alignment: the kernel is the same whatever is given.
     """
-    kinds = edits.kinds if edits is not None else 0
     kept = None
     if truncation is not None:
         if block_b > MOST_FLAGS:
             raise ValueError(f"block_b is {block_b}; expected {MOST_FLAGS} or fewer with a truncation")
         # bfloat16 holds the logits exactly where they are bfloat16 numbers.
-        exact = rounding is torch.bfloat16 and source.softcap is None and not kinds
+        exact = rounding is torch.bfloat16 and source.softcap is None and not (edits and edits.kinds)
         kept = workspace.kept(num_rows, source.vocab_size, torch.bfloat16 if exact else torch.float32)
-    nothing = (temperature, temperature, workspace.group, temperature)
-    given = nothing if edits is None else (edits.additive, edits.scaling, edits.mask, edits.bias)
-    tensors = [other if edit is None else edit for edit, other in zip(given, nothing, strict=True)]
-    strides = [0 if tensor is other else tensor.stride(0) for tensor, other in zip(tensors, nothing, strict=True)]
-    edit_rows = edits.rows if edits is not None else None
+    editing = edit_arguments(edits, temperature, workspace.group)
     return FeatureArguments(
         pointers=(
             temperature if truncation is None else truncation.top_k,
@@ -96,24 +91,49 @@ def feature_arguments(
             workspace.score if kept is None else kept.logits,
             workspace.score if kept is None else kept.peak,
             workspace.second,
-            temperature if edit_rows is None else edit_rows,
-            *tensors,
+            *editing.pointers,
         ),
-        numbers=(
-            0 if kept is None else kept.width // rng.GROUP_SIZE,
-            *strides,
-            edits.mask.shape[1] if edits is not None and edits.mask is not None else 0,
-            int(kinds),
-        ),
+        numbers=(0 if kept is None else kept.width // rng.GROUP_SIZE, *editing.numbers),
         constants={
             "RETURN_LOGPROB": return_logprob or truncation is not None,  # top-p is a share of the whole mass
             "TRUNCATE": truncation is not None,
+            **editing.constants,
+        },
+        kept=kept,
+    )
+
+
+class EditArguments(NamedTuple):
+    """pointers, numbers, constants: in the order of the kernels' signatures."""
+
+    pointers: tuple[torch.Tensor, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+def edit_arguments(edits: LogitEdits | None, floats: torch.Tensor, integers: torch.Tensor) -> EditArguments:
+    """A batch's edits, for the kernels that walk vocabulary tiles.
+
+    floats, integers: any float32 and int32 tensor, in the place of what is not given.
+    """
+    nothing = (floats, floats, integers, floats)
+    given = nothing if edits is None else (edits.additive, edits.scaling, edits.mask, edits.bias)
+    tensors = [other if edit is None else edit for edit, other in zip(given, nothing, strict=True)]
+    strides = [0 if tensor is other else tensor.stride(0) for tensor, other in zip(tensors, nothing, strict=True)]
+    edit_rows = edits.rows if edits is not None else None
+    return EditArguments(
+        pointers=(floats if edit_rows is None else edit_rows, *tensors),
+        numbers=(
+            *strides,
+            edits.mask.shape[1] if edits is not None and edits.mask is not None else 0,
+            int(edits.kinds if edits is not None else 0),
+        ),
+        constants={
             "EDIT": edits is not None,
             "EDIT_ROWS": edit_rows is not None,
             "MASK_IS_BOOL": edits is not None and edits.mask_is_bool,
             "BIAS_FIRST": edits is not None and edits.bias_before_mask,
         },
-        kept=kept,
     )
 
 

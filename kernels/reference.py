@@ -104,17 +104,11 @@ def sample_ref(
     """
     greedy = (temperature <= 0)[:, None]
     scale = torch.where(greedy, 1.0, 1.0 / temperature.double()[:, None])
-    num_rows, width = logits.shape
-    groups = -(-width // GROUP_SIZE)
-    pad = (0, groups * GROUP_SIZE - width)
-
-    group_id = vocab_start // GROUP_SIZE + torch.arange(groups, device=logits.device)
-    group_noise = gumbel_ref(seed[:, None], position[:, None], group_id[None], Stream.SAMPLE, Unit.GROUP)
+    width = logits.shape[1]
+    group_noise = group_noise_ref(seed, position, width, vocab_start)
 
     def group_score(values: torch.Tensor) -> torch.Tensor:
-        grouped = torch.nn.functional.pad(values, pad, value=float("-inf")).view(num_rows, groups, GROUP_SIZE)
-        sampled = torch.logsumexp(grouped * scale[..., None], -1) + group_noise
-        return torch.where(greedy, grouped.amax(-1), sampled)
+        return group_scores_ref(values, temperature, group_noise)
 
     group = group_score(logits).argmax(-1)
     near_tie = _overlaps(group_score(low), group_score(high), group, tolerance)
@@ -136,6 +130,22 @@ def sample_ref(
         return (own * scale).gather(1, local[:, None]).squeeze(1) - torch.logsumexp(others * scale, -1)
 
     return Reference(vocab_start + local, near_tie, logprob(low, high), logprob(high, low))
+
+
+def group_noise_ref(seed: torch.Tensor, position: torch.Tensor, width: int, vocab_start: int) -> torch.Tensor:
+    """``[B, G]`` float64, the noise of the groups of ``width`` ids from ``vocab_start`` on."""
+    group = vocab_start // GROUP_SIZE + torch.arange(-(-width // GROUP_SIZE), device=seed.device)
+    return gumbel_ref(seed[:, None], position[:, None], group[None], Stream.SAMPLE, Unit.GROUP)
+
+
+def group_scores_ref(logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """``[B, G]`` float64: perturbed log-masses of the groups of ``[B, V]`` logits, largest logits on greedy rows."""
+    num_rows, width = logits.shape
+    grouped = torch.nn.functional.pad(logits, (0, -width % GROUP_SIZE), value=float("-inf"))
+    grouped = grouped.view(num_rows, -1, GROUP_SIZE)
+    greedy = (temperature <= 0)[:, None]
+    scale = torch.where(greedy, 1.0, 1.0 / temperature.double()[:, None])
+    return torch.where(greedy, grouped.amax(-1), torch.logsumexp(grouped * scale[..., None], -1) + noise)
 
 
 def _overlaps(low: torch.Tensor, high: torch.Tensor, winner: torch.Tensor, tolerance: float) -> torch.Tensor:
@@ -260,6 +270,47 @@ def truncated_sample_ref(
         near_tie |= first(slack)[0] != token
     logprob = torch.log_softmax(logits / temperature.double()[:, None], -1).gather(1, token[:, None]).squeeze(1)
     return Reference(token, near_tie, logprob, logprob)
+
+
+def quantize_hidden_ref(terms: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """``[B, D]`` float64, what ``[B, TERMS, D]`` int8 terms, each 256 times as fine as the one before, stand for with
+    ``[B]`` steps."""
+    value = terms[:, 0].double()
+    for term in range(1, terms.shape[1]):
+        value = 256 * value + terms[:, term].double()
+    return step.double()[:, None] * value
+
+
+def screen_room_ref(
+    weight: torch.Tensor, copy: torch.Tensor, hidden: torch.Tensor, fixed: torch.Tensor, accumulation: float
+) -> torch.Tensor:
+    """``[B, V]`` float64: how far <hidden, weight>, summed in float32, may be from <fixed, copy> (Cauchy and Schwarz).
+
+    accumulation: how far that sum may be off per product, as a share of ``|hidden| |weight|``.
+    """
+    weight, hidden = weight.double(), hidden.double()
+    off_weight = torch.linalg.vector_norm(weight - copy, dim=1)
+    off_hidden = torch.linalg.vector_norm(hidden - fixed, dim=1)
+    sums = accumulation * weight.shape[1] * torch.linalg.vector_norm(weight, dim=1)
+    length = torch.linalg.vector_norm(hidden, dim=1)
+    return length[:, None] * (off_weight + sums) + off_hidden[:, None] * torch.linalg.vector_norm(copy, dim=1)
+
+
+def screen_head_ref(
+    dots: torch.Tensor,
+    room: torch.Tensor,
+    temperature: torch.Tensor,
+    noise: torch.Tensor,
+    *,
+    rounded: torch.dtype,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[B, G]`` float64, the least and the most that each group's score can be when ``[B, V]`` float64 ``dots`` may be
+    off by ``[B, V]`` ``room``. noise: ``group_noise_ref``."""
+    low = transform_ref(dots - room, rounded, logit_scale=logit_scale, softcap=softcap)
+    high = transform_ref(dots + room, rounded, logit_scale=logit_scale, softcap=softcap)
+    return group_scores_ref(low, temperature, noise), group_scores_ref(high, temperature, noise)
 
 
 def reduce_parts_ref(

@@ -13,6 +13,9 @@ from .rng import GROUP_SIZE
 MOST_CHUNKS = 16
 MOST_CANDIDATES = 512
 MOST_PARTS = 512  # of a vocabulary, where logits are read: what the second launch has room for
+MOST_TERMS = 2  # int8 numbers per element of a hidden state
+MOST_BLOCK_B = 128  # rows of a screening tile
+LEAST_CHUNK = 16  # groups per rescoring program
 MOST_FLAGS = 128  # rows of a tile with a truncation: as many flags as two integers hold (part.as_bits)
 
 
@@ -107,6 +110,51 @@ class ReadConfig:
         _require_positive(self, "stages", "ctas_per_sm", "least_parts")
         _require_at_most(self, {"least_parts": MOST_PARTS})
         _require_whole_steps(self)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class ScreenConfig:
+    """One point of the launch space of ``screened_sample``.
+
+    The screen: block_b, block_v, block_d, num_warps, stages, ctas_per_sm, flatten: as in ``TileConfig``, of the INT8
+    head. tma: load it and the hidden states through tensor descriptors. terms: 1 or 2 int8 numbers per element of a
+    hidden state: two leave fewer groups to rescore, one is half the arithmetic. ``block_b * terms`` is at least 16.
+    hidden_warps: of the programs, one per row, that make them.
+
+    The rescoring: chunk: groups that one program answers for, any number from ``LEAST_CHUNK`` on. rescore_v, rescore_d:
+    ids and hidden elements per step, of the groups that are to be rescored. rescore_warps, rescore_stages: as num_warps
+    and stages. prefetch: ask for all of a step's ids at once, for the pipeline is shorter than they are.
+    """
+
+    block_b: int
+    block_v: int
+    block_d: int
+    num_warps: int
+    stages: int
+    ctas_per_sm: int = 1
+    flatten: bool = True
+    tma: bool = True
+    terms: int = 2
+    hidden_warps: int = 8
+    chunk: int = 72
+    rescore_v: int = 64
+    rescore_d: int = 128
+    rescore_warps: int = 4
+    rescore_stages: int = 4
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        least = {"terms": 1, "block_b": 8, "block_v": 2 * GROUP_SIZE, "block_d": 32, "num_warps": 1, "hidden_warps": 1}
+        least |= {"rescore_v": 2 * GROUP_SIZE, "rescore_d": 16, "rescore_warps": 1}
+        _require_powers_of_two(self, least)
+        _require_positive(self, "stages", "ctas_per_sm", "rescore_stages", "chunk")
+        if self.chunk < LEAST_CHUNK:
+            raise ValueError(f"ScreenConfig.chunk is {self.chunk}; expected {LEAST_CHUNK} or more")
+        _require_at_most(self, {"terms": MOST_TERMS, "block_b": MOST_BLOCK_B})
+        if self.block_b * self.terms < 16:
+            raise ValueError(
+                f"ScreenConfig.block_b is {self.block_b} with {self.terms} terms; expected at least 16 of both together"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from .kernels.head import LMHead
 from .kernels.rng import GROUP_SIZE
-from .kernels.tiles import DEFAULT_DRAW, DrawConfig, ReadConfig, TileConfig
+from .kernels.tiles import DEFAULT_DRAW, DrawConfig, ReadConfig, ScreenConfig, TileConfig
 from .work import Path, Work
 
 _T = TypeVar("_T")
@@ -76,6 +76,35 @@ READS: dict[Work, list[tuple[int, ReadConfig]]] = {
     Work.TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
     Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24))],
     Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
+}
+# {(family, bytes per weight element, work): [(largest number of rows, how the screened path launches)]}, not measured.
+SCREENS: dict[tuple[str, int, Work], list[tuple[int, ScreenConfig]]] = {
+    ("sm90", 2, Work.PLAIN): [
+        (8, ScreenConfig(8, 128, 256, 8, 5)),
+        (16, ScreenConfig(16, 128, 256, 8, 4)),
+        (64, ScreenConfig(32, 64, 256, 8, 4)),
+    ],
+    ("sm90", 2, Work.EDIT): [
+        (8, ScreenConfig(8, 128, 256, 8, 5, rescore_d=64, rescore_warps=8)),
+        (16, ScreenConfig(16, 128, 256, 8, 4, rescore_d=64, rescore_warps=8)),
+        (64, ScreenConfig(32, 64, 256, 8, 4, rescore_d=64, rescore_warps=8)),
+    ],
+    ("sm90", 4, Work.PLAIN): [(64, ScreenConfig(16, 64, 256, 8, 6, rescore_d=16, rescore_warps=8))],
+    ("sm100", 2, Work.PLAIN): [
+        (8, ScreenConfig(8, 128, 256, 8, 5, rescore_d=64, rescore_warps=8)),
+        (16, ScreenConfig(16, 128, 256, 8, 4, rescore_d=64, rescore_warps=8)),
+        (64, ScreenConfig(32, 64, 256, 8, 4, rescore_d=64, rescore_warps=8)),
+    ],
+    ("sm100", 2, Work.EDIT): [
+        (16, ScreenConfig(16, 64, 256, 8, 6, rescore_d=64, rescore_warps=8)),
+        (64, ScreenConfig(32, 64, 256, 8, 4, rescore_d=64)),
+    ],
+    ("sm100", 4, Work.PLAIN): [(64, ScreenConfig(16, 64, 256, 8, 6, rescore_d=16, rescore_warps=8))],
+    ("sm80", 2, Work.PLAIN): [
+        (16, ScreenConfig(16, 128, 128, 8, 4, tma=False, rescore_d=64, rescore_warps=8)),
+        (64, ScreenConfig(32, 64, 128, 8, 4, tma=False, rescore_d=64, rescore_warps=8)),
+    ],
+    ("sm80", 4, Work.PLAIN): [(64, ScreenConfig(16, 64, 128, 8, 4, tma=False, rescore_d=16, rescore_warps=8))],
 }
 # {(family, bytes per weight element, work): largest number of rows that the fused pass takes}
 PATHS: dict[tuple[str, int, Work], int] = {
@@ -199,6 +228,33 @@ def path_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> Path:
 def path_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> Path:
     """``path_of`` the shape of ``head``."""
     return path_of(Shape.of(head), num_rows, work)
+
+
+@functools.lru_cache(maxsize=256)
+def _interpreted_screen(vocab_size: int, hidden_size: int, num_rows: int) -> ScreenConfig:
+    """As few programs as the tile that ``_interpreted_tile`` makes."""
+    tile = _interpreted_tile(vocab_size, hidden_size, num_rows)
+    return ScreenConfig(
+        tile.block_b,
+        tile.block_v,
+        max(32, tile.block_d),
+        4,
+        1,
+        flatten=False,
+        tma=False,
+        chunk=1024,
+        rescore_d=tile.block_d,
+        rescore_stages=1,
+    )
+
+
+def screen_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> ScreenConfig:
+    """How the screened path launches ``num_rows`` rows of such a head, without a truncation. Raises ValueError on a
+    device without an entry."""
+    if shape.device.type == "cpu":
+        return _interpreted_screen(shape.vocab_size, shape.hidden_size, num_rows)
+    key = (_known_family(shape.device), shape.itemsize)
+    return _up_to(_own(SCREENS, key, work) or SCREENS[(*key, Work.PLAIN)], num_rows)
 
 
 @functools.lru_cache(maxsize=4096)

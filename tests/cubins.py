@@ -12,10 +12,13 @@ from sgl_flashsample.kernels.draw_truncated import draw_truncated_kernel
 from sgl_flashsample.kernels.head import TRITON_DTYPES, block_of_spans
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample_kernel
 from sgl_flashsample.kernels.part import left_of
+from sgl_flashsample.kernels.quantize_hidden import quantize_hidden_kernel
 from sgl_flashsample.kernels.reduce_parts import reduce_parts_kernel
+from sgl_flashsample.kernels.rescore_groups import rescore_groups_kernel
 from sgl_flashsample.kernels.sample_logits import sample_logits_kernel
+from sgl_flashsample.kernels.screen_head import screen_head_kernel
 from sgl_flashsample.kernels.search_truncated import search_truncated_kernel
-from sgl_flashsample.kernels.tiles import MOST_PARTS, DrawConfig, ReadConfig, TileConfig
+from sgl_flashsample.kernels.tiles import MOST_PARTS, DrawConfig, ReadConfig, ScreenConfig, TileConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -198,6 +201,112 @@ def resources_of_search_truncated(
     constants |= {"WINDOW": min(config.window, block_s), "GATHER": min(config.gather, block_s)}
     return _compile(
         search_truncated_kernel, {**pointers, **rest}, constants, set(pointers), capability, config.search_warps, 3
+    )
+
+
+def resources_of_quantize_hidden(
+    capability: int, hidden_size: int, dtype: torch.dtype, config: ScreenConfig
+) -> Resources:
+    """Compile the kernel that puts hidden states of ``dtype`` into fixed point."""
+    pointers = {"hidden_ptr": f"*{DTYPE_NAMES[dtype]}", "terms_ptr": "*i8", "threshold_ptr": "*i32", "best_ptr": "*i64"}
+    pointers |= dict.fromkeys(("shrink_ptr", "scale_ptr", "norm_ptr", "error_ptr"), "*fp32")
+    pointers |= {"candidates_ptr": "*i32"}
+    strides = dict.fromkeys(("hidden_stride", "terms_stride"), "i32")
+    constants = {"D": hidden_size, "BLOCK_D": triton.next_power_of_2(hidden_size), "TERMS": config.terms}
+    constants |= {"SHRINK": True}
+    aligned = {*pointers, *strides}
+    return _compile(quantize_hidden_kernel, pointers | strides, constants, aligned, capability, config.hidden_warps, 3)
+
+
+def _screened(dtype: torch.dtype, softcap: bool, edits: bool) -> dict[str, object]:
+    """Constants that both passes of the screened path have."""
+    return {
+        "LOGITS_DTYPE": TRITON_DTYPES[dtype],
+        "HAS_SCALE": False,
+        "HAS_SOFTCAP": softcap,
+        "EDIT": edits,
+        "EDIT_ROWS": edits,
+        "MASK_IS_BOOL": False,
+        "BIAS_FIRST": False,
+    }
+
+
+def resources_of_screen_head(
+    capability: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    config: ScreenConfig,
+    *,
+    softcap: bool = False,
+    edits: bool = False,
+    whole_groups: bool = True,
+) -> Resources:
+    """Compile the pass over the INT8 copy of a head of ``dtype``."""
+    rows = config.block_b * config.terms
+    blocks = {
+        "weight": f"tensordesc<i8[{config.block_v}, {config.block_d}]>" if config.tma else "*i8",
+        "terms": f"tensordesc<i8[{rows}, {config.block_d}]>" if config.tma else "*i8",
+    }
+    pointers = dict.fromkeys(("scale_ptr", "error_ptr", "norm_ptr", "upper_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("hidden_scale_ptr", "hidden_norm_ptr", "hidden_error_ptr"), "*fp32")
+    pointers |= {"threshold_ptr": "*i32"}
+    constants = _screened(dtype, softcap, edits) | {
+        "D": hidden_size,
+        "WHOLE_GROUPS": whole_groups,
+        "BLOCK_B": config.block_b,
+        "BLOCK_V": config.block_v,
+        "BLOCK_D": config.block_d,
+        "TERMS": config.terms,
+        "STAGES": config.stages,
+        "FLATTEN": config.flatten,
+        "TMA": config.tma,
+    }
+    rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")} | _EDITS
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "stride"), "i32")
+    rest |= {"logit_scale": "fp32", "softcap": "fp32"}
+    aligned = {*pointers, "stride"} | (set() if config.tma else set(blocks))
+    return _compile(
+        screen_head_kernel, blocks | pointers | rest, constants, aligned, capability, config.num_warps, config.stages
+    )
+
+
+def resources_of_rescore_groups(
+    capability: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    config: ScreenConfig,
+    *,
+    softcap: bool = False,
+    edits: bool = False,
+) -> Resources:
+    """Compile the pass over the groups of a head of ``dtype`` that could still win."""
+    name = DTYPE_NAMES[dtype]
+    pointers = {"weight_ptr": f"*{name}", "hidden_ptr": f"*{name}", "upper_ptr": "*fp32", "logits_ptr": "*fp32"}
+    pointers |= dict.fromkeys(("threshold_ptr", "list_ptr", "candidates_ptr", "read_ptr", "arrived_ptr"), "*i32")
+    pointers |= dict.fromkeys(("best_ptr", "counters_ptr"), "*i64")
+    constants = _screened(dtype, softcap, edits) | {
+        "D": hidden_size,
+        "BLOCK_B": max(16, config.block_b),
+        "BLOCK_V": config.rescore_v,
+        "BLOCK_D": config.rescore_d,
+        "STAGES": config.rescore_stages,
+        "CHUNK": config.chunk,
+        "BLOCK_C": triton.next_power_of_2(config.chunk),
+        "PREFETCH": config.prefetch,
+    }
+    rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")} | _EDITS
+    rest |= {name: _OUTPUTS[name] for name in ("token_ptr", "best_score_ptr")}
+    strides = dict.fromkeys(("weight_stride", "hidden_stride"), "i32")
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start"), "i32")
+    rest |= {"logit_scale": "fp32", "softcap": "fp32"}
+    return _compile(
+        rescore_groups_kernel,
+        pointers | strides | rest,
+        constants,
+        {*pointers, *strides},
+        capability,
+        config.rescore_warps,
+        config.rescore_stages,
     )
 
 

@@ -17,6 +17,7 @@ FAMILY = {80: "sm80", 86: "sm80", 90: "sm90", 100: "sm100"}
 DRAW_SPILLS = 16  # bytes: of its own accord ptxas spills a word or two for more resident programs
 SEARCH_SPILLS = 256
 VOCAB = 151_936
+SCREENED = ("screen, plain: ", "rescoring, plain: ", "fixed point, plain: ")
 
 # Compiling needs a process whose Triton is not the interpreter.
 SCRIPT = """
@@ -30,7 +31,7 @@ except ImportError:
     sgl_flashsample.__path__.append(sys.path[1])
 import cubins
 from sgl_flashsample.kernels.tiles import DEFAULT_DRAW
-from sgl_flashsample.tuned import DRAWS, READS, TABLE, WORK_TABLE, Work
+from sgl_flashsample.tuned import DRAWS, READS, SCREENS, TABLE, WORK_TABLE, Work
 capability, family, vocab = int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 draw = DRAWS.get(family, DEFAULT_DRAW)
 found = []
@@ -56,6 +57,21 @@ for name, itemsize in TABLE:
             if work is Work.PLAIN and not tile.one_launch:
                 used = cubins.resources_of_reduce_parts(capability, tile, 256, return_logprob=True)
                 report(f"reduction of {tile}", used)
+for (name, itemsize, work), entries in SCREENS.items():
+    if name != family:
+        continue
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    own = work if (name, itemsize, Work.EDIT) in SCREENS else None
+    for _, config in entries:
+        for edits in {False, True} if own is None else {work.edits}:
+            for softcap in (False, True):
+                options = {"edits": edits, "softcap": softcap}
+                used = compile.resources_of_screen_head(capability, 4096, dtype, config, **options)
+                report(f"screen, {work}: {config} {dtype} {options}", used)
+                used = compile.resources_of_rescore_groups(capability, 4096, dtype, config, **options)
+                report(f"rescoring, {work}: {config} {dtype} {options}", used)
+        used = compile.resources_of_quantize_hidden(capability, 4096, dtype, config)
+        report(f"fixed point, {work}: {config} {dtype}", used)
 for work, entries in READS.items():
     features = {"truncate": work.truncates, "edits": work.edits}
     for config in {config for _, config in entries}:
@@ -96,7 +112,16 @@ def test_every_shipped_tile_with_the_features_it_is_for_compiles_fits_and_spills
     found = json.loads(output.splitlines()[-1])
     for work in ("plain", "truncate", "edit", "edit+truncate"):
         assert sum(name.startswith(f"reader, {work}: ") for name, _ in found) >= 4, work
-    for part in ("plain: ", "truncate: ", "edit: ", "edit+truncate: ", "draw of ", "search of ", "reduction of "):
+    for part in (
+        "plain: ",
+        "truncate: ",
+        "edit: ",
+        "edit+truncate: ",
+        "draw of ",
+        "search of ",
+        "reduction of ",
+        *SCREENED,
+    ):
         assert sum(name.startswith(part) for name, _ in found) >= 2, part
     for name, used in found:
         spills = SEARCH_SPILLS if name.startswith("search of ") else DRAW_SPILLS if name.startswith("draw of ") else 0

@@ -11,8 +11,8 @@ from sgl_flashsample import kernels, sources
 from sgl_flashsample.sources import LAUNCHERS, device_code, imported_from, installed_sources
 
 FILES = {
-    "lm_head_sample": "from .noise import noise\nfrom . import tiles\n@triton.jit\ndef sample():\n    noise()\n",
-    "sample_logits": "from .noise import noise\n@triton.jit(debug=True)\ndef read():\n    noise()\n",
+    "lm_head_sample": "from .noise import noise\nfrom . import tiles\n@triton.jit\ndef sample_kernel():\n    noise()\n",
+    "sample_logits": "from .noise import noise\n@triton.jit(debug=True)\ndef read_kernel():\n    noise()\n",
     "noise": "LN_2 = 0.69\n@triton.jit\ndef noise():\n    LN_2\n",
     "tiles": "def launcher():\n    pass\n",
     "reference": "@triton.jit\ndef other():\n    pass\n",
@@ -47,9 +47,10 @@ def test_a_hash_is_of_each_paths_own_kernels_and_those_they_call(hashes):
         {"reference": "other"},
         {"tiles": "def launcher():\n    return 1\n"},
         {"tiles": "class Tile:\n    size = 1\n"},
+        {"noise": FILES["noise"] + "PI = 3.14\n@triton.jit\ndef other():\n    PI\n"},
         {"noise": '"""Words."""\n' + FILES["noise"].replace("LN_2\n", "LN_2  # the logarithm\n\n")},
     ],
-    ids=["a reference", "a launcher", "a class of the host", "comments"],
+    ids=["a reference", "a launcher", "a class of the host", "what no kernel here uses", "comments"],
 )
 def test_what_the_device_does_not_run_leaves_a_hash_as_it_is(hashes, changes):
     assert hashes(**changes) == hashes()
@@ -64,6 +65,7 @@ Why it is.
 import a  # for b
 
 SIZE = 16  # one warp
+OTHER = 17
 
 
 class Unit(enum.IntEnum):
@@ -75,29 +77,29 @@ class Unit(enum.IntEnum):
 @a.jit(
     debug=True,
 )
-def f(x):  # [B]
+def f_kernel(x):  # [B]
     # Why.
     \"\"\"What it does.\"\"\"
     text = "# no comment"
 
     \"\"\"a value, not a docstring\"\"\"
-    return {"é": f"{x} # {text}"}  # é
+    return {"é": f"{x} # {text}", Unit.TOKEN: SIZE}  # é
 
 
 def launch(x):
-    f(x)
+    f_kernel(x, OTHER)
 """
-    assert device_code(source).splitlines() == [
+    assert device_code([source]).splitlines() == [
         "SIZE = 16",
         "class Unit(enum.IntEnum):",
         "    TOKEN = 0",
         "@a.jit(",
         "    debug=True,",
         ")",
-        "def f(x):",
+        "def f_kernel(x):",
         '    text = "# no comment"',
         '    """a value, not a docstring"""',
-        '    return {"é": f"{x} # {text}"}',
+        '    return {"é": f"{x} # {text}", Unit.TOKEN: SIZE}',
     ]
 
 
@@ -105,8 +107,10 @@ def launch(x):
 def test_every_kernel_that_a_launcher_names_is_in_its_hash(path):
     folder = pathlib.Path(kernels.__file__).parent
     found = imported_from(folder, LAUNCHERS[path])
-    assert {LAUNCHERS[path], "epilogue", "rng", "approx", "reduce_parts", "draw_truncated"} <= found
-    assert "reference" not in found
-    for module in found:
-        ast.parse(device_code((folder / f"{module}.py").read_text()))
+    assert {LAUNCHERS[path], "epilogue", "rng", "approx"} <= found and "reference" not in found
+    code = device_code([(folder / f"{module}.py").read_text() for module in sorted(found)])
+    ast.parse(code)
+    for text in ("def score_groups(", "def philox4x32(", "GROUP_SIZE = 16", "_MASK = tl.constexpr(", "class Edit("):
+        assert code.count(text) == 1
+    assert "MOST_PARTS" not in code and "import" not in code  # of launchers
     assert set(installed_sources()) == set(LAUNCHERS)

@@ -1,0 +1,360 @@
+"""The second pass of the screened path: the groups that could still win, from the head itself; and the token.
+
+A group is rescored when, for any row of a block, what it could reach (``upper`` of ``screen_head.py``) is at least what
+some group does reach (``threshold``): for all rows of the block, with the fused pass's products in its order, its noise
+and its epilogue. So the best of the rescored groups is the best of all.
+
+Each program answers for ``CHUNK`` groups and gathers those of them that are to be rescored, ``BLOCK_V / GROUP_SIZE`` at
+a time. That may be none or all of them: there is no list that could overflow. The program of a block of rows that
+finishes last draws the tokens inside the winning groups.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import rng
+from .approx import prefetch
+from .arguments import edit_arguments
+from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
+from .features import LogitEdits
+from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
+from .int8_head import Counted, ScreenWorkspace
+from .kept_row import ordered, value_of
+from .launch import launch
+from .part import best_of_slots
+from .quantize_hidden import NO_BEST
+from .reduce_parts import OUTPUTS, Drawn
+from .tiles import ScreenConfig
+
+# Of a head's groups: a block of rows that reads more of them is counted, as one that the fused pass might have
+# answered sooner.
+WIDE = tl.constexpr(1.0 / 16.0)
+
+_LINE_BYTES = tl.constexpr(128)
+_LINES = tl.constexpr(8)  # that are asked for at a time
+_LOW_WORD = tl.constexpr(2**32 - 1)
+_BATCHES = tl.constexpr(int(Counted.BATCHES))
+_ROWS = tl.constexpr(int(Counted.ROWS))
+_GROUPS = tl.constexpr(int(Counted.GROUPS))
+_CANDIDATES = tl.constexpr(int(Counted.CANDIDATES))
+_SURE_ROWS = tl.constexpr(int(Counted.SURE_ROWS))
+_WIDE_BATCHES = tl.constexpr(int(Counted.WIDE_BATCHES))
+
+
+@triton.jit
+def pick_in_groups(
+    group,  # [BLOCK_R] i32, absolute ids
+    logits,  # [GROUP_SIZE, BLOCK_R] f32, of these groups
+    temperature,  # [BLOCK_R] f32
+    seed,  # [BLOCK_R] i64
+    position,  # [BLOCK_R] i64
+    vocab_end,
+):
+    """Which of its group's ids each row takes, ``[BLOCK_R]``: as ``reduce_parts.draw_from_parts`` has it."""
+    greedy = temperature <= 0.0
+    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+    token = group[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
+    waiting = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
+    perturbed = tl.where(greedy[None, :], logits, logits * inv_temperature[None, :] - tl.log(waiting))
+    return tl.argmax(tl.where(token < vocab_end, perturbed, float("-inf")), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_rows", "vocab_size", "vocab_start"),
+        *("additive_stride", "scaling_stride", "mask_stride", "bias_stride", "mask_words", "given_edits"),
+    ],
+    do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS, *OUTPUTS],
+)
+def rescore_groups_kernel(
+    weight_ptr,  # [V, D]
+    hidden_ptr,  # [B, D]
+    temperature_ptr,  # [B] f32
+    seed_ptr,  # [B] i64
+    position_ptr,  # [B] i64
+    upper_ptr,  # [G, B] f32, G groups of ids
+    threshold_ptr,  # [B] i32
+    best_ptr,  # [B] i64: ``ordered`` score of the best rescored group, and what is left of NO_GROUP beside its id
+    logits_ptr,  # out [chunks, B, GROUP_SIZE] f32, of each chunk's best rescored group
+    list_ptr,  # out [row blocks * G] i32, of each chunk: the groups to rescore
+    candidates_ptr,  # [B] i32: groups that the row could have taken its token from
+    read_ptr,  # [row blocks] i32: groups rescored so far, as the next one zero again afterwards
+    arrived_ptr,  # [row blocks] i32: chunks that are done
+    counters_ptr,  # [len(Counted)] i64
+    token_ptr,  # out [B] i64
+    best_score_ptr,  # out [B] f32
+    edit_rows_ptr,  # [B] i32
+    additive_ptr,  # [B, V] f32
+    scaling_ptr,  # [B, V] f32
+    mask_ptr,  # [B, W] i32 or [B, V] bool
+    bias_ptr,  # [B, V] f32
+    num_rows,
+    vocab_size,
+    vocab_start,
+    weight_stride,
+    hidden_stride,
+    logit_scale,
+    softcap,
+    additive_stride,
+    scaling_stride,
+    mask_stride,
+    bias_stride,
+    mask_words,
+    given_edits,
+    # constexpr
+    D: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EDIT: tl.constexpr,
+    EDIT_ROWS: tl.constexpr,
+    MASK_IS_BOOL: tl.constexpr,
+    BIAS_FIRST: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    SLOTS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
+    LINE: tl.constexpr = _LINE_BYTES // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = LINE * _LINES
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
+    chunk = tl.program_id(0) // num_row_blocks
+    row_block = tl.program_id(0) % num_row_blocks
+    offs_b = row_block * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_b = offs_b < num_rows
+    num_groups = tl.cdiv(vocab_size, rng.GROUP_SIZE)
+    offs_c = chunk * CHUNK + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < tl.minimum((chunk + 1) * CHUNK, num_groups)
+    upper = tl.load(
+        upper_ptr + offs_c[:, None] * num_rows + offs_b[None, :],
+        mask=mask_c[:, None] & mask_b[None, :],
+        other=float("-inf"),
+    )
+    threshold = value_of(tl.load(threshold_ptr + offs_b, mask=mask_b, other=0))
+    possible = ((upper >= threshold[None, :]) & (upper > float("-inf"))).to(tl.int32)  # [BLOCK_C, BLOCK_B]
+    flagged = tl.max(possible, axis=1)
+    num_flagged = tl.sum(flagged)
+    if num_flagged > 0:
+        own = tl.sum(possible, axis=0)
+        tl.atomic_add(candidates_ptr + offs_b, own, mask=mask_b & (own > 0), sem="relaxed")
+        tl.atomic_add(read_ptr + row_block, num_flagged, sem="relaxed")
+        list_ptr += row_block * num_groups + chunk * CHUNK
+        tl.store(list_ptr + tl.cumsum(flagged, axis=0) - 1, offs_c, mask=flagged > 0)
+        tl.debug_barrier()
+        temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
+        greedy = temperature <= 0.0
+        inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+        offs_d = tl.arange(0, BLOCK_D)
+        offs_s = tl.arange(0, SLOTS)
+        offs_i = tl.arange(0, rng.GROUP_SIZE)
+        offs_l = tl.arange(0, _LINES) * LINE
+        block_offs = offs_b[None, :] + tl.zeros([SLOTS, 1], tl.int32)
+        block_mask = mask_b[None, :] & (offs_s >= 0)[:, None]
+        seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
+        position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
+        edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
+        if EDIT_ROWS:
+            edits &= tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
+        hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + offs_d[:, None]
+        best_score = tl.full([SLOTS, BLOCK_B], float("-inf"), tl.float32)
+        best_group = tl.full([SLOTS, BLOCK_B], rng.NO_GROUP, tl.int32)
+        best_logits = tl.full([SLOTS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)
+        for step in tl.range(0, num_flagged, SLOTS):
+            live = step + offs_s < num_flagged
+            group = tl.load(list_ptr + step + offs_s, mask=live, other=0)
+            ids = tl.reshape(group[:, None] * rng.GROUP_SIZE + offs_i[None, :], [BLOCK_V])
+            valid = tl.reshape(live[:, None] & (offs_i >= 0)[None, :], [BLOCK_V]) & (ids < vocab_size)
+            row_ptrs = weight_ptr + ids.to(tl.int64)[:, None] * weight_stride
+            if PREFETCH:
+                for line in tl.range(0, D, LINES):
+                    prefetch(row_ptrs + (line + offs_l)[None, :], valid[:, None] & (line + offs_l < D)[None, :])
+            acc = tl.zeros([BLOCK_V, BLOCK_B], tl.float32)
+            for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+                mask_d = d + offs_d < D
+                blk_w = tl.load(row_ptrs + (d + offs_d)[None, :], mask=valid[:, None] & mask_d[None, :], other=0.0)
+                blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
+                acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
+            logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+            logits = bound_logits(logits, valid[:, None])
+            if EDIT:
+                logits = edit_logits(
+                    logits,
+                    valid[:, None] & mask_b[None, :],
+                    offs_b,
+                    (vocab_start + ids)[:, None],
+                    edits,
+                    additive_ptr,
+                    scaling_ptr,
+                    mask_ptr,
+                    bias_ptr,
+                    additive_stride,
+                    scaling_stride,
+                    mask_stride,
+                    bias_stride,
+                    mask_words,
+                    MASK_IS_BOOL,
+                    BIAS_FIRST,
+                )
+            logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
+            group += vocab_start // rng.GROUP_SIZE
+            score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
+            better = score > best_score  # strict, and groups ascend: the first maximum wins a tie
+            best_score = tl.where(better, score, best_score)
+            best_group = tl.where(better, group[:, None], best_group)
+            best_logits = tl.where(better[:, None, :], logits, best_logits)
+        score, group, chosen = best_of_slots(best_score, best_group, 1)
+        score = tl.max(score, axis=0)
+        group = tl.min(group, axis=0)
+        best_logits = tl.reshape(best_logits, [SLOTS, 1, rng.GROUP_SIZE, BLOCK_B])
+        logits = tl.sum(tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0), axis=0)
+        scored = mask_b & (score > float("-inf"))
+        out = (chunk * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
+        tl.store(logits_ptr + out, logits, mask=scored[None, :])
+        packed = (ordered(score).to(tl.int64) << 32) | (group ^ rng.NO_GROUP).to(tl.int64)
+        tl.atomic_max(best_ptr + offs_b, packed, mask=scored, sem="relaxed")
+
+    tl.debug_barrier()  # what this program's other threads have written comes before its arrival
+    if tl.atomic_add(arrived_ptr + row_block, 1, sem="acq_rel") == tl.cdiv(num_groups, CHUNK) - 1:
+        tl.store(arrived_ptr + row_block, 0)
+        draw_in_best_groups(
+            temperature_ptr,
+            seed_ptr,
+            position_ptr,
+            best_ptr,
+            logits_ptr,
+            candidates_ptr,
+            read_ptr + row_block,
+            counters_ptr,
+            token_ptr,
+            best_score_ptr,
+            offs_b,
+            num_rows,
+            num_groups,
+            vocab_size,
+            vocab_start,
+            CHUNK,
+        )
+
+
+@triton.jit
+def draw_in_best_groups(
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    best_ptr,
+    logits_ptr,
+    candidates_ptr,
+    read_ptr,
+    counters_ptr,
+    token_ptr,
+    best_score_ptr,
+    offs_b,
+    num_rows,
+    num_groups,
+    vocab_size,
+    vocab_start,
+    CHUNK: tl.constexpr,
+):
+    """The tokens of a block of rows, once all its chunks are done; and what is counted of it."""
+    mask_b = offs_b < num_rows
+    first_group = vocab_start // rng.GROUP_SIZE
+    packed = tl.load(best_ptr + offs_b, mask=mask_b, other=0)
+    scored = mask_b & (packed != NO_BEST)
+    score = tl.where(scored, value_of((packed >> 32).to(tl.int32)), float("-inf"))
+    # A row without a token takes the first id, as in the fused pass.
+    group = tl.where(scored, (packed & _LOW_WORD).to(tl.int32) ^ rng.NO_GROUP, first_group)
+    chunk = (group - first_group) // CHUNK
+    offs_i = tl.arange(0, rng.GROUP_SIZE)
+    logits = tl.load(
+        logits_ptr + (chunk * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None],
+        mask=scored[None, :],
+        other=float("-inf"),
+    )
+    temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
+    seed = tl.load(seed_ptr + offs_b, mask=mask_b, other=0)
+    position = tl.load(position_ptr + offs_b, mask=mask_b, other=0)
+    pick = pick_in_groups(group, logits, temperature, seed, position, vocab_start + vocab_size)
+    tl.store(token_ptr + offs_b, (group * rng.GROUP_SIZE + pick).to(tl.int64), mask=mask_b)
+    tl.store(best_score_ptr + offs_b, score, mask=mask_b)
+    own = tl.load(candidates_ptr + offs_b, mask=mask_b, other=0)
+    read = tl.load(read_ptr)
+    tl.store(read_ptr, 0)
+    # One launch at a time counts here, but its blocks of rows do so together.
+    tl.atomic_add(counters_ptr + _BATCHES, 1, sem="relaxed")
+    tl.atomic_add(counters_ptr + _ROWS, tl.sum(mask_b.to(tl.int64)), sem="relaxed")
+    tl.atomic_add(counters_ptr + _GROUPS, read.to(tl.int64), sem="relaxed")
+    tl.atomic_add(counters_ptr + _CANDIDATES, tl.sum(own.to(tl.int64)), sem="relaxed")
+    tl.atomic_add(counters_ptr + _SURE_ROWS, tl.sum((mask_b & (own <= 1)).to(tl.int64)), sem="relaxed")
+    tl.atomic_add(counters_ptr + _WIDE_BATCHES, (read > num_groups * WIDE).to(tl.int64), sem="relaxed")
+
+
+def rescore_groups(
+    hidden: torch.Tensor,  # [B, D], as ``screened_sample`` has checked it
+    head: LMHead,
+    temperature: torch.Tensor,  # [B] f32
+    seed: torch.Tensor,  # [B] i64
+    position: torch.Tensor,  # [B] i64
+    workspace: ScreenWorkspace,  # with what ``screen_head`` has left
+    config: ScreenConfig,
+    edits: LogitEdits | None = None,
+) -> Drawn:
+    """The tokens, from the groups that the screen has not ruled out."""
+    num_rows = hidden.shape[0]
+    drawn = Drawn.empty(num_rows, hidden.device, False)
+    editing = edit_arguments(edits, temperature, workspace.threshold)
+    block_b = max(16, config.block_b)
+    launch(
+        rescore_groups_kernel,
+        triton.cdiv(workspace.num_groups, config.chunk) * triton.cdiv(num_rows, block_b),
+        (
+            head.weight,
+            hidden,
+            temperature,
+            seed,
+            position,
+            workspace.upper,
+            workspace.threshold,
+            workspace.best,
+            workspace.logits,
+            workspace.list,
+            workspace.candidates,
+            workspace.read,
+            workspace.arrived,
+            workspace.counters,
+            drawn.token,
+            drawn.score,
+            *editing.pointers,
+            num_rows,
+            head.vocab_size,
+            head.vocab_start,
+            head.weight.stride(0),
+            hidden.stride(0),
+            1.0 if head.logit_scale is None else head.logit_scale,
+            1.0 if head.softcap is None else head.softcap,
+            *editing.numbers,
+        ),
+        {
+            "D": hidden.shape[1],
+            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
+            "HAS_SCALE": head.logit_scale is not None,
+            "HAS_SOFTCAP": head.softcap is not None,
+            **editing.constants,
+            "BLOCK_B": block_b,
+            "BLOCK_V": config.rescore_v,
+            "BLOCK_D": config.rescore_d,
+            "STAGES": config.rescore_stages,
+            "CHUNK": config.chunk,
+            "BLOCK_C": triton.next_power_of_2(config.chunk),
+            "PREFETCH": config.prefetch,
+        },
+        config.rescore_warps,
+        (hidden.device.index, head.variant, hidden.stride(0), hidden.data_ptr() % 16 == 0),
+    )
+    return drawn
