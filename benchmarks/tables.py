@@ -271,6 +271,21 @@ TUNING = {
 }
 
 
+def host_table(path: Path = RESULTS / "h200-serve-host.json") -> str:
+    """Host time in our sampler, per batch."""
+    if not path.exists():
+        return NOT_MEASURED
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["host_us"] is not None]
+    cell = {(row["sampling"], row["batch"]): row["host_us"] for row in rows}
+    batches = sorted({row["batch"] for row in rows})
+    lines = ["| us of host time per batch | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
+    lines.append("|---" * (len(batches) + 1) + "|")
+    for sampling in dict.fromkeys(row["sampling"] for row in rows):
+        cells = " | ".join(f"{cell[sampling, batch]:.0f}" for batch in batches)
+        lines.append(f"| {SAMPLING_NAMES[sampling]} | {cells} |")
+    return "\n".join(lines)
+
+
 def screened_table(path: Path = RESULTS / "h200-screened.json") -> str:
     """The screened path beside the fused one, GEMM and FlashInfer, and the floor."""
     section = _section(path, "speed")
@@ -320,6 +335,7 @@ TABLES = {
     "searched": searched_table,
     "profile": profile_table,
     "tuning": tuning_table,
+    "host": host_table,
     "screened": screened_table,
     "screened-tokens": screened_tokens_table,
 }
