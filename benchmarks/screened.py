@@ -37,6 +37,7 @@ from sgl_flashsample.kernels.int8_head import Counted, Int8Head, ScreenWorkspace
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, workspace_slots
 from sgl_flashsample.kernels.reduce_parts import Drawn
 from sgl_flashsample.kernels.screened_sample import screened_sample
+from sgl_flashsample.kernels.tiles import ScreenConfig
 
 from sgl_flashsample import tuned
 
@@ -54,10 +55,11 @@ READ_BYTES = 2**31
 
 
 class Paths:
-    """The fused and the screened path of one head."""
+    """The fused and the screened path of one head. configs: of the screened one, by number of rows; the built-in ones
+    elsewhere."""
 
-    def __init__(self, weight: torch.Tensor, max_rows: int) -> None:
-        self.head = LMHead(weight)
+    def __init__(self, weight: torch.Tensor, max_rows: int, configs: dict[int, ScreenConfig]) -> None:
+        self.head, self._configs = LMHead(weight), configs
         self.copy = Int8Head(self.head)
         tiles = {rows: tuned.tile_for(self.head, rows) for rows in {1, ROWS_PER_CALL, max_rows}}
         slots = max(workspace_slots(self.head, max_rows, tile) for tile in tiles.values())
@@ -69,8 +71,11 @@ class Paths:
         return lm_head_sample(hidden, self.head, *parameters, tile, workspace=self.workspace)
 
     def screened(self, hidden: torch.Tensor, *parameters: torch.Tensor) -> Drawn:
-        config = tuned.screen_of(tuned.Shape.of(self.head), hidden.shape[0])
+        config = self.config(hidden.shape[0])
         return screened_sample(hidden, self.head, self.copy, *parameters, config, workspace=self.screen_workspace)
+
+    def config(self, rows: int) -> ScreenConfig:
+        return self._configs.get(rows) or tuned.screen_of(tuned.Shape.of(self.head), rows)
 
     def counted(self) -> dict[str, int]:
         values = self.screen_workspace.counters.tolist()
@@ -85,10 +90,10 @@ def random_weight(vocab: int, hidden: int, device: str, dtype: torch.dtype) -> t
     return weight
 
 
-def speed(device: str, dtype: torch.dtype, dry: bool) -> dict[str, Any]:
+def speed(device: str, dtype: torch.dtype, dry: bool, configs: dict[int, ScreenConfig]) -> dict[str, Any]:
     hidden_size, vocab = (DRY_SHAPES if dry else SHAPES)["speed"]
     weight = random_weight(vocab, hidden_size, device, dtype)
-    paths = Paths(weight, max(DRY_BATCHES if dry else BATCHES))
+    paths = Paths(weight, max(DRY_BATCHES if dry else BATCHES), configs)
     flashinfer, reader, found, missing = None, None, {}, {}
     try:
         flashinfer = import_flashinfer()
@@ -147,8 +152,8 @@ def _ours(paths: Paths, name: str, inputs: Inputs, temperature: torch.Tensor, va
     def draw(step: int) -> torch.Tensor:
         return call(inputs.hidden, temperature, inputs.seed, inputs.position[step]).token
 
-    rows, shape = inputs.hidden.shape[0], tuned.Shape.of(paths.head)
-    config = tuned.tile_for(paths.head, rows) if name == "fused" else tuned.screen_of(shape, rows)
+    rows = inputs.hidden.shape[0]
+    config = tuned.tile_for(paths.head, rows) if name == "fused" else paths.config(rows)
     return Contender(name, "greedy" if value == 0 else f"T={value:g}", str(config), draw)
 
 
@@ -197,14 +202,14 @@ def _heavy_tailed(vocab: int, hidden: int, device: str, dtype: torch.dtype) -> t
 KINDS = {"random": _random, "peaked": _peaked, "flat": _flat, "heavy-tailed": _heavy_tailed}
 
 
-def tokens(device: str, dtype: torch.dtype, dry: bool) -> dict[str, Any]:
+def tokens(device: str, dtype: torch.dtype, dry: bool, configs: dict[int, ScreenConfig]) -> dict[str, Any]:
     hidden_size, vocab = (DRY_SHAPES if dry else SHAPES)["tokens"]
     per_call = 3 if dry else ROWS_PER_CALL
     calls = 2 if dry else math.ceil(TOKEN_ROWS / len(KINDS) / len(TEMPERATURES) / per_call)
     rows = []
     for kind, make in KINDS.items():
         weight, hidden_states = make(vocab, hidden_size, device, dtype)
-        paths = Paths(weight, per_call)
+        paths = Paths(weight, per_call, configs)
         for value in TEMPERATURES:
             temperature = torch.full((per_call,), value, device=device)
             seed = torch.arange(per_call, device=device) * 7919
@@ -234,14 +239,14 @@ def tokens(device: str, dtype: torch.dtype, dry: bool) -> dict[str, Any]:
     return {"D": hidden_size, "V": vocab, "total": sum(row["rows"] for row in rows), "rows": rows}
 
 
-def distribution(device: str, dtype: torch.dtype, dry: bool) -> dict[str, Any]:
+def distribution(device: str, dtype: torch.dtype, dry: bool, configs: dict[int, ScreenConfig]) -> dict[str, Any]:
     """Every row has the logits of one column of the head, which no sum rounds: the distribution is known exactly."""
     hidden_size, vocab = (DRY_SHAPES if dry else SHAPES)["distribution"]
     per_call = 16 if dry else DRAWS_PER_CALL
     calls = 2 if dry else math.ceil(DRAWS / per_call)
     weight = random_weight(vocab, hidden_size, device, dtype)
     weight[:, 0] = torch.randn(vocab, device=device).to(dtype)
-    paths = Paths(weight, per_call)
+    paths = Paths(weight, per_call, configs)
     hidden = torch.zeros(per_call, hidden_size, dtype=dtype, device=device)
     hidden[:, 0] = 1.0
     truth = torch.softmax(weight[:, 0].double(), 0)
@@ -270,19 +275,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write, after every section")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
     parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not measured now")
+    parser.add_argument("--configs", type=Path, help="JSON of launch configurations, {rows: {option: value}}")
     parser.add_argument("--dry-run", action="store_true", help="small shapes, nothing is timed; needs no GPU")
     options = parser.parse_args()
     dry = options.dry_run
     if not dry and not torch.cuda.is_available():
         parser.error("no CUDA device; --dry-run works without one")
     device, dtype = ("cpu", torch.float32) if dry else ("cuda", torch.bfloat16)
+    configs: dict[int, ScreenConfig] = {}
+    if options.configs is not None:
+        configs = {int(rows): ScreenConfig(**own) for rows, own in json.loads(options.configs.read_text()).items()}
     sections = json.loads(options.out.read_text())["sections"] if options.keep and options.out.exists() else {}
     words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
     for name in options.only:
         began = time.monotonic()
         torch.manual_seed(0)
         print(name, flush=True)
-        found = {"speed": speed, "tokens": tokens, "distribution": distribution}[name](device, dtype, dry)
+        found = {"speed": speed, "tokens": tokens, "distribution": distribution}[name](device, dtype, dry, configs)
         sections[name] = found | {
             "env": {} if dry else measure.environment(),
             "date": datetime.date.today().isoformat(),
