@@ -24,9 +24,7 @@ from ..lookup import (
 )
 from ..table import Bucket, Device, HeadShape, Table, file_name
 from ..table_entries import ITEMSIZE
-from ..tuned import screens_in
 from ..work import Work
-from .builtin import family_of
 from .table_files import config_line, head_line, or_flashinfer, read
 
 
@@ -115,6 +113,11 @@ def _facts(found: Found | None, batch: int, work: Work) -> dict[str, Any]:
 
 def _screened_without(table: Table, batch: int, work: Work) -> bool:
     """Whether the built-in choice for such a batch is the screened path, which goes before other work's buckets."""
+    if not work.screened:
+        return False
+    from ..tuned import screens_in  # loads torch
+    from .builtin import family_of
+
     family = family_of(table.device.cc)
     return family is not None and screens_in(family, ITEMSIZE[table.head.dtype], batch, work)
 
