@@ -158,7 +158,7 @@ class Bench:
                 "name": key_of(config),
                 "path": path_of(config),
                 "config": config_data(config),
-                "label": label_of(config, kernels_of(work).value),
+                "label": label_of(config, kernels_of(work, config).value),
             }
             for config in dict.fromkeys(configs)
         ]
