@@ -15,7 +15,7 @@ from sgl_flashsample.kernels.sample_logits import num_read_parts
 
 from sgl_flashsample import tuned
 from sgl_flashsample.api import BatchParams, sample
-from sgl_flashsample.work import OWN_PATHS, Path
+from sgl_flashsample.work import ANY_BATCH, Path
 
 OURS = ("fused", "logits", "screened")
 PATHS = ("gemm", *OURS, "flashinfer_gumbel", "flashinfer_topk_topp", "multinomial_compiled", "exp_race")
@@ -76,7 +76,7 @@ def ours(inputs: Inputs, head: LMHead) -> Iterator[Contender]:
         params = [
             BatchParams(temperature, inputs.seed, position, kept, all_greedy=greedy) for position in inputs.position
         ]
-        for path in OWN_PATHS:
+        for path in ANY_BATCH:
             config = our_config(path, head, rows, tuned.Work.of(kept is not None, False))
 
             def draw(step: int, params=params, path=path) -> torch.Tensor:

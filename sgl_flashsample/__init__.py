@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from .kernels.tiles import TileConfig
     from .lookup import load_table
     from .resolution import resolve
+    from .screen import Screen
     from .work import Path
 
 _HOMES = {
     "Choices": ".choices",
     "load_table": ".lookup",
     "resolve": ".resolution",
+    "Screen": ".screen",
     "BatchParams": ".api",
     "SampleOutput": ".api",
     "sample": ".api",
@@ -52,6 +54,7 @@ __all__ = [
     "LogitEdits",
     "Path",
     "SampleOutput",
+    "Screen",
     "TileConfig",
     "Truncation",
     "Workspace",

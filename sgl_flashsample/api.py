@@ -12,6 +12,7 @@ from .kernels.features import LogitEdits, Truncation
 from .kernels.head import LMHead, LogitsSource, Workspace
 from .kernels.sample_logits import sample_logits
 from .paths import run
+from .screen import Screen
 from .tuned import draw_on, read_for
 from .work import Path, Work
 
@@ -66,6 +67,7 @@ def sample(
     workspace: Workspace | None = None,
     path: Path | None = None,
     choices: Choices | None = None,
+    screen: Screen | None = None,
 ) -> SampleOutput:
     """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, in one pass over the head.
 
@@ -86,6 +88,9 @@ def sample(
         path: how it is done; the fastest one when None, as ``choices`` has it.
         choices: which path and configuration a batch takes, ``resolve(head).choices`` from a tuned table; the built-in
             ones when None. Resolve once per head: it reads files.
+        screen: ``Screen(head, max_rows)``, kept with the head: batches without a truncation and logprobs may then be
+            drawn from half the bytes, where ``choices`` has that as the fastest. One that is stale, or too small for
+            the batch, is as none.
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
     neighbours, tile, shards, path (``Path.FLASHINFER`` apart), or eager against graph; ids are below
@@ -111,6 +116,7 @@ def sample(
         workspace=workspace,
         choices=choices,
         distribution_only=params.distribution_only,
+        screen=screen,
     )
     return SampleOutput(token_ids, logprobs, scores)
 

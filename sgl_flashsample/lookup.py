@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .bounded_json import BoundedError, shorten
 from .files import read_plain
-from .kernels.tiles import MOST_FLAGS, TileConfig
+from .kernels.tiles import MOST_FLAGS, ScreenConfig, TileConfig
 from .sources import installed_sources
 from .table import MAX_BYTES, Bucket, Choice, Device, HeadShape, Table, TableError, file_name
 from .table_entries import ITEMSIZE
@@ -26,6 +26,7 @@ SHIPPED = Path(__file__).parent / "tables"
 MOST_FILES = 1000  # of a folder that are looked at for tables of the same family
 # Versions of which another minor release may compile or multiply otherwise.
 COMPARED = ("triton", "torch", "cuda")
+LEAST_RESCORED = 16  # rows of the batch in a rescoring program: what a tensor-core instruction takes
 TILE_CLASSES = (16, 32, 64)  # rows of the largest batches that share a block size; larger batches are the last class
 
 
@@ -118,13 +119,25 @@ def config_problem(choice: Choice, device: Device, dtype: str, work: Work) -> st
         return f"this release has no path {choice.path!r}"
     if work.truncates and launch.block_b > MOST_FLAGS:
         return f"block_b is {launch.block_b}; expected {MOST_FLAGS} or fewer with a truncation"
-    if isinstance(launch, TileConfig):
+    if isinstance(launch, ScreenConfig) and not work.screened:
+        return f"it is for batches with a screen; expected another path for {work}"
+    if isinstance(launch, TileConfig | ScreenConfig):
         if launch.tma and float(device.cc) < 9.0:
             return f"tma is on; expected it off for compute capability {device.cc}"
-        buffers = launch.stages * (launch.block_v + launch.block_b) * launch.block_d * ITEMSIZE[dtype]
+        buffers = buffer_bytes(launch, ITEMSIZE[dtype])
         if 0 < device.smem_optin < buffers:
             return f"its buffers take {buffers} bytes of shared memory; {device.smem_optin} are there"
     return None
+
+
+def buffer_bytes(launch: TileConfig | ScreenConfig, itemsize: int) -> int:
+    """Shared memory of the pipeline of one program, of the launch that has the larger one. itemsize: bytes per element
+    of the head."""
+    if isinstance(launch, TileConfig):
+        return launch.stages * (launch.block_v + launch.block_b) * launch.block_d * itemsize
+    screening = launch.stages * (launch.block_v + launch.block_b * launch.terms) * launch.block_d
+    rescored = (launch.rescore_v + max(LEAST_RESCORED, launch.block_b)) * launch.rescore_d
+    return max(screening, launch.rescore_stages * rescored * itemsize)
 
 
 def bucket_for(buckets: Mapping[int, Bucket], batch: int) -> int | None:

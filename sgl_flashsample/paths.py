@@ -17,12 +17,17 @@ from .kernels.head import LMHead, Workspace
 from .kernels.lm_head_sample import lm_head_sample, workspace_slots
 from .kernels.reduce_parts import Drawn
 from .kernels.sample_logits import read_slots, sample_logits
-from .kernels.tiles import ReadConfig
+from .kernels.screened_sample import screened_sample
+from .kernels.tiles import ReadConfig, ScreenConfig
+from .screen import Screen
+from .screen import problem_of as problem_of_screen
 from .work import Path, Work
 
 
 def problem_of(path: Path, head: LMHead) -> str | None:
     """Why ``path`` cannot serve ``head``; None where it can."""
+    if path is Path.SCREENED:
+        return problem_of_screen(head)
     if path is not Path.FUSED and head.rounding is not head.weight.dtype:
         return f"its GEMM gives {head.weight.dtype}, the head's logits are {head.rounding}"
     return None
@@ -32,10 +37,13 @@ def make_workspace(
     head: LMHead, max_rows: int, searched: torch.Tensor | None = None, choices: Choices | None = None
 ) -> Workspace:
     """Scratch for any batch of 1 to ``max_rows`` rows of ``head``, on the path that it takes: no such batch allocates
-    more, but for the logits that rows with a truncation keep. searched: a counter to go on with (``Workspace``)."""
+    more, but for the logits that rows with a truncation keep. A screen has scratch of its own. searched: a counter to
+    go on with (``Workspace``)."""
     device = head.weight.device
     slots, logits = 1, False
-    for config in {config for _, _, config in (choices or choices_for(head)).used_up_to(max_rows)}:
+    for config in {config for _, _, config in (choices or choices_for(head)).used_up_to(max_rows, screened=True)}:
+        if isinstance(config, ScreenConfig):
+            continue
         if isinstance(config, ReadConfig):
             slots = max(slots, read_slots(head.vocab_size, max_rows, config, device))
             logits = True
@@ -62,8 +70,10 @@ def run(
     workspace: Workspace | None,
     choices: Choices | None,
     distribution_only: bool = False,
+    screen: Screen | None = None,
 ) -> Drawn:
-    """As ``lm_head_sample``. distribution_only: of ``BatchParams``.
+    """As ``lm_head_sample``. distribution_only: of ``BatchParams``. screen: of ``head``, or of what it was: a batch
+    that it cannot serve is drawn as if there were none.
 
     Raises ValueError for arguments that do not fit, and for a head or a batch that ``path`` does not support.
     """
@@ -86,7 +96,26 @@ def run(
                 give_up(error)  # a request must not fail because a path cannot serve it
         elif path is not None:
             raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {problem}")
+    if path in (None, Path.SCREENED):
+        problem = _problem_of_screening(screen, head, num_rows, work, return_logprob)
+        if problem is None and work.with_screen is not None:
+            work = work.with_screen
+        elif path is not None:
+            raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {problem}")
     config = choices.pick(num_rows, work) if path is None else choices.on(path, num_rows, work)
+    if isinstance(config, ScreenConfig) and screen is not None:
+        return screened_sample(
+            hidden,
+            head,
+            screen.int8_head,
+            temperature,
+            seed,
+            position,
+            config,
+            edits=edits,
+            workspace=screen.workspace,
+        )
+    assert not isinstance(config, ScreenConfig), "only work with a screen takes the screened path"
     if isinstance(config, ReadConfig):
         if workspace is None:
             slots = read_slots(head.vocab_size, max(1, num_rows), config, hidden.device)
@@ -118,6 +147,21 @@ def run(
         workspace=workspace,
         draw=choices.draw,
     )
+
+
+def _problem_of_screening(
+    screen: Screen | None, head: LMHead, num_rows: int, work: Work, return_logprob: bool
+) -> str | None:
+    """Why ``screen`` cannot serve such a batch; None where it can."""
+    if screen is None:
+        return "its head has no screen"
+    if work.with_screen is None:
+        return "its rows have a truncation"
+    if return_logprob:
+        return "logprobs are asked for"
+    if num_rows > screen.max_rows:
+        return f"it has {num_rows} rows, the screen is for {screen.max_rows}"
+    return None if screen.serves(head) else "the screen is not of what the head holds now"
 
 
 def compute_logits(hidden: torch.Tensor, head: LMHead, workspace: Workspace) -> torch.Tensor:

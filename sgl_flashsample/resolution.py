@@ -56,7 +56,10 @@ class Resolution:
 
     def _misses(self) -> Iterator[str]:
         """Ranges of the batch sizes that have the built-in choice, per class."""
+        tuned = set(self.found.table.classes) if self.found is not None else set()
         for work in Work:
+            if work.screened and work not in tuned:
+                continue  # of a table that was measured without a screen
             sizes = [rows for rows in range(1, DENSE_ROWS + 1) if not self.choices.is_tuned(rows, work)]
             if sizes:
                 yield f"{work} {ranges_of(sizes)}"

@@ -24,8 +24,10 @@ from .kernels.reference import (
 )
 from .kernels.rng import GROUP_SIZE
 from .kernels.sample_logits import read_slots, sample_logits
-from .kernels.tiles import ReadConfig
+from .kernels.screened_sample import screened_sample
+from .kernels.tiles import ReadConfig, ScreenConfig
 from .paths import compute_logits
+from .screen import Screen
 from .tuned import draw_for
 from .warmup import compile_at_once, launch_once
 from .work import Work
@@ -46,26 +48,31 @@ def compare_with_reference(
     *,
     bool_masks: bool = False,
     choices: Choices | None = None,
+    screen: Screen | None = None,
 ) -> str | None:
     """Draw with every tile and every reader that batches of up to ``max_rows`` rows take (of ``choices``, built in when
-    None), whatever their features, on the first ids of ``head``.
+    None), whatever their features, on the first ids of ``head``. screen: of ``head``; also with every configuration of
+    the screened path, on a copy of these ids.
 
     Compiles each kernel that such batches need, with ``bool_masks`` also those for grammar masks of dtype bool.
     Returns None when every token is the reference's (near-ties excepted), else what differed.
     """
     choices = choices or choices_for(head)
-    check = _Check(head, max_rows, chunk_ids, bool_masks, choices)
-    return next(filter(None, (check.problem_of(*used) for used in choices.used_up_to(max_rows))), None)
+    check = _Check(head, max_rows, chunk_ids, bool_masks, choices, screen)
+    used = choices.used_up_to(max_rows, screened=screen is not None)
+    return next(filter(None, (check.problem_of(*one) for one in used)), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
     """choices: what is left of those that were checked. problem: why not even the built-in ones can be trusted, or
-    None. refused: of each configuration that was taken out, what was wrong with it."""
+    None. refused: of each configuration that was taken out, what was wrong with it. unscreened: why nothing is screened
+    any more, or None."""
 
     choices: Choices
     problem: str | None
     refused: tuple[str, ...]
+    unscreened: str | None = None
 
 
 def refuse_wrong(
@@ -75,30 +82,37 @@ def refuse_wrong(
     *,
     bool_masks: bool = False,
     agree: Callable[[list[bool]], list[bool]] = lambda failed: failed,
+    screen: Screen | None = None,
 ) -> Checked:
     """``compare_with_reference`` for each configuration by itself: one from a tuned table that fails, or that does not
-    compile, gives its batches back to the built-in choice, which is checked in turn.
+    compile, gives its batches back to the built-in choice, which is checked in turn. Where a built-in one of the
+    screened path fails, nothing is screened; any other is needed.
 
     agree: given which of the configurations failed here, which of them failed anywhere; called alike on all ranks.
     """
     refused: list[str] = []
+    unscreened: str | None = None
     verified: set[tuple[Work, Config]] = set()
     while True:
-        used = [one for one in choices.used_up_to(max_rows) if (one[0], one[2]) not in verified]
+        every = choices.used_up_to(max_rows, screened=screen is not None)
+        used = [one for one in every if (one[0].launched(one[2]), one[2]) not in verified]
         if not used:
-            return Checked(choices, None, tuple(refused))
-        check = _Check(head, max_rows, CHUNK_IDS, bool_masks, choices)
+            return Checked(choices, None, tuple(refused), unscreened)
+        check = _Check(head, max_rows, CHUNK_IDS, bool_masks, choices, screen)
         problems = [check.problem_or_error(*one) for one in used]
         failed = agree([problem is not None for problem in problems])
         for (work, num_rows, config), problem, fails in zip(used, problems, failed, strict=True):
             if not fails:
-                verified.add((work, config))
+                verified.add((work.launched(config), config))
                 continue
             if choices.pick(num_rows, work) != config:
                 continue  # a refusal of plain batches took it from greedy ones
             problem = problem or f"another rank refuses {config} ({work})"
             if not choices.is_tuned(num_rows, work):
-                return Checked(choices, problem, tuple(refused))
+                if not isinstance(config, ScreenConfig):
+                    return Checked(choices, problem, tuple(refused), unscreened)
+                choices, unscreened = choices.without_screen(), problem
+                continue
             choices = choices.without(config, work)
             refused.append(problem)
 
@@ -128,18 +142,35 @@ def flashinfer_problem(head: LMHead, num_rows: int = 8) -> str | None:
 class _Check:
     """Kernels of ``head`` compiled together, then checked one by one."""
 
-    def __init__(self, head: LMHead, max_rows: int, chunk_ids: int, bool_masks: bool, choices: Choices) -> None:
+    def __init__(
+        self,
+        head: LMHead,
+        max_rows: int,
+        chunk_ids: int,
+        bool_masks: bool,
+        choices: Choices,
+        screen: Screen | None,
+    ) -> None:
         # The last group is as full as the whole vocabulary's: a reader is compiled for whole groups or for any.
         vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
         self.head, self.chunk_ids = head, chunk_ids
         self.cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
         self.first = {work: choices.pick(1, work) for work in Work}
-        compile_at_once([head, self.cut], max_rows, bool_masks=bool_masks, choices=choices)
+        self.screen, self.screen_error = None, "no screen"
+        if screen is not None and (screened_rows := choices.screened_rows(max_rows)):
+            try:
+                self.screen = Screen(self.cut, screened_rows)
+            except Exception as error:  # memory for a second copy, or what else a starting server may lack
+                self.screen_error = first_line(error)
+        screens = (screen, self.screen) if self.screen is not None else ()
+        compile_at_once([head, self.cut], max_rows, bool_masks=bool_masks, choices=choices, screens=screens)
 
     def problem_of(self, work: Work, num_rows: int, config: Config) -> str | None:
         if work.truncates and self.head.vocab_start:
             return None  # only a whole vocabulary is truncated
-        problem = _compare(self.cut, num_rows, config, work, self.chunk_ids)
+        if isinstance(config, ScreenConfig) and self.screen is None:
+            return f"{self.screen_error} with {config} ({work})"
+        problem = _compare(self.cut, num_rows, config, work, self.chunk_ids, self.screen)
         if problem is not None:
             return f"{problem} with {config} ({work})"
         if config == self.first[work] and work.truncates and self.cut.vocab_size < self.head.vocab_size:
@@ -152,14 +183,21 @@ class _Check:
         try:
             return self.problem_of(work, num_rows, config)
         except Exception as error:  # whatever a compiler or a device makes of a configuration
-            line = (str(error).splitlines() or [""])[0]
-            return f"{type(error).__name__}: {line} with {config} ({work})"
+            return f"{first_line(error)} with {config} ({work})"
 
 
-def _compare(head: LMHead, num_rows: int, config: Config, work: Work, chunk_ids: int) -> str | None:
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _compare(
+    head: LMHead, num_rows: int, config: Config, work: Work, chunk_ids: int, screen: Screen | None
+) -> str | None:
     expected = expect(head, num_rows, work, reads=isinstance(config, ReadConfig), chunk_ids=chunk_ids)
-    with_and_without = (difference(expected, config, return_logprob=logprob) for logprob in (False, True))
-    return next((problem for problem in with_and_without if problem is not None), None)
+    # A batch that asks for logprobs is one without a screen.
+    logprobs = (False,) if work.screened else (False, True)
+    found = (difference(expected, config, return_logprob=logprob, screen=screen) for logprob in logprobs)
+    return next((problem for problem in found if problem is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +224,7 @@ def expect(head: LMHead, num_rows: int, work: Work, *, reads: bool, chunk_ids: i
     row = torch.arange(num_rows, device=hidden.device)
     greedy_row = 1 if work.truncates else 0
     temperature = torch.where(row % 3 == greedy_row, 0.0, 0.5 + row % 4 * 0.5)
-    if work is Work.GREEDY:
+    if work.greedy:
         temperature.zero_()
     params = {"temperature": temperature, "seed": row * 7919 - 5, "position": row + 11}
     raw = None
@@ -205,19 +243,25 @@ def expect(head: LMHead, num_rows: int, work: Work, *, reads: bool, chunk_ids: i
     return Expectation(head, work, hidden, raw, params, low, logits, high, truncation, edits, want)
 
 
-def difference(expected: Expectation, config: Config, *, return_logprob: bool) -> str | None:
-    """How what ``config`` draws differs from the expectation; None where it does not."""
+def difference(
+    expected: Expectation, config: Config, *, return_logprob: bool, screen: Screen | None = None
+) -> str | None:
+    """How what ``config`` draws differs from the expectation; None where it does not. screen: of its head."""
     head, hidden, num_rows = expected.head, expected.hidden, len(expected.hidden)
     truncation, want = expected.truncation, expected.want
     temperature = expected.params["temperature"]
     options: dict[str, Any] = {"truncation": truncation, "edits": expected.edits, "return_logprob": return_logprob}
     options["draw"] = draw_for(head)
     drawn = (temperature, expected.params["seed"], expected.params["position"])
-    if isinstance(config, ReadConfig):
+    if isinstance(config, ScreenConfig):
+        assert screen is not None and not return_logprob
+        own: dict[str, Any] = {"edits": expected.edits, "workspace": screen.workspace}
+        token, _, _ = screened_sample(hidden, head, screen.int8_head, *drawn, config, **own)
+    elif isinstance(config, ReadConfig):
         assert expected.raw is not None
         workspace = Workspace(read_slots(head.vocab_size, num_rows, config, hidden.device), hidden.device)
         options["workspace"] = workspace
-        options["all_greedy"] = expected.work is Work.GREEDY
+        options["all_greedy"] = expected.work.greedy
         token, _, _ = sample_logits(expected.raw, head.source, *drawn, config, **options)
     else:
         workspace = Workspace(num_parts(head, num_rows, config) * num_rows, hidden.device)

@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from .bounded_json import BoundedError, Reader, shorten, shown
-from .kernels.tiles import ReadConfig, TileConfig
-from .work import Path
+from .kernels.tiles import MOST_TERMS, ReadConfig, ScreenConfig, TileConfig
+from .work import Config, Path, path_of_config
 
 MAX_BATCH = 1 << 16
 MAX_US = 1e9
@@ -25,9 +25,16 @@ MOST_OF_FIELD = {
     "ctas_per_sm": 128,
     "least_parts": 512,
     "reduce_rows": 256,
+    "terms": MOST_TERMS,
+    "hidden_warps": 32,
+    "chunk": 1 << 12,
+    "rescore_v": 1 << 12,
+    "rescore_d": 1 << 14,
+    "rescore_warps": 32,
+    "rescore_stages": 16,
 }
 MOST_OF_BLOCK = 1 << 20  # elements of one block of a Triton kernel
-LAUNCHES: dict[str, type[TileConfig] | type[ReadConfig]] = {Path.FUSED: TileConfig, Path.LOGITS: ReadConfig}
+LAUNCHES: dict[str, type[Config]] = {Path.FUSED: TileConfig, Path.LOGITS: ReadConfig, Path.SCREENED: ScreenConfig}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,19 +63,18 @@ class HeadShape:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """path: a ``Path``, or the name of one that this release does not know. config: the fields of its ``TileConfig`` or
-    ``ReadConfig``; a field that is left out has its default."""
+    """path: a ``Path``, or the name of one that this release does not know. config: the fields of its ``TileConfig``,
+    ``ReadConfig`` or ``ScreenConfig``; a field that is left out has its default."""
 
     path: str
     config: dict[str, Any]
 
     @classmethod
-    def of(cls, launch: TileConfig | ReadConfig) -> Choice:
-        path = Path.LOGITS if isinstance(launch, ReadConfig) else Path.FUSED
-        return cls(path.value, dataclasses.asdict(launch))
+    def of(cls, launch: Config) -> Choice:
+        return cls(path_of_config(launch).value, dataclasses.asdict(launch))
 
     @functools.cached_property
-    def launch(self) -> TileConfig | ReadConfig | None:
+    def launch(self) -> Config | None:
         """None for a path that this release does not know. Raises ValueError for a field out of range."""
         kind = LAUNCHES.get(self.path)
         return None if kind is None else kind(**self.config)
@@ -97,6 +103,21 @@ class Bucket:
     clock_mhz: float = 0.0
     others: dict[str, float] = dataclasses.field(default_factory=dict)
     distribution_only: str = ""
+
+
+def _blocks(launch: Config) -> list[tuple[int, ...]]:
+    """The sides of each step's blocks: rows, ids and, where there is a sum, hidden elements."""
+    if isinstance(launch, ReadConfig):
+        return [(launch.block_b, launch.block_v)]
+    if isinstance(launch, TileConfig):
+        return [(launch.block_b, launch.block_v, launch.block_d)]
+    rescored = (launch.block_b, launch.rescore_v, launch.rescore_d)
+    return [(launch.block_b * launch.terms, launch.block_v, launch.block_d), rescored, (launch.chunk, launch.block_b)]
+
+
+def _largest_sides(sides: tuple[int, ...]) -> tuple[int, int]:
+    second, largest = sorted(sides)[-2:]
+    return second, largest
 
 
 def as_batch(key: Any) -> int:
@@ -164,8 +185,7 @@ class EntryReader(Reader):
         except ValueError as error:
             raise BoundedError(f"{shorten(where)}.config: {shorten(str(error))}") from None
         assert launch is not None
-        sides = sorted((launch.block_b, launch.block_v, getattr(launch, "block_d", 1)))
-        if sides[1] * sides[2] > MOST_OF_BLOCK:
+        if any(largest * second > MOST_OF_BLOCK for second, largest in map(_largest_sides, _blocks(launch))):
             raise BoundedError(f"{shorten(where)}.config has a block of more than {MOST_OF_BLOCK} elements")
         return choice
 

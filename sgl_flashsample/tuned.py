@@ -77,12 +77,13 @@ READS: dict[Work, list[tuple[int, ReadConfig]]] = {
     Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24))],
     Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
 }
-# {(family, bytes per weight element, work): [(largest number of rows, how the screened path launches)]}, not measured.
+# {(family, bytes per weight element, work): [(largest number of rows, how the screened path launches)]}. Those of sm90
+# for 2 bytes and a plain draw are the fastest of a sweep; all others compile, and are not measured.
 SCREENS: dict[tuple[str, int, Work], list[tuple[int, ScreenConfig]]] = {
     ("sm90", 2, Work.PLAIN): [
-        (8, ScreenConfig(8, 128, 256, 8, 5)),
-        (16, ScreenConfig(16, 128, 256, 8, 4)),
-        (64, ScreenConfig(32, 64, 256, 8, 4)),
+        (8, ScreenConfig(8, 64, 256, 4, 4, ctas_per_sm=2, rescore_d=256, prefetch=False)),
+        (16, ScreenConfig(16, 128, 256, 4, 5, rescore_d=256, prefetch=False)),
+        (64, ScreenConfig(32, 128, 256, 8, 4, rescore_d=128, prefetch=False)),
     ],
     ("sm90", 2, Work.EDIT): [
         (8, ScreenConfig(8, 128, 256, 8, 5, rescore_d=64, rescore_warps=8)),
@@ -114,6 +115,10 @@ PATHS: dict[tuple[str, int, Work], int] = {
     ("sm90", 2, Work.EDIT_AND_TRUNCATE): 48,
 }
 FUSED_ROWS = 64  # where PATHS has no entry
+# {(family, bytes per weight element, work): largest number of rows that the screened path takes where the head has a
+# screen}: where it was measured to win, and nowhere else.
+SCREEN_ROWS: dict[tuple[str, int, Work], int] = {("sm90", 2, Work.PLAIN): 32}
+INTERPRETED_SCREEN_ROWS = 32  # of every kind of work: no time is lost, and what has a screen is there to be tried
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 
@@ -136,8 +141,9 @@ class Shape(NamedTuple):
 
 
 def _own(table: Mapping[Any, _T], key: tuple, work: Work) -> _T | None:
-    """The entry of ``work``, or of the work that it falls back to."""
-    return table.get((*key, work)) or (table.get((*key, work.fallback)) if work.fallback is not None else None)
+    """The entry of ``work``, or of the first work that it falls back to that has one."""
+    found = table.get((*key, work))
+    return found if found is not None or work.fallback is None else _own(table, key, work.fallback)
 
 
 def _up_to(entries: list[tuple[int, _T]], num_rows: int) -> _T:
@@ -153,11 +159,18 @@ def tile_in(family: str, itemsize: int, num_rows: int, work: Work) -> TileConfig
 @functools.lru_cache(maxsize=4096)
 def reader_in(num_rows: int, work: Work) -> ReadConfig:
     """The reader of logits, on any GPU."""
-    return _up_to(READS[work.fallback or work], num_rows)
+    return _up_to(READS[work.kernels], num_rows)
+
+
+def screens_in(family: str, itemsize: int, num_rows: int, work: Work) -> bool:
+    """Whether the screened path is the fastest for a head that has a screen; False for work without one."""
+    return work.screened and num_rows <= SCREEN_ROWS.get((family, itemsize, work.unscreened), 0)
 
 
 def path_in(family: str, itemsize: int, num_rows: int, work: Work) -> Path:
     """The fastest path for a head whose logits a GEMM gives."""
+    if screens_in(family, itemsize, num_rows, work):
+        return Path.SCREENED
     return Path.FUSED if num_rows <= (_own(PATHS, (family, itemsize), work) or FUSED_ROWS) else Path.LOGITS
 
 
@@ -220,8 +233,10 @@ def draw_for(head: LMHead) -> DrawConfig:
 def path_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> Path:
     """The fastest path for ``num_rows`` rows of such a head, of those that are exact for it."""
     family = family_of(shape.device)
-    if family is None or not shape.has_gemm:
-        return Path.FUSED
+    if family is None:
+        return Path.SCREENED if work.screened and num_rows <= INTERPRETED_SCREEN_ROWS else Path.FUSED
+    if not shape.has_gemm:
+        return Path.SCREENED if screens_in(family, shape.itemsize, num_rows, work) else Path.FUSED
     return path_in(family, shape.itemsize, num_rows, work)
 
 
@@ -248,13 +263,19 @@ def _interpreted_screen(vocab_size: int, hidden_size: int, num_rows: int) -> Scr
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def screen_in(family: str, itemsize: int, num_rows: int, work: Work) -> ScreenConfig:
+    """How the screened path launches on devices of ``family``."""
+    key = (family, itemsize)
+    return _up_to(_own(SCREENS, key, work) or SCREENS[(*key, Work.PLAIN)], num_rows)
+
+
 def screen_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> ScreenConfig:
     """How the screened path launches ``num_rows`` rows of such a head, without a truncation. Raises ValueError on a
     device without an entry."""
     if shape.device.type == "cpu":
         return _interpreted_screen(shape.vocab_size, shape.hidden_size, num_rows)
-    key = (_known_family(shape.device), shape.itemsize)
-    return _up_to(_own(SCREENS, key, work) or SCREENS[(*key, Work.PLAIN)], num_rows)
+    return screen_in(_known_family(shape.device), shape.itemsize, num_rows, work)
 
 
 @functools.lru_cache(maxsize=4096)

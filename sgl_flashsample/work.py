@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import enum
 
-from .kernels.tiles import ReadConfig, TileConfig
+from .kernels.tiles import ReadConfig, ScreenConfig, TileConfig
 
-Config = TileConfig | ReadConfig  # of the fused path, of the logits path
+Config = TileConfig | ReadConfig | ScreenConfig  # of the fused, the logits and the screened path
 
 
 class Path(enum.StrEnum):
@@ -15,14 +15,19 @@ class Path(enum.StrEnum):
 
     FUSED = "fused"  # one pass over the head
     LOGITS = "logits"  # a GEMM, then one reader of its output
+    SCREENED = "screened"  # an INT8 copy of the head rules groups of ids out, the head decides among the rest
     FLASHINFER = "flashinfer"  # a GEMM, then FlashInfer's rejection sampling: other tokens of the same distribution
 
 
+# Those that need nothing but the head, and serve any batch.
+ANY_BATCH = (Path.FUSED, Path.LOGITS)
 # Those that draw the same token for the same logits.
-OWN_PATHS = (Path.FUSED, Path.LOGITS)
+OWN_PATHS = (*ANY_BATCH, Path.SCREENED)
 
 
 def path_of_config(config: Config) -> Path:
+    if isinstance(config, ScreenConfig):
+        return Path.SCREENED
     return Path.LOGITS if isinstance(config, ReadConfig) else Path.FUSED
 
 
@@ -31,6 +36,11 @@ class Work(enum.StrEnum):
 
     A batch is GREEDY when it has nothing but greedy rows, neither truncated nor edited. The fused pass launches for it
     what it does for PLAIN, a reader leaves out the noise; its entry is PLAIN's wherever a table has none for it.
+
+    A batch whose head has a screen (``screen.Screen``) is of one of the last three kinds, unless it is truncated: it
+    may take any path of ours, whichever is fastest. Where a table has nothing for such a kind, its batches take what
+    they would without the screen, or the built-in choice where that is the screened path. Greedy rows leave more groups
+    to rescore than others: what is fastest for SCREENED says nothing of SCREENED_GREEDY.
     """
 
     PLAIN = "plain"
@@ -38,10 +48,13 @@ class Work(enum.StrEnum):
     EDIT = "edit"
     EDIT_AND_TRUNCATE = "edit+truncate"
     GREEDY = "greedy"
+    SCREENED = "plain+screen"
+    SCREENED_EDIT = "edit+screen"
+    SCREENED_GREEDY = "greedy+screen"
 
     @classmethod
     def of(cls, truncate: bool, edit: bool, greedy: bool = False) -> Work:
-        """greedy: every row of the batch is; it may be left unsaid."""
+        """Of a batch whose head has no screen. greedy: every row of the batch is; it may be left unsaid."""
         if truncate or edit:
             return (cls.EDIT_AND_TRUNCATE if truncate else cls.EDIT) if edit else cls.TRUNCATE
         return cls.GREEDY if greedy else cls.PLAIN
@@ -52,9 +65,47 @@ class Work(enum.StrEnum):
 
     @property
     def edits(self) -> bool:
-        return self in (Work.EDIT, Work.EDIT_AND_TRUNCATE)
+        return self in (Work.EDIT, Work.EDIT_AND_TRUNCATE, Work.SCREENED_EDIT)
+
+    @property
+    def screened(self) -> bool:
+        return self in _UNSCREENED
+
+    @property
+    def greedy(self) -> bool:
+        return self in (Work.GREEDY, Work.SCREENED_GREEDY)
+
+    @property
+    def with_screen(self) -> Work | None:
+        """What such a batch is where its head has a screen; None where a screen cannot help it."""
+        return _WITH_SCREEN.get(self)
+
+    @property
+    def unscreened(self) -> Work:
+        """What such a batch is without a screen."""
+        return _UNSCREENED.get(self, self)
 
     @property
     def fallback(self) -> Work | None:
         """Whose entries serve where there are none for this."""
-        return Work.PLAIN if self is Work.GREEDY else None
+        return Work.PLAIN if self is Work.GREEDY else _UNSCREENED.get(self)
+
+    @property
+    def kernels(self) -> Work:
+        """The end of the chain of fallbacks: the work whose tiles and readers are right for this one."""
+        return self if self.fallback is None else self.fallback.kernels
+
+    def launched(self, config: Config) -> Work:
+        """The work whose launches with ``config`` these are, to the last constant: greedy rows change none of the fused
+        pass's and of a screen's, but a reader leaves out the noise."""
+        if isinstance(config, ScreenConfig):
+            return Work.SCREENED if self is Work.SCREENED_GREEDY else self
+        return self.kernels if isinstance(config, TileConfig) else self.unscreened
+
+
+_UNSCREENED = {
+    Work.SCREENED: Work.PLAIN,
+    Work.SCREENED_EDIT: Work.EDIT,
+    Work.SCREENED_GREEDY: Work.GREEDY,
+}
+_WITH_SCREEN = {work: screened for screened, work in _UNSCREENED.items()} | {work: work for work in _UNSCREENED}

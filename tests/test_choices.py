@@ -45,11 +45,17 @@ def test_without_a_tuned_table_every_batch_has_the_choice_of_the_built_in_tables
         shape = Shape.of(head)._replace(device=torch.device("cuda"))
         own = Choices(shape)
         for rows in (1, 16, 17, 64, 65, 97, 512, 513, 4096):
-            fused = tuned.path_of(shape, rows, work) is Path.FUSED
-            entry = tuned.tile_in(family, 2, rows, work) if fused else tuned.reader_in(rows, work)
-            assert own.pick(rows, work) == entry
+            entries = {
+                Path.FUSED: tuned.tile_in(family, 2, rows, work),
+                Path.LOGITS: tuned.reader_in(rows, work),
+                Path.SCREENED: tuned.screen_in(family, 2, rows, work),
+            }
+            assert own.pick(rows, work) == entries[tuned.path_of(shape, rows, work)]
         return
     for rows in (1, 16, 65, 512, 513, 4096):
+        if path_for(head, rows, work) is Path.SCREENED:
+            assert choices_for(head).pick(rows, work) == tuned.screen_of(Shape.of(head), rows, work)
+            continue
         wanted = read_for(device, 1000, rows, work) if path_for(head, rows, work) is Path.LOGITS else None
         assert choices_for(head).pick(rows, work) == (wanted or tile_for(head, rows, work))
 
@@ -91,11 +97,15 @@ def test_what_a_range_of_batches_uses_is_listed_once_with_a_batch_that_uses_it(h
     for work, rows, config in used:
         assert rows <= most and own.pick(rows, work) == config
     listed = {(work, config) for work, _, config in used}
+    assert not any(work.screened for work, _ in listed)
+    screened = {(work, config) for work, _, config in own.used_up_to(most, screened=True)}
+    assert listed <= screened
     for work in Work:
         for rows in range(1, most + 1):
-            # The kernels of a greedy batch are those of a plain one.
-            names = {work, work.fallback or work}
-            assert any((name, own.pick(rows, work)) in listed for name in names)
+            config = own.pick(rows, work)
+            # The kernels of a greedy batch, and of one with a screen, are those of a plain one.
+            names = {other for other in Work if other.launched(config) is work.launched(config)}
+            assert any((name, config) in (screened if work.screened else listed) for name in names)
 
 
 @pytest.mark.parametrize("featured", [False, True], ids=["plain", "truncated and edited"])
@@ -221,7 +231,7 @@ def test_a_built_in_choice_that_fails_is_the_servers_problem_as_ever(head, break
     breaks(TILES[0])
     checked = selftest.refuse_wrong(head, 1, Choices(Shape.of(head), {w: {1: TILES[0]} for w in Work}))
     assert "tokens differ" in checked.problem and str(tile_for(head, 1)) in checked.problem
-    assert len(checked.refused) == 4, "each class's, greedy batches being plain ones"
+    assert len(checked.refused) == 4, "each class's, greedy batches and those with a screen being plain ones"
 
 
 def test_what_fails_on_another_rank_is_taken_out_here_too(head):
