@@ -11,7 +11,8 @@ import sys
 from . import __version__
 
 _SERVE_HELP = """\
-usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off] --model-path MODEL [any SGLang server argument ...]
+usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off]
+                             --model-path MODEL [any SGLang server argument ...]
 
 Starts SGLang's server with --sampling-backend flashsample. Every other argument goes to SGLang unchanged;
 `python -m sglang.launch_server --help` lists them.
