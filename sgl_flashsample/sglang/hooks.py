@@ -128,7 +128,7 @@ def install(runtime: Runtime) -> str | None:
     if problems:
         return "; ".join(problems)
     hooks = Hooks(runtime)
-    table = {
+    table: dict[str, tuple[Callable, Any]] = {
         "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits": (hooks.get_logits, HookType.AROUND),
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (hooks.load_model, HookType.AFTER),
         "sglang.srt.model_executor.model_runner.ModelRunner._preprocess_logits": (

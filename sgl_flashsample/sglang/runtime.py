@@ -347,7 +347,7 @@ class Runtime:
                     state.replays = self.replays and lm_head.weight.is_cuda
                     state.scratch(1)
                     state.newly_searched(self.counters.read_interval)  # takes its pinned memory now, not in a step
-                    if state.screen is not None and not state.choices.screens(state.screen.rows):
+                    if state.screen is not None and not screening.wins(state.choices, self._screening, state.screen.rows):
                         no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"
                         state.free_screen()
                         state.screen = None

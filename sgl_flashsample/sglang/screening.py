@@ -52,9 +52,14 @@ def problem_for(head: LMHead, choices: Choices, mode: Mode, max_rows: int) -> st
         return f"{SCREEN_VARIABLE} is off"
     if (problem := problem_of(head)) is not None:
         return problem
-    if not choices.screens(max_rows, tuned=mode is Mode.AUTO):
+    if not wins(choices, mode, max_rows):
         return "no tuned table says that it wins here" if mode is Mode.AUTO else "it wins at no batch size here"
     return memory_problem(head, rows_of(choices, max_rows), mode)
+
+
+def wins(choices: Choices, mode: Mode, max_rows: int) -> bool:
+    """Whether any batch is to be screened, by what this mode trusts."""
+    return choices.screens(max_rows, tuned=mode is Mode.AUTO)
 
 
 def rows_of(choices: Choices, max_rows: int) -> int:
@@ -89,7 +94,9 @@ class HeadScreen:
         self._build(head)
 
     def _build(self, head: LMHead) -> None:
-        self._screen: Screen | None = Screen(head, self.rows)
+        # SGLang serves in inference mode, whose tensors could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._screen: Screen | None = Screen(head, self.rows)
         self._counters = DeviceCounters(self._screen.counters, self._interval)
         self._counters.new()  # takes its pinned memory now, not in a step
         self.num_bytes = self._screen.num_bytes

@@ -78,6 +78,7 @@ class WeightHooks:
         if getattr(request, "action", None) in READING_ACTIONS:
             return original(manager, *args, **kwargs)
         self._change()
+        self.runtime.weights_settled = False  # graphs may be captured anew in the middle, and that begins as a prefill
         try:
             return original(manager, *args, **kwargs)
         finally:
@@ -118,7 +119,7 @@ class WeightHooks:
 
 def targets() -> tuple[dict[str, str], str | None]:
     """What to hook in this SGLang, each with the name of its hook in ``WeightHooks``, or why that is not known."""
-    found = {}
+    found: dict[str, str] = {}
     for path, (required, possible) in CHANGING.items():
         try:
             kind = pkgutil.resolve_name(path)
