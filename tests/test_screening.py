@@ -127,7 +127,6 @@ def test_auto_takes_a_table_that_names_the_screened_path_and_on_the_built_in_cho
     assert screening.problem_for(own, tuned, Mode.AUTO, 16) is None
     assert screening.problem_for(own, built_in, Mode.ON, 16) is None
     assert screening.problem_for(own, built_in.without_screen(), Mode.ON, 16) == "it wins at no batch size here"
-    assert screening.problem_for(own, tuned, Mode.OFF, 16) == "FLASHSAMPLE_SCREEN is off"
 
 
 def test_a_head_that_the_bound_does_not_cover_has_no_screen(device):
@@ -247,6 +246,16 @@ def test_freed_memory_is_taken_again_only_where_there_is_enough(state, device, m
     (record,) = caplog.records
     assert "screen off: RuntimeError: it takes " in record.message
     assert "more than 50 % of the 1,000 that are free" in record.message
+
+
+def test_a_copy_that_was_made_in_sglangs_inference_mode_can_be_renewed_outside_of_it(state, device):
+    state.free_screen()
+    with torch.inference_mode():
+        state.renew_screen()
+    state.weights_change()
+    state.renew_screen()
+    assert state.has_screen and tokens(state, device) == tokens(make_state(device, screened=False), device)
+    assert screened_rows(state) == 6
 
 
 # What SGLang's manager of weight updates does, as far as hooks see it.
@@ -446,7 +455,6 @@ PREPARED = [
     (Mode.ON, "the hook is missing", True, "screen not built: the hook is missing"),
     (Mode.ON, None, False, "screen not built: the model shows its LM head only after the memory is shared out"),
     (Mode.AUTO, None, True, "screen not built: no tuned table says that it wins here"),
-    (Mode.OFF, None, True, "screen not built: FLASHSAMPLE_SCREEN is off"),
 ]
 
 
@@ -591,15 +599,21 @@ def test_a_class_with_a_method_that_we_do_not_know_has_no_screen(monkeypatch):
 
 def test_a_hook_that_does_not_land_keeps_the_server_without_a_screen(monkeypatch):
     made = Runtime("not asked yet")
-    made.problem, made._screening = None, Mode.ON
+    made.problem = made.screen_problem = None
     sampler = types.ModuleType("sampler")
     sampler.FlashSampler = lambda runtime: runtime
     monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", sampler)
     monkeypatch.setattr(plugin, "_runtime", None)
     monkeypatch.setattr("sgl_flashsample.sglang.runtime.Runtime", lambda problem: made)
     monkeypatch.setattr(hooks, "install", lambda runtime: None)
-    monkeypatch.setattr(support, "screen_problem", lambda: None)
     monkeypatch.setattr(weight_hooks, "install", lambda runtime: "SGLang did not apply the hook on X")
     assert plugin.make_sampler() is made
     assert made.problem is None and made.screen_problem == "SGLang did not apply the hook on X"
-    assert not made.wants_screens
+
+
+def test_a_server_that_is_asked_for_no_screen_is_not_hooked(monkeypatch):
+    monkeypatch.setenv(screening.SCREEN_VARIABLE, "off")
+    monkeypatch.setattr(support, "screen_problem", lambda: None)
+    assert Runtime("not asked yet").screen_problem == "FLASHSAMPLE_SCREEN is off"
+    monkeypatch.setenv(screening.SCREEN_VARIABLE, "auto")
+    assert Runtime("not asked yet").screen_problem is None

@@ -9,6 +9,7 @@ plan.py         which rows of a batch are fused, and why the others are not
 sampler.py      the Sampler: fused pass, or SGLang's own, row by row
 subbatch.py     the rows that are not fused, as a batch of their own
 runtime.py      what this process serves: heads, kernels, counters
+head_state.py   one of these heads: its scratch, its choices, its screen, its graphs
 screening.py    whether a head has a screen, and that it is one of the weights served
 trace.py        counts the drawn tokens into a hot set, when asked to
 support.py      why something is not served, as one word

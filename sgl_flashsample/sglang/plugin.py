@@ -62,7 +62,7 @@ def make_sampler() -> FlashSampler:
         _runtime = Runtime(versions.version_problem(versions.sglang_version()))
         if _runtime.problem is None:
             _runtime.problem = hooks.install(_runtime)
-        if _runtime.problem is None and _runtime.wants_screens:
+        if _runtime.problem is None and _runtime.screen_problem is None:
             _runtime.screen_problem = weight_hooks.install(_runtime)
         if _runtime.problem is not None:
             _runtime.announce_inactive()

@@ -10,21 +10,17 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..api import BatchParams, SampleOutput, sample
-from ..choices import Choices, choices_for
+from ..api import SampleOutput
+from ..choices import Choices
 from ..kernels.features import LogitEdits
-from ..kernels.head import LMHead, Workspace
 from ..kernels.rng import NOISE_ABI
-from ..paths import make_workspace
-from ..screen import Screen
-from ..tuned import Shape
 from . import screening, support, trace, tuning
 from .agreement import Ranks
-from .counters import Counters, DeviceCounters
+from .counters import Counters
+from .head_state import MAX_COMPILED_ROWS, HeadState
 from .lazy_logits import LazyLogits
 from .rows import Rows
 from .screening import HeadScreen, Mode
-from .step_graphs import StepGraphs
 from .versions import sglang_version
 
 logger = logging.getLogger("sgl_flashsample")
@@ -32,161 +28,6 @@ logger = logging.getLogger("sgl_flashsample")
 REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
 STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
 NATIVE_FEATURES = "custom logit processors, sampling masks, beams, top logprobs and token-id logprobs"
-# Kernels are compiled at start for batches up to this size; the last tile also serves larger ones.
-MAX_COMPILED_ROWS = 512
-
-
-class HeadState:
-    """A LogitsProcessor with its LM head, and the fused head made from them.
-
-    SGLang may change either after the start (a new weight tensor, a logit scale set late): ``current`` follows.
-    choices: what batches of the current head take; the built-in ones until others are put here. replays: whether
-    batches that stay as they are become CUDA graphs. screen: of the head, where it has one.
-    """
-
-    choices: Choices
-    replays = False
-    screen: HeadScreen | None = None
-
-    def __init__(self, processor: Any, lm_head: Any) -> None:
-        self.processor, self.lm_head = processor, lm_head
-        self._fingerprint: tuple | None = None
-        self._head: LMHead | None = None
-        self._workspace: Workspace | None = None
-        self._workspace_rows = 0
-        self._searched: DeviceCounters | None = None
-        self._serving: Screen | None = None  # what batches are drawn with
-        self._graphs: StepGraphs | None = None
-
-    def current(self) -> LMHead:
-        processor, weight = self.processor, self.lm_head.weight
-        softcap = getattr(processor, "final_logit_softcapping", None) or None
-        fingerprint = (weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size)
-        if fingerprint != self._fingerprint:
-            keeps_fp32 = processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False)
-            self._head = LMHead(
-                weight.detach(),
-                vocab_size=processor.vocab_size,
-                logit_scale=processor.logit_scale,
-                softcap=softcap,
-                logits_dtype=torch.float32 if keeps_fp32 else weight.dtype,
-            )
-            if self._fingerprint is None or self.choices.shape != Shape.of(self._head):
-                self.choices = choices_for(self._head)
-            self._fingerprint = fingerprint
-            self._graphs = None
-        assert self._head is not None
-        return self._head
-
-    def scratch(self, num_rows: int) -> Workspace:
-        """Workspace for ``num_rows`` rows; allocates for the first batch and for one larger than all before."""
-        if num_rows > self._workspace_rows:
-            # By doubling: beyond the rows that kernels are compiled for, a batch may grow at every step.
-            rows = max(num_rows, 2 * self._workspace_rows, MAX_COMPILED_ROWS)
-            searched = self._workspace.searched if self._workspace is not None else None
-            self._workspace = make_workspace(self.current(), rows, searched, self.choices)
-            self._workspace_rows = rows
-            self._graphs = None
-        assert self._workspace is not None
-        return self._workspace
-
-    def sample(
-        self,
-        hidden: torch.Tensor,
-        rows: Rows,
-        edits: LogitEdits | None,
-        positions: torch.Tensor,
-        return_logprob: bool,
-    ) -> SampleOutput:
-        """Tokens for ``hidden``: by a graph, where the batch has stayed as it is for some steps, else by launches."""
-        head = self.current()
-        self.scratch(hidden.shape[0])
-        serving = None if self.screen is None else self.screen.serving(head)
-        if serving is not self._serving:
-            self._serving, self._graphs = serving, None
-        if positions.dtype is not torch.int64:
-            positions = positions.to(torch.int64)
-        elif self.replays:
-            if self._graphs is None:
-                self._graphs = StepGraphs(self._draw, MAX_COMPILED_ROWS, hidden.device)
-            out = self._graphs.step(rows, hidden, edits, positions, return_logprob)
-            if out is not None:
-                return out
-        params = BatchParams(
-            rows.temperature,
-            rows.seed,
-            positions,
-            rows.truncation,
-            edits,
-            rows.all_greedy,
-            rows.distribution_only,
-        )
-        return self._draw(hidden, params, return_logprob)[0]
-
-    def _draw(self, hidden: torch.Tensor, params: BatchParams, return_logprob: bool) -> tuple[SampleOutput, Any]:
-        screen = self._serving
-        try:
-            out = self._sampled(hidden, params, return_logprob, screen)
-        except Exception as error:
-            if screen is None:
-                raise
-            out = self._sampled(hidden, params, return_logprob, None)  # what fails there too is not the screen's fault
-            self.give_up_screen(f"{type(error).__name__}: {error}")
-        assert self._workspace is not None
-        return out, (self._workspace, self._workspace.last_kept)
-
-    def _sampled(
-        self, hidden: torch.Tensor, params: BatchParams, return_logprob: bool, screen: Screen | None
-    ) -> SampleOutput:
-        assert self._head is not None
-        return sample(
-            hidden,
-            self._head,
-            params,
-            return_logprob=return_logprob,
-            workspace=self._workspace,
-            choices=self.choices,
-            screen=screen,
-        )
-
-    @property
-    def has_screen(self) -> bool:
-        return self.screen is not None and not self.screen.stopped
-
-    def weights_change(self) -> None:
-        """The head's weights change, or may have changed: no screen and no graph with one until ``renew_screen``."""
-        if self.screen is not None:
-            self.screen.invalidate()
-            self._serving = self._graphs = None
-
-    def free_screen(self) -> None:
-        """Give the memory of the screen back, until ``renew_screen``. Waits for the device."""
-        if self.screen is not None:
-            self._serving = self._graphs = None
-            self.screen.free(self.current())
-
-    def renew_screen(self) -> None:
-        """Make the screen a copy of what the head holds now. Not in a decode step: it waits for the device."""
-        if self.screen is not None and not self.screen.stopped:
-            try:
-                self.screen.renew(self.current())
-            except Exception as error:  # memory, or a head of another shape
-                self.give_up_screen(f"{type(error).__name__}: {error}")
-
-    def give_up_screen(self, problem: str) -> None:
-        """Draw without a screen from now on, and say why."""
-        if self.screen is not None:
-            logger.warning("flashsample: screen off: %s", problem)
-            self.screen.stop()
-            self._serving = self._graphs = None
-
-    def newly_searched(self, interval: float) -> int:
-        """Rows that took a search over kept logits since the last call, as far as that is known without waiting;
-        asked of the device at most once in ``interval`` seconds."""
-        if self._searched is None:
-            self._searched = DeviceCounters(self.scratch(1).searched, interval)
-        (searched,) = self._searched.new()
-        return searched
 
 
 class Runtime:
@@ -208,7 +49,7 @@ class Runtime:
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
         self.replays = os.environ.get(STEP_GRAPHS_VARIABLE) != "0"
         self._screening = screening.asked_for()
-        self.screen_problem: str | None = None
+        self.screen_problem = _server_screen_problem(self._screening)
         self.weights_settled = True
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
@@ -247,16 +88,6 @@ class Runtime:
         """Leave rows with a grammar to SGLang's sampler from now on, and say why."""
         self.grammar_problem = problem
         logger.warning("flashsample: SGLang's own sampler takes over every row with a grammar: %s", problem)
-
-    @property
-    def wants_screens(self) -> bool:
-        """Whether any head of this server may have a screen, as far as its arguments say."""
-        if self._screening is not Mode.OFF and self.screen_problem is None:
-            try:
-                self.screen_problem = support.screen_problem()
-            except Exception as error:
-                self.screen_problem = f"this server's configuration cannot be read ({error})"
-        return self._screening is not Mode.OFF and self.screen_problem is None
 
     def weights_change(self) -> None:
         """Weights change, or may have changed: no screen serves until ``renew_screens``."""
@@ -347,7 +178,9 @@ class Runtime:
                     state.replays = self.replays and lm_head.weight.is_cuda
                     state.scratch(1)
                     state.newly_searched(self.counters.read_interval)  # takes its pinned memory now, not in a step
-                    if state.screen is not None and not screening.wins(state.choices, self._screening, state.screen.rows):
+                    if state.screen is not None and not screening.wins(
+                        state.choices, self._screening, state.screen.rows
+                    ):
                         no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"
                         state.free_screen()
                         state.screen = None
@@ -362,8 +195,7 @@ class Runtime:
         """Build the screen of a head that is to have one; returns why it is not, in words."""
         head = state.current()
         try:
-            problem = self.screen_problem if self._screening is not Mode.OFF else None
-            problem = problem or screening.problem_for(head, choices, self._screening, max_rows)
+            problem = self.screen_problem or screening.problem_for(head, choices, self._screening, max_rows)
             if problem is None and not starting:
                 problem = "the model shows its LM head only after the memory is shared out"
             if problem is None:
@@ -434,3 +266,13 @@ class Runtime:
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _server_screen_problem(mode: Mode) -> str | None:
+    """Why no head of this server may have a screen, as far as its arguments say."""
+    if mode is Mode.OFF:
+        return f"{screening.SCREEN_VARIABLE} is off"
+    try:
+        return support.screen_problem()
+    except Exception as error:  # an SGLang whose configuration we cannot read
+        return f"this server's configuration cannot be read ({error})"

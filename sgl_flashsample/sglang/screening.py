@@ -48,8 +48,6 @@ def asked_for() -> Mode:
 
 def problem_for(head: LMHead, choices: Choices, mode: Mode, max_rows: int) -> str | None:
     """Why this head gets no screen, in words; None where it gets one. max_rows: of the batches to come."""
-    if mode is Mode.OFF:
-        return f"{SCREEN_VARIABLE} is off"
     if (problem := problem_of(head)) is not None:
         return problem
     if not wins(choices, mode, max_rows):
