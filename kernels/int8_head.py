@@ -197,10 +197,12 @@ class Counted(enum.IntEnum):
 
     BATCHES = 0  # blocks of rows: each reads groups of its own
     ROWS = 1
-    GROUPS = 2  # groups that were read from the head, per block of rows
-    CANDIDATES = 3  # groups that a row could have taken its token from, per row
+    GROUPS = 2  # groups that were read from the head, per block of rows: on a GPU, not the same number each time
+    CANDIDATES = (
+        3  # groups that a row could have taken its token from, per row, as far as was known before any was read
+    )
     SURE_ROWS = 4  # rows with one such group or none
-    WIDE_BATCHES = 5  # blocks of rows that read more than a ``WIDE`` share of the head
+    WIDE_BATCHES = 5  # blocks of rows that could have to read more than a ``WIDE`` share of the head
 
 
 class ScreenWorkspace:
@@ -227,7 +229,8 @@ class ScreenWorkspace:
         self.logits = torch.empty(chunks * max_rows, rng.GROUP_SIZE, dtype=torch.float32, device=device)
         row_blocks = triton.cdiv(max_rows, 16)
         self.list = torch.empty(row_blocks * self.num_groups, dtype=torch.int32, device=device)
-        self.read = torch.zeros(max_rows, dtype=torch.int32, device=device)  # each launch leaves zeros behind
+        self.place = torch.empty_like(self.list)
+        self.flagged = torch.zeros(max_rows, dtype=torch.int32, device=device)  # each launch leaves zeros behind
         self.arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)  # and here
         self.counters = torch.zeros(len(Counted), dtype=torch.int64, device=device) if counters is None else counters
         self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}

@@ -37,22 +37,27 @@ def launch(
     constants: dict[str, Any],
     num_warps: int,
     variant: tuple[Hashable, ...],
+    *,
+    early: bool = False,
 ) -> None:
     """Run ``kernel`` with ``arguments``, then ``constants`` (in the order of its signature).
 
     variant: what the binary depends on beside the constants: the device, the types of pointers, and the alignment and
     values of the arguments that Triton specializes on. Two launches with the same variant must agree on all of these.
+    early: while the launch before it still runs (``starts_early``): the kernel itself waits for that one, before it
+    reads what that wrote or writes anything. The constants say so too.
     """
+    options = {"launch_pdl": True} if early else {}
     if _compiling_only.get():
         _check_order(kernel, constants)
-        kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,))
+        kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,), **options)
         return
     key = (id(kernel), num_warps, variant, *constants.values())
     binary = _BINARIES.get(key)
     if binary is None:
         _check_order(kernel, constants)
         # The interpreter has no binaries and returns None: it is asked anew each time.
-        binary = kernel[(programs,)](*arguments, **constants, num_warps=num_warps)
+        binary = kernel[(programs,)](*arguments, **constants, num_warps=num_warps, **options)
         if binary is not None:
             _BINARIES[key] = binary
         return
@@ -77,3 +82,9 @@ def resident_programs(device: torch.device, ctas_per_sm: int) -> int:
     if device.type != "cuda":
         return ctas_per_sm  # interpreted: programs run one after the other
     return torch.cuda.get_device_properties(device).multi_processor_count * ctas_per_sm
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a launch on this device can start before the one before it has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

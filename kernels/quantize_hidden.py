@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .int8_head import LEAST_SCALE, Int8Head, ScreenWorkspace
 from .kept_row import ordered
-from .launch import launch
+from .launch import launch, starts_early
 from .tiles import ScreenConfig
 
 # Sums of D <= 2**15 squares, in any order, are within 2**-9 of themselves, their roots within 2**-10.
@@ -43,7 +43,10 @@ def quantize_hidden_kernel(
     BLOCK_D: tl.constexpr,
     TERMS: tl.constexpr,
     SHRINK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # of programs that wait for these to end
     row = tl.program_id(0)
     offs_d = tl.arange(0, BLOCK_D)
     mask = offs_d < D
@@ -103,6 +106,7 @@ def quantize_hidden(
             "BLOCK_D": triton.next_power_of_2(width),
             "TERMS": config.terms,
             "SHRINK": int8_head.shrink is not None,
+            "EARLY": config.early and starts_early(hidden.device),
         },
         config.hidden_warps,
         (hidden.device.index, hidden.dtype, hidden.stride(0), workspace.terms.stride(0), hidden.data_ptr() % 16 == 0),

@@ -4,9 +4,12 @@ A group is rescored when, for any row of a block, what it could reach (``upper``
 some group does reach (``threshold``): for all rows of the block, with the fused pass's products in its order, its noise
 and its epilogue. So the best of the rescored groups is the best of all.
 
-Each program answers for ``CHUNK`` groups and gathers those of them that are to be rescored, ``BLOCK_V / GROUP_SIZE`` at
-a time. That may be none or all of them: there is no list that could overflow. The program of a block of rows that
-finishes last draws the tokens inside the winning groups.
+Each program answers for ``CHUNK`` groups, or for an even share of what ``list_groups`` has found, and gathers those of
+them that are to be rescored, ``BLOCK_V / GROUP_SIZE`` at a time. That may be none or all of them: there is no list that
+could overflow. The program of a block of rows that finishes last draws the tokens inside the winning groups.
+
+The score of a rescored group is reached too, and more than the screen could promise: it raises ``threshold``, and what
+a program has not read yet is looked at again before it is.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ from .features import LogitEdits
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
 from .int8_head import Counted, ScreenWorkspace
 from .kept_row import ordered, value_of
-from .launch import launch
+from .launch import launch, resident_programs, starts_early
+from .list_groups import flag_groups, list_groups
 from .part import best_of_slots
 from .quantize_hidden import NO_BEST
 from .reduce_parts import OUTPUTS, Drawn
-from .tiles import ScreenConfig
+from .tiles import LEAST_CHUNK, ScreenConfig
 
-# Of a head's groups: a block of rows that reads more of them is counted, as one that the fused pass might have
+# Of a head's groups: a block of rows that could read more of them is counted, as one that the fused pass might have
 # answered sooner.
 WIDE = tl.constexpr(1.0 / 16.0)
 
@@ -64,7 +68,7 @@ def pick_in_groups(
 
 @triton.jit(
     do_not_specialize=[
-        *("num_rows", "vocab_size", "vocab_start"),
+        *("num_rows", "vocab_size", "vocab_start", "num_programs"),
         *("additive_stride", "scaling_stride", "mask_stride", "bias_stride", "mask_words", "given_edits"),
     ],
     do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS, *OUTPUTS],
@@ -76,13 +80,14 @@ def rescore_groups_kernel(
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
     upper_ptr,  # [G, B] f32, G groups of ids
-    threshold_ptr,  # [B] i32
+    threshold_ptr,  # [B] i32, ``ordered`` scores: raised to what rescored groups reach
     best_ptr,  # [B] i64: ``ordered`` score of the best rescored group, and what is left of NO_GROUP beside its id
-    logits_ptr,  # out [chunks, B, GROUP_SIZE] f32, of each chunk's best rescored group
-    list_ptr,  # out [row blocks * G] i32, of each chunk: the groups to rescore
+    logits_ptr,  # out [programs, B, GROUP_SIZE] f32, of each program's best rescored group
+    list_ptr,  # [row blocks, G] i32, the groups to rescore: LISTED, or out, of each chunk
+    place_ptr,  # [row blocks, G] i32, with LISTED: where each of these is in the list
     candidates_ptr,  # [B] i32: groups that the row could have taken its token from
-    read_ptr,  # [row blocks] i32: groups rescored so far, as the next one zero again afterwards
-    arrived_ptr,  # [row blocks] i32: chunks that are done
+    flagged_ptr,  # [row blocks] i32: groups to rescore (LISTED: all; else, so far); zero again afterwards, as the next
+    arrived_ptr,  # [row blocks] i32: programs that are done
     counters_ptr,  # [len(Counted)] i64
     token_ptr,  # out [B] i64
     best_score_ptr,  # out [B] f32
@@ -94,6 +99,7 @@ def rescore_groups_kernel(
     num_rows,
     vocab_size,
     vocab_start,
+    num_programs,
     weight_stride,
     hidden_stride,
     logit_scale,
@@ -120,34 +126,44 @@ def rescore_groups_kernel(
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PREFETCH: tl.constexpr,
+    LISTED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     SLOTS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
     LINE: tl.constexpr = _LINE_BYTES // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = LINE * _LINES
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
-    chunk = tl.program_id(0) // num_row_blocks
+    program = tl.program_id(0) // num_row_blocks  # of num_programs per block of rows
     row_block = tl.program_id(0) % num_row_blocks
     offs_b = row_block * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < num_rows
     num_groups = tl.cdiv(vocab_size, rng.GROUP_SIZE)
-    offs_c = chunk * CHUNK + tl.arange(0, BLOCK_C)
-    mask_c = offs_c < tl.minimum((chunk + 1) * CHUNK, num_groups)
-    upper = tl.load(
-        upper_ptr + offs_c[:, None] * num_rows + offs_b[None, :],
-        mask=mask_c[:, None] & mask_b[None, :],
-        other=float("-inf"),
-    )
-    threshold = value_of(tl.load(threshold_ptr + offs_b, mask=mask_b, other=0))
-    possible = ((upper >= threshold[None, :]) & (upper > float("-inf"))).to(tl.int32)  # [BLOCK_C, BLOCK_B]
-    flagged = tl.max(possible, axis=1)
-    num_flagged = tl.sum(flagged)
-    if num_flagged > 0:
-        own = tl.sum(possible, axis=0)
-        tl.atomic_add(candidates_ptr + offs_b, own, mask=mask_b & (own > 0), sem="relaxed")
-        tl.atomic_add(read_ptr + row_block, num_flagged, sem="relaxed")
-        list_ptr += row_block * num_groups + chunk * CHUNK
-        tl.store(list_ptr + tl.cumsum(flagged, axis=0) - 1, offs_c, mask=flagged > 0)
-        tl.debug_barrier()
+    list_ptr += row_block * num_groups
+    if LISTED:
+        # Entries program, program + num_programs, ...: only as many programs arrive as have one, and the first.
+        listed = tl.load(flagged_ptr + row_block)
+        arriving = tl.maximum(tl.minimum(listed, num_programs), 1)
+        list_ptr += program
+        num_own = tl.cdiv(tl.maximum(listed - program, 0), num_programs)
+        apart = num_programs
+    else:
+        arriving = num_programs
+        offs_c = program * CHUNK + tl.arange(0, BLOCK_C)
+        mask_c = offs_c < tl.minimum((program + 1) * CHUNK, num_groups)
+        possible = flag_groups(upper_ptr, threshold_ptr, offs_c, mask_c, offs_b, mask_b, num_rows)
+        flagged = tl.max(possible, axis=1)
+        num_own = tl.sum(flagged)
+        list_ptr += program * CHUNK
+        apart = 1
+        if num_own > 0:
+            own = tl.sum(possible, axis=0)
+            tl.atomic_add(candidates_ptr + offs_b, own, mask=mask_b & (own > 0), sem="relaxed")
+            tl.atomic_add(flagged_ptr + row_block, num_own, sem="relaxed")
+            tl.store(list_ptr + tl.cumsum(flagged, axis=0) - 1, offs_c, mask=flagged > 0)
+            tl.debug_barrier()
+    if num_own > 0:
         temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
         greedy = temperature <= 0.0
         inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
@@ -166,81 +182,96 @@ def rescore_groups_kernel(
         best_score = tl.full([SLOTS, BLOCK_B], float("-inf"), tl.float32)
         best_group = tl.full([SLOTS, BLOCK_B], rng.NO_GROUP, tl.int32)
         best_logits = tl.full([SLOTS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)
-        for step in tl.range(0, num_flagged, SLOTS):
-            live = step + offs_s < num_flagged
-            group = tl.load(list_ptr + step + offs_s, mask=live, other=0)
-            ids = tl.reshape(group[:, None] * rng.GROUP_SIZE + offs_i[None, :], [BLOCK_V])
-            valid = tl.reshape(live[:, None] & (offs_i >= 0)[None, :], [BLOCK_V]) & (ids < vocab_size)
-            row_ptrs = weight_ptr + ids.to(tl.int64)[:, None] * weight_stride
-            if PREFETCH:
-                for line in tl.range(0, D, LINES):
-                    prefetch(row_ptrs + (line + offs_l)[None, :], valid[:, None] & (line + offs_l < D)[None, :])
-            acc = tl.zeros([BLOCK_V, BLOCK_B], tl.float32)
-            for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
-                mask_d = d + offs_d < D
-                blk_w = tl.load(row_ptrs + (d + offs_d)[None, :], mask=valid[:, None] & mask_d[None, :], other=0.0)
-                blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
-                acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
-            logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
-            logits = bound_logits(logits, valid[:, None])
-            if EDIT:
-                logits = edit_logits(
-                    logits,
-                    valid[:, None] & mask_b[None, :],
-                    offs_b,
-                    (vocab_start + ids)[:, None],
-                    edits,
-                    additive_ptr,
-                    scaling_ptr,
-                    mask_ptr,
-                    bias_ptr,
-                    additive_stride,
-                    scaling_stride,
-                    mask_stride,
-                    bias_stride,
-                    mask_words,
-                    MASK_IS_BOOL,
-                    BIAS_FIRST,
-                )
-            logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
-            group += vocab_start // rng.GROUP_SIZE
-            score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
-            better = score > best_score  # strict, and groups ascend: the first maximum wins a tie
-            best_score = tl.where(better, score, best_score)
-            best_group = tl.where(better, group[:, None], best_group)
-            best_logits = tl.where(better[:, None, :], logits, best_logits)
+        num_read = 0
+        for step in tl.range(0, num_own, SLOTS):
+            live = step + offs_s < num_own
+            group = tl.load(list_ptr + (step + offs_s) * apart, mask=live, other=0)
+            if step > 0:
+                live &= tl.max(flag_groups(upper_ptr, threshold_ptr, group, live, offs_b, mask_b, num_rows), axis=1) > 0
+            num_live = tl.sum(live.to(tl.int32))
+            num_read += num_live
+            if num_live > 0:
+                ids = tl.reshape(group[:, None] * rng.GROUP_SIZE + offs_i[None, :], [BLOCK_V])
+                valid = tl.reshape(live[:, None] & (offs_i >= 0)[None, :], [BLOCK_V]) & (ids < vocab_size)
+                row_ptrs = weight_ptr + ids.to(tl.int64)[:, None] * weight_stride
+                if PREFETCH:
+                    for line in tl.range(0, D, LINES):
+                        prefetch(row_ptrs + (line + offs_l)[None, :], valid[:, None] & (line + offs_l < D)[None, :])
+                acc = tl.zeros([BLOCK_V, BLOCK_B], tl.float32)
+                for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+                    mask_d = d + offs_d < D
+                    blk_w = tl.load(row_ptrs + (d + offs_d)[None, :], mask=valid[:, None] & mask_d[None, :], other=0.0)
+                    blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
+                    acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
+                logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+                logits = bound_logits(logits, valid[:, None])
+                if EDIT:
+                    logits = edit_logits(
+                        logits,
+                        valid[:, None] & mask_b[None, :],
+                        offs_b,
+                        (vocab_start + ids)[:, None],
+                        edits,
+                        additive_ptr,
+                        scaling_ptr,
+                        mask_ptr,
+                        bias_ptr,
+                        additive_stride,
+                        scaling_stride,
+                        mask_stride,
+                        bias_stride,
+                        mask_words,
+                        MASK_IS_BOOL,
+                        BIAS_FIRST,
+                    )
+                logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
+                group += vocab_start // rng.GROUP_SIZE
+                score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
+                better = (score > best_score) | ((score == best_score) & (group[:, None] < best_group))
+                best_score = tl.where(better, score, best_score)
+                best_group = tl.where(better, group[:, None], best_group)
+                best_logits = tl.where(better[:, None, :], logits, best_logits)
+                if step + SLOTS < num_own:
+                    reached = ordered(tl.max(best_score, axis=0))
+                    tl.atomic_max(threshold_ptr + offs_b, reached, mask=mask_b, sem="relaxed")
         score, group, chosen = best_of_slots(best_score, best_group, 1)
         score = tl.max(score, axis=0)
         group = tl.min(group, axis=0)
         best_logits = tl.reshape(best_logits, [SLOTS, 1, rng.GROUP_SIZE, BLOCK_B])
         logits = tl.sum(tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0), axis=0)
         scored = mask_b & (score > float("-inf"))
-        out = (chunk * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
+        out = (program * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
         tl.store(logits_ptr + out, logits, mask=scored[None, :])
         packed = (ordered(score).to(tl.int64) << 32) | (group ^ rng.NO_GROUP).to(tl.int64)
         tl.atomic_max(best_ptr + offs_b, packed, mask=scored, sem="relaxed")
+        tl.atomic_max(threshold_ptr + offs_b, ordered(score), mask=scored, sem="relaxed")
+        tl.atomic_add(counters_ptr + _GROUPS, num_read.to(tl.int64), sem="relaxed")
 
-    tl.debug_barrier()  # what this program's other threads have written comes before its arrival
-    if tl.atomic_add(arrived_ptr + row_block, 1, sem="acq_rel") == tl.cdiv(num_groups, CHUNK) - 1:
-        tl.store(arrived_ptr + row_block, 0)
-        draw_in_best_groups(
-            temperature_ptr,
-            seed_ptr,
-            position_ptr,
-            best_ptr,
-            logits_ptr,
-            candidates_ptr,
-            read_ptr + row_block,
-            counters_ptr,
-            token_ptr,
-            best_score_ptr,
-            offs_b,
-            num_rows,
-            num_groups,
-            vocab_size,
-            vocab_start,
-            CHUNK,
-        )
+    if program < arriving:
+        tl.debug_barrier()  # what this program's other threads have written comes before its arrival
+        if tl.atomic_add(arrived_ptr + row_block, 1, sem="acq_rel") == arriving - 1:
+            tl.store(arrived_ptr + row_block, 0)
+            draw_in_best_groups(
+                temperature_ptr,
+                seed_ptr,
+                position_ptr,
+                best_ptr,
+                logits_ptr,
+                place_ptr + row_block * num_groups,
+                candidates_ptr,
+                flagged_ptr + row_block,
+                counters_ptr,
+                token_ptr,
+                best_score_ptr,
+                offs_b,
+                num_rows,
+                num_groups,
+                num_programs,
+                vocab_size,
+                vocab_start,
+                CHUNK,
+                LISTED,
+            )
 
 
 @triton.jit
@@ -250,19 +281,22 @@ def draw_in_best_groups(
     position_ptr,
     best_ptr,
     logits_ptr,
+    place_ptr,
     candidates_ptr,
-    read_ptr,
+    flagged_ptr,
     counters_ptr,
     token_ptr,
     best_score_ptr,
     offs_b,
     num_rows,
     num_groups,
+    num_programs,
     vocab_size,
     vocab_start,
     CHUNK: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
-    """The tokens of a block of rows, once all its chunks are done; and what is counted of it."""
+    """The tokens of a block of rows, once all its programs are done; and what is counted of it."""
     mask_b = offs_b < num_rows
     first_group = vocab_start // rng.GROUP_SIZE
     packed = tl.load(best_ptr + offs_b, mask=mask_b, other=0)
@@ -270,10 +304,13 @@ def draw_in_best_groups(
     score = tl.where(scored, value_of((packed >> 32).to(tl.int32)), float("-inf"))
     # A row without a token takes the first id, as in the fused pass.
     group = tl.where(scored, (packed & _LOW_WORD).to(tl.int32) ^ rng.NO_GROUP, first_group)
-    chunk = (group - first_group) // CHUNK
+    if LISTED:
+        program = tl.load(place_ptr + group - first_group, mask=scored, other=0) % num_programs
+    else:
+        program = (group - first_group) // CHUNK
     offs_i = tl.arange(0, rng.GROUP_SIZE)
     logits = tl.load(
-        logits_ptr + (chunk * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None],
+        logits_ptr + (program * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None],
         mask=scored[None, :],
         other=float("-inf"),
     )
@@ -284,15 +321,14 @@ def draw_in_best_groups(
     tl.store(token_ptr + offs_b, (group * rng.GROUP_SIZE + pick).to(tl.int64), mask=mask_b)
     tl.store(best_score_ptr + offs_b, score, mask=mask_b)
     own = tl.load(candidates_ptr + offs_b, mask=mask_b, other=0)
-    read = tl.load(read_ptr)
-    tl.store(read_ptr, 0)
+    flagged = tl.load(flagged_ptr)
+    tl.store(flagged_ptr, 0)
     # One launch at a time counts here, but its blocks of rows do so together.
     tl.atomic_add(counters_ptr + _BATCHES, 1, sem="relaxed")
     tl.atomic_add(counters_ptr + _ROWS, tl.sum(mask_b.to(tl.int64)), sem="relaxed")
-    tl.atomic_add(counters_ptr + _GROUPS, read.to(tl.int64), sem="relaxed")
     tl.atomic_add(counters_ptr + _CANDIDATES, tl.sum(own.to(tl.int64)), sem="relaxed")
     tl.atomic_add(counters_ptr + _SURE_ROWS, tl.sum((mask_b & (own <= 1)).to(tl.int64)), sem="relaxed")
-    tl.atomic_add(counters_ptr + _WIDE_BATCHES, (read > num_groups * WIDE).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counters_ptr + _WIDE_BATCHES, (flagged > num_groups * WIDE).to(tl.int64), sem="relaxed")
 
 
 def rescore_groups(
@@ -310,9 +346,17 @@ def rescore_groups(
     drawn = Drawn.empty(num_rows, hidden.device, False)
     editing = edit_arguments(edits, temperature, workspace.threshold)
     block_b = max(16, config.block_b)
+    row_blocks = triton.cdiv(num_rows, block_b)
+    early = config.early and starts_early(hidden.device)
+    if config.listed:
+        list_groups(num_rows, block_b, workspace, config)
+        resident = resident_programs(hidden.device, config.rescore_ctas_per_sm)
+        programs = max(1, min(resident // row_blocks, triton.cdiv(workspace.num_groups, LEAST_CHUNK)))
+    else:
+        programs = triton.cdiv(workspace.num_groups, config.chunk)
     launch(
         rescore_groups_kernel,
-        triton.cdiv(workspace.num_groups, config.chunk) * triton.cdiv(num_rows, block_b),
+        programs * row_blocks,
         (
             head.weight,
             hidden,
@@ -324,8 +368,9 @@ def rescore_groups(
             workspace.best,
             workspace.logits,
             workspace.list,
+            workspace.place,
             workspace.candidates,
-            workspace.read,
+            workspace.flagged,
             workspace.arrived,
             workspace.counters,
             drawn.token,
@@ -334,6 +379,7 @@ def rescore_groups(
             num_rows,
             head.vocab_size,
             head.vocab_start,
+            programs,
             head.weight.stride(0),
             hidden.stride(0),
             1.0 if head.logit_scale is None else head.logit_scale,
@@ -353,8 +399,11 @@ def rescore_groups(
             "CHUNK": config.chunk,
             "BLOCK_C": triton.next_power_of_2(config.chunk),
             "PREFETCH": config.prefetch,
+            "LISTED": config.listed,
+            "EARLY": early,
         },
         config.rescore_warps,
         (hidden.device.index, head.variant, hidden.stride(0), hidden.data_ptr() % 16 == 0),
+        early=early,
     )
     return drawn

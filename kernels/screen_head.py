@@ -28,7 +28,7 @@ from .features import Edit, LogitEdits
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
 from .int8_head import Int8Head, ScreenWorkspace, room_of
 from .kept_row import ordered
-from .launch import launch, resident_programs
+from .launch import launch, resident_programs, starts_early
 from .tiles import ScreenConfig
 
 _SLACK = tl.constexpr(2.0**-13)
@@ -97,7 +97,11 @@ def screen_head_kernel(
     STAGES: tl.constexpr,
     FLATTEN: tl.constexpr,
     TMA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
     BOUNDED: tl.constexpr = EDIT or not WHOLE_GROUPS
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
@@ -252,6 +256,7 @@ def screen_head(
     """Put what every group could reach into ``workspace.upper``, and what one does reach into ``threshold``."""
     parts = num_parts(head, num_rows, config)
     editing = edit_arguments(edits, temperature, workspace.threshold)
+    early = config.early and starts_early(head.weight.device)
     launch(
         screen_head_kernel,
         parts * triton.cdiv(num_rows, config.block_b),
@@ -293,7 +298,9 @@ def screen_head(
             "STAGES": config.stages,
             "FLATTEN": config.flatten,
             "TMA": config.tma,
+            "EARLY": early,
         },
         config.num_warps,
         (head.weight.device.index, int8_head.weight.stride(0)),
+        early=early,
     )

@@ -124,6 +124,10 @@ class ScreenConfig:
     The rescoring: chunk: groups that one program answers for, any number from ``LEAST_CHUNK`` on. rescore_v, rescore_d:
     ids and hidden elements per step, of the groups that are to be rescored. rescore_warps, rescore_stages: as num_warps
     and stages. prefetch: ask for all of a step's ids at once, for the pipeline is shorter than they are.
+    listed: put the groups into one list first, with a launch of its own, and have ``rescore_ctas_per_sm`` programs per
+    multiprocessor share them evenly; a chunk is then what one program of that launch looks through.
+
+    early: each launch but the first starts while the one before it ends, where the device can do so.
     """
 
     block_b: int
@@ -142,12 +146,15 @@ class ScreenConfig:
     rescore_warps: int = 4
     rescore_stages: int = 4
     prefetch: bool = True
+    listed: bool = False
+    rescore_ctas_per_sm: int = 1
+    early: bool = False
 
     def __post_init__(self) -> None:
         least = {"terms": 1, "block_b": 8, "block_v": 2 * GROUP_SIZE, "block_d": 32, "num_warps": 1, "hidden_warps": 1}
-        least |= {"rescore_v": 2 * GROUP_SIZE, "rescore_d": 16, "rescore_warps": 1}
+        least |= {"rescore_v": GROUP_SIZE, "rescore_d": 16, "rescore_warps": 1}
         _require_powers_of_two(self, least)
-        _require_positive(self, "stages", "ctas_per_sm", "rescore_stages", "chunk")
+        _require_positive(self, "stages", "ctas_per_sm", "rescore_stages", "rescore_ctas_per_sm", "chunk")
         if self.chunk < LEAST_CHUNK:
             raise ValueError(f"ScreenConfig.chunk is {self.chunk}; expected {LEAST_CHUNK} or more")
         _require_at_most(self, {"terms": MOST_TERMS, "block_b": MOST_BLOCK_B})

@@ -10,6 +10,7 @@ from sgl_flashsample.autotune.cubin import register_usage
 from sgl_flashsample.kernels.draw_top_k import key_shift
 from sgl_flashsample.kernels.draw_truncated import draw_truncated_kernel
 from sgl_flashsample.kernels.head import TRITON_DTYPES, block_of_spans
+from sgl_flashsample.kernels.list_groups import list_groups_kernel
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample_kernel
 from sgl_flashsample.kernels.part import left_of
 from sgl_flashsample.kernels.quantize_hidden import quantize_hidden_kernel
@@ -213,7 +214,7 @@ def resources_of_quantize_hidden(
     pointers |= {"candidates_ptr": "*i32"}
     strides = dict.fromkeys(("hidden_stride", "terms_stride"), "i32")
     constants = {"D": hidden_size, "BLOCK_D": triton.next_power_of_2(hidden_size), "TERMS": config.terms}
-    constants |= {"SHRINK": True}
+    constants |= {"SHRINK": True, "EARLY": config.early}
     aligned = {*pointers, *strides}
     return _compile(quantize_hidden_kernel, pointers | strides, constants, aligned, capability, config.hidden_warps, 3)
 
@@ -260,6 +261,7 @@ def resources_of_screen_head(
         "STAGES": config.stages,
         "FLATTEN": config.flatten,
         "TMA": config.tma,
+        "EARLY": config.early,
     }
     rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")} | _EDITS
     rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "stride"), "i32")
@@ -282,7 +284,9 @@ def resources_of_rescore_groups(
     """Compile the pass over the groups of a head of ``dtype`` that could still win."""
     name = DTYPE_NAMES[dtype]
     pointers = {"weight_ptr": f"*{name}", "hidden_ptr": f"*{name}", "upper_ptr": "*fp32", "logits_ptr": "*fp32"}
-    pointers |= dict.fromkeys(("threshold_ptr", "list_ptr", "candidates_ptr", "read_ptr", "arrived_ptr"), "*i32")
+    pointers |= dict.fromkeys(
+        ("threshold_ptr", "list_ptr", "place_ptr", "candidates_ptr", "flagged_ptr", "arrived_ptr"), "*i32"
+    )
     pointers |= dict.fromkeys(("best_ptr", "counters_ptr"), "*i64")
     constants = _screened(dtype, softcap, edits) | {
         "D": hidden_size,
@@ -293,11 +297,13 @@ def resources_of_rescore_groups(
         "CHUNK": config.chunk,
         "BLOCK_C": triton.next_power_of_2(config.chunk),
         "PREFETCH": config.prefetch,
+        "LISTED": config.listed,
+        "EARLY": config.early,
     }
     rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")} | _EDITS
     rest |= {name: _OUTPUTS[name] for name in ("token_ptr", "best_score_ptr")}
     strides = dict.fromkeys(("weight_stride", "hidden_stride"), "i32")
-    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start"), "i32")
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_programs"), "i32")
     rest |= {"logit_scale": "fp32", "softcap": "fp32"}
     return _compile(
         rescore_groups_kernel,
@@ -308,6 +314,20 @@ def resources_of_rescore_groups(
         config.rescore_warps,
         config.rescore_stages,
     )
+
+
+def resources_of_list_groups(capability: int, config: ScreenConfig) -> Resources:
+    """Compile the pass that lists the groups that could still win."""
+    pointers = dict.fromkeys(("threshold_ptr", "list_ptr", "place_ptr", "candidates_ptr", "flagged_ptr"), "*i32")
+    pointers |= {"upper_ptr": "*fp32"}
+    constants = {
+        "BLOCK_B": max(16, config.block_b),
+        "CHUNK": config.chunk,
+        "BLOCK_C": triton.next_power_of_2(config.chunk),
+        "EARLY": config.early,
+    }
+    types = pointers | dict.fromkeys(("num_rows", "num_groups"), "i32")
+    return _compile(list_groups_kernel, types, constants, set(pointers), capability, config.rescore_warps, 3)
 
 
 def _compile(kernel, types, constants, aligned, capability, num_warps, num_stages) -> Resources:

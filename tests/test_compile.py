@@ -66,11 +66,13 @@ for (name, itemsize, work), entries in SCREENS.items():
         for edits in {False, True} if own is None else {work.edits}:
             for softcap in (False, True):
                 options = {"edits": edits, "softcap": softcap}
-                used = compile.resources_of_screen_head(capability, 4096, dtype, config, **options)
+                used = cubins.resources_of_screen_head(capability, 4096, dtype, config, **options)
                 report(f"screen, {work}: {config} {dtype} {options}", used)
-                used = compile.resources_of_rescore_groups(capability, 4096, dtype, config, **options)
+                used = cubins.resources_of_rescore_groups(capability, 4096, dtype, config, **options)
                 report(f"rescoring, {work}: {config} {dtype} {options}", used)
-        used = compile.resources_of_quantize_hidden(capability, 4096, dtype, config)
+        if config.listed:
+            report(f"list, {work}: {config}", cubins.resources_of_list_groups(capability, config))
+        used = cubins.resources_of_quantize_hidden(capability, 4096, dtype, config)
         report(f"fixed point, {work}: {config} {dtype}", used)
 for work, entries in READS.items():
     features = {"truncate": work.truncates, "edits": work.edits}

@@ -164,7 +164,7 @@ def test_a_stale_table_is_used_only_if_all_it_has_could_run_here(places):
     found, warnings = find(TARGET, environ=environ)
     assert found is None
     assert "it is stale, and its configuration fused-16 cannot run here: its buffers take" in warnings[0]
-    later = table.configs | {"fused-16": Choice("screened", {"hot": 4096})}
+    later = table.configs | {"fused-16": Choice("speculative", {"hot": 4096})}
     put(made["first"], dataclasses.replace(table, configs=later))
     assert find(TARGET, environ=environ)[0].match is Match.STALE, "what this release does not know is left out"
 
@@ -331,13 +331,13 @@ def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, t
 
 def test_buckets_that_cannot_run_here_are_left_to_the_built_in_choice_with_one_warning(head, tmp_path):
     table = own_table(head.weight.device)
-    configs = table.configs | {"64": Choice("screened", {"hot": 4096})}
+    configs = table.configs | {"64": Choice("speculative", {"hot": 4096})}
     if head.weight.device.type == "cpu":
         configs["16"] = Choice.of(dataclasses.replace(TILES[16], tma=True))
     found = resolution.resolve(head, file=put(tmp_path, dataclasses.replace(table, configs=configs)))
     assert found.choices.pick(64) == choices_for(head).pick(64)
     (line,) = found.warnings
-    assert "64: this release has no path 'screened'" in line
+    assert "64: this release has no path 'speculative'" in line
     if head.weight.device.type == "cpu":
         assert "16: tma is on" in line and found.buckets == 0
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from problems import CUDA, DTYPES, TILE, bitmask, integer_problem, random_problem, rows
+from sgl_flashsample.kernels import rescore_groups
 from sgl_flashsample.kernels.features import Edit, LogitEdits, Truncation
 from sgl_flashsample.kernels.head import LMHead
 from sgl_flashsample.kernels.int8_head import ACCUMULATION, Counted, Int8Head, ScreenWorkspace
@@ -19,6 +20,7 @@ from sgl_flashsample.kernels.reference import (
     screen_head_ref,
     screen_room_ref,
 )
+from sgl_flashsample.kernels.screen_head import screen_head
 from sgl_flashsample.kernels.screened_sample import screened_sample
 from sgl_flashsample.kernels.tiles import ScreenConfig
 
@@ -32,7 +34,8 @@ CONFIG = (
     else ScreenConfig(16, 1024, 64, 4, 1, ctas_per_sm=3, tma=False, chunk=100, rescore_d=64)
 )
 ONE_TERM = dataclasses.replace(CONFIG, terms=1)
-CONFIGS = pytest.mark.parametrize("config", [CONFIG, ONE_TERM], ids=["two terms", "one term"])
+LISTED = dataclasses.replace(CONFIG, listed=True, rescore_ctas_per_sm=1 if CUDA else 3, rescore_v=32, early=True)
+CONFIGS = pytest.mark.parametrize("config", [CONFIG, ONE_TERM, LISTED], ids=["two terms", "one term", "listed"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,19 +261,21 @@ def test_upper_scores_and_thresholds_enclose_those_of_the_reference(device, conf
     states, weight = random_problem(17, 1500, 128, torch.bfloat16, device, seed=5)
     head, params = LMHead(weight, softcap=15.0, logit_scale=0.5, logits_dtype=torch.float32), rows(17, device)
     int8_head = Int8Head(head)
-    found = screen(states, head, params, config, int8_head)
-    terms = found.workspace.terms[: 17 * config.terms, :128].view(17, config.terms, 128)
-    fixed = quantize_hidden_ref(terms, found.workspace.hidden_scale)
+    workspace = ScreenWorkspace(int8_head, 17)
+    quantize_hidden(states, int8_head, workspace, config)
+    screen_head(head, int8_head, 17, **params, workspace=workspace, config=config)
+    terms = workspace.terms[: 17 * config.terms, :128].view(17, config.terms, 128)
+    fixed = quantize_hidden_ref(terms, workspace.hidden_scale)
     copy = int8_head.weight.double() * int8_head.scale.double()[:, None]
     room = screen_room_ref(weight, copy, states, fixed, ACCUMULATION)
     noise = group_noise_ref(params["seed"], params["position"], 1500, 0)
     low, high = screen_head_ref(
         fixed @ copy.T, room, params["temperature"], noise, rounded=head.rounding, softcap=15.0, logit_scale=0.5
     )
-    upper = found.workspace.upper[: 94 * 17].view(94, 17).T.double()
+    upper = workspace.upper[: 94 * 17].view(94, 17).T.double()
     assert (upper >= high - 1e-5).all()
     assert (upper <= high + 0.01).all()
-    threshold = found.workspace.threshold
+    threshold = workspace.threshold
     back = torch.where(threshold < 0, threshold ^ 0x7FFFFFFF, threshold).view(torch.float32).double()
     assert (back <= low.amax(1) + 1e-5).all()
     assert (back >= low.amax(1) - 0.01).all()
@@ -331,17 +336,57 @@ def test_hidden_states_and_weights_that_are_not_finite_or_huge_give_the_fused_pa
         assert torch.equal(screen(s, LMHead(w), params).token, fused.token)
 
 
-def test_where_every_group_could_win_every_group_is_read_and_the_token_is_right(device):
+@pytest.mark.parametrize("config", [CONFIG, LISTED], ids=["chunks", "listed"])
+def test_where_every_group_could_win_every_group_is_read_and_the_token_is_right(device, config):
     states, weight = integer_problem(17, 3003, 64, torch.float16, device)
     head, params = LMHead(weight), rows(17, device)
     int8_head = Int8Head(head)
     fused = lm_head_sample(states, head, **params, tile=TILE)
     int8_head.error.fill_(1e6)
-    found = screen(states, head, params, int8_head=int8_head)
+    found = screen(states, head, params, config, int8_head=int8_head)
     assert torch.equal(found.token, fused.token)
     assert found.counted[Counted.GROUPS] == 188 * found.counted[Counted.BATCHES]
     assert found.counted[Counted.CANDIDATES] == 188 * 17
     assert found.counted[Counted.WIDE_BATCHES] == found.counted[Counted.BATCHES] == 2
+
+
+def test_neither_the_order_of_the_list_nor_who_reads_an_entry_matters_even_where_scores_tie(device, monkeypatch):
+    states, weight = integer_problem(17, 3003, 64, torch.float16, device)
+    weight[:, 1:] = 0  # one of few products each: the best is everywhere
+    head, params = LMHead(weight), rows(17, device) | {"temperature": torch.zeros(17, device=device)}
+    fused = lm_head_sample(states, head, **params, tile=TILE)
+    in_order = screen(states, head, params, LISTED)
+    list_groups, shifts = rescore_groups.list_groups, []
+
+    def shuffled(num_rows, block_b, workspace, config):
+        list_groups(num_rows, block_b, workspace, config)
+        for block in range(-(-num_rows // block_b)):
+            entries = workspace.list[block * workspace.num_groups :][: int(workspace.flagged[block])]
+            entries.copy_(entries.flip(0).roll(shifts[-1]))
+            place = workspace.place[block * workspace.num_groups :]
+            place[entries.long()] = torch.arange(len(entries), dtype=torch.int32, device=device)
+
+    monkeypatch.setattr(rescore_groups, "list_groups", shuffled)
+    for shift in (0, 1, 50):
+        shifts.append(shift)
+        found = screen(states, head, params, LISTED)
+        assert torch.equal(found.token, fused.token)
+        assert torch.equal(found.score, in_order.score)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LISTED], ids=["chunks", "listed"])
+def test_what_is_read_first_spares_what_is_worse(device, config):
+    states, weight = random_problem(4, 4000, 64, torch.bfloat16, device)
+    weight = torch.cat([states / 8, weight])  # the first group holds what each state points to
+    head, params = LMHead(weight), rows(4, device) | {"temperature": torch.ones(4, device=device)}
+    int8_head = Int8Head(head)
+    int8_head.error *= 20  # little is ruled out before its turn
+    fused = lm_head_sample(states, head, **params, tile=TILE)
+    found = screen(states, head, params, dataclasses.replace(config, rescore_v=32), int8_head)
+    assert torch.equal(found.token, fused.token)
+    assert found.counted[Counted.CANDIDATES] > 80
+    if not CUDA:  # there, programs run at the same time
+        assert found.counted[Counted.GROUPS] < 60
 
 
 def test_few_groups_are_read_and_the_counters_say_how_many(device):
@@ -377,10 +422,10 @@ def test_a_workspace_serves_batches_of_every_size_one_after_the_other(device):
     head = LMHead(weight)
     int8_head = Int8Head(head)
     workspace = ScreenWorkspace(int8_head, 40)
-    for num_rows in (40, 1, 17, 40):
+    for num_rows, config in ((40, CONFIG), (1, LISTED), (17, CONFIG), (40, LISTED), (40, CONFIG)):
         params = rows(num_rows, device, seed=num_rows)
         fused = lm_head_sample(states[:num_rows], head, **params, tile=TILE)
-        found = screen(states[:num_rows], head, params, int8_head=int8_head, workspace=workspace)
+        found = screen(states[:num_rows], head, params, config, int8_head=int8_head, workspace=workspace)
         assert torch.equal(found.token, fused.token)
 
 
@@ -478,6 +523,8 @@ def test_a_hidden_size_beyond_the_bound_of_its_sums_is_refused(device):
         ("chunk", 8, "ScreenConfig.chunk is 8; expected 16 or more"),
         ("block_b", 256, "ScreenConfig.block_b is 256; expected 128 or fewer"),
         ("rescore_stages", 0, "ScreenConfig.rescore_stages is 0"),
+        ("rescore_v", 8, "ScreenConfig.rescore_v is 8; expected a power of two of at least 16"),
+        ("rescore_ctas_per_sm", 0, "ScreenConfig.rescore_ctas_per_sm is 0"),
     ],
 )
 def test_a_bad_config_raises_a_value_error_that_names_the_field(field, value, message):

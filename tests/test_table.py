@@ -118,7 +118,7 @@ def test_a_choice_is_a_launch_and_back():
     for launch in (TileConfig(16, 64, 32, 8, 4, tma=False), ReadConfig(4, 512, 4, least_parts=64)):
         assert Choice.of(launch).launch == launch
     assert Choice("fused", {"block_b": 16, "block_v": 64, "block_d": 32, "num_warps": 4, "stages": 2}).launch.flatten
-    assert Choice("screened", {"hot": 4096}).launch is None, "a path of a later release"
+    assert Choice("speculative", {"hot": 4096}).launch is None, "a path of a later release"
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,13 @@ def test_what_a_later_release_adds_is_ignored_with_a_note_wherever_it_is():
     data["classes"]["draft"] = {"1": "of any form"}
     data["classes"]["plain"]["4"]["energy_mj"] = 12.5
     data["configs"]["read"]["config"]["warp_specialize"] = True
-    data["configs"]["new"] = {"path": "screened", "config": {"hot": 4096}}
+    data["configs"]["new"] = {"path": "speculative", "config": {"hot": 4096}}
     found = Table.loads(json.dumps(data))
     assert "draft" not in found.classes
-    assert found.configs.pop("new") == Choice("screened", {"hot": 4096})
+    assert found.configs.pop("new") == Choice("speculative", {"hot": 4096})
     assert found == make_table()
     told = " ".join(found.notes)
-    for word in ("extra", "device.extra", "classes.draft", "energy_mj", "warp_specialize", "'screened'"):
+    for word in ("extra", "device.extra", "classes.draft", "energy_mj", "warp_specialize", "'speculative'"):
         assert word in told
     assert len(found.notes) == 7
 

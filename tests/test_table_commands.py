@@ -205,10 +205,10 @@ def test_explain_finds_the_table_that_a_server_would(tune, tmp_path, monkeypatch
 
 
 def test_explain_knows_a_bucket_that_this_release_cannot_use(tune, tmp_path):
-    configs = TABLE.configs | {"read": Choice("screened", {"hot": 4096})}
+    configs = TABLE.configs | {"read": Choice("speculative", {"hot": 4096})}
     path = put(tmp_path / "x", dataclasses.replace(TABLE, configs=configs))
     assert (
-        "the built-in choice: bucket 4 cannot be used (this release has no path 'screened')"
+        "the built-in choice: bucket 4 cannot be used (this release has no path 'speculative')"
         in tune("explain", path, "--batch", 4)[1]
     )
 
