@@ -17,7 +17,7 @@ from batches import Batch, for_forward, grammar, request, sampling_info
 from serving import needs_sglang, version_path
 from sgl_flashsample.kernels.int8_head import Counted
 from test_runtime import head, lazy_rows, processor
-from test_step_graphs import fake_capture
+from test_step_graphs import WARM_UP, fake_capture
 
 from sgl_flashsample import paths
 from sgl_flashsample.choices import Choices, choices_for
@@ -25,20 +25,26 @@ from sgl_flashsample.screen import Screen
 from sgl_flashsample.sglang import counters, hooks, plugin, screening, support, weight_hooks
 from sgl_flashsample.sglang.runtime import HeadState, Runtime
 from sgl_flashsample.sglang.screening import HeadScreen, Mode
-from sgl_flashsample.sglang.step_graphs import StepGraphs
+from sgl_flashsample.sglang.step_graphs import TURNS, StepGraphs
 from sgl_flashsample.tuned import screen_of
 from sgl_flashsample.work import Work
 
 WIDTH, VOCAB = 64, 1000
 
 
+def dtype_on(device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def weights(device, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(VOCAB + 8, WIDTH, generator=generator) / 4).to(device)
+    return (torch.randn(VOCAB + 8, WIDTH, generator=generator) / 4).to(device, dtype_on(device))
 
 
 def make_state(device, seed: int = 0, screened: bool = True) -> HeadState:
     state = HeadState(processor(vocab_size=VOCAB), head(weights(device, seed)))
+    shape = choices_for(state.current()).shape
+    state.choices = Choices(shape, {Work.SCREENED: {rows: screen_of(shape, rows) for rows in range(1, 9)}})
     if screened:
         state.screen = HeadScreen(state.current(), 8, 0.0)
     return state
@@ -79,7 +85,7 @@ def batch(device, num_rows: int = 6):
         top_p=ones,
         min_p=0 * ones,
     )
-    hidden = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(5)).to(device)
+    hidden = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(5)).to(device, dtype_on(device))
     return rows, hidden, torch.arange(num_rows, device=device)
 
 
@@ -214,6 +220,27 @@ def test_graphs_with_a_screen_are_dropped_when_weights_change_and_when_it_serves
     assert state._graphs is None, "it would be replayed with the old copy"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
+def test_replayed_steps_draw_the_tokens_of_the_weights_that_are_served():
+    device = torch.device("cuda")
+    state, plain = make_state(device), make_state(device, screened=False)
+    state.replays = True
+    rows, hidden, positions = batch(device)
+    for seed in (0, 1, 2):
+        for changed in (state, plain):
+            changed.weights_change()
+            write_unseen(changed, weights(device, seed))
+            changed.renew_screen()
+        for step in range(WARM_UP + 3 * TURNS):
+            hidden.copy_(torch.randn(len(rows), WIDTH, device=device))
+            positions.fill_(step)
+            replayed = state.sample(hidden, rows, None, positions, False).token_ids
+            assert torch.equal(replayed, plain.sample(hidden, rows, None, positions, False).token_ids)
+        assert [len(known.captured) for known in state._graphs._steps.values()] == [TURNS]
+    assert screened_rows(state) == 3 * 6 * (WARM_UP + 3 * TURNS), "a replay counts too"
+
+
 def test_a_failing_screen_switches_off_itself_alone_with_one_warning(state, device, monkeypatch, caplog):
     def fails(*arguments, **options):
         raise RuntimeError("no such kernel")
@@ -302,7 +329,7 @@ def metadata(mode: str):
 
 
 def step(runtime, state, mode: str) -> None:
-    hidden = torch.zeros(2, WIDTH, device=state.lm_head.weight.device)
+    hidden = torch.zeros(2, WIDTH, device=state.lm_head.weight.device, dtype=state.lm_head.weight.dtype)
     assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata(mode)) is state
 
 
@@ -469,7 +496,7 @@ def test_one_line_says_what_was_built_or_why_not(runtime, device, monkeypatch, c
     assert state.has_screen == ("screen built" in words)
     if state.has_screen:
         screen = state.screen
-        share = 100 * screen.num_bytes / (4 * (VOCAB + 8) * WIDTH)
+        share = 100 * screen.num_bytes / (dtype_on(device).itemsize * (VOCAB + 8) * WIDTH)
         assert f"screen built: {screen.num_bytes:,} bytes, {share:.1f} % of the LM head's, " in line
         assert line.endswith(f"for batches of up to {screen.rows} rows")
     assert tokens(state, device) == tokens(make_state(device, screened=False), device)
@@ -548,6 +575,8 @@ def test_batches_of_a_server_with_every_feature_have_the_same_tokens_with_a_scre
                     drawn.append((found.tolist(), logprobs))
                 assert drawn[0] == drawn[1], (kind, overlap, logprob)
     counted = screened.state.screen._screen.counters.tolist()
+    if batches.DEVICE == "cuda":
+        return  # the built-in choice screens no float32 head there
     assert counted[Counted.ROWS] == 2 * (3 + 3 + 2 + 2), "neither with logprobs nor with a truncation"
 
 

@@ -144,7 +144,7 @@ _SCREEN_METRICS = {
     Counted.GROUPS: "Groups of 16 ids read from the head itself, per block of rows",
     Counted.CANDIDATES: "Groups that a row could have taken its token from",
     Counted.SURE_ROWS: "Rows with one such group or none",
-    Counted.WIDE_BATCHES: "Blocks of rows that have read a large share of the head",
+    Counted.WIDE_BATCHES: "Blocks of rows that may have had to read a large share of the head",
 }
 
 
