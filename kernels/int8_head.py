@@ -34,6 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
 from .head import LMHead
+from .integers import cdiv
 from .tiles import LEAST_CHUNK, MOST_BLOCK_B, MOST_TERMS, ScreenConfig
 
 ACCUMULATION = 1.5 * 2.0**-23  # a
@@ -77,7 +78,7 @@ class Int8Head:
                 raise ValueError("columns has other values; expected powers of two from 2**-30 to 2**29")
         self.columns = columns
         self.shrink = None if columns is None else 1.0 / columns  # what hidden states are multiplied by
-        self.weight = torch.zeros(rows, triton.cdiv(width, _ALIGNMENT) * _ALIGNMENT, dtype=torch.int8, device=device)
+        self.weight = torch.zeros(rows, cdiv(width, _ALIGNMENT) * _ALIGNMENT, dtype=torch.int8, device=device)
         self.scale, self.error, self.norm = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
         self.rebuild(head)
 
@@ -108,7 +109,7 @@ class Int8Head:
 
     @property
     def num_groups(self) -> int:
-        return triton.cdiv(self.scale.shape[0], rng.GROUP_SIZE)
+        return cdiv(self.scale.shape[0], rng.GROUP_SIZE)
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +120,7 @@ class Int8Head:
     def require_shape_of(self, head: LMHead) -> None:
         """Raise ValueError unless this can be a copy of ``head``."""
         rows, width = self.weight.shape
-        wanted = (head.vocab_size, triton.cdiv(head.weight.shape[1], _ALIGNMENT) * _ALIGNMENT)
+        wanted = (head.vocab_size, cdiv(head.weight.shape[1], _ALIGNMENT) * _ALIGNMENT)
         if (rows, width) != wanted or self.weight.device != head.weight.device:
             raise ValueError(
                 f"int8_head is ({rows}, {width}) on {self.weight.device}; expected {wanted} on {head.weight.device}"
@@ -214,7 +215,7 @@ class ScreenWorkspace:
 
     def __init__(self, int8_head: Int8Head, max_rows: int, counters: torch.Tensor | None = None) -> None:
         device, width = int8_head.weight.device, int8_head.weight.shape[1]
-        padded = triton.cdiv(max_rows, MOST_BLOCK_B) * MOST_BLOCK_B
+        padded = cdiv(max_rows, MOST_BLOCK_B) * MOST_BLOCK_B
         self.max_rows, self.num_groups = max_rows, int8_head.num_groups
         # Rows beyond the batch are multiplied too: their integers, whichever they are, touch nobody else's.
         self.terms = torch.zeros(padded * MOST_TERMS, width, dtype=torch.int8, device=device)
@@ -225,9 +226,9 @@ class ScreenWorkspace:
         self.threshold = torch.empty(max_rows, dtype=torch.int32, device=device)
         self.best = torch.empty(max_rows, dtype=torch.int64, device=device)
         self.candidates = torch.empty(max_rows, dtype=torch.int32, device=device)
-        chunks = triton.cdiv(self.num_groups, LEAST_CHUNK)
+        chunks = cdiv(self.num_groups, LEAST_CHUNK)
         self.logits = torch.empty(chunks * max_rows, rng.GROUP_SIZE, dtype=torch.float32, device=device)
-        row_blocks = triton.cdiv(max_rows, 16)
+        row_blocks = cdiv(max_rows, 16)
         self.list = torch.empty(row_blocks * self.num_groups, dtype=torch.int32, device=device)
         self.place = torch.empty_like(self.list)
         self.flagged = torch.zeros(max_rows, dtype=torch.int32, device=device)  # each launch leaves zeros behind

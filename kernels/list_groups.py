@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .int8_head import ScreenWorkspace
+from .integers import cdiv, next_power_of_2
 from .kept_row import value_of
 from .launch import launch, starts_early
 from .tiles import ScreenConfig
@@ -73,7 +74,7 @@ def list_groups(num_rows: int, block_b: int, workspace: ScreenWorkspace, config:
     early = config.early and starts_early(device)
     launch(
         list_groups_kernel,
-        triton.cdiv(workspace.num_groups, config.chunk) * triton.cdiv(num_rows, block_b),
+        cdiv(workspace.num_groups, config.chunk) * cdiv(num_rows, block_b),
         (
             workspace.upper,
             workspace.threshold,
@@ -87,7 +88,7 @@ def list_groups(num_rows: int, block_b: int, workspace: ScreenWorkspace, config:
         {
             "BLOCK_B": block_b,
             "CHUNK": config.chunk,
-            "BLOCK_C": triton.next_power_of_2(config.chunk),
+            "BLOCK_C": next_power_of_2(config.chunk),
             "EARLY": early,
         },
         config.rescore_warps,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .int8_head import LEAST_SCALE, Int8Head, ScreenWorkspace
+from .integers import next_power_of_2
 from .kept_row import ordered
 from .launch import launch, starts_early
 from .tiles import ScreenConfig
@@ -103,7 +104,7 @@ def quantize_hidden(
         ),
         {
             "D": width,
-            "BLOCK_D": triton.next_power_of_2(width),
+            "BLOCK_D": next_power_of_2(width),
             "TERMS": config.terms,
             "SHRINK": int8_head.shrink is not None,
             "EARLY": config.early and starts_early(hidden.device),

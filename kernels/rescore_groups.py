@@ -21,49 +21,22 @@ import triton.language as tl
 from . import rng
 from .approx import prefetch
 from .arguments import edit_arguments
+from .draw_in_groups import draw_in_best_groups
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import LogitEdits
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
 from .int8_head import Counted, ScreenWorkspace
-from .kept_row import ordered, value_of
+from .integers import cdiv, next_power_of_2
+from .kept_row import ordered
 from .launch import launch, resident_programs, starts_early
 from .list_groups import flag_groups, list_groups
 from .part import best_of_slots
-from .quantize_hidden import NO_BEST
 from .reduce_parts import OUTPUTS, Drawn
 from .tiles import LEAST_CHUNK, ScreenConfig
 
-# Of a head's groups: a block of rows that could read more of them is counted, as one that the fused pass might have
-# answered sooner.
-WIDE = tl.constexpr(1.0 / 16.0)
-
 _LINE_BYTES = tl.constexpr(128)
 _LINES = tl.constexpr(8)  # that are asked for at a time
-_LOW_WORD = tl.constexpr(2**32 - 1)
-_BATCHES = tl.constexpr(int(Counted.BATCHES))
-_ROWS = tl.constexpr(int(Counted.ROWS))
 _GROUPS = tl.constexpr(int(Counted.GROUPS))
-_CANDIDATES = tl.constexpr(int(Counted.CANDIDATES))
-_SURE_ROWS = tl.constexpr(int(Counted.SURE_ROWS))
-_WIDE_BATCHES = tl.constexpr(int(Counted.WIDE_BATCHES))
-
-
-@triton.jit
-def pick_in_groups(
-    group,  # [BLOCK_R] i32, absolute ids
-    logits,  # [GROUP_SIZE, BLOCK_R] f32, of these groups
-    temperature,  # [BLOCK_R] f32
-    seed,  # [BLOCK_R] i64
-    position,  # [BLOCK_R] i64
-    vocab_end,
-):
-    """Which of its group's ids each row takes, ``[BLOCK_R]``: as ``reduce_parts.draw_from_parts`` has it."""
-    greedy = temperature <= 0.0
-    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
-    token = group[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
-    waiting = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
-    perturbed = tl.where(greedy[None, :], logits, logits * inv_temperature[None, :] - tl.log(waiting))
-    return tl.argmax(tl.where(token < vocab_end, perturbed, float("-inf")), axis=0)
 
 
 @triton.jit(
@@ -274,63 +247,6 @@ def rescore_groups_kernel(
             )
 
 
-@triton.jit
-def draw_in_best_groups(
-    temperature_ptr,
-    seed_ptr,
-    position_ptr,
-    best_ptr,
-    logits_ptr,
-    place_ptr,
-    candidates_ptr,
-    flagged_ptr,
-    counters_ptr,
-    token_ptr,
-    best_score_ptr,
-    offs_b,
-    num_rows,
-    num_groups,
-    num_programs,
-    vocab_size,
-    vocab_start,
-    CHUNK: tl.constexpr,
-    LISTED: tl.constexpr,
-):
-    """The tokens of a block of rows, once all its programs are done; and what is counted of it."""
-    mask_b = offs_b < num_rows
-    first_group = vocab_start // rng.GROUP_SIZE
-    packed = tl.load(best_ptr + offs_b, mask=mask_b, other=0)
-    scored = mask_b & (packed != NO_BEST)
-    score = tl.where(scored, value_of((packed >> 32).to(tl.int32)), float("-inf"))
-    # A row without a token takes the first id, as in the fused pass.
-    group = tl.where(scored, (packed & _LOW_WORD).to(tl.int32) ^ rng.NO_GROUP, first_group)
-    if LISTED:
-        program = tl.load(place_ptr + group - first_group, mask=scored, other=0) % num_programs
-    else:
-        program = (group - first_group) // CHUNK
-    offs_i = tl.arange(0, rng.GROUP_SIZE)
-    logits = tl.load(
-        logits_ptr + (program * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None],
-        mask=scored[None, :],
-        other=float("-inf"),
-    )
-    temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
-    seed = tl.load(seed_ptr + offs_b, mask=mask_b, other=0)
-    position = tl.load(position_ptr + offs_b, mask=mask_b, other=0)
-    pick = pick_in_groups(group, logits, temperature, seed, position, vocab_start + vocab_size)
-    tl.store(token_ptr + offs_b, (group * rng.GROUP_SIZE + pick).to(tl.int64), mask=mask_b)
-    tl.store(best_score_ptr + offs_b, score, mask=mask_b)
-    own = tl.load(candidates_ptr + offs_b, mask=mask_b, other=0)
-    flagged = tl.load(flagged_ptr)
-    tl.store(flagged_ptr, 0)
-    # One launch at a time counts here, but its blocks of rows do so together.
-    tl.atomic_add(counters_ptr + _BATCHES, 1, sem="relaxed")
-    tl.atomic_add(counters_ptr + _ROWS, tl.sum(mask_b.to(tl.int64)), sem="relaxed")
-    tl.atomic_add(counters_ptr + _CANDIDATES, tl.sum(own.to(tl.int64)), sem="relaxed")
-    tl.atomic_add(counters_ptr + _SURE_ROWS, tl.sum((mask_b & (own <= 1)).to(tl.int64)), sem="relaxed")
-    tl.atomic_add(counters_ptr + _WIDE_BATCHES, (flagged > num_groups * WIDE).to(tl.int64), sem="relaxed")
-
-
 def rescore_groups(
     hidden: torch.Tensor,  # [B, D], as ``screened_sample`` has checked it
     head: LMHead,
@@ -346,14 +262,14 @@ def rescore_groups(
     drawn = Drawn.empty(num_rows, hidden.device, False)
     editing = edit_arguments(edits, temperature, workspace.threshold)
     block_b = max(16, config.block_b)
-    row_blocks = triton.cdiv(num_rows, block_b)
+    row_blocks = cdiv(num_rows, block_b)
     early = config.early and starts_early(hidden.device)
     if config.listed:
         list_groups(num_rows, block_b, workspace, config)
         resident = resident_programs(hidden.device, config.rescore_ctas_per_sm)
-        programs = max(1, min(resident // row_blocks, triton.cdiv(workspace.num_groups, LEAST_CHUNK)))
+        programs = max(1, min(resident // row_blocks, cdiv(workspace.num_groups, LEAST_CHUNK)))
     else:
-        programs = triton.cdiv(workspace.num_groups, config.chunk)
+        programs = cdiv(workspace.num_groups, config.chunk)
     launch(
         rescore_groups_kernel,
         programs * row_blocks,
@@ -397,7 +313,7 @@ def rescore_groups(
             "BLOCK_D": config.rescore_d,
             "STAGES": config.rescore_stages,
             "CHUNK": config.chunk,
-            "BLOCK_C": triton.next_power_of_2(config.chunk),
+            "BLOCK_C": next_power_of_2(config.chunk),
             "PREFETCH": config.prefetch,
             "LISTED": config.listed,
             "EARLY": early,

@@ -27,6 +27,7 @@ from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import Edit, LogitEdits
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
 from .int8_head import Int8Head, ScreenWorkspace, room_of
+from .integers import cdiv
 from .kept_row import ordered
 from .launch import launch, resident_programs, starts_early
 from .tiles import ScreenConfig
@@ -237,9 +238,9 @@ def slack_of(score, greedy):
 
 def num_parts(head: LMHead, num_rows: int, config: ScreenConfig) -> int:
     """P: how many programs share the vocabulary for each block of rows."""
-    row_blocks = triton.cdiv(num_rows, config.block_b)
+    row_blocks = cdiv(num_rows, config.block_b)
     resident = resident_programs(head.weight.device, config.ctas_per_sm)
-    return max(1, min(resident // row_blocks, triton.cdiv(head.vocab_size, config.block_v)))
+    return max(1, min(resident // row_blocks, cdiv(head.vocab_size, config.block_v)))
 
 
 def screen_head(
@@ -259,7 +260,7 @@ def screen_head(
     early = config.early and starts_early(head.weight.device)
     launch(
         screen_head_kernel,
-        parts * triton.cdiv(num_rows, config.block_b),
+        parts * cdiv(num_rows, config.block_b),
         (
             int8_head.blocks(config),
             workspace.blocks(config),
