@@ -217,6 +217,7 @@ def test_graphs_with_a_screen_are_dropped_when_weights_change_and_when_it_serves
     state.weights_change()
     state.renew_screen()
     assert state._graphs is None, "also where no step was in between"
+    tokens(state, device)
     state._graphs = graphs()
     with torch.no_grad():
         state.lm_head.weight.copy_(weights(device, 1))
