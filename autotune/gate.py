@@ -37,7 +37,7 @@ TEST_ROWS = 512
 READ_ROWS = 17  # where the rows of a block do not decide the kernel
 BATCHES = 4  # of the whole head that a screen's tokens are compared with the fused pass's on
 SCORES_APART = 1e-4  # what two sums of a logit may move a score by, of it or of 1
-MIN_EXPECTED = 5.0  # draws of a cell of the G-test: smaller ones are pooled
+MIN_EXPECTED = 10.0  # draws of a cell of the G-test: smaller ones are pooled
 
 
 def first_ids(head: LMHead, most: int) -> LMHead:
@@ -185,7 +185,11 @@ def _edited(logits: torch.Tensor, rows: int, head: LMHead) -> tuple[LogitEdits, 
 
 def g_test(observed: torch.Tensor, probability: torch.Tensor) -> float:
     """p-value of ``observed`` counts under exact probabilities (log-likelihood ratio against chi-square). Cells that
-    expect fewer than ``MIN_EXPECTED`` draws are pooled, never dropped."""
+    expect fewer than ``MIN_EXPECTED`` draws are pooled, never dropped.
+
+    With Williams' correction (Biometrika 63, 1976): among thousands of cells of a few draws each, the plain statistic
+    is too large by half a standard deviation, and p below 1e-3 comes ten times too often.
+    """
     if bool((observed[probability == 0] > 0).any()):
         return 0.0  # forbidden, however rare
     observed = observed.double()
@@ -196,4 +200,7 @@ def g_test(observed: torch.Tensor, probability: torch.Tensor) -> float:
     observed, expected = observed[expected > 0], expected[expected > 0]
     statistic = 2.0 * torch.xlogy(observed, observed / expected).sum()
     freedom = torch.tensor(float(len(observed) - 1), dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic.cpu() / 2)) if freedom > 0 else 1.0
+    if freedom <= 0:
+        return 1.0
+    correction = 1.0 + ((1.0 / expected).sum() - 1.0 / expected.sum()) / (6.0 * freedom)
+    return float(torch.special.gammaincc(freedom / 2, (statistic / correction).cpu() / 2))

@@ -11,17 +11,22 @@ import sys
 from . import __version__
 
 _SERVE_HELP = """\
-usage: sgl-flashsample serve [--tuned FILE] --model-path MODEL [any SGLang server argument ...]
+usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off]
+                             --model-path MODEL [any SGLang server argument ...]
 
 Starts SGLang's server with --sampling-backend flashsample. Every other argument goes to SGLang unchanged;
 `python -m sglang.launch_server --help` lists them.
 
   --tuned FILE  the tuned table to use; without it, one that fits is looked for (README, "Tune once, ship the file")
+  --flashsample-screen auto|on|off
+                whether to keep an INT8 copy of the LM head (README, "Below the floor"); auto: where a tuned table says
+                that it wins
 
 environment:
   FLASHSAMPLE_TUNED        the tuned table to use, as --tuned
   FLASHSAMPLE_TUNED_DIR    folders to look for one in, before the cache and the shipped ones
   FLASHSAMPLE_ALLOW_FAMILY 1: also use a table of another GPU of the same compute capability
+  FLASHSAMPLE_SCREEN       auto, on or off, as --flashsample-screen
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
   FLASHSAMPLE_ANY_SGLANG   1: also try SGLang versions that this release does not know
@@ -38,7 +43,10 @@ def serve(arguments: list[str]) -> int:
         print("error: serve sets --sampling-backend itself; leave it out", file=sys.stderr)
         return 2
     try:
-        tuned, arguments = _take(arguments, "--tuned")
+        tuned, arguments = _take(arguments, "--tuned", "the path of a table")
+        screen, arguments = _take(arguments, "--flashsample-screen", "auto, on or off")
+        if screen not in (None, "auto", "on", "off"):
+            raise ValueError(f"--flashsample-screen is {screen!r}; expected auto, on or off")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -54,13 +62,16 @@ def serve(arguments: list[str]) -> int:
         return 1
     if tuned is not None:
         os.environ["FLASHSAMPLE_TUNED"] = os.path.abspath(tuned)  # the server's processes inherit it
+    if screen is not None:
+        os.environ["FLASHSAMPLE_SCREEN"] = screen
     command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--sampling-backend", "flashsample"]
     sys.stdout.flush()
     os.execv(sys.executable, command)
 
 
-def _take(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
-    """The value of the option ``name`` and the arguments without it. Raises ValueError when it has none."""
+def _take(arguments: list[str], name: str, expected: str) -> tuple[str | None, list[str]]:
+    """The value of the option ``name`` and the arguments without it. Raises ValueError when it has none; expected: what
+    is to be one, in words."""
     rest, value = list(arguments), None
     for place, argument in enumerate(arguments):
         if argument.startswith(f"{name}="):
@@ -70,7 +81,7 @@ def _take(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
         else:
             continue
         if not value:
-            raise ValueError(f"{name} has no value; expected the path of a table")
+            raise ValueError(f"{name} has no value; expected {expected}")
         if any(other.split("=")[0] == name for other in rest):
             raise ValueError(f"{name} is given twice")
         return value, rest

@@ -43,6 +43,8 @@ def test_help_names_the_commands_and_each_command_has_its_own():
         (["serve", "--model-path", "x", "--tuned"], "--tuned has no value; expected the path of a table"),
         (["serve", "--tuned=", "--model-path", "x"], "--tuned has no value; expected the path of a table"),
         (["serve", "--tuned", "a", "--tuned=b"], "--tuned is given twice"),
+        (["serve", "--flashsample-screen"], "--flashsample-screen has no value; expected auto, on or off"),
+        (["serve", "--flashsample-screen=yes"], "--flashsample-screen is 'yes'; expected auto, on or off"),
         (["tune", "show", "nothing.json"], "error: nothing.json: No such file or directory"),
         (["nonsense"], "invalid choice"),
         (["demo", "--size", "huge"], "unknown size 'huge'; sizes are tiny"),
@@ -80,6 +82,18 @@ def test_the_tuned_table_reaches_the_server_through_its_environment_and_not_sgla
     cli.main(["serve", *arguments[:place], *how, *arguments[place:]])
     assert seen[0][3:] == ["--model-path", "m", "--sampling-backend", "flashsample"]
     assert os.environ["FLASHSAMPLE_TUNED"] == str(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("how", [["--flashsample-screen", "on"], ["--flashsample-screen=on"]])
+def test_the_screen_reaches_the_server_through_its_environment_and_not_sglang(monkeypatch, how):
+    seen = []
+    monkeypatch.setenv("FLASHSAMPLE_SCREEN", "off")  # also puts it back
+    monkeypatch.setattr(cli.os, "execv", lambda path, arguments: seen.append(arguments))
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cli, "entry_point_found", lambda: True)
+    cli.main(["serve", "--model-path", "m", *how])
+    assert seen[0][3:] == ["--model-path", "m", "--sampling-backend", "flashsample"]
+    assert os.environ["FLASHSAMPLE_SCREEN"] == "on"
 
 
 def test_serve_without_sglang_or_without_the_entry_point_says_what_to_install(monkeypatch, capsys):

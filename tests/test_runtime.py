@@ -184,21 +184,21 @@ def test_counters_say_what_a_batch_takes_of_the_hosts_time():
     assert made.summary() == "host 42.5 us per batch over 2 batches"
 
 
-def test_a_counter_on_the_device_is_asked_at_most_once_per_interval_and_never_waited_for(device, monkeypatch):
+def test_counters_on_the_device_are_asked_at_most_once_per_interval_and_never_waited_for(device, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(counters.time, "monotonic", lambda: clock[0])
-    on_device = torch.tensor([5], device=device)
-    made = counters.DeviceCounter(on_device, 10.0)
-    assert made.new() == 0, "the copy has just been started"
+    on_device = torch.tensor([5, 0], device=device)
+    made = counters.DeviceCounters(on_device, 10.0)
+    assert made.new() == (0, 0), "the copy has just been started"
     settle(device)
-    on_device += 2
-    assert made.new() == 5
+    on_device += torch.tensor([2, 1], device=device)
+    assert made.new() == (5, 0)
     clock[0] += 9
-    assert made.new() == 0
+    assert made.new() == (0, 0)
     clock[0] += 1
-    assert made.new() == 0
+    assert made.new() == (0, 0)
     settle(device)
-    assert [made.new(), made.new()] == [2, 0]
+    assert [made.new(), made.new()] == [(2, 1), (0, 0)]
 
 
 def settle(device):
@@ -207,13 +207,13 @@ def settle(device):
 
 
 def test_a_copy_that_has_not_arrived_is_left_alone(device):
-    made = counters.DeviceCounter(torch.tensor([5], device=device), 0.0)
+    made = counters.DeviceCounters(torch.tensor([5], device=device), 0.0)
     made.new()
     settle(device)
     made._arrived = types.SimpleNamespace(query=lambda: False, record=None)
-    assert [made.new(), made.new()] == [0, 0]
+    assert [made.new(), made.new()] == [(0,), (0,)]
     made._arrived = types.SimpleNamespace(query=lambda: True, record=lambda: None)
-    assert [made.new(), made.new()] == [5, 0]
+    assert [made.new(), made.new()] == [(5,), (0,)]
 
 
 def test_searches_are_counted_over_all_batches_whatever_scratch_they_had(device):

@@ -610,6 +610,79 @@ def test_a_server_that_is_asked_to_counts_what_it_draws_whoever_draws_it(folder,
     assert found.counted - answered.total() <= requests + 32
 
 
+@pytest.mark.parametrize("version", [None, *([] if CUDA else ["0.5.17", "0.5.23"])])
+def test_a_screened_server_draws_the_same_tokens_and_follows_an_update_of_its_weights(folder, ours, version):
+    name = f"screened-{version}"
+    server, truth = make_server(
+        folder,
+        SIZE,
+        name=name,
+        arguments=["--enable-metrics"],
+        environment={"FLASHSAMPLE_SCREEN": "on"},
+        first_on_path=version_path(version) if version else None,
+    )
+    other = markov.write(folder / "other weights" / SIZE, markov.SIZES[SIZE], seed=1)
+    sampled = [{"temperature": 0.4 + i / 10, "sampling_seed": i} for i in range(6)]
+    edited = [{"temperature": 1.0, "sampling_seed": 9, "logit_bias": LOGIT_BIAS}, {"temperature": 0}]
+    truncated = [{"temperature": 1.0, "sampling_seed": 10, "top_p": 0.8}]
+    batches = [
+        [row | {"max_new_tokens": 12, "ignore_eos": True} for row in rows] for rows in (sampled, edited, truncated)
+    ]
+
+    def tokens(server):
+        answers = [server.generate(input_ids=[[300 + i] for i in range(len(b))], sampling_params=b) for b in batches]
+        assert {path for batch in answers for answer in batch for path in paths(answer)} == {"fused"}
+        return [answer["output_ids"] for batch in answers for answer in batch]
+
+    def rows_screened():
+        (line,) = [
+            line for line in server.metrics().splitlines() if line.startswith("sglang:flashsample_screen_rows_to")
+        ]
+        return float(line.split()[-1])
+
+    with server:
+        (line,) = server.log_lines("flashsample: screen ")
+        assert re.search(r"screen built: [\d,]+ bytes, [\d.]+ % of the LM head's, for batches of up to \d+ rows$", line)
+        before = tokens(server)
+        assert before == tokens(ours)
+        assert np.array_equal(*greedy_tokens_and_those_of(server, truth))
+        screened = rows_screened()
+        assert screened >= 12 * (6 + 2)
+        assert server.post("/update_weights_from_disk", model_path=str(folder / "other weights" / SIZE))["success"]
+        assert np.array_equal(*greedy_tokens_and_those_of(server, other))
+        assert tokens(server) != before
+        assert rows_screened() > screened, "the screen is of the new weights"
+        assert server.post("/update_weights_from_disk", model_path=str(folder / SIZE))["success"]
+        assert tokens(server) == before
+        server.post("/release_memory_occupation")
+        server.post("/resume_memory_occupation")
+        screened = rows_screened()
+        assert tokens(server) == before
+        assert rows_screened() > screened
+        assert len(server.log_lines("flashsample: screen made anew after a change of weights in ")) == 3
+        if version != "0.5.17":  # which knows no sessions
+            server.post("/begin_weight_update", selector="all")
+            assert tokens(server) == before
+            screened = rows_screened()  # what was under way has arrived
+            assert tokens(server) == before
+            assert rows_screened() == screened, "somebody may be writing to the weights"
+            server.post("/end_weight_update")
+            assert tokens(server) == before
+            assert rows_screened() > screened
+        newest = [line for line in server.log_lines("] flashsample: fused ") if "screened" in line][-1]
+        assert re.search(
+            r"screened [\d,]+ rows, [\d.]+ % sure, [\d.]+ candidates per row, [\d.]+ groups read per batch, "
+            r"[\d,]+ of [\d,]+ batches wide",
+            newest,
+        )
+        assert not server.log_lines("flashsample: screen off") and "Traceback" not in server.log_text()
+
+
+def greedy_tokens_and_those_of(server, truth):
+    pairs = draw(server, 160, 16, {"temperature": 0})
+    return pairs[:, 1], truth.logits(torch.tensor(pairs[:, 0])).argmax(-1).numpy()
+
+
 @pytest.mark.skipif(not CUDA, reason="needs CUDA graphs")
 def test_graph_and_eager_servers_draw_the_same_tokens(folder, ours):
     params = [

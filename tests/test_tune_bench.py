@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import scipy.stats
 import stats
 import torch
 from sgl_flashsample.autotune import gpu, inputs, rivals
@@ -135,6 +136,16 @@ def test_draws_of_another_distribution_are_found(device, monkeypatch):
     biased = lambda *a, **k: (draw(*a, **k)[0] & ~1, None, None)  # noqa: E731
     monkeypatch.setattr("sgl_flashsample.autotune.gate.lm_head_sample", biased)
     assert gate.g_test(WIDE_TILE, Work.PLAIN, 500, rows=128)[0] < 1e-4
+
+
+def test_the_g_test_rejects_the_truth_as_often_as_it_says():
+    """Thousands of cells, most of them of a few draws: where the plain statistic is wrong ten times as often."""
+    probability = 1 / np.arange(1, 40_001) ** 1.2
+    probability /= probability.sum()
+    rng = np.random.default_rng(0)
+    truth = torch.tensor(probability)
+    p = np.array([g_test(torch.tensor(rng.multinomial(200_000, probability)), truth) for _ in range(500)])
+    assert scipy.stats.kstest(p, "uniform").pvalue > 1e-3
 
 
 @pytest.mark.parametrize("cells, draws", [(3, 1000), (5000, 200_000)])

@@ -146,6 +146,10 @@ class Server:
         """POST /v1/chat/completions."""
         return self._request("/v1/chat/completions", {"model": "default", **fields})
 
+    def post(self, path: str, **fields: Any) -> Any:
+        """POST to any other of the server's endpoints, ``/update_weights_from_disk`` for example."""
+        return self._request(path, fields)
+
     def profile(self, folder: Path, steps: int) -> None:
         """POST /start_profile: write a trace of the next ``steps`` forward passes to ``folder``."""
         activities = ["CPU", "GPU"]

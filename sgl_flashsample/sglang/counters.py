@@ -1,5 +1,5 @@
-"""Batches and rows per path and reason, how truncated rows fared, and what a batch costs the host: in the log and
-through SGLang's /metrics."""
+"""Batches and rows per path and reason, how truncated and screened rows fared, and what a batch costs the host: in the
+log and through SGLang's /metrics."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from ..kernels.int8_head import Counted
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -28,6 +31,7 @@ class Counters:
         self._batches: Counter[tuple[str, str]] = Counter()
         self._rows: Counter[tuple[str, str]] = Counter()
         self._truncated = self._searched = 0
+        self._screened = [0] * len(Counted)
         self._host_batches, self._host_seconds = 0, 0.0
         self._last_log = time.monotonic()
         self._prometheus = _prometheus_metrics() if metrics else None
@@ -53,6 +57,15 @@ class Counters:
             self._prometheus.truncated.inc(rows)
             self._prometheus.searched.inc(searched)
 
+    def add_screened(self, counted: Sequence[int]) -> None:
+        """Count what a screen has counted on the device: one number for each member of ``Counted``."""
+        if not any(counted):
+            return
+        for kind in Counted:
+            self._screened[kind] += counted[kind]
+            if self._prometheus is not None:
+                self._prometheus.screened[kind].inc(counted[kind])
+
     def add_host_time(self, seconds: float) -> None:
         """Count what one batch, all of it fused, took of the host's time in the sampler."""
         self._host_batches += 1
@@ -62,48 +75,58 @@ class Counters:
 
     def summary(self) -> str:
         """Totals since the start, fused first: "fused 12 rows in 3 batches; native (top_logprobs) 4 rows in 2 batches;
-        truncated 9 rows, 1 of them searched; host 41.5 us per batch over 3 batches"."""
+        truncated 9 rows, 1 of them searched; screened 8 rows, 75.0 % sure, 1.5 candidates per row, 5.0 groups read per
+        batch, 0 of 2 batches wide; host 41.5 us per batch over 3 batches"."""
         parts = []
         for path, reason in sorted(self._rows, key=lambda key: (key[0] != "fused", key)):
             label = f"{path} ({reason})" if reason else path
             parts.append(f"{label} {self._rows[path, reason]:,} rows in {self._batches[path, reason]:,} batches")
         if self._truncated:
             parts.append(f"truncated {self._truncated:,} rows, {self._searched:,} of them searched")
+        rows, batches = self._screened[Counted.ROWS], self._screened[Counted.BATCHES]
+        if rows and batches:
+            parts.append(
+                f"screened {rows:,} rows, {100 * self._screened[Counted.SURE_ROWS] / rows:.1f} % sure, "
+                f"{self._screened[Counted.CANDIDATES] / rows:.1f} candidates per row, "
+                f"{self._screened[Counted.GROUPS] / batches:.1f} groups read per batch, "
+                f"{self._screened[Counted.WIDE_BATCHES]:,} of {batches:,} batches wide"
+            )
         if self._host_batches:
             mean = self._host_seconds / self._host_batches * 1e6
             parts.append(f"host {mean:.1f} us per batch over {self._host_batches:,} batches")
         return "; ".join(parts)
 
 
-class DeviceCounter:
-    """How far a counter on the device has come, asked without waiting for the device.
+class DeviceCounters:
+    """How far counters on the device have come, asked without waiting for the device.
 
     A copy to pinned memory is started at most once in ``interval`` seconds; what it brings is seen by a later call.
     """
 
-    def __init__(self, counter: torch.Tensor, interval: float) -> None:
-        self._counter = counter  # [1] int64
+    def __init__(self, counters: torch.Tensor, interval: float) -> None:
+        self._counters = counters  # [N] int64
         self._interval = interval
-        on_gpu = counter.is_cuda
-        self._copy = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
+        on_gpu = counters.is_cuda
+        self._copy = torch.zeros(len(counters), dtype=torch.int64, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None
         self._under_way = False
         self._started = -interval
-        self._seen = 0
+        self._seen = self._nothing = (0,) * len(counters)
 
-    def new(self) -> int:
-        """What has been counted since the last call, as far as it has arrived."""
-        before = self._seen
+    def new(self) -> tuple[int, ...]:
+        """What each has counted since the last call, as far as it has arrived."""
+        found = self._nothing
         if self._under_way and (self._arrived is None or self._arrived.query()):
-            self._seen = int(self._copy)
+            before, self._seen = self._seen, tuple(self._copy.tolist())
+            found = tuple(now - then for now, then in zip(self._seen, before, strict=True))
             self._under_way = False
         now = time.monotonic()
         if not self._under_way and now - self._started >= self._interval:
-            self._copy.copy_(self._counter, non_blocking=True)
+            self._copy.copy_(self._counters, non_blocking=True)
             if self._arrived is not None:
                 self._arrived.record()
             self._under_way, self._started = True, now
-        return self._seen - before
+        return found
 
 
 def _log_seconds() -> float:
@@ -115,11 +138,22 @@ def _log_seconds() -> float:
         return _DEFAULT_LOG_SECONDS
 
 
+_SCREEN_METRICS = {
+    Counted.BATCHES: "Blocks of rows that a screen has served, each reading groups of its own",
+    Counted.ROWS: "Rows that a screen has served",
+    Counted.GROUPS: "Groups of 16 ids read from the head itself, per block of rows",
+    Counted.CANDIDATES: "Groups that a row could have taken its token from",
+    Counted.SURE_ROWS: "Rows with one such group or none",
+    Counted.WIDE_BATCHES: "Blocks of rows that may have had to read a large share of the head",
+}
+
+
 class _Metrics(NamedTuple):
     batches: Any
     rows: Any
     truncated: Any
     searched: Any
+    screened: list[Any]  # by Counted
     host_seconds: Any
 
 
@@ -139,5 +173,9 @@ def _prometheus_metrics() -> _Metrics | None:
         PrometheusCounter(
             "sglang:flashsample_searched_rows", "Of these, rows that took a search over their kept logits"
         ),
+        [
+            PrometheusCounter(f"sglang:flashsample_screen_{kind.name.lower()}", _SCREEN_METRICS[kind])
+            for kind in Counted
+        ],
         Summary("sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"),
     )

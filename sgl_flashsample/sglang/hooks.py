@@ -74,6 +74,9 @@ class Hooks:
         try:
             if not model_runner.is_draft_worker:
                 self.runtime.prepare_model(model_runner.model)
+                if getattr(model_runner, "startup_weight_load", None) is not None:  # its weights are still to come
+                    self.runtime.weights_settled = False
+                    self.runtime.weights_change()
         except Exception as error:  # as in _guarded
             self.runtime.disable(f"load_model: {type(error).__name__}: {error}")
 
@@ -119,13 +122,13 @@ class Hooks:
 
 def install(runtime: Runtime) -> str | None:
     """Register and apply all hooks. Returns why the fused pass must stay off, None when every hook landed."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
     problems = [p for p in map(versions.target_problem, versions.HOOK_TARGETS) if p]
     if problems:
         return "; ".join(problems)
     hooks = Hooks(runtime)
-    table = {
+    table: dict[str, tuple[Callable, Any]] = {
         "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits": (hooks.get_logits, HookType.AROUND),
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (hooks.load_model, HookType.AFTER),
         "sglang.srt.model_executor.model_runner.ModelRunner._preprocess_logits": (
@@ -137,6 +140,13 @@ def install(runtime: Runtime) -> str | None:
         f"{_INFO}.adjusted_merge_batch": (hooks.merge_batch, HookType.AFTER),
         f"{_INFO}.copy_for_forward": (hooks.copy_for_forward, HookType.AFTER),
     }
+    return apply_hooks(table)
+
+
+def apply_hooks(table: dict[str, tuple[Callable, Any]]) -> str | None:
+    """Register and apply the hook of each target. Returns which of them did not land, None when all did."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     before = {target: pkgutil.resolve_name(target) for target in table}
     for target, (hook, kind) in table.items():
         HookRegistry.register(target, hook, kind)

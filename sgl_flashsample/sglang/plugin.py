@@ -54,7 +54,7 @@ def _explain_replacement(sampler, *args, **kwargs) -> None:
 def make_sampler() -> FlashSampler:
     """The sampler that SGLang asks for when the backend is selected; installs the hooks at the first call."""
     global _runtime
-    from . import hooks
+    from . import hooks, weight_hooks
     from .runtime import Runtime
     from .sampler import FlashSampler
 
@@ -62,6 +62,8 @@ def make_sampler() -> FlashSampler:
         _runtime = Runtime(versions.version_problem(versions.sglang_version()))
         if _runtime.problem is None:
             _runtime.problem = hooks.install(_runtime)
+        if _runtime.problem is None and _runtime.screen_problem is None:
+            _runtime.screen_problem = weight_hooks.install(_runtime)
         if _runtime.problem is not None:
             _runtime.announce_inactive()
     return FlashSampler(_runtime)

@@ -10,19 +10,17 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..api import BatchParams, SampleOutput, sample
-from ..choices import Choices, choices_for
+from ..api import SampleOutput
+from ..choices import Choices
 from ..kernels.features import LogitEdits
-from ..kernels.head import LMHead, Workspace
 from ..kernels.rng import NOISE_ABI
-from ..paths import make_workspace
-from ..tuned import Shape
-from . import support, trace, tuning
+from . import screening, support, trace, tuning
 from .agreement import Ranks
-from .counters import Counters, DeviceCounter
+from .counters import Counters
+from .head_state import MAX_COMPILED_ROWS, HeadState
 from .lazy_logits import LazyLogits
 from .rows import Rows
-from .step_graphs import StepGraphs
+from .screening import HeadScreen, Mode
 from .versions import sglang_version
 
 logger = logging.getLogger("sgl_flashsample")
@@ -30,118 +28,15 @@ logger = logging.getLogger("sgl_flashsample")
 REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
 STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
 NATIVE_FEATURES = "custom logit processors, sampling masks, beams, top logprobs and token-id logprobs"
-# Kernels are compiled at start for batches up to this size; the last tile also serves larger ones.
-MAX_COMPILED_ROWS = 512
-
-
-class HeadState:
-    """A LogitsProcessor with its LM head, and the fused head made from them.
-
-    SGLang may change either after the start (a new weight tensor, a logit scale set late): ``current`` follows.
-    choices: what batches of the current head take; the built-in ones until others are put here. replays: whether
-    batches that stay as they are become CUDA graphs.
-    """
-
-    choices: Choices
-    replays = False
-
-    def __init__(self, processor: Any, lm_head: Any) -> None:
-        self.processor, self.lm_head = processor, lm_head
-        self._fingerprint: tuple | None = None
-        self._head: LMHead | None = None
-        self._workspace: Workspace | None = None
-        self._workspace_rows = 0
-        self._searched: DeviceCounter | None = None
-        self._graphs: StepGraphs | None = None
-
-    def current(self) -> LMHead:
-        processor, weight = self.processor, self.lm_head.weight
-        softcap = getattr(processor, "final_logit_softcapping", None) or None
-        fingerprint = (weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size)
-        if fingerprint != self._fingerprint:
-            keeps_fp32 = processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False)
-            self._head = LMHead(
-                weight.detach(),
-                vocab_size=processor.vocab_size,
-                logit_scale=processor.logit_scale,
-                softcap=softcap,
-                logits_dtype=torch.float32 if keeps_fp32 else weight.dtype,
-            )
-            if self._fingerprint is None or self.choices.shape != Shape.of(self._head):
-                self.choices = choices_for(self._head)
-            self._fingerprint = fingerprint
-            self._graphs = None
-        assert self._head is not None
-        return self._head
-
-    def scratch(self, num_rows: int) -> Workspace:
-        """Workspace for ``num_rows`` rows; allocates for the first batch and for one larger than all before."""
-        if num_rows > self._workspace_rows:
-            # By doubling: beyond the rows that kernels are compiled for, a batch may grow at every step.
-            rows = max(num_rows, 2 * self._workspace_rows, MAX_COMPILED_ROWS)
-            searched = self._workspace.searched if self._workspace is not None else None
-            self._workspace = make_workspace(self.current(), rows, searched, self.choices)
-            self._workspace_rows = rows
-            self._graphs = None
-        assert self._workspace is not None
-        return self._workspace
-
-    def sample(
-        self,
-        hidden: torch.Tensor,
-        rows: Rows,
-        edits: LogitEdits | None,
-        positions: torch.Tensor,
-        return_logprob: bool,
-    ) -> SampleOutput:
-        """Tokens for ``hidden``: by a graph, where the batch has stayed as it is for some steps, else by launches."""
-        self.current()
-        self.scratch(hidden.shape[0])
-        if positions.dtype is not torch.int64:
-            positions = positions.to(torch.int64)
-        elif self.replays:
-            if self._graphs is None:
-                self._graphs = StepGraphs(self._draw, MAX_COMPILED_ROWS, hidden.device)
-            out = self._graphs.step(rows, hidden, edits, positions, return_logprob)
-            if out is not None:
-                return out
-        params = BatchParams(
-            rows.temperature,
-            rows.seed,
-            positions,
-            rows.truncation,
-            edits,
-            rows.all_greedy,
-            rows.distribution_only,
-        )
-        return self._draw(hidden, params, return_logprob)[0]
-
-    def _draw(self, hidden: torch.Tensor, params: BatchParams, return_logprob: bool) -> tuple[SampleOutput, Any]:
-        assert self._head is not None and self._workspace is not None
-        out = sample(
-            hidden,
-            self._head,
-            params,
-            return_logprob=return_logprob,
-            workspace=self._workspace,
-            choices=self.choices,
-        )
-        return out, (self._workspace, self._workspace.last_kept)
-
-    def newly_searched(self, interval: float) -> int:
-        """Rows that took a search over kept logits since the last call, as far as that is known without waiting;
-        asked of the device at most once in ``interval`` seconds."""
-        if self._searched is None:
-            self._searched = DeviceCounter(self.scratch(1).searched, interval)
-        return self._searched.new()
 
 
 class Runtime:
     """State of the fused pass in this process.
 
     problem: why nothing is fused, in words; None while the fused pass is active. mixing_problem: the same for batches
-    in which some rows need SGLang's sampler, grammar_problem: for rows with a grammar. trace: what counts the drawn
-    tokens, where that was asked for.
+    in which some rows need SGLang's sampler, grammar_problem: for rows with a grammar, screen_problem: why no head has
+    a screen. weights_settled: nobody is about to change weights. trace: what counts the drawn tokens, where that was
+    asked for.
     """
 
     def __init__(self, problem: str | None) -> None:
@@ -153,6 +48,10 @@ class Runtime:
         self.tp_size = 1
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
         self.replays = os.environ.get(STEP_GRAPHS_VARIABLE) != "0"
+        self._screening = screening.asked_for()
+        self.screen_problem = _server_screen_problem(self._screening)
+        self.weights_settled = True
+        self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         metrics = False
         try:
@@ -190,6 +89,34 @@ class Runtime:
         self.grammar_problem = problem
         logger.warning("flashsample: SGLang's own sampler takes over every row with a grammar: %s", problem)
 
+    def weights_change(self) -> None:
+        """Weights change, or may have changed: no screen serves until ``renew_screens``."""
+        for state in filter(None, self._heads.values()):
+            state.weights_change()
+            self._screens_outdated = self._screens_outdated or state.has_screen
+
+    def free_screens(self) -> None:
+        """Give the memory of all screens back: SGLang has released that of the weights."""
+        for state in filter(None, self._heads.values()):
+            state.free_screen()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def renew_screens(self) -> None:
+        """Make all screens copies of the weights as they are now. Outside of decode steps: it takes a while."""
+        if not self._screens_outdated:
+            return
+        self._screens_outdated = False
+        started = time.monotonic()
+        for state in filter(None, self._heads.values()):
+            state.renew_screen()
+        logger.info("flashsample: screen made anew after a change of weights in %.2f s", time.monotonic() - started)
+
+    def stop_screens(self, problem: str) -> None:
+        """Draw without screens from now on, and say why."""
+        for state in filter(None, self._heads.values()):
+            state.give_up_screen(problem)
+
     @property
     def _about(self) -> str:
         return f"flashsample {__version__} with SGLang {sglang_version()}"
@@ -209,7 +136,7 @@ class Runtime:
         for name, module in modules.items():
             lm_head = getattr(modules.get(name.rpartition(".")[0]), "lm_head", None)
             if isinstance(module, LogitsProcessor) and lm_head is not None:
-                states.append(self.head_for(module, lm_head))
+                states.append(self.head_for(module, lm_head, starting=True))
         if not states:
             logger.info("%s: fused sampling active once the model shows its LM head", self._about)
         for state in filter(None, states):
@@ -225,16 +152,17 @@ class Runtime:
                 NATIVE_FEATURES,
             )
 
-    def head_for(self, processor: Any, lm_head: Any) -> HeadState | None:
-        """The state of this processor and head; None, with the reason logged once, where SGLang serves them."""
+    def head_for(self, processor: Any, lm_head: Any, starting: bool = False) -> HeadState | None:
+        """The state of this processor and head; None, with the reason logged once, where SGLang serves them. starting:
+        memory is still to be shared out."""
         key = (id(processor), id(lm_head))
         if key not in self._heads:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if _is_capturing():
                 return None  # compiling would break the capture; a head is prepared before that or not at all
-            self._heads[key] = self._prepare(processor, lm_head)
+            self._heads[key] = self._prepare(processor, lm_head, starting)
         return self._heads[key]
 
-    def _prepare(self, processor: Any, lm_head: Any) -> HeadState | None:
+    def _prepare(self, processor: Any, lm_head: Any, starting: bool) -> HeadState | None:
         try:
             problem = support.head_problem(processor, lm_head)
             if problem is None:
@@ -242,17 +170,54 @@ class Runtime:
                 max_rows = MAX_COMPILED_ROWS if lm_head.weight.is_cuda else 16
                 head, ranks = state.current(), self._ranks()
                 found = tuning.resolve_alike(head, self.tp_size, ranks, self.deterministic)
-                checked = tuning.check(head, max_rows, found, ranks, self.bool_masks)
+                no_screen = self._give_screen(state, found.choices, max_rows, starting)
+                serving = None if state.screen is None else state.screen.serving(head)
+                checked = tuning.check(head, max_rows, found, ranks, self.bool_masks, serving)
                 state.choices, problem = checked.choices, checked.problem
                 if problem is None:
                     state.replays = self.replays and lm_head.weight.is_cuda
                     state.scratch(1)
                     state.newly_searched(self.counters.read_interval)  # takes its pinned memory now, not in a step
+                    if state.screen is not None and not screening.wins(
+                        state.choices, self._screening, state.screen.rows
+                    ):
+                        no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"
+                        state.free_screen()
+                        state.screen = None
+                    self._about_screen(state, no_screen)
                     return state
         except Exception as error:  # whatever a kernel or a model does, the server must start
             problem = f"{type(error).__name__}: {error}"
         logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, problem)
         return None
+
+    def _give_screen(self, state: HeadState, choices: Choices, max_rows: int, starting: bool) -> str | None:
+        """Build the screen of a head that is to have one; returns why it is not, in words."""
+        head = state.current()
+        try:
+            problem = self.screen_problem or screening.problem_for(head, choices, self._screening, max_rows)
+            if problem is None and not starting:
+                problem = "the model shows its LM head only after the memory is shared out"
+            if problem is None:
+                rows = screening.rows_of(choices, max_rows)
+                state.screen = HeadScreen(head, rows, self.counters.read_interval)
+        except Exception as error:  # memory, or whatever a copy of this head meets: it is served without
+            problem = f"{type(error).__name__}: {error}"
+        return problem
+
+    def _about_screen(self, state: HeadState, problem: str | None) -> None:
+        """Say in a line what screen a head has, or why it has none."""
+        screen, weight = state.screen, state.current().weight
+        if screen is None:
+            level = logging.WARNING if self._screening is Mode.ON else logging.INFO
+            logger.log(level, "flashsample: screen not built: %s", problem)
+            return
+        logger.info(
+            "flashsample: screen built: %s bytes, %.1f %% of the LM head's, for batches of up to %d rows",
+            f"{screen.num_bytes:,}",
+            100 * screen.num_bytes / (weight.numel() * weight.element_size()),
+            screen.rows,
+        )
 
     def _ranks(self) -> Ranks:
         """The ranks that hold shards of a head."""
@@ -270,6 +235,8 @@ class Runtime:
         sampling = mode.is_decode() or (mode.is_extend() and not metadata.extend_return_logprob)
         if not sampling or mode.is_target_verify() or mode.is_split_prefill() or metadata.is_prefill_only:
             return None
+        if self._screens_outdated and self.weights_settled and mode.is_extend() and not _is_capturing():
+            self.renew_screens()
         state = self.head_for(processor, lm_head)
         if state is None or hidden.dtype != lm_head.weight.dtype or hidden.stride(1) != 1:
             return None
@@ -289,7 +256,23 @@ class Runtime:
             out = state.sample(lazy.hidden, rows, edits, positions, return_logprob)
             if rows.num_truncated:
                 self.counters.add_truncated(rows.num_truncated, state.newly_searched(self.counters.read_interval))
+            if state.screen is not None:
+                self.counters.add_screened(state.screen.counted())
             return out
         except Exception as error:  # a request must not fail because a path cannot serve it
             self.disable(f"{type(error).__name__}: {error}")
             return None
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _server_screen_problem(mode: Mode) -> str | None:
+    """Why no head of this server may have a screen, as far as its arguments say."""
+    if mode is Mode.OFF:
+        return f"{screening.SCREEN_VARIABLE} is off"
+    try:
+        return support.screen_problem()
+    except Exception as error:  # an SGLang whose configuration we cannot read
+        return f"this server's configuration cannot be read ({error})"

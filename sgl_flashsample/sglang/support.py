@@ -37,6 +37,28 @@ def server_problem() -> str | None:
     return next((f"{reason} is not served yet" for reason, applies in checks if applies), None)
 
 
+def screen_problem() -> str | None:
+    """Why no head of this server may have a screen, whatever its device; None when one may have.
+
+    A screen is a copy of the head: nobody may write to the head, or add to its output, without our being told.
+    """
+    from sglang.srt.runtime_context import get_lora, get_model
+
+    lora, model = get_lora(), get_model()
+    modules = set(lora.lora_target_modules or ())
+    checks = (
+        # Where no modules are named they are those of the adapters.
+        ("LoRA adapters may reach the LM head", lora.enable_lora and (not modules or modules & {"all", "lm_head"})),
+        ("the weights are shared with other processes", model.weight_cache_mode != "off"),
+        (
+            "other processes may write to the weights (a transfer engine)",
+            model.remote_instance_weight_loader_start_seed_via_transfer_engine
+            or model.remote_instance_weight_loader_backend != "nccl",
+        ),
+    )
+    return next((reason for reason, applies in checks if applies), None)
+
+
 def device_problem(device: torch.device) -> str | None:
     """Why the kernels cannot run on this device; None when they can."""
     if device.type == "cpu":

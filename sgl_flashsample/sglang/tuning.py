@@ -9,6 +9,7 @@ import logging
 from ..kernels.head import LMHead
 from ..lookup import Found, Match
 from ..resolution import Resolution, apply, built_in, resolve, target_of
+from ..screen import Screen
 from ..selftest import Checked, flashinfer_problem, refuse_wrong
 from ..table import Table
 from .agreement import Ranks
@@ -55,12 +56,22 @@ def _read(message: str) -> Found:
     return Found(table, fields["file"], fields["source"], Match(fields["match"]), tuple(fields["differs"]))
 
 
-def check(head: LMHead, max_rows: int, resolution: Resolution, ranks: Ranks, bool_masks: bool) -> Checked:
+def check(
+    head: LMHead,
+    max_rows: int,
+    resolution: Resolution,
+    ranks: Ranks,
+    bool_masks: bool,
+    screen: Screen | None = None,
+) -> Checked:
     """Compile and check what batches of up to ``max_rows`` rows take, and say in a line what table that is from; a
-    tuned configuration that fails is left out with one warning, on all ranks alike; so is FlashInfer."""
+    tuned configuration that fails is left out with one warning, on all ranks alike; so is FlashInfer. screen: of the
+    head, where batches may be screened."""
     for warning in resolution.warnings:
         logger.warning("flashsample: %s", warning)
-    checked = refuse_wrong(head, max_rows, resolution.choices, bool_masks=bool_masks, agree=ranks.anywhere)
+    checked = refuse_wrong(
+        head, max_rows, resolution.choices, bool_masks=bool_masks, agree=ranks.anywhere, screen=screen
+    )
     if checked.refused:
         logger.warning(
             "flashsample: the built-in choice takes the batches of %d tuned configurations that fail here: %s",
