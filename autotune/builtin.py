@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import tuned
-from ..kernels.tiles import ReadConfig, TileConfig
+from ..kernels.tiles import ReadConfig, ScreenConfig, TileConfig
 from ..work import Config, Path, Work
 
 
@@ -14,9 +14,10 @@ def family_of(cc: str) -> str | None:
 
 def default_of(family: str, itemsize: int, num_rows: int, work: Work) -> Config:
     """What a batch takes without a tuned table."""
-    if tuned.path_in(family, itemsize, num_rows, work) is Path.FUSED:
-        return tuned.tile_in(family, itemsize, num_rows, work)
-    return tuned.reader_in(num_rows, work)
+    path = tuned.path_in(family, itemsize, num_rows, work)
+    if path is Path.SCREENED:
+        return tuned.screen_in(family, itemsize, num_rows, work)
+    return tuned.tile_in(family, itemsize, num_rows, work) if path is Path.FUSED else tuned.reader_in(num_rows, work)
 
 
 def tiles_of(family: str, itemsize: int) -> list[TileConfig]:
@@ -32,6 +33,16 @@ def readers_of() -> list[ReadConfig]:
     return list(dict.fromkeys(config for entries in tuned.READS.values() for _, config in entries))
 
 
-def kernels_of(work: Work) -> Work:
-    """Greedy batches have the kernels of plain ones."""
-    return work.fallback or work
+def screens_of(family: str, itemsize: int) -> list[ScreenConfig]:
+    """As ``tiles_of``, of the screened path."""
+    found: dict[ScreenConfig, None] = {}
+    for (other, size, _), entries in tuned.SCREENS.items():
+        if (other, size) == (family, itemsize):
+            found |= {screen: None for _, screen in entries}
+    return list(found)
+
+
+def kernels_of(work: Work, config: Config) -> Work:
+    """Greedy batches have the kernels of plain ones; batches with a screen have them on every path but the screened
+    one."""
+    return work.launched(config) if isinstance(config, ScreenConfig) else work.kernels

@@ -17,17 +17,18 @@ import triton
 
 from ..kernels.head import LMHead
 from ..kernels.launch import compiling_only
+from ..screen import Screen
 from ..warmup import launch_once
 from ..work import Work
 from .cubin import register_usage
 from .gate import MANY_IDS, first_ids
 from .gpu import SOFTCAP
 from .inputs import DTYPES
-from .space import Config
+from .space import Config, ScreenConfig
 from .trials import config_of
 from .worker import error_of
 
-_KERNELS = ("lm_head_sample_kernel", "sample_logits_kernel")
+_KERNELS = ("lm_head_sample_kernel", "sample_logits_kernel", "screen_head_kernel", "rescore_groups_kernel")
 # Of the device's memory that heads of all compiling processes may take; beyond, they compile for a cut head, and the
 # draw of truncated rows, which depends on the vocabulary, is left to the worker.
 HEAD_SHARE = 0.3
@@ -40,6 +41,7 @@ class CompileBench:
         self.device, self.processes = device, processes
         self._shape: dict[str, Any] | None = None
         self._heads: list[LMHead] = []
+        self._screen: Screen | None = None
         self._used: dict[str, Any] = {}
 
     @classmethod
@@ -49,7 +51,8 @@ class CompileBench:
         return cls(torch.device(spec.get("device", "cuda")), int(spec.get("processes", 1)))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Seconds, and of the main kernel shared memory in bytes, registers and spilled bytes per thread."""
+        """Seconds, and the most that any of the main kernels has of shared memory in bytes, registers and spilled bytes
+        per thread."""
         assert request["op"] == "compile", request["op"]
         began = time.monotonic()
         self._use(request["head"])
@@ -78,22 +81,25 @@ class CompileBench:
         head = LMHead(torch.empty(ids, shape["hidden"], dtype=dtype, device=self.device), softcap=softcap)
         cut = first_ids(head, MANY_IDS)
         self._heads = [head, cut] if cut.vocab_size != head.vocab_size else [head]
-        self._shape = dict(shape)
+        self._shape, self._screen = dict(shape), None
 
     def _compile(self, config: Config, work: Work) -> None:
         triton.knobs.compilation.listener = self._listen
+        if isinstance(config, ScreenConfig) and self._screen is None:
+            self._screen = Screen(self._heads[-1], 1)
         with compiling_only():
             for head in self._heads if work.truncates else self._heads[-1:]:
-                launch_once(head, config, work, False)
+                launch_once(head, config, work, False, screen=self._screen)
 
     def _listen(self, *, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **rest: Any) -> None:
         if metadata.get("name") not in _KERNELS:
             return
-        self._used["shared"] = int(metadata.get("shared", 0))
+        self._used["shared"] = max(self._used["shared"], int(metadata.get("shared", 0)))
         cubin = next((path for name, path in metadata_group.items() if name.endswith(".cubin")), None)
         if cubin is not None:
             try:
                 registers, spilled = register_usage(Path(cubin).read_bytes())
             except (OSError, ValueError, subprocess.SubprocessError):
                 return  # a fact less; the measurement will tell
-            self._used |= {"registers": registers, "spilled": spilled}
+            self._used["registers"] = max(self._used["registers"], registers)
+            self._used["spilled"] = max(self._used["spilled"], spilled)

@@ -28,7 +28,7 @@ EACH_SECONDS = 8.0
 ROUND_SECONDS = 20.0
 GTEST_SECONDS = 60.0
 MOST_TRIES = 4  # of a race whose process ends
-ALPHA = 1e-4  # of a G-test
+ALPHA = 1e-5  # of a G-test: a run makes dozens, and what is wrong is off by far more than 200,000 draws show
 TRANSFER = 0.03  # regret between buckets at which a bucket is inserted
 CERTAIN = 0.01  # or this much slower than the default, for certain
 
@@ -93,7 +93,7 @@ class Decider:
         self.done = sum(
             rows in decided.get(work.value, {})
             for work in self.context.plan.works
-            for rows in self.context.plan.buckets
+            for rows in self.context.plan.buckets_of(work)
         )
 
     def jobs(self) -> Iterable[Job]:
@@ -103,7 +103,7 @@ class Decider:
 
     def _all_of(self, work: Work) -> Job:
         plan = self.context.plan
-        for rows in plan.buckets:
+        for rows in plan.buckets_of(work):
             if rows in self._decided(work):
                 continue
             if self.context.left() <= 0:
@@ -121,6 +121,13 @@ class Decider:
         smaller = [other for other in self._decided(work) if other < rows]
         return self.publisher.configs[self._decided(work)[max(smaller)].use] if smaller else None
 
+    def _unscreened(self, work: Work, rows: int) -> Config:
+        """What such a batch takes without a screen, as far as that is decided."""
+        decided = self._decided(work.unscreened).get(rows)
+        if decided is None:
+            return self.context.plan.default(rows, work.unscreened)
+        return self.publisher.configs[decided.use]
+
     def _allotment(self) -> float:
         """Seconds that one race may take: an equal share of what is left."""
         left = max(1, self.races - self.done)
@@ -134,7 +141,7 @@ class Decider:
                 self.unfinished.append(f"{work.value}/{rows}")
                 return
             winner = outcome.configs[outcome.verdict.winner]
-            label = label_of(winner, kernels_of(work).value)
+            label = label_of(winner, kernels_of(work, winner).value)
             p = yield from self._gtest(winner, work, label)
             if p >= ALPHA:
                 yield from self._check_flashinfer(outcome, work)
@@ -148,6 +155,8 @@ class Decider:
         plan, began, allotted = self.context.plan, time.monotonic(), self._allotment()
         default, neighbour = plan.default(rows, work), self._neighbour(work, rows)
         entered = [default, *finalists, *([neighbour] if neighbour is not None else [])]
+        if work.screened:  # what the screen's memory buys is what it is faster than
+            entered.append(self._unscreened(work, rows))
         configs = key_map([config for config in dict.fromkeys(entered) if not self._is_refused(config, work)])
         others: dict[str, list[float]] = {name: [] for name in rivals.names_for(work, self.flashinfer())}
         if self._may_take_flashinfer(work):
@@ -216,25 +225,25 @@ class Decider:
             self._refuse(configs.pop(name), work, error["why"], error["detail"])
 
     def _refuse(self, config: Config, work: Work, why: str, detail: str) -> None:
-        label = label_of(config, kernels_of(work).value)
+        label = label_of(config, kernels_of(work, config).value)
         self._refused.add(label)
-        self.context.reject(config, kernels_of(work), why, detail)
+        self.context.reject(config, kernels_of(work, config), why, detail)
         if self.context.is_default(config, work):
             self.context.failed_defaults.append(f"{label}: {why}: {detail}")
 
     def _is_refused(self, config: Config, work: Work) -> bool:
-        label = label_of(config, kernels_of(work).value)
+        label = label_of(config, kernels_of(work, config).value)
         return label in self._refused or label in self.publisher.rejected
 
     def _entry(self, key: str, config: Config, work: Work) -> dict[str, Any]:
-        label = label_of(config, kernels_of(work).value)
+        label = label_of(config, kernels_of(work, config).value)
         return {"name": key, "path": path_of(config), "config": config_data(config), "label": label}
 
     def _gtest(self, config: Config, work: Work, label: str) -> Steps:
         if label in self._tested:
             return self._tested[label]
         draws = self.context.plan.effort.draws
-        answer = yield self.context.request("gtest", config, kernels_of(work), draws=draws), GTEST_SECONDS
+        answer = yield self.context.request("gtest", config, kernels_of(work, config), draws=draws), GTEST_SECONDS
         if "error" in answer:
             return 0.0
         self._tested[label] = p = float(answer["p"])
@@ -281,7 +290,7 @@ class Decider:
             flashinfer=self.publisher.flashinfer,
             configs={key: config_data(config) for key, config in configs.items()},
         )
-        self.done += rows in self.context.plan.buckets
+        self.done += rows in self.context.plan.buckets_of(work)
         self.noisy.append(bucket.se / bucket.us)
         self.publisher.write()
         gain = "the default stays" if bucket.use == bucket.default else f"{bucket.gain:.1%} less than the default"
@@ -340,7 +349,7 @@ class Decider:
             self.context.log.add("transfer", work=work.value, batch=rows, regret=round(regret, 5), inserted=insert)
             if insert:
                 winner = outcome.configs[verdict.winner]
-                p = yield from self._gtest(winner, work, label_of(winner, kernels_of(work).value))
+                p = yield from self._gtest(winner, work, label_of(winner, kernels_of(work, winner).value))
                 if p >= ALPHA:
                     yield from self._check_flashinfer(outcome, work)
                     self._publish(work, rows, outcome)
@@ -351,5 +360,5 @@ class Decider:
 
 
 def path_of_key(key: str) -> str:
-    """fused or logits, of a key in a table."""
+    """fused, logits or screened, of a key in a table."""
     return key.split("-")[0]

@@ -23,6 +23,7 @@ from ..lookup import (
     match,
 )
 from ..table import Bucket, Device, HeadShape, Table, file_name
+from ..table_entries import ITEMSIZE
 from ..work import Work
 from .table_files import config_line, head_line, or_flashinfer, read
 
@@ -88,8 +89,11 @@ def _facts(found: Found | None, batch: int, work: Work) -> dict[str, Any]:
     table = found.table
     facts |= {"file": found.file, "match": found.match.value, "source": found.source}
     class_, bucket = work, bucket_for(table.classes.get(work, {}), batch)
-    if bucket is None and work.fallback is not None:
-        class_, bucket = work.fallback, bucket_for(table.classes.get(work.fallback, {}), batch)
+    while bucket is None and class_.fallback is not None:
+        if _screened_without(table, batch, class_):
+            return facts | {"why": f"the built-in choice, the screened path: the table has nothing of {class_} for it"}
+        class_ = class_.fallback
+        bucket = bucket_for(table.classes.get(class_, {}), batch)
     if bucket is None:
         sizes = ", ".join(map(str, table.classes.get(work, {}))) or "none"
         return facts | {
@@ -105,6 +109,17 @@ def _facts(found: Found | None, batch: int, work: Work) -> dict[str, Any]:
     chosen = table.classes[class_][bucket]
     config = dataclasses.asdict(entry)
     return facts | {"why": own, "bucket": bucket, "class": class_.value, "takes": config} | dataclasses.asdict(chosen)
+
+
+def _screened_without(table: Table, batch: int, work: Work) -> bool:
+    """Whether the built-in choice for such a batch is the screened path, which goes before other work's buckets."""
+    if not work.screened:
+        return False
+    from ..tuned import screens_in  # loads torch
+    from .builtin import family_of
+
+    family = family_of(table.device.cc)
+    return family is not None and screens_in(family, ITEMSIZE[table.head.dtype], batch, work)
 
 
 def _print_bucket(table: Table, facts: dict[str, Any]) -> None:

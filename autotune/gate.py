@@ -16,24 +16,28 @@ import torch
 from ..flashinfer_path import draw_with_flashinfer
 from ..kernels.features import Edit, LogitEdits, Truncation
 from ..kernels.head import LMHead, Workspace
-from ..kernels.lm_head_sample import lm_head_sample, num_parts
+from ..kernels.lm_head_sample import lm_head_sample, num_parts, workspace_slots
 from ..kernels.reference import allowed_ref, edit_logits_ref, transform_ref
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.sample_logits import num_read_parts, sample_logits
+from ..kernels.screened_sample import screened_sample
 from ..paths import compute_logits
+from ..screen import Screen
 from ..selftest import Expectation, difference, expect
-from ..tuned import draw_for
+from ..tuned import draw_for, tile_for
 from ..work import Work
 from .builtin import kernels_of
-from .inputs import as_bitmask
-from .space import Config, ReadConfig, TileConfig
+from .inputs import Batch, as_bitmask
+from .space import Config, ReadConfig, ScreenConfig, TileConfig
 from .worker import Incorrect
 
 MANY_IDS = 40_000
 FEW_IDS = 33 * GROUP_SIZE
 TEST_ROWS = 512
 READ_ROWS = 17  # where the rows of a block do not decide the kernel
-MIN_EXPECTED = 5.0  # draws of a cell of the G-test: smaller ones are pooled
+BATCHES = 4  # of the whole head that a screen's tokens are compared with the fused pass's on
+SCORES_APART = 1e-4  # what two sums of a logit may move a score by, of it or of 1
+MIN_EXPECTED = 10.0  # draws of a cell of the G-test: smaller ones are pooled
 
 
 def first_ids(head: LMHead, most: int) -> LMHead:
@@ -50,19 +54,58 @@ class Gate:
         self.head = head
         self.many, self.few = first_ids(head, many_ids), first_ids(head, FEW_IDS)
         self._expected: dict[tuple, Expectation] = {}
+        self._screens: dict[int, Screen] = {}
+        self._batches: dict[int, Batch] = {}
+
+    def screen(self, head: LMHead) -> Screen:
+        """Of one of our heads; made when it is first needed."""
+        if head.vocab_size not in self._screens:
+            self._screens[head.vocab_size] = Screen(head, TEST_ROWS)
+        return self._screens[head.vocab_size]
 
     def check(self, config: Config, work: Work) -> None:
         """Raises Incorrect where a token is not the reference's."""
-        works = [kernels_of(work)]  # a third of the rows are greedy
+        works = [kernels_of(work, config)]  # a third of the rows are greedy
         block_b = config.block_b
         if isinstance(config, ReadConfig):
             block_b = READ_ROWS
             works += [Work.GREEDY] if works == [Work.PLAIN] else []  # without noise: a kernel of its own
         for work in works:
             for head, num_rows in self._problems(work, block_b):
-                problem = difference(self._expect(head, num_rows, work, config), config, return_logprob=False)
+                expected = self._expect(head, num_rows, work, config)
+                screen = self.screen(head) if isinstance(config, ScreenConfig) else None
+                problem = difference(expected, config, return_logprob=False, screen=screen)
                 if problem is not None:
                     raise Incorrect(problem)
+        if isinstance(config, ScreenConfig):
+            self._compare_with_fused(config, works[0])
+
+    def _compare_with_fused(self, config: ScreenConfig, work: Work) -> None:
+        """On the whole head and on logits as in the races, where most groups are ruled out: a row must not lose to what
+        the fused pass finds for it. Raises Incorrect."""
+        head, rows = self.head, config.block_b + 1
+        batch, tile = self._batch(rows), tile_for(self.head, rows, work)
+        workspace = Workspace(workspace_slots(head, rows, tile), head.weight.device)
+        edits = batch.edits if work.edits else None
+        wrong = torch.zeros((), dtype=torch.int64, device=head.weight.device)
+        for step in range(BATCHES):
+            params = (batch.temperature(work), batch.seed, batch.position[step])
+            screen = self.screen(head)
+            found = screened_sample(
+                batch.hidden, head, screen.int8_head, *params, config, edits=edits, workspace=screen.workspace
+            )
+            want = lm_head_sample(batch.hidden, head, *params, tile, edits=edits, workspace=workspace)
+            short = want.score - found.score > SCORES_APART * want.score.abs().clamp(min=1.0)
+            wrong += ((found.token != want.token) & short).sum()
+        if int(wrong):
+            raise Incorrect(
+                f"{int(wrong)} of {BATCHES * rows} tokens are not the fused pass's, which finds better ones"
+            )
+
+    def _batch(self, rows: int) -> Batch:
+        if rows not in self._batches:
+            self._batches[rows] = Batch(self.head, rows)
+        return self._batches[rows]
 
     def _problems(self, work: Work, block_b: int) -> list[tuple[LMHead, int]]:
         # The draw of truncated rows is compiled for a size of the vocabulary: one size is enough.
@@ -79,13 +122,14 @@ class Gate:
     def g_test(self, config: Config | None, work: Work, draws: int, rows: int = TEST_ROWS) -> tuple[float, int]:
         """The G-test's p-value over at least ``draws`` draws, and how many there were. config: None for FlashInfer.
 
-        Every row has the logits of one column of the head, which no sum rounds: the distribution is known exactly.
+        Every row has the logits of one column of the head, times a power of two so that they spread, which no sum
+        rounds: the distribution is known exactly.
         """
         head, weight = self.many, self.many.weight
         device, size = weight.device, head.vocab_size
         hidden = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=device)
-        hidden[:, 0] = 1.0
-        logits = transform_ref(weight[None, :, 0].double(), head.rounding, softcap=head.softcap)
+        hidden[:, 0] = scale = 2.0 ** round(math.log2(2.0 * weight.shape[1] ** 0.5))
+        logits = transform_ref(weight[None, :, 0].double() * scale, head.rounding, softcap=head.softcap)
         truncation, edits = None, None
         temperature = torch.ones(rows, device=device)
         if work.edits:
@@ -101,7 +145,9 @@ class Gate:
         row = torch.arange(rows, device=device)
         counts = torch.zeros(size, dtype=torch.int64, device=device)
         options: dict[str, Any] = {"truncation": truncation, "edits": edits, "draw": draw_for(head)}
-        if isinstance(config, TileConfig):
+        if isinstance(config, ScreenConfig):
+            screen = self.screen(head)
+        elif isinstance(config, TileConfig):
             workspace = Workspace(num_parts(head, rows, config) * rows, device)
         else:
             slots = num_read_parts(size, rows, config, device) * rows if config is not None else 1
@@ -113,6 +159,9 @@ class Gate:
             if config is None:
                 assert truncation is not None
                 token, _, _ = draw_with_flashinfer(raw, head.source, *params, truncation)
+            elif isinstance(config, ScreenConfig):
+                own: dict[str, Any] = {"edits": edits, "workspace": screen.workspace}
+                token, _, _ = screened_sample(hidden, head, screen.int8_head, *params, config, **own)
             elif isinstance(config, ReadConfig):
                 token, _, _ = sample_logits(raw, head.source, *params, config, workspace=workspace, **options)
             else:
@@ -136,7 +185,11 @@ def _edited(logits: torch.Tensor, rows: int, head: LMHead) -> tuple[LogitEdits, 
 
 def g_test(observed: torch.Tensor, probability: torch.Tensor) -> float:
     """p-value of ``observed`` counts under exact probabilities (log-likelihood ratio against chi-square). Cells that
-    expect fewer than ``MIN_EXPECTED`` draws are pooled, never dropped."""
+    expect fewer than ``MIN_EXPECTED`` draws are pooled, never dropped.
+
+    With Williams' correction (Biometrika 63, 1976): among thousands of cells of a few draws each, the plain statistic
+    is too large by half a standard deviation, and p below 1e-3 comes ten times too often.
+    """
     if bool((observed[probability == 0] > 0).any()):
         return 0.0  # forbidden, however rare
     observed = observed.double()
@@ -147,4 +200,7 @@ def g_test(observed: torch.Tensor, probability: torch.Tensor) -> float:
     observed, expected = observed[expected > 0], expected[expected > 0]
     statistic = 2.0 * torch.xlogy(observed, observed / expected).sum()
     freedom = torch.tensor(float(len(observed) - 1), dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic.cpu() / 2)) if freedom > 0 else 1.0
+    if freedom <= 0:
+        return 1.0
+    correction = 1.0 + ((1.0 / expected).sum() - 1.0 / expected.sum()) / (6.0 * freedom)
+    return float(torch.special.gammaincc(freedom / 2, (statistic / correction).cpu() / 2))

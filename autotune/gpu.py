@@ -22,15 +22,18 @@ from ..flashinfer_path import draw_with_flashinfer
 from ..kernels.head import LMHead, Workspace
 from ..kernels.lm_head_sample import lm_head_sample, num_parts
 from ..kernels.sample_logits import num_read_parts, sample_logits
+from ..kernels.screened_sample import screened_sample
 from ..paths import compute_logits
 from ..resolution import device_of, environment
+from ..screen import Screen
 from ..tuned import draw_for
 from ..work import Path, Work
 from . import nvml, rivals
 from .gate import Gate
 from .inputs import DTYPES, STEPS, Batch, copies_needed, make_weight
+from .plan import LARGEST_SCREENED
 from .race import rotated
-from .space import Config, ReadConfig
+from .space import Config, ReadConfig, ScreenConfig
 from .trials import config_of
 from .worker import error_of
 
@@ -60,6 +63,7 @@ class GpuBench:
         self.device = device
         self._shape: dict[str, Any] | None = None
         self._heads: list[LMHead] = []
+        self._screens: list[Screen] = []  # of the heads, made when they are first needed
         self._batches: dict[int, Batch] = {}
         self._workspace = Workspace(1, device)
         self._racing: dict[str, Contender] = {}
@@ -102,7 +106,7 @@ class GpuBench:
         """Make the head, unless it is there."""
         if shape == self._shape:
             return
-        self._shape, self._heads, self._batches, self._racing = None, [], {}, {}
+        self._shape, self._heads, self._screens, self._batches, self._racing = None, [], [], {}, {}
         weight = make_weight(shape["vocab"], shape["hidden"], DTYPES[shape["dtype"]], self.device)
         l2 = torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 0
         copies = [weight, *(weight.clone() for _ in range(copies_needed(weight, l2) - 1))]
@@ -192,8 +196,10 @@ class GpuBench:
             "edits": batch.edits if work.edits else None,
             "draw": draw_for(heads[0]),
         }
+        if isinstance(config, ScreenConfig):
+            return self._screened_call(config, work, batch)
         if isinstance(config, ReadConfig):
-            reader, greedy = config, work is Work.GREEDY
+            reader, greedy = config, work.greedy
             workspace = self._room(num_read_parts(heads[0].vocab_size, batch.rows, reader, self.device), batch)
 
             def read(step: int) -> Any:
@@ -211,6 +217,21 @@ class GpuBench:
         def draw(step: int) -> Any:
             params = (temperature, batch.seed, batch.position[step])
             return lm_head_sample(hidden, heads[step % len(heads)], *params, tile, workspace=workspace, **options)
+
+        return draw
+
+    def _screened_call(self, config: ScreenConfig, work: Work, batch: Batch) -> Call:
+        """Copies are as cold as their heads: they take turns with them."""
+        if not self._screens:
+            self._screens = [Screen(head, LARGEST_SCREENED) for head in self._heads]
+        heads, screens, temperature = self._heads, self._screens, batch.temperature(work)
+        edits = batch.edits if work.edits else None
+
+        def draw(step: int) -> Any:
+            head, screen = heads[step % len(heads)], screens[step % len(heads)]
+            params = (temperature, batch.seed, batch.position[step])
+            options: dict[str, Any] = {"edits": edits, "workspace": screen.workspace}
+            return screened_sample(batch.hidden, head, screen.int8_head, *params, config, **options)
 
         return draw
 

@@ -1,8 +1,10 @@
 """What the step is timed on: a head of the real shape, and batches whose logits look like a model's.
 
-A logit is ``-slope * log(rank)`` of its id plus Gaussian noise. Three columns of the head hold the rank's share for
-three profiles (peaked, typical, flat), and a row's hidden state picks one: the rows of a batch differ, as requests do.
-How long a truncated row takes depends on its profile.
+A logit is ``-slope * log(rank)`` of its id plus Gaussian noise. Three directions in the head hold the rank's share for
+three profiles (peaked, typical, flat), and a row's hidden state has one of them: the rows of a batch differ, as
+requests do. How long a truncated row takes depends on its profile; how many groups a screen leaves to rescore, on the
+profile, the temperature and the lengths of hidden states and of the head's rows. So the directions are spread over all
+channels, as a model's are: one large channel would leave an INT8 copy of the head nothing of the others.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ TRUNCATIONS = ((50, 0.9), (20, 0.95), (0, 0.95))  # top-k (0: off) and top-p, ro
 SEEN = 200  # tokens with a penalty, per row
 BIASED = 20
 ALLOWED = 0.1  # share of the vocabulary that a grammar allows
+# Temperatures of the rows of a batch with a screen, in turn: the colder, the more groups are left to rescore.
+TEMPERATURES = (0.8, 1.0, 0.6, 0.3)
+REACH = 0.5  # of a hidden state along its profile's direction, per root of its size; the rest of it is noise
 CHUNK_IDS = 16_384
 # The head is read from memory, not from the L2 cache, where its copies hold this many times the cache.
 COLD = 5
@@ -30,16 +35,25 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def make_weight(vocab: int, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``[vocab, hidden]``; columns 0 to 2 are the profiles'."""
+    """``[vocab, hidden]``, rows of length 1 and, for ids of a high rank, up to twice that."""
     generator = torch.Generator(device).manual_seed(1)
     weight = torch.empty(vocab, hidden, dtype=dtype, device=device)
-    for first in range(0, vocab, CHUNK_IDS):
-        rows = min(CHUNK_IDS, vocab - first)
-        weight[first : first + rows] = torch.randn(rows, hidden, device=device, generator=generator) / hidden**0.5
     rank = torch.randperm(vocab, device=device, generator=generator) + 1
-    for column, (slope, _) in enumerate(PROFILES.values()):
-        weight[:, column] = (-slope * rank.float().log()).to(dtype)
+    slopes = torch.tensor([slope for slope, _ in PROFILES.values()], device=device)
+    shares = -rank.float().log()[:, None] * slopes / (REACH * hidden**0.5)
+    along = directions(hidden, device)
+    for first in range(0, vocab, CHUNK_IDS):
+        rows = slice(first, min(first + CHUNK_IDS, vocab))
+        noise = torch.randn(rows.stop - first, hidden, device=device, generator=generator) / hidden**0.5
+        weight[rows] = noise.addmm_(shares[rows], along)
     return weight
+
+
+def directions(hidden: int, device: torch.device) -> torch.Tensor:
+    """``[profiles, hidden]`` of length 1, at right angles: signs that change every 1, 2, 4 channels."""
+    channel = torch.arange(hidden, device=device)
+    bits = torch.stack([channel >> place & 1 for place in range(len(PROFILES))])
+    return (1.0 - 2.0 * bits) / hidden**0.5
 
 
 def copies_needed(weight: torch.Tensor, l2_bytes: int) -> int:
@@ -59,7 +73,7 @@ class Batch:
         self.profile = row % len(PROFILES)
         deviations = torch.tensor([deviation for _, deviation in PROFILES.values()], device=device)
         self._deviation = deviations[self.profile][:, None]
-        self._columns = torch.nn.functional.one_hot(self.profile, len(PROFILES)).to(weight.dtype)
+        self._along = REACH * weight.shape[1] ** 0.5 * directions(weight.shape[1], device)[self.profile]
         self.seed = row * 7919
         self.position = torch.arange(STEPS, device=device)[:, None].repeat(1, rows)
         self.rival_seed = torch.tensor([1234], device=device)
@@ -73,13 +87,15 @@ class Batch:
 
     def refresh(self) -> None:
         noise = torch.randn(self.hidden.shape, device=self.hidden.device) * self._deviation
-        self.hidden.copy_(noise)
-        self.hidden[:, : len(PROFILES)] = self._columns
+        self.hidden.copy_(noise + self._along)
         self.position.add_(STEPS)
         self.rival_offset.add_(STEPS * 4096)
 
     def temperature(self, work: Work) -> torch.Tensor:
-        return torch.full((self.rows,), 0.0 if work is Work.GREEDY else 1.0, device=self.hidden.device)
+        if work.screened and not work.greedy:
+            place = torch.arange(self.rows, device=self.hidden.device) % len(TEMPERATURES)
+            return torch.tensor(TEMPERATURES, device=self.hidden.device)[place]
+        return torch.full((self.rows,), 0.0 if work.greedy else 1.0, device=self.hidden.device)
 
     @property
     def edits(self) -> LogitEdits:

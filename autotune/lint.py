@@ -11,7 +11,7 @@ from ..sources import installed_sources
 from ..table import Table
 from ..table_entries import LAUNCHES
 from ..work import Work
-from .table_files import buckets_of, read
+from .table_files import buckets_of, read, screen_line
 
 GAIN_TOLERANCE = 0.05  # between the gain of paired rounds and that of the two medians
 
@@ -74,6 +74,8 @@ def _notes(table: Table) -> Iterator[str]:
     for path in sorted({choice.path for choice in table.configs.values() if choice.path in LAUNCHES}):
         if table.kernels.get(path, {}).get("src") != installed_sources().get(path):
             yield f"stale: the kernels of {path} have changed since it was measured"
+    if screen_line(table) and not isinstance(table.measure.get("screen"), dict):
+        yield "note: measure.screen is missing: what memory a screen takes"
     missing = [work for work in Work if work.fallback is None and not table.classes.get(work)]
     if missing:
         yield f"note: no buckets for {', '.join(missing)}"

@@ -65,6 +65,7 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
         configs=configs,
         classes=classes,
         kernels=b.kernels | a.kernels,
+        measure={name: b.measure[name] for name in ("screen",) if name in b.measure} | a.measure,
         effort=a.effort if a.effort == b.effort else "mixed",
         rejected=rejected,
         provenance=provenance,

@@ -32,8 +32,8 @@ def _tile_key(tile: TileConfig) -> str:
 
 
 # What of a screen's configuration its key says in its own way; every other field is said where it is not as usual.
-_SAID = ("block_b", "block_v", "block_d", "num_warps", "stages", "ctas_per_sm", "flatten", "tma", "terms", "chunk")
-_SAID += ("rescore_v", "rescore_d", "rescore_warps", "rescore_stages", "prefetch")
+_SAID = {"block_b", "block_v", "block_d", "num_warps", "stages", "ctas_per_sm", "flatten", "tma", "terms", "chunk"}
+_SAID |= {"rescore_v", "rescore_d", "rescore_warps", "rescore_stages", "prefetch", "listed", "early"}
 
 
 def _screen_key(screen: ScreenConfig) -> str:
@@ -42,7 +42,8 @@ def _screen_key(screen: ScreenConfig) -> str:
     key += "" if screen.flatten else "-nested"
     key += "" if screen.tma else "-pointers"
     key += f"-then-{screen.chunk}x{screen.rescore_v}x{screen.rescore_d}-w{screen.rescore_warps}"
-    key += f"-s{screen.rescore_stages}" + ("-prefetch" if screen.prefetch else "")
+    key += f"-s{screen.rescore_stages}"
+    key += "".join(f"-{name}" for name in ("prefetch", "listed", "early") if getattr(screen, name))
     rest = [field for field in dataclasses.fields(screen) if field.name not in _SAID]
     unusual = [field.name for field in rest if getattr(screen, field.name) != field.default]
     return key + "".join(f"-{name}{getattr(screen, name)}" for name in unusual)

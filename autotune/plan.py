@@ -7,33 +7,50 @@ import functools
 import math
 from collections.abc import Iterable
 
-from ..kernels.tiles import TileConfig
+import torch
+
+from ..kernels.head import LMHead
+from ..kernels.int8_head import MOST_HIDDEN
+from ..kernels.tiles import ReadConfig, ScreenConfig, TileConfig
+from ..lookup import LEAST_RESCORED
+from ..screen import Screen
 from ..table import Device, HeadShape
 from ..table_entries import ITEMSIZE
-from ..work import Work
+from ..work import Work, path_of_config
 from . import builtin
+from .inputs import DTYPES
 from .race import Policy
 from .space import (
     FUSED,
     LEAST_ROWS_FIRST,
     LOGITS,
     MOST_ROWS_ONE_LAUNCH,
+    SCREENED,
     Config,
     Problem,
     Space,
     block_b_choices,
+    screen_classes,
 )
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-WORKS = (Work.PLAIN, Work.GREEDY, Work.TRUNCATE, Work.EDIT, Work.EDIT_AND_TRUNCATE)
+WORKS = (
+    *(Work.PLAIN, Work.GREEDY, Work.TRUNCATE, Work.EDIT, Work.EDIT_AND_TRUNCATE),
+    *(Work.SCREENED, Work.SCREENED_GREEDY, Work.SCREENED_EDIT),
+)
+# Rows of the largest batch with a screen that is tuned: beyond, the integer arithmetic takes as long as reading bf16.
+LARGEST_SCREENED = 64
 # The fused pass reads the head once per block of rows: beyond this many rows only for the race.
 LARGEST_FUSED_PROBE = 256
 LARGEST_EDITED_CLASS = 64  # a larger tile's epilogue spills with edits
 
+LEAST_CAP = 6  # configurations that a study tries at least, where its space has so many
+
 # For estimates: seconds of one processor per kernel without and with edits (sm90 cubins take 0.4 to 1 s and 0.7 to 3 s;
-# the first truncated ones 5 s more), of starting a process, of a check with its timings, and of a race beside its
-# samples; bytes per second of an unknown device.
+# the first truncated ones 5 s more), how many kernels of a screen others have not compiled already, of starting a
+# process, of a check with its timings, and of a race beside its samples; bytes per second of an unknown device.
 COMPILE_SECONDS = {False: 1.0, True: 1.5}
+SCREEN_KERNELS = 1.5
 START_SECONDS, TRIAL_SECONDS, RACE_SECONDS = 10.0, 0.08, 0.25
 BYTES_PER_SECOND = 3e12
 
@@ -66,7 +83,7 @@ RANK = {"quick": 0, "full": 1, "exhaustive": 2}
 
 @dataclasses.dataclass(frozen=True)
 class StudyKey:
-    """path; work; block_b: the tile class, 0 for logits."""
+    """path; work: whose kernels they are; block_b: the tile class, 0 for logits."""
 
     path: str
     work: Work
@@ -102,11 +119,34 @@ class Plan:
 
     @property
     def works(self) -> tuple[Work, ...]:
-        """Only a whole vocabulary is truncated."""
-        return tuple(work for work in WORKS if self.head.tp == 1 or not work.truncates)
+        """Only a whole vocabulary is truncated, and only hidden sizes for which its bound holds have a screen."""
+        works = (work for work in WORKS if self.head.tp == 1 or not work.truncates)
+        return tuple(work for work in works if self.buckets_of(work))
 
-    def classes(self, rows: int, work: Work) -> list[int]:
-        """Tile classes that may serve ``rows`` rows."""
+    def buckets_of(self, work: Work) -> tuple[int, ...]:
+        """The batch sizes that are decided for ``work``."""
+        if not work.screened:
+            return self.buckets
+        return tuple(rows for rows in self.buckets if rows <= LARGEST_SCREENED and self.head.hidden <= MOST_HIDDEN)
+
+    @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths whose kernels are raced."""
+        return (FUSED, LOGITS, *([SCREENED] if any(work.screened for work in self.works) else []))
+
+    @functools.cached_property
+    def screen(self) -> dict[str, int]:
+        """What a screen costs: its device memory, and the rows that it is for; empty where none is raced."""
+        sizes = [rows for work in self.works if work.screened for rows in self.buckets_of(work)]
+        if not sizes:
+            return {}
+        weight = torch.empty(self.head.vocab, self.head.hidden, dtype=DTYPES[self.head.dtype], device="meta")
+        return {"bytes": Screen.bytes_for(LMHead(weight), max(sizes)), "rows": max(sizes)}
+
+    def classes(self, rows: int, work: Work, path: str = FUSED) -> list[int]:
+        """Tile classes of ``path`` that may serve ``rows`` rows."""
+        if path == SCREENED:
+            return screen_classes(rows) if rows <= LARGEST_SCREENED else []
         found = block_b_choices(min(rows, LARGEST_FUSED_PROBE), work.edits)
         return [block_b for block_b in found if not work.edits or block_b <= LARGEST_EDITED_CLASS] or [
             LARGEST_EDITED_CLASS
@@ -120,7 +160,15 @@ class Plan:
                 for rows in self.buckets:
                     found |= {StudyKey(FUSED, work, block_b): None for block_b in self.classes(rows, work)}
                 found[StudyKey(LOGITS, work, 0)] = None
+            elif work.screened and not work.greedy:
+                for rows in self.buckets_of(work):
+                    found |= {StudyKey(SCREENED, work, b): None for b in self.classes(rows, work, SCREENED)}
         return list(found)
+
+    def serves(self, key: StudyKey, rows: int, work: Work) -> bool:
+        """Whether what a study finds may race for ``rows`` rows of ``work``."""
+        kernels = work.screening if key.path == SCREENED else work.kernels
+        return key.work is kernels and (key.path == LOGITS or key.block_b in self.classes(rows, work, key.path))
 
     def space(self, key: StudyKey) -> Space:
         return Space(self.problem, key.path, key.block_b, key.work.truncates, key.work.edits)
@@ -130,7 +178,7 @@ class Plan:
         if key.path == LOGITS:
             middle = [rows for rows in self.buckets if rows >= 64] or list(self.buckets)
             return sorted({middle[0], middle[len(middle) // 2], middle[-1]})
-        served = [rows for rows in self.buckets if key.block_b in self.classes(rows, key.work)]
+        served = [rows for rows in self.buckets_of(key.work) if key.block_b in self.classes(rows, key.work, key.path)]
         served = [rows for rows in served if rows <= LARGEST_FUSED_PROBE] or served[:1]
         # Below a full block the rows do not matter; beyond it, each further block reads the head again.
         return sorted({served[0], *(rows for rows in served if rows >= key.block_b)})
@@ -147,13 +195,16 @@ class Plan:
         space = self.space(key)
         defaults = [self.default(rows, key.work) for rows in self.buckets]
         own = [config for config in defaults if self.study_of(config, key.work) == key]
-        built_in = builtin.tiles_of(self.family, self.itemsize) if key.path == FUSED else builtin.readers_of()
+        tiles = builtin.tiles_of(self.family, self.itemsize)
+        built_in = [*tiles, *builtin.readers_of(), *builtin.screens_of(self.family, self.itemsize)]
         others: list[Config] = []
         for config in (*elsewhere, *built_in):
             if isinstance(config, TileConfig) and key.path == FUSED:
                 others.append(self.fitted(config, key.block_b))
-            elif not isinstance(config, TileConfig) and key.path == LOGITS:
+            elif isinstance(config, ReadConfig) and key.path == LOGITS:
                 others.append(config)
+            elif isinstance(config, ScreenConfig) and key.path == SCREENED:
+                others.append(self.fitted_screen(config, key.block_b))
         found = dict.fromkeys([*own, *space.first(), *others])
         return [config for config in found if config in own or config in space.points]
 
@@ -173,14 +224,33 @@ class Plan:
             reduce_rows=block_b if one_launch else 1,
         )
 
+    def fitted_screen(self, screen: ScreenConfig, block_b: int) -> ScreenConfig:
+        """As ``fitted``, of the screened path."""
+        space = Space(self.problem, SCREENED, block_b, False, False)
+        terms = max(screen.terms, LEAST_RESCORED // block_b)
+        stages, rescore_stages = space.screen_stages(
+            screen.block_v, screen.block_d, screen.ctas_per_sm, terms, screen.rescore_v, screen.rescore_d
+        )
+        return dataclasses.replace(
+            screen,
+            block_b=block_b,
+            stages=max(1, min(screen.stages, stages)),
+            rescore_stages=max(1, min(screen.rescore_stages, rescore_stages)),
+            terms=terms,
+            tma=screen.tma and self.problem.tma,
+        )
+
     def study_of(self, config: Config, work: Work) -> StudyKey:
-        kernels = builtin.kernels_of(work)
-        if isinstance(config, TileConfig):
-            return StudyKey(FUSED, kernels, config.block_b)
-        return StudyKey(LOGITS, kernels, 0)
+        kernels = builtin.kernels_of(work, config)
+        return StudyKey(path_of_config(config).value, kernels, 0 if isinstance(config, ReadConfig) else config.block_b)
+
+    def cap(self, key: StudyKey) -> int:
+        """How many configurations a study tries at most. A screen's time is the sum of two launches': half as many tell
+        as much."""
+        return self.effort.cap if key.path != SCREENED else max(LEAST_CAP, self.effort.cap // 2)
 
     def trials(self, key: StudyKey) -> int:
-        return min(self.effort.cap, len(self.space(key).points))
+        return min(self.cap(key), len(self.space(key).points))
 
     @property
     def compiles(self) -> int:
@@ -188,11 +258,15 @@ class Plan:
 
     @property
     def races(self) -> int:
-        return len(self.works) * len(self.buckets)
+        return sum(len(self.buckets_of(work)) for work in self.works)
+
+    def _compile_seconds(self, key: StudyKey) -> float:
+        kernels = SCREEN_KERNELS if key.path == SCREENED else 1.0
+        return self.trials(key) * COMPILE_SECONDS[key.work.edits] * kernels
 
     def estimate(self, processes: int, gpus: int = 1) -> dict[str, float]:
         """Seconds of each part, about: before anything is measured."""
-        compiling = sum(self.trials(key) * COMPILE_SECONDS[key.work.edits] for key in self.studies) / max(1, processes)
+        compiling = sum(map(self._compile_seconds, self.studies)) / max(1, processes)
         one_pass = self.head.vocab * self.head.hidden * self.itemsize / BYTES_PER_SECOND
         sample = max(1e-3, one_pass)
         rounds = (self.effort.policy.least + self.effort.policy.most) / 2

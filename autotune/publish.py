@@ -14,38 +14,38 @@ from ..table import Bucket, Choice, Device, HeadShape, Table, TableError, file_n
 from ..work import Path as DrawPath
 from ..work import Work
 from .names import key_of, label_of, path_of
-from .plan import RANK, Effort
-from .space import FUSED, LOGITS, Config, space_hash
+from .plan import RANK, Plan
+from .space import Config, space_hash
 from .trials import config_data
 
-MEASURE = {"mode": "cuda_graph", "weights": "cold", "hidden": "hot", "profiles": "typical, peaked, flat"}
+MEASURE: dict[str, Any] = {
+    "mode": "cuda_graph",
+    "weights": "cold",
+    "hidden": "hot",
+    "profiles": "typical, peaked, flat, in all channels",
+}
 MOST_REJECTED = 500  # in a table; the log has all
 # What of the environment a table's times depend on so much that another one is another run.
 SAME_ENV = ("torch", "triton", "cuda", "sgl_flashsample")
 
 
 class Publisher:
-    """Collects buckets and writes the table of one device and head to ``folder``. flashinfer: whether its path may be
-    chosen."""
+    """Collects buckets and writes the table of a plan's device and head to ``folder``. flashinfer: whether its path may
+    be chosen."""
 
-    def __init__(
-        self,
-        folder: Path,
-        device: Device,
-        head: HeadShape,
-        env: dict[str, str],
-        effort: Effort,
-        flashinfer: bool = False,
-    ) -> None:
-        self.path = folder / file_name(device.name, head)
-        self.device, self.head, self.env, self.effort = device, head, env, effort
+    def __init__(self, folder: Path, plan: Plan, env: dict[str, str], flashinfer: bool = False) -> None:
+        self.device, self.head, self.effort = plan.device, plan.head, plan.effort
+        self.path = folder / file_name(self.device.name, self.head)
+        self.env, self.paths = env, plan.paths
         self.buckets: dict[str, dict[int, Bucket]] = {}
         self.configs: dict[str, Config] = {}
         self.rejected: dict[str, dict[str, Any]] = {}
         self.provenance: dict[str, Any] = {"complete": False}
         self.began = time.time()
-        self.measure = MEASURE | ({"allowed": DrawPath.FLASHINFER.value} if flashinfer else {})
-        before = _same(self.path, device, head, env)  # its buckets stay until they are decided anew
+        self.measure: dict[str, Any] = MEASURE | ({"allowed": DrawPath.FLASHINFER.value} if flashinfer else {})
+        if plan.screen:
+            self.measure["screen"] = plan.screen
+        before = _same(self.path, self.device, self.head, env)  # its buckets stay until they are decided anew
         same_paths = before is not None and before.measure.get("allowed") == self.measure.get("allowed")
         self._before = before if same_paths else None
 
@@ -74,7 +74,7 @@ class Publisher:
             env=self.env,
             measure={**self.measure, "min_gain": self.effort.policy.min_gain},
             effort=self.effort.name,
-            kernels={path: {"src": installed_sources()[path], "space": space_hash(path)} for path in (FUSED, LOGITS)},
+            kernels={path: {"src": installed_sources()[path], "space": space_hash(path)} for path in self.paths},
             rejected=list(self.rejected.values())[:MOST_REJECTED],
             provenance={**self.provenance, "seconds": round(time.time() - self.began, 1)},
         )
@@ -87,7 +87,7 @@ class Publisher:
         """Whether the finished table is there: of this device, head, kernels and versions, at this effort or more, with
         the same paths to choose from."""
         table = self._before
-        if table is None or table.provenance.get("complete") is not True:
+        if table is None or table.provenance.get("complete") is not True or not set(self.paths) <= table.kernels.keys():
             return False
         return RANK.get(table.effort, -1) >= RANK[self.effort.name]
 

@@ -21,7 +21,7 @@ FLASHINFER = "gemm+flashinfer"
 def names_for(work: Work, flashinfer: bool) -> list[str]:
     """The rivals of one kind of work; edits have none but the GEMM."""
     found = [GEMM]
-    if work is Work.GREEDY:
+    if work.greedy:
         found.append(ARGMAX)
     elif flashinfer and not work.edits:
         found.append(FLASHINFER)

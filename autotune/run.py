@@ -25,7 +25,7 @@ from .progress import Plain
 from .publish import MEASURE, SAME_ENV, Publisher
 from .remote import Crew, Job, Remote, RemoteError, work_until
 from .search import Context, Search
-from .space import FUSED, LOGITS, Config, space_hash
+from .space import Config, space_hash
 from .trials import Log
 
 HELLO_SECONDS = 60.0
@@ -140,8 +140,8 @@ class _Run:
         device, env = self._hello()
         plan = options.plan(device, head, self.effort, options.buckets or Plan.buckets)
         try:
-            publisher = Publisher(options.out, device, head, env, self.effort, options.flashinfer)
             _ = plan.family
+            publisher = Publisher(options.out, plan, env, options.flashinfer)
         except ValueError as error:
             raise TuneError(str(error)) from None
         if not options.force and publisher.up_to_date():
@@ -171,7 +171,7 @@ class _Run:
             "head": dataclasses.asdict(plan.head),
             "env": {name: env.get(name, "") for name in SAME_ENV},
             "src": installed_sources(),
-            "space": [space_hash(FUSED), space_hash(LOGITS)],
+            "space": [space_hash(path) for path in plan.paths],
             "measure": MEASURE,
         }
 

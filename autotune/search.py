@@ -14,7 +14,7 @@ from .builtin import kernels_of
 from .names import label_of, path_of
 from .plan import Plan, StudyKey
 from .remote import Crew, Job
-from .space import LOGITS, MAX_SPILLED, Config
+from .space import MAX_SPILLED, SCREENED, Config
 from .study import Study
 from .trials import Log, config_data, config_of
 
@@ -40,12 +40,12 @@ class Context:
     failed_defaults: list[str] = dataclasses.field(default_factory=list)
 
     def is_default(self, config: Config, work: Work) -> bool:
-        kernels = kernels_of(work)
+        kernels = kernels_of(work, config)
         return any(
             self.plan.default(rows, other) == config
-            for rows in self.plan.buckets
             for other in self.plan.works
-            if kernels_of(other) is kernels
+            for rows in self.plan.buckets_of(other)
+            if kernels_of(other, config) is kernels
         )
 
     def request(self, op: str, config: Config, work: Work, **values: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Search:
         self.studies: dict[StudyKey, Study] = {}
         for key in plan.studies:
             self.studies[key] = Study(
-                plan.space(key), plan.seeds(key, elsewhere), plan.effort.cap, seed=len(self.studies)
+                plan.space(key), plan.seeds(key, elsewhere), plan.cap(key), seed=len(self.studies)
             )
         self._turn = 0
         self._over: set[StudyKey] = set()
@@ -209,12 +209,14 @@ class Search:
 
     def finalists(self, rows: int, work: Work) -> list[Config]:
         """Who may race for a bucket: the fastest of each study that serves it, unless they are far behind."""
-        plan, kernels = self.context.plan, kernels_of(work)
+        plan = self.context.plan
         found: list[tuple[float, str, Config]] = []
         for key, study in self.studies.items():
-            if key.work is not kernels or (key.path != LOGITS and key.block_b not in plan.classes(rows, work)):
+            if not plan.serves(key, rows, work):
                 continue
-            for config in study.best(rows, plan.effort.finalists):
+            # What is fastest without a screen is found without one: of it only the best runs beside those with one.
+            most = plan.effort.finalists if key.path == SCREENED or not work.screened else 1
+            for config in study.best(rows, most):
                 us = study.estimate(config, rows)
                 found.append((us, label_of(config, work.value), config))
         best = min((us for us, _, _ in found), default=0.0)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ..sources import installed_sources
 from ..table import Table
 from ..work import Work
-from .table_files import config_line, head_line, or_flashinfer, read
+from .table_files import config_line, head_line, or_flashinfer, read, screen_line
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,6 +36,8 @@ def _lines(table: Table) -> Iterator[str]:
     versions = [f"{name} {version}" for name, version in (table.tool | table.env).items()]
     yield f"effort {table.effort}; {', '.join(versions)}"
     yield "kernels: as installed here" if _as_installed(table) else "kernels: not those installed here (stale)"
+    if line := screen_line(table):
+        yield line
     for note in table.notes:
         yield f"note: {note}"
     for work in Work:

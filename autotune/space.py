@@ -1,9 +1,9 @@
-"""What is worth trying: the launch spaces of ``lm_head_sample`` and ``sample_logits``, declared once, and what cannot
-run removed.
+"""What is worth trying: the launch spaces of ``lm_head_sample``, ``sample_logits`` and ``screened_sample``, declared
+once, and what cannot run removed.
 
-A ``Space`` is one path, one kind of work and, for the fused pass, one tile class (rows of the batch per tile): what one
-study searches. Its axes are what Optuna sees; a point of the axes is a configuration, or nothing where arithmetic shows
-that it cannot run.
+A ``Space`` is one path, one kind of work and, but for the logits path, one tile class (rows of the batch per tile):
+what one study searches. Its axes are what Optuna sees; a point of the axes is a configuration, or nothing where
+arithmetic shows that it cannot run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import itertools
 import json
 from typing import Any
 
-from ..kernels.tiles import ReadConfig, TileConfig
+from ..kernels.tiles import ReadConfig, ScreenConfig, TileConfig
+from ..lookup import LEAST_RESCORED, buffer_bytes
 from ..work import Config
 
-FUSED, LOGITS = "fused", "logits"
+FUSED, LOGITS, SCREENED = "fused", "logits", "screened"
 BLOCK_V = (64, 128, 256)
 BLOCK_D = (64, 128, 256)
 NUM_WARPS = (4, 8)
@@ -53,6 +54,22 @@ READ_STAGES = (1, 2, 3)
 READ_WARPS_PER_SM = (24, 32, 64)  # that the vocabulary is cut for
 READ_LEAST_PARTS = (64, 128, 256)  # where rows are truncated
 
+# Of screens: ids per tile, bytes of a row per step, warps and programs per multiprocessor, with as deep a pipeline as
+# fits; and of their rescoring ids and hidden elements per step, and warps. The time of a batch is the sum of the two,
+# near enough, and each is compiled by itself: tiles are whole points here, so that their product stays small.
+SCREEN_CLASSES = (8, 16, 32, 64)
+SCREEN_TILES = (
+    *((64, 256, 4, 2), (128, 256, 4, 1), (128, 256, 8, 1), (64, 512, 4, 1), (64, 256, 4, 1)),
+    *((64, 256, 8, 1), (64, 128, 4, 2), (128, 128, 8, 2), (128, 128, 4, 2), (256, 128, 8, 1)),
+)
+SCREEN_TERMS = (2, 1)
+RESCORE_TILES = ((64, 256, 4), (64, 128, 4), (64, 128, 8), (32, 256, 4), (64, 64, 8))
+RESCORE_CHUNKS = (72, 144)
+MAX_RESCORE_STAGES = 4
+# How a rescoring program comes by its ids: as its pipeline loads them, asked for before that, or from one list of all.
+BY_PIPELINE, BY_PREFETCH, BY_LIST = "pipeline", "prefetch", "list"
+EARLY = (False, True)
+
 # What is tried first, per tile class: ids per tile, hidden elements per step, warps, programs per multiprocessor. What
 # has been best on an H200.
 FIRST_TILES = {
@@ -61,6 +78,7 @@ FIRST_TILES = {
     64: ((128, 128, 4, 1), (256, 64, 8, 1), (128, 128, 8, 1), (128, 64, 4, 1), (128, 64, 4, 2), (64, 128, 4, 2)),
     128: ((128, 64, 8, 1), (64, 128, 8, 1), (128, 128, 8, 1), (256, 64, 8, 1)),
 }
+FIRST_RESCORES = ((64, 256, 4), (64, 128, 4), (64, 64, 8))
 FIRST_READERS = ((1, 1024, 1), (1, 512, 1), (2, 512, 1), (1, 1024, 2))
 
 
@@ -81,7 +99,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """One study's space. path: fused or logits. block_b: the tile class, 0 for logits."""
+    """One study's space. path: fused, logits or screened. block_b: the tile class, 0 for logits."""
 
     problem: Problem
     path: str
@@ -98,6 +116,15 @@ class Space:
             tiles = tuple("x".join(map(str, tile)) for tile in READ_TILES)
             axes: dict[str, tuple[Any, ...]] = {"tile": tiles, "stages": READ_STAGES, "warps_per_sm": warps}
             return axes | {"least_parts": least, "one_launch": self._one_launch(True)}
+        if self.path == SCREENED:
+            return {
+                "tile": tuple("x".join(map(str, tile)) for tile in SCREEN_TILES),
+                "terms": tuple(terms for terms in SCREEN_TERMS if self.block_b * terms >= LEAST_RESCORED),
+                "rescore": tuple("x".join(map(str, tile)) for tile in RESCORE_TILES),
+                "chunk": RESCORE_CHUNKS,
+                "ids": (BY_PIPELINE, BY_PREFETCH, BY_LIST),
+                "early": EARLY,
+            }
         deepest = next_power_of_2(self.problem.hidden)
         return {
             "block_v": BLOCK_V,
@@ -121,6 +148,8 @@ class Space:
             ctas = max(1, point["warps_per_sm"] // num_warps)
             one = point["one_launch"]
             return ReadConfig(block_b, block_v, num_warps, point["stages"], ctas, point["least_parts"], one_launch=one)
+        if self.path == SCREENED:
+            return self._screen(point)
         point = dict(point)
         stages = self.deepest(point["block_v"], point["block_d"], point["ctas_per_sm"]) - point.pop("shallower")
         if stages < MIN_STAGES:
@@ -131,6 +160,44 @@ class Space:
         tile = TileConfig(self.block_b, stages=stages, **point)
         return tile if self.problem_of(tile) is None else None
 
+    def _screen(self, point: dict[str, Any]) -> ScreenConfig | None:
+        block_v, block_d, num_warps, ctas = map(int, point["tile"].split("x"))
+        rescore_v, rescore_d, rescore_warps = map(int, point["rescore"].split("x"))
+        widest = next_power_of_2(self.problem.hidden)
+        block_d, rescore_d = min(block_d, max(32, widest)), min(rescore_d, max(16, widest))
+        stages, rescore_stages = self.screen_stages(block_v, block_d, ctas, point["terms"], rescore_v, rescore_d)
+        if min(stages, rescore_stages) < MIN_STAGES:
+            return None
+        screen = ScreenConfig(
+            self.block_b,
+            block_v,
+            block_d,
+            num_warps,
+            stages,
+            ctas_per_sm=ctas,
+            tma=self.problem.tma,
+            terms=point["terms"],
+            chunk=point["chunk"],
+            rescore_v=rescore_v,
+            rescore_d=rescore_d,
+            rescore_warps=rescore_warps,
+            rescore_stages=rescore_stages,
+            prefetch=point["ids"] == BY_PREFETCH,
+            listed=point["ids"] == BY_LIST,
+            early=point["early"],
+        )
+        return screen if self.problem_of(screen) is None else None
+
+    def screen_stages(
+        self, block_v: int, block_d: int, ctas_per_sm: int, terms: int, rescore_v: int, rescore_d: int
+    ) -> tuple[int, int]:
+        """Stages of the deepest pipelines that fit: of the screen, whose elements are bytes, and of the rescoring."""
+        shared = self.problem.shared_memory
+        step = (block_v + self.block_b * terms) * block_d
+        rescored = (rescore_v + max(LEAST_RESCORED, self.block_b)) * rescore_d * self.problem.itemsize
+        screening = (shared // ctas_per_sm - EPILOGUE_BYTES) // step
+        return min(MAX_STAGES, screening), min(MAX_RESCORE_STAGES, (shared - EPILOGUE_BYTES) // rescored)
+
     def deepest(self, block_v: int, block_d: int, ctas_per_sm: int) -> int:
         """Stages of the deepest pipeline that fits, ``MAX_STAGES`` or fewer."""
         bytes_left = self.problem.shared_memory // ctas_per_sm - EPILOGUE_BYTES
@@ -140,6 +207,8 @@ class Space:
         """Why ``config`` cannot run, or only badly; None where arithmetic has nothing against it."""
         if isinstance(config, ReadConfig):
             return None
+        if isinstance(config, ScreenConfig):
+            return self._problem_of_screen(config)
         if config.stages > self.deepest(config.block_v, config.block_d, config.ctas_per_sm):
             return "shared_memory"
         threads = config.num_warps * 32
@@ -149,6 +218,17 @@ class Space:
         if threads * config.ctas_per_sm > MAX_THREADS:
             return "threads"
         return "no tensor descriptors" if config.tma and not self.problem.tma else None
+
+    def _problem_of_screen(self, screen: ScreenConfig) -> str | None:
+        stages, rescore_stages = self.screen_stages(
+            screen.block_v, screen.block_d, screen.ctas_per_sm, screen.terms, screen.rescore_v, screen.rescore_d
+        )
+        if screen.stages > stages or screen.rescore_stages > rescore_stages:
+            return "shared_memory"
+        # Two bounds of each logit are as many registers as a logit and its edits.
+        if screen.block_v * screen.block_b * screen.terms > MAX_ACCUMULATORS_EDITED * screen.num_warps * 32:
+            return "registers"
+        return "no tensor descriptors" if screen.tma and not self.problem.tma else None
 
     @functools.cached_property
     def points(self) -> dict[Config, dict[str, Any]]:
@@ -184,10 +264,18 @@ class Space:
             for tile, warps in itertools.product(FIRST_READERS, self.axes["warps_per_sm"]):
                 point = {"tile": "x".join(map(str, tile)), "stages": 1, "warps_per_sm": warps}
                 points.append(point | {"least_parts": least, "one_launch": one})
+        if self.path == SCREENED:
+            usual = {"terms": SCREEN_TERMS[0], "chunk": RESCORE_CHUNKS[0]}
+            for rescore, shape in itertools.product(FIRST_RESCORES, SCREEN_TILES):
+                tiles = {"tile": "x".join(map(str, shape)), "rescore": "x".join(map(str, rescore))}
+                points.append(usual | tiles | {"ids": BY_PIPELINE, "early": False})
+                if shape == SCREEN_TILES[0]:
+                    points.append(usual | tiles | {"ids": BY_LIST, "early": True})
         # Edits run out of registers beside descriptors for the hidden states; few rows do not need them.
         by_head_first = self.edits or self.block_b <= MOST_ROWS_ONE_LAUNCH
+        first_tiles = FIRST_TILES.get(self.block_b, ()) if self.path == FUSED else ()
         for descriptors in sorted(self.axes.get("descriptors", ()), reverse=not by_head_first):
-            for block_v, block_d, num_warps, ctas in FIRST_TILES.get(self.block_b, ()):
+            for block_v, block_d, num_warps, ctas in first_tiles:
                 point = {"block_v": block_v, "block_d": block_d, "num_warps": num_warps, "ctas_per_sm": ctas}
                 point |= {"shallower": 0, "flatten": True, "descriptors": descriptors}
                 points.append(point | {name: self.axes[name][0] for name in ("rows_first", "one_launch")})
@@ -197,22 +285,23 @@ class Space:
 
 def space_hash(path: str) -> str:
     """The declared space of ``path``, as "sha256:...": a table says which one it was searched in."""
-    declared: list[Any] = (
-        [READ_TILES, READ_STAGES, READ_WARPS_PER_SM, READ_LEAST_PARTS, "one_launch"]
-        if path == LOGITS
-        else [
+    declared: dict[str, list[Any]] = {
+        LOGITS: [READ_TILES, READ_STAGES, READ_WARPS_PER_SM, READ_LEAST_PARTS, "one_launch"],
+        FUSED: [
             *(BLOCK_V, BLOCK_D, NUM_WARPS, CTAS_PER_SM, FLATTEN, SHALLOWER, MAX_STAGES, TILE_CLASSES),
             *(BY_HEAD, BY_BOTH, BY_NONE, LEAST_ROWS_FIRST, MOST_ROWS_ONE_LAUNCH),
-        ]
-    )
-    return f"sha256:{hashlib.sha256(json.dumps(declared).encode()).hexdigest()}"
+        ],
+        SCREENED: [
+            *(SCREEN_CLASSES, SCREEN_TILES, SCREEN_TERMS, RESCORE_TILES, RESCORE_CHUNKS, EARLY),
+            *(BY_PIPELINE, BY_PREFETCH, BY_LIST, MAX_STAGES, MAX_RESCORE_STAGES),
+        ],
+    }
+    return f"sha256:{hashlib.sha256(json.dumps(declared[path]).encode()).hexdigest()}"
 
 
 def shared_bytes(config: Config, itemsize: int) -> int:
-    """Shared memory of the pipeline of one program, about."""
-    if isinstance(config, ReadConfig):
-        return 0
-    return config.stages * (config.block_v + config.block_b) * config.block_d * itemsize
+    """Shared memory of the pipeline of one program, about; of several launches the largest."""
+    return 0 if isinstance(config, ReadConfig) else buffer_bytes(config, itemsize)
 
 
 def block_b_choices(num_rows: int, edits: bool = False) -> list[int]:
@@ -221,3 +310,9 @@ def block_b_choices(num_rows: int, edits: bool = False) -> list[int]:
     whole = min(MAX_BLOCK_B, max(16, next_power_of_2(num_rows)))
     most = 3 if edits else 2 if whole > 32 else 1
     return [block_b for block_b in (whole, whole // 2, whole // 4)[:most] if block_b >= 16]
+
+
+def screen_classes(num_rows: int) -> list[int]:
+    """As ``block_b_choices``, of a screen: the class that holds the batch and, beyond 32 rows, half of it."""
+    whole = min(SCREEN_CLASSES[-1], max(SCREEN_CLASSES[0], next_power_of_2(num_rows)))
+    return [whole, whole // 2] if whole > 32 else [whole]

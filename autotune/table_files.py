@@ -41,6 +41,19 @@ def head_line(table: Table) -> str:
     return f"{head.vocab} x {head.hidden} {head.dtype}, tp {head.tp}{softcap}"
 
 
+def screen_line(table: Table) -> str:
+    """What a screen of this head costs, and which kinds of work have one; empty for a table without any."""
+    works = [work.value for work in Work if work.screened and table.classes.get(work)]
+    if not works:
+        return ""
+    cost = table.measure.get("screen")
+    size, rows = (cost.get("bytes"), cost.get("rows")) if isinstance(cost, dict) else (None, None)
+    memory = "of unknown size"
+    if isinstance(size, int) and isinstance(rows, int):
+        memory = f"{size / 1e9:.2f} GB beside the head, for up to {rows} rows"
+    return f"screen: {memory} ({', '.join(works)})"
+
+
 def config_line(choice: Choice) -> str:
     """ "fused 16x128x256 warps 4 stages 3": the shape, then what is not as usual."""
     config = dict(choice.config)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..kernels.tiles import ReadConfig, TileConfig
+from ..table_entries import LAUNCHES
 from .space import Config
 
 MAX_LINE = 1 << 16
@@ -21,7 +21,9 @@ def config_data(config: Config) -> dict[str, Any]:
 
 def config_of(path: str, data: dict[str, Any]) -> Config:
     """Raises ValueError or TypeError where ``data`` is no configuration of ``path``."""
-    return ReadConfig(**data) if path == "logits" else TileConfig(**data)
+    if path not in LAUNCHES:
+        raise ValueError(f"path is {path!r}; expected one of {', '.join(LAUNCHES)}")
+    return LAUNCHES[path](**data)
 
 
 class Log:

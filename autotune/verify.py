@@ -11,9 +11,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from ..kernels.tiles import ReadConfig, TileConfig
 from ..table import Bucket, Table
-from ..work import Work
+from ..work import Config, Work
 from .builtin import kernels_of
 from .names import GEMM, label_of, path_of
 from .plan import EFFORTS, Plan
@@ -116,7 +115,7 @@ def _all(table: Table, found: list[Replayed], said: list[str], progress: Plain) 
 
 
 def _one(
-    table: Table, work: str, rows: int, bucket: Bucket, names: dict[str, TileConfig | ReadConfig]
+    table: Table, work: str, rows: int, bucket: Bucket, names: dict[str, Config]
 ) -> Generator[Any, dict[str, Any], Replayed]:
     use, recorded = bucket.use, bucket.us
     entries: list[dict[str, Any]] = [
@@ -124,7 +123,7 @@ def _one(
             "name": name,
             "path": path_of(launch),
             "config": config_data(launch),
-            "label": label_of(launch, kernels_of(Work(work)).value),
+            "label": label_of(launch, kernels_of(Work(work), launch).value),
         }
         for name, launch in names.items()
     ]

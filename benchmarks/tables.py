@@ -270,6 +270,63 @@ TUNING = {
     "replay": ("measured again in a fresh process", _replay_words),
 }
 
+
+def host_table(path: Path = RESULTS / "h200-serve-host.json") -> str:
+    """Host time in our sampler, per batch."""
+    if not path.exists():
+        return NOT_MEASURED
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["host_us"] is not None]
+    cell = {(row["sampling"], row["batch"]): row["host_us"] for row in rows}
+    batches = sorted({row["batch"] for row in rows})
+    lines = ["| us of host time per batch | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
+    lines.append("|---" * (len(batches) + 1) + "|")
+    for sampling in dict.fromkeys(row["sampling"] for row in rows):
+        cells = " | ".join(f"{cell[sampling, batch]:.0f}" for batch in batches)
+        lines.append(f"| {SAMPLING_NAMES[sampling]} | {cells} |")
+    return "\n".join(lines)
+
+
+def screened_table(path: Path = RESULTS / "h200-screened.json") -> str:
+    """The screened path beside the fused one, GEMM and FlashInfer, and the floor."""
+    section = _section(path, "speed")
+    if section is None:
+        return NOT_MEASURED
+    cell = {(row["B"], row["path"], row["mode"]): row for row in section["rows"]}
+    rivals = {row["B"]: row["us"] for row in section["rows"] if row["path"] == "flashinfer_gumbel"}
+    lines = ["| B | fused | screened, temperature 1 | temperature 0.7 | greedy |", "|---" * 5 + "|"]
+    for batch in dict.fromkeys(row["B"] for row in section["rows"]):
+        cells = [f"{cell[batch, 'fused', 'T=1']['us']:.0f}"]
+        for mode in ("T=1", "T=0.7", "greedy"):
+            own, fused = cell[batch, "screened", mode], cell[batch, "fused", mode]
+            over = [f"{own['over_floor']:.3f} of the floor", f"{own['us'] / fused['us']:.3f} of fused"]
+            if mode == "T=1" and batch in rivals:
+                over.append(f"FlashInfer {rivals[batch] / own['us']:.2f}")
+            cells.append(f"{own['us']:.0f} ({'; '.join(over)}; {own['groups_read']} groups read)")
+        lines.append(f"| {batch} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def screened_tokens_table(path: Path = RESULTS / "h200-screened.json") -> str:
+    """Tokens of the screened path that are not the fused one's, and groups that each row left to be decided."""
+    section = _section(path, "tokens")
+    if section is None:
+        return NOT_MEASURED
+    kinds = dict.fromkeys(row["kind"] for row in section["rows"])
+    temperatures = dict.fromkeys(row["temperature"] for row in section["rows"])
+    cell = {(row["kind"], row["temperature"]): row for row in section["rows"]}
+    lines = ["| rows; different; candidates per row | " + " | ".join(f"T={value:g}" for value in temperatures) + " |"]
+    lines.append("|---" * (len(temperatures) + 1) + "|")
+    for kind in kinds:
+        cells = (cell[kind, value] for value in temperatures)
+        words = (f"{row['rows']:,}; {row['different']}; {row['candidates_per_row']}" for row in cells)
+        lines.append(f"| {kind} | " + " | ".join(words) + " |")
+    return "\n".join(lines)
+
+
+def _section(path: Path, name: str) -> dict | None:
+    return json.loads(path.read_text())["sections"].get(name) if path.exists() else None
+
+
 TABLES = {
     "serve": serve_table,
     "kernel": kernel_table,
@@ -278,6 +335,9 @@ TABLES = {
     "searched": searched_table,
     "profile": profile_table,
     "tuning": tuning_table,
+    "host": host_table,
+    "screened": screened_table,
+    "screened-tokens": screened_tokens_table,
 }
 
 

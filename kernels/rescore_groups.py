@@ -182,7 +182,7 @@ def rescore_groups_kernel(
         best_score = tl.full([SLOTS, BLOCK_B], float("-inf"), tl.float32)
         best_group = tl.full([SLOTS, BLOCK_B], rng.NO_GROUP, tl.int32)
         best_logits = tl.full([SLOTS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)
-        num_read = 0
+        num_read = tl.full([], 0, tl.int32)
         for step in tl.range(0, num_own, SLOTS):
             live = step + offs_s < num_own
             group = tl.load(list_ptr + (step + offs_s) * apart, mask=live, other=0)

@@ -32,6 +32,7 @@ MOST_OF_FIELD = {
     "rescore_d": 1 << 14,
     "rescore_warps": 32,
     "rescore_stages": 16,
+    "rescore_ctas_per_sm": 128,
 }
 MOST_OF_BLOCK = 1 << 20  # elements of one block of a Triton kernel
 LAUNCHES: dict[str, type[Config]] = {Path.FUSED: TileConfig, Path.LOGITS: ReadConfig, Path.SCREENED: ScreenConfig}

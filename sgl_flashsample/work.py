@@ -95,11 +95,16 @@ class Work(enum.StrEnum):
         """The end of the chain of fallbacks: the work whose tiles and readers are right for this one."""
         return self if self.fallback is None else self.fallback.kernels
 
+    @property
+    def screening(self) -> Work:
+        """The work whose screening kernels are right for this one."""
+        return Work.SCREENED if self is Work.SCREENED_GREEDY else self
+
     def launched(self, config: Config) -> Work:
         """The work whose launches with ``config`` these are, to the last constant: greedy rows change none of the fused
         pass's and of a screen's, but a reader leaves out the noise."""
         if isinstance(config, ScreenConfig):
-            return Work.SCREENED if self is Work.SCREENED_GREEDY else self
+            return self.screening
         return self.kernels if isinstance(config, TileConfig) else self.unscreened
 
 

@@ -33,6 +33,33 @@ def test_the_feature_benchmark_runs_every_mode_and_its_tables_follow_from_its_fi
         assert table(tmp_path / "absent.json") == tables.NOT_MEASURED
 
 
+@pytest.mark.skipif(CUDA, reason="the dry run is interpreted")
+def test_the_screened_benchmark_compares_every_kind_and_its_tables_follow_from_its_file(tmp_path):
+    import screened
+    import tables
+
+    out = tmp_path / "screened.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "screened.py"), "--dry-run", "--out", str(out)]
+    subprocess.run([*command, "--only", "tokens"], check=True, capture_output=True)
+    subprocess.run([*command, "--only", "speed", "distribution", "--keep"], check=True, capture_output=True)
+    sections = json.loads(out.read_text())["sections"]
+    assert set(sections) == set(screened.SECTIONS)
+    rows = sections["tokens"]["rows"]
+    assert {(row["kind"], row["temperature"]) for row in rows} == {
+        (kind, value) for kind in screened.KINDS for value in screened.TEMPERATURES
+    }
+    assert all(row["different"] == 0 and row["candidates_per_row"] >= 1.0 for row in rows)
+    assert {row["path"] for row in sections["speed"]["rows"]} >= {"gemm", "fused", "screened"}
+    assert abs(sections["distribution"]["deviations_from_chance"]) < 6
+    lines = tables.screened_tokens_table(out).splitlines()
+    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + len(screened.KINDS)
+    for row in sections["speed"]["rows"]:
+        row |= {"us": 2.0, "over_floor": 1.0}  # a dry run times nothing
+    out.write_text(json.dumps({"sections": sections}))
+    assert "2 (1.000 of the floor; 1.000 of fused; " in tables.screened_table(out)
+    assert tables.screened_table(tmp_path / "absent.json") == tables.NOT_MEASURED
+
+
 def test_the_tables_name_every_sampling_of_the_server_benchmark():
     import serve
     import tables
@@ -48,7 +75,7 @@ def test_the_kernel_benchmark_draws_with_every_path_and_says_what_cannot_run(tmp
     from contenders import MODES, PATHS
 
     import kernels
-    from sgl_flashsample.work import ANY_BATCH
+    from sgl_flashsample.work import OWN_PATHS
 
     out = tmp_path / "kernels.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--dry-run", "--out", str(out)]
@@ -57,7 +84,7 @@ def test_the_kernel_benchmark_draws_with_every_path_and_says_what_cannot_run(tmp
     assert set(result) == {"env", "floor_tb_s", "rows"}
     assert all(set(row) == KERNEL_FIELDS and (row["D"], row["V"], row["B"]) == (48, 777, 3) for row in result["rows"])
     found = {(row["mode"], row["path"]) for row in result["rows"]}
-    assert found >= {(mode, path) for mode in MODES for path in ("gemm", *ANY_BATCH)}
+    assert found >= {(mode, path) for mode in MODES for path in ("gemm", *OWN_PATHS)} - {("trunc", "screened")}
     assert found >= {(mode, path) for mode in ("plain", "greedy") for path in ("multinomial_compiled", "exp_race")}
     missing = {gap["path"].split()[0]: gap["reason"] for gap in result["env"]["not_run"]}
     assert all(missing.values())

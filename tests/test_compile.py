@@ -17,7 +17,7 @@ FAMILY = {80: "sm80", 86: "sm80", 90: "sm90", 100: "sm100"}
 DRAW_SPILLS = 16  # bytes: of its own accord ptxas spills a word or two for more resident programs
 SEARCH_SPILLS = 256
 VOCAB = 151_936
-SCREENED = ("screen, plain: ", "rescoring, plain: ", "fixed point, plain: ")
+SCREENED = ("screen, plain: ", "list, plain: ", "rescoring, plain: ", "fixed point, plain: ")
 
 # Compiling needs a process whose Triton is not the interpreter.
 SCRIPT = """
@@ -70,8 +70,12 @@ for (name, itemsize, work), entries in SCREENS.items():
                 report(f"screen, {work}: {config} {dtype} {options}", used)
                 used = cubins.resources_of_rescore_groups(capability, 4096, dtype, config, **options)
                 report(f"rescoring, {work}: {config} {dtype} {options}", used)
-        if config.listed:
-            report(f"list, {work}: {config}", cubins.resources_of_list_groups(capability, config))
+        listed = dataclasses.replace(config, listed=True, early=capability >= 90)
+        report(f"list, {work}: {listed}", cubins.resources_of_list_groups(capability, listed))
+        used = cubins.resources_of_rescore_groups(capability, 4096, dtype, listed)
+        report(f"rescoring, {work}: {listed} {dtype}", used)
+        used = cubins.resources_of_screen_head(capability, 4096, dtype, listed)
+        report(f"screen, {work}: {listed} {dtype}", used)
         used = cubins.resources_of_quantize_hidden(capability, 4096, dtype, config)
         report(f"fixed point, {work}: {config} {dtype}", used)
 for work, entries in READS.items():

@@ -34,7 +34,7 @@ CONFIG = (
     else ScreenConfig(16, 1024, 64, 4, 1, ctas_per_sm=3, tma=False, chunk=100, rescore_d=64)
 )
 ONE_TERM = dataclasses.replace(CONFIG, terms=1)
-LISTED = dataclasses.replace(CONFIG, listed=True, rescore_ctas_per_sm=1 if CUDA else 3, rescore_v=32, early=True)
+LISTED = dataclasses.replace(CONFIG, listed=True, rescore_ctas_per_sm=1 if CUDA else 6, rescore_v=32, early=True)
 CONFIGS = pytest.mark.parametrize("config", [CONFIG, ONE_TERM, LISTED], ids=["two terms", "one term", "listed"])
 
 
@@ -351,7 +351,7 @@ def test_where_every_group_could_win_every_group_is_read_and_the_token_is_right(
 
 
 def test_neither_the_order_of_the_list_nor_who_reads_an_entry_matters_even_where_scores_tie(device, monkeypatch):
-    states, weight = integer_problem(17, 3003, 64, torch.float16, device)
+    states, weight = integer_problem(17, 703, 64, torch.float16, device)
     weight[:, 1:] = 0  # one of few products each: the best is everywhere
     head, params = LMHead(weight), rows(17, device) | {"temperature": torch.zeros(17, device=device)}
     fused = lm_head_sample(states, head, **params, tile=TILE)
@@ -367,7 +367,7 @@ def test_neither_the_order_of_the_list_nor_who_reads_an_entry_matters_even_where
             place[entries.long()] = torch.arange(len(entries), dtype=torch.int32, device=device)
 
     monkeypatch.setattr(rescore_groups, "list_groups", shuffled)
-    for shift in (0, 1, 50):
+    for shift in (0, 5):
         shifts.append(shift)
         found = screen(states, head, params, LISTED)
         assert torch.equal(found.token, fused.token)

@@ -245,7 +245,9 @@ def test_without_a_tokenizers_library_the_line_says_what_brings_it(run, model, m
 
 def test_an_interruption_keeps_what_was_counted(model, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    code = "import sys; from sgl_flashsample.trace import main; sys.exit(main(sys.argv[1:]))"
+    # Tests that run in the background of a shell are started with this signal ignored.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from sgl_flashsample.trace import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["ids", "pipe", "--vocab", str(V), "-o", "hot.json"]
     child = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],

@@ -6,17 +6,21 @@ import dataclasses
 
 import numpy as np
 import pytest
+import scipy.stats
 import stats
 import torch
 from sgl_flashsample.autotune import gpu, inputs, rivals
+from sgl_flashsample.autotune.compiling import CompileBench
 from sgl_flashsample.autotune.gate import Gate, first_ids, g_test
 from sgl_flashsample.autotune.names import key_of, label_of, path_of
 from sgl_flashsample.autotune.remote import Crew, Remote, work_until
 from sgl_flashsample.autotune.trials import Log, config_data, config_of, read
 from sgl_flashsample.autotune.worker import Incorrect, error_of
 from sgl_flashsample.kernels.head import LMHead
-from sgl_flashsample.kernels.tiles import ReadConfig, TileConfig
+from sgl_flashsample.kernels.int8_head import Counted
+from sgl_flashsample.kernels.tiles import ReadConfig, ScreenConfig, TileConfig
 
+from sgl_flashsample import Screen
 from sgl_flashsample.work import Work
 
 TILE = TileConfig(16, 256, 64, 4, 1, ctas_per_sm=2, tma=False, flatten=False, reduce_rows=16)
@@ -24,6 +28,8 @@ TILE = TileConfig(16, 256, 64, 4, 1, ctas_per_sm=2, tma=False, flatten=False, re
 WIDE_TILE = TileConfig(128, 128, 32, 4, 1, tma=False, flatten=False, reduce_rows=128)
 WIDE_READER = ReadConfig(64, 256, 4, ctas_per_sm=1, reduce_rows=64)
 READER = ReadConfig(8, 256, 4, ctas_per_sm=1, reduce_rows=8)
+SCREEN = ScreenConfig(16, 256, 64, 4, 1, ctas_per_sm=2, tma=False, flatten=False, chunk=16, rescore_d=64)
+WIDE_SCREEN = ScreenConfig(128, 128, 32, 4, 1, tma=False, flatten=False, rescore_v=128, rescore_d=32)
 HEAD = {"vocab": 469, "hidden": 64, "dtype": "fp32", "tp": 1, "softcap": False}
 
 
@@ -50,6 +56,12 @@ def test_a_configuration_is_checked_and_timed(bench, config, work):
     assert answer["checked"] == "tokens"
 
 
+@pytest.mark.parametrize("work", ["plain+screen", "edit+screen"])
+def test_a_screened_configuration_is_checked_and_timed(bench, work):
+    answer = bench.answer(request("trial", SCREEN, work, batches=[1, 3]))
+    assert set(answer["us"]) == {"1", "3"} and answer["checked"] == "tokens"
+
+
 def test_a_race_times_its_contenders_and_rivals_and_says_what_cannot_run(bench):
     entries = [{"name": key_of(c), "path": path_of(c), "config": config_data(c)} for c in (TILE, READER)]
     entries += [{"name": name, "path": name, "config": None} for name in (rivals.GEMM, rivals.ARGMAX, "abacus")]
@@ -69,6 +81,22 @@ def test_wrong_tokens_are_found_before_anything_is_timed(bench, monkeypatch):
         bench.answer(request("trial", dataclasses.replace(TILE, ctas_per_sm=1), "plain", batches=[1]))
 
 
+@pytest.mark.parametrize("where", ["selftest", "autotune.gate"], ids=["reference", "fused pass"])
+def test_a_screen_that_loses_the_best_group_is_found_by_either_comparison(device, monkeypatch, where):
+    """With the reference on few ids, and with the fused pass on the whole head."""
+
+    def lossy(*arguments, **options):
+        drawn = true(*arguments, **options)
+        return drawn._replace(token=drawn.token ^ 16, score=drawn.score - 1)
+
+    gate = Gate(LMHead(inputs.make_weight(96, 32, torch.float32, device)))
+    gate.check(SCREEN, Work.SCREENED)
+    true = gpu.screened_sample
+    monkeypatch.setattr(f"sgl_flashsample.{where}.screened_sample", lossy)
+    with pytest.raises(Incorrect, match="tokens differ from the reference" if where == "selftest" else "fused pass's"):
+        gate.check(SCREEN, Work.SCREENED)
+
+
 def test_a_reader_that_is_wrong_for_greedy_batches_alone_is_refused(device, monkeypatch):
     def wrong(*arguments, all_greedy=False, **options):
         token, score, logprob = read(*arguments, all_greedy=all_greedy, **options)
@@ -82,7 +110,15 @@ def test_a_reader_that_is_wrong_for_greedy_batches_alone_is_refused(device, monk
         gate.check(WIDE_READER, Work.PLAIN)
 
 
-@pytest.mark.parametrize("config, work", [(WIDE_TILE, Work.PLAIN), (WIDE_READER, Work.EDIT)])
+@pytest.mark.parametrize(
+    "config, work",
+    [
+        (WIDE_TILE, Work.PLAIN),
+        (WIDE_READER, Work.EDIT),
+        (WIDE_SCREEN, Work.SCREENED),
+        (WIDE_SCREEN, Work.SCREENED_EDIT),
+    ],
+)
 def test_many_draws_follow_the_distribution(device, config, work):
     gate = Gate(LMHead(inputs.make_weight(96, 32, torch.float32, device)))
     p, draws = gate.g_test(config, work, 1000, rows=128)
@@ -100,6 +136,16 @@ def test_draws_of_another_distribution_are_found(device, monkeypatch):
     biased = lambda *a, **k: (draw(*a, **k)[0] & ~1, None, None)  # noqa: E731
     monkeypatch.setattr("sgl_flashsample.autotune.gate.lm_head_sample", biased)
     assert gate.g_test(WIDE_TILE, Work.PLAIN, 500, rows=128)[0] < 1e-4
+
+
+def test_the_g_test_rejects_the_truth_as_often_as_it_says():
+    """Thousands of cells, most of them of a few draws: where the plain statistic is wrong ten times as often."""
+    probability = 1 / np.arange(1, 40_001) ** 1.2
+    probability /= probability.sum()
+    rng = np.random.default_rng(0)
+    truth = torch.tensor(probability)
+    p = np.array([g_test(torch.tensor(rng.multinomial(200_000, probability)), truth) for _ in range(500)])
+    assert scipy.stats.kstest(p, "uniform").pvalue > 1e-3
 
 
 @pytest.mark.parametrize("cells, draws", [(3, 1000), (5000, 200_000)])
@@ -134,6 +180,20 @@ def test_rows_have_different_profiles_and_a_refresh_gives_other_states_and_noise
     batch.refresh()
     assert not torch.equal(batch.hidden, hidden)
     assert not set(batch.position.flatten().tolist()) & set(position.flatten().tolist())
+
+
+def test_rows_with_a_screen_are_of_several_temperatures_and_few_of_their_groups_are_left_to_rescore(device):
+    """As a model's: were one channel of the head large, its INT8 copy would rule nothing out."""
+    head = LMHead(inputs.make_weight(8192, 1024, torch.float32, device))
+    batch = inputs.Batch(head, 4)
+    temperature = batch.temperature(Work.SCREENED)
+    assert sorted(set(temperature.tolist())) == pytest.approx(sorted(inputs.TEMPERATURES))
+    assert not batch.temperature(Work.SCREENED_GREEDY).any()
+    screen = Screen(head, 4)
+    config = dataclasses.replace(SCREEN, block_v=1024, rescore_v=256, rescore_d=256, block_d=256)
+    params = (temperature, batch.seed, batch.position[0])
+    gpu.screened_sample(batch.hidden, head, screen.int8_head, *params, config, workspace=screen.workspace)
+    assert 4 <= screen.counters[Counted.CANDIDATES] < 4 * 0.25 * screen.int8_head.num_groups
 
 
 def test_a_small_head_is_copied_until_it_is_cold():
@@ -195,6 +255,14 @@ def test_a_log_survives_a_line_that_was_cut_short_and_goes_on(tmp_path):
     assert (tmp_path / "trials.old").exists()
 
 
-@pytest.mark.parametrize("config", [TILE, READER], ids=path_of)
+@pytest.mark.parametrize("config", [TILE, READER, SCREEN], ids=path_of)
 def test_a_configuration_is_what_its_data_say(config):
     assert config_of(path_of(config), config_data(config)) == config
+    with pytest.raises(ValueError, match="path is 'abacus'; expected one of fused, logits, screened"):
+        config_of("abacus", config_data(config))
+
+
+def test_a_screen_is_compiled_ahead_of_its_measurement(device):
+    compiling = CompileBench(device, 1)
+    answer = compiling.answer(request("compile", SCREEN, "edit+screen"))
+    assert {"seconds", "shared", "registers", "spilled"} <= set(answer), answer

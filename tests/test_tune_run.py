@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 
 import pytest
+from sgl_flashsample.autotune.decide import path_of_key
 from sgl_flashsample.autotune.names import key_of, label_of
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.autotune.race import Policy
@@ -17,6 +19,7 @@ from sgl_flashsample.autotune.run import Options, TuneError, run
 from sgl_flashsample.autotune.trials import read
 from sgl_flashsample.autotune.verify import verify
 
+from sgl_flashsample.sources import sources_hash
 from sgl_flashsample.table import Device, HeadShape, Table
 from sgl_flashsample.work import Work
 
@@ -27,7 +30,8 @@ PLAN = Plan(Device(**H200), HEAD, EFFORTS["quick"])
 BUCKETS = (1, 64, 256)
 DEFAULT = PLAN.default(1, Work.PLAIN)
 OTHER = next(c for c in PLAN.space(PLAN.studies[0]).first() if c != DEFAULT)
-ALL = len(PLAN.works) * len(BUCKETS)
+SIZES = {work: [rows for rows in PLAN.buckets_of(work) if rows in BUCKETS] for work in PLAN.works}
+ALL = sum(map(len, SIZES.values()))
 
 
 class Notes:
@@ -87,7 +91,7 @@ def test_a_run_finds_the_fastest_and_a_second_one_does_nothing(tmp_path, surface
     assert bucket.use == key_of(OTHER) and bucket.default == key_of(DEFAULT)
     assert bucket.us == pytest.approx(250.0, rel=0.01) and 0.1 < bucket.gain < 0.3
     assert table.classes["greedy"][1].use == key_of(OTHER), "greedy batches have the kernels of plain ones"
-    assert {work: sorted(found) for work, found in table.classes.items()} == {w.value: [*BUCKETS] for w in PLAN.works}
+    assert {work: sorted(found) for work, found in table.classes.items()} == SIZES
     assert table.provenance["complete"] is True and table.effort == "quick"
     before = result.path.stat().st_mtime_ns
     again = tune(tmp_path, path)
@@ -97,18 +101,63 @@ def test_a_run_finds_the_fastest_and_a_second_one_does_nothing(tmp_path, surface
 
 
 def test_the_default_stays_where_nothing_is_faster_and_that_is_a_result(tmp_path, surface):
-    costs = {label_of(PLAN.default(rows, w), w.value): {str(rows): 200.0} for rows in BUCKETS for w in PLAN.works}
+    costs = {label_of(PLAN.default(rows, w), w.value): {str(rows): 200.0} for w in PLAN.works for rows in SIZES[w]}
     result = tune(tmp_path, surface(costs=costs))
     assert result.code == 0 and "the default won everywhere" in result.message
 
 
+def test_batches_with_a_screen_take_what_won_their_race_and_the_table_says_what_the_screen_costs(tmp_path, surface):
+    screened = PLAN.default(1, Work.SCREENED)
+    greedy = next(c for c in PLAN.space(PLAN.study_of(screened, Work.SCREENED)).first() if c != screened)
+    costs = {label_of(screened, "plain+screen"): {"1": 160.0}, label_of(greedy, "plain+screen"): {"1": 170.0}}
+    path = surface(costs=costs, faults={label_of(greedy, "plain+screen"): "biased"})
+    table = tune(tmp_path, path, buckets=(1, 64)).table
+    bucket = table.classes["plain+screen"][1]
+    assert bucket.use == key_of(screened) and bucket.others["fused"] == pytest.approx(300.0, rel=0.1)
+    assert table.classes["greedy+screen"][1].use == key_of(screened)
+    assert table.classes["plain"][1].use != key_of(screened), "without a screen there is none to use"
+    assert table.measure["screen"] == PLAN.screen
+    assert table.kernels["screened"]["src"] == sources_hash("screened")
+    unscreened = table.classes["edit+screen"][1]
+    assert path_of_key(unscreened.use) in ("fused", "logits", "screened") and "fused" in {
+        path_of_key(unscreened.use),
+        *unscreened.others,
+    }
+
+
+def test_where_a_screen_never_wins_no_batch_takes_it(tmp_path, surface):
+    costs = {label_of(PLAN.default(rows, Work.PLAIN), "plain"): {str(rows): 100.0} for rows in (1, 64)}
+    table = tune(tmp_path, surface(costs=costs), buckets=(1, 64)).table
+    for work in ("plain+screen", "greedy+screen"):
+        assert {table.configs[bucket.use].path for bucket in table.classes[work].values()} == {"fused"}
+
+
+def test_a_finished_table_of_a_release_without_a_path_is_not_up_to_date(tmp_path, surface):
+    path = surface()
+    result = tune(tmp_path, path, buckets=(1,))
+    plain = {work: found for work, found in result.table.classes.items() if "screen" not in work}
+    used = {k for found in plain.values() for b in found.values() for k in (b.use, b.default, *b.tied)}
+    older = dataclasses.replace(
+        result.table,
+        classes=plain,
+        configs={key: choice for key, choice in result.table.configs.items() if key in used},
+        kernels={name: hashes for name, hashes in result.table.kernels.items() if name != "screened"},
+    )
+    result.path.write_text(older.dumps())
+    again = tune(tmp_path, path, buckets=(1,))
+    assert again.status == "done" and again.table.classes.keys() == result.table.classes.keys()
+
+
 def test_a_full_run_agrees_with_an_exhaustive_one_within_a_percent_and_with_another_full_one(tmp_path, surface):
+    class Unscreened(Plan):
+        works = tuple(work for work in PLAN.works if not work.screened)  # thousands of configurations less
+
     path = surface(model={"us": 300.0, "rugged": 0.2}, noise=0.002)
-    options = {"buckets": (64,), "rivals": False}
+    options = {"buckets": (64,), "rivals": False, "plan": Unscreened}
     oracle = tune(tmp_path / "a", path, effort="exhaustive", **options).table
     first = tune(tmp_path / "b", path, effort="full", **options).table
     second = tune(tmp_path / "c", path, effort="full", **options).table
-    for work in PLAN.works:
+    for work in Unscreened.works:
         best, found, other = (table.classes[work][64] for table in (oracle, first, second))
         # Either may have chosen a configuration that ties with its best one.
         assert found.us <= best.us * 1.02, work

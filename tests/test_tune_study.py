@@ -8,9 +8,18 @@ import pytest
 from sgl_flashsample.autotune import builtin
 from sgl_flashsample.autotune.names import key_of, label_of
 from sgl_flashsample.autotune.plan import EFFORTS, Plan, StudyKey, midpoint
-from sgl_flashsample.autotune.space import FUSED, LOGITS, TILE_CLASSES, Problem, Space, shared_bytes
+from sgl_flashsample.autotune.space import (
+    FUSED,
+    LOGITS,
+    SCREEN_CLASSES,
+    SCREENED,
+    TILE_CLASSES,
+    Problem,
+    Space,
+    shared_bytes,
+)
 from sgl_flashsample.autotune.study import Study, importances
-from sgl_flashsample.kernels.tiles import TileConfig
+from sgl_flashsample.kernels.tiles import ScreenConfig, TileConfig
 
 from sgl_flashsample import tuned
 from sgl_flashsample.table import Device, HeadShape
@@ -23,6 +32,7 @@ SPACES = [
     Space(PROBLEM, FUSED, block_b, t, e) for block_b in TILE_CLASSES for t in (False, True) for e in (False, True)
 ]
 SPACES += [Space(PROBLEM, LOGITS, 0, truncates, False) for truncates in (False, True)]
+SPACES += [Space(PROBLEM, SCREENED, block_b, False, edits) for block_b in SCREEN_CLASSES for edits in (False, True)]
 
 
 def cost(config) -> float:
@@ -47,8 +57,12 @@ def test_every_configuration_of_a_space_can_run_by_arithmetic_and_is_found_again
     for config, point in space.points.items():
         assert space.problem_of(config) is None
         assert space.config(point) == config
+        assert shared_bytes(config, 2) <= PROBLEM.shared_memory
         if isinstance(config, TileConfig):
             assert config.ctas_per_sm * shared_bytes(config, 2) <= PROBLEM.shared_memory
+        if isinstance(config, ScreenConfig):
+            screening = config.stages * (config.block_v + config.block_b * config.terms) * config.block_d
+            assert config.ctas_per_sm * screening <= PROBLEM.shared_memory
     assert len({key_of(config) for config in space.points}) == len(space.points), "keys tell them apart"
 
 
@@ -66,7 +80,7 @@ def test_neighbours_are_one_step_away_and_first_tries_are_inside(space):
 def test_each_default_is_tried_by_its_study_and_comes_first(device, head):
     plan = Plan(device, head, EFFORTS["quick"])
     for work in plan.works:
-        for rows in plan.buckets:
+        for rows in plan.buckets_of(work):
             default = plan.default(rows, work)
             assert default in plan.seeds(plan.study_of(default, work)), label_of(default, work.value)
     key = plan.study_of(plan.default(1, Work.PLAIN), Work.PLAIN)
@@ -77,12 +91,52 @@ def test_defaults_without_a_device_are_those_of_the_built_in_tables():
     assert builtin.default_of("sm90", 2, 16, Work.PLAIN) == tuned.TABLE["sm90", 2][0][1]
     assert builtin.default_of("sm90", 2, 16, Work.GREEDY) == tuned.TABLE["sm90", 2][0][1]
     assert key_of(builtin.default_of("sm90", 2, 512, Work.PLAIN)).startswith("logits-")
+    assert builtin.default_of("sm90", 2, 16, Work.SCREENED) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
+    assert builtin.default_of("sm90", 2, 16, Work.SCREENED_GREEDY) == tuned.TABLE["sm90", 2][0][1]
 
 
 def test_a_shard_has_no_studies_of_truncated_batches():
     plan = Plan(H200, HeadShape(75968, 4096, "bf16", tp=2), EFFORTS["quick"])
-    assert plan.works == (Work.PLAIN, Work.GREEDY, Work.EDIT)
+    screened = (Work.SCREENED, Work.SCREENED_GREEDY, Work.SCREENED_EDIT)
+    assert plan.works == (Work.PLAIN, Work.GREEDY, Work.EDIT, *screened)
     assert not any(key.work.truncates for key in plan.studies)
+
+
+def test_batches_with_a_screen_have_studies_of_the_screened_path_and_what_is_found_without_one():
+    plan = Plan(H200, HeadShape(151936, 4096, "bf16"), EFFORTS["quick"])
+    screened = [key for key in plan.studies if key.path == SCREENED]
+    assert {(key.work, key.block_b) for key in screened} == {
+        (work, block_b) for work in (Work.SCREENED, Work.SCREENED_EDIT) for block_b in SCREEN_CLASSES
+    }
+    assert not any(key.work.screened for key in plan.studies if key.path != SCREENED)
+    assert plan.buckets_of(Work.SCREENED) == (1, 2, 4, 8, 16, 32, 64) and plan.races == 5 * 10 + 3 * 7
+
+    def racing(rows, work):
+        return {str(key) for key in plan.studies if plan.serves(key, rows, work)}
+
+    assert racing(3, Work.SCREENED) == {"plain+screen/screened/8", "plain/fused/16", "plain/logits"}
+    assert racing(3, Work.SCREENED_GREEDY) == racing(3, Work.SCREENED), "greedy rows change no kernel of a screen"
+    assert racing(17, Work.SCREENED_EDIT) >= {"edit+screen/screened/32", "edit/fused/32", "edit/logits"}
+    assert not any("screen" in name for name in racing(3, Work.PLAIN) | racing(3, Work.EDIT))
+
+
+def test_a_head_that_no_screen_can_serve_has_no_such_studies():
+    plan = Plan(H200, HeadShape(1000, 2**15 + 16, "bf16"), EFFORTS["quick"])
+    assert not any(work.screened for work in plan.works) and plan.screen == {} and SCREENED not in plan.paths
+
+
+@pytest.mark.parametrize("effort, most", [("quick", 60), ("full", 300)])
+def test_a_run_with_all_paths_is_expected_to_be_over_in_time_even_without_its_budget(effort, most):
+    import dataclasses
+
+    unbounded = dataclasses.replace(EFFORTS[effort], budget=1e9)
+    for head in (HeadShape(151936, 4096, "bf16"), HeadShape(128256, 8192, "bf16")):
+        assert Plan(H200, head, unbounded).estimate(processes=15)["total"] < most
+
+
+def test_what_a_screen_takes_is_known_without_a_device():
+    plan = Plan(H200, HeadShape(151936, 4096, "bf16"), EFFORTS["quick"])
+    assert plan.screen["rows"] == 64 and 0.5 < plan.screen["bytes"] / (151936 * 4096 * 2) < 0.52
 
 
 def test_probes_are_buckets_that_the_class_serves():
@@ -90,6 +144,8 @@ def test_probes_are_buckets_that_the_class_serves():
     assert plan.probes(StudyKey(FUSED, Work.PLAIN, 16)) == [1, 16]
     assert plan.probes(StudyKey(FUSED, Work.PLAIN, 64)) == [64, 128, 256]
     assert plan.probes(StudyKey(LOGITS, Work.PLAIN, 0)) == [64, 256, 512]
+    assert plan.probes(StudyKey(SCREENED, Work.SCREENED, 8)) == [1, 8]
+    assert plan.probes(StudyKey(SCREENED, Work.SCREENED, 32)) == [32, 64]
 
 
 def test_midpoints_lie_between_and_small_batches_have_none():

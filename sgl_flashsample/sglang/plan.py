@@ -36,7 +36,7 @@ class Plan:
         """The rows of SGLang's sampler, ascending."""
         return tuple(row for row, reason in enumerate(self.reasons) if reason is not None)
 
-    @property
+    @functools.cached_property
     def all_native(self) -> bool:
         return len(self.native) == len(self.reasons)
 

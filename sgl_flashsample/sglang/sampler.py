@@ -84,11 +84,11 @@ class FlashSampler(Sampler):
             known = getattr(logits_output, REASON_ATTRIBUTE, None)
             return Plan.whole(known or ("input_logprobs" if return_logprob else "logits_computed"), num_rows)
         rows = rows_of(sampling_info)
-        if rows is None or not len(rows) == len(sampling_info) == num_rows:
+        if rows is None or len(rows) != num_rows:
             return Plan.whole("unknown_rows", num_rows)
         if positions.shape != (num_rows,):
             return Plan.whole("positions", num_rows)
-        if any(value is not None for value in kwargs.values()):
+        if kwargs and any(value is not None for value in kwargs.values()):
             return Plan.whole("unknown_argument", num_rows)
         runtime = self.runtime
         try:
