@@ -13,13 +13,14 @@ from sgl_flashsample.kernels.head import LMHead, Workspace
 from sgl_flashsample.kernels.lm_head_sample import num_parts
 from sgl_flashsample.kernels.sample_logits import num_read_parts
 
-from sgl_flashsample import tuned
+from sgl_flashsample import Screen, tuned
 from sgl_flashsample.api import BatchParams, sample
 from sgl_flashsample.work import ANY_BATCH, Path
 
 OURS = ("fused", "logits", "screened")
 PATHS = ("gemm", *OURS, "flashinfer_gumbel", "flashinfer_topk_topp", "multinomial_compiled", "exp_race")
 MODES = ("plain", "trunc", "greedy")
+MOST_SCREENED = 64  # rows of the largest batch with a screen
 STEPS = 4  # calls per replay, each with noise of its own
 
 
@@ -48,7 +49,12 @@ class Wanted:
 
 
 def our_config(path: Path, head: LMHead, rows: int, work: tuned.Work) -> str:
-    """The shape of the launch, and whether a batch of this size takes this path by itself."""
+    """The shape of the launch, and whether a batch of this size takes this path by itself (with a screen, if it is the
+    screened one)."""
+    if path is Path.SCREENED:
+        shape, work = tuned.Shape.of(head), work.with_screen
+        config = str(tuned.screen_of(shape, rows, work))
+        return config + ("; picked by the table" if path is tuned.path_of(shape, rows, work) else "")
     if path is Path.FUSED:
         config = str(tuned.tile_for(head, rows, work))
     else:
@@ -56,7 +62,7 @@ def our_config(path: Path, head: LMHead, rows: int, work: tuned.Work) -> str:
     return config + ("; picked by the table" if path is tuned.path_for(head, rows, work) else "")
 
 
-def ours(inputs: Inputs, head: LMHead) -> Iterator[Contender]:
+def ours(inputs: Inputs, head: LMHead, wanted: Wanted) -> Iterator[Contender]:
     rows, device = inputs.hidden.shape[0], inputs.hidden.device
     slots = [1]
     for work in tuned.Work:
@@ -69,6 +75,7 @@ def ours(inputs: Inputs, head: LMHead) -> Iterator[Contender]:
         torch.full((rows,), TOP_P, device=device),
         torch.zeros(rows, device=device),
     )
+    screen = Screen(head, rows) if rows <= MOST_SCREENED and Path.SCREENED in wanted.paths else None
     for mode in MODES:
         temperature = torch.full((rows,), 0.0 if mode == "greedy" else 1.0, device=device)
         kept = truncation if mode == "trunc" else None
@@ -76,11 +83,14 @@ def ours(inputs: Inputs, head: LMHead) -> Iterator[Contender]:
         params = [
             BatchParams(temperature, inputs.seed, position, kept, all_greedy=greedy) for position in inputs.position
         ]
-        for path in ANY_BATCH:
-            config = our_config(path, head, rows, tuned.Work.of(kept is not None, False))
+        work = tuned.Work.of(kept is not None, False, greedy)
+        paths = (*ANY_BATCH, Path.SCREENED) if screen is not None and kept is None else ANY_BATCH
+        for path in paths:
+            config = our_config(path, head, rows, work)
 
             def draw(step: int, params=params, path=path) -> torch.Tensor:
-                return sample(inputs.hidden, head, params[step], workspace=workspace, path=path).token_ids
+                options = {"workspace": workspace, "path": path, "screen": screen}
+                return sample(inputs.hidden, head, params[step], **options).token_ids
 
             yield Contender(str(path), mode, config, draw)
 
@@ -91,7 +101,9 @@ def contenders(inputs: Inputs, flashinfer: Any, wanted: Wanted) -> list[Contende
     def compiled(function: Callable) -> Callable:
         return function if wanted.dry else torch.compile(function, dynamic=False, fullgraph=True)
 
-    return [found for found in [*ours(inputs, head), *rivals(inputs, flashinfer, compiled)] if wanted.has(found)]
+    return [
+        found for found in [*ours(inputs, head, wanted), *rivals(inputs, flashinfer, compiled)] if wanted.has(found)
+    ]
 
 
 def first_line(error: BaseException) -> str:

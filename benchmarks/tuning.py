@@ -35,7 +35,7 @@ from typing import Any
 
 from sgl_flashsample.autotune import measure
 from sgl_flashsample.autotune.names import key_of
-from sgl_flashsample.autotune.plan import BUCKETS, EFFORTS, Plan
+from sgl_flashsample.autotune.plan import BUCKETS, EFFORTS, LARGEST_SCREENED, Plan
 from sgl_flashsample.autotune.progress import Plain
 from sgl_flashsample.autotune.race import t_quantile
 from sgl_flashsample.autotune.run import Options
@@ -327,7 +327,12 @@ def _environ(values: dict[str, str]) -> Iterator[None]:
 def sweep(setting: Setting) -> dict[str, Any]:
     table, path, cache = setting.wanted()
     plan = setting.plan(table)
-    places = [(work, rows, served(table, plan, rows, work)) for work in plan.works for rows in setting.between]
+    sizes = [(work, rows) for work in plan.works for rows in setting.between]
+    places = [
+        (work, rows, served(table, plan, rows, work))
+        for work, rows in sizes
+        if not work.screened or rows <= LARGEST_SCREENED
+    ]
     differing = [place for place in places if place[2] != plan.default(place[1], place[0])]
     found, failed = [], []
     with setting.bench(cache) as bench:

@@ -23,6 +23,7 @@ from sgl_flashsample.autotune.remote import Crew, Job, Remote, work_until
 from sgl_flashsample.autotune.run import visible
 from sgl_flashsample.autotune.space import FUSED, Space
 from sgl_flashsample.autotune.trials import config_data
+from sgl_flashsample.kernels.tiles import ScreenConfig
 
 from sgl_flashsample.lookup import bucket_for
 from sgl_flashsample.table import HeadShape, Table
@@ -77,12 +78,16 @@ def best_by_half(samples: Mapping[str, Sequence[float]], clocks: Sequence[float]
 
 def served(table: Table, plan: Plan, rows: int, work: Work) -> Config:
     """What a server with ``table`` launches for ``rows`` rows."""
-    for own in (work, work.fallback):
-        buckets = table.classes.get(own, {}) if own is not None else {}
+    own: Work | None = work
+    while own is not None:
+        buckets = table.classes.get(own, {})
         bucket = bucket_for(buckets, rows)
         launch = table.configs[buckets[bucket].use].launch if bucket is not None else None
         if launch is not None:
             return launch
+        if isinstance(default := plan.default(rows, own), ScreenConfig):
+            return default
+        own = own.fallback
     return plan.default(rows, work)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from sgl_flashsample.kernels.tiles import ReadConfig, TileConfig
+from sgl_flashsample.kernels.tiles import ReadConfig, ScreenConfig, TileConfig
 from tuned_tables import CPU, H200, HEAD, make_table
 
 from sgl_flashsample import LMHead, lookup, resolution
 from sgl_flashsample.choices import choices_for
 from sgl_flashsample.lookup import Match, Target, bucket_for, config_problem, find, load_table, match
-from sgl_flashsample.sources import installed_sources
+from sgl_flashsample.sources import installed_sources, sources_hash
 from sgl_flashsample.table import MAX_BYTES, Choice, HeadShape
 from sgl_flashsample.work import Work
 
@@ -92,8 +92,18 @@ def test_a_table_is_exact_compatible_stale_of_the_family_or_a_miss(changes, want
         (TileConfig(256, 32, 16, 4, 1), H200, Work.TRUNCATE, "block_b is 256; expected 128 or fewer with a truncation"),
         (TileConfig(256, 32, 16, 4, 1), H200, Work.EDIT, None),
         (ReadConfig(1, 512, 1), A100, Work.TRUNCATE, None),
+        (ScreenConfig(8, 64, 256, 4, 4, rescore_d=256), H200, Work.SCREENED, None),
+        (
+            ScreenConfig(8, 64, 256, 4, 4),
+            H200,
+            Work.PLAIN,
+            "is for batches with a screen; expected another path",
+        ),
+        (ScreenConfig(8, 64, 256, 4, 12), H200, Work.SCREENED, "245760 bytes of shared memory; 232448 are there"),
+        (ScreenConfig(8, 64, 256, 4, 4, rescore_d=512), H200, Work.SCREENED, "327680 bytes of shared memory"),
+        (ScreenConfig(8, 64, 64, 4, 2), A100, Work.SCREENED, "tma is on; expected it off for compute capability 8.0"),
     ],
-    ids=range(8),
+    ids=range(13),
 )
 def test_a_configuration_that_cannot_run_on_a_device_is_known_without_compiling_it(config, device, work, problem):
     found = config_problem(Choice.of(config), device, "bf16", work)
@@ -101,6 +111,7 @@ def test_a_configuration_that_cannot_run_on_a_device_is_known_without_compiling_
 
 
 def test_every_built_in_configuration_passes_the_same_check():
+    from sgl_flashsample.tuned import SCREENS
     from sgl_flashsample.tuned import TABLE as BUILT_IN
 
     small = {"sm80": dataclasses.replace(A100, smem_optin=101_376), "sm90": H200}
@@ -109,6 +120,10 @@ def test_every_built_in_configuration_passes_the_same_check():
         for _, tile in entries:
             dtype = "bf16" if itemsize == 2 else "fp32"
             assert config_problem(Choice.of(tile), small[family], dtype, Work.TRUNCATE) is None
+    for (family, itemsize, _), screens in SCREENS.items():
+        for _, screen in screens:
+            dtype = "bf16" if itemsize == 2 else "fp32"
+            assert config_problem(Choice.of(screen), small[family], dtype, Work.SCREENED) is None
 
 
 # --- which bucket serves a batch
@@ -318,6 +333,42 @@ def test_a_resolved_table_serves_its_batches_and_the_built_in_choices_serve_the_
         f"tuned table {path} (exact, FLASHSAMPLE_TUNED_DIR): 3 buckets in use, batches without one: plain 1-7, 17-32, "
         "65-512; truncate 1-512; edit 1-7, 17-512; edit+truncate 1-512; greedy 1-7, 17-32, 65-512"
     )
+
+
+SCREEN = ScreenConfig(16, 64, 32, 4, 1, flatten=False, tma=False, rescore_d=32, rescore_stages=1)
+
+
+def test_a_table_with_batches_that_have_a_screen_serves_them_and_leaves_those_without_one_alone(head, tmp_path):
+    table = own_table(head.weight.device)
+    older = resolution.resolve(head, file=put(tmp_path, table, "older")).choices
+    buckets = {8: dataclasses.replace(table.classes["plain"][16], use="screen"), 16: table.classes["plain"][16]}
+    newer = dataclasses.replace(
+        table,
+        configs=table.configs | {"screen": Choice.of(SCREEN)},
+        classes=table.classes | {"plain+screen": buckets},
+        kernels=table.kernels | {"screened": {"src": sources_hash("screened")}},
+    )
+    found = resolution.resolve(head, file=put(tmp_path, newer, "newer"))
+    assert found.found.match is Match.EXACT and found.warnings == ()
+    assert [found.choices.pick(rows, Work.SCREENED) for rows in (4, 8, 9, 16)] == [SCREEN, SCREEN, TILES[16], TILES[16]]
+    assert found.choices.screened_rows(512, tuned=True) == 8 and not older.screens(512, tuned=True)
+    for work in Work:
+        if not work.screened:
+            assert all(found.choices.pick(rows, work) == older.pick(rows, work) for rows in range(1, 140))
+    assert "; plain+screen 1-3, " in found.line() and "edit+screen" not in found.line()
+    stale = dataclasses.replace(newer, kernels=table.kernels)
+    found = resolution.resolve(head, file=put(tmp_path, stale, "stale"))
+    assert found.found.match is Match.STALE, "the screened kernels are not those that it was measured with"
+
+
+def test_a_screened_configuration_for_batches_without_a_screen_is_left_out_with_a_warning(head, tmp_path):
+    table = own_table(head.weight.device)
+    configs = table.configs | {"16": Choice.of(SCREEN)}
+    kernels = table.kernels | {"screened": {"src": sources_hash("screened")}}
+    found = resolution.resolve(head, file=put(tmp_path, dataclasses.replace(table, configs=configs, kernels=kernels)))
+    assert found.choices.pick(16) == choices_for(head).pick(16)
+    (line,) = found.warnings
+    assert "16: it is for batches with a screen" in line
 
 
 def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, tmp_path):

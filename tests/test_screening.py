@@ -22,7 +22,7 @@ from test_step_graphs import WARM_UP, fake_capture
 from sgl_flashsample import paths
 from sgl_flashsample.choices import Choices, choices_for
 from sgl_flashsample.screen import Screen
-from sgl_flashsample.sglang import counters, hooks, plugin, screening, support, weight_hooks
+from sgl_flashsample.sglang import counters, head_state, hooks, plugin, screening, support, weight_hooks
 from sgl_flashsample.sglang.runtime import HeadState, Runtime
 from sgl_flashsample.sglang.screening import HeadScreen, Mode
 from sgl_flashsample.sglang.step_graphs import TURNS, StepGraphs
@@ -214,6 +214,11 @@ def test_graphs_with_a_screen_are_dropped_when_weights_change_and_when_it_serves
     state._graphs = first = graphs()
     tokens(state, device)
     assert state._graphs is first, "nothing has changed"
+    state.weights_change()
+    state.renew_screen()
+    assert state._graphs is None, "also where no step was in between"
+    tokens(state, device)
+    state._graphs = graphs()
     with torch.no_grad():
         state.lm_head.weight.copy_(weights(device, 1))
     tokens(state, device)
@@ -261,6 +266,14 @@ def test_what_fails_without_a_screen_too_is_not_blamed_on_it(state, device, capl
     with pytest.raises(ValueError, match="hidden is"):
         state.sample(hidden[:, :-1].contiguous(), rows, None, positions, False)
     assert not caplog.records and state.has_screen
+
+
+def test_a_failure_without_a_screen_is_raised_at_once(device, monkeypatch):
+    calls = []
+    monkeypatch.setattr(head_state, "sample", lambda *arguments, **options: calls.append(1) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tokens(make_state(device, screened=False), device)
+    assert len(calls) == 1
 
 
 def test_freed_memory_is_taken_again_only_where_there_is_enough(state, device, monkeypatch, caplog):
@@ -397,6 +410,19 @@ def test_released_memory_is_freed_and_taken_again_after_all_of_it_is_back(runtim
     call(runtime, manager, "resume", tags=["kv_cache"])
     assert serving(state)
     assert tokens(state, device) == tokens(make_state(device, 1, screened=False), device)
+
+
+def test_a_copy_that_cannot_be_made_anew_is_not_said_to_be(runtime, state, monkeypatch, caplog):
+    serve(runtime, state)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        call(runtime, Manager(), "update")
+        monkeypatch.setattr(Screen, "rebuild", lambda self, head: 1 / 0)
+        call(runtime, Manager(), "update")
+        call(runtime, Manager(), "update")
+    first, *others = [record.message for record in caplog.records]
+    assert first.startswith("flashsample: screen made anew after a change of weights in ")
+    assert others == ["flashsample: screen off: ZeroDivisionError: division by zero"]
+    assert not serving(state)
 
 
 def test_a_release_of_other_memory_keeps_the_copy(runtime, state):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sgl_flashsample.kernels.tiles import ReadConfig, TileConfig
+from sgl_flashsample.kernels.tiles import ReadConfig, ScreenConfig, TileConfig
 from tuned_tables import HEAD, make_table
 
 from sgl_flashsample import bounded_json, table_entries
@@ -76,9 +76,20 @@ tiles = st.builds(
 readers = st.builds(ReadConfig, st.sampled_from((1, 8)), st.sampled_from((32, 512)), st.sampled_from((1, 4)))
 
 
+screens = st.builds(
+    ScreenConfig,
+    *(st.sampled_from(values) for values in ((8, 64), (64, 256), (32, 256), (1, 8))),
+    st.integers(1, 8),
+    flatten=st.booleans(),
+    chunk=st.integers(16, 200),
+    rescore_d=st.sampled_from((16, 256)),
+    prefetch=st.booleans(),
+)
+
+
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    configs = draw(st.dictionaries(names, (tiles | readers).map(Choice.of), min_size=1, max_size=4))
+    configs = draw(st.dictionaries(names, (tiles | readers | screens).map(Choice.of), min_size=1, max_size=4))
     keys = st.sampled_from(sorted(configs))
     buckets = st.builds(
         Bucket,
@@ -115,9 +126,11 @@ def test_any_table_survives_the_round_trip(table):
 
 
 def test_a_choice_is_a_launch_and_back():
-    for launch in (TileConfig(16, 64, 32, 8, 4, tma=False), ReadConfig(4, 512, 4, least_parts=64)):
+    screen = ScreenConfig(8, 64, 256, 4, 4, ctas_per_sm=2, prefetch=False)
+    for launch in (TileConfig(16, 64, 32, 8, 4, tma=False), ReadConfig(4, 512, 4, least_parts=64), screen):
         assert Choice.of(launch).launch == launch
     assert Choice("fused", {"block_b": 16, "block_v": 64, "block_d": 32, "num_warps": 4, "stages": 2}).launch.flatten
+    assert Choice.of(screen).path == "screened"
     assert Choice("speculative", {"hot": 4096}).launch is None, "a path of a later release"
 
 
@@ -260,6 +273,25 @@ def test_a_table_that_could_not_be_read_back_is_not_written():
     ):
         with pytest.raises(TableError, match=message):
             dataclasses.replace(table, **wrong).dumps()
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("terms", 3, "terms is 3; expected an integer from 1 to 2"),
+        ("block_b", 4, "ScreenConfig.block_b is 4; expected a power of two of at least 8"),
+        ("rescore_v", 4096, "has a block of more than 1048576 elements"),
+        ("chunk", 15, "ScreenConfig.chunk is 15; expected 16 or more"),
+        ("prefetch", 1, "prefetch is 1"),
+        ("rescore_stages", 99, "rescore_stages is 99; expected an integer from 1 to 16"),
+    ],
+)
+def test_a_screened_configuration_is_held_to_its_bounds(field, value, message):
+    screen = Choice.of(ScreenConfig(8, 64, 256, 4, 4, rescore_d=512))
+    table = make_table()
+    wrong = dataclasses.replace(screen, config=screen.config | {field: value})
+    with pytest.raises(TableError, match=message):
+        dataclasses.replace(table, configs=table.configs | {"screen": wrong}).dumps()
 
 
 def test_every_numeric_field_of_a_configuration_has_an_upper_bound():

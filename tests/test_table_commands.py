@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from sgl_flashsample.autotune import commands, lint
 from sgl_flashsample.autotune.merge import joined
-from sgl_flashsample.kernels.tiles import TileConfig
+from sgl_flashsample.kernels.tiles import ScreenConfig, TileConfig
 from tuned_tables import H200, HEAD, make_table
 
 import sgl_flashsample
 from sgl_flashsample import lookup
+from sgl_flashsample.sources import sources_hash
 from sgl_flashsample.table import Choice, HeadShape, Table
 
 TABLE = make_table()
@@ -211,6 +212,70 @@ def test_explain_knows_a_bucket_that_this_release_cannot_use(tune, tmp_path):
         "the built-in choice: bucket 4 cannot be used (this release has no path 'speculative')"
         in tune("explain", path, "--batch", 4)[1]
     )
+
+
+# --- batches with a screen
+
+SCREEN = ScreenConfig(8, 64, 256, 4, 4, ctas_per_sm=2, rescore_d=256, prefetch=False)
+
+
+@pytest.fixture
+def screened(tmp_path):
+    """TABLE with a bucket of batches with a screen, and its file."""
+    bucket = dataclasses.replace(TABLE.classes["plain"][16], use="screen", us=160.0, gain=0.44, tied=[])
+    table = dataclasses.replace(
+        TABLE,
+        configs=TABLE.configs | {"screen": Choice.of(SCREEN)},
+        classes=TABLE.classes | {"plain+screen": {16: dataclasses.replace(bucket, others={"fused": 285.0})}},
+        kernels=TABLE.kernels | {"screened": {"src": sources_hash("screened"), "space": "sha256:41aa"}},
+        measure=TABLE.measure | {"screen": {"bytes": 532_000_000, "rows": 64}},
+    )
+    (tmp_path / "screened").mkdir()
+    return table, put(tmp_path / "screened" / table.file_name, table)
+
+
+def test_show_says_what_a_screen_costs_and_what_its_batches_take(tune, file, screened):
+    out = tune("show", screened[1])[1]
+    assert "screen: 0.53 GB beside the head, for up to 64 rows (plain+screen)" in out.splitlines()
+    assert (
+        "screened 8x64x256 warps 4 stages 4 ctas_per_sm 2 rescore_d 256 prefetch False" in out and "fused 285.0" in out
+    )
+    assert "screen:" not in tune("show", file)[1]
+
+
+def test_explain_follows_the_chain_of_batches_with_a_screen(tune, file, screened):
+    def why(path, batch, work):
+        return tune("explain", path, "--batch", batch, "--work", work)[1]
+
+    assert "its own bucket" in (out := why(screened[1], 16, "plain+screen")) and "takes     screened 8x64x256" in out
+    assert "the built-in choice, the screened path: the table has nothing of plain+screen" in why(
+        file, 4, "plain+screen"
+    )
+    assert "its own bucket, of plain (there is none of plain+screen)" in why(file, 128, "plain+screen")
+    assert "its own bucket, of plain (there is none of greedy+screen)" in why(file, 16, "greedy+screen")
+    assert "the built-in choice: no bucket from 3 to 6" in why(file, 3, "edit+screen")
+
+
+def test_merge_keeps_what_a_screen_costs_and_diff_and_lint_know_its_batches(tune, file, screened, tmp_path):
+    table, path = screened
+    merged, _, added = joined(TABLE, table)
+    assert merged.measure["screen"] == table.measure["screen"] and added == 1
+    assert merged.classes["plain+screen"] == table.classes["plain+screen"]
+    assert joined(table, TABLE)[0].measure == table.measure
+    assert "plain+screen 16:" in (out := tune("diff", file, path)[1]) and "only in B: screened 8x64x256" in out
+    errors, notes = lint.check(str(path))
+    assert errors == [] and not any("screen" in note for note in notes)
+    unknown = dataclasses.replace(table, measure=TABLE.measure)
+    assert "note: measure.screen is missing: what memory a screen takes" in lint.check(str(put(path, unknown)))[1]
+    misplaced = dataclasses.replace(table, classes=TABLE.classes | {"edit": table.classes["plain+screen"]})
+    assert any("it is for batches with a screen" in error for error in lint.check(str(put(path, misplaced)))[0])
+
+
+def test_the_report_shows_batches_with_a_screen(screened):
+    from sgl_flashsample.autotune.report import page
+
+    text = page(screened[0], None)
+    assert "plain+screen" in text and "0.53 GB beside the head" in text
 
 
 # --- diff

@@ -16,6 +16,7 @@ import torch
 from sgl_flashsample.autotune.names import key_of, label_of
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.kernels.head import LMHead
+from sgl_flashsample.kernels.tiles import ScreenConfig
 from tuned_tables import H200, make_table, table_for_this_machine
 
 from sgl_flashsample import resolution
@@ -75,7 +76,7 @@ def test_it_runs_in_pieces_and_its_table_has_a_line_for_each_section(tmp_path):
     runs = first["sections"]["runs"]["151936x4096"]["quick"]
     assert runs["untouched"] and (runs["status"], runs["again_status"]) == ("done", "up to date")
     resume = first["sections"]["resume"]["151936x4096"]
-    assert 3 <= resume["finished_when_killed"] < resume["buckets"] == 10
+    assert 3 <= resume["finished_when_killed"] < resume["buckets"] == 16
     assert resume["kept"] == resume["finished_when_killed"]
     assert not any(resume[f"{kind}s_done_again"] for kind in ("bucket", "trial", "gtest"))
 
@@ -152,6 +153,8 @@ def test_what_a_server_launches_is_what_its_choices_say(device):
     for work in Work:
         for rows in range(1, 40):
             tuned = choices.is_tuned(rows, work)
+            if isinstance(choices.pick(rows, work), ScreenConfig):
+                continue  # interpreted, the built-in choice for all that have a screen
             found = tuning_races.served(table, plan, rows, work)
             assert found == (choices.pick(rows, work) if tuned else plan.default(rows, work)), (work, rows)
 

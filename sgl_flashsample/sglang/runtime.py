@@ -108,9 +108,11 @@ class Runtime:
             return
         self._screens_outdated = False
         started = time.monotonic()
-        for state in filter(None, self._heads.values()):
+        states = [state for state in self._heads.values() if state is not None and state.has_screen]
+        for state in states:
             state.renew_screen()
-        logger.info("flashsample: screen made anew after a change of weights in %.2f s", time.monotonic() - started)
+        if any(state.has_screen for state in states):
+            logger.info("flashsample: screen made anew after a change of weights in %.2f s", time.monotonic() - started)
 
     def stop_screens(self, problem: str) -> None:
         """Draw without screens from now on, and say why."""
