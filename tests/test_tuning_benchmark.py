@@ -122,8 +122,11 @@ def test_what_differs_between_two_runs_is_raced_and_judged_by_the_tie_band(tuned
             label_of(other, "plain"): {"64": us},
         }
         found = tuning.agreement(setting(tuned, other_surface(tuned, costs=costs)))
-        (differing,) = found["differing"]
-        assert (differing["work"], differing["batch"]) == ("plain", 64) and found["same"] == found["places"] - 1
+        # What ties may come out either way in two runs.
+        others = [one for one in found["differing"] if (one["work"], one["batch"]) != ("plain", 64)]
+        assert all(one["verdict"] == "inside" for one in others)
+        (differing,) = (one for one in found["differing"] if one not in others)
+        assert found["same"] == found["places"] - 1 - len(others)
         assert (differing["first"], differing["second"]) == (chosen.use, key_of(other))
         assert differing["off"] == pytest.approx(300 / us - 1, abs=0.004)
         verdicts[us] = differing["verdict"]
@@ -135,7 +138,8 @@ def test_the_sweep_names_what_is_slower_than_the_default_and_nothing_else(tuned)
     chosen, default = table.configs[table.classes["plain"][64].use].launch, PLAN.default(40, Work.PLAIN)
     costs = {label_of(chosen, "plain"): {"48": 315.0, "64": 290.0}, label_of(default, "plain"): {"64": 300.0}}
     found = tuning.sweep(setting(tuned, other_surface(tuned, costs=costs), between=(1, 40, 64, 200)))
-    assert found["places"] == 4 * len(PLAN.works) and not found["failed"]
+    screened = sum(work.screened for work in PLAN.works)
+    assert found["places"] == 4 * len(PLAN.works) - screened and not found["failed"], "200 rows are not screened"
     assert found["as_the_default"] + len(found["raced"]) == found["places"]
     plain = {one["batch"]: one for one in found["raced"] if one["work"] == "plain"}
     assert 200 not in plain, "no bucket serves it"
