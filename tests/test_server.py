@@ -610,7 +610,7 @@ def test_a_server_that_is_asked_to_counts_what_it_draws_whoever_draws_it(folder,
     assert found.counted - answered.total() <= requests + 32
 
 
-@pytest.mark.parametrize("version", [None, *([] if CUDA else ["0.5.17", "0.5.23"])])
+@pytest.mark.parametrize("version", [None, *([] if CUDA else ["0.5.17"])])  # that its hooks land: test_screening.py
 def test_a_screened_server_draws_the_same_tokens_and_follows_an_update_of_its_weights(folder, ours, version):
     name = f"screened-{version}"
     server, truth = make_server(
