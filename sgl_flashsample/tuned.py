@@ -100,7 +100,7 @@ SCREENS: dict[tuple[str, int, Work], list[tuple[int, ScreenConfig]]] = {
         (16, ScreenConfig(16, 64, 256, 8, 6, rescore_d=64, rescore_warps=8)),
         (64, ScreenConfig(32, 64, 256, 8, 4, rescore_d=64)),
     ],
-    ("sm100", 4, Work.PLAIN): [(64, ScreenConfig(16, 64, 256, 8, 6, rescore_d=16, rescore_warps=8))],
+    ("sm100", 4, Work.PLAIN): [(64, ScreenConfig(16, 64, 256, 8, 6, rescore_v=32, rescore_d=16, rescore_warps=8))],
     ("sm80", 2, Work.PLAIN): [
         (16, ScreenConfig(16, 128, 128, 8, 4, tma=False, rescore_d=64, rescore_warps=8)),
         (64, ScreenConfig(32, 64, 128, 8, 4, tma=False, rescore_d=64, rescore_warps=8)),
