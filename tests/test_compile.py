@@ -43,7 +43,7 @@ for name, itemsize in TABLE:
     if name != family:
         continue
     dtypes = [torch.bfloat16, torch.float16] if itemsize == 2 else [torch.float32]
-    for work in Work:
+    for work in (work for work in Work if not work.screened):  # the others take these where they are not screened
         features = {"truncate": work.truncates, "edits": work.edits}
         for _, tile in WORK_TABLE.get((family, itemsize, work)) or TABLE[family, itemsize]:
             for dtype in dtypes:
