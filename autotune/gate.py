@@ -37,6 +37,7 @@ TEST_ROWS = 512
 READ_ROWS = 17  # where the rows of a block do not decide the kernel
 BATCHES = 4  # of the whole head that a screen's tokens are compared with the fused pass's on
 SCORES_APART = 1e-4  # what two sums of a logit may move a score by, of it or of 1
+MIN_ALLOWED = 16  # tokens of a truncated distribution of the G-test
 MIN_EXPECTED = 10.0  # draws of a cell of the G-test: smaller ones are pooled
 
 
@@ -127,21 +128,19 @@ class Gate:
         """
         head, weight = self.many, self.many.weight
         device, size = weight.device, head.vocab_size
-        hidden = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=device)
-        hidden[:, 0] = scale = 2.0 ** round(math.log2(2.0 * weight.shape[1] ** 0.5))
-        logits = transform_ref(weight[None, :, 0].double() * scale, head.rounding, softcap=head.softcap)
-        truncation, edits = None, None
+        truncation = None
         temperature = torch.ones(rows, device=device)
-        if work.edits:
-            edits, logits = _edited(logits, rows, head)
-        probability = torch.softmax(logits, -1)
         if work.truncates:
             top_k = torch.full((rows,), 50, dtype=torch.int32, device=device)
             top_p, min_p = torch.full((rows,), 0.95, device=device), torch.zeros(rows, device=device)
             truncation = Truncation(top_k, top_p, min_p)
-            allowed = allowed_ref(logits.double(), temperature[:1], top_k[:1], top_p[:1], min_p[:1])
-            probability = probability * allowed
-            probability /= probability.sum()
+        scale = 2.0 ** round(math.log2(2.0 * weight.shape[1] ** 0.5))
+        edits, probability = self._distribution(work, truncation, rows, scale)
+        while work.truncates and int((probability > 0).sum()) < MIN_ALLOWED and scale > 2.0**-8:
+            scale /= 2  # a nucleus of a token or two is drawn right by a kernel that is wrong
+            edits, probability = self._distribution(work, truncation, rows, scale)
+        hidden = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=device)
+        hidden[:, 0] = scale
         row = torch.arange(rows, device=device)
         counts = torch.zeros(size, dtype=torch.int64, device=device)
         options: dict[str, Any] = {"truncation": truncation, "edits": edits, "draw": draw_for(head)}
@@ -167,7 +166,24 @@ class Gate:
             else:
                 token, _, _ = lm_head_sample(hidden, head, *params, config, workspace=workspace, **options)
             counts += torch.bincount(token, minlength=size)[:size]
-        return g_test(counts.cpu(), probability[0].cpu()), calls * rows
+        return g_test(counts.cpu(), probability.cpu()), calls * rows
+
+    def _distribution(
+        self, work: Work, truncation: Truncation | None, rows: int, scale: float
+    ) -> tuple[LogitEdits | None, torch.Tensor]:
+        """The edits of ``rows`` rows whose logits are the head's first column times ``scale``, and ``[size]``, their
+        distribution."""
+        head, edits = self.many, None
+        logits = transform_ref(head.weight[None, :, 0].double() * scale, head.rounding, softcap=head.softcap)
+        if work.edits:
+            edits, logits = _edited(logits, rows, head)
+        probability = torch.softmax(logits, -1)
+        if truncation is not None:
+            top_k, top_p, min_p = (limit[:1] for limit in (truncation.top_k, truncation.top_p, truncation.min_p))
+            allowed = allowed_ref(logits.double(), torch.ones_like(top_p), top_k, top_p, min_p)
+            probability = probability * allowed
+            probability /= probability.sum()
+        return edits, probability[0]
 
 
 def _edited(logits: torch.Tensor, rows: int, head: LMHead) -> tuple[LogitEdits, torch.Tensor]:

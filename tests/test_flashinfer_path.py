@@ -306,7 +306,7 @@ def test_its_batches_are_those_of_the_bucket_and_their_other_choices_stay(device
 
 
 def prepared(runtime, head):
-    return runtime._prepare(test_runtime.processor(vocab_size=SIZE), test_runtime.head(head.weight))
+    return runtime._prepare(test_runtime.processor(vocab_size=SIZE), test_runtime.head(head.weight), starting=True)
 
 
 def test_a_starting_server_tries_it_and_leaves_it_out_with_one_warning_where_it_fails(
@@ -462,7 +462,7 @@ def test_lint_refuses_it_for_other_work_than_truncation(tmp_path, capsys):
 
 def test_the_gate_follows_its_draws(device, flashinfer):
     gate = Gate(LMHead(make_weight(160, 32, torch.float32, device)))
-    assert gate.g_test(None, Work.TRUNCATE, 2000, rows=256)[0] > 1e-4
+    assert 1e-4 < gate.g_test(None, Work.TRUNCATE, 2000, rows=256)[0] < 1.0
     flashinfer.top_k_top_p_sampling_from_probs = lambda p, *a, **k: p.argmax(-1).int()
     assert gate.g_test(None, Work.TRUNCATE, 2000, rows=256)[0] < 1e-4
 

@@ -18,8 +18,7 @@ from tuned_tables import table_for_this_machine
 
 from sgl_flashsample import LMHead, lookup, resolution, selftest
 from sgl_flashsample.choices import Choices, choices_for
-from sgl_flashsample.sglang import runtime as runtime_module
-from sgl_flashsample.sglang import tuning
+from sgl_flashsample.sglang import head_state, tuning
 from sgl_flashsample.sglang.agreement import Ranks
 from sgl_flashsample.sglang.runtime import HeadState
 from sgl_flashsample.tuned import Shape
@@ -35,9 +34,9 @@ sys.path[:0] = json.loads(sys.argv[1])
 import torch, torch.distributed as dist
 import conftest
 from sgl_flashsample import LMHead, lookup, resolution
-from sgl_flashsample.sglang import tuning
 from sgl_flashsample.kernels.lm_head_sample import workspace_slots
 from sgl_flashsample.kernels.tiles import TileConfig
+from sgl_flashsample.sglang import tuning
 from sgl_flashsample.sglang.agreement import Ranks
 from sgl_flashsample.work import Work
 
@@ -162,7 +161,7 @@ def test_deterministic_inference_ignores_tables(tuned_head):
 
 
 def prepared(runtime, weight):
-    return runtime._prepare(test_runtime.processor(), test_runtime.head(weight))
+    return runtime._prepare(test_runtime.processor(), test_runtime.head(weight), starting=True)
 
 
 def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(stand_in, runtime, tuned_head, caplog):
@@ -170,7 +169,8 @@ def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(stand_i
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(runtime, head.weight)
     assert state.choices.is_tuned(4, Work.PLAIN)
-    (line,) = [record.getMessage() for record in caplog.records]
+    line, about_screen = [record.getMessage() for record in caplog.records]
+    assert about_screen.startswith("flashsample: screen not built: ")
     assert line.startswith(
         f"flashsample: tuned table {path} (exact, the named file): 5 buckets in use, batches without"
     )
@@ -211,7 +211,7 @@ def test_a_bad_table_is_one_warning_and_the_built_in_choices(stand_in, runtime, 
         state = prepared(runtime, head.weight)
     assert state.choices.digest == choices_for(state.current()).digest
     levels = [record.levelno for record in caplog.records]
-    assert levels == [logging.WARNING, logging.INFO]
+    assert levels == [logging.WARNING, logging.INFO, logging.INFO], "the bad table, the choices, the screen"
     assert f"{path}: it is not JSON" in caplog.records[0].getMessage()
     assert "built-in choices for all batches" in caplog.records[1].getMessage()
 
@@ -224,9 +224,9 @@ def test_a_step_has_the_tuned_choices_their_scratch_and_says_when_all_its_rows_a
     head, seen = state.current(), []
     tile = TileConfig(16, 32, 16, 4, 1, ctas_per_sm=128, flatten=False, tma=False)
     state.choices = Choices(Shape.of(head), {work: {2: tile} for work in Work})
-    true = runtime_module.sample
+    true = head_state.sample
     monkeypatch.setattr(
-        runtime_module,
+        head_state,
         "sample",
         lambda hidden, head, params, **keywords: (
             seen.append((params.all_greedy, keywords)) or true(hidden, head, params, **keywords)
