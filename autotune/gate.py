@@ -87,15 +87,19 @@ class Gate:
         head, rows = self.head, config.block_b + 1
         batch, tile = self._batch(rows), tile_for(self.head, rows, work)
         workspace = Workspace(workspace_slots(head, rows, tile), head.weight.device)
-        edits = batch.edits if work.edits else None
+        options: dict[str, Any] = {
+            "truncation": batch.truncation(work),
+            "edits": batch.edits if work.edits else None,
+            "draw": draw_for(head),
+        }
         wrong = torch.zeros((), dtype=torch.int64, device=head.weight.device)
         for step in range(BATCHES):
             params = (batch.temperature(work), batch.seed, batch.position[step])
             screen = self.screen(head)
             found = screened_sample(
-                batch.hidden, head, screen.int8_head, *params, config, edits=edits, workspace=screen.workspace
+                batch.hidden, head, screen.int8_head, *params, config, workspace=screen.workspace, **options
             )
-            want = lm_head_sample(batch.hidden, head, *params, tile, edits=edits, workspace=workspace)
+            want = lm_head_sample(batch.hidden, head, *params, tile, workspace=workspace, **options)
             short = want.score - found.score > SCORES_APART * want.score.abs().clamp(min=1.0)
             wrong += ((found.token != want.token) & short).sum()
         if int(wrong):
@@ -145,7 +149,7 @@ class Gate:
         counts = torch.zeros(size, dtype=torch.int64, device=device)
         options: dict[str, Any] = {"truncation": truncation, "edits": edits, "draw": draw_for(head)}
         if isinstance(config, ScreenConfig):
-            screen = self.screen(head)
+            screen, workspace = self.screen(head), Workspace(1, device)
         elif isinstance(config, TileConfig):
             workspace = Workspace(num_parts(head, rows, config) * rows, device)
         else:
@@ -159,8 +163,8 @@ class Gate:
                 assert truncation is not None
                 token, _, _ = draw_with_flashinfer(raw, head.source, *params, truncation)
             elif isinstance(config, ScreenConfig):
-                own: dict[str, Any] = {"edits": edits, "workspace": screen.workspace}
-                token, _, _ = screened_sample(hidden, head, screen.int8_head, *params, config, **own)
+                own: dict[str, Any] = {"workspace": screen.workspace, "head_workspace": workspace}
+                token, _, _ = screened_sample(hidden, head, screen.int8_head, *params, config, **own, **options)
             elif isinstance(config, ReadConfig):
                 token, _, _ = sample_logits(raw, head.source, *params, config, workspace=workspace, **options)
             else:

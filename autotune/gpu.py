@@ -192,12 +192,12 @@ class GpuBench:
         """The path as a server runs it: one call, with the noise of step ``step``."""
         heads, hidden, temperature = self._heads, batch.hidden, batch.temperature(work)
         options: dict[str, Any] = {
-            "truncation": batch.truncation if work.truncates else None,
+            "truncation": batch.truncation(work),
             "edits": batch.edits if work.edits else None,
             "draw": draw_for(heads[0]),
         }
         if isinstance(config, ScreenConfig):
-            return self._screened_call(config, work, batch)
+            return self._screened_call(config, batch, temperature, options)
         if isinstance(config, ReadConfig):
             reader, greedy = config, work.greedy
             workspace = self._room(num_read_parts(heads[0].vocab_size, batch.rows, reader, self.device), batch)
@@ -220,29 +220,32 @@ class GpuBench:
 
         return draw
 
-    def _screened_call(self, config: ScreenConfig, work: Work, batch: Batch) -> Call:
+    def _screened_call(
+        self, config: ScreenConfig, batch: Batch, temperature: torch.Tensor, options: dict[str, Any]
+    ) -> Call:
         """Copies are as cold as their heads: they take turns with them."""
         if not self._screens:
             self._screens = [Screen(head, LARGEST_SCREENED) for head in self._heads]
-        heads, screens, temperature = self._heads, self._screens, batch.temperature(work)
-        edits = batch.edits if work.edits else None
+        heads, screens, workspace = self._heads, self._screens, self._room(1, batch)
 
         def draw(step: int) -> Any:
             head, screen = heads[step % len(heads)], screens[step % len(heads)]
             params = (temperature, batch.seed, batch.position[step])
-            options: dict[str, Any] = {"edits": edits, "workspace": screen.workspace}
-            return screened_sample(batch.hidden, head, screen.int8_head, *params, config, **options)
+            own = {"workspace": screen.workspace, "head_workspace": workspace}
+            return screened_sample(batch.hidden, head, screen.int8_head, *params, config, **own, **options)
 
         return draw
 
     def _flashinfer_call(self, batch: Batch) -> Call:
         """The flashinfer path as a server runs it."""
         heads, temperature, workspace = self._heads, batch.temperature(Work.TRUNCATE), self._room(1, batch)
+        truncation = batch.truncation(Work.TRUNCATE)
+        assert truncation is not None
 
         def draw(step: int) -> Any:
             logits = compute_logits(batch.hidden, heads[step % len(heads)], workspace)
             params = (temperature, batch.seed, batch.position[step])
-            return draw_with_flashinfer(logits, heads[0].source, *params, batch.truncation)
+            return draw_with_flashinfer(logits, heads[0].source, *params, truncation)
 
         return draw
 

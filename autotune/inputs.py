@@ -21,6 +21,7 @@ from ..work import Work
 # Profile: slope, and deviation of the noise.
 PROFILES = {"typical": (1.2, 2.0), "peaked": (2.5, 3.0), "flat": (0.0, 1.0)}
 TRUNCATIONS = ((50, 0.9), (20, 0.95), (0, 0.95))  # top-k (0: off) and top-p, row by row
+SCREENED_TRUNCATIONS = ((50, 0.9), (20, 0.95), (40, 1.0))  # of a batch that a screen can help
 SEEN = 200  # tokens with a penalty, per row
 BIASED = 20
 ALLOWED = 0.1  # share of the vocabulary that a grammar allows
@@ -78,10 +79,9 @@ class Batch:
         self.position = torch.arange(STEPS, device=device)[:, None].repeat(1, rows)
         self.rival_seed = torch.tensor([1234], device=device)
         self.rival_offset = torch.arange(STEPS, device=device)[:, None] * 4096
-        limits = torch.tensor(TRUNCATIONS, device=device)[row % len(TRUNCATIONS)]
-        self.truncation = Truncation(
-            limits[:, 0].int().contiguous(), limits[:, 1].float().contiguous(), torch.zeros(rows, device=device)
-        )
+        self._truncations = {
+            screened: _truncation(SCREENED_TRUNCATIONS if screened else TRUNCATIONS, row) for screened in (False, True)
+        }
         self._edits: LogitEdits | None = None
         self.refresh()
 
@@ -96,6 +96,10 @@ class Batch:
             place = torch.arange(self.rows, device=self.hidden.device) % len(TEMPERATURES)
             return torch.tensor(TEMPERATURES, device=self.hidden.device)[place]
         return torch.full((self.rows,), 0.0 if work.greedy else 1.0, device=self.hidden.device)
+
+    def truncation(self, work: Work) -> Truncation | None:
+        """None for work without one."""
+        return self._truncations[work.screened] if work.truncates else None
 
     @property
     def edits(self) -> LogitEdits:
@@ -114,6 +118,12 @@ class Batch:
             flags = torch.full((self.rows,), int(sum(Edit)), dtype=torch.int32, device=device)
             self._edits = dataclasses.replace(edits, rows=flags)
         return self._edits
+
+
+def _truncation(kinds: tuple[tuple[int, float], ...], row: torch.Tensor) -> Truncation:
+    limits = torch.tensor(kinds, device=row.device)[row % len(kinds)]
+    top_k, top_p = limits[:, 0].int().contiguous(), limits[:, 1].float().contiguous()
+    return Truncation(top_k, top_p, torch.zeros_like(top_p), largest_top_k=max(kinds)[0] if min(kinds)[0] else None)
 
 
 def as_bitmask(allowed: torch.Tensor) -> torch.Tensor:

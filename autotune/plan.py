@@ -37,6 +37,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WORKS = (
     *(Work.PLAIN, Work.GREEDY, Work.TRUNCATE, Work.EDIT, Work.EDIT_AND_TRUNCATE),
     *(Work.SCREENED, Work.SCREENED_GREEDY, Work.SCREENED_EDIT),
+    *(Work.SCREENED_TRUNCATE, Work.SCREENED_EDIT_AND_TRUNCATE),
 )
 # Rows of the largest batch with a screen that is tuned: beyond, the integer arithmetic takes as long as reading bf16.
 LARGEST_SCREENED = 64

@@ -70,9 +70,8 @@ def call_of(name: str, heads: list[LMHead], batch: Batch, work: Work) -> Callabl
         return found if softcap is None else found.div_(softcap).tanh_().mul_(softcap)
 
     top_k = top_p = None
-    if work.truncates:
-        top_k = torch.where(batch.truncation.top_k < 1, width, batch.truncation.top_k)
-        top_p = batch.truncation.top_p
+    if (limits := batch.truncation(work)) is not None:
+        top_k, top_p = torch.where(limits.top_k < 1, width, limits.top_k), limits.top_p
     return lambda step: _sample(logits_in_float32(step), top_k, top_p, batch.rival_seed, batch.rival_offset[step])
 
 

@@ -79,15 +79,11 @@ def feature_arguments(
     if truncation is not None:
         if block_b > MOST_FLAGS:
             raise ValueError(f"block_b is {block_b}; expected {MOST_FLAGS} or fewer with a truncation")
-        # bfloat16 holds the logits exactly where they are bfloat16 numbers.
-        exact = rounding is torch.bfloat16 and source.softcap is None and not (edits and edits.kinds)
-        kept = workspace.kept(num_rows, source.vocab_size, torch.bfloat16 if exact else torch.float32)
+        kept = kept_for(num_rows, source, rounding, edits, workspace)
     editing = edit_arguments(edits, temperature, workspace.group)
     return FeatureArguments(
         pointers=(
-            temperature if truncation is None else truncation.top_k,
-            temperature if truncation is None else truncation.top_p,
-            temperature if truncation is None else truncation.min_p,
+            *truncation_pointers(truncation, temperature),
             workspace.score if kept is None else kept.logits,
             workspace.score if kept is None else kept.peak,
             workspace.second,
@@ -101,6 +97,20 @@ def feature_arguments(
         },
         kept=kept,
     )
+
+
+def truncation_pointers(truncation: Truncation | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``other`` in the place of what is not given."""
+    return (other,) * 3 if truncation is None else (truncation.top_k, truncation.top_p, truncation.min_p)
+
+
+def kept_for(
+    num_rows: int, source: LMHead | LogitsSource, rounding: torch.dtype, edits: LogitEdits | None, workspace: Workspace
+) -> Kept:
+    """Where rows with a truncation leave their logits."""
+    # bfloat16 holds the logits exactly where they are bfloat16 numbers.
+    exact = rounding is torch.bfloat16 and source.softcap is None and not (edits and edits.kinds)
+    return workspace.kept(num_rows, source.vocab_size, torch.bfloat16 if exact else torch.float32)
 
 
 class EditArguments(NamedTuple):

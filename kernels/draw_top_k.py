@@ -28,13 +28,13 @@ def key_shift(dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _value_below(key, SHIFT: tl.constexpr):
+def value_below(key, SHIFT: tl.constexpr):
     """The largest value with this key: values above it have larger keys."""
     return value_of(((key << SHIFT) | ((1 << SHIFT) - 1)).to(tl.int32))
 
 
 @triton.jit
-def _bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
+def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
     """A number that ``k`` or a few more of the maxima are above, or all of them.
 
     SHIFT: how many low bits of all values are zero. Bisection over what is left, a few instructions.
@@ -44,15 +44,15 @@ def _bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
     num_above = tl.sum((maxima > float("-inf")).to(tl.int32))
     while (passing - failing > 1) & (num_above > k + k // 4 + 4):
         middle = (passing + failing) >> 1
-        count = tl.sum((maxima > _value_below(middle, SHIFT)).to(tl.int32))
+        count = tl.sum((maxima > value_below(middle, SHIFT)).to(tl.int32))
         num_above = tl.where(count < k, num_above, count)
         passing = tl.where(count < k, middle, passing)
         failing = tl.where(count < k, failing, middle)
-    return _value_below(failing, SHIFT), num_above
+    return value_below(failing, SHIFT)
 
 
 @triton.jit
-def _threshold(values, weights, low, largest, k, p, SHIFT: tl.constexpr):
+def threshold_of(values, weights, low, largest, k, p, SHIFT: tl.constexpr):
     """A number x, ``low`` or above, such that exactly the values above x have fewer than ``k`` values and less than
     ``p`` of the weight above them. Nothing is above the largest value: that one always passes.
     """
@@ -60,13 +60,13 @@ def _threshold(values, weights, low, largest, k, p, SHIFT: tl.constexpr):
     passing = (ordered(largest) >> SHIFT).to(tl.int64)
     while passing - failing > 1:
         middle = (passing + failing) >> 1
-        larger = values > _value_below(middle, SHIFT)
+        larger = values > value_below(middle, SHIFT)
         counted = tl.join(tl.where(larger, 1.0, 0.0), tl.where(larger, weights, 0.0))
         count, mass = tl.split(tl.sum(counted, axis=0))
         passes = ((count < k) & (mass < p)) | (count == 0)
         passing = tl.where(passes, middle, passing)
         failing = tl.where(passes, failing, middle)
-    return _value_below(failing, SHIFT)
+    return value_below(failing, SHIFT)
 
 
 @triton.jit
@@ -83,6 +83,75 @@ def _race(kept_row, list_ptr, start, num_listed, inv_temperature, seed, position
     of_group = tl.where(peak == float("-inf"), peak, score)
     late = arrivals(logits, of_group, ids, inv_temperature, seed, position)
     return logits, ids, tl.where((logits > floor) & (logits >= lowest), late, float("-inf"))
+
+
+@triton.jit
+def largest_of_spans(peak_row, num_groups, BLOCK_S: tl.constexpr):
+    """``[BLOCK_S]``: the largest logit of each span of groups."""
+    of_span = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    for place in tl.range(_SPAN):  # a loop, for few registers
+        groups = tl.arange(0, BLOCK_S) * _SPAN + place
+        of_span = tl.maximum(of_span, tl.load(peak_row + groups, mask=groups < num_groups, other=float("-inf")))
+    return of_span
+
+
+@triton.jit
+def list_groups_above(bound, of_span, peak_row, list_ptr, num_groups, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr):
+    """List the groups with a logit above ``bound``, in order, from ``list_ptr + CANDIDATES`` on; returns how many there
+    are, some number above ``CANDIDATES`` where they are more than that."""
+    num_spans = tl.sum((of_span > bound).to(tl.int32))
+    list_spans(of_span > bound, list_ptr, CANDIDATES, BLOCK_S)
+    offs = tl.arange(0, CANDIDATES)
+    span = tl.load(list_ptr + offs, mask=offs < num_spans, other=0)
+    listed_groups = tl.reshape(span[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :], [CANDIDATES * _SPAN])
+    listed = tl.arange(0, CANDIDATES * _SPAN) < num_spans * _SPAN
+    listed_peaks = tl.load(peak_row + listed_groups, mask=listed & (listed_groups < num_groups), other=float("-inf"))
+    reaches = (listed_peaks > bound).to(tl.int32)
+    index = tl.cumsum(reaches, axis=0) - 1
+    tl.store(list_ptr + CANDIDATES + index, listed_groups, mask=(reaches > 0) & (index < CANDIDATES))
+    tl.debug_barrier()
+    # Each span has such a group: with more spans than were listed, the groups are too many as well.
+    return tl.maximum(tl.sum(reaches), num_spans)
+
+
+@triton.jit
+def listed_logits(kept_row, list_ptr, num_chosen, CANDIDATES: tl.constexpr):
+    """``[CANDIDATES * GROUP_SIZE]`` logits of the listed groups, -inf beyond the last."""
+    offs = tl.arange(0, CANDIDATES)
+    group = tl.load(list_ptr + CANDIDATES + offs, mask=offs < num_chosen, other=0)
+    ids = group[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
+    ids = tl.reshape(ids, [CANDIDATES * rng.GROUP_SIZE])
+    valid = tl.arange(0, CANDIDATES * rng.GROUP_SIZE) < num_chosen * rng.GROUP_SIZE
+    return tl.load(kept_row + ids, mask=valid, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def first_of_race(
+    kept_row,
+    list_ptr,
+    num_chosen,
+    inv_temperature,
+    seed,
+    position,
+    floor,
+    lowest,
+    CANDIDATES: tl.constexpr,
+):
+    """Of the listed groups, the first token with a logit above ``floor`` and at least ``lowest``: its id, its logit and
+    its arrival; id 0 and -inf where there is none."""
+    token = tl.full([], _NO_TOKEN, tl.int32)
+    logit = tl.full([], float("-inf"), tl.float32)
+    score = tl.full([], float("-inf"), tl.float32)
+    for start in tl.range(0, tl.minimum(num_chosen, CANDIDATES), _GROUPS_AT_ONCE):
+        next_logits, next_ids, late = _race(
+            kept_row, list_ptr + CANDIDATES, start, num_chosen, inv_temperature, seed, position, floor, lowest
+        )
+        first = tl.max(late)
+        if first > score:  # groups ascend: of equal scores the lowest id
+            score = first
+            token = tl.min(tl.where(late == first, next_ids, _NO_TOKEN))
+            logit = tl.max(tl.where(next_ids == token, next_logits, float("-inf")))
+    return tl.where(score == float("-inf"), 0, token), logit, score
 
 
 @triton.jit
@@ -104,50 +173,20 @@ def draw_top_k(
     SHIFT: tl.constexpr,
 ):
     """Token, its logit, its arrival, and whether the groups were no more than ``CANDIDATES``."""
-    of_span = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    for place in tl.range(_SPAN):  # a loop, for few registers
-        groups = tl.arange(0, BLOCK_S) * _SPAN + place
-        of_span = tl.maximum(of_span, tl.load(peak_row + groups, mask=groups < num_groups, other=float("-inf")))
+    of_span = largest_of_spans(peak_row, num_groups, BLOCK_S)
     largest = tl.max(of_span)
-    bound, num_spans = _bound_of_top_k(of_span, largest, top_k, SHIFT)
-    list_spans(of_span > bound, list_ptr, CANDIDATES, BLOCK_S)
-    offs = tl.arange(0, CANDIDATES)
-    span = tl.load(list_ptr + offs, mask=offs < num_spans, other=0)
-    listed_groups = tl.reshape(span[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :], [CANDIDATES * _SPAN])
-    listed = tl.arange(0, CANDIDATES * _SPAN) < num_spans * _SPAN
-    listed_peaks = tl.load(peak_row + listed_groups, mask=listed & (listed_groups < num_groups), other=float("-inf"))
-    reaches = (listed_peaks > bound).to(tl.int32)
-    num_chosen = tl.sum(reaches)
-    index = tl.cumsum(reaches, axis=0) - 1
-    group_list = list_ptr + CANDIDATES
-    tl.store(group_list + index, listed_groups, mask=(reaches > 0) & (index < CANDIDATES))
-    tl.debug_barrier()
-
-    offs_i = tl.arange(0, rng.GROUP_SIZE)
-    group = tl.load(group_list + offs, mask=offs < num_chosen, other=0)
-    ids = tl.reshape(group[:, None] * rng.GROUP_SIZE + offs_i[None, :], [CANDIDATES * rng.GROUP_SIZE])
-    valid = tl.arange(0, CANDIDATES * rng.GROUP_SIZE) < num_chosen * rng.GROUP_SIZE
-    logits = tl.load(kept_row + ids, mask=valid, other=float("-inf")).to(tl.float32)
+    bound = bound_of_top_k(of_span, largest, top_k, SHIFT)
+    num_chosen = list_groups_above(bound, of_span, peak_row, list_ptr, num_groups, BLOCK_S, CANDIDATES)
+    logits = listed_logits(kept_row, list_ptr, num_chosen, CANDIDATES)
     weights = tl.exp2((logits * inv_temperature - heaviest) * _LOG2_E)
     p = tl.where(top_p < 1.0, top_p * total, float("inf"))
     if (min_p > 0.0) & (top_p < 1.0):
         # With min-p, top-p is of what top-k has left.
-        floor = _threshold(logits, weights, bound, largest, top_k, float("inf"), SHIFT)
+        floor = threshold_of(logits, weights, bound, largest, top_k, float("inf"), SHIFT)
         p = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
-    floor = _threshold(logits, weights, bound, largest, top_k, p, SHIFT)
+    floor = threshold_of(logits, weights, bound, largest, top_k, p, SHIFT)
     lowest = lowest_allowed(largest, inv_temperature, min_p)
-
-    token = tl.full([], _NO_TOKEN, tl.int32)
-    logit = tl.full([], float("-inf"), tl.float32)
-    score = tl.full([], float("-inf"), tl.float32)
-    for start in tl.range(0, tl.minimum(num_chosen, CANDIDATES), _GROUPS_AT_ONCE):
-        next_logits, next_ids, late = _race(
-            kept_row, group_list, start, num_chosen, inv_temperature, seed, position, floor, lowest
-        )
-        first = tl.max(late)
-        if first > score:  # groups ascend: of equal scores the lowest id
-            score = first
-            token = tl.min(tl.where(late == first, next_ids, _NO_TOKEN))
-            logit = tl.max(tl.where(next_ids == token, next_logits, float("-inf")))
-    # A row of nothing but -inf has no token.
-    return tl.where(score == float("-inf"), 0, token), logit, score, num_chosen <= CANDIDATES
+    token, logit, score = first_of_race(
+        kept_row, list_ptr, num_chosen, inv_temperature, seed, position, floor, lowest, CANDIDATES
+    )
+    return token, logit, score, num_chosen <= CANDIDATES

@@ -40,11 +40,15 @@ class Truncation:
 
     Top-k and top-p look at the whole distribution each ("joint"); on a row with min-p, top-p looks at what top-k has
     left. Equal logits stay or go together. Greedy rows ignore all three.
+
+    largest_top_k: the caller knows that every row with a truncation has a top-k, none above this; None: not known. It
+    decides how fast a batch is, never its tokens.
     """
 
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    largest_top_k: int | None = None
 
     def check(self, num_rows: int, like: torch.Tensor) -> None:
         require("top_k", self.top_k, (num_rows,), torch.int32, like)

@@ -224,6 +224,10 @@ class ScreenWorkspace:
         )
         self.upper = torch.empty(self.num_groups * max_rows, dtype=torch.float32, device=device)
         self.threshold = torch.empty(max_rows, dtype=torch.int32, device=device)
+        # Of rows with a truncation.
+        self.reach, self.most, self.least = (
+            torch.empty(max_rows * self.num_groups, dtype=torch.float32, device=device) for _ in range(3)
+        )
         self.best = torch.empty(max_rows, dtype=torch.int64, device=device)
         self.candidates = torch.empty(max_rows, dtype=torch.int32, device=device)
         chunks = cdiv(self.num_groups, LEAST_CHUNK)

@@ -10,6 +10,9 @@ could overflow. The program of a block of rows that finishes last draws the toke
 
 The score of a rescored group is reached too, and more than the screen could promise: it raises ``threshold``, and what
 a program has not read yet is looked at again before it is.
+
+Rows with a truncation have the logits of their groups kept instead, for ``draw_screened``. ``keep_rest`` is the same
+kernel on all groups, for the rows that this has left.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ import triton.language as tl
 
 from . import rng
 from .approx import prefetch
-from .arguments import edit_arguments
+from .arguments import edit_arguments, truncation_pointers
 from .draw_in_groups import draw_in_best_groups
+from .draw_truncated import truncates
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
-from .features import LogitEdits
-from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
+from .features import LogitEdits, Truncation
+from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, Kept, LMHead
 from .int8_head import Counted, ScreenWorkspace
 from .integers import cdiv, next_power_of_2
 from .kept_row import ordered
@@ -64,6 +68,12 @@ def rescore_groups_kernel(
     counters_ptr,  # [len(Counted)] i64
     token_ptr,  # out [B] i64
     best_score_ptr,  # out [B] f32
+    kept_ptr,  # out [B, kept_width], of rows with a truncation, as the next
+    peak_ptr,  # out [B, G] f32
+    rounds_ptr,  # [B] i32, with REST: negative in the rows that it is for
+    top_k_ptr,  # [B] i32
+    top_p_ptr,  # [B] f32
+    min_p_ptr,  # [B] f32
     edit_rows_ptr,  # [B] i32
     additive_ptr,  # [B, V] f32
     scaling_ptr,  # [B, V] f32
@@ -88,6 +98,8 @@ def rescore_groups_kernel(
     LOGITS_DTYPE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    TRUNCATE: tl.constexpr,
+    REST: tl.constexpr,
     EDIT: tl.constexpr,
     EDIT_ROWS: tl.constexpr,
     MASK_IS_BOOL: tl.constexpr,
@@ -125,21 +137,31 @@ def rescore_groups_kernel(
         arriving = num_programs
         offs_c = program * CHUNK + tl.arange(0, BLOCK_C)
         mask_c = offs_c < tl.minimum((program + 1) * CHUNK, num_groups)
-        possible = flag_groups(upper_ptr, threshold_ptr, offs_c, mask_c, offs_b, mask_b, num_rows)
+        if REST:
+            left = mask_b & (tl.load(rounds_ptr + offs_b, mask=mask_b, other=0) < 0)
+            possible = (mask_c[:, None] & left[None, :]).to(tl.int32)
+        else:
+            possible = flag_groups(upper_ptr, threshold_ptr, offs_c, mask_c, offs_b, mask_b, num_rows)
         flagged = tl.max(possible, axis=1)
         num_own = tl.sum(flagged)
         list_ptr += program * CHUNK
         apart = 1
         if num_own > 0:
-            own = tl.sum(possible, axis=0)
-            tl.atomic_add(candidates_ptr + offs_b, own, mask=mask_b & (own > 0), sem="relaxed")
-            tl.atomic_add(flagged_ptr + row_block, num_own, sem="relaxed")
+            if not REST:
+                own = tl.sum(possible, axis=0)
+                tl.atomic_add(candidates_ptr + offs_b, own, mask=mask_b & (own > 0), sem="relaxed")
+                tl.atomic_add(flagged_ptr + row_block, num_own, sem="relaxed")
             tl.store(list_ptr + tl.cumsum(flagged, axis=0) - 1, offs_c, mask=flagged > 0)
             tl.debug_barrier()
     if num_own > 0:
         temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
         greedy = temperature <= 0.0
         inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+        if TRUNCATE:
+            if REST:
+                cut = left
+            else:
+                cut = mask_b & ~greedy & truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size)
         offs_d = tl.arange(0, BLOCK_D)
         offs_s = tl.arange(0, SLOTS)
         offs_i = tl.arange(0, rng.GROUP_SIZE)
@@ -159,8 +181,10 @@ def rescore_groups_kernel(
         for step in tl.range(0, num_own, SLOTS):
             live = step + offs_s < num_own
             group = tl.load(list_ptr + (step + offs_s) * apart, mask=live, other=0)
-            if step > 0:
-                live &= tl.max(flag_groups(upper_ptr, threshold_ptr, group, live, offs_b, mask_b, num_rows), axis=1) > 0
+            if not REST:  # noqa: SIM102 - the constant decides what is compiled
+                if step > 0:
+                    again = flag_groups(upper_ptr, threshold_ptr, group, live, offs_b, mask_b, num_rows)
+                    live &= tl.max(again, axis=1) > 0
             num_live = tl.sum(live.to(tl.int32))
             num_read += num_live
             if num_live > 0:
@@ -198,53 +222,64 @@ def rescore_groups_kernel(
                         BIAS_FIRST,
                     )
                 logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
-                group += vocab_start // rng.GROUP_SIZE
-                score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
-                better = (score > best_score) | ((score == best_score) & (group[:, None] < best_group))
-                best_score = tl.where(better, score, best_score)
-                best_group = tl.where(better, group[:, None], best_group)
-                best_logits = tl.where(better[:, None, :], logits, best_logits)
-                if step + SLOTS < num_own:
-                    reached = ordered(tl.max(best_score, axis=0))
-                    tl.atomic_max(threshold_ptr + offs_b, reached, mask=mask_b, sem="relaxed")
-        score, group, chosen = best_of_slots(best_score, best_group, 1)
-        score = tl.max(score, axis=0)
-        group = tl.min(group, axis=0)
-        best_logits = tl.reshape(best_logits, [SLOTS, 1, rng.GROUP_SIZE, BLOCK_B])
-        logits = tl.sum(tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0), axis=0)
-        scored = mask_b & (score > float("-inf"))
-        out = (program * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
-        tl.store(logits_ptr + out, logits, mask=scored[None, :])
-        packed = (ordered(score).to(tl.int64) << 32) | (group ^ rng.NO_GROUP).to(tl.int64)
-        tl.atomic_max(best_ptr + offs_b, packed, mask=scored, sem="relaxed")
-        tl.atomic_max(threshold_ptr + offs_b, ordered(score), mask=scored, sem="relaxed")
+                if TRUNCATE:
+                    of_row = offs_b.to(tl.int64)[None, :] * num_groups + group[:, None]
+                    kept = live[:, None] & cut[None, :]
+                    out = of_row[:, None, :] * rng.GROUP_SIZE + offs_i[None, :, None]
+                    tl.store(kept_ptr + out, logits, mask=tl.broadcast_to(kept[:, None, :], logits.shape))
+                    tl.store(peak_ptr + of_row, tl.max(logits, axis=1), mask=kept)
+                if not REST:
+                    group += vocab_start // rng.GROUP_SIZE
+                    score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
+                    if TRUNCATE:
+                        score = tl.where(cut[None, :], float("-inf"), score)
+                    better = (score > best_score) | ((score == best_score) & (group[:, None] < best_group))
+                    best_score = tl.where(better, score, best_score)
+                    best_group = tl.where(better, group[:, None], best_group)
+                    best_logits = tl.where(better[:, None, :], logits, best_logits)
+                    if step + SLOTS < num_own:
+                        reached = ordered(tl.max(best_score, axis=0))
+                        tl.atomic_max(threshold_ptr + offs_b, reached, mask=mask_b, sem="relaxed")
+        if not REST:
+            score, group, chosen = best_of_slots(best_score, best_group, 1)
+            score = tl.max(score, axis=0)
+            group = tl.min(group, axis=0)
+            best_logits = tl.reshape(best_logits, [SLOTS, 1, rng.GROUP_SIZE, BLOCK_B])
+            logits = tl.sum(tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0), axis=0)
+            scored = mask_b & (score > float("-inf"))
+            out = (program * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
+            tl.store(logits_ptr + out, logits, mask=scored[None, :])
+            packed = (ordered(score).to(tl.int64) << 32) | (group ^ rng.NO_GROUP).to(tl.int64)
+            tl.atomic_max(best_ptr + offs_b, packed, mask=scored, sem="relaxed")
+            tl.atomic_max(threshold_ptr + offs_b, ordered(score), mask=scored, sem="relaxed")
         tl.atomic_add(counters_ptr + _GROUPS, num_read.to(tl.int64), sem="relaxed")
 
-    if program < arriving:
-        tl.debug_barrier()  # what this program's other threads have written comes before its arrival
-        if tl.atomic_add(arrived_ptr + row_block, 1, sem="acq_rel") == arriving - 1:
-            tl.store(arrived_ptr + row_block, 0)
-            draw_in_best_groups(
-                temperature_ptr,
-                seed_ptr,
-                position_ptr,
-                best_ptr,
-                logits_ptr,
-                place_ptr + row_block * num_groups,
-                candidates_ptr,
-                flagged_ptr + row_block,
-                counters_ptr,
-                token_ptr,
-                best_score_ptr,
-                offs_b,
-                num_rows,
-                num_groups,
-                num_programs,
-                vocab_size,
-                vocab_start,
-                CHUNK,
-                LISTED,
-            )
+    if not REST:  # noqa: SIM102 - as above
+        if program < arriving:
+            tl.debug_barrier()  # what this program's other threads have written comes before its arrival
+            if tl.atomic_add(arrived_ptr + row_block, 1, sem="acq_rel") == arriving - 1:
+                tl.store(arrived_ptr + row_block, 0)
+                draw_in_best_groups(
+                    temperature_ptr,
+                    seed_ptr,
+                    position_ptr,
+                    best_ptr,
+                    logits_ptr,
+                    place_ptr + row_block * num_groups,
+                    candidates_ptr,
+                    flagged_ptr + row_block,
+                    counters_ptr,
+                    token_ptr,
+                    best_score_ptr,
+                    offs_b,
+                    num_rows,
+                    num_groups,
+                    num_programs,
+                    vocab_size,
+                    vocab_start,
+                    CHUNK,
+                    LISTED,
+                )
 
 
 def rescore_groups(
@@ -256,20 +291,64 @@ def rescore_groups(
     workspace: ScreenWorkspace,  # with what ``screen_head`` has left
     config: ScreenConfig,
     edits: LogitEdits | None = None,
+    truncation: Truncation | None = None,
+    kept: Kept | None = None,
 ) -> Drawn:
-    """The tokens, from the groups that the screen has not ruled out."""
-    num_rows = hidden.shape[0]
-    drawn = Drawn.empty(num_rows, hidden.device, False)
-    editing = edit_arguments(edits, temperature, workspace.threshold)
-    block_b = max(16, config.block_b)
-    row_blocks = cdiv(num_rows, block_b)
-    early = config.early and starts_early(hidden.device)
+    """The tokens, from the groups that the screen has not ruled out. Of rows with a truncation, which need ``kept``,
+    the logits of these groups and nothing else."""
+    drawn = Drawn.empty(hidden.shape[0], hidden.device, False)
     if config.listed:
-        list_groups(num_rows, block_b, workspace, config)
+        list_groups(hidden.shape[0], _block_b(config), workspace, config)
+    _launch(hidden, head, temperature, seed, position, workspace, config, edits, truncation, kept, drawn, rest=False)
+    return drawn
+
+
+def keep_rest(
+    hidden: torch.Tensor,
+    head: LMHead,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    workspace: ScreenWorkspace,
+    config: ScreenConfig,
+    edits: LogitEdits | None,
+    truncation: Truncation,
+    kept: Kept,
+) -> None:
+    """Put all logits of the rows whose ``kept.rounds`` is negative into ``kept``. Where there are none, nothing is
+    read."""
+    nothing = Drawn(temperature, temperature, None)
+    _launch(hidden, head, temperature, seed, position, workspace, config, edits, truncation, kept, nothing, rest=True)
+
+
+def _block_b(config: ScreenConfig) -> int:
+    return max(16, config.block_b)
+
+
+def _launch(
+    hidden: torch.Tensor,
+    head: LMHead,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    workspace: ScreenWorkspace,
+    config: ScreenConfig,
+    edits: LogitEdits | None,
+    truncation: Truncation | None,
+    kept: Kept | None,
+    drawn: Drawn,
+    *,
+    rest: bool,
+) -> None:
+    num_rows = hidden.shape[0]
+    editing = edit_arguments(edits, temperature, workspace.threshold)
+    row_blocks = cdiv(num_rows, _block_b(config))
+    early = config.early and starts_early(hidden.device)
+    listed = config.listed and not rest
+    programs = cdiv(workspace.num_groups, config.chunk)
+    if listed:
         resident = resident_programs(hidden.device, config.rescore_ctas_per_sm)
         programs = max(1, min(resident // row_blocks, cdiv(workspace.num_groups, LEAST_CHUNK)))
-    else:
-        programs = cdiv(workspace.num_groups, config.chunk)
     launch(
         rescore_groups_kernel,
         programs * row_blocks,
@@ -291,6 +370,10 @@ def rescore_groups(
             workspace.counters,
             drawn.token,
             drawn.score,
+            workspace.upper if kept is None else kept.logits,
+            workspace.upper if kept is None else kept.peak,
+            workspace.threshold if kept is None else kept.rounds,
+            *truncation_pointers(truncation, temperature),
             *editing.pointers,
             num_rows,
             head.vocab_size,
@@ -307,19 +390,26 @@ def rescore_groups(
             "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
             "HAS_SCALE": head.logit_scale is not None,
             "HAS_SOFTCAP": head.softcap is not None,
+            "TRUNCATE": truncation is not None,
+            "REST": rest,
             **editing.constants,
-            "BLOCK_B": block_b,
+            "BLOCK_B": _block_b(config),
             "BLOCK_V": config.rescore_v,
             "BLOCK_D": config.rescore_d,
             "STAGES": config.rescore_stages,
             "CHUNK": config.chunk,
             "BLOCK_C": next_power_of_2(config.chunk),
             "PREFETCH": config.prefetch,
-            "LISTED": config.listed,
+            "LISTED": listed,
             "EARLY": early,
         },
         config.rescore_warps,
-        (hidden.device.index, head.variant, hidden.stride(0), hidden.data_ptr() % 16 == 0),
+        (
+            hidden.device.index,
+            head.variant,
+            hidden.stride(0),
+            hidden.data_ptr() % 16 == 0,
+            None if kept is None else kept.logits.dtype,
+        ),
         early=early,
     )
-    return drawn

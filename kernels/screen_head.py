@@ -13,6 +13,10 @@ slack: S is float32. It is within 2**-15 + 2**-23 |S| of the real number it stan
 of itself, their sum within 15 * 2**-24, a logarithm of at most 70 within 2**-22 of itself, a base and a result within
 2**-24 (``score_groups``). Two values of S err twice as much; ``slack`` is twice that again, and more. A greedy row's
 score is its largest logit, to the bit: no slack.
+
+A row with a truncation takes its token from what its largest logits are, whatever the noise. Of its groups, ``upper``
+is what their largest logit could be, ``reach`` what it is at least, and ``most`` and ``least`` are the ends of their
+log-mass at the row's temperature; ``bound_truncated`` makes a threshold of them.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .arguments import edit_arguments
+from .arguments import edit_arguments, truncation_pointers
+from .draw_truncated import truncates
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
-from .features import Edit, LogitEdits
+from .features import Edit, LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
 from .int8_head import Int8Head, ScreenWorkspace, room_of
 from .integers import cdiv
@@ -63,6 +68,12 @@ def screen_head_kernel(
     position_ptr,  # [B] i64
     upper_ptr,  # out [G, B] f32, G groups of ids
     threshold_ptr,  # out [B] i32, ``ordered`` lower scores: raised to the best
+    reach_ptr,  # out [B, G] f32, of rows with a truncation, as the next two
+    most_ptr,  # out [B, G] f32
+    least_ptr,  # out [B, G] f32
+    top_k_ptr,  # [B] i32
+    top_p_ptr,  # [B] f32
+    min_p_ptr,  # [B] f32
     edit_rows_ptr,  # [B] i32
     additive_ptr,  # [B, V] f32
     scaling_ptr,  # [B, V] f32
@@ -87,6 +98,7 @@ def screen_head_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr,
+    TRUNCATE: tl.constexpr,
     EDIT: tl.constexpr,
     EDIT_ROWS: tl.constexpr,
     MASK_IS_BOOL: tl.constexpr,
@@ -119,6 +131,8 @@ def screen_head_kernel(
     temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
     greedy = temperature <= 0.0
     inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+    if TRUNCATE:
+        cut = mask_b & ~greedy & truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size)
     block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
     block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
     edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
@@ -215,13 +229,25 @@ def screen_head_kernel(
         group = vocab_start // rng.GROUP_SIZE + groups
         lower = tl.reshape(lower, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         upper = tl.reshape(upper, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
-        lower_score, _, _ = score_groups(lower, in_vocab, inv_temperature, greedy, seed, position, group)
-        upper_score, _, _ = score_groups(upper, in_vocab, inv_temperature, greedy, seed, position, group)
+        lower_score, least, reach = score_groups(lower, in_vocab, inv_temperature, greedy, seed, position, group)
+        upper_score, most, could = score_groups(upper, in_vocab, inv_temperature, greedy, seed, position, group)
         lower_score -= slack_of(lower_score, greedy)
         upper_score += slack_of(upper_score, greedy)
         # A score so large may be one of logits at their limit, or infinite, or none.
         upper_score = tl.where(upper_score < _MOST, upper_score, float("inf"))
-        best_lower = tl.maximum(best_lower, tl.where(lower_score < _MOST, lower_score, float("-inf")))
+        lower_score = tl.where(lower_score < _MOST, lower_score, float("-inf"))
+        if TRUNCATE:
+            upper_score = tl.where(cut[None, :], tl.where(could < _MOST, could, float("inf")), upper_score)
+            lower_score = tl.where(cut[None, :], float("-inf"), lower_score)
+            reach = tl.where(reach < _MOST, reach, float("-inf"))
+            most += slack_of(most, greedy)
+            least -= slack_of(least, greedy)
+            out = offs_b.to(tl.int64)[None, :] * tl.cdiv(vocab_size, rng.GROUP_SIZE) + groups[:, None]
+            kept = in_vocab[:, None] & cut[None, :]
+            tl.store(reach_ptr + out, reach, mask=kept)
+            tl.store(most_ptr + out, tl.where(most < _MOST, most, float("inf")), mask=kept)
+            tl.store(least_ptr + out, tl.where(least < _MOST, least, float("-inf")), mask=kept)
+        best_lower = tl.maximum(best_lower, lower_score)
         tl.store(
             upper_ptr + groups[:, None] * num_rows + offs_b[None, :],
             upper_score,
@@ -253,8 +279,10 @@ def screen_head(
     workspace: ScreenWorkspace,  # with the hidden states' terms (``quantize_hidden``)
     config: ScreenConfig,
     edits: LogitEdits | None = None,
+    truncation: Truncation | None = None,
 ) -> None:
-    """Put what every group could reach into ``workspace.upper``, and what one does reach into ``threshold``."""
+    """Put what every group could reach into ``workspace.upper``, and what one does reach into ``threshold``; of rows
+    with a truncation, what their groups have at least and at most into ``reach``, ``most`` and ``least``."""
     parts = num_parts(head, num_rows, config)
     editing = edit_arguments(edits, temperature, workspace.threshold)
     early = config.early and starts_early(head.weight.device)
@@ -275,6 +303,10 @@ def screen_head(
             position,
             workspace.upper,
             workspace.threshold,
+            workspace.reach,
+            workspace.most,
+            workspace.least,
+            *truncation_pointers(truncation, temperature),
             *editing.pointers,
             num_rows,
             head.vocab_size,
@@ -291,6 +323,7 @@ def screen_head(
             "HAS_SCALE": head.logit_scale is not None,
             "HAS_SOFTCAP": head.softcap is not None,
             "WHOLE_GROUPS": head.vocab_size % rng.GROUP_SIZE == 0,
+            "TRUNCATE": truncation is not None,
             **editing.constants,
             "BLOCK_B": config.block_b,
             "BLOCK_V": config.block_v,

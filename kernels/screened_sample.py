@@ -9,6 +9,13 @@ The token is the one that ``lm_head_sample`` draws from the same head, for the s
 Two logits that are b apart at temperature t leave e^(2 b / t) groups or fewer to rescore, on average over the noise,
 whatever the vocabulary and the distribution: b is ``int8_head.py``'s room. Where that is too many the answer is late,
 never wrong: ``ScreenWorkspace.counters`` says how often.
+
+A batch with truncations takes some more, of which the last two end at once where every row is answered:
+
+    bound_truncated   what a logit must reach to matter to a row's top-k (after screen_head)
+    draw_screened     the token, from the rescored groups of such a row, where they are certain to decide it
+    keep_rest         all logits of the rows that are left
+    search_truncated  their tokens
 """
 
 from __future__ import annotations
@@ -17,15 +24,18 @@ import math
 
 import torch
 
-from .arguments import check_batch
+from .arguments import check_batch, kept_for
+from .bound_truncated import bound_truncated
+from .draw_screened import draw_screened
 from .features import LogitEdits, Truncation
-from .head import LMHead
+from .head import LMHead, Workspace
 from .int8_head import Int8Head, ScreenWorkspace
 from .quantize_hidden import quantize_hidden
 from .reduce_parts import Drawn
-from .rescore_groups import rescore_groups
+from .rescore_groups import keep_rest, rescore_groups
 from .screen_head import screen_head
-from .tiles import ScreenConfig
+from .search_truncated import search_truncated
+from .tiles import DEFAULT_DRAW, DrawConfig, ScreenConfig
 
 
 def screened_sample(
@@ -41,24 +51,26 @@ def screened_sample(
     edits: LogitEdits | None = None,
     return_logprob: bool = False,
     workspace: ScreenWorkspace | None = None,
+    head_workspace: Workspace | None = None,
+    draw: DrawConfig = DEFAULT_DRAW,
 ) -> Drawn:
-    """Draw one token per row of ``hidden``; as ``lm_head_sample`` without a truncation and logprobs, of which it has
-    the invariants.
+    """Draw one token per row of ``hidden``; as ``lm_head_sample`` without logprobs, of which it has the invariants.
 
-    int8_head: of ``head``, built from what its weight holds now. edits: with positive ``scaling``.
+    int8_head: of ``head``, built from what its weight holds now. truncation: fast where every such row has a top-k of
+    ``draw.candidates // 2`` or less; others read the whole head besides. edits: with positive ``scaling``.
+    head_workspace: where rows with a truncation keep logits, ``head_workspace.last_kept``, of the groups that were
+    rescored. draw: for such rows.
 
     Raises ValueError for a tensor of another shape, dtype, layout or device, an ``int8_head`` of another head, a scale
-    of logits that is not positive, a truncation and logprobs: those need every logit.
+    of logits that is not positive, a truncation on a shard, and logprobs: those need every logit.
     """
     head.check(hidden)
     num_rows = hidden.shape[0]
-    if truncation is not None:
-        raise ValueError("truncation is given; expected None: a screen does not see every logit")
     if return_logprob:
         raise ValueError("return_logprob is True; expected False: a screen does not see every logit")
     if head.logit_scale is not None and not 0 < head.logit_scale < math.inf:
         raise ValueError(f"logit_scale is {head.logit_scale}; expected a positive number or None")
-    check_batch("hidden", hidden, head, temperature, seed, position, None, edits)
+    check_batch("hidden", hidden, head, temperature, seed, position, truncation, edits)
     int8_head.require_shape_of(head)
     if workspace is None:
         workspace = ScreenWorkspace(int8_head, max(num_rows, 1))
@@ -66,5 +78,17 @@ def screened_sample(
     if num_rows == 0:
         return Drawn.empty(0, hidden.device, False)
     quantize_hidden(hidden, int8_head, workspace, config)
-    screen_head(head, int8_head, num_rows, temperature, seed, position, workspace, config, edits)
-    return rescore_groups(hidden, head, temperature, seed, position, workspace, config, edits)
+    screen_head(head, int8_head, num_rows, temperature, seed, position, workspace, config, edits, truncation)
+    if truncation is None:
+        return rescore_groups(hidden, head, temperature, seed, position, workspace, config, edits)
+    if head_workspace is None:
+        head_workspace = Workspace(1, hidden.device)
+    size = head.vocab_size
+    kept = kept_for(num_rows, head, head.rounding, edits, head_workspace)
+    bound_truncated(num_rows, size, temperature, truncation, workspace, kept, config, draw)
+    noise = (temperature, seed, position)
+    drawn = rescore_groups(hidden, head, *noise, workspace, config, edits, truncation, kept)
+    draw_screened(drawn, size, *noise, truncation, workspace, kept, config, draw)
+    keep_rest(hidden, head, *noise, workspace, config, edits, truncation, kept)
+    search_truncated(kept, *noise, truncation, size, head.vocab_start, *drawn, draw)
+    return drawn

@@ -97,8 +97,8 @@ def run(
         elif path is not None:
             raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {problem}")
     if path in (None, Path.SCREENED):
-        problem = _problem_of_screening(screen, head, num_rows, work, return_logprob)
-        if problem is None and work.with_screen is not None:
+        problem = _problem_of_screening(screen, head, num_rows, return_logprob)
+        if problem is None and (path is not None or _is_screened_fast(truncation, choices)):
             work = work.with_screen
         elif path is not None:
             raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {problem}")
@@ -112,8 +112,11 @@ def run(
             seed,
             position,
             config,
+            truncation=truncation,
             edits=edits,
             workspace=screen.workspace,
+            head_workspace=workspace,
+            draw=choices.draw,
         )
     assert not isinstance(config, ScreenConfig), "only work with a screen takes the screened path"
     if isinstance(config, ReadConfig):
@@ -149,19 +152,22 @@ def run(
     )
 
 
-def _problem_of_screening(
-    screen: Screen | None, head: LMHead, num_rows: int, work: Work, return_logprob: bool
-) -> str | None:
+def _problem_of_screening(screen: Screen | None, head: LMHead, num_rows: int, return_logprob: bool) -> str | None:
     """Why ``screen`` cannot serve such a batch; None where it can."""
     if screen is None:
         return "its head has no screen"
-    if work.with_screen is None:
-        return "its rows have a truncation"
     if return_logprob:
         return "logprobs are asked for"
     if num_rows > screen.max_rows:
         return f"it has {num_rows} rows, the screen is for {screen.max_rows}"
     return None if screen.serves(head) else "the screen is not of what the head holds now"
+
+
+def _is_screened_fast(truncation: Truncation | None, choices: Choices) -> bool:
+    """Whether no row is certain to be left to the whole head, after the screen."""
+    if truncation is None:
+        return True
+    return truncation.largest_top_k is not None and truncation.largest_top_k <= choices.draw.candidates // 2
 
 
 def compute_logits(hidden: torch.Tensor, head: LMHead, workspace: Workspace) -> torch.Tensor:

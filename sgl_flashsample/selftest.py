@@ -255,8 +255,9 @@ def difference(
     drawn = (temperature, expected.params["seed"], expected.params["position"])
     if isinstance(config, ScreenConfig):
         assert screen is not None and not return_logprob
-        own: dict[str, Any] = {"edits": expected.edits, "workspace": screen.workspace}
-        token, _, _ = screened_sample(hidden, head, screen.int8_head, *drawn, config, **own)
+        workspace = Workspace(1, hidden.device)
+        options |= {"workspace": screen.workspace, "head_workspace": workspace}
+        token, _, _ = screened_sample(hidden, head, screen.int8_head, *drawn, config, **options)
     elif isinstance(config, ReadConfig):
         assert expected.raw is not None
         workspace = Workspace(read_slots(head.vocab_size, num_rows, config, hidden.device), hidden.device)
@@ -270,6 +271,9 @@ def difference(
     if truncation is not None:
         assert workspace.last_kept is not None
         kept = workspace.last_kept.logits[:num_rows, : head.vocab_size].double()
+        if isinstance(config, ScreenConfig):  # keeps the groups that it has read
+            read = workspace.last_kept.peak[:num_rows].repeat_interleave(GROUP_SIZE, 1)[:, : head.vocab_size]
+            kept = torch.where(read > float("-inf"), kept, expected.logits)
         limited = _limited(truncation, head) & (temperature > 0)
         room = 1e-5 * expected.logits.abs().clamp(min=1.0)
         inside = (kept >= expected.low - room) & (kept <= expected.high + room) | (kept == expected.logits)

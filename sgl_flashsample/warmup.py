@@ -94,8 +94,7 @@ def launch_once(
     if isinstance(config, ScreenConfig):
         assert screen is not None and not return_logprob
         hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        own: dict[str, Any] = {"edits": options["edits"], "workspace": screen.workspace}
-        screened_sample(hidden, head, screen.int8_head, one, row, row, config, **own)
+        screened_sample(hidden, head, screen.int8_head, one, row, row, config, workspace=screen.workspace, **options)
     elif isinstance(config, ReadConfig):
         workspace = Workspace(read_slots(head.vocab_size, 1, config, weight.device), weight.device)
         logits = workspace.gemm(1, weight.shape[0], weight.dtype)

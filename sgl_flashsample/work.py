@@ -37,10 +37,11 @@ class Work(enum.StrEnum):
     A batch is GREEDY when it has nothing but greedy rows, neither truncated nor edited. The fused pass launches for it
     what it does for PLAIN, a reader leaves out the noise; its entry is PLAIN's wherever a table has none for it.
 
-    A batch whose head has a screen (``screen.Screen``) is of one of the last three kinds, unless it is truncated: it
-    may take any path of ours, whichever is fastest. Where a table has nothing for such a kind, its batches take what
-    they would without the screen, or the built-in choice where that is the screened path. Greedy rows leave more groups
-    to rescore than others: what is fastest for SCREENED says nothing of SCREENED_GREEDY.
+    A batch whose head has a screen (``screen.Screen``) is of one of the last five kinds: it may take any path of ours,
+    whichever is fastest. With a truncation it is so where every such row has a small top-k; a screen does not help
+    others. Where a table has nothing for such a kind, its batches take what they would without the screen, or the
+    built-in choice where that is the screened path. Greedy rows leave more groups to rescore than others: what is
+    fastest for SCREENED says nothing of SCREENED_GREEDY.
     """
 
     PLAIN = "plain"
@@ -51,6 +52,8 @@ class Work(enum.StrEnum):
     SCREENED = "plain+screen"
     SCREENED_EDIT = "edit+screen"
     SCREENED_GREEDY = "greedy+screen"
+    SCREENED_TRUNCATE = "truncate+screen"
+    SCREENED_EDIT_AND_TRUNCATE = "edit+truncate+screen"
 
     @classmethod
     def of(cls, truncate: bool, edit: bool, greedy: bool = False) -> Work:
@@ -61,11 +64,11 @@ class Work(enum.StrEnum):
 
     @property
     def truncates(self) -> bool:
-        return self in (Work.TRUNCATE, Work.EDIT_AND_TRUNCATE)
+        return self.unscreened in (Work.TRUNCATE, Work.EDIT_AND_TRUNCATE)
 
     @property
     def edits(self) -> bool:
-        return self in (Work.EDIT, Work.EDIT_AND_TRUNCATE, Work.SCREENED_EDIT)
+        return self.unscreened in (Work.EDIT, Work.EDIT_AND_TRUNCATE)
 
     @property
     def screened(self) -> bool:
@@ -73,12 +76,12 @@ class Work(enum.StrEnum):
 
     @property
     def greedy(self) -> bool:
-        return self in (Work.GREEDY, Work.SCREENED_GREEDY)
+        return self.unscreened is Work.GREEDY
 
     @property
-    def with_screen(self) -> Work | None:
-        """What such a batch is where its head has a screen; None where a screen cannot help it."""
-        return _WITH_SCREEN.get(self)
+    def with_screen(self) -> Work:
+        """What such a batch is where its head has a screen that can help it."""
+        return _WITH_SCREEN[self]
 
     @property
     def unscreened(self) -> Work:
@@ -112,5 +115,7 @@ _UNSCREENED = {
     Work.SCREENED: Work.PLAIN,
     Work.SCREENED_EDIT: Work.EDIT,
     Work.SCREENED_GREEDY: Work.GREEDY,
+    Work.SCREENED_TRUNCATE: Work.TRUNCATE,
+    Work.SCREENED_EDIT_AND_TRUNCATE: Work.EDIT_AND_TRUNCATE,
 }
 _WITH_SCREEN = {work: screened for screened, work in _UNSCREENED.items()} | {work: work for work in _UNSCREENED}

@@ -94,7 +94,7 @@ def reference(logits: torch.Tensor, params: dict[str, torch.Tensor], limits: Tru
         return plain
     cut = is_cut(params, limits, logits.shape[1])
     tempered = params | {"temperature": torch.where(cut, params["temperature"], 1.0)}
-    found = truncated_sample_ref(logits, **tempered, **vars(limits))
+    found = truncated_sample_ref(logits, **tempered, top_k=limits.top_k, top_p=limits.top_p, min_p=limits.min_p)
     return Reference(
         *(torch.where(cut, getattr(found, f.name), getattr(plain, f.name)) for f in dataclasses.fields(Reference))
     )

@@ -235,7 +235,7 @@ def test_a_truncation_changes_a_token_only_where_it_forbids_it(device):
     drawn = draw(states, LMHead(weight), params, truncation)
     cut = is_cut(params, truncation, 700)
     tempered = torch.where(cut, params["temperature"], 1.0)
-    allowed = allowed_ref(logits_ref(states, weight), tempered, **vars(truncation))
+    allowed = allowed_ref(logits_ref(states, weight), tempered, truncation.top_k, truncation.top_p, truncation.min_p)
     may_stay = allowed.gather(1, plain[:, None]).squeeze(1) | ~cut
     assert 8 <= may_stay.sum() <= 40
     assert torch.equal(drawn.token[may_stay], plain[may_stay])
@@ -379,7 +379,9 @@ def test_a_row_whose_first_token_is_allowed_takes_no_search(device):
     params, truncation = rows(32, device, greedy_every=99), limit_all(32, device, 40, 0.95)
     params["temperature"] = params["temperature"].clamp(0.5, 1.0)
     drawn = draw(states, LMHead(weight), params, truncation)
-    allowed = allowed_ref(logits_ref(states, weight), params["temperature"], **vars(truncation))
+    allowed = allowed_ref(
+        logits_ref(states, weight), params["temperature"], truncation.top_k, truncation.top_p, truncation.min_p
+    )
     plain = reference(logits_ref(states, weight), params).token
     first = allowed.gather(1, plain[:, None]).squeeze(1)
     assert first.sum() > 16

@@ -9,7 +9,7 @@ import torch
 from sgl_flashsample.kernels.features import Edit
 
 from sgl_flashsample.sglang.plan import Plan, plan_of
-from sgl_flashsample.sglang.rows import Rows
+from sgl_flashsample.sglang.rows import TOP_K_OFF, Rows
 
 
 def rows(reasons=(None, None), greedy=(True, False), tempered=(True, False)) -> Rows:
@@ -17,7 +17,9 @@ def rows(reasons=(None, None), greedy=(True, False), tempered=(True, False)) -> 
     zeros, ones = torch.zeros(n), torch.ones(n)
     edits = (Edit(0),) * n
     limits, needs, seeded = (zeros.int(), ones, zeros), ((False,) * 3,) * n, (False,) * n
-    return Rows(reasons, greedy, tempered, ones, zeros.long(), needs, edits, *limits, seeded)
+    return Rows(
+        reasons, greedy, tempered, ones, zeros.long(), needs, edits, *limits, seeded, (TOP_K_OFF,) * len(reasons)
+    )
 
 
 def info(grammars=None):

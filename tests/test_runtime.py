@@ -139,7 +139,18 @@ def lazy_rows(device):
     zeros, ones = torch.zeros(2, dtype=torch.int64, device=device), torch.ones(2, device=device)
     needs, edits = ((False,) * 3,) * 2, (Edit(0),) * 2
     limits = (zeros.int(), ones, zeros.float())
-    rows = Rows((None, None), (False, False), (False, False), ones, zeros, needs, edits, *limits, (False, False))
+    rows = Rows(
+        (None, None),
+        (False, False),
+        (False, False),
+        ones,
+        zeros,
+        needs,
+        edits,
+        *limits,
+        (False, False),
+        (1 << 30, 1 << 30),
+    )
     return LazyLogits(hidden, 100, HeadState(processor(), head(torch.zeros(104, 8))), lambda h: h), rows
 
 

@@ -80,7 +80,6 @@ def test_batches_that_a_screen_cannot_serve_are_drawn_without_it_and_a_path_that
 ):
     states, head, params = problem
     screen, choices = Screen(head, ROWS - 1), always(head)
-    truncated = dataclasses.replace(params, truncation=truncation_of(device))
     few = BatchParams(params.temperature[:3], params.seed[:3], params.position[:3])
     written = LMHead(head.weight.clone())
     stale = Screen(written, ROWS)
@@ -88,7 +87,6 @@ def test_batches_that_a_screen_cannot_serve_are_drawn_without_it_and_a_path_that
     cases = [
         (states, head, params, {}, None, "its head has no screen"),
         (states, head, params, {}, screen, "it has 9 rows, the screen is for 8"),
-        (states, head, truncated, {}, screen, "its rows have a truncation"),
         (states[:3], head, few, {"return_logprob": True}, screen, "logprobs are asked for"),
         (states[:3], written, few, {}, stale, "the screen is not of what the head holds now"),
     ]
@@ -99,6 +97,27 @@ def test_batches_that_a_screen_cannot_serve_are_drawn_without_it_and_a_path_that
         with pytest.raises(ValueError, match=f"path is 'screened', which cannot serve this batch: {why}"):
             sample(hidden, own_head, own_params, path=Path.SCREENED, screen=own_screen, **options)
     assert screened == []
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["", "edited"])
+def test_a_truncated_batch_is_screened_where_every_limited_row_is_known_to_have_a_small_top_k(
+    device, problem, screened, edited
+):
+    states, head, params = problem
+    if edited:
+        params = dataclasses.replace(params, edits=edits_of(device))
+    screen, limits = Screen(head, ROWS), truncation_of(device)
+    for largest, is_screened in ((64, True), (65, False), (None, False)):
+        known = dataclasses.replace(limits, largest_top_k=largest)
+        truncated = dataclasses.replace(params, truncation=known)
+        want = sample(states, head, truncated, path=Path.FUSED).token_ids
+        got = sample(states, head, truncated, choices=always(head), screen=screen).token_ids
+        assert torch.equal(got, want)
+        assert screened == [ROWS] * is_screened
+        screened.clear()
+        insisted = sample(states, head, truncated, path=Path.SCREENED, screen=screen).token_ids
+        assert torch.equal(insisted, want) and screened == [ROWS]
+        screened.clear()
 
 
 def test_a_screen_serves_only_the_head_that_it_is_a_copy_of(device, problem):
@@ -216,6 +235,8 @@ CHAINS = {
     Work.SCREENED: [Work.PLAIN],
     Work.SCREENED_EDIT: [Work.EDIT],
     Work.SCREENED_GREEDY: [Work.GREEDY, Work.PLAIN],
+    Work.SCREENED_TRUNCATE: [Work.TRUNCATE],
+    Work.SCREENED_EDIT_AND_TRUNCATE: [Work.EDIT_AND_TRUNCATE],
     Work.GREEDY: [Work.PLAIN],
 }
 
@@ -228,7 +249,8 @@ def test_work_with_a_screen_falls_back_to_the_same_work_without_one():
         assert chain == CHAINS.get(work, [])
         assert work.kernels is [work, *chain][-1]
     assert [work.with_screen for work in Work if not work.screened] == [
-        *(Work.SCREENED, None, Work.SCREENED_EDIT, None, Work.SCREENED_GREEDY)
+        *(Work.SCREENED, Work.SCREENED_TRUNCATE, Work.SCREENED_EDIT, Work.SCREENED_EDIT_AND_TRUNCATE),
+        Work.SCREENED_GREEDY,
     ]
     for work in SCREENED:
         assert work.with_screen is work and work.unscreened.with_screen is work

@@ -475,19 +475,19 @@ def test_a_copy_is_built_in_blocks_of_rows_that_leave_no_trace(device, monkeypat
         ({"workspace": 1}, r"workspace is for 1 rows.*expected at least 2 rows"),
         ({"int8_head": torch.zeros(300, 16)}, r"int8_head is \(300, 16\).*expected \(400, 16\)"),
         ({"return_logprob": True}, "return_logprob is True; expected False"),
-        ({"truncation": True}, "truncation is given; expected None"),
+        ({"vocab_start": 16}, "vocab_start is 16; expected 0, the whole vocabulary, with a truncation"),
         ({"logit_scale": -1.0}, "logit_scale is -1.0; expected a positive number"),
     ],
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
 )
 def test_bad_arguments_raise_a_value_error_that_names_them(device, change, message):
     weight = torch.zeros(400, 16, device=device)
-    head = LMHead(weight, logit_scale=change.get("logit_scale"))
+    head = LMHead(weight, logit_scale=change.get("logit_scale"), vocab_start=change.get("vocab_start", 0))
     int8_head = Int8Head(LMHead(change.get("int8_head", weight).to(device)))
     arguments = {"hidden": torch.zeros(2, 16, device=device), **rows(2, device)}
     arguments |= {name: value.to(device) for name, value in change.items() if name in arguments}
     arguments["return_logprob"] = change.get("return_logprob", False)
-    if "truncation" in change:
+    if "vocab_start" in change:
         off = torch.zeros(2, device=device)
         arguments["truncation"] = Truncation(off.int(), off + 1, off)
     arguments["workspace"] = ScreenWorkspace(int8_head, change.get("workspace", 2))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..kernels.features import Edit, Truncation
+from ..kernels.integers import next_power_of_2
 
 # Attributes of SGLang's SamplingBatchInfo: whether its sampler has to truncate.
 NEED_FLAGS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
@@ -31,6 +32,7 @@ class Rows:
     temperature: ``[B]`` float32, 0 on greedy rows. seed: ``[B]`` int64. needs: per row, SGLang's ``NEED_FLAGS`` of
     that request alone. edits: per row, what SGLang changes in its logits, grammars apart. top_k: ``[B]`` int32, top_p
     and min_p: ``[B]`` float32. seeded: per row, whether the request gave the seed that its tokens are to be those of.
+    top_ks: ``top_k`` on the host.
     """
 
     reasons: tuple[str | None, ...]
@@ -44,6 +46,7 @@ class Rows:
     top_p: torch.Tensor
     min_p: torch.Tensor
     seeded: tuple[bool, ...]
+    top_ks: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.reasons)
@@ -75,7 +78,17 @@ class Rows:
     @functools.cached_property
     def truncation(self) -> Truncation | None:
         """Top-k, top-p and min-p; None where no row has any."""
-        return Truncation(self.top_k, self.top_p, self.min_p) if self.num_truncated else None
+        if not self.num_truncated:
+            return None
+        return Truncation(self.top_k, self.top_p, self.min_p, largest_top_k=self._largest_top_k)
+
+    @functools.cached_property
+    def _largest_top_k(self) -> int | None:
+        """Of the rows with a truncation, rounded up to a power of two: batches that differ below that share CUDA
+        graphs. None where such a row has no top-k."""
+        rows = zip(self.needs, self.greedy, self.top_ks, strict=True)
+        largest = max(top_k for needs, greedy, top_k in rows if any(needs) and not greedy)
+        return next_power_of_2(largest) if largest < TOP_K_OFF else None
 
     @functools.cached_property
     def plans(self) -> dict[tuple, Any]:
@@ -105,6 +118,7 @@ class Rows:
             to_device([request.sampling_params.top_p for request in requests], torch.float32, device),
             to_device([request.sampling_params.min_p for request in requests], torch.float32, device),
             tuple(request.sampling_params.sampling_seed is not None for request in requests),
+            tuple(request.sampling_params.top_k for request in requests),
         )
 
     def keep(self, indices: Iterable[int], device_indices: torch.Tensor) -> Rows:
@@ -126,6 +140,7 @@ class Rows:
             self.top_p[device_indices],
             self.min_p[device_indices],
             pick(self.seeded),
+            pick(self.top_ks),
         )
 
     def followed_by(self, other: Rows) -> Rows:
@@ -141,6 +156,7 @@ class Rows:
             torch.cat([self.top_p, other.top_p]),
             torch.cat([self.min_p, other.min_p]),
             self.seeded + other.seeded,
+            self.top_ks + other.top_ks,
         )
 
 

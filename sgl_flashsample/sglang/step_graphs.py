@@ -156,7 +156,8 @@ class StepGraphs:
                 (self._min_p, rows.truncation.min_p),
             ):
                 own[:num_rows].copy_(given)
-        self._kind = (num_rows, rows.truncation is not None, rows.all_greedy, rows.distribution_only)
+        largest = None if rows.truncation is None else rows.truncation.largest_top_k
+        self._kind = (num_rows, rows.truncation is not None, largest, rows.all_greedy, rows.distribution_only)
 
     def _captured(
         self,
@@ -169,7 +170,8 @@ class StepGraphs:
         num_rows = len(rows)
         truncation = None
         if rows.truncation is not None:
-            truncation = Truncation(self._top_k[:num_rows], self._top_p[:num_rows], self._min_p[:num_rows])
+            own = (self._top_k[:num_rows], self._top_p[:num_rows], self._min_p[:num_rows])
+            truncation = Truncation(*own, largest_top_k=rows.truncation.largest_top_k)
         params = BatchParams(
             self._temperature[:num_rows],
             self._seed[:num_rows],
