@@ -13,8 +13,9 @@ from ..table import Table
 from ..work import Work
 from . import svg
 from .plan import EFFORTS, Plan, StudyKey
+from .report_screen import section as screen_section
 from .study import importances
-from .table_files import or_flashinfer, screen_line
+from .table_files import or_flashinfer
 from .trials import config_of, read
 
 MOST_REJECTS = 200
@@ -35,6 +36,7 @@ def page(table: Table, log: Path | None) -> str:
         "<!doctype html><html lang=en><meta charset=utf-8>",
         f"<title>{_e(table.file_name)}</title><style>{_STYLE}</style>",
         _summary(table),
+        screen_section(table),
         *(_work(table, work) for work in table.classes),
         _searches(table, events),
         _rejects(table, events),
@@ -56,13 +58,12 @@ def _summary(table: Table) -> str:
     line = f"{len(tuned)} of {len(buckets)} buckets use something faster than the built-in default"
     if gains:
         line += f", by {gains[0]:.1%} to {gains[-1]:.1%} (median {gains[len(gains) // 2]:.1%})"
-    screen = screen_line(table)
     state = "" if table.provenance.get("complete") is True else " The run was not finished."
     return (
         f"<h1>{_e(table.device.name)}, LM head {head.vocab} &times; {head.hidden} {_e(head.dtype)}"
         f"{', softcap' if head.softcap else ''}{f', shard of {head.tp}' if head.tp > 1 else ''}</h1>"
         f"<p>{line}. Effort {_e(table.effort)}, {_e(table.provenance.get('trials', '?'))} configurations tried, "
-        f"{_e(table.provenance.get('seconds', '?'))} s.{state}</p>{f'<p>{_e(screen)}</p>' if screen else ''}"
+        f"{_e(table.provenance.get('seconds', '?'))} s.{state}</p>"
     )
 
 

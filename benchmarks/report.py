@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-OURS = ("fused", "logits", "screened")
+UNSCREENED, SCREENED = ("fused", "logits"), "screened"
+OURS = (*UNSCREENED, SCREENED)
 # Paths in words. Greedy rivals have no noise: both are an argmax, as SGLang runs it and compiled.
 NAMES = {
     "gemm": "GEMM alone (samples nothing)",
@@ -82,6 +83,13 @@ class Result:
 def moved_bytes(shape: tuple[int, int], batch: int) -> int:
     hidden, vocab = shape
     return hidden * vocab * BF16 + batch * (hidden * BF16 + TOKEN)
+
+
+def copy_bytes(shape: tuple[int, int]) -> int:
+    """What a screen holds of a head, without its scratch: rows of int8, each a multiple of 16 bytes, and 12 bytes per
+    row."""
+    hidden, vocab = shape
+    return vocab * (-(-hidden // 16) * 16 + 12)
 
 
 def flops(shape: tuple[int, int], batch: int) -> int:
@@ -307,6 +315,24 @@ def choice_table(result: Result) -> str:
     return _table(head, lines) if lines else "<p>The table picks our fastest path in every row that was measured.</p>"
 
 
+def screen_table(result: Result) -> str:
+    """The screened path beside our fastest one without a screen, and the memory that it takes."""
+    lines = []
+    for shape, batch, mode in result.ordered():
+        times = {path: us for path in UNSCREENED if (us := result.us(shape, batch, mode, path)) is not None}
+        screened = result.us(shape, batch, mode, SCREENED)
+        if screened is None or not times:
+            continue
+        without = min(times, key=lambda path: times[path])
+        copy, head = copy_bytes(shape), shape[0] * shape[1] * BF16
+        figures = [SCREENED if screened < times[without] else without, f"{screened:.1f}", without]
+        figures += [f"{times[without]:.1f}", f"{1 - screened / times[without]:.1%}", f"{copy:,}", f"{copy / head:.1%}"]
+        lines.append([f"{shape[0]} x {shape[1]}", MODES.get(mode, mode), str(batch), *figures])
+    head_line = ["D x V", "sampling", "B", "winner", "screened, us", "fastest without", "us", "gain of the screen"]
+    head_line += ["bytes of the copy", "of the head's"]
+    return _table(head_line, lines) if lines else "<p>The screened path was not measured.</p>"
+
+
 def row_table(result: Result) -> str:
     head = ["D x V", "B", "sampling", "path", "us", "+- us", "/ floor", "TB/s", "TFLOP/s", "configuration"]
     lines = []
@@ -347,6 +373,7 @@ def page(results: list[Result], figures: dict[str, dict[str, str]]) -> str:
         out += [f"<h3>{html.escape(title)}</h3>{svg}" for title, svg in figures.get(result.name, {}).items()]
         out += ["<h3>Demands</h3>", bar_table(result), "<h3>Where we lose</h3>", loss_table(result)]
         out += ["<h3>What the table picks</h3>", choice_table(result)]
+        out += ["<h3>With a screen</h3>", screen_table(result)]
         not_run = [[json.dumps(gap)] for gap in result.env.get("not_run", [])]
         out += ["<h3>Not run</h3>", _table(["what, and why"], not_run) if not_run else "<p>Everything ran.</p>"]
         out += ["<h3>All rows</h3>", row_table(result)]

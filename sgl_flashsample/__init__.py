@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .api import BatchParams, SampleOutput, sample, sample_from_logits
     from .choices import Choices
+    from .greedy import argmax
     from .kernels.features import LogitEdits, Truncation
     from .kernels.head import LMHead, Workspace
     from .kernels.rng import NOISE_ABI
@@ -37,6 +38,7 @@ _HOMES = {
     "SampleOutput": ".api",
     "sample": ".api",
     "sample_from_logits": ".api",
+    "argmax": ".greedy",
     "LogitEdits": ".kernels.features",
     "Truncation": ".kernels.features",
     "LMHead": ".kernels.head",
@@ -59,6 +61,7 @@ __all__ = [
     "Truncation",
     "Workspace",
     "__version__",
+    "argmax",
     "load_table",
     "resolve",
     "sample",

@@ -169,6 +169,19 @@ def test_the_report_names_each_loss_and_no_other(measured):
     assert all(f"<td>{us:.2f}</td>" in page for times in TIMES.values() for us in times.values())
 
 
+def test_the_report_shows_what_the_screened_path_gains_over_our_others_and_the_memory_of_its_copy(measured):
+    import report
+
+    table = report.screen_table(report.load(measured))
+    assert table.count("<tr class=row>") == 1, "rows in which it was measured"
+    assert "<td>2</td><td>screened</td><td>4.8</td><td>fused</td><td>5.0</td><td>4.0%</td>" in table
+    assert "<td>2,060,000</td><td>50.3%</td>" in table
+    data = json.loads(measured.read_text())
+    data["rows"] = [row for row in data["rows"] if row["path"] != "screened"]
+    measured.write_text(json.dumps(data))
+    assert "was not measured" in report.screen_table(report.load(measured))
+
+
 def test_the_report_judges_each_demand_by_our_fastest_path(measured):
     import report
 

@@ -549,9 +549,9 @@ def test_counters_of_a_screen_say_how_far_it_could_tell(monkeypatch):
     made = counters.Counters(metrics=False)
     counted = {Counted.BATCHES: 4, Counted.ROWS: 40, Counted.GROUPS: 18, Counted.CANDIDATES: 60}
     counted |= {Counted.SURE_ROWS: 30, Counted.WIDE_BATCHES: 1}
-    made.add_screened([0] * len(Counted))
+    made.add_screened([0] * len(Counted), resting=False)
     assert made.summary() == "", "nothing was screened, no word of it"
-    made.add_screened([counted[kind] for kind in Counted])
+    made.add_screened([counted[kind] for kind in Counted], resting=False)
     assert made.summary() == (
         "screened 40 rows, 75.0 % sure, 1.5 candidates per row, 4.5 groups read per batch, 1 of 4 batches wide"
     )

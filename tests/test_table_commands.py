@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import sgl_flashsample
 from sgl_flashsample import lookup
 from sgl_flashsample.sources import sources_hash
 from sgl_flashsample.table import Choice, HeadShape, Table
+from sgl_flashsample.work import Work
 
 TABLE = make_table()
 
@@ -271,11 +273,36 @@ def test_merge_keeps_what_a_screen_costs_and_diff_and_lint_know_its_batches(tune
     assert any("it is for batches with a screen" in error for error in lint.check(str(put(path, misplaced)))[0])
 
 
-def test_the_report_shows_batches_with_a_screen(screened):
-    from sgl_flashsample.autotune.report import page
+def cells_of(page, work):
+    """The rows of the report's first table that are of one class, without markup."""
+    text = page[page.index("<h2>With a screen</h2>") :]
+    found = re.findall(rf"<tr><td class=l>{re.escape(work)}<td>(.*?)(?=<tr>|</table>)", text)
+    return [re.sub(r"<(?!td)[^>]*>", "", row).replace("<td class=l>", "<td>").split("<td>") for row in found]
 
-    text = page(screened[0], None)
-    assert "plain+screen" in text and "0.53 GB beside the head" in text
+
+def test_the_report_shows_where_the_screened_path_wins_by_how_much_and_what_memory_it_takes(screened):
+    from sgl_flashsample.autotune import report
+
+    table, _ = screened
+    (bucket,) = table.classes["plain+screen"].values()
+    buckets = {
+        8: dataclasses.replace(bucket, others={"fused": 285.0, "logits": 280.0, "gemm": 270.0}),
+        32: dataclasses.replace(bucket, use="fused-16", us=290.0, others={"screened": 348.0, "logits": 300.0}),
+        64: dataclasses.replace(bucket, others={"gemm+flashinfer": 355.0}),
+    }
+    for work in [work for work in Work if work.screened]:  # whichever there are
+        page = report.page(dataclasses.replace(table, classes=table.classes | {work.value: buckets}), None)
+        wins = "2" if work is Work.SCREENED else "3"
+        assert f"The screened path wins {wins} of {int(wins) + 1} buckets. " in page
+        assert cells_of(page, work.value) == [
+            ["8", "screened", "160.0 &plusmn; 0.8", "160.0", "280.0", "logits", "42.9%"],
+            ["32", "fused", "290.0 &plusmn; 0.8", "348.0", "290.0", "fused", "-20.0%"],
+            ["64", "screened", "160.0 &plusmn; 0.8", "160.0", "not raced", "", ""],
+        ]
+        assert "A screen for up to 64 rows takes 532,000,000 bytes, 50.6% of the LM head's 1,050,673,152." in page
+    unknown = report.page(dataclasses.replace(table, measure={}), None)
+    assert "What memory a screen takes is not in the table." in unknown
+    assert "With a screen" not in report.page(TABLE, None)
 
 
 # --- diff

@@ -32,6 +32,7 @@ class Counters:
         self._rows: Counter[tuple[str, str]] = Counter()
         self._truncated = self._searched = 0
         self._screened = [0] * len(Counted)
+        self._resting = False
         self._host_batches, self._host_seconds = 0, 0.0
         self._last_log = time.monotonic()
         self._prometheus = _prometheus_metrics() if metrics else None
@@ -57,8 +58,13 @@ class Counters:
             self._prometheus.truncated.inc(rows)
             self._prometheus.searched.inc(searched)
 
-    def add_screened(self, counted: Sequence[int]) -> None:
-        """Count what a screen has counted on the device: one number for each member of ``Counted``."""
+    def add_screened(self, counted: Sequence[int], resting: bool) -> None:
+        """Count what a screen has counted on the device: one number for each member of ``Counted``. resting: it serves
+        nothing at the moment (``screen_guard.py``)."""
+        if resting is not self._resting:
+            self._resting = resting
+            if self._prometheus is not None:
+                self._prometheus.screen_resting.set(resting)
         if not any(counted):
             return
         for kind in Counted:
@@ -76,7 +82,7 @@ class Counters:
     def summary(self) -> str:
         """Totals since the start, fused first: "fused 12 rows in 3 batches; native (top_logprobs) 4 rows in 2 batches;
         truncated 9 rows, 1 of them searched; screened 8 rows, 75.0 % sure, 1.5 candidates per row, 5.0 groups read per
-        batch, 0 of 2 batches wide; host 41.5 us per batch over 3 batches"."""
+        batch, 0 of 2 batches wide, resting; host 41.5 us per batch over 3 batches"."""
         parts = []
         for path, reason in sorted(self._rows, key=lambda key: (key[0] != "fused", key)):
             label = f"{path} ({reason})" if reason else path
@@ -90,6 +96,7 @@ class Counters:
                 f"{self._screened[Counted.CANDIDATES] / rows:.1f} candidates per row, "
                 f"{self._screened[Counted.GROUPS] / batches:.1f} groups read per batch, "
                 f"{self._screened[Counted.WIDE_BATCHES]:,} of {batches:,} batches wide"
+                f"{', resting' if self._resting else ''}"
             )
         if self._host_batches:
             mean = self._host_seconds / self._host_batches * 1e6
@@ -154,6 +161,7 @@ class _Metrics(NamedTuple):
     truncated: Any
     searched: Any
     screened: list[Any]  # by Counted
+    screen_resting: Any
     host_seconds: Any
 
 
@@ -161,7 +169,7 @@ def _prometheus_metrics() -> _Metrics | None:
     """Metrics in the registry that SGLang's /metrics collects; None without prometheus_client."""
     try:
         from prometheus_client import Counter as PrometheusCounter
-        from prometheus_client import Summary
+        from prometheus_client import Gauge, Summary
     except ImportError:
         logger.warning("flashsample: metrics are on but prometheus_client is not installed: no flashsample metrics")
         return None
@@ -177,5 +185,10 @@ def _prometheus_metrics() -> _Metrics | None:
             PrometheusCounter(f"sglang:flashsample_screen_{kind.name.lower()}", _SCREEN_METRICS[kind])
             for kind in Counted
         ],
+        Gauge(
+            "sglang:flashsample_screen_resting",
+            "Screens that serve nothing for a while, because they have read too much of the head",
+            multiprocess_mode="livesum",
+        ),
         Summary("sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"),
     )

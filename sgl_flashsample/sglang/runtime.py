@@ -259,7 +259,7 @@ class Runtime:
             if rows.num_truncated:
                 self.counters.add_truncated(rows.num_truncated, state.newly_searched(self.counters.read_interval))
             if state.screen is not None:
-                self.counters.add_screened(state.screen.counted())
+                self.counters.add_screened(state.screen.counted(), state.screen.resting)
             return out
         except Exception as error:  # a request must not fail because a path cannot serve it
             self.disable(f"{type(error).__name__}: {error}")

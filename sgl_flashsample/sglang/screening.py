@@ -16,8 +16,10 @@ import torch
 
 from ..choices import Choices
 from ..kernels.head import LMHead
+from ..kernels.rng import GROUP_SIZE
 from ..screen import Screen, problem_of
 from .counters import DeviceCounters
+from .screen_guard import ScreenGuard
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -83,30 +85,45 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class HeadScreen:
-    """The screen of one head for as long as that is served, through every change of its weights. rows: of the largest
-    batch that is screened. interval: seconds between two looks at its counters."""
+    """The screen of one head for as long as that is served, through every change of its weights. It rests where it does
+    not pay (``screen_guard.py``). rows: of the largest batch that is screened. interval: seconds between two looks at
+    its counters."""
 
     def __init__(self, head: LMHead, rows: int, interval: float) -> None:
         self.rows, self._interval = rows, interval
         self.stopped = False
-        self._build(head)
+        copy_bytes = self._build(head).int8_head.num_bytes
+        row_bytes = head.weight.shape[1] * head.weight.element_size()
+        self._guard = ScreenGuard(head.vocab_size * row_bytes, copy_bytes, GROUP_SIZE * row_bytes)
 
-    def _build(self, head: LMHead) -> None:
+    def _build(self, head: LMHead) -> Screen:
         # SGLang serves in inference mode, whose tensors could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            self._screen: Screen | None = Screen(head, self.rows)
-        self._counters = DeviceCounters(self._screen.counters, self._interval)
+            screen = Screen(head, self.rows)
+        self._screen: Screen | None = screen
+        self._counters = DeviceCounters(screen.counters, self._interval)
         self._counters.new()  # takes its pinned memory now, not in a step
-        self.num_bytes = self._screen.num_bytes
+        self.num_bytes = screen.num_bytes
+        return screen
 
     def serving(self, head: LMHead) -> Screen | None:
-        """The screen, if it is a copy of what ``head`` holds now."""
+        """The screen, if it is a copy of what ``head`` holds now and does not rest."""
         screen = self._screen
-        return screen if screen is not None and not self.stopped and screen.serves(head) else None
+        if screen is None or self.stopped or self._guard.rests():
+            return None
+        return screen if screen.serves(head) else None
+
+    @property
+    def resting(self) -> bool:
+        """Whether it serves nothing for a while, because it has read too much of the head."""
+        return self._guard.resting
 
     def counted(self) -> Sequence[int]:
-        """What its counters have counted since the last call, as far as that is known without waiting."""
-        return self._counters.new()
+        """What its counters have counted since the last call, as far as that is known without waiting. Where that says
+        that it does not pay, it rests from the next step on."""
+        counted = self._counters.new()
+        self._guard.count(counted)
+        return counted
 
     def invalidate(self) -> None:
         """The head's weights change, or may have changed: serve nothing until ``renew``."""

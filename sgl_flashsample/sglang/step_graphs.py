@@ -1,7 +1,6 @@
 """The draws of a batch that stays as it is, as CUDA graphs: a step then costs the host one launch.
 
-Between two steps of a server the host's caches have gone cold: whatever Python a launch takes, it takes several times
-as long there as in a loop. A graph is one call, however many kernels are in it.
+Every launch takes some Python, in every step. A graph is one call, however many kernels are in it.
 
 A graph reads and writes fixed addresses. Hidden states, positions and edits come at a few addresses in turn, so these
 are part of what a graph is known by. The parameters of a batch are copied, once, to buffers that all graphs read. A
