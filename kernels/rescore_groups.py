@@ -11,8 +11,8 @@ could overflow. The program of a block of rows that finishes last draws the toke
 The score of a rescored group is reached too, and more than the screen could promise: it raises ``threshold``, and what
 a program has not read yet is looked at again before it is.
 
-Rows with a truncation have the logits of their groups kept instead, for ``draw_screened``. ``keep_rest`` is the same
-kernel on all groups, for the rows that this has left.
+Rows with a truncation have the logits of their groups kept instead, for ``draw_screened``. The rest, all groups of the
+rows that this leaves, is the same kernel once more.
 """
 
 from __future__ import annotations
@@ -293,60 +293,25 @@ def rescore_groups(
     edits: LogitEdits | None = None,
     truncation: Truncation | None = None,
     kept: Kept | None = None,
+    *,
+    rest: bool = False,
 ) -> Drawn:
     """The tokens, from the groups that the screen has not ruled out. Of rows with a truncation, which need ``kept``,
-    the logits of these groups and nothing else."""
-    drawn = Drawn.empty(hidden.shape[0], hidden.device, False)
-    if config.listed:
-        list_groups(hidden.shape[0], _block_b(config), workspace, config)
-    _launch(hidden, head, temperature, seed, position, workspace, config, edits, truncation, kept, drawn, rest=False)
-    return drawn
+    the logits of these groups and nothing else.
 
-
-def keep_rest(
-    hidden: torch.Tensor,
-    head: LMHead,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    workspace: ScreenWorkspace,
-    config: ScreenConfig,
-    edits: LogitEdits | None,
-    truncation: Truncation,
-    kept: Kept,
-) -> None:
-    """Put all logits of the rows whose ``kept.rounds`` is negative into ``kept``. Where there are none, nothing is
-    read."""
-    nothing = Drawn(temperature, temperature, None)
-    _launch(hidden, head, temperature, seed, position, workspace, config, edits, truncation, kept, nothing, rest=True)
-
-
-def _block_b(config: ScreenConfig) -> int:
-    return max(16, config.block_b)
-
-
-def _launch(
-    hidden: torch.Tensor,
-    head: LMHead,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    workspace: ScreenWorkspace,
-    config: ScreenConfig,
-    edits: LogitEdits | None,
-    truncation: Truncation | None,
-    kept: Kept | None,
-    drawn: Drawn,
-    *,
-    rest: bool,
-) -> None:
+    rest: put all logits of the rows whose ``kept.rounds`` is negative into ``kept``, and draw nothing. Where there are
+    none, nothing is read.
+    """
     num_rows = hidden.shape[0]
+    drawn = Drawn(position, temperature, None) if rest else Drawn.empty(num_rows, hidden.device, False)
     editing = edit_arguments(edits, temperature, workspace.threshold)
-    row_blocks = cdiv(num_rows, _block_b(config))
+    block_b = max(16, config.block_b)
+    row_blocks = cdiv(num_rows, block_b)
     early = config.early and starts_early(hidden.device)
     listed = config.listed and not rest
     programs = cdiv(workspace.num_groups, config.chunk)
     if listed:
+        list_groups(num_rows, block_b, workspace, config)
         resident = resident_programs(hidden.device, config.rescore_ctas_per_sm)
         programs = max(1, min(resident // row_blocks, cdiv(workspace.num_groups, LEAST_CHUNK)))
     launch(
@@ -393,7 +358,7 @@ def _launch(
             "TRUNCATE": truncation is not None,
             "REST": rest,
             **editing.constants,
-            "BLOCK_B": _block_b(config),
+            "BLOCK_B": block_b,
             "BLOCK_V": config.rescore_v,
             "BLOCK_D": config.rescore_d,
             "STAGES": config.rescore_stages,
@@ -413,3 +378,4 @@ def _launch(
         ),
         early=early,
     )
+    return drawn

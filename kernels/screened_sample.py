@@ -14,7 +14,7 @@ A batch with truncations takes some more, of which the last two end at once wher
 
     bound_truncated   what a logit must reach to matter to a row's top-k (after screen_head)
     draw_screened     the token, from the rescored groups of such a row, where they are certain to decide it
-    keep_rest         all logits of the rows that are left
+    rescore_groups    all logits of the rows that are left
     search_truncated  their tokens
 """
 
@@ -32,7 +32,7 @@ from .head import LMHead, Workspace
 from .int8_head import Int8Head, ScreenWorkspace
 from .quantize_hidden import quantize_hidden
 from .reduce_parts import Drawn
-from .rescore_groups import keep_rest, rescore_groups
+from .rescore_groups import rescore_groups
 from .screen_head import screen_head
 from .search_truncated import search_truncated
 from .tiles import DEFAULT_DRAW, DrawConfig, ScreenConfig
@@ -89,6 +89,6 @@ def screened_sample(
     noise = (temperature, seed, position)
     drawn = rescore_groups(hidden, head, *noise, workspace, config, edits, truncation, kept)
     draw_screened(drawn, size, *noise, truncation, workspace, kept, config, draw)
-    keep_rest(hidden, head, *noise, workspace, config, edits, truncation, kept)
+    rescore_groups(hidden, head, *noise, workspace, config, edits, truncation, kept, rest=True)
     search_truncated(kept, *noise, truncation, size, head.vocab_start, *drawn, draw)
     return drawn

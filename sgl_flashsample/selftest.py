@@ -156,6 +156,7 @@ class _Check:
         self.head, self.chunk_ids = head, chunk_ids
         self.cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
         self.first = {work: choices.pick(1, work) for work in Work}
+        self.whole_screen = screen
         self.screen, self.screen_error = None, "no screen"
         if screen is not None and (screened_rows := choices.screened_rows(max_rows)):
             try:
@@ -175,8 +176,8 @@ class _Check:
             return f"{problem} with {config} ({work})"
         if config == self.first[work] and work.truncates and self.cut.vocab_size < self.head.vocab_size:
             # The draw is compiled for a size of the vocabulary: the first truncated request must not wait for it.
-            for return_logprob in (False, True):
-                launch_once(self.head, config, work, return_logprob)
+            for return_logprob in (False,) if work.screened else (False, True):
+                launch_once(self.head, config, work, return_logprob, screen=self.whole_screen)
         return None
 
     def problem_or_error(self, work: Work, num_rows: int, config: Config) -> str | None:

@@ -7,6 +7,8 @@ import dataclasses
 import torch
 import triton
 from sgl_flashsample.autotune.cubin import register_usage
+from sgl_flashsample.kernels.bound_truncated import bound_truncated_kernel
+from sgl_flashsample.kernels.draw_screened import draw_screened_kernel
 from sgl_flashsample.kernels.draw_top_k import key_shift
 from sgl_flashsample.kernels.draw_truncated import draw_truncated_kernel
 from sgl_flashsample.kernels.head import TRITON_DTYPES, block_of_spans
@@ -239,6 +241,7 @@ def resources_of_screen_head(
     config: ScreenConfig,
     *,
     softcap: bool = False,
+    truncate: bool = False,
     edits: bool = False,
     whole_groups: bool = True,
 ) -> Resources:
@@ -249,11 +252,13 @@ def resources_of_screen_head(
         "terms": f"tensordesc<i8[{rows}, {config.block_d}]>" if config.tma else "*i8",
     }
     pointers = dict.fromkeys(("scale_ptr", "error_ptr", "norm_ptr", "upper_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("reach_ptr", "most_ptr", "least_ptr"), "*fp32")
     pointers |= dict.fromkeys(("hidden_scale_ptr", "hidden_norm_ptr", "hidden_error_ptr"), "*fp32")
     pointers |= {"threshold_ptr": "*i32"}
     constants = _screened(dtype, softcap, edits) | {
         "D": hidden_size,
         "WHOLE_GROUPS": whole_groups,
+        "TRUNCATE": truncate,
         "BLOCK_B": config.block_b,
         "BLOCK_V": config.block_v,
         "BLOCK_D": config.block_d,
@@ -263,8 +268,7 @@ def resources_of_screen_head(
         "TMA": config.tma,
         "EARLY": config.early,
     }
-    rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")} | _EDITS
-    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "stride"), "i32")
+    rest = _ROWS | _EDITS | dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_parts", "stride"), "i32")
     rest |= {"logit_scale": "fp32", "softcap": "fp32"}
     aligned = {*pointers, "stride"} | (set() if config.tma else set(blocks))
     return _compile(
@@ -279,17 +283,24 @@ def resources_of_rescore_groups(
     config: ScreenConfig,
     *,
     softcap: bool = False,
+    truncate: bool = False,
+    rest: bool = False,
     edits: bool = False,
 ) -> Resources:
-    """Compile the pass over the groups of a head of ``dtype`` that could still win."""
+    """Compile the pass over the groups of a head of ``dtype`` that could still win; rest: over all of them, for rows
+    with a truncation that are left."""
     name = DTYPE_NAMES[dtype]
     pointers = {"weight_ptr": f"*{name}", "hidden_ptr": f"*{name}", "upper_ptr": "*fp32", "logits_ptr": "*fp32"}
     pointers |= dict.fromkeys(
         ("threshold_ptr", "list_ptr", "place_ptr", "candidates_ptr", "flagged_ptr", "arrived_ptr"), "*i32"
     )
     pointers |= dict.fromkeys(("best_ptr", "counters_ptr"), "*i64")
+    pointers |= {"kept_ptr": "*bf16" if dtype is torch.bfloat16 and not softcap and not edits else "*fp32"}
+    pointers |= {"peak_ptr": "*fp32", "rounds_ptr": "*i32"}
     constants = _screened(dtype, softcap, edits) | {
         "D": hidden_size,
+        "TRUNCATE": truncate,
+        "REST": rest,
         "BLOCK_B": max(16, config.block_b),
         "BLOCK_V": config.rescore_v,
         "BLOCK_D": config.rescore_d,
@@ -297,17 +308,16 @@ def resources_of_rescore_groups(
         "CHUNK": config.chunk,
         "BLOCK_C": triton.next_power_of_2(config.chunk),
         "PREFETCH": config.prefetch,
-        "LISTED": config.listed,
+        "LISTED": config.listed and not rest,
         "EARLY": config.early,
     }
-    rest = {name: _ROWS[name] for name in ("temperature_ptr", "seed_ptr", "position_ptr")} | _EDITS
-    rest |= {name: _OUTPUTS[name] for name in ("token_ptr", "best_score_ptr")}
+    others = _ROWS | _EDITS | {name: _OUTPUTS[name] for name in ("token_ptr", "best_score_ptr")}
     strides = dict.fromkeys(("weight_stride", "hidden_stride"), "i32")
-    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_programs"), "i32")
-    rest |= {"logit_scale": "fp32", "softcap": "fp32"}
+    others |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_programs"), "i32")
+    others |= {"logit_scale": "fp32", "softcap": "fp32"}
     return _compile(
         rescore_groups_kernel,
-        pointers | strides | rest,
+        pointers | strides | others,
         constants,
         {*pointers, *strides},
         capability,
@@ -328,6 +338,28 @@ def resources_of_list_groups(capability: int, config: ScreenConfig) -> Resources
     }
     types = pointers | dict.fromkeys(("num_rows", "num_groups"), "i32")
     return _compile(list_groups_kernel, types, constants, set(pointers), capability, config.rescore_warps, 3)
+
+
+def resources_of_bound_truncated(capability: int, vocab_size: int, draw: DrawConfig, config: ScreenConfig) -> Resources:
+    """Compile the pass that finds what a row's logits must reach to matter to its truncation."""
+    pointers = {"reach_ptr": "*fp32", "peak_ptr": "*fp32", "threshold_ptr": "*i32"}
+    constants = {"BLOCK_S": block_of_spans(vocab_size), "CANDIDATES": draw.candidates, "EARLY": config.early}
+    rest = {name: _ROWS[name] for name in ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr")}
+    types = pointers | rest | dict.fromkeys(("vocab_size", "num_groups"), "i32")
+    return _compile(bound_truncated_kernel, types, constants, set(pointers), capability, draw.num_warps, 3)
+
+
+def resources_of_draw_screened(
+    capability: int, vocab_size: int, draw: DrawConfig, config: ScreenConfig, dtype: torch.dtype
+) -> Resources:
+    """Compile the draw of truncated rows from the groups that were rescored, kept in ``dtype``."""
+    pointers = {"kept_ptr": f"*{DTYPE_NAMES[dtype]}", "list_ptr": "*i32", "threshold_ptr": "*i32", "rounds_ptr": "*i32"}
+    pointers |= dict.fromkeys(("peak_ptr", "most_ptr", "least_ptr"), "*fp32")
+    constants = {"BLOCK_S": block_of_spans(vocab_size), "CANDIDATES": draw.candidates}
+    constants |= {"KEY_SHIFT": key_shift(dtype), "EARLY": config.early}
+    rest = _ROWS | {name: _OUTPUTS[name] for name in ("token_ptr", "best_score_ptr")}
+    types = pointers | rest | dict.fromkeys(("vocab_size", "num_groups"), "i32")
+    return _compile(draw_screened_kernel, types, constants, set(pointers), capability, draw.num_warps, 3)
 
 
 def _compile(kernel, types, constants, aligned, capability, num_warps, num_stages) -> Resources:

@@ -14,10 +14,12 @@ SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 FAMILY = {80: "sm80", 86: "sm80", 90: "sm90", 100: "sm100"}
 
 # The search for a token runs in few rows and waits for memory rather than registers: it may spill this much.
-DRAW_SPILLS = 16  # bytes: of its own accord ptxas spills a word or two for more resident programs
-SEARCH_SPILLS = 256
+# Bytes: of its own accord ptxas spills a word or two for more resident programs.
+SPILLS = {"draw of ": 16, "screened draw of ": 16, "truncated rescoring, ": 16}
+SPILLS |= {"search of ": 256}
 VOCAB = 151_936
 SCREENED = ("screen, plain: ", "list, plain: ", "rescoring, plain: ", "fixed point, plain: ")
+SCREENED += ("truncated screen, plain: ", "truncated rescoring, plain: ", "rest, plain: ", "screened draw of ")
 
 # Compiling needs a process whose Triton is not the interpreter.
 SCRIPT = """
@@ -70,6 +72,14 @@ for (name, itemsize, work), entries in SCREENS.items():
                 report(f"screen, {work}: {config} {dtype} {options}", used)
                 used = cubins.resources_of_rescore_groups(capability, 4096, dtype, config, **options)
                 report(f"rescoring, {work}: {config} {dtype} {options}", used)
+        if not place or place == len(entries) - 1:
+            options = {"edits": work.edits, "truncate": True}
+            used = cubins.resources_of_screen_head(capability, 4096, dtype, config, **options)
+            report(f"truncated screen, {work}: {config} {dtype} {options}", used)
+            used = cubins.resources_of_rescore_groups(capability, 4096, dtype, config, **options)
+            report(f"truncated rescoring, {work}: {config} {dtype} {options}", used)
+            used = cubins.resources_of_rescore_groups(capability, 4096, dtype, config, rest=True, **options)
+            report(f"rest, {work}: {config} {dtype} {options}", used)
         if not place:
             listed = dataclasses.replace(config, listed=True, early=capability >= 90)
             report(f"list, {work}: {listed}", cubins.resources_of_list_groups(capability, listed))
@@ -77,6 +87,7 @@ for (name, itemsize, work), entries in SCREENS.items():
             report(f"rescoring, {work}: {listed} {dtype}", used)
         used = cubins.resources_of_quantize_hidden(capability, 4096, dtype, config)
         report(f"fixed point, {work}: {config} {dtype}", used)
+screen = config
 for work, entries in READS.items():
     features = {"truncate": work.truncates, "edits": work.edits}
     for config in {config for _, config in entries}:
@@ -85,7 +96,10 @@ for work, entries in READS.items():
                         {"dtype": torch.float32, "softcap": True}, {"dtype": torch.bfloat16, "whole_groups": False}]:
             used = cubins.resources_of_sample_logits(capability, config=config, **options, **features)
             report(f"reader, {work}: {config} {options}", used)
+early = dataclasses.replace(screen, early=capability >= 90)
+report(f"bound: {draw}", cubins.resources_of_bound_truncated(capability, vocab, draw, early))
 for dtype in (torch.bfloat16, torch.float32):  # what logits are kept in
+    report(f"screened draw of {dtype}", cubins.resources_of_draw_screened(capability, vocab, draw, early, dtype))
     report(f"draw of {dtype}", cubins.resources_of_draw_truncated(capability, vocab, draw, 2048, dtype))
     report(f"search of {dtype}", cubins.resources_of_search_truncated(capability, vocab, draw, dtype))
 print(json.dumps(found))
@@ -129,6 +143,6 @@ def test_every_shipped_tile_with_the_features_it_is_for_compiles_fits_and_spills
     ):
         assert sum(name.startswith(part) for name, _ in found) >= 2, part
     for name, used in found:
-        spills = SEARCH_SPILLS if name.startswith("search of ") else DRAW_SPILLS if name.startswith("draw of ") else 0
+        spills = next((most for part, most in SPILLS.items() if name.startswith(part)), 0)
         assert used["spilled"] <= spills, f"{name} spills {used['spilled']} bytes per thread on sm{capability}"
         assert used["shared"] <= SHARED_LIMIT[capability], f"{name} needs {used['shared']} bytes on sm{capability}"

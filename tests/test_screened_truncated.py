@@ -14,7 +14,7 @@ from sgl_flashsample.kernels.quantize_hidden import quantize_hidden
 from sgl_flashsample.kernels.reference import edit_logits_ref, logits_ref
 from sgl_flashsample.kernels.screen_head import screen_head
 from sgl_flashsample.kernels.screened_sample import screened_sample
-from test_screened_sample import CONFIG, LISTED, ONE_TERM, with_outliers
+from test_screened_sample import CONFIG, LISTED, ONE_TERM
 
 from sgl_flashsample.tuned import draw_for
 
@@ -68,7 +68,7 @@ def assert_equal_to_the_fused_pass_and_the_reference(
     return found
 
 
-RAGGED = [(1, 1, 80), (3, 17, 65), (9, 127, 80), (17, 129, 33), (17, 5003, 72), (65, 2003, 80)]
+RAGGED = [(1, 1, 80), (3, 17, 65), (9, 127, 80), (17, 129, 33), (9, 2003, 72), (33, 401, 80)]
 if CUDA:
     RAGGED += [(1, 151936, 4096), (17, 151937, 1000), (3, 50257, 768), (65, 151936, 256)]
 
@@ -98,24 +98,17 @@ def test_scale_softcap_rounding_and_padding_equal_the_fused_pass(device, options
     assert_equal_to_the_fused_pass_and_the_reference(states, head, rows(33, device), cut)
 
 
-@CONFIGS
-def test_tokens_equal_to_the_bit_where_sums_are_exact_and_ties_abound(device, config):
-    states, weight = integer_problem(48, 3000, 64, torch.float16, device)
-    head, params, cut = LMHead(weight), rows(48, device), limits(48, 3000, device)
-    fused, found = draw(states, head, params, cut), screened(states, head, params, cut, config)
-    assert torch.equal(found.token, fused.token)
-
-
-def test_a_token_does_not_depend_on_the_config(device):
-    states, weight = integer_problem(20, 3000, 64, torch.float16, device, seed=4)
-    head, params, cut = LMHead(weight), rows(20, device), limits(20, 3000, device)
+def test_tokens_equal_to_the_bit_where_sums_are_exact_and_ties_abound_whatever_the_config(device):
+    states, weight = integer_problem(16, 1200, 64, torch.float16, device, seed=4)
+    head, params, cut = LMHead(weight), rows(16, device), limits(16, 1200, device)
     configs = [
         *(CONFIG, ONE_TERM, LISTED),
         dataclasses.replace(CONFIG, block_b=8, block_d=32, chunk=16),
         dataclasses.replace(CONFIG, block_v=128, chunk=1000, rescore_v=128, rescore_d=16),
     ]
-    tokens = [screened(states, head, params, cut, config).token for config in configs]
-    assert all(torch.equal(tokens[0], other) for other in tokens[1:])
+    fused = draw(states, head, params, cut)
+    for config in configs:
+        assert torch.equal(screened(states, head, params, cut, config).token, fused.token)
 
 
 def test_edited_logits_give_the_token_of_the_fused_pass(device):
@@ -136,8 +129,8 @@ def test_edited_logits_give_the_token_of_the_fused_pass(device):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e7])
 def test_hidden_states_and_weights_that_are_not_finite_or_huge_give_the_fused_pass_token(device, value):
-    states, weight = integer_problem(16, 1000, 32, torch.float32, device)
-    params, cut = rows(16, device, greedy_every=6), limits(16, 1000, device)
+    states, weight = integer_problem(8, 1000, 32, torch.float32, device)
+    params, cut = rows(8, device, greedy_every=6), limits(8, 1000, device)
     broken_states, broken_weight = states.clone(), weight.clone()
     broken_states[1], broken_states[2, 0], broken_states[7] = value, value, value
     broken_weight[50], broken_weight[777, 3] = value, value
@@ -146,7 +139,7 @@ def test_hidden_states_and_weights_that_are_not_finite_or_huge_give_the_fused_pa
         assert torch.equal(screened(s, LMHead(w), params, cut).token, fused.token)
 
 
-def few_shares(device, num_rows=8, vocab=20_000, spread=1.0, **limit):
+def few_shares(device, num_rows=6, vocab=16_000, spread=1.0, **limit):
     """Rows with the same limits on logits of a deviation of 3 x ``spread``, and what the screen makes of them."""
     states, weight = random_problem(num_rows, vocab, 128, torch.bfloat16, device, seed=5)
     head, params = (
@@ -160,7 +153,7 @@ def few_shares(device, num_rows=8, vocab=20_000, spread=1.0, **limit):
 def test_a_small_top_k_is_answered_from_a_part_of_the_head(device):
     found = few_shares(device, top_k=20)
     assert (found.rounds == 1).all()
-    assert found.groups_read < 1250 / 2, "of 1250 groups, for 8 rows together"
+    assert found.groups_read < 1000 / 2, "of 1000 groups, for 6 rows together"
 
 
 def test_top_p_beside_a_small_top_k_is_answered_where_the_mass_is_known_well_enough(device):
@@ -172,7 +165,7 @@ def test_top_p_and_min_p_without_a_top_k_are_answered_where_few_tokens_matter(de
     assert (few_shares(device, spread=2.0, min_p=0.2).rounds == 1).all()
     assert (few_shares(device, spread=3.0, top_p=0.5).rounds == 1).float().mean() > 0.8
     flat = few_shares(device, num_rows=3, spread=0.1, top_p=0.9)
-    assert (flat.rounds > 1).all() and flat.groups_read >= 1250, "all of the head is read where all of it matters"
+    assert (flat.rounds > 1).all() and flat.groups_read >= 1000, "all of the head is read where all of it matters"
 
 
 def test_a_row_that_is_left_does_not_make_the_others_read_more(device):
@@ -214,14 +207,16 @@ def test_what_the_screen_says_of_groups_holds_what_is_true_of_them(device, confi
 
 
 def test_a_screen_whose_bound_is_too_small_draws_other_tokens(device):
-    states, weight = with_outliers(*random_problem(64, 3000, 96, torch.float32, device, seed=8))
-    head, params = LMHead(weight), rows(64, device, greedy_every=65) | {"temperature": torch.ones(64, device=device)}
-    cut, int8_head = limit_all(64, device, top_k=3), Int8Head(head)
+    states, weight = random_problem(12, 2000, 64, torch.float32, device, seed=8)
+    states[:, 0], weight[:, 0] = 0.0, 200.0  # a column that decides the copy's steps and none of the logits
+    head, params = LMHead(weight), rows(12, device) | {"temperature": torch.ones(12, device=device)}
+    cut, int8_head = limit_all(12, device, top_k=3), Int8Head(head)
     fused = draw(states, head, params, cut)
-    assert torch.equal(screened(states, head, params, cut, ONE_TERM, int8_head=int8_head).token, fused.token)
+    assert torch.equal(screened(states, head, params, cut, int8_head=int8_head).token, fused.token)
+    int8_head.error *= 0.5
+    assert torch.equal(screened(states, head, params, cut, int8_head=int8_head).token, fused.token), "not yet"
     int8_head.error *= 0.0
-    int8_head.norm *= 0.0
-    assert (screened(states, head, params, cut, ONE_TERM, int8_head=int8_head).token != fused.token).any()
+    assert (screened(states, head, params, cut, int8_head=int8_head).token != fused.token).any()
 
 
 def test_a_bound_that_is_wide_is_late_and_not_wrong(device):
@@ -236,15 +231,16 @@ def test_a_bound_that_is_wide_is_late_and_not_wrong(device):
     assert (found.rounds > 1).any(), "their mass is not known well enough"
 
 
-@CONFIGS
-def test_more_equal_logits_than_the_draw_has_room_for_are_all_drawn(device, config):
-    weight = torch.zeros(300 * 128, 16, device=device)
+def test_more_equal_logits_than_the_draw_has_room_for_are_all_drawn(device):
+    weight = torch.zeros(200 * 128, 16, device=device)
     tied = torch.arange(200, device=device) * 128 + 5  # one group in each of 200 spans
     weight[tied, 0] = 1.0
-    states = torch.zeros(32, 16, device=device)
+    states = torch.zeros(12, 16, device=device)
     states[:, 0] = 4.0
-    params = rows(32, device, greedy_every=33) | {"temperature": torch.ones(32, device=device)}
-    cut, head = limit_all(32, device, top_k=20), LMHead(weight)
-    found = screened(states, head, params, cut, config)
+    params = rows(12, device) | {"temperature": torch.ones(12, device=device)}
+    cut, head = limit_all(12, device, top_k=20), LMHead(weight)
+    found = screened(states, head, params, cut)
     assert torch.equal(found.token, draw(states, head, params, cut).token)
-    assert torch.isin(found.token, tied).all() and (found.token > tied[150]).any()
+    assert torch.isin(found.token, tied).all() and (found.token > tied[128]).any(), (
+        "also those of spans that no list had room for"
+    )

@@ -79,9 +79,9 @@ def test_every_kernel_of_every_work_is_compiled_with_and_without_logprobs(device
         seen.add((work, head.vocab_size, keywords["return_logprob"]))
         return true(hidden, head, *arguments, **keywords)
 
-    def note_whole(head, config, work, return_logprob):
+    def note_whole(head, config, work, return_logprob, *, screen):
         seen.add((work, head.vocab_size, return_logprob))
-        launch_once(head, config, work, return_logprob)
+        launch_once(head, config, work, return_logprob, screen=screen)
 
     true, launch_once = selftest.lm_head_sample, selftest.launch_once
     monkeypatch.setattr(selftest, "lm_head_sample", note)
@@ -89,7 +89,7 @@ def test_every_kernel_of_every_work_is_compiled_with_and_without_logprobs(device
     monkeypatch.setattr(selftest, "MAX_IDS", 128)
     assert selftest.compare_with_reference(head(device), 1) is None
     cut = 128 + 700 % 16  # the last group is as full as the whole vocabulary's
-    wanted = {(work, cut) for work in LAUNCHED} | {(work, 700) for work in Work if work.truncates}
+    wanted = {(work, cut) for work in LAUNCHED} | {(work, 700) for work in LAUNCHED if work.truncates}
     assert seen == {(*one, return_logprob) for one in wanted for return_logprob in (False, True)}
 
 
