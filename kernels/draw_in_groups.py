@@ -12,6 +12,7 @@ from . import rng
 from .int8_head import Counted
 from .kept_row import value_of
 from .quantize_hidden import NO_BEST
+from .reduce_parts import pick_in_groups
 
 # Of a head's groups: a block of rows that could read more of them is counted, as one that the fused pass might have
 # answered sooner.
@@ -23,24 +24,6 @@ _ROWS = tl.constexpr(int(Counted.ROWS))
 _CANDIDATES = tl.constexpr(int(Counted.CANDIDATES))
 _SURE_ROWS = tl.constexpr(int(Counted.SURE_ROWS))
 _WIDE_BATCHES = tl.constexpr(int(Counted.WIDE_BATCHES))
-
-
-@triton.jit
-def pick_in_groups(
-    group,  # [BLOCK_R] i32, absolute ids
-    logits,  # [GROUP_SIZE, BLOCK_R] f32, of these groups
-    temperature,  # [BLOCK_R] f32
-    seed,  # [BLOCK_R] i64
-    position,  # [BLOCK_R] i64
-    vocab_end,
-):
-    """Which of its group's ids each row takes, ``[BLOCK_R]``: as ``reduce_parts.draw_from_parts`` has it."""
-    greedy = temperature <= 0.0
-    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
-    token = group[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
-    waiting = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
-    perturbed = tl.where(greedy[None, :], logits, logits * inv_temperature[None, :] - tl.log(waiting))
-    return tl.argmax(tl.where(token < vocab_end, perturbed, float("-inf")), axis=0)
 
 
 @triton.jit

@@ -34,6 +34,24 @@ def lse_of_parts(lse_ptr, row, num_rows, num_parts, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
+def pick_in_groups(
+    group,  # [BLOCK_R] i32, absolute ids
+    logits,  # [GROUP_SIZE, BLOCK_R] f32, of these groups
+    temperature,  # [BLOCK_R] f32
+    seed,  # [BLOCK_R] i64
+    position,  # [BLOCK_R] i64
+    vocab_end,
+):
+    """Which of its group's ids each row takes, ``[BLOCK_R]``."""
+    greedy = temperature <= 0.0
+    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+    token = group[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
+    waiting = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
+    perturbed = tl.where(greedy[None, :], logits, logits * inv_temperature[None, :] - tl.log(waiting))
+    return tl.argmax(tl.where(token < vocab_end, perturbed, float("-inf")), axis=0)
+
+
+@triton.jit
 def draw_from_parts(
     score_ptr,  # [P, B] f32
     group_ptr,  # [P, B] i32
@@ -61,8 +79,6 @@ def draw_from_parts(
     slots = offs_p[:, None] * num_rows + offs_b[None, :]  # [BLOCK_P, BLOCK_R]
     mask = (offs_p < num_parts)[:, None] & mask_b[None, :]
     temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
-    greedy = temperature <= 0.0
-    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
 
     score = tl.load(score_ptr + slots, mask=mask, other=float("-inf"))
     group = tl.load(group_ptr + slots, mask=mask, other=rng.NO_GROUP)
@@ -73,18 +89,15 @@ def draw_from_parts(
     part = tl.sum(tl.where(tied & (group == best_group[None, :]), offs_p[:, None], 0), axis=0)
 
     offs_i = tl.arange(0, rng.GROUP_SIZE)
-    token = best_group[None, :] * rng.GROUP_SIZE + offs_i[:, None]  # [GROUP_SIZE, BLOCK_R]
     logits_offs = (part * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
     logits = tl.load(logits_ptr + logits_offs, mask=mask_b[None, :], other=0.0)
     seed = tl.load(seed_ptr + offs_b, mask=mask_b, other=0)
     position = tl.load(position_ptr + offs_b, mask=mask_b, other=0)
-    waiting = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
-    perturbed = tl.where(greedy[None, :], logits, logits * inv_temperature[None, :] - tl.log(waiting))
-    perturbed = tl.where(token < vocab_start + vocab_size, perturbed, float("-inf"))
-    pick = tl.argmax(perturbed, axis=0)
+    pick = pick_in_groups(best_group, logits, temperature, seed, position, vocab_start + vocab_size)
     tl.store(token_ptr + offs_b, (best_group * rng.GROUP_SIZE + pick).to(tl.int64), mask=mask_b)
     tl.store(best_score_ptr + offs_b, best_score, mask=mask_b)
     if RETURN_LOGPROB:
+        inv_temperature = 1.0 / tl.where(temperature <= 0.0, 1.0, temperature)
         peak = tl.load(lse_ptr + slots * 2, mask=mask, other=float("-inf"))
         mass = tl.load(lse_ptr + slots * 2 + 1, mask=mask, other=0.0)
         max_peak = tl.max(peak, axis=0)
