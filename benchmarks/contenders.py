@@ -84,7 +84,7 @@ def ours(inputs: Inputs, head: LMHead, wanted: Wanted) -> Iterator[Contender]:
             BatchParams(temperature, inputs.seed, position, kept, all_greedy=greedy) for position in inputs.position
         ]
         work = tuned.Work.of(kept is not None, False, greedy)
-        paths = (*ANY_BATCH, Path.SCREENED) if screen is not None and kept is None else ANY_BATCH
+        paths = ANY_BATCH if screen is None else (*ANY_BATCH, Path.SCREENED)
         for path in paths:
             config = our_config(path, head, rows, work)
 

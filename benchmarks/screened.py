@@ -7,7 +7,8 @@ GEMM alone, GEMM and FlashInfer's Gumbel sampling, and the fused path; CUDA-grap
 states each round, interleaved rounds, medians and half the distance between the quartiles. ``tokens``: rows of four
 kinds of heads and hidden states at four temperatures and greedy, drawn by both paths with the same noise; a token that
 differs is a near-tie where both paths' scores agree to 1e-5. ``distribution``: the total variation between what many
-draws of a known distribution gave and that distribution, beside what chance alone gives. ``--dry-run``: small shapes,
+draws of a known distribution gave and that distribution, beside what chance alone gives. Rows with a truncation are
+timed and compared too. Launches are those of the tuned table that a server would find. ``--dry-run``: small shapes,
 nothing is timed; needs no GPU.
 """
 
@@ -32,14 +33,16 @@ import torch
 from contenders import STEPS, first_line, steps_of
 from rivals import Contender, Inputs, import_flashinfer, rivals
 from sgl_flashsample.autotune import measure
+from sgl_flashsample.kernels.features import Truncation
 from sgl_flashsample.kernels.head import LMHead, Workspace
 from sgl_flashsample.kernels.int8_head import Counted, Int8Head, ScreenWorkspace
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, workspace_slots
 from sgl_flashsample.kernels.reduce_parts import Drawn
 from sgl_flashsample.kernels.screened_sample import screened_sample
-from sgl_flashsample.kernels.tiles import ScreenConfig
+from sgl_flashsample.kernels.tiles import ScreenConfig, TileConfig
 
-from sgl_flashsample import tuned
+from sgl_flashsample import resolution, tuned
+from sgl_flashsample.work import Work
 
 SECTIONS = ("speed", "tokens", "distribution")
 # Hidden elements, ids; of speed, tokens, distribution.
@@ -48,6 +51,10 @@ DRY_SHAPES = {"speed": (64, 1024), "tokens": (64, 1024), "distribution": (64, 25
 BATCHES, DRY_BATCHES = (1, 8, 16, 32), (1, 3)
 TEMPERATURES = (0.0, 0.2, 0.7, 1.0, 1.5)
 TIMED_TEMPERATURES = (1.0, 0.7, 0.0)
+# Top-k and top-p: of the race, at temperature 0.7; of the compared tokens, row by row.
+TIMED_LIMITS = ((20, 0.95), (50, 0.9))
+LIMITS = ((20, 1.0), (50, 0.9), (20, 0.8), (64, 0.95))
+LIMITED_TEMPERATURES = (0.6, 1.0)
 TOKEN_ROWS, ROWS_PER_CALL = 1 << 20, 32
 DRAWS, DRAWS_PER_CALL = 10_000_000, 4096
 NEAR = 1e-5
@@ -60,27 +67,44 @@ class Paths:
 
     def __init__(self, weight: torch.Tensor, max_rows: int, configs: dict[int, ScreenConfig]) -> None:
         self.head, self._configs = LMHead(weight), configs
+        self._choices = resolution.resolve(self.head).choices
         self.copy = Int8Head(self.head)
-        tiles = {rows: tuned.tile_for(self.head, rows) for rows in {1, ROWS_PER_CALL, max_rows}}
-        slots = max(workspace_slots(self.head, max_rows, tile) for tile in tiles.values())
+        tiles = [config for _, _, config in self._choices.used_up_to(max_rows) if isinstance(config, TileConfig)]
+        tiles += [tuned.tile_for(self.head, rows, work) for rows in (1, max_rows) for work in Work]
+        slots = max(workspace_slots(self.head, max_rows, tile) for tile in tiles)
         self.workspace = Workspace(slots, weight.device)
         self.screen_workspace = ScreenWorkspace(self.copy, max_rows)
 
-    def fused(self, hidden: torch.Tensor, *parameters: torch.Tensor) -> Drawn:
-        tile = tuned.tile_for(self.head, hidden.shape[0])
-        return lm_head_sample(hidden, self.head, *parameters, tile, workspace=self.workspace)
+    def fused(self, hidden: torch.Tensor, *parameters: torch.Tensor, limits: Truncation | None = None) -> Drawn:
+        tile, draw = self.tile(hidden.shape[0], limits), self._choices.draw
+        options: dict[str, Any] = {"truncation": limits, "draw": draw, "workspace": self.workspace}
+        return lm_head_sample(hidden, self.head, *parameters, tile, **options)
 
-    def screened(self, hidden: torch.Tensor, *parameters: torch.Tensor) -> Drawn:
-        config = self.config(hidden.shape[0])
-        return screened_sample(hidden, self.head, self.copy, *parameters, config, workspace=self.screen_workspace)
+    def screened(self, hidden: torch.Tensor, *parameters: torch.Tensor, limits: Truncation | None = None) -> Drawn:
+        config, draw = self.config(hidden.shape[0], limits), self._choices.draw
+        options: dict[str, Any] = {"truncation": limits, "draw": draw, "workspace": self.screen_workspace}
+        return screened_sample(
+            hidden, self.head, self.copy, *parameters, config, head_workspace=self.workspace, **options
+        )
 
-    def config(self, rows: int) -> ScreenConfig:
-        return self._configs.get(rows) or tuned.screen_of(tuned.Shape.of(self.head), rows)
+    def tile(self, rows: int, limits: Truncation | None) -> TileConfig:
+        work = Work.PLAIN if limits is None else Work.TRUNCATE
+        picked = self._choices.pick(rows, work)
+        return picked if isinstance(picked, TileConfig) else tuned.tile_for(self.head, rows, work)
+
+    def config(self, rows: int, limits: Truncation | None = None) -> ScreenConfig:
+        """The given one, else the tuned table's where it has one, else the built-in."""
+        work = Work.SCREENED if limits is None else Work.SCREENED_TRUNCATE
+        picked = self._choices.pick(rows, work)
+        if rows in self._configs:
+            return self._configs[rows]
+        return picked if isinstance(picked, ScreenConfig) else tuned.screen_of(self._choices.shape, rows, work)
 
     def counted(self) -> dict[str, int]:
-        values = self.screen_workspace.counters.tolist()
+        values, searched = self.screen_workspace.counters.tolist(), int(self.workspace.searched)
         self.screen_workspace.counters.zero_()
-        return {kind.name.lower(): values[kind] for kind in Counted}
+        self.workspace.searched.zero_()
+        return {kind.name.lower(): values[kind] for kind in Counted} | {"searched": searched}
 
 
 def random_weight(vocab: int, hidden: int, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -109,7 +133,9 @@ def speed(device: str, dtype: torch.dtype, dry: bool, configs: dict[int, ScreenC
         raced = [rival for rival in rivals(inputs, flashinfer, lambda call: call) if _is_raced(rival)]
         for temperature in TIMED_TEMPERATURES:
             for name in ("fused", "screened"):
-                raced.append(_ours(paths, name, inputs, torch.full((batch,), temperature, device=device), temperature))
+                raced.append(_ours(paths, name, inputs, temperature))
+        for one in TIMED_LIMITS:
+            raced += [_ours(paths, name, inputs, LIMITED_TEMPERATURES[0], one) for name in ("fused", "screened")]
         timings = _race(raced, inputs, reader)
         read_us = timings.pop("read").us if reader is not None else None
         floor_us = None if read_us is None else weight.numel() * weight.element_size() * read_us / READ_BYTES
@@ -124,9 +150,10 @@ def speed(device: str, dtype: torch.dtype, dry: bool, configs: dict[int, ScreenC
                 counted = paths.counted()
                 row["candidates_per_row"] = round(counted["candidates"] / batch, 1)
                 row["groups_read"] = counted["groups"]
+                row["rows_left"] = counted["searched"]
             rows.append(row)
             print(
-                "  B={B:<3} {path:18} {mode:12} {us:8.1f} +- {us_spread:4.1f} us  {over_floor}".format(**row),
+                "  B={B:<3} {path:18} {mode:20} {us:8.1f} +- {us_spread:4.1f} us  {over_floor}".format(**row),
                 flush=True,
             )
     size = weight.numel() * weight.element_size()
@@ -146,15 +173,24 @@ def _is_raced(rival: Contender) -> bool:
     return rival.path in ("gemm", "flashinfer_gumbel")
 
 
-def _ours(paths: Paths, name: str, inputs: Inputs, temperature: torch.Tensor, value: float) -> Contender:
+def _ours(paths: Paths, name: str, inputs: Inputs, value: float, limit: tuple[int, float] | None = None) -> Contender:
     call: Callable[..., Drawn] = getattr(paths, name)
+    rows, device = inputs.hidden.shape[0], inputs.hidden.device
+    temperature = torch.full((rows,), value, device=device)
+    limits = None if limit is None else _limits((limit,), rows, device)
 
     def draw(step: int) -> torch.Tensor:
-        return call(inputs.hidden, temperature, inputs.seed, inputs.position[step]).token
+        return call(inputs.hidden, temperature, inputs.seed, inputs.position[step], limits=limits).token
 
-    rows = inputs.hidden.shape[0]
-    config = tuned.tile_for(paths.head, rows) if name == "fused" else paths.config(rows)
-    return Contender(name, "greedy" if value == 0 else f"T={value:g}", str(config), draw)
+    config = paths.tile(rows, limits) if name == "fused" else paths.config(rows, limits)
+    mode = "greedy" if value == 0 else f"T={value:g}" + ("" if limit is None else ", k={}, p={:g}".format(*limit))
+    return Contender(name, mode, str(config), draw)
+
+
+def _limits(kinds: tuple[tuple[int, float], ...], rows: int, device: torch.device | str) -> Truncation:
+    """One of ``kinds``, top-k and top-p, after the other."""
+    top_k, top_p = torch.tensor(kinds, device=device)[torch.arange(rows, device=device) % len(kinds)].unbind(1)
+    return Truncation(top_k.int().contiguous(), top_p.contiguous(), torch.zeros(rows, device=device))
 
 
 def _race(raced: list[Contender], inputs: Inputs, reader: Callable[[], object] | None) -> dict[str, measure.Timing]:
@@ -205,34 +241,40 @@ KINDS = {"random": _random, "peaked": _peaked, "flat": _flat, "heavy-tailed": _h
 def tokens(device: str, dtype: torch.dtype, dry: bool, configs: dict[int, ScreenConfig]) -> dict[str, Any]:
     hidden_size, vocab = (DRY_SHAPES if dry else SHAPES)["tokens"]
     per_call = 3 if dry else ROWS_PER_CALL
+    cells = [(value, False) for value in TEMPERATURES] + [(value, True) for value in LIMITED_TEMPERATURES]
     calls = 2 if dry else math.ceil(TOKEN_ROWS / len(KINDS) / len(TEMPERATURES) / per_call)
+    limits = _limits(LIMITS, per_call, device)
     rows = []
     for kind, make in KINDS.items():
         weight, hidden_states = make(vocab, hidden_size, device, dtype)
         paths = Paths(weight, per_call, configs)
-        for value in TEMPERATURES:
+        for value, limited in cells:
             temperature = torch.full((per_call,), value, device=device)
+            options = {"limits": limits if limited else None}
             seed = torch.arange(per_call, device=device) * 7919
-            differ, far = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+            differ, far, left = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
             paths.counted()
             for call in range(calls):
                 hidden = hidden_states(per_call).to(dtype)
                 position = torch.full((per_call,), call, dtype=torch.int64, device=device)
-                one = paths.fused(hidden, temperature, seed, position)
-                other = paths.screened(hidden, temperature, seed, position)
+                one = paths.fused(hidden, temperature, seed, position, **options)
+                paths.workspace.searched.zero_()
+                other = paths.screened(hidden, temperature, seed, position, **options)
+                left += paths.workspace.searched[0]
                 different = one.token != other.token
                 apart = (one.score - other.score).abs() > NEAR * one.score.abs().clamp(min=1.0)
                 differ += different.sum()
                 far += (different & apart).sum()
             counted = paths.counted()
-            row = {"kind": kind, "temperature": value, "rows": calls * per_call, "different": int(differ)}
+            row = {"kind": kind, "temperature": value, "limited": limited, "rows": calls * per_call}
+            row |= {"different": int(differ), "left": round(int(left) / (calls * per_call), 4)}
             row |= {"no_near_tie": int(far), "candidates_per_row": round(counted["candidates"] / counted["rows"], 1)}
             row["sure"] = round(counted["sure_rows"] / counted["rows"], 4)
             row["wide"] = round(counted["wide_batches"] / counted["batches"], 4)
             rows.append(row)
             print(
-                "  {kind:13} T={temperature:<4} {rows} rows, {different} differ, {no_near_tie} of them no near-tie, "
-                "{candidates_per_row} candidates per row".format(**row),
+                "  {kind:13} T={temperature:<4} limited {limited:d}: {rows} rows, {different} differ, {no_near_tie} of "
+                "them no near-tie, {candidates_per_row} candidates per row, {left} of the rows left".format(**row),
                 flush=True,
             )
         del weight, paths

@@ -293,7 +293,9 @@ def screened_table(path: Path = RESULTS / "h200-screened.json") -> str:
         return NOT_MEASURED
     cell = {(row["B"], row["path"], row["mode"]): row for row in section["rows"]}
     rivals = {row["B"]: row["us"] for row in section["rows"] if row["path"] == "flashinfer_gumbel"}
-    lines = ["| B | fused | screened, temperature 1 | temperature 0.7 | greedy |", "|---" * 5 + "|"]
+    limited = [mode for mode in dict.fromkeys(row["mode"] for row in section["rows"]) if ", k=" in mode]
+    lines = ["| B | fused | screened, temperature 1 | temperature 0.7 | greedy | " + " | ".join(limited) + " |"]
+    lines.append("|---" * (5 + len(limited)) + "|")
     for batch in dict.fromkeys(row["B"] for row in section["rows"]):
         cells = [f"{cell[batch, 'fused', 'T=1']['us']:.0f}"]
         for mode in ("T=1", "T=0.7", "greedy"):
@@ -302,6 +304,9 @@ def screened_table(path: Path = RESULTS / "h200-screened.json") -> str:
             if mode == "T=1" and batch in rivals:
                 over.append(f"FlashInfer {rivals[batch] / own['us']:.2f}")
             cells.append(f"{own['us']:.0f} ({'; '.join(over)}; {own['groups_read']} groups read)")
+        for mode in limited:
+            own, fused = cell[batch, "screened", mode], cell[batch, "fused", mode]
+            cells.append(f"{own['us']:.0f} ({own['us'] / fused['us']:.3f} of fused; {own['rows_left']} rows left)")
         lines.append(f"| {batch} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -312,13 +317,18 @@ def screened_tokens_table(path: Path = RESULTS / "h200-screened.json") -> str:
     if section is None:
         return NOT_MEASURED
     kinds = dict.fromkeys(row["kind"] for row in section["rows"])
-    temperatures = dict.fromkeys(row["temperature"] for row in section["rows"])
-    cell = {(row["kind"], row["temperature"]): row for row in section["rows"]}
-    lines = ["| rows; different; candidates per row | " + " | ".join(f"T={value:g}" for value in temperatures) + " |"]
-    lines.append("|---" * (len(temperatures) + 1) + "|")
+    columns = dict.fromkeys((row["temperature"], row["limited"]) for row in section["rows"])
+    cell = {(row["kind"], row["temperature"], row["limited"]): row for row in section["rows"]}
+    names = (f"T={value:g}" + (", top-k and top-p" if limited else "") for value, limited in columns)
+    lines = ["| rows; different; candidates per row | " + " | ".join(names) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
     for kind in kinds:
-        cells = (cell[kind, value] for value in temperatures)
-        words = (f"{row['rows']:,}; {row['different']}; {row['candidates_per_row']}" for row in cells)
+        cells = [cell[kind, *column] for column in columns]
+        left = [f"; {row['left']:.2%} left" if row["limited"] else "" for row in cells]
+        words = (
+            f"{row['rows']:,}; {row['different']}; {row['candidates_per_row']}{rest}"
+            for row, rest in zip(cells, left, strict=True)
+        )
         lines.append(f"| {kind} | " + " | ".join(words) + " |")
     return "\n".join(lines)
 

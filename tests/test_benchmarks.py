@@ -45,8 +45,10 @@ def test_the_screened_benchmark_compares_every_kind_and_its_tables_follow_from_i
     sections = json.loads(out.read_text())["sections"]
     assert set(sections) == set(screened.SECTIONS)
     rows = sections["tokens"]["rows"]
-    assert {(row["kind"], row["temperature"]) for row in rows} == {
-        (kind, value) for kind in screened.KINDS for value in screened.TEMPERATURES
+    cells = [(value, False) for value in screened.TEMPERATURES]
+    cells += [(value, True) for value in screened.LIMITED_TEMPERATURES]
+    assert {(row["kind"], row["temperature"], row["limited"]) for row in rows} == {
+        (kind, *cell) for kind in screened.KINDS for cell in cells
     }
     assert all(row["different"] == 0 and row["candidates_per_row"] >= 1.0 for row in rows)
     assert {row["path"] for row in sections["speed"]["rows"]} >= {"gemm", "fused", "screened"}
@@ -56,7 +58,9 @@ def test_the_screened_benchmark_compares_every_kind_and_its_tables_follow_from_i
     for row in sections["speed"]["rows"]:
         row |= {"us": 2.0, "over_floor": 1.0}  # a dry run times nothing
     out.write_text(json.dumps({"sections": sections}))
-    assert "2 (1.000 of the floor; 1.000 of fused; " in tables.screened_table(out)
+    table = tables.screened_table(out)
+    assert "2 (1.000 of the floor; 1.000 of fused; " in table and "2 (1.000 of fused; 0 rows left)" in table
+    assert len({line.count("|") for line in table.splitlines()}) == 1
     assert tables.screened_table(tmp_path / "absent.json") == tables.NOT_MEASURED
 
 
@@ -84,7 +88,7 @@ def test_the_kernel_benchmark_draws_with_every_path_and_says_what_cannot_run(tmp
     assert set(result) == {"env", "floor_tb_s", "rows"}
     assert all(set(row) == KERNEL_FIELDS and (row["D"], row["V"], row["B"]) == (48, 777, 3) for row in result["rows"])
     found = {(row["mode"], row["path"]) for row in result["rows"]}
-    assert found >= {(mode, path) for mode in MODES for path in ("gemm", *OWN_PATHS)} - {("trunc", "screened")}
+    assert found >= {(mode, path) for mode in MODES for path in ("gemm", *OWN_PATHS)}
     assert found >= {(mode, path) for mode in ("plain", "greedy") for path in ("multinomial_compiled", "exp_race")}
     missing = {gap["path"].split()[0]: gap["reason"] for gap in result["env"]["not_run"]}
     assert all(missing.values())

@@ -578,6 +578,8 @@ def test_batches_of_a_server_with_every_feature_have_the_same_tokens_with_a_scre
         [{"temperature": 1.0, "logit_bias": {"5": 4.0}}, {"temperature": 0}, {"frequency_penalty": 1.0}],
         [{"temperature": 0}, {"temperature": 0}],
         [{"temperature": 1.0, "top_p": 0.8}, {"temperature": 1.0}],
+        [{"temperature": 1.0, "top_p": 0.8, "top_k": 5}, {"temperature": 1.0}, {"temperature": 0.6, "top_k": 33}],
+        [{"temperature": 1.0, "top_k": 5, "frequency_penalty": 1.0}, {"temperature": 0}],
         [{"temperature": 1.0, "grammar": grammar(3, 4, 99)}, {"temperature": 0.7}],
     ]
     plain, screened = batches.Head(), batches.Head()
@@ -603,7 +605,8 @@ def test_batches_of_a_server_with_every_feature_have_the_same_tokens_with_a_scre
     counted = screened.state.screen._screen.counters.tolist()
     if batches.DEVICE == "cuda":
         return  # the built-in choice screens no float32 head there
-    assert counted[Counted.ROWS] == 2 * (3 + 3 + 2 + 2), "neither with logprobs nor with a truncation"
+    screened_rows = 3 + 3 + 2 + 3 + 2 + 2  # of all kinds but top-p without a top-k
+    assert counted[Counted.ROWS] == 2 * screened_rows, "and none with logprobs"
 
 
 @needs_sglang
