@@ -163,8 +163,8 @@ class Gate:
                 assert truncation is not None
                 token, _, _ = draw_with_flashinfer(raw, head.source, *params, truncation)
             elif isinstance(config, ScreenConfig):
-                own: dict[str, Any] = {"workspace": screen.workspace, "head_workspace": workspace}
-                token, _, _ = screened_sample(hidden, head, screen.int8_head, *params, config, **own, **options)
+                own = options | {"workspace": screen.workspace, "head_workspace": workspace}
+                token, _, _ = screened_sample(hidden, head, screen.int8_head, *params, config, **own)
             elif isinstance(config, ReadConfig):
                 token, _, _ = sample_logits(raw, head.source, *params, config, workspace=workspace, **options)
             else:

@@ -231,8 +231,8 @@ class GpuBench:
         def draw(step: int) -> Any:
             head, screen = heads[step % len(heads)], screens[step % len(heads)]
             params = (temperature, batch.seed, batch.position[step])
-            own = {"workspace": screen.workspace, "head_workspace": workspace}
-            return screened_sample(batch.hidden, head, screen.int8_head, *params, config, **own, **options)
+            own = options | {"workspace": screen.workspace, "head_workspace": workspace}
+            return screened_sample(batch.hidden, head, screen.int8_head, *params, config, **own)
 
         return draw
 
