@@ -106,10 +106,10 @@ def test_batches_with_a_screen_have_studies_of_the_screened_path_and_what_is_fou
     plan = Plan(H200, HeadShape(151936, 4096, "bf16"), EFFORTS["quick"])
     screened = [key for key in plan.studies if key.path == SCREENED]
     assert {(key.work, key.block_b) for key in screened} == {
-        (work, block_b) for work in (Work.SCREENED, Work.SCREENED_EDIT) for block_b in SCREEN_CLASSES
+        (work, block_b) for work in Work if work.screened and not work.greedy for block_b in SCREEN_CLASSES
     }
     assert not any(key.work.screened for key in plan.studies if key.path != SCREENED)
-    assert plan.buckets_of(Work.SCREENED) == (1, 2, 4, 8, 16, 32, 64) and plan.races == 5 * 10 + 3 * 7
+    assert plan.buckets_of(Work.SCREENED) == (1, 2, 4, 8, 16, 32, 64) and plan.races == 5 * 10 + 5 * 7
 
     def racing(rows, work):
         return {str(key) for key in plan.studies if plan.serves(key, rows, work)}
