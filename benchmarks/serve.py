@@ -5,7 +5,7 @@
 Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the
 GPU alone. Every cell is measured stock, ours, stock, ours, ... stock, so that drift falls on both. TPOT is the
 time between a short and a long answer to the same batch, divided by the tokens between them: no prefill, no
-HTTP. Medians.
+HTTP. Medians. ``--screen``: both servers are ours, one without a screen and one with; seeded requests are compared too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,13 @@ SERVER_ARGUMENTS = [
     *("--mem-fraction-static", "0.3", "--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
     *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune", "--disable-radix-cache"),
 ]
-BACKENDS = {"stock": "flashinfer", "flashsample": "flashsample"}
+# What is compared, the baseline first: {name: (--sampling-backend, environment)}
+BACKENDS = {"stock": ("flashinfer", {}), "flashsample": ("flashsample", {})}
+SCREENS = {
+    "screen off": ("flashsample", {"FLASHSAMPLE_SCREEN": "off"}),
+    "screen on": ("flashsample", {"FLASHSAMPLE_SCREEN": "on"}),
+}
+COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 
 
 def generate(server: Server, batch: int, sampling: tuple[dict, dict], tokens: int) -> float:
@@ -105,24 +111,40 @@ def check_capacity(server: Server) -> None:
         raise RuntimeError(f"the server has room for {found[-1:]} tokens; expected {CACHE_TOKENS} (see {server.log})")
 
 
+def seeded(server: Server, batch: int, sampling: tuple[dict, dict]) -> list[list[int]]:
+    """The tokens of prompts and seeds that are the same each time."""
+    prompts = [[1000 + 7 * row + 3 * place for place in range(PROMPT_TOKENS)] for row in range(batch)]
+    params = {**sampling[0], "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
+    rows = [params | {"sampling_seed": row} for row in range(batch)]
+    answers = server.generate(input_ids=prompts, sampling_params=rows, **sampling[1])
+    return [answer["output_ids"] for answer in answers]
+
+
 def measure_model(
-    name: str, batches: list[int], samplings: list[str], pairs: int, log_folder: Path, profiles: dict | None
+    name: str,
+    batches: list[int],
+    samplings: list[str],
+    pairs: int,
+    log_folder: Path,
+    profiles: dict | None,
+    backends: dict[str, tuple[str, dict[str, str]]],
 ) -> list[dict]:
-    rows = []
+    rows: list[dict] = []
+    baseline, subject = backends
     with tempfile.TemporaryDirectory() as model_folder:
         model = Path(model_folder)
         (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
         markov.write_tokenizer(model, markov.SIZES[name].vocab_size)  # grammars are made of its tokens
         servers = {}
         try:
-            for label, backend in BACKENDS.items():
+            for label, (backend, environment) in backends.items():
                 started = time.monotonic()
                 servers[label] = Server(
                     model,
                     SERVER_ARGUMENTS,
                     backend=backend,
-                    log=log_folder / f"{name}-{label}.log",
-                    environment={"FLASHSAMPLE_LOG_SECONDS": "0.2"},
+                    log=log_folder / f"{name}-{label.replace(' ', '-')}.log",
+                    environment={"FLASHSAMPLE_LOG_SECONDS": "0.2"} | environment,
                 )
                 servers[label].start()
                 servers[label].wait_until_ready()  # one after the other: each measures the memory that is free
@@ -130,17 +152,17 @@ def measure_model(
                 for sampling in samplings:  # compiles what the first such request compiles
                     generate(servers[label], 2, SAMPLING[sampling], 4)
                 print(f"{name} {label}: ready after {time.monotonic() - started:.0f} s", flush=True)
-            stock, ours = servers["stock"], servers["flashsample"]
+            stock, ours = servers[baseline], servers[subject]
             for sampling in samplings:
                 request = SAMPLING[sampling]
                 for batch in batches:
                     for server in servers.values():
                         generate(server, batch, request, SHORT)
                     before, host_before, batches_before = counted(ours)
-                    samples: dict[str, list[float]] = {"stock": [tpot_us(stock, batch, request)], "flashsample": []}
+                    samples: dict[str, list[float]] = {baseline: [tpot_us(stock, batch, request)], subject: []}
                     for _ in range(pairs):
-                        samples["flashsample"].append(tpot_us(ours, batch, request))
-                        samples["stock"].append(tpot_us(stock, batch, request))
+                        samples[subject].append(tpot_us(ours, batch, request))
+                        samples[baseline].append(tpot_us(stock, batch, request))
                     after, host_after, batches_after = counted(ours)
                     host_us = (host_after - host_before) / max(1, batches_after - batches_before)
                     used = {path: after[path] - before[path] for path in after}
@@ -157,19 +179,25 @@ def measure_model(
                                 "backend": label,
                                 "tpot_us": round(statistics.median(values), 1),
                                 "tpot_us_all": [round(value, 1) for value in values],
-                                "path_share": shares if label == "flashsample" else {"stock": 1.0},
-                                "host_us": round(host_us, 1) if label == "flashsample" else None,
+                                "path_share": shares if label == subject else {label: 1.0},
+                                "host_us": round(host_us, 1) if label == subject else None,
                             }
                         )
-                    ours_us, stock_us = (statistics.median(samples[key]) for key in ("flashsample", "stock"))
+                    if backends is SCREENS and batch in COMPARED_BATCHES:
+                        one, other = (seeded(server, batch, request) for server in servers.values())
+                        rows[-1]["same_answers"] = sum(a == b for a, b in zip(one, other, strict=True))
+                    ours_us, stock_us = (statistics.median(samples[key]) for key in (subject, baseline))
+                    same = rows[-1].get("same_answers")
                     print(
-                        f"{name} {sampling:12} B={batch:<3} stock {stock_us:7.0f} us, ours {ours_us:7.0f} us, "
-                        f"ratio {ours_us / stock_us:.3f}, fused {used['fused'] / total:.3f}, host {host_us:.0f} us",
+                        f"{name} {sampling:12} B={batch:<3} {baseline} {stock_us:7.0f} us, "
+                        f"{subject} {ours_us:7.0f} us, "
+                        + (f"{same} answers the same, " if same is not None else "")
+                        + f"ratio {ours_us / stock_us:.3f}, fused {used['fused'] / total:.3f}, host {host_us:.0f} us",
                         flush=True,
                     )
             if profiles is not None:
                 for label, server in servers.items():
-                    folder = log_folder / f"{name}-{label}-trace"
+                    folder = log_folder / f"{name}-{label.replace(' ', '-')}-trace"
                     for sampling in samplings:
                         server.profile(folder / sampling, steps=40)
                         generate(server, 32, SAMPLING[sampling], 80)
@@ -191,6 +219,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="measurements of ours per cell; stock gets one more")
     parser.add_argument("--profile", type=Path, help="also trace decode steps at batch 32 and write their call counts")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
+    parser.add_argument("--screen", action="store_true", help="compare our server without a screen and with one")
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
     options = parser.parse_args()
 
@@ -215,9 +244,10 @@ def main() -> None:
         ]
         runs = kept["env"].get("runs", {})
     profiles: dict | None = {} if options.profile else None
+    backends = SCREENS if options.screen else BACKENDS
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for name in options.models:
-        rows += measure_model(name, options.batches, options.samplings, options.pairs, options.logs, profiles)
+        rows += measure_model(name, options.batches, options.samplings, options.pairs, options.logs, profiles, backends)
         run = {"command": environment["command"], "date": environment["date"], "gpu": environment["nvidia_smi"]}
         runs |= {f"{name}, {sampling}": run for sampling in options.samplings}
         environment["runs"] = runs

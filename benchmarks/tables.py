@@ -311,6 +311,28 @@ def screened_table(path: Path = RESULTS / "h200-screened.json") -> str:
     return "\n".join(lines)
 
 
+def screened_serve_table(path: Path = RESULTS / "h200-serve-screen.json") -> str:
+    """Time per output token of our server with a screen, and over that without one."""
+    if not path.exists():
+        return NOT_MEASURED
+    rows = json.loads(path.read_text())["rows"]
+    cell = {(row["model"], row["sampling"], row["batch"], row["backend"]): row for row in rows}
+    batches = dict.fromkeys(row["batch"] for row in rows)
+    lines = ["| model, sampling | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
+    lines.append("|---" * (len(batches) + 1) + "|")
+    for model, sampling in dict.fromkeys((row["model"], row["sampling"]) for row in rows):
+        cells = []
+        for batch in batches:
+            off, on = (cell.get((model, sampling, batch, f"screen {state}")) for state in ("off", "on"))
+            if off is None or on is None:
+                cells.append("")
+                continue
+            same = f"; {on['same_answers']} of {batch} answers the same" if "same_answers" in on else ""
+            cells.append(f"{on['tpot_us']:.0f} us ({on['tpot_us'] / off['tpot_us']:.3f}{same})")
+        lines.append(f"| {model}, {SAMPLING_NAMES[sampling]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def screened_tokens_table(path: Path = RESULTS / "h200-screened.json") -> str:
     """Tokens of the screened path that are not the fused one's, and groups that each row left to be decided."""
     section = _section(path, "tokens")
@@ -348,6 +370,7 @@ TABLES = {
     "host": host_table,
     "screened": screened_table,
     "screened-tokens": screened_tokens_table,
+    "screened-serve": screened_serve_table,
 }
 
 

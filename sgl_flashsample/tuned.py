@@ -267,7 +267,8 @@ def _interpreted_screen(vocab_size: int, hidden_size: int, num_rows: int) -> Scr
 def screen_in(family: str, itemsize: int, num_rows: int, work: Work) -> ScreenConfig:
     """How the screened path launches on devices of ``family``."""
     key = (family, itemsize)
-    return _up_to(_own(SCREENS, key, work) or SCREENS[(*key, Work.PLAIN)], num_rows)
+    entries = _own(SCREENS, key, work) or (SCREENS.get((*key, Work.EDIT)) if work.edits else None)
+    return _up_to(entries or SCREENS[(*key, Work.PLAIN)], num_rows)
 
 
 def screen_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> ScreenConfig:

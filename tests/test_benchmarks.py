@@ -64,6 +64,19 @@ def test_the_screened_benchmark_compares_every_kind_and_its_tables_follow_from_i
     assert tables.screened_table(tmp_path / "absent.json") == tables.NOT_MEASURED
 
 
+def test_the_table_of_servers_with_a_screen_has_their_ratio_and_whether_answers_are_the_same(tmp_path):
+    import tables
+
+    out = tmp_path / "serve.json"
+    row = {"model": "m", "sampling": "t1", "batch": 8}
+    on = row | {"backend": "screen on", "tpot_us": 80.0, "same_answers": 8}
+    out.write_text(json.dumps({"rows": [row | {"backend": "screen off", "tpot_us": 100.0}, on]}))
+    assert tables.screened_serve_table(out).splitlines()[-1] == (
+        "| m, temperature 1 | 80 us (0.800; 8 of 8 answers the same) |"
+    )
+    assert tables.screened_serve_table(tmp_path / "absent.json") == tables.NOT_MEASURED
+
+
 def test_the_tables_name_every_sampling_of_the_server_benchmark():
     import serve
     import tables
