@@ -496,7 +496,7 @@ MODES = {
     "min_p .05": {"min_p": 0.05},
     "top_k 1000": {"top_k": 1000},
 }
-SPREADS = {"peaked": 4.0, "typical": 2.5, "flat": 0.5}
+SPREADS = {"typical": 2.5} | ({"peaked": 4.0, "flat": 0.5} if CUDA else {})
 VOCAB = 50_257 if CUDA else 600
 BATCH = 20_000 if CUDA else 64
 DRAWS = 34 * BATCH if CUDA else BATCH  # of each mode and spread: 10.2 million together on a GPU
@@ -507,7 +507,7 @@ CELLS = 48 if CUDA else 4
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("mode", MODES)
 def test_draws_follow_the_distribution_that_is_left_and_never_leave_it(device, mode, spread):
-    """15 cases of 680,000 draws on a GPU (64 interpreted): no token outside the allowed set, and a G-test at alpha
+    """15 cases of 680,000 draws on a GPU (5 of 64 interpreted): no token outside the allowed set, and a G-test at alpha
     1e-6 (1e-4) with power > 0.99 against a total variation of 0.01 (0.5)."""
     generator = torch.Generator().manual_seed(11)
     values = torch.randn(VOCAB, generator=generator) * SPREADS[spread]
@@ -515,7 +515,7 @@ def test_draws_follow_the_distribution_that_is_left_and_never_leave_it(device, m
     truncation = limit_all(BATCH, device, **MODES[mode])
     logits = values.double()[None]
     one = take(limit_all(1, torch.device("cpu"), **MODES[mode]), torch.tensor([0]))
-    allowed = allowed_ref(logits, torch.ones(1), **vars(one), slack=1e-5)[0]
+    allowed = allowed_ref(logits, torch.ones(1), one.top_k, one.top_p, one.min_p, slack=1e-5)[0]
     observed = torch.zeros(VOCAB, dtype=torch.int64)
     for start in range(0, DRAWS, BATCH):
         params["position"] = torch.arange(start, start + BATCH, device=device)
@@ -682,10 +682,10 @@ def test_more_equal_logits_than_there_is_room_to_list_are_all_drawn(device):
     weight = torch.zeros(200 * 128, 16, device=device)
     tied = torch.arange(200, device=device) * 128 + 5  # one group in each of 200 spans
     weight[tied, 0] = 1.0
-    states = torch.zeros(64, 16, device=device)
+    states = torch.zeros(24, 16, device=device)
     states[:, 0] = 4.0
-    params = rows(64, device) | {"temperature": torch.ones(64, device=device)}
-    drawn = draw(states, LMHead(weight), params, limit_all(64, device, top_k=20))
+    params = rows(24, device) | {"temperature": torch.ones(24, device=device)}
+    drawn = draw(states, LMHead(weight), params, limit_all(24, device, top_k=20))
     assert torch.isin(drawn.token, tied).all()
     assert (drawn.token > tied[128]).float().mean() > 0.15, "of 200 spans, 71 are beyond the list"
     assert (drawn.rounds > 1).all(), "the search answers"

@@ -122,7 +122,11 @@ def test_equal_logits_at_a_threshold_stay_or_go_together(device, limit):
     found = search(logits, params, truncation)
     assert_equal_to_reference(found, logits, params, truncation, 0.01)
     allowed = allowed_ref(
-        logits[:1].double(), params["temperature"][:1], **vars(take(truncation, torch.tensor([0], device=device)))
+        logits[:1].double(),
+        params["temperature"][:1],
+        truncation.top_k[:1],
+        truncation.top_p[:1],
+        truncation.min_p[:1],
     )
     assert set(found[0].tolist()) == set(allowed[0].nonzero()[:, 0].tolist())
 
