@@ -535,20 +535,6 @@ def test_what_cannot_be_fused_is_said_in_one_line_and_served_by_sglang(folder):
         assert "Traceback" not in server.log_text()
 
 
-@pytest.mark.skipif(CUDA, reason="runs on the CPU")
-def test_an_unknown_sglang_version_is_named_and_served_by_sglang(folder):
-    pretended = folder / "pretended" / "sglang-9.9.9.dist-info"
-    pretended.mkdir(parents=True)
-    (pretended / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n")
-    server, _ = make_server(folder, "tiny", name="unknown version", first_on_path=pretended.parent)
-    with server:
-        (line,) = server.log_lines("] flashsample 0.")
-        assert "SGLang 9.9.9 is not among the known versions 0.5.17 to 0.5.23" in line
-        answer = server.generate(input_ids=[300], sampling_params={"temperature": 1.0, "max_new_tokens": 4})
-        assert set(paths(answer)) == {"native:inactive"}
-        assert "Traceback" not in server.log_text()
-
-
 @pytest.mark.parametrize("version", [None if CUDA else "0.5.17"])  # the oldest: all of them answer alike
 def test_a_server_that_is_asked_to_counts_what_it_draws_whoever_draws_it(folder, version):
     file = folder / f"hot-{version}.json"
