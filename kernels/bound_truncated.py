@@ -12,16 +12,14 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .draw_top_k import bound_of_top_k
+from .draw_top_k import bound_of_top_k, largest_of_spans
 from .draw_truncated import truncates
 from .features import Truncation
-from .head import ROW_POINTERS, SPAN, Kept, block_of_spans
+from .head import ROW_POINTERS, Kept, block_of_spans
 from .int8_head import ScreenWorkspace
 from .kept_row import ordered
 from .launch import launch, starts_early
 from .tiles import DrawConfig, ScreenConfig
-
-_SPAN = tl.constexpr(SPAN)
 
 
 @triton.jit
@@ -55,12 +53,10 @@ def bound_truncated_kernel(
     if (tl.load(temperature_ptr + row) > 0.0) & truncates(top_k_ptr, top_p_ptr, min_p_ptr, row, True, vocab_size):
         reach_ptr += row.to(tl.int64) * num_groups
         peak_ptr += row.to(tl.int64) * num_groups
-        of_span = tl.full([BLOCK_S], float("-inf"), tl.float32)
-        for place in tl.range(_SPAN):  # a loop, for few registers
-            groups = tl.arange(0, BLOCK_S) * _SPAN + place
-            inside = groups < num_groups
-            of_span = tl.maximum(of_span, tl.load(reach_ptr + groups, mask=inside, other=float("-inf")))
-            tl.store(peak_ptr + groups, float("-inf"), mask=inside)
+        for first in tl.range(0, num_groups, BLOCK_S):
+            groups = first + tl.arange(0, BLOCK_S)
+            tl.store(peak_ptr + groups, float("-inf"), mask=groups < num_groups)
+        of_span = largest_of_spans(reach_ptr, num_groups, BLOCK_S)
         k, _ = groups_to_find(tl.load(top_k_ptr + row), vocab_size, CANDIDATES)
         bound = bound_of_top_k(of_span, tl.max(of_span), k, 0)
         tl.store(threshold_ptr + row, ordered(bound))

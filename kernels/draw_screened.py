@@ -99,14 +99,14 @@ def draw_rescored(
     k = tl.where(limits_k, top_k, vocab_size)
     p_most = tl.full([], float("inf"), tl.float32)
     p_least = tl.full([], float("inf"), tl.float32)
-    known = top_p >= 0.0
+    # With min-p, top-p is of what top-k has left.
+    of_top_k = (top_p < 1.0) & limits_k & (min_p > 0.0)
+    known = complete | ~of_top_k
     if top_p < 1.0:
-        if limits_k & (min_p > 0.0):
-            # With min-p, top-p is of what top-k has left.
+        if of_top_k:
             floor = threshold_of(logits, weights, low, largest, k, float("inf"), SHIFT)
             p_most = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
             p_least = p_most
-            known = complete
         else:
             most, least = mass_of_others(peak_row, most_row, least_row, low, reference, num_groups, BLOCK_S)
             rescored = tl.sum(weights)

@@ -78,7 +78,8 @@ READS: dict[Work, list[tuple[int, ReadConfig]]] = {
     Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
 }
 # {(family, bytes per weight element, work): [(largest number of rows, how the screened path launches)]}. Those of sm90
-# for 2 bytes and a plain draw are the fastest of a sweep; all others compile, and are not measured.
+# for 2 bytes and a plain draw are the fastest of a development sweep on an H200, whose times are not kept; all others
+# compile, and are not measured.
 SCREENS: dict[tuple[str, int, Work], list[tuple[int, ScreenConfig]]] = {
     ("sm90", 2, Work.PLAIN): [
         (8, ScreenConfig(8, 64, 256, 4, 4, ctas_per_sm=2, rescore_d=256, prefetch=False)),
@@ -116,7 +117,7 @@ PATHS: dict[tuple[str, int, Work], int] = {
 }
 FUSED_ROWS = 64  # where PATHS has no entry
 # {(family, bytes per weight element, work): largest number of rows that the screened path takes where the head has a
-# screen}: where it was measured to win, and nowhere else.
+# screen}: where it won in that sweep, and nowhere else.
 SCREEN_ROWS: dict[tuple[str, int, Work], int] = {("sm90", 2, Work.PLAIN): 32}
 INTERPRETED_SCREEN_ROWS = 32  # of every kind of work: no time is lost, and what has a screen is there to be tried
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.

@@ -54,6 +54,15 @@ def integer_problem(num_rows, vocab, hidden, dtype, device, seed=0):
     return states.to(device), weight.to(device)
 
 
+def ties_apart(num_rows: int, device: torch.device):
+    """Rows at temperature 1 whose largest logits are 200 equal ones, one group in each of 200 spans; with their ids."""
+    weight, states = torch.zeros(200 * 128, 16, device=device), torch.zeros(num_rows, 16, device=device)
+    tied = torch.arange(200, device=device) * 128 + 5
+    weight[tied, 0], states[:, 0] = 1.0, 4.0
+    params = rows(num_rows, device) | {"temperature": torch.ones(num_rows, device=device)}
+    return states, LMHead(weight), params, tied
+
+
 def limits(num_rows: int, vocab: int, device: torch.device, first: int = 0) -> Truncation:
     """Every combination of top-k, top-p and min-p in turn, all off and all on among them, off in all its spellings."""
     g = torch.Generator().manual_seed(num_rows * 7 + vocab)

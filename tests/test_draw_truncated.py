@@ -21,6 +21,7 @@ from problems import (
     reference,
     rows,
     take,
+    ties_apart,
 )
 from sgl_flashsample.kernels.draw_truncated import draw_truncated
 from sgl_flashsample.kernels.features import Truncation
@@ -679,13 +680,8 @@ def test_a_captured_graph_follows_its_limits(device):
 
 
 def test_more_equal_logits_than_there_is_room_to_list_are_all_drawn(device):
-    weight = torch.zeros(200 * 128, 16, device=device)
-    tied = torch.arange(200, device=device) * 128 + 5  # one group in each of 200 spans
-    weight[tied, 0] = 1.0
-    states = torch.zeros(24, 16, device=device)
-    states[:, 0] = 4.0
-    params = rows(24, device) | {"temperature": torch.ones(24, device=device)}
-    drawn = draw(states, LMHead(weight), params, limit_all(24, device, top_k=20))
+    states, head, params, tied = ties_apart(24, device)
+    drawn = draw(states, head, params, limit_all(24, device, top_k=20))
     assert torch.isin(drawn.token, tied).all()
     assert (drawn.token > tied[128]).float().mean() > 0.15, "of 200 spans, 71 are beyond the list"
     assert (drawn.rounds > 1).all(), "the search answers"

@@ -16,9 +16,8 @@ from ..kernels.int8_head import Counted
 logger = logging.getLogger("sgl_flashsample")
 
 # Of the bytes of the head: what a screen may read, per block of rows, its copy and the rescored groups together.
-# Half the head is the copy of a 2-byte head. With few groups the screened path has taken .59 to .67 of the time that
-# reading the head takes, the fused pass 1.02 or more. If gathered groups come at half the speed of a stream, .15 of the
-# head as groups make .97 of the worse of these: still a gain, with what is left over for slower gathering.
+# Half the head is the copy of a 2-byte head; .15 more of it as groups, if gathering has half the speed of a stream,
+# take as long as .3 of it: together less than the whole head. An estimate, not a measurement.
 MOST_READ = 0.65
 LEAST_BLOCKS = 64  # of rows, that a decision is made from
 FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 60.0, 3600.0  # twice as long each time, until the screen pays again
