@@ -19,6 +19,7 @@ from .space import Config, Space
 BRUTE = 64
 STARTUP = 12  # trials before the surrogate has a say
 POLISH = 0.6  # share of the trials after which the best are surrounded again: the sampler steps over its neighbours
+LEADERS = 2  # whose neighbours are tried, whatever batch size they lead at
 MOST_REPEATS = 40  # proposals already known, in a row, after which an unknown one is drawn
 
 
@@ -119,15 +120,19 @@ class Study:
                     return config
             if self.brute:
                 return None
-            ranked = sorted(
-                (config for config in self.trials if self.value(config) is not None),
-                key=lambda config: (self.value(config), str(config)),
-            )
-            around = [config for config in ranked[:2] if config not in self._surrounded]
+            around = [config for config in self._leaders() if config not in self._surrounded]
             if not around or (self._surrounded and self.known < POLISH * self.size):
                 return None
             self._surrounded |= set(around)
             self._seeds = [near for config in around for near in self.space.neighbours(config)]
+
+    def _leaders(self) -> list[Config]:
+        """The best two, and the best at each batch size that is measured: each of them may win a race."""
+        timed = [config for config in self.trials if self.value(config) is not None]
+        leaders = sorted(timed, key=lambda config: (self.value(config), str(config)))[:LEADERS]
+        for batch in sorted({batch for config in timed for batch in self.trials[config].us}):
+            leaders += self.best(batch, 1)
+        return list(dict.fromkeys(leaders))
 
     def _walk(self) -> Config | None:
         for config in self.space.points:

@@ -36,7 +36,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     import interpreter_bf16
 
+    from sgl_flashsample.demo import interpreter
+
     interpreter_bf16.patch()
+    interpreter.patch()
 
 
 # Files whose tests share what takes long to make: one worker of pytest-xdist runs such a file. Longest first.

@@ -159,8 +159,8 @@ def test_a_full_run_agrees_with_an_exhaustive_one_within_a_percent_and_with_anot
     second = tune(tmp_path / "c", path, effort="full", **options).table
     for work in Unscreened.works:
         best, found, other = (table.classes[work][64] for table in (oracle, first, second))
+        assert max(found.us, other.us) <= best.us * 1.01, work
         # Either may have chosen a configuration that ties with its best one.
-        assert found.us <= best.us * 1.02, work
         assert found.use == other.use or abs(found.us / other.us - 1) < 0.015, work
 
 

@@ -160,6 +160,18 @@ def test_a_study_finds_the_best_of_hundreds_in_dozens():
     assert cost(study.best(16, 1)[0]) <= 1.02 * best
 
 
+def test_the_neighbours_of_what_is_best_at_one_batch_size_alone_are_tried():
+    space = SPACES[0]
+    base, best, second, single = space.first()[:4]
+    costs = {best: {1: 100.0, 16: 50.0}, second: {1: 100.0, 16: 60.0}, single: {1: 90.0, 16: 100.0}}
+    around = {near for config in costs for near in space.neighbours(config)}
+    study = Study(space, [base, *costs], len(around | {base, *costs}))
+    while (config := study.ask()) is not None:
+        study.baseline = {1: 100.0, 16: 100.0}
+        study.tell(config, costs.get(config, {1: 100.0, 16: 100.0}))
+    assert set(space.neighbours(single)) <= study.trials.keys()
+
+
 def test_a_small_space_is_walked_and_nothing_is_asked_twice():
     small = Space(Problem(64, 2, 60_000, False), FUSED, 128, False, False)
     assert 0 < len(small.points) <= 64

@@ -66,6 +66,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 def activate() -> str:
     """Entry point: the platform class."""
+    from . import interpreter
+
+    interpreter.patch()
     return "sgl_flashsample.demo.cpu_platform.NativeCpuPlatform"
 
 
