@@ -13,13 +13,13 @@ import triton.language as tl
 
 from . import rng
 from .draw_top_k import bound_of_top_k, largest_of_spans
-from .draw_truncated import truncates
 from .features import Truncation
 from .head import ROW_POINTERS, Kept, block_of_spans
 from .int8_head import ScreenWorkspace
 from .kept_row import ordered
 from .launch import launch, starts_early
 from .tiles import DrawConfig, ScreenConfig
+from .truncates import truncates
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from .draw_top_k import (
     threshold_of,
     value_below,
 )
-from .draw_truncated import truncates
 from .features import Truncation
 from .head import LISTED, ROW_POINTERS, SPAN, Kept, block_of_spans
 from .int8_head import ScreenWorkspace
@@ -33,6 +32,7 @@ from .kept_row import lowest_allowed, ordered, value_of
 from .launch import launch, starts_early
 from .reduce_parts import OUTPUTS, Drawn
 from .tiles import DrawConfig, ScreenConfig
+from .truncates import truncates
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SPAN = tl.constexpr(SPAN)

@@ -34,6 +34,7 @@ from .next_tokens import lowest_of_min_p, next_tokens
 from .reduce_parts import OUTPUTS, Drawn, draw_from_parts, lse_of_parts
 from .search_truncated import search_truncated
 from .tiles import DrawConfig
+from .truncates import truncates
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _PARTIALS = tl.constexpr(PARTIALS)
@@ -41,15 +42,6 @@ _CHAIN = tl.constexpr(CHAIN)
 _LOADED = tl.constexpr(8)  # logits of a 16-byte load
 _GROUPS = tl.constexpr(FIRST_GROUPS)
 _LISTED = tl.constexpr(LISTED)
-
-
-@triton.jit
-def truncates(top_k_ptr, top_p_ptr, min_p_ptr, rows, mask, vocab_size):
-    """Whether rows restrict what may be drawn."""
-    top_k = tl.load(top_k_ptr + rows, mask=mask, other=0)
-    top_p = tl.load(top_p_ptr + rows, mask=mask, other=1.0)
-    min_p = tl.load(min_p_ptr + rows, mask=mask, other=0.0)
-    return ((top_k >= 1) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
 
 
 @triton.jit

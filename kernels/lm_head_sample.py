@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
 from .arguments import check_batch, feature_arguments, reduction_arguments, workspace_for
-from .draw_truncated import draw_truncated, truncates
+from .draw_truncated import draw_truncated
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
@@ -45,6 +45,7 @@ from .part import (
 )
 from .reduce_parts import OUTPUTS, Drawn, draw_if_last, reduce_parts
 from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
+from .truncates import truncates
 
 
 @triton.jit(

@@ -25,7 +25,6 @@ from . import rng
 from .approx import prefetch
 from .arguments import edit_arguments, truncation_pointers
 from .draw_in_groups import draw_in_best_groups
-from .draw_truncated import truncates
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, Kept, LMHead
@@ -37,6 +36,7 @@ from .list_groups import flag_groups, list_groups
 from .part import best_of_slots
 from .reduce_parts import OUTPUTS, Drawn
 from .tiles import LEAST_CHUNK, ScreenConfig
+from .truncates import truncates
 
 _LINE_BYTES = tl.constexpr(128)
 _LINES = tl.constexpr(8)  # that are asked for at a time

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from . import rng
 from .arguments import check_batch, feature_arguments, reduction_arguments, workspace_for
-from .draw_truncated import draw_truncated, truncates
+from .draw_truncated import draw_truncated
 from .epilogue import bound_logits, cap_softly, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LogitsSource, Workspace
@@ -38,6 +38,7 @@ from .part import (
 )
 from .reduce_parts import OUTPUTS, Drawn, draw_if_last, reduce_parts
 from .tiles import DEFAULT_DRAW, MOST_PARTS, DrawConfig, ReadConfig
+from .truncates import truncates
 
 
 @triton.jit(

@@ -27,7 +27,6 @@ import triton.language as tl
 
 from . import rng
 from .arguments import edit_arguments, truncation_pointers
-from .draw_truncated import truncates
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import Edit, LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
@@ -36,6 +35,7 @@ from .integers import cdiv
 from .kept_row import ordered
 from .launch import launch, resident_programs, starts_early
 from .tiles import ScreenConfig
+from .truncates import truncates
 
 _SLACK = tl.constexpr(2.0**-13)
 _RELATIVE_SLACK = tl.constexpr(2.0**-20)
