@@ -19,6 +19,9 @@ import sys
 
 if "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    from sgl_flashsample.demo import interpreter
+
+    interpreter.patch()
 
 import argparse
 import datetime

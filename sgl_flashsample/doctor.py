@@ -112,11 +112,14 @@ def check_kernels() -> Finding:
     import torch
 
     from .choices import choices_for
+    from .demo import interpreter
     from .kernels.head import LMHead
     from .selftest import compare_with_reference
 
     started = time.monotonic()
     cuda = torch.cuda.is_available()
+    if not cuda:
+        interpreter.patch()
     generator = torch.Generator().manual_seed(0)
     shape, dtype = ((40_000, 1024), torch.bfloat16) if cuda else ((2000, 64), torch.float32)
     weight = torch.randn(*shape, generator=generator).to(dtype)
