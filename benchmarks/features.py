@@ -13,10 +13,9 @@ import os
 import sys
 
 if "--dry-run" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from sgl_flashsample.demo import interpreter
 
-    interpreter.patch()
+    interpreter.turn_on()  # before triton is imported
 
 import argparse
 import concurrent.futures

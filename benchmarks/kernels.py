@@ -10,14 +10,12 @@ nothing; it works without a GPU. What cannot run is left out, with the reason in
 
 from __future__ import annotations
 
-import os
 import sys
 
 if "--dry-run" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from sgl_flashsample.demo import interpreter
 
-    interpreter.patch()
+    interpreter.turn_on()  # before triton is imported
 
 import argparse
 import gc

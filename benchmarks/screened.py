@@ -14,14 +14,12 @@ nothing is timed; needs no GPU.
 
 from __future__ import annotations
 
-import os
 import sys
 
 if "--dry-run" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from sgl_flashsample.demo import interpreter
 
-    interpreter.patch()
+    interpreter.turn_on()  # before triton is imported
 
 import argparse
 import datetime

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-# Shared memory per program that a device of each compute capability offers: of 8.x the least, which 8.6 and 8.9 have.
-SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-FAMILY = {80: "sm80", 90: "sm90", 100: "sm100"}
+# Shared memory per program that a device of each compute capability offers.
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+FAMILY = {80: "sm80", 86: "sm80", 90: "sm90", 100: "sm100"}
 
 # The search for a token runs in few rows and waits for memory rather than registers: it may spill this much.
 # Bytes: of its own accord ptxas stops at 128 registers and spills a few words; with that limit given, it spills none.
@@ -44,15 +44,18 @@ def report(name, used):
 for name, itemsize in TABLE:
     if name != family:
         continue
-    dtype = torch.bfloat16 if itemsize == 2 else torch.float32  # another 2-byte dtype changes no layout
+    dtypes = [torch.bfloat16, torch.float16] if itemsize == 2 else [torch.float32]
     for work in (work for work in Work if work.fallback is None):  # the others take these where they are not screened
         features = {"truncate": work.truncates, "edits": work.edits}
         for _, tile in WORK_TABLE.get((family, itemsize, work)) or TABLE[family, itemsize]:
-            variants = [{}, {"return_logprob": True}, {"softcap": True}]
-            # A softcap changes no layout either: with the plain work alone. With a truncation there are logprobs.
-            for options in variants[: 3 if work is Work.PLAIN else 1 if work.truncates else 2]:
-                used = cubins.resources_of_lm_head_sample(capability, 4096, dtype, tile, **options, **features)
-                report(f"{work}: {tile} {dtype} {options}", used)
+            for dtype in dtypes:
+                variants = [{}, {"return_logprob": True}, {"softcap": True}]
+                # Another 2-byte dtype or a softcap changes no layout: with the plain work alone.
+                for options in variants[:1] if dtype is torch.float16 else variants[: 3 if work is Work.PLAIN else 2]:
+                    if dtype is torch.float16 and work is not Work.PLAIN:
+                        continue
+                    used = cubins.resources_of_lm_head_sample(capability, 4096, dtype, tile, **options, **features)
+                    report(f"{work}: {tile} {dtype} {options}", used)
             if work is Work.PLAIN and not tile.one_launch:
                 used = cubins.resources_of_reduce_parts(capability, tile, 256, return_logprob=True)
                 report(f"reduction of {tile}", used)
@@ -69,7 +72,7 @@ for (name, itemsize, work), entries in SCREENS.items():
                 report(f"screen, {work}: {config} {dtype} {options}", used)
                 used = cubins.resources_of_rescore_groups(capability, 4096, dtype, config, **options)
                 report(f"rescoring, {work}: {config} {dtype} {options}", used)
-        if not place:
+        if not place or place == len(entries) - 1:
             options = {"edits": work.edits, "truncate": True}
             used = cubins.resources_of_screen_head(capability, 4096, dtype, config, **options)
             report(f"truncated screen, {work}: {config} {dtype} {options}", used)

@@ -151,7 +151,7 @@ def test_hidden_states_and_weights_that_are_not_finite_or_huge_give_the_fused_pa
         assert torch.equal(screened(s, LMHead(w), params, cut).token, fused.token)
 
 
-def few_shares(device, num_rows=4, vocab=10_000, spread=1.0, **limit):
+def few_shares(device, num_rows=6, vocab=16_000, spread=1.0, **limit):
     """Rows with the same limits on logits of a deviation of 3 x ``spread``, and what the screen makes of them."""
     states, weight = random_problem(num_rows, vocab, 128, torch.bfloat16, device, seed=5)
     head, params = (
@@ -165,7 +165,7 @@ def few_shares(device, num_rows=4, vocab=10_000, spread=1.0, **limit):
 def test_a_small_top_k_is_answered_from_a_part_of_the_head(device):
     found = few_shares(device, top_k=20)
     assert (found.rounds == 1).all()
-    assert found.groups_read < 625 / 2, "of 625 groups, for 4 rows together"
+    assert found.groups_read < 1000 / 2, "of 1000 groups, for 6 rows together"
 
 
 def test_top_p_beside_a_small_top_k_is_answered_where_the_mass_is_known_well_enough(device):
@@ -174,12 +174,10 @@ def test_top_p_beside_a_small_top_k_is_answered_where_the_mass_is_known_well_eno
 
 
 def test_top_p_and_min_p_without_a_top_k_are_answered_where_few_tokens_matter(device):
-    # Of twice as many spans as the draw looks for: with fewer, it lists more groups than it has room for.
-    large = {"num_rows": 4, "vocab": 16_400}
-    assert (few_shares(device, spread=2.0, min_p=0.2, **large).rounds == 1).all()
-    assert (few_shares(device, spread=3.0, top_p=0.5, **large).rounds == 1).float().mean() > 0.7
+    assert (few_shares(device, spread=2.0, min_p=0.2).rounds == 1).all()
+    assert (few_shares(device, spread=3.0, top_p=0.5).rounds == 1).float().mean() > 0.8
     flat = few_shares(device, num_rows=3, spread=0.1, top_p=0.9)
-    assert (flat.rounds > 1).all() and flat.groups_read >= 625, "all of the head is read where all of it matters"
+    assert (flat.rounds > 1).all() and flat.groups_read >= 1000, "all of the head is read where all of it matters"
 
 
 def test_a_row_that_is_left_does_not_make_the_others_read_more(device):
@@ -246,8 +244,8 @@ def test_a_bound_that_is_wide_is_late_and_not_wrong(device):
 
 
 def test_more_equal_logits_than_the_draw_has_room_for_are_all_drawn(device):
-    states, head, params, tied = ties_apart(6, device)
-    cut = limit_all(6, device, top_k=20)
+    states, head, params, tied = ties_apart(12, device)
+    cut = limit_all(12, device, top_k=20)
     found = screened(states, head, params, cut)
     assert torch.equal(found.token, draw(states, head, params, cut).token)
     assert torch.isin(found.token, tied).all() and (found.token > tied[128]).any(), (
