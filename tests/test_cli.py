@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +157,16 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path):
         server = Server(tmp_path, [], backend=None, log=tmp_path / "log", port=port)
         with pytest.raises(ServerError, match=f"port {port} is taken"):
             server.start()
+
+
+def test_no_port_of_a_server_is_one_that_the_system_hands_out_to_others_meanwhile(tmp_path):
+    server = Server(tmp_path, ["--tp", "1"], backend=None, log=tmp_path / "log")
+    first_of_others = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [int(server.command[server.command.index(name) + 1]) for name in ("--port", "--nccl-port")]
+    assert ports[0] == server.port != ports[1]
+    assert all(1024 <= port < first_of_others for port in ports)
+    chosen = Server(tmp_path, ["--nccl-port", "1234"], backend=None, log=tmp_path / "log")
+    assert chosen.command.count("--nccl-port") == 1 and "1234" in chosen.command
 
 
 def test_a_server_that_dies_at_start_is_reported_with_its_last_error(tmp_path):

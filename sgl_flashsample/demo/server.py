@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,20 +27,27 @@ class ServerError(RuntimeError):
     """The server did not start or did not answer; the message is one line for a person."""
 
 
+# Below the ports that systems hand out to outgoing connections and to sockets bound to port 0 (RFC 6335: 49152 and up;
+# Linux: 32768 and up): a server binds its ports seconds after they were chosen, and nobody is given these meanwhile.
+PORTS = range(20000, 32000)
+
+
 def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
         except OSError:
             return False
     return True
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(other_than: int | None = None) -> int:
+    """One of ``PORTS``, at random: two processes that choose at the same time hardly choose the same."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        if port != other_than and port_is_free(port):
+            return port
+    raise ServerError(f"none of 100 ports between {PORTS.start} and {PORTS.stop} is free; choose one with --port")
 
 
 class Server:
@@ -69,6 +77,8 @@ class Server:
         self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
         self.command = [*launcher, "--model-path", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *arguments]
+        if "--nccl-port" not in arguments:
+            self.command += ["--nccl-port", str(free_port(other_than=self.port))]
         if backend is not None:
             self.command += ["--sampling-backend", backend]
         self.process: subprocess.Popen[bytes] | None = None
