@@ -17,7 +17,7 @@ import triton
 
 from ..kernels.head import LMHead
 from ..kernels.launch import compiling_only
-from ..screen import Screen
+from ..screen import Screen, UnwrittenScreen
 from ..warmup import launch_once
 from ..work import Work
 from .cubin import register_usage
@@ -29,9 +29,10 @@ from .trials import config_of
 from .worker import error_of
 
 _KERNELS = ("lm_head_sample_kernel", "sample_logits_kernel", "screen_head_kernel", "rescore_groups_kernel")
-# Of the device's memory that heads of all compiling processes may take; beyond, they compile for a cut head, and the
-# draw of truncated rows, which depends on the vocabulary, is left to the worker.
-HEAD_SHARE = 0.3
+# Of the device's memory that heads of all compiling processes and their screens, half as large, may take; beyond, they
+# compile for a cut head, and the draw of truncated rows, which depends on the vocabulary, is left to the worker.
+HEAD_SHARE = 0.45
+SCREEN_BYTES = 0.5
 
 
 class CompileBench:
@@ -41,7 +42,7 @@ class CompileBench:
         self.device, self.processes = device, processes
         self._shape: dict[str, Any] | None = None
         self._heads: list[LMHead] = []
-        self._screen: Screen | None = None
+        self._screens: dict[int, Screen] = {}  # by the size of our heads' vocabularies
         self._used: dict[str, Any] = {}
 
     @classmethod
@@ -73,23 +74,31 @@ class CompileBench:
         if shape == self._shape:
             return
         dtype = DTYPES[shape["dtype"]]
-        size = shape["vocab"] * shape["hidden"] * dtype.itemsize
+        size = shape["vocab"] * shape["hidden"] * dtype.itemsize * (1 + SCREEN_BYTES)
         total = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
         softcap = SOFTCAP if shape.get("softcap") else None
-        ids = shape["vocab"] if size * self.processes < HEAD_SHARE * total else min(shape["vocab"], MANY_IDS + 16)
-        ids -= (ids - shape["vocab"]) % 16  # the last group is as full
+        ids = shape["vocab"]
+        if total and size * self.processes >= HEAD_SHARE * total:
+            ids = min(ids, MANY_IDS + 16)
+            ids -= (ids - shape["vocab"]) % 16  # the last group is as full
         head = LMHead(torch.empty(ids, shape["hidden"], dtype=dtype, device=self.device), softcap=softcap)
         cut = first_ids(head, MANY_IDS)
         self._heads = [head, cut] if cut.vocab_size != head.vocab_size else [head]
-        self._shape, self._screen = dict(shape), None
+        self._shape, self._screens = dict(shape), {}
 
     def _compile(self, config: Config, work: Work) -> None:
         triton.knobs.compilation.listener = self._listen
-        if isinstance(config, ScreenConfig) and self._screen is None:
-            self._screen = Screen(self._heads[-1], 1)
+        heads = self._heads if work.truncates else self._heads[-1:]
+        screens = [self._screen(head) if isinstance(config, ScreenConfig) else None for head in heads]
         with compiling_only():
-            for head in self._heads if work.truncates else self._heads[-1:]:
-                launch_once(head, config, work, False, screen=self._screen)
+            for head, screen in zip(heads, screens, strict=True):
+                launch_once(head, config, work, False, screen=screen)
+
+    def _screen(self, head: LMHead) -> Screen:
+        """Of one of our heads; made when it is first needed."""
+        if head.vocab_size not in self._screens:
+            self._screens[head.vocab_size] = UnwrittenScreen(head, 1)
+        return self._screens[head.vocab_size]
 
     def _listen(self, *, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **rest: Any) -> None:
         if metadata.get("name") not in _KERNELS:

@@ -190,12 +190,20 @@ class Plan:
             return dataclasses.replace(config, tma=False, hidden_tma=False)  # as the launcher does
         return config
 
+    def defaults(self, key: StudyKey) -> list[Config]:
+        """The built-in defaults that belong to a study."""
+        defaults = [self.default(rows, key.work) for rows in self.buckets]
+        return [config for config in dict.fromkeys(defaults) if self.study_of(config, key.work) == key]
+
+    def served(self, key: StudyKey) -> frozenset[tuple[int, Work]]:
+        """The batches that a study's finds may race for."""
+        batches = ((rows, work) for work in self.works for rows in self.buckets_of(work))
+        return frozenset((rows, work) for rows, work in batches if self.serves(key, rows, work))
+
     def seeds(self, key: StudyKey, elsewhere: Iterable[Config] = ()) -> list[Config]:
         """What a study tries first: the built-in defaults, then what has been good elsewhere, then their neighbours.
         elsewhere: winners of other tables."""
-        space = self.space(key)
-        defaults = [self.default(rows, key.work) for rows in self.buckets]
-        own = [config for config in defaults if self.study_of(config, key.work) == key]
+        space, own = self.space(key), self.defaults(key)
         tiles = builtin.tiles_of(self.family, self.itemsize)
         built_in = [*tiles, *builtin.readers_of(), *builtin.screens_of(self.family, self.itemsize)]
         others: list[Config] = []
@@ -246,9 +254,9 @@ class Plan:
         return StudyKey(path_of_config(config).value, kernels, 0 if isinstance(config, ReadConfig) else config.block_b)
 
     def cap(self, key: StudyKey) -> int:
-        """How many configurations a study tries at most. A screen's time is the sum of two launches': half as many tell
-        as much."""
-        return self.effort.cap if key.path != SCREENED else max(LEAST_CAP, self.effort.cap // 2)
+        """How many configurations a study tries at most. A screen's time is the sum of two launches': a third as many
+        tell as much."""
+        return self.effort.cap if key.path != SCREENED else max(LEAST_CAP, self.effort.cap // 3)
 
     def trials(self, key: StudyKey) -> int:
         return min(self.cap(key), len(self.space(key).points))

@@ -5,6 +5,7 @@ Nothing is decided here: the times of a search are of different moments, and onl
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +24,8 @@ TRIAL_SECONDS = 60.0
 AHEAD = 24  # compiled configurations that may wait for a GPU
 OFFERED = 3  # winners of a finished study that its siblings try
 HOPELESS = 1.15  # a configuration slower than the best by this does not race
+# A study that has timed so many, and is slower than others by so much wherever its finds could race, is over.
+PROBATION, BEYOND_HOPE = 6, 1.3
 
 
 @dataclasses.dataclass
@@ -67,10 +70,12 @@ class Search:
         self.context, self.compilers = context, compilers
         plan, elsewhere = context.plan, list(elsewhere)
         self.studies: dict[StudyKey, Study] = {}
-        for key in plan.studies:
+        # Those with a built-in default come first: it races in any case, and one process alone compiles during races.
+        for key in sorted(plan.studies, key=lambda key: not plan.defaults(key)):
             self.studies[key] = Study(
-                plan.space(key), plan.seeds(key, elsewhere), plan.cap(key), seed=len(self.studies)
+                plan.space(key), plan.seeds(key, elsewhere), plan.cap(key), seed=plan.studies.index(key)
             )
+        self._served = {key: plan.served(key) for key in self.studies}
         self._turn = 0
         self._over: set[StudyKey] = set()
         self._stopped = False
@@ -109,6 +114,8 @@ class Search:
         """Ask for nothing more; what is being measured is measured to its end."""
         if not self._stopped:
             self._stopped = True
+            for key in self.studies.keys() - self._over:
+                self._say_if_nothing_runs(key)
             if self.compilers is not None:
                 self.compilers.end()
             self.context.gpus.drop_waiting()
@@ -150,10 +157,32 @@ class Search:
 
     def _finish(self, key: StudyKey) -> None:
         self._over.add(key)
+        self._say_if_nothing_runs(key)
         winners = self.studies[key].best(self.context.plan.probes(key)[-1], OFFERED)
         for other, study in self.studies.items():
             if other != key and (other.path, other.block_b) == (key.path, key.block_b):
                 study.offer(winners)
+
+    def _say_if_nothing_runs(self, key: StudyKey) -> None:
+        trials = self.studies[key].trials.values()
+        whys = collections.Counter((trial.why, trial.detail) for trial in trials)
+        if len(trials) >= PROBATION and not any(trial.us for trial in trials):
+            (why, detail), count = whys.most_common(1)[0]
+            self.context.note(f"{key}: none of {len(trials)} could be used; {count} of them: {why}: {detail}")
+
+    def _is_beyond_hope(self, key: StudyKey) -> bool:
+        """Whether all that a study has found is far slower than what others have, for every batch that it may serve."""
+        study = self.studies[key]
+        if sum(bool(trial.us) for trial in study.trials.values()) < PROBATION:
+            return False
+        for rows, work in self._served[key]:
+            rivals = [other for other, served in self._served.items() if other != key and (rows, work) in served]
+            least = min((us for other in rivals if (us := self.studies[other].least(rows)) is not None), default=None)
+            own = study.least(rows)
+            assert own is not None
+            if least is None or own <= BEYOND_HOPE * least:
+                return False
+        return True
 
     def _compile(self, key: StudyKey, config: Config) -> Job:
         answer = yield self.context.request("compile", config, key.work), COMPILE_SECONDS
@@ -194,6 +223,8 @@ class Search:
         )
         if why:
             self._rejected(config, key.work, why, detail)
+        elif key not in self._over and self._is_beyond_hope(key):
+            self._over.add(key)
 
     def _rejected(self, config: Config, work: Work, why: str, detail: str) -> None:
         label = label_of(config, work.value)

@@ -56,7 +56,8 @@ READ_LEAST_PARTS = (64, 128, 256)  # where rows are truncated
 
 # Of screens: ids per tile, bytes of a row per step, warps and programs per multiprocessor, with as deep a pipeline as
 # fits; and of their rescoring ids and hidden elements per step, and warps. The time of a batch is the sum of the two,
-# near enough, and each is compiled by itself: tiles are whole points here, so that their product stays small.
+# near enough, and each is compiled by itself (``LAUNCHES``): tiles are whole points here, so that their product stays
+# small.
 SCREEN_CLASSES = (8, 16, 32, 64)
 SCREEN_TILES = (
     *((64, 256, 4, 2), (128, 256, 4, 1), (128, 256, 8, 1), (64, 512, 4, 1), (64, 256, 4, 1)),
@@ -69,6 +70,8 @@ MAX_RESCORE_STAGES = 4
 # How a rescoring program comes by its ids: as its pipeline loads them, asked for before that, or from one list of all.
 BY_PIPELINE, BY_PREFETCH, BY_LIST = "pipeline", "prefetch", "list"
 EARLY = (False, True)
+# Axes of launches whose times add up: what one of them is worth is known from any configuration with it.
+LAUNCHES = {SCREENED: (("tile", "terms"), ("rescore", "chunk", "ids", "early"))}
 
 # What is tried first, per tile class: ids per tile, hidden elements per step, warps, programs per multiprocessor. What
 # has been best on an H200.
@@ -78,7 +81,9 @@ FIRST_TILES = {
     64: ((128, 128, 4, 1), (256, 64, 8, 1), (128, 128, 8, 1), (128, 64, 4, 1), (128, 64, 4, 2), (64, 128, 4, 2)),
     128: ((128, 64, 8, 1), (64, 128, 8, 1), (128, 128, 8, 1), (256, 64, 8, 1)),
 }
-FIRST_RESCORES = ((64, 256, 4), (64, 128, 4), (64, 64, 8))
+# Of a screen, each launch with the first of the other: by how rescoring programs come by their ids, by their tiles, by
+# the screen's tiles.
+FIRST_WAYS = ((BY_PIPELINE, False), (BY_LIST, True), (BY_PREFETCH, False), (BY_LIST, False))
 FIRST_READERS = ((1, 1024, 1), (1, 512, 1), (2, 512, 1), (1, 1024, 2))
 
 
@@ -241,6 +246,20 @@ class Space:
                 found.setdefault(config, point)
         return found
 
+    def launches(self, config: Config) -> tuple[tuple[Any, ...], ...] | None:
+        """What each of the launches is whose times add up; None where they do not, and outside the space."""
+        point = self.points.get(config)
+        if point is None or self.path not in LAUNCHES:
+            return None
+        return tuple(tuple(point[name] for name in names) for names in LAUNCHES[self.path])
+
+    def of_launches(self, launches: tuple[tuple[Any, ...], ...]) -> Config | None:
+        """The configuration of such launches; None where it cannot run."""
+        point = {}
+        for names, values in zip(LAUNCHES[self.path], launches, strict=True):
+            point |= dict(zip(names, values, strict=True))
+        return self.config(point)
+
     def neighbours(self, config: Config) -> list[Config]:
         """Those of the space that are one step away on one axis."""
         point = self.points.get(config)
@@ -265,12 +284,13 @@ class Space:
                 point = {"tile": "x".join(map(str, tile)), "stages": 1, "warps_per_sm": warps}
                 points.append(point | {"least_parts": least, "one_launch": one})
         if self.path == SCREENED:
-            usual = {"terms": SCREEN_TERMS[0], "chunk": RESCORE_CHUNKS[0]}
-            for rescore, shape in itertools.product(FIRST_RESCORES, SCREEN_TILES):
-                tiles = {"tile": "x".join(map(str, shape)), "rescore": "x".join(map(str, rescore))}
-                points.append(usual | tiles | {"ids": BY_PIPELINE, "early": False})
-                if shape == SCREEN_TILES[0]:
-                    points.append(usual | tiles | {"ids": BY_LIST, "early": True})
+            tiles, rescores = self.axes["tile"], self.axes["rescore"]
+            ways = [{"ids": ids, "early": early} for ids, early in FIRST_WAYS]
+            usual = {name: choices[0] for name, choices in self.axes.items()} | ways[0]
+            points += [usual | way for way in ways[:2]]
+            points += [usual | {"rescore": rescore} for rescore in rescores[1:]]
+            points += [usual | {"tile": tile} for tile in tiles[1:]]
+            points += [usual | way for way in ways[2:]]
         # Edits run out of registers beside descriptors for the hidden states; few rows do not need them.
         by_head_first = self.edits or self.block_b <= MOST_ROWS_ONE_LAUNCH
         first_tiles = FIRST_TILES.get(self.block_b, ()) if self.path == FUSED else ()

@@ -9,8 +9,10 @@ those that are to be tried as a whole.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,6 +22,9 @@ BRUTE = 64
 STARTUP = 12  # trials before the surrogate has a say
 POLISH = 0.6  # share of the trials after which the best are surrounded again: the sampler steps over its neighbours
 LEADERS = 2  # whose neighbours are tried, whatever batch size they lead at
+# Where the times of launches add up: configurations put together of known launches that are tried next, per batch size,
+# and how much faster than the best known one they have to promise to be.
+PUT_TOGETHER, PROMISE = 2, 0.002
 MOST_REPEATS = 40  # proposals already known, in a row, after which an unknown one is drawn
 
 
@@ -34,9 +39,9 @@ class Trial:
 
 
 class Study:
-    """Proposes configurations of ``space``: first ``seeds``, in their order, then the neighbours of the best ones, then
-    what the sampler says, and late in the search the neighbours of what is best by then. baseline: microseconds per
-    batch size that a trial is compared with."""
+    """Proposes configurations of ``space``: first ``seeds``, in their order, then what promises to be faster by the sum
+    of its launches, then the neighbours of the best ones, then what the sampler says, and late in the search the
+    neighbours of what is best by then. baseline: microseconds per batch size that a trial is compared with."""
 
     def __init__(self, space: Space, seeds: Iterable[Config], cap: int, *, seed: int = 0) -> None:
         self.space, self.cap = space, cap
@@ -108,6 +113,11 @@ class Study:
         """Microseconds at the probe nearest to ``batch``."""
         return self.trials[config].us[self.probe(config, batch)]
 
+    def least(self, batch: int) -> float | None:
+        """As ``estimate``, of the fastest; None where nothing was timed."""
+        timed = (config for config, trial in self.trials.items() if not trial.why and trial.us)
+        return min((self.estimate(config, batch) for config in timed), default=None)
+
     def probe(self, config: Config, batch: int) -> int:
         return min(self.trials[config].us, key=lambda measured: (abs(math.log2(measured / batch)), measured))
 
@@ -120,11 +130,41 @@ class Study:
                     return config
             if self.brute:
                 return None
+            self._seeds = self._promising()
+            if self._seeds:
+                continue
             around = [config for config in self._leaders() if config not in self._surrounded]
             if not around or (self._surrounded and self.known < POLISH * self.size):
                 return None
             self._surrounded |= set(around)
             self._seeds = [near for config in around for near in self.space.neighbours(config)]
+
+    def _promising(self) -> list[Config]:
+        """Unknown configurations that are faster than every known one at some batch size if the times of their launches
+        add up: ``(a, b)`` takes as long as ``(a, y)`` and ``(x, b)`` without ``(x, y)``."""
+        known: dict[int, dict[tuple[Any, ...], float]] = {}
+        for config, trial in self.trials.items():
+            launches = self.space.launches(config)
+            for batch, us in trial.us.items() if launches is not None and not trial.why else ():
+                known.setdefault(batch, {})[launches] = us
+        found: dict[Config, None] = {}
+        for times in known.values():
+            firsts, seconds = ({launches[place] for launches in times} for place in (0, 1))
+            ranked = []
+            for pair in itertools.product(sorted(firsts, key=str), sorted(seconds, key=str)):
+                a, b = pair
+                sums = [
+                    times[a, y] + times[x, b] - times[x, y]
+                    for x, y in times
+                    if (a, y) in times and (x, b) in times and pair not in times
+                ]
+                if sums and statistics.median(sums) < (1 - PROMISE) * min(times.values()):
+                    ranked.append((statistics.median(sums), pair))
+            for _, pair in sorted(ranked, key=lambda one: (one[0], str(one[1])))[:PUT_TOGETHER]:
+                config = self.space.of_launches(pair)
+                if config is not None and config not in self.trials and config not in self._asked:
+                    found[config] = None
+        return list(found)
 
     def _leaders(self) -> list[Config]:
         """The best two, and the best at each batch size that is measured: each of them may win a race."""

@@ -24,13 +24,15 @@ class Screen:
     Raises ValueError for a head that the screened path cannot serve (``problem_of``) and wrong ``columns``.
     """
 
+    _copy = Int8Head
+
     def __init__(self, head: LMHead, max_rows: int, columns: torch.Tensor | None = None) -> None:
         if (problem := problem_of(head)) is not None:
             raise ValueError(f"the head cannot be screened: {problem}")
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}; expected 1 or more")
         self.max_rows = max_rows
-        self.int8_head = Int8Head(head, columns)
+        self.int8_head = self._copy(head, columns)
         self.workspace = ScreenWorkspace(self.int8_head, max_rows)
         self.closed = False
         self._head = _described(head)
@@ -86,6 +88,16 @@ class _Unwritten(Int8Head):
 
     def rebuild(self, head: LMHead) -> None:
         pass
+
+
+class UnwrittenScreen(Screen):
+    """As large as a screen of ``head``, with nothing in it: to compile kernels for. It serves nothing."""
+
+    _copy = _Unwritten
+
+    def __init__(self, head: LMHead, max_rows: int) -> None:
+        super().__init__(head, max_rows)
+        self.invalidate()
 
 
 def _bytes_of(int8_head: Int8Head, workspace: ScreenWorkspace) -> int:

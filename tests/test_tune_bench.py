@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 import stats
 import torch
-from sgl_flashsample.autotune import gpu, inputs, rivals
+from sgl_flashsample.autotune import compiling, gpu, inputs, rivals
 from sgl_flashsample.autotune.compiling import CompileBench
 from sgl_flashsample.autotune.gate import Gate, first_ids, g_test
 from sgl_flashsample.autotune.names import key_of, label_of, path_of
@@ -264,6 +264,23 @@ def test_a_configuration_is_what_its_data_say(config):
 
 
 def test_a_screen_is_compiled_ahead_of_its_measurement(device):
-    compiling = CompileBench(device, 1)
-    answer = compiling.answer(request("compile", SCREEN, "edit+screen"))
+    bench = CompileBench(device, 1)
+    answer = bench.answer(request("compile", SCREEN, "edit+screen"))
     assert {"seconds", "shared", "registers", "spilled"} <= set(answer), answer
+
+
+def test_each_head_that_is_compiled_for_has_a_screen_of_its_own(device, monkeypatch):
+    """Truncated rows are compiled for the whole vocabulary and for the one that tokens are compared on."""
+    launched = []
+
+    def launch(head, config, work, return_logprob, *, screen):
+        launched.append((head.vocab_size, screen and screen.int8_head.weight.shape[0]))
+
+    monkeypatch.setattr(compiling, "launch_once", launch)
+    monkeypatch.setattr(compiling, "MANY_IDS", 320)
+    bench = CompileBench(device, 1)
+    bench._use(HEAD)
+    bench._compile(SCREEN, Work.SCREENED_TRUNCATE)
+    bench._compile(SCREEN, Work.SCREENED)
+    bench._compile(TILE, Work.TRUNCATE)
+    assert launched == [(469, 469), (325, 325), (325, 325), (469, None), (325, None)]

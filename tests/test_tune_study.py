@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import zlib
 
 import pytest
 from sgl_flashsample.autotune import builtin
 from sgl_flashsample.autotune.names import key_of, label_of
 from sgl_flashsample.autotune.plan import EFFORTS, Plan, StudyKey, midpoint
+from sgl_flashsample.autotune.search import PROBATION, Context, Search
 from sgl_flashsample.autotune.space import (
     FUSED,
     LOGITS,
@@ -49,6 +52,25 @@ def finish(study: Study, limit: int = 10_000) -> int:
         study.tell(config, {16: cost(config)})
         count += 1
     return count
+
+
+class NoLog:
+    def of(self, kind: str) -> list:
+        return []
+
+    def add(self, kind: str, **values: object) -> None: ...
+
+
+class NoCrew:
+    pending = 0
+
+    def drop_waiting(self) -> None: ...
+
+
+def context_of(plan: Plan, notes: list[str] | None = None) -> Context:
+    return Context(
+        plan, NoLog(), {}, NoCrew(), (notes if notes is not None else []).append, lambda *values: None, lambda: 1.0
+    )
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
@@ -148,6 +170,50 @@ def test_probes_are_buckets_that_the_class_serves():
     assert plan.probes(StudyKey(SCREENED, Work.SCREENED, 32)) == [32, 64]
 
 
+def test_studies_of_built_in_defaults_come_first_so_that_these_are_compiled_before_they_race():
+    plan = Plan(H200, HeadShape(151936, 4096, "bf16"), EFFORTS["quick"])
+    keys = list(Search(context_of(plan), None).studies)
+    assert sorted(map(str, keys)) == sorted(map(str, plan.studies))
+    own = [bool(plan.defaults(key)) for key in keys]
+    assert own == sorted(own, reverse=True) and any(own) and not all(own)
+
+
+def test_a_study_that_is_slower_than_others_everywhere_is_over_and_one_that_is_not_goes_on():
+    plan = Plan(H200, HeadShape(151936, 4096, "bf16"), EFFORTS["full"])
+    search = Search(context_of(plan), None)
+    fused, screened = StudyKey(FUSED, Work.TRUNCATE, 16), StudyKey(SCREENED, Work.SCREENED_TRUNCATE, 16)
+
+    def tell(key, us, count):
+        study = search.studies[key]
+        for config in [config for config in study.space.points if config not in study.trials][:count]:
+            search._tell(key, config, dict.fromkeys(plan.probes(key), us), None)
+
+    tell(fused, 300.0, 1)
+    tell(screened, 1.2 * 300.0, PROBATION)
+    assert screened not in search._over
+    search.studies[screened].trials.clear()
+    tell(screened, 1.4 * 300.0, PROBATION - 1)
+    assert screened not in search._over, "too few to tell"
+    tell(screened, 1.4 * 300.0, 1)
+    assert screened in search._over and fused not in search._over
+    alone = StudyKey(FUSED, Work.PLAIN, 16)
+    tell(alone, 1e6, PROBATION)
+    assert alone not in search._over, "nobody else has been timed for its batches"
+
+
+def test_a_study_of_which_nothing_runs_is_named_with_the_reason():
+    notes: list[str] = []
+    plan = Plan(H200, HeadShape(151936, 4096, "bf16"), EFFORTS["quick"])
+    search = Search(context_of(plan, notes), None)
+    key = StudyKey(SCREENED, Work.SCREENED_TRUNCATE, 16)
+    for config in list(search.studies[key].space.points)[:PROBATION]:
+        search._tell(key, config, {}, {"why": "compile", "detail": "ValueError: of another head"})
+    search._tell(StudyKey(FUSED, Work.PLAIN, 16), plan.default(16, Work.PLAIN), {16: 280.0}, None)
+    search.stop()
+    (note,) = notes
+    assert "truncate+screen/screened/16: none of 6 could be used; 6 of them: compile: ValueError: of another" in note
+
+
 def test_midpoints_lie_between_and_small_batches_have_none():
     assert [midpoint(a, b) for a, b in ((1, 2), (4, 8), (8, 16), (64, 128), (256, 512))] == [None, None, 12, 96, 384]
 
@@ -170,6 +236,46 @@ def test_the_neighbours_of_what_is_best_at_one_batch_size_alone_are_tried():
         study.baseline = {1: 100.0, 16: 100.0}
         study.tell(config, costs.get(config, {1: 100.0, 16: 100.0}))
     assert set(space.neighbours(single)) <= study.trials.keys()
+
+
+def hashed(*values: object) -> float:
+    return zlib.crc32(str(values).encode()) / 2**32
+
+
+@pytest.mark.parametrize("block_b", [8, 16, 32])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fastest_of_each_launch_are_put_together_where_times_add_up(block_b, seed):
+    space = Space(PROBLEM, SCREENED, block_b, False, False)
+    head = HeadShape(151936, 4096, "bf16")
+    cap = Plan(H200, head, EFFORTS["full"]).cap(StudyKey(SCREENED, Work.SCREENED, block_b))
+
+    def cost(launches) -> float:
+        return 150.0 * (1 + 0.3 * hashed(seed, launches[0])) + 25.0 * (1 + hashed(seed, launches[1]))
+
+    study = Study(space, space.first(), cap)
+    while (config := study.ask()) is not None:
+        study.baseline.setdefault(16, cost(space.launches(config)))
+        study.tell(config, {16: cost(space.launches(config))})
+    firsts, seconds = zip(*map(space.launches, study.trials), strict=True)
+    pairs = [pair for pair in itertools.product(firsts, seconds) if space.of_launches(pair) is not None]
+    assert len(study.trials) == cap < len(space.points) / 20
+    # What the last few have taught is not put together any more.
+    assert cost(space.launches(study.best(16, 1)[0])) <= 1.005 * min(map(cost, pairs))
+
+
+def test_a_pair_is_not_put_together_where_it_promises_nothing():
+    space = Space(PROBLEM, SCREENED, 16, False, False)
+    star = space.first()
+    study = Study(space, star, len(star) + 1)
+    for config in star:  # whatever is not the first is slower, so each pair of others is slower still
+        study.tell(config, {16: 100.0 if config == star[0] else 110.0})
+    assert study._promising() == []
+    faster = {config: 100.0 for config in star} | {star[2]: 95.0, star[-4]: 96.0}
+    study.trials.clear()
+    for config, us in faster.items():
+        study.tell(config, {16: us})
+    tile, rescore = space.launches(star[-4])[0], space.launches(star[2])[1]
+    assert study._promising()[0] == space.of_launches((tile, rescore)) not in star
 
 
 def test_a_small_space_is_walked_and_nothing_is_asked_twice():
