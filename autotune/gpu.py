@@ -123,7 +123,7 @@ class GpuBench:
 
     def _trial(self, request: dict[str, Any]) -> dict[str, Any]:
         """Tokens first; then the median time of a few samples, per batch size."""
-        config, work = config_of(request["path"], request["config"]), Work(request["work"])
+        config, work, began = config_of(request["path"], request["config"]), Work(request["work"]), time.monotonic()
         self.note(request["label"])
         assert self._gate is not None
         self._gate.check(config, work)
@@ -132,7 +132,7 @@ class GpuBench:
             batch = self._batch(rows)
             contender = self._contender(self._call(config, work, batch), batch)
             us[str(rows)] = statistics.median(self._time([contender] * SCREENING_SAMPLES))
-        return {"us": us, "checked": "tokens"}
+        return {"us": us, "checked": "tokens", "seconds": time.monotonic() - began}
 
     def _gtest(self, request: dict[str, Any]) -> dict[str, Any]:
         work, path = Work(request["work"]), request["path"]

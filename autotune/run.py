@@ -136,7 +136,10 @@ class _Run:
 
     def all(self) -> Result:
         options, head = self.options, self.options.head
-        self._start_compilers()  # they import while the device says who it is
+        # They import while the device says who it is; where there may be nothing to do, that comes first.
+        finished = any(options.out.glob(f"fs1,*V={head.vocab},D={head.hidden},*.json"))
+        if not finished:
+            self._start_compilers()
         device, env = self._hello()
         plan = options.plan(device, head, self.effort, options.buckets or Plan.buckets)
         try:
@@ -146,6 +149,8 @@ class _Run:
             raise TuneError(str(error)) from None
         if not options.force and publisher.up_to_date():
             return Result(OK, "up to date", f"up to date: {publisher.path}", publisher.path)
+        if finished:
+            self._start_compilers()
         self.log = Log(publisher.path.with_suffix(".trials.jsonl"), self._identity(plan, env), resume=self._resumes())
         if self.log.note:
             self.progress.note(self.log.note)
@@ -248,7 +253,11 @@ class _Run:
         work_until(self._crews(), lambda: search.finished, tick)
         if self.compilers is not None:
             self.compilers.end()
-        self.progress.note(f"searched: {search.tried} configurations in {time.monotonic() - self.began:.0f} s")
+        spent = ", ".join(f"{seconds:.0f} s of {name}" for name, seconds in search.spent.items() if seconds)
+        self.progress.note(
+            f"searched: {search.tried} configurations in {time.monotonic() - self.began:.0f} s"
+            + (f" ({spent}, all processes together)" if spent else "")
+        )
 
     def _decide(self, decider: Decider) -> None:
         if self.options.flashinfer and self.rivals is not None:  # asked for: worth waiting for its compiler

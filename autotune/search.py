@@ -80,6 +80,7 @@ class Search:
         self._over: set[StudyKey] = set()
         self._stopped = False
         self._waiting = 0  # compiled, not measured yet
+        self.spent = {"compile": 0.0, "trial": 0.0}  # seconds of the processes that do it, by kind of request
         self._recall()
 
     def _recall(self) -> None:
@@ -186,6 +187,7 @@ class Search:
 
     def _compile(self, key: StudyKey, config: Config) -> Job:
         answer = yield self.context.request("compile", config, key.work), COMPILE_SECONDS
+        self.spent["compile"] += answer.get("seconds", 0.0)
         error = answer.get("error")
         if error is None and answer["spilled"] > MAX_SPILLED and not self.context.is_default(config, key.work):
             error = {"why": "registers", "detail": f"{answer['spilled']} bytes spilled per thread"}
@@ -203,6 +205,7 @@ class Search:
             answer = yield self.context.request("trial", config, key.work, batches=batches), TRIAL_SECONDS
         finally:
             self._waiting -= compiled
+        self.spent["trial"] += answer.get("seconds", 0.0)
         us = {int(rows): value for rows, value in answer.get("us", {}).items()}
         self._tell(key, config, us, answer.get("error"))
 

@@ -24,7 +24,8 @@ class Inputs:
 
     hidden: ``[B, D]``; weight: ``[V, D]``; position: ``[steps, B]`` int64; seed: ``[B]`` int64. philox_seed ``[1]``
     and philox_offset ``[steps, 1]`` int64: FlashInfer's noise. temperatures: ``[B, 1]`` float32 ones. rounded:
-    ``[B, V]``, what the GEMM writes in the weight's dtype; wide: ``[B, V]`` float32.
+    ``[B, V]``, what the GEMM writes in the weight's dtype; wide: ``[B, V]`` float32. along: ``[D]``, what all hidden
+    states have in common, beside Gaussian noise of deviation 1.
     """
 
     hidden: torch.Tensor
@@ -37,9 +38,12 @@ class Inputs:
     temperatures: torch.Tensor
     rounded: torch.Tensor
     wide: torch.Tensor
+    along: torch.Tensor | None = None
 
     @classmethod
-    def make(cls, weight: torch.Tensor, softcap: float | None, rows: int, steps: int) -> Inputs:
+    def make(
+        cls, weight: torch.Tensor, softcap: float | None, rows: int, steps: int, along: torch.Tensor | None = None
+    ) -> Inputs:
         device, (vocab, hidden_size) = weight.device, weight.shape
         inputs = cls(
             hidden=torch.empty(rows, hidden_size, dtype=weight.dtype, device=device),
@@ -52,6 +56,7 @@ class Inputs:
             temperatures=torch.ones(rows, 1, device=device),
             rounded=torch.empty(rows, vocab, dtype=weight.dtype, device=device),
             wide=torch.empty(rows, vocab, device=device),
+            along=along,
         )
         inputs.refresh()
         return inputs
@@ -60,7 +65,8 @@ class Inputs:
         """Other hidden states, and noise that was not drawn before."""
         steps = self.position.shape[0]
         self.hidden.normal_()
-        self.hidden[:, 0] = 1.0  # the column of the head that depends on an id's rank
+        if self.along is not None:
+            self.hidden.add_(self.along)
         self.position.add_(steps)
         self.philox_offset.add_(steps * 4096)  # a thread of FlashInfer's draws far fewer numbers per call
 

@@ -6,6 +6,7 @@ Both servers run at once with the same arguments and dummy weights of the model'
 GPU alone. Every cell is measured stock, ours, stock, ours, ... stock, so that drift falls on both. TPOT is the
 time between a short and a long answer to the same batch, divided by the tokens between them: no prefill, no
 HTTP. Medians. ``--screen``: both servers are ours, one without a screen and one with; seeded requests are compared too.
+``--alone``: ours, with no other server on the host, and of it the host time that the sampler takes in each step.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ SCREENS = {
     "screen on": ("flashsample", {"FLASHSAMPLE_SCREEN": "on"}),
 }
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
+ALONE_TOKENS = 600  # of an answer whose steps' host time is taken
 
 
 def generate(server: Server, batch: int, sampling: tuple[dict, dict], tokens: int) -> float:
@@ -210,6 +212,38 @@ def measure_model(
     return rows
 
 
+def measure_host(name: str, batches: list[int], samplings: list[str], log_folder: Path, screen: str) -> list[dict]:
+    """Microseconds of the sampler's host time per step, of our server alone: in long answers, whose batches stay as
+    they are, and in answers of ``SHORT`` tokens, whose steps are hardly ever replayed."""
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as model_folder:
+        model = Path(model_folder)
+        (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
+        markov.write_tokenizer(model, markov.SIZES[name].vocab_size)
+        environment = {"FLASHSAMPLE_LOG_SECONDS": "0.2", "FLASHSAMPLE_SCREEN": screen}
+        log = log_folder / f"{name}-alone-screen-{screen}.log"
+        with Server(model, SERVER_ARGUMENTS, backend="flashsample", log=log, environment=environment) as server:
+            check_capacity(server)
+            for sampling in samplings:
+                for batch in batches:
+                    generate(server, batch, SAMPLING[sampling], LONG)  # compiles, and captures this batch's steps
+                    found = {}
+                    for which, tokens, answers in (("host_us", ALONE_TOKENS, 1), ("host_us_short", SHORT, 20)):
+                        _, before, batches_before = counted(server)
+                        for _ in range(answers):
+                            generate(server, batch, SAMPLING[sampling], tokens)
+                        _, after, batches_after = counted(server)
+                        found[which] = round((after - before) / max(1, batches_after - batches_before), 1)
+                    about = {"model": name, "tp": 1, "batch": batch, "sampling": sampling, "screen": screen}
+                    rows.append(about | {"backend": "flashsample", **found})
+                    print(
+                        f"{name} screen {screen:4} {sampling:12} B={batch:<3} host {found['host_us']:.0f} us per step, "
+                        f"{found['host_us_short']:.0f} us in short answers",
+                        flush=True,
+                    )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
@@ -220,6 +254,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="also trace decode steps at batch 32 and write their call counts")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
     parser.add_argument("--screen", action="store_true", help="compare our server without a screen and with one")
+    parser.add_argument("--alone", choices=["auto", "on", "off"], help="host time of our server alone, its screen so")
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
     options = parser.parse_args()
 
@@ -232,7 +267,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
         "server_arguments": SERVER_ARGUMENTS,
-        "tokens": {"prompt": PROMPT_TOKENS, "short": SHORT, "long": LONG},
+        "tokens": {"prompt": PROMPT_TOKENS, "short": SHORT, "long": ALONE_TOKENS if options.alone else LONG},
     }
     rows, runs = [], {}
     if options.keep and options.out.exists():
@@ -240,14 +275,20 @@ def main() -> None:
         rows = [
             row
             for row in kept["rows"]
-            if row["model"] not in options.models or row["sampling"] not in options.samplings
+            if row["model"] not in options.models
+            or row["sampling"] not in options.samplings
+            or row.get("screen") != options.alone
         ]
         runs = kept["env"].get("runs", {})
     profiles: dict | None = {} if options.profile else None
     backends = SCREENS if options.screen else BACKENDS
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for name in options.models:
-        rows += measure_model(name, options.batches, options.samplings, options.pairs, options.logs, profiles, backends)
+        asked = (name, options.batches, options.samplings)
+        if options.alone:
+            rows += measure_host(*asked, options.logs, options.alone)
+        else:
+            rows += measure_model(*asked, options.pairs, options.logs, profiles, backends)
         run = {"command": environment["command"], "date": environment["date"], "gpu": environment["nvidia_smi"]}
         runs |= {f"{name}, {sampling}": run for sampling in options.samplings}
         environment["runs"] = runs

@@ -292,7 +292,10 @@ def screened_table(path: Path = RESULTS / "h200-screened.json") -> str:
     if section is None:
         return NOT_MEASURED
     cell = {(row["B"], row["path"], row["mode"]): row for row in section["rows"]}
-    rivals = {row["B"]: row["us"] for row in section["rows"] if row["path"] == "flashinfer_gumbel"}
+    rivals: dict[int, float] = {}  # the fastest of its forms
+    for row in section["rows"]:
+        if row["path"] == "flashinfer_gumbel":
+            rivals[row["B"]] = min(row["us"], rivals.get(row["B"], row["us"]))
     limited = [mode for mode in dict.fromkeys(row["mode"] for row in section["rows"]) if ", k=" in mode]
     lines = ["| B | fused | screened, temperature 1 | temperature 0.7 | greedy | " + " | ".join(limited) + " |"]
     lines.append("|---" * (5 + len(limited)) + "|")

@@ -18,16 +18,15 @@ from .tiles import ScreenConfig
 
 
 @triton.jit
-def flag_groups(upper_ptr, threshold_ptr, offs_c, mask_c, offs_b, mask_b, num_rows):
-    """Of ``[BLOCK_C]`` groups, ``[BLOCK_C, BLOCK_B]`` int32: 1 where the row could take its token from the group."""
+def flag_groups(upper_ptr, threshold, offs_c, mask_c, offs_b, mask_b, num_rows):
+    """Of ``[BLOCK_C]`` groups, ``[BLOCK_C, BLOCK_B]`` int32: 1 where the row could take its token from the group.
+    threshold: ``[BLOCK_B]`` int32, ``ordered`` scores."""
     upper = tl.load(
         upper_ptr + offs_c[:, None] * num_rows + offs_b[None, :],
         mask=mask_c[:, None] & mask_b[None, :],
         other=float("-inf"),
     )
-    # Not from the L1 cache: the programs that rescore raise it. An older value would only flag more.
-    threshold = value_of(tl.load(threshold_ptr + offs_b, mask=mask_b, other=0, cache_modifier=".cg"))
-    return ((upper >= threshold[None, :]) & (upper > float("-inf"))).to(tl.int32)
+    return ((upper >= value_of(threshold)[None, :]) & (upper > float("-inf"))).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups"])
@@ -56,7 +55,8 @@ def list_groups_kernel(
     mask_b = offs_b < num_rows
     offs_c = chunk * CHUNK + tl.arange(0, BLOCK_C)
     mask_c = offs_c < tl.minimum((chunk + 1) * CHUNK, num_groups)
-    possible = flag_groups(upper_ptr, threshold_ptr, offs_c, mask_c, offs_b, mask_b, num_rows)
+    threshold = tl.load(threshold_ptr + offs_b, mask=mask_b, other=0)
+    possible = flag_groups(upper_ptr, threshold, offs_c, mask_c, offs_b, mask_b, num_rows)
     flagged = tl.max(possible, axis=1)
     num_flagged = tl.sum(flagged)
     if num_flagged > 0:

@@ -9,7 +9,9 @@ them that are to be rescored, ``BLOCK_V / GROUP_SIZE`` at a time. That may be no
 could overflow. The program of a block of rows that finishes last draws the tokens inside the winning groups.
 
 The score of a rescored group is reached too, and more than the screen could promise: it raises ``threshold``, and what
-a program has not read yet is looked at again before it is.
+a program has not read yet is looked at again before it is. Other programs raise it at any moment, so no thread may look
+for itself: two that see different values would not agree on what is left, nor on a branch that has a barrier in it.
+What all of them see is what an atomic operation has returned.
 
 Rows with a truncation have the logits of their groups kept instead, for ``draw_screened``. The rest, all groups of the
 rows that this leaves, is the same kernel once more.
@@ -41,6 +43,7 @@ from .truncates import truncates
 _LINE_BYTES = tl.constexpr(128)
 _LINES = tl.constexpr(8)  # that are asked for at a time
 _GROUPS = tl.constexpr(int(Counted.GROUPS))
+_LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit(
@@ -141,7 +144,10 @@ def rescore_groups_kernel(
             left = mask_b & (tl.load(rounds_ptr + offs_b, mask=mask_b, other=0) < 0)
             possible = (mask_c[:, None] & left[None, :]).to(tl.int32)
         else:
-            possible = flag_groups(upper_ptr, threshold_ptr, offs_c, mask_c, offs_b, mask_b, num_rows)
+            # Not from the L1 cache: other programs raise it. An older value would only flag more. Each pair of a group
+            # and a row is one thread's here (LEAST_CHUNK), and what is found of a group is a maximum over threads.
+            threshold = tl.load(threshold_ptr + offs_b, mask=mask_b, other=0, cache_modifier=".cg")
+            possible = flag_groups(upper_ptr, threshold, offs_c, mask_c, offs_b, mask_b, num_rows)
         flagged = tl.max(possible, axis=1)
         num_own = tl.sum(flagged)
         list_ptr += program * CHUNK
@@ -183,7 +189,8 @@ def rescore_groups_kernel(
             group = tl.load(list_ptr + (step + offs_s) * apart, mask=live, other=0)
             if not REST:  # noqa: SIM102 - the constant decides what is compiled
                 if step > 0:
-                    again = flag_groups(upper_ptr, threshold_ptr, group, live, offs_b, mask_b, num_rows)
+                    seen = tl.atomic_max(threshold_ptr + offs_b, _LOWEST, mask=mask_b, sem="relaxed")
+                    again = flag_groups(upper_ptr, seen, group, live, offs_b, mask_b, num_rows)
                     live &= tl.max(again, axis=1) > 0
             num_live = tl.sum(live.to(tl.int32))
             num_read += num_live

@@ -16,6 +16,7 @@ MOST_PARTS = 512  # of a vocabulary, where logits are read: what the second laun
 MOST_TERMS = 2  # int8 numbers per element of a hidden state
 MOST_BLOCK_B = 128  # rows of a screening tile
 LEAST_CHUNK = 16  # groups per rescoring program
+MOST_RESCORE_WARPS = LEAST_CHUNK // 2  # no more threads than pairs of a chunk's groups and a block's 16 rows or more
 MOST_FLAGS = 128  # rows of a tile with a truncation: as many flags as two integers hold (part.as_bits)
 
 
@@ -157,6 +158,10 @@ class ScreenConfig:
         _require_positive(self, "stages", "ctas_per_sm", "rescore_stages", "rescore_ctas_per_sm", "chunk")
         if self.chunk < LEAST_CHUNK:
             raise ValueError(f"ScreenConfig.chunk is {self.chunk}; expected {LEAST_CHUNK} or more")
+        if self.rescore_warps > MOST_RESCORE_WARPS:
+            raise ValueError(
+                f"ScreenConfig.rescore_warps is {self.rescore_warps}; expected {MOST_RESCORE_WARPS} or fewer"
+            )
         _require_at_most(self, {"terms": MOST_TERMS, "block_b": MOST_BLOCK_B})
         if self.block_b * self.terms < 16:
             raise ValueError(

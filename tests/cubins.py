@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import torch
 import triton
@@ -41,11 +42,13 @@ _SMS = 132  # multiprocessors of the device compiled for, about: it decides how 
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """Per program: shared memory in bytes, registers per thread, and bytes of local memory per thread (spills)."""
+    """Per program: shared memory in bytes, registers per thread, and bytes of local memory per thread (spills). loaded:
+    pointer arguments that the kernel loads from."""
 
     shared: int
     registers: int
     spilled: int
+    loaded: tuple[str, ...] = ()
 
 
 def resources_of_lm_head_sample(
@@ -379,4 +382,19 @@ def _compile(kernel, types, constants, aligned, capability, num_warps, num_stage
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
     registers, spilled = register_usage(compiled.asm["cubin"])
-    return Resources(compiled.metadata.shared, registers, spilled)
+    return Resources(compiled.metadata.shared, registers, spilled, _loaded(compiled.asm["ttir"]))
+
+
+def _loaded(ttir: str) -> tuple[str, ...]:
+    """Of a function in Triton's IR, the arguments whose addresses, with whatever is added, are loaded from."""
+    of: dict[str, str] = {f"%{name}": name for name in re.findall(r"%(\w+): !tt\.ptr<", ttir)}
+    found = set()
+    for result, operation, operands in re.findall(r"(%\w+) = (tt\.\w+) ([^:{]*)", ttir):
+        first = re.match(r"%\w+", operands)
+        if first is None or first[0] not in of:
+            continue
+        if operation == "tt.load":
+            found.add(of[first[0]])
+        elif operation in ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.bitcast"):
+            of[result] = of[first[0]]
+    return tuple(sorted(found))

@@ -24,8 +24,10 @@ SCREENED = [work for work in Work if work.screened]
 
 @pytest.fixture
 def problem(device):
-    """Dot products that no sum rounds: every path has the same logits to the bit."""
-    states, weight = integer_problem(ROWS, VOCAB, HIDDEN, torch.float32, device)
+    """Dot products that no sum rounds: every path has the same logits to the bit. Of a dtype whose plain batches the
+    built-in choices screen."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    states, weight = integer_problem(ROWS, VOCAB, HIDDEN, dtype, device)
     return states, LMHead(weight), BatchParams(**rows(ROWS, device))
 
 
@@ -69,7 +71,8 @@ def test_a_screened_batch_has_the_tokens_of_every_other_path(device, problem, sc
         params = dataclasses.replace(params, temperature=torch.zeros(ROWS, device=device), all_greedy=True)
     screen = Screen(head, ROWS)
     want = [sample(states, head, params, path=path).token_ids for path in ANY_BATCH]
-    got = [sample(states, head, params, screen=screen, path=path).token_ids for path in (None, Path.SCREENED)]
+    options = {"screen": screen, "choices": always(head)}
+    got = [sample(states, head, params, path=path, **options).token_ids for path in (None, Path.SCREENED)]
     assert screened == [ROWS, ROWS]
     assert all(torch.equal(token, want[0]) for token in [*want, *got])
     assert screen.counters[Counted.ROWS] == 2 * ROWS
@@ -296,7 +299,7 @@ def test_a_table_decides_by_its_own_entries_then_the_built_in_screen_then_what_b
 
 def test_choices_without_a_screen_leave_it_nothing(problem):
     _, head, _ = problem
-    assert choices_for(head).screens(ROWS), "interpreted, what has a screen is there to be tried"
+    assert choices_for(head).screens(ROWS)
     for own in (choices_for(head), always(head)):
         without = own.without_screen()
         assert not without.screens(DENSE_ROWS) and without.without_flashinfer().screens(DENSE_ROWS) is False

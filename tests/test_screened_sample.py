@@ -564,15 +564,19 @@ def test_a_captured_graph_replays_the_same_tokens_and_follows_its_inputs(device)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rescore", [(64, 256, 4), (64, 64, 8), (32, 256, 4), (16, 256, 4)], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
-def test_a_thousand_steps_equal_the_fused_pass(device, temperature):
-    """16 rows x 64 positions at a real shape."""
+def test_a_thousand_steps_equal_the_fused_pass(device, temperature, rescore):
+    """16 rows x 64 positions at a real shape. The fewer groups a program reads at a time, the more threads share one,
+    and the oftener it looks again at what the others have raised meanwhile."""
     states, weight = random_problem(16, 151936, 4096, torch.bfloat16, device)
     head, params = LMHead(weight), rows(16, device) | {"temperature": torch.full((16,), temperature, device=device)}
     int8_head = Int8Head(head)
     workspace = ScreenWorkspace(int8_head, 16)
+    names = ("rescore_v", "rescore_d", "rescore_warps")
+    config = dataclasses.replace(CONFIG, **dict(zip(names, rescore, strict=True)))
     for _ in range(64):
         params["position"] += 1
         fused = lm_head_sample(states, head, **params, tile=TILE)
-        found = screen(states, head, params, int8_head=int8_head, workspace=workspace)
+        found = screen(states, head, params, config, int8_head=int8_head, workspace=workspace)
         assert torch.equal(found.token, fused.token)

@@ -214,6 +214,8 @@ def test_replayed_steps_draw_the_tokens_of_launches(truncated, num_rows, edited)
         top_k=(ones * 20).int(),
         top_p=ones,
         min_p=0 * ones,
+        seeded=(True,) * num_rows,
+        top_ks=(20,) * num_rows,
     )
     hidden = torch.randn(num_rows, 256, device=device).bfloat16()
     positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
