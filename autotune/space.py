@@ -255,7 +255,7 @@ class Space:
 
     def of_launches(self, launches: tuple[tuple[Any, ...], ...]) -> Config | None:
         """The configuration of such launches; None where it cannot run."""
-        point = {}
+        point: dict[str, Any] = {}
         for names, values in zip(LAUNCHES[self.path], launches, strict=True):
             point |= dict(zip(names, values, strict=True))
         return self.config(point)

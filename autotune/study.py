@@ -145,8 +145,9 @@ class Study:
         known: dict[int, dict[tuple[Any, ...], float]] = {}
         for config, trial in self.trials.items():
             launches = self.space.launches(config)
-            for batch, us in trial.us.items() if launches is not None and not trial.why else ():
-                known.setdefault(batch, {})[launches] = us
+            if launches is not None and not trial.why:
+                for batch, us in trial.us.items():
+                    known.setdefault(batch, {})[launches] = us
         found: dict[Config, None] = {}
         for times in known.values():
             firsts, seconds = ({launches[place] for launches in times} for place in (0, 1))
@@ -161,9 +162,9 @@ class Study:
                 if sums and statistics.median(sums) < (1 - PROMISE) * min(times.values()):
                     ranked.append((statistics.median(sums), pair))
             for _, pair in sorted(ranked, key=lambda one: (one[0], str(one[1])))[:PUT_TOGETHER]:
-                config = self.space.of_launches(pair)
-                if config is not None and config not in self.trials and config not in self._asked:
-                    found[config] = None
+                together = self.space.of_launches(pair)
+                if together is not None and together not in self.trials and together not in self._asked:
+                    found[together] = None
         return list(found)
 
     def _leaders(self) -> list[Config]:
