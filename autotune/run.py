@@ -253,7 +253,7 @@ class _Run:
         work_until(self._crews(), lambda: search.finished, tick)
         if self.compilers is not None:
             self.compilers.end()
-        spent = ", ".join(f"{seconds:.0f} s of {name}" for name, seconds in search.spent.items() if seconds)
+        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in search.spent.items() if seconds)
         self.progress.note(
             f"searched: {search.tried} configurations in {time.monotonic() - self.began:.0f} s"
             + (f" ({spent}, all processes together)" if spent else "")

@@ -80,7 +80,7 @@ class Search:
         self._over: set[StudyKey] = set()
         self._stopped = False
         self._waiting = 0  # compiled, not measured yet
-        self.spent = {"compile": 0.0, "trial": 0.0}  # seconds of the processes that do it, by kind of request
+        self.spent = {"compile": 0.0, "check": 0.0, "timing": 0.0}  # seconds of the processes that do it
         self._recall()
 
     def _recall(self) -> None:
@@ -205,7 +205,8 @@ class Search:
             answer = yield self.context.request("trial", config, key.work, batches=batches), TRIAL_SECONDS
         finally:
             self._waiting -= compiled
-        self.spent["trial"] += answer.get("seconds", 0.0)
+        for part, seconds in answer.get("seconds", {}).items():
+            self.spent[part] += seconds
         us = {int(rows): value for rows, value in answer.get("us", {}).items()}
         self._tell(key, config, us, answer.get("error"))
 
