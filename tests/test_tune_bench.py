@@ -171,6 +171,7 @@ def test_a_cut_head_ends_in_a_group_as_full_as_the_whole(vocab):
 
 
 def test_rows_have_different_profiles_and_a_refresh_gives_other_states_and_noise(device):
+    torch.manual_seed(0)
     head = LMHead(inputs.make_weight(2048, 64, torch.float32, device))
     batch = inputs.Batch(head, 30)
     logits = batch.hidden @ head.weight.T
@@ -185,6 +186,7 @@ def test_rows_have_different_profiles_and_a_refresh_gives_other_states_and_noise
 
 def test_rows_with_a_screen_are_of_several_temperatures_and_few_of_their_groups_are_left_to_rescore(device):
     """As a model's: were one channel of the head large, its INT8 copy would rule nothing out."""
+    torch.manual_seed(0)
     head = LMHead(inputs.make_weight(8192, 1024, torch.float32, device))
     batch = inputs.Batch(head, 4)
     temperature = batch.temperature(Work.SCREENED)
