@@ -11,8 +11,9 @@ import torch
 
 from ..kernels.head import LMHead
 from ..kernels.int8_head import MOST_HIDDEN
-from ..kernels.tiles import ReadConfig, ScreenConfig, TileConfig
-from ..lookup import LEAST_RESCORED
+from ..kernels.integers import cdiv
+from ..kernels.rng import GROUP_SIZE
+from ..kernels.tiles import LEAST_CHUNK, ReadConfig, ScreenConfig, TileConfig
 from ..screen import Screen
 from ..table import Device, HeadShape
 from ..table_entries import ITEMSIZE
@@ -25,6 +26,7 @@ from .space import (
     LEAST_ROWS_FIRST,
     LOGITS,
     MOST_ROWS_ONE_LAUNCH,
+    SCREEN_TERMS,
     SCREENED,
     Config,
     Problem,
@@ -116,7 +118,9 @@ class Plan:
     @functools.cached_property
     def problem(self) -> Problem:
         descriptors = self.family in ("sm90", "sm100") and self.head.hidden * self.itemsize % 16 == 0
-        return Problem(self.head.hidden, self.itemsize, self.device.smem_optin, descriptors)
+        groups = cdiv(self.head.vocab, GROUP_SIZE)
+        chunk = max(LEAST_CHUNK, cdiv(groups, max(1, self.device.sms)))
+        return Problem(self.head.hidden, self.itemsize, self.device.smem_optin, descriptors, chunk)
 
     @property
     def works(self) -> tuple[Work, ...]:
@@ -236,16 +240,16 @@ class Plan:
     def fitted_screen(self, screen: ScreenConfig, block_b: int) -> ScreenConfig:
         """As ``fitted``, of the screened path."""
         space = Space(self.problem, SCREENED, block_b, False, False)
-        terms = max(screen.terms, LEAST_RESCORED // block_b)
         stages, rescore_stages = space.screen_stages(
-            screen.block_v, screen.block_d, screen.ctas_per_sm, terms, screen.rescore_v, screen.rescore_d
+            screen.block_v, screen.block_d, screen.ctas_per_sm, SCREEN_TERMS, screen.rescore_v, screen.rescore_d
         )
         return dataclasses.replace(
             screen,
             block_b=block_b,
             stages=max(1, min(screen.stages, stages)),
             rescore_stages=max(1, min(screen.rescore_stages, rescore_stages)),
-            terms=terms,
+            terms=SCREEN_TERMS,
+            chunk=self.problem.chunk,
             tma=screen.tma and self.problem.tma,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import zlib
@@ -30,7 +31,7 @@ from sgl_flashsample.work import Work
 
 H200 = Device("NVIDIA H200", "9.0", 132, 50, 232448)
 A100 = Device("NVIDIA A100-SXM4-80GB", "8.0", 108, 40, 166912)
-PROBLEM = Problem(4096, 2, 232448, True)
+PROBLEM = Problem(4096, 2, 232448, True, 72)
 SPACES = [
     Space(PROBLEM, FUSED, block_b, t, e) for block_b in TILE_CLASSES for t in (False, True) for e in (False, True)
 ]
@@ -115,6 +116,15 @@ def test_defaults_without_a_device_are_those_of_the_built_in_tables():
     assert key_of(builtin.default_of("sm90", 2, 512, Work.PLAIN)).startswith("logits-")
     assert builtin.default_of("sm90", 2, 16, Work.SCREENED) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
     assert builtin.default_of("sm90", 2, 16, Work.SCREENED_GREEDY) == tuned.TABLE["sm90", 2][0][1]
+
+
+@pytest.mark.parametrize("vocab, chunk", [(151936, 72), (201088, 96), (1024, 16)])
+def test_each_multiprocessor_has_a_rescoring_program(vocab, chunk):
+    plan = Plan(H200, HeadShape(vocab, 2880, "bf16"), EFFORTS["quick"])
+    key = StudyKey(SCREENED, Work.SCREENED, 16)
+    assert plan.problem.chunk == chunk and {config.chunk for config in plan.space(key).points} == {chunk}
+    built_in = {dataclasses.replace(config, chunk=72) for config in plan.seeds(key) if config in plan.space(key).points}
+    assert set(plan.defaults(key)) <= built_in, "the default's tiles are tried with that chunk too"
 
 
 def test_a_shard_has_no_studies_of_truncated_batches():
@@ -258,7 +268,7 @@ def test_the_fastest_of_each_launch_are_put_together_where_times_add_up(block_b,
         study.tell(config, {16: cost(space.launches(config))})
     firsts, seconds = zip(*map(space.launches, study.trials), strict=True)
     pairs = [pair for pair in itertools.product(firsts, seconds) if space.of_launches(pair) is not None]
-    assert len(study.trials) == cap < len(space.points) / 20
+    assert len(study.trials) == cap < len(space.points) / 10
     # What the last few have taught is not put together any more.
     assert cost(space.launches(study.best(16, 1)[0])) <= 1.005 * min(map(cost, pairs))
 
@@ -279,7 +289,7 @@ def test_a_pair_is_not_put_together_where_it_promises_nothing():
 
 
 def test_a_small_space_is_walked_and_nothing_is_asked_twice():
-    small = Space(Problem(64, 2, 60_000, False), FUSED, 128, False, False)
+    small = Space(Problem(64, 2, 60_000, False, 72), FUSED, 128, False, False)
     assert 0 < len(small.points) <= 64
     study = Study(small, [], 10_000)
     assert finish(study) == len(small.points) == len(study.trials)
