@@ -258,9 +258,9 @@ class Plan:
         return StudyKey(path_of_config(config).value, kernels, 0 if isinstance(config, ReadConfig) else config.block_b)
 
     def cap(self, key: StudyKey) -> int:
-        """How many configurations a study tries at most. A screen's time is the sum of two launches': a third as many
-        tell as much."""
-        return self.effort.cap if key.path != SCREENED else max(LEAST_CAP, self.effort.cap // 3)
+        """How many configurations a study tries at most. A screen's time is the sum of two launches': half as many tell
+        as much."""
+        return self.effort.cap if key.path != SCREENED else max(LEAST_CAP, self.effort.cap // 2)
 
     def trials(self, key: StudyKey) -> int:
         return min(self.cap(key), len(self.space(key).points))

@@ -23,8 +23,8 @@ STARTUP = 12  # trials before the surrogate has a say
 POLISH = 0.6  # share of the trials after which the best are surrounded again: the sampler steps over its neighbours
 LEADERS = 2  # whose neighbours are tried, whatever batch size they lead at
 # Where the times of launches add up: configurations put together of known launches that are tried next, per batch size,
-# and how much faster than the best known one they have to promise to be.
-PUT_TOGETHER, PROMISE = 2, 0.002
+# and how much faster than the best known one they have to promise to be; and before all seeds have been tried.
+PUT_TOGETHER, PROMISE, MUCH = 2, 0.002, 0.02
 MOST_REPEATS = 40  # proposals already known, in a row, after which an unknown one is drawn
 
 
@@ -39,9 +39,10 @@ class Trial:
 
 
 class Study:
-    """Proposes configurations of ``space``: first ``seeds``, in their order, then what promises to be faster by the sum
-    of its launches, then the neighbours of the best ones, then what the sampler says, and late in the search the
-    neighbours of what is best by then. baseline: microseconds per batch size that a trial is compared with."""
+    """Proposes configurations of ``space``: first ``seeds``, in their order, and what promises to be faster by the sum
+    of its launches (before the seeds, if it is much), then the neighbours of the best ones, then what the sampler says,
+    and late in the search the neighbours of what is best by then. baseline: microseconds per batch size that a trial is
+    compared with."""
 
     def __init__(self, space: Space, seeds: Iterable[Config], cap: int, *, seed: int = 0) -> None:
         self.space, self.cap = space, cap
@@ -123,6 +124,8 @@ class Study:
 
     def _next_seed(self) -> Config | None:
         while True:
+            if not self.brute:
+                self._seeds = [*self._promising(MUCH if self._seeds else PROMISE), *self._seeds]
             while self._seeds:
                 config = self._seeds.pop(0)
                 if config not in self.trials and config not in self._asked:
@@ -130,18 +133,15 @@ class Study:
                     return config
             if self.brute:
                 return None
-            self._seeds = self._promising()
-            if self._seeds:
-                continue
             around = [config for config in self._leaders() if config not in self._surrounded]
             if not around or (self._surrounded and self.known < POLISH * self.size):
                 return None
             self._surrounded |= set(around)
             self._seeds = [near for config in around for near in self.space.neighbours(config)]
 
-    def _promising(self) -> list[Config]:
-        """Unknown configurations that are faster than every known one at some batch size if the times of their launches
-        add up: ``(a, b)`` takes as long as ``(a, y)`` and ``(x, b)`` without ``(x, y)``."""
+    def _promising(self, promise: float) -> list[Config]:
+        """Unknown configurations that take ``promise`` less than every known one at some batch size if the times of
+        their launches add up: ``(a, b)`` takes as long as ``(a, y)`` and ``(x, b)`` without ``(x, y)``."""
         known: dict[int, dict[tuple[Any, ...], float]] = {}
         for config, trial in self.trials.items():
             launches = self.space.launches(config)
@@ -159,7 +159,7 @@ class Study:
                     for x, y in times
                     if (a, y) in times and (x, b) in times and pair not in times
                 ]
-                if sums and statistics.median(sums) < (1 - PROMISE) * min(times.values()):
+                if sums and statistics.median(sums) < (1 - promise) * min(times.values()):
                     ranked.append((statistics.median(sums), pair))
             for _, pair in sorted(ranked, key=lambda one: (one[0], str(one[1])))[:PUT_TOGETHER]:
                 together = self.space.of_launches(pair)

@@ -22,7 +22,7 @@ from sgl_flashsample.autotune.space import (
     Space,
     shared_bytes,
 )
-from sgl_flashsample.autotune.study import Study, importances
+from sgl_flashsample.autotune.study import MUCH, PROMISE, Study, importances
 from sgl_flashsample.kernels.tiles import ScreenConfig, TileConfig
 
 from sgl_flashsample import tuned
@@ -185,7 +185,8 @@ def test_studies_of_built_in_defaults_come_first_so_that_these_are_compiled_befo
     keys = list(Search(context_of(plan), None).studies)
     assert sorted(map(str, keys)) == sorted(map(str, plan.studies))
     own = [bool(plan.defaults(key)) for key in keys]
-    assert own == sorted(own, reverse=True) and any(own) and not all(own)
+    assert own == sorted(own, reverse=True)
+    assert any(own) and not all(own)
 
 
 def test_a_study_that_is_slower_than_others_everywhere_is_over_and_one_that_is_not_goes_on():
@@ -268,7 +269,7 @@ def test_the_fastest_of_each_launch_are_put_together_where_times_add_up(block_b,
         study.tell(config, {16: cost(space.launches(config))})
     firsts, seconds = zip(*map(space.launches, study.trials), strict=True)
     pairs = [pair for pair in itertools.product(firsts, seconds) if space.of_launches(pair) is not None]
-    assert len(study.trials) == cap < len(space.points) / 10
+    assert len(study.trials) == cap < len(space.points) / 8
     # What the last few have taught is not put together any more.
     assert cost(space.launches(study.best(16, 1)[0])) <= 1.005 * min(map(cost, pairs))
 
@@ -279,13 +280,18 @@ def test_a_pair_is_not_put_together_where_it_promises_nothing():
     study = Study(space, star, len(star) + 1)
     for config in star:  # whatever is not the first is slower, so each pair of others is slower still
         study.tell(config, {16: 100.0 if config == star[0] else 110.0})
-    assert study._promising() == []
+    assert study._promising(PROMISE) == []
     faster = {config: 100.0 for config in star} | {star[2]: 95.0, star[-4]: 96.0}
     study.trials.clear()
     for config, us in faster.items():
         study.tell(config, {16: us})
     tile, rescore = space.launches(star[-4])[0], space.launches(star[2])[1]
-    assert study._promising()[0] == space.of_launches((tile, rescore)) not in star
+    together = space.of_launches((tile, rescore))
+    assert study._promising(PROMISE)[0] == together not in star
+    # 95 + 96 - 100: 4 % less than the best.
+    assert study._promising(MUCH)[0] == together and not study._promising(0.05)
+    study.offer([space.neighbours(star[0])[-1]])
+    assert study.ask() == together, "before what is only offered"
 
 
 def test_a_small_space_is_walked_and_nothing_is_asked_twice():
