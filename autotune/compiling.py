@@ -17,7 +17,7 @@ import triton
 
 from ..kernels.head import LMHead
 from ..kernels.launch import compiling_only
-from ..screen import Screen, UnwrittenScreen
+from ..screen import Screen, UnwrittenScreen, problem_of
 from ..warmup import launch_once
 from ..work import Work
 from .cubin import register_usage
@@ -29,10 +29,9 @@ from .trials import config_of
 from .worker import error_of
 
 _KERNELS = ("lm_head_sample_kernel", "sample_logits_kernel", "screen_head_kernel", "rescore_groups_kernel")
-# Of the device's memory that heads of all compiling processes and their screens, half as large, may take; beyond, they
-# compile for a cut head, and the draw of truncated rows, which depends on the vocabulary, is left to the worker.
+# Of the device's memory that heads of all compiling processes and their screens may take; beyond, they compile for a
+# cut head, and the draw of truncated rows, which depends on the vocabulary, is left to the worker.
 HEAD_SHARE = 0.45
-SCREEN_BYTES = 0.5
 
 
 class CompileBench:
@@ -52,8 +51,8 @@ class CompileBench:
         return cls(torch.device(spec.get("device", "cuda")), int(spec.get("processes", 1)))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Seconds, and the most that any of the main kernels has of shared memory in bytes, registers and spilled bytes
-        per thread."""
+        """Seconds by part, and the most that any of the main kernels has of shared memory in bytes, registers and
+        spilled bytes per thread."""
         assert request["op"] == "compile", request["op"]
         began = time.monotonic()
         self._use(request["head"])
@@ -68,13 +67,14 @@ class CompileBench:
                 if answer["error"]["why"] == "runtime" and not answer["error"]["fatal"]:
                     answer["error"]["why"] = "compile"
                 return answer
-        return {"seconds": time.monotonic() - began, **self._used}
+        return {"seconds": {"compile": time.monotonic() - began}, **self._used}
 
     def _use(self, shape: dict[str, Any]) -> None:
         if shape == self._shape:
             return
         dtype = DTYPES[shape["dtype"]]
-        size = shape["vocab"] * shape["hidden"] * dtype.itemsize * (1 + SCREEN_BYTES)
+        whole = LMHead(torch.empty(shape["vocab"], shape["hidden"], dtype=dtype, device="meta"))
+        size = whole.weight.nbytes + (Screen.bytes_for(whole, 1) if problem_of(whole) is None else 0)
         total = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
         softcap = SOFTCAP if shape.get("softcap") else None
         ids = shape["vocab"]

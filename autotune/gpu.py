@@ -123,7 +123,8 @@ class GpuBench:
 
     def _trial(self, request: dict[str, Any]) -> dict[str, Any]:
         """Tokens first; then the median time of a few samples, per batch size."""
-        config, work, began = config_of(request["path"], request["config"]), Work(request["work"]), time.monotonic()
+        began = time.monotonic()
+        config, work = config_of(request["path"], request["config"]), Work(request["work"])
         self.note(request["label"])
         assert self._gate is not None
         self._gate.check(config, work)

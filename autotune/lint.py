@@ -8,14 +8,12 @@ from pathlib import Path
 
 from ..lookup import config_problem
 from ..sources import installed_sources
-from ..table import Bucket, Table
+from ..table import Table
 from ..table_entries import LAUNCHES
 from ..work import Work
 from .table_files import buckets_of, read, screen_line
 
-# Between the gain of paired rounds and that of the two medians, beside what the medians are not known to: a greedy
-# batch with a screen takes a time that depends on its hidden states.
-GAIN_TOLERANCE, DEVIATIONS = 0.05, 3.0
+GAIN_TOLERANCE = 0.05  # between the gain of paired rounds and that of the two medians
 
 
 def run(options: argparse.Namespace) -> int:
@@ -61,7 +59,7 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
         if bucket.default:
             if bucket.default_us <= 0:
                 yield f"{place}.default_us is {bucket.default_us}; expected the default's time"
-            elif _apart(bucket) > GAIN_TOLERANCE + DEVIATIONS * bucket.se / bucket.default_us:
+            elif abs(bucket.gain - (1 - bucket.us / bucket.default_us)) > GAIN_TOLERANCE:
                 yield f"{place}.gain is {bucket.gain}; its times give {1 - bucket.us / bucket.default_us:.3f}"
         if bucket.distribution_only and (work is not Work.TRUNCATE or table.head.tp > 1):
             yield f"{place}.distribution_only is {bucket.distribution_only}; it serves truncated batches, tp 1"
@@ -69,11 +67,6 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
             yield f"{place}.tied names {bucket.use}, which it uses"
     for key in sorted(unused):
         yield f"configs.{key} is used by no bucket"
-
-
-def _apart(bucket: Bucket) -> float:
-    """How far the gain is from what the medians of the two times give."""
-    return abs(bucket.gain - (1 - bucket.us / bucket.default_us))
 
 
 def _notes(table: Table) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..sources import installed_sources
-from ..table import Device, HeadShape, Table
+from ..table import Device, HeadShape, Table, file_name
 from . import surface
 from .decide import Decider
 from .plan import EFFORTS, Effort, Plan
@@ -137,8 +137,8 @@ class _Run:
     def all(self) -> Result:
         options, head = self.options, self.options.head
         # They import while the device says who it is; where there may be nothing to do, that comes first.
-        finished = any(options.out.glob(f"fs1,*V={head.vocab},D={head.hidden},*.json"))
-        if not finished:
+        found = any(options.out.glob(file_name("*", head).replace("_", "*", 1)))
+        if not found:
             self._start_compilers()
         device, env = self._hello()
         plan = options.plan(device, head, self.effort, options.buckets or Plan.buckets)
@@ -149,7 +149,7 @@ class _Run:
             raise TuneError(str(error)) from None
         if not options.force and publisher.up_to_date():
             return Result(OK, "up to date", f"up to date: {publisher.path}", publisher.path)
-        if finished:
+        if found:
             self._start_compilers()
         self.log = Log(publisher.path.with_suffix(".trials.jsonl"), self._identity(plan, env), resume=self._resumes())
         if self.log.note:

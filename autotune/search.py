@@ -115,8 +115,9 @@ class Search:
         """Ask for nothing more; what is being measured is measured to its end."""
         if not self._stopped:
             self._stopped = True
-            for key in self.studies.keys() - self._over:
-                self._say_if_nothing_runs(key)
+            for key in self.studies:
+                if key not in self._over:
+                    self._say_if_nothing_runs(key)
             if self.compilers is not None:
                 self.compilers.end()
             self.context.gpus.drop_waiting()
@@ -187,7 +188,7 @@ class Search:
 
     def _compile(self, key: StudyKey, config: Config) -> Job:
         answer = yield self.context.request("compile", config, key.work), COMPILE_SECONDS
-        self.spent["compile"] += answer.get("seconds", 0.0)
+        self._spend(answer)
         error = answer.get("error")
         if error is None and answer["spilled"] > MAX_SPILLED and not self.context.is_default(config, key.work):
             error = {"why": "registers", "detail": f"{answer['spilled']} bytes spilled per thread"}
@@ -205,10 +206,13 @@ class Search:
             answer = yield self.context.request("trial", config, key.work, batches=batches), TRIAL_SECONDS
         finally:
             self._waiting -= compiled
-        for part, seconds in answer.get("seconds", {}).items():
-            self.spent[part] += seconds
+        self._spend(answer)
         us = {int(rows): value for rows, value in answer.get("us", {}).items()}
         self._tell(key, config, us, answer.get("error"))
+
+    def _spend(self, answer: dict[str, Any]) -> None:
+        for part, seconds in answer.get("seconds", {}).items():
+            self.spent[part] += seconds
 
     def _tell(self, key: StudyKey, config: Config, us: dict[int, float], error: dict[str, Any] | None) -> None:
         study = self.studies[key]

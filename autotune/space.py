@@ -56,21 +56,21 @@ READ_LEAST_PARTS = (64, 128, 256)  # where rows are truncated
 
 # Of screens: ids per tile, bytes of a row per step, warps and programs per multiprocessor, with as deep a pipeline as
 # fits; and of their rescoring ids and hidden elements per step, and warps. The time of a batch is the sum of the two,
-# near enough, and each is compiled by itself (``LAUNCHES``): tiles are whole points here, so that their product stays
-# small.
+# near enough, and each is compiled by itself (``LAUNCH_AXES``): tiles are whole points here, so that their product
+# stays small.
 SCREEN_CLASSES = (8, 16, 32, 64)
 SCREEN_TILES = (
     *((64, 256, 4, 2), (128, 256, 4, 1), (64, 128, 4, 2), (128, 128, 4, 2), (128, 128, 8, 2)),
     *((128, 256, 8, 1), (64, 256, 8, 1), (64, 512, 4, 1), (256, 128, 8, 1), (64, 256, 4, 1)),
 )
-SCREEN_TERMS = 2  # one leaves so many groups that a batch took 1.4 to 1.9 times as long on an H200
+SCREEN_TERMS = 2  # one leaves many more groups: slower in development trials on an H200, whose times are not kept
 RESCORE_TILES = ((64, 256, 4), (64, 128, 4), (64, 64, 8), (64, 128, 8), (32, 256, 4))
 MAX_RESCORE_STAGES = 4
 # How a rescoring program comes by its ids: as its pipeline loads them, asked for before that, or from one list of all.
 BY_PIPELINE, BY_PREFETCH, BY_LIST = "pipeline", "prefetch", "list"
 EARLY = (False, True)
 # Axes of launches whose times add up: what one of them is worth is known from any configuration with it.
-LAUNCHES = {SCREENED: (("tile",), ("rescore", "ids", "early"))}
+LAUNCH_AXES = {SCREENED: (("tile",), ("rescore", "ids", "early"))}
 
 # What is tried first, per tile class: ids per tile, hidden elements per step, warps, programs per multiprocessor. What
 # has been best on an H200.
@@ -248,14 +248,14 @@ class Space:
     def launches(self, config: Config) -> tuple[tuple[Any, ...], ...] | None:
         """What each of the launches is whose times add up; None where they do not, and outside the space."""
         point = self.points.get(config)
-        if point is None or self.path not in LAUNCHES:
+        if point is None or self.path not in LAUNCH_AXES:
             return None
-        return tuple(tuple(point[name] for name in names) for names in LAUNCHES[self.path])
+        return tuple(tuple(point[name] for name in names) for names in LAUNCH_AXES[self.path])
 
     def of_launches(self, launches: tuple[tuple[Any, ...], ...]) -> Config | None:
         """The configuration of such launches; None where it cannot run."""
         point: dict[str, Any] = {}
-        for names, values in zip(LAUNCHES[self.path], launches, strict=True):
+        for names, values in zip(LAUNCH_AXES[self.path], launches, strict=True):
             point |= dict(zip(names, values, strict=True))
         return self.config(point)
 

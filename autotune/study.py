@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .space import Config, Space
+from .space import LAUNCH_AXES, Config, Space
 
 BRUTE = 64
 STARTUP = 12  # trials before the surrogate has a say
@@ -116,21 +116,21 @@ class Study:
 
     def least(self, batch: int) -> float | None:
         """As ``estimate``, of the fastest; None where nothing was timed."""
-        timed = (config for config, trial in self.trials.items() if not trial.why and trial.us)
-        return min((self.estimate(config, batch) for config in timed), default=None)
+        best = self.best(batch, 1)
+        return self.estimate(best[0], batch) if best else None
 
     def probe(self, config: Config, batch: int) -> int:
         return min(self.trials[config].us, key=lambda measured: (abs(math.log2(measured / batch)), measured))
 
     def _next_seed(self) -> Config | None:
         while True:
-            if not self.brute:
-                self._seeds = [*self._promising(MUCH if self._seeds else PROMISE), *self._seeds]
-            while self._seeds:
-                config = self._seeds.pop(0)
-                if config not in self.trials and config not in self._asked:
-                    self._asked[config] = None
-                    return config
+            self._seeds = [config for config in self._seeds if self._is_unknown(config)]
+            begun = bool(self._seeds) and not self._surrounded  # what it was given comes before what promises little
+            together = [] if self.brute else self._promising(MUCH if begun else PROMISE)
+            if together or self._seeds:
+                config = together[0] if together else self._seeds.pop(0)
+                self._asked[config] = None
+                return config
             if self.brute:
                 return None
             around = [config for config in self._leaders() if config not in self._surrounded]
@@ -139,9 +139,14 @@ class Study:
             self._surrounded |= set(around)
             self._seeds = [near for config in around for near in self.space.neighbours(config)]
 
+    def _is_unknown(self, config: Config) -> bool:
+        return config not in self.trials and config not in self._asked
+
     def _promising(self, promise: float) -> list[Config]:
         """Unknown configurations that take ``promise`` less than every known one at some batch size if the times of
         their launches add up: ``(a, b)`` takes as long as ``(a, y)`` and ``(x, b)`` without ``(x, y)``."""
+        if self.space.path not in LAUNCH_AXES:
+            return []
         known: dict[int, dict[tuple[Any, ...], float]] = {}
         for config, trial in self.trials.items():
             launches = self.space.launches(config)
@@ -163,7 +168,7 @@ class Study:
                     ranked.append((statistics.median(sums), pair))
             for _, pair in sorted(ranked, key=lambda one: (one[0], str(one[1])))[:PUT_TOGETHER]:
                 together = self.space.of_launches(pair)
-                if together is not None and together not in self.trials and together not in self._asked:
+                if together is not None and self._is_unknown(together):
                     found[together] = None
         return list(found)
 
@@ -177,7 +182,7 @@ class Study:
 
     def _walk(self) -> Config | None:
         for config in self.space.points:
-            if config not in self.trials and config not in self._asked:
+            if self._is_unknown(config):
                 self._asked[config] = None
                 return config
         return None
@@ -203,7 +208,7 @@ class Study:
             else:
                 self._asked[config] = trial
                 return config
-        left = [config for config in self.space.points if config not in self.trials and config not in self._asked]
+        left = [config for config in self.space.points if self._is_unknown(config)]
         if not left:
             return None
         config = self._random.choice(left)

@@ -30,6 +30,7 @@ import torch
 from contenders import MODES, OURS, PATHS, STEPS, Shape, Wanted, contenders, first_line, steps_of
 from rivals import Contender, Inputs, import_flashinfer
 from sgl_flashsample.autotune import measure
+from sgl_flashsample.autotune.inputs import REACH, directions
 
 from sgl_flashsample import tuned
 
@@ -37,7 +38,6 @@ from sgl_flashsample import tuned
 # distribution of benchmarks/features.py. The rank's part lies along one direction of all channels, as long in a hidden
 # state as REACH in each of them: a single large column would leave an INT8 copy of the head nothing of the others.
 SLOPE, DEVIATION = 1.2, 2.0
-REACH = 0.5
 READ_BYTES = 2**31
 MATMUL = 8192  # rows and columns of the product whose rate is the ceiling of arithmetic
 
@@ -50,7 +50,7 @@ DRY_BATCHES = [1, 3]
 
 def direction(shape: Shape, device: str) -> torch.Tensor:
     """``[D]``: what the hidden states have in common."""
-    return REACH * (1.0 - 2.0 * (torch.arange(shape.hidden, device=device) % 2))
+    return REACH * shape.hidden**0.5 * directions(shape.hidden, torch.device(device))[0]
 
 
 def make_weight(shape: Shape, device: str, dtype: torch.dtype) -> torch.Tensor:

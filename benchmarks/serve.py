@@ -12,6 +12,7 @@ HTTP. Medians. ``--screen``: both servers are ours, one without a screen and one
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -21,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import step_profile
@@ -122,6 +124,22 @@ def seeded(server: Server, batch: int, sampling: tuple[dict, dict]) -> list[list
     return [answer["output_ids"] for answer in answers]
 
 
+@contextlib.contextmanager
+def made_model(name: str) -> Iterator[Path]:
+    """A folder with what a server needs of the model besides weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
+        markov.write_tokenizer(model, markov.SIZES[name].vocab_size)  # grammars are made of its tokens
+        yield model
+
+
+def server_of(model: Path, backend: str, environment: dict[str, str], log: Path) -> Server:
+    """Not started yet. Its counters are in the log five times a second."""
+    variables = {"FLASHSAMPLE_LOG_SECONDS": "0.2"} | environment
+    return Server(model, SERVER_ARGUMENTS, backend=backend, log=log, environment=variables)
+
+
 def measure_model(
     name: str,
     batches: list[int],
@@ -133,21 +151,13 @@ def measure_model(
 ) -> list[dict]:
     rows: list[dict] = []
     baseline, subject = backends
-    with tempfile.TemporaryDirectory() as model_folder:
-        model = Path(model_folder)
-        (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
-        markov.write_tokenizer(model, markov.SIZES[name].vocab_size)  # grammars are made of its tokens
+    with made_model(name) as model:
         servers = {}
         try:
             for label, (backend, environment) in backends.items():
                 started = time.monotonic()
-                servers[label] = Server(
-                    model,
-                    SERVER_ARGUMENTS,
-                    backend=backend,
-                    log=log_folder / f"{name}-{label.replace(' ', '-')}.log",
-                    environment={"FLASHSAMPLE_LOG_SECONDS": "0.2"} | environment,
-                )
+                log = log_folder / f"{name}-{label.replace(' ', '-')}.log"
+                servers[label] = server_of(model, backend, environment, log)
                 servers[label].start()
                 servers[label].wait_until_ready()  # one after the other: each measures the memory that is free
                 check_capacity(servers[label])
@@ -216,31 +226,26 @@ def measure_host(name: str, batches: list[int], samplings: list[str], log_folder
     """Microseconds of the sampler's host time per step, of our server alone: in long answers, whose batches stay as
     they are, and in answers of ``SHORT`` tokens, whose steps are hardly ever replayed."""
     rows: list[dict] = []
-    with tempfile.TemporaryDirectory() as model_folder:
-        model = Path(model_folder)
-        (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
-        markov.write_tokenizer(model, markov.SIZES[name].vocab_size)
-        environment = {"FLASHSAMPLE_LOG_SECONDS": "0.2", "FLASHSAMPLE_SCREEN": screen}
-        log = log_folder / f"{name}-alone-screen-{screen}.log"
-        with Server(model, SERVER_ARGUMENTS, backend="flashsample", log=log, environment=environment) as server:
-            check_capacity(server)
-            for sampling in samplings:
-                for batch in batches:
-                    generate(server, batch, SAMPLING[sampling], LONG)  # compiles, and captures this batch's steps
-                    found = {}
-                    for which, tokens, answers in (("host_us", ALONE_TOKENS, 1), ("host_us_short", SHORT, 20)):
-                        _, before, batches_before = counted(server)
-                        for _ in range(answers):
-                            generate(server, batch, SAMPLING[sampling], tokens)
-                        _, after, batches_after = counted(server)
-                        found[which] = round((after - before) / max(1, batches_after - batches_before), 1)
-                    about = {"model": name, "tp": 1, "batch": batch, "sampling": sampling, "screen": screen}
-                    rows.append(about | {"backend": "flashsample", **found})
-                    print(
-                        f"{name} screen {screen:4} {sampling:12} B={batch:<3} host {found['host_us']:.0f} us per step, "
-                        f"{found['host_us_short']:.0f} us in short answers",
-                        flush=True,
-                    )
+    log = log_folder / f"{name}-alone-screen-{screen}.log"
+    with made_model(name) as model, server_of(model, "flashsample", {"FLASHSAMPLE_SCREEN": screen}, log) as server:
+        check_capacity(server)
+        for sampling in samplings:
+            for batch in batches:
+                generate(server, batch, SAMPLING[sampling], LONG)  # compiles, and captures this batch's steps
+                found = {}
+                for which, tokens, answers in (("host_us", ALONE_TOKENS, 1), ("host_us_short", SHORT, 20)):
+                    _, before, batches_before = counted(server)
+                    for _ in range(answers):
+                        generate(server, batch, SAMPLING[sampling], tokens)
+                    _, after, batches_after = counted(server)
+                    found[which] = round((after - before) / max(1, batches_after - batches_before), 1)
+                about = {"model": name, "tp": 1, "batch": batch, "sampling": sampling, "screen": screen}
+                rows.append(about | {"backend": "flashsample", **found})
+                print(
+                    f"{name} screen {screen:4} {sampling:12} B={batch:<3} host {found['host_us']:.0f} us per step, "
+                    f"{found['host_us_short']:.0f} us in short answers",
+                    flush=True,
+                )
     return rows
 
 
@@ -257,6 +262,8 @@ def main() -> None:
     parser.add_argument("--alone", choices=["auto", "on", "off"], help="host time of our server alone, its screen so")
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
     options = parser.parse_args()
+    if options.alone and (options.screen or options.profile):
+        parser.error("--alone measures one server by itself; expected neither --screen nor --profile")
 
     random.seed(1)
     environment = measure.environment()

@@ -145,7 +145,7 @@ def rescore_groups_kernel(
             possible = (mask_c[:, None] & left[None, :]).to(tl.int32)
         else:
             # Not from the L1 cache: other programs raise it. An older value would only flag more. Each pair of a group
-            # and a row is one thread's here (LEAST_CHUNK), and what is found of a group is a maximum over threads.
+            # and a row is one thread's here (MOST_RESCORE_WARPS); what is found of a group is a maximum over threads.
             threshold = tl.load(threshold_ptr + offs_b, mask=mask_b, other=0, cache_modifier=".cg")
             possible = flag_groups(upper_ptr, threshold, offs_c, mask_c, offs_b, mask_b, num_rows)
         flagged = tl.max(possible, axis=1)

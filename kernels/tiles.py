@@ -158,11 +158,8 @@ class ScreenConfig:
         _require_positive(self, "stages", "ctas_per_sm", "rescore_stages", "rescore_ctas_per_sm", "chunk")
         if self.chunk < LEAST_CHUNK:
             raise ValueError(f"ScreenConfig.chunk is {self.chunk}; expected {LEAST_CHUNK} or more")
-        if self.rescore_warps > MOST_RESCORE_WARPS:
-            raise ValueError(
-                f"ScreenConfig.rescore_warps is {self.rescore_warps}; expected {MOST_RESCORE_WARPS} or fewer"
-            )
-        _require_at_most(self, {"terms": MOST_TERMS, "block_b": MOST_BLOCK_B})
+        most = {"terms": MOST_TERMS, "block_b": MOST_BLOCK_B, "rescore_warps": MOST_RESCORE_WARPS}
+        _require_at_most(self, most)
         if self.block_b * self.terms < 16:
             raise ValueError(
                 f"ScreenConfig.block_b is {self.block_b} with {self.terms} terms; expected at least 16 of both together"

@@ -45,14 +45,14 @@ class Screen:
     @property
     def num_bytes(self) -> int:
         """Device memory that this holds: the copy and the scratch."""
-        return _bytes_of(self.int8_head, self.workspace)
+        held = (value for value in vars(self.workspace).values() if isinstance(value, torch.Tensor))
+        return self.int8_head.num_bytes + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     @staticmethod
     def bytes_for(head: LMHead, max_rows: int) -> int:
         """``num_bytes`` of the screen of ``head``, without ``columns``: nothing is allocated on its device."""
         like = torch.empty(head.weight.shape, dtype=head.weight.dtype, device="meta")
-        int8_head = _Unwritten(LMHead(like, head.vocab_size))
-        return _bytes_of(int8_head, ScreenWorkspace(int8_head, max_rows))
+        return UnwrittenScreen(LMHead(like, head.vocab_size), max_rows).num_bytes
 
     def serves(self, head: LMHead) -> bool:
         """Whether this is a copy of what ``head`` holds, as far as PyTorch knows. Costs a step a microsecond or two."""
@@ -91,18 +91,14 @@ class _Unwritten(Int8Head):
 
 
 class UnwrittenScreen(Screen):
-    """As large as a screen of ``head``, with nothing in it: to compile kernels for. It serves nothing."""
+    """As large as a screen of ``head``, with nothing in it: to weigh it, and to compile kernels for. It serves
+    nothing."""
 
     _copy = _Unwritten
 
     def __init__(self, head: LMHead, max_rows: int) -> None:
         super().__init__(head, max_rows)
         self.invalidate()
-
-
-def _bytes_of(int8_head: Int8Head, workspace: ScreenWorkspace) -> int:
-    held = (value for value in vars(workspace).values() if isinstance(value, torch.Tensor))
-    return int8_head.num_bytes + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 def problem_of(head: LMHead) -> str | None:

@@ -80,8 +80,8 @@ READS: dict[Work, list[tuple[int, ReadConfig]]] = {
 # How groups are rescored where edits leave many of them.
 _MANY_GROUPS: dict[str, Any] = {"rescore_d": 64, "rescore_warps": 8, "prefetch": False}
 # {(family, bytes per weight element, work): [(largest number of rows, how the screened path launches)]}. Those of sm90
-# for 2 bytes are the fastest that two tuning runs found on an H200 for 151,936 x 4,096; all others compile, and are not
-# measured.
+# for 2 bytes are what won in two tuning runs on an H200 for 151,936 x 4,096, but for edits of more than 16 rows, where
+# the winner spills with a newer Triton; all others compile, and are not measured.
 SCREENS: dict[tuple[str, int, Work], list[tuple[int, ScreenConfig]]] = {
     ("sm90", 2, Work.PLAIN): [
         (8, ScreenConfig(8, 64, 256, 4, 4, ctas_per_sm=2, rescore_d=256, prefetch=False)),
@@ -97,7 +97,7 @@ SCREENS: dict[tuple[str, int, Work], list[tuple[int, ScreenConfig]]] = {
     ("sm100", 2, Work.PLAIN): [
         (8, ScreenConfig(8, 128, 256, 8, 5, rescore_d=64, rescore_warps=8)),
         (16, ScreenConfig(16, 128, 256, 8, 4, rescore_d=64, rescore_warps=8)),
-        (64, ScreenConfig(32, 64, 256, 8, 4, rescore_d=64, rescore_warps=8)),
+        (64, ScreenConfig(32, 64, 256, 8, 4, rescore_v=32, rescore_d=64, rescore_warps=8)),
     ],
     ("sm100", 2, Work.EDIT): [
         (16, ScreenConfig(16, 64, 256, 8, 6, rescore_d=64, rescore_warps=8)),
@@ -105,7 +105,7 @@ SCREENS: dict[tuple[str, int, Work], list[tuple[int, ScreenConfig]]] = {
     ],
     ("sm100", 4, Work.PLAIN): [(64, ScreenConfig(16, 64, 256, 8, 6, rescore_v=32, rescore_d=16, rescore_warps=8))],
     ("sm80", 2, Work.PLAIN): [
-        (16, ScreenConfig(16, 128, 128, 8, 4, tma=False, rescore_d=64, rescore_warps=8)),
+        (16, ScreenConfig(16, 128, 128, 8, 4, tma=False, rescore_d=64)),
         (64, ScreenConfig(32, 64, 128, 8, 4, tma=False, rescore_d=64, rescore_warps=8)),
     ],
     ("sm80", 4, Work.PLAIN): [(64, ScreenConfig(16, 64, 128, 8, 4, tma=False, rescore_d=16, rescore_warps=8))],

@@ -77,6 +77,44 @@ def test_the_table_of_servers_with_a_screen_has_their_ratio_and_whether_answers_
     assert tables.screened_serve_table(tmp_path / "absent.json") == tables.NOT_MEASURED
 
 
+def test_the_host_time_of_a_server_alone_is_of_the_steps_between_two_lines_of_its_log(tmp_path, monkeypatch):
+    """40 us of each step in long answers, 90 in short ones; the two steps that a reading of the log asks for, 65."""
+    import serve
+
+    class FakeServer:
+        def __init__(self, model, arguments, *, backend, log, environment):
+            assert backend == "flashsample" and environment["FLASHSAMPLE_SCREEN"] == "off"
+            assert (model / "config.json").exists()
+            self.log, self.steps, self.us = log, 0, 0.0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def log_text(self):
+            return f"max_total_num_tokens={serve.CACHE_TOKENS}"
+
+        def log_lines(self, wanted):
+            return [
+                f"] flashsample: fused 1 rows in 1 batches; host {self.us / max(1, self.steps)} us per batch over "
+                f"{self.steps:,} batches"
+            ]
+
+        def generate(self, *, input_ids, sampling_params):
+            tokens = sampling_params["max_new_tokens"]
+            self.steps += tokens
+            self.us += tokens * {2: 65.0, serve.SHORT: 90.0}.get(tokens, 40.0)
+            return [{"output_ids": [0] * tokens} for _ in input_ids]
+
+    monkeypatch.setattr(serve, "Server", FakeServer)
+    monkeypatch.setattr(serve.time, "sleep", lambda seconds: None)
+    (row,) = serve.measure_host("tiny", [3], ["t1"], tmp_path, "off")
+    assert row["host_us"] == pytest.approx(40.0, abs=0.2) and row["host_us_short"] == pytest.approx(90.0, abs=0.5)
+    assert (row["batch"], row["sampling"], row["screen"]) == (3, "t1", "off")
+
+
 def test_the_tables_name_every_sampling_of_the_server_benchmark():
     import serve
     import tables

@@ -521,6 +521,7 @@ def test_a_hidden_size_beyond_the_bound_of_its_sums_is_refused(device):
         ("terms", 3, "ScreenConfig.terms is 3"),
         ("terms", 4, "ScreenConfig.terms is 4; expected 2 or fewer"),
         ("chunk", 8, "ScreenConfig.chunk is 8; expected 16 or more"),
+        ("rescore_warps", 16, "ScreenConfig.rescore_warps is 16; expected 8 or fewer"),
         ("block_b", 256, "ScreenConfig.block_b is 256; expected 128 or fewer"),
         ("rescore_stages", 0, "ScreenConfig.rescore_stages is 0"),
         ("rescore_v", 8, "ScreenConfig.rescore_v is 8; expected a power of two of at least 16"),

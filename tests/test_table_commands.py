@@ -409,14 +409,6 @@ def test_lint_passes_a_good_table_and_says_what_is_stale(tune, file, tmp_path):
     assert f"{old}: stale: the kernels of fused have changed since it was measured" in out
 
 
-def test_a_gain_may_be_as_far_from_its_medians_as_these_are_from_being_known(tune, file):
-    bucket = TABLE.classes["plain"][1]
-    put(file, with_bucket(TABLE, "plain", 1, gain=bucket.gain + 0.15, se=0.02 * bucket.default_us))
-    assert tune("lint", file)[0] == 1
-    put(file, with_bucket(TABLE, "plain", 1, gain=bucket.gain + 0.15, se=0.04 * bucket.default_us))
-    assert tune("lint", file)[0] == 0
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

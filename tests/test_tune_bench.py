@@ -288,14 +288,19 @@ def test_each_head_that_is_compiled_for_has_a_screen_of_its_own(device, monkeypa
     assert launched == [(469, 469), (325, 325), (325, 325), (469, None), (325, None)]
 
 
+@pytest.fixture(scope="module")
+def real_gate(device):
+    """What is to be drawn is computed once for all configurations."""
+    return Gate(LMHead(inputs.make_weight(151936, 4096, torch.bfloat16, device)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("work", [work for work in Work if work.screened and not work.greedy], ids=str)
 @pytest.mark.parametrize("terms, rescore", [(1, (64, 64, 8)), (2, (64, 64, 8)), (2, (32, 256, 4))], ids=str)
 @pytest.mark.parametrize("block_b", [16, 64])
-def test_a_screen_passes_the_gate_however_many_groups_it_leaves(device, block_b, terms, rescore, work):
+def test_a_screen_passes_the_gate_however_many_groups_it_leaves(real_gate, block_b, terms, rescore, work):
     """One term leaves many groups, and many truncated rows to the whole head; 32 ids per step are one group or two of
     which several warps have to make the same."""
     names = ("rescore_v", "rescore_d", "rescore_warps")
     config = ScreenConfig(block_b, 64, 256, 8, 4, terms=terms, prefetch=False, listed=True, early=True)
-    head = LMHead(inputs.make_weight(151936, 4096, torch.bfloat16, device))
-    Gate(head).check(dataclasses.replace(config, **dict(zip(names, rescore, strict=True))), work)
+    real_gate.check(dataclasses.replace(config, **dict(zip(names, rescore, strict=True))), work)

@@ -267,11 +267,11 @@ def test_the_fastest_of_each_launch_are_put_together_where_times_add_up(block_b,
     while (config := study.ask()) is not None:
         study.baseline.setdefault(16, cost(space.launches(config)))
         study.tell(config, {16: cost(space.launches(config))})
-    firsts, seconds = zip(*map(space.launches, study.trials), strict=True)
+    # What the last trials have taught cannot be put together any more.
+    firsts, seconds = zip(*map(space.launches, list(study.trials)[:-3]), strict=True)
     pairs = [pair for pair in itertools.product(firsts, seconds) if space.of_launches(pair) is not None]
     assert len(study.trials) == cap < len(space.points) / 8
-    # What the last few have taught is not put together any more.
-    assert cost(space.launches(study.best(16, 1)[0])) <= 1.005 * min(map(cost, pairs))
+    assert cost(space.launches(study.best(16, 1)[0])) <= (1 + 2 * PROMISE) * min(map(cost, pairs))
 
 
 def test_a_pair_is_not_put_together_where_it_promises_nothing():
