@@ -121,7 +121,7 @@ def draw_rescored(
     token, logit, score = first_of_race(
         kept_row, list_ptr, num_chosen, inv_temperature, seed, position, floor, lowest, CANDIDATES
     )
-    complete |= (floor > low) | (lowest > screened)
+    complete |= (floor > low) | (lowest > low)
     certain = complete & known & (num_chosen <= CANDIDATES) & (logit > surely_allowed)
     return token, score, certain
 

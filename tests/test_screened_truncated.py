@@ -243,6 +243,20 @@ def test_a_bound_that_is_wide_is_late_and_not_wrong(device):
     assert (found.rounds == 1).any(), "the largest logit is allowed whatever the mass is"
 
 
+def test_what_min_p_allows_below_the_groups_that_the_draw_has_room_for_is_drawn_too(device):
+    """The screen promises less of a logit than it turns out to be: what min-p allows may lie above what no other group
+    reaches and yet below the last group that the draw has looked at."""
+    states, weight = random_problem(16, 16_000, 64, torch.bfloat16, device, seed=8)
+    params = rows(16, device, greedy_every=17) | {"temperature": torch.full((16,), 2.0, device=device)}
+    head, cut = LMHead(weight), limit_all(16, device, min_p=0.05)
+    int8_head, fused = Int8Head(head), draw(states, head, params, cut)
+    for wider in (1, 20):
+        int8_head.error *= wider
+        found = screened(states, head, params, cut, int8_head=int8_head)
+        assert torch.equal(found.token, fused.token)
+        assert (found.rounds > 1).any(), "too many groups, and so the whole head"
+
+
 def test_more_equal_logits_than_the_draw_has_room_for_are_all_drawn(device):
     states, head, params, tied = ties_apart(12, device)
     cut = limit_all(12, device, top_k=20)
