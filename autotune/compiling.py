@@ -87,10 +87,10 @@ class CompileBench:
         self._shape, self._screens = dict(shape), {}
 
     def _compile(self, config: Config, work: Work) -> None:
-        triton.knobs.compilation.listener = self._listen
         heads = self._heads if work.truncates else self._heads[-1:]
         screens = [self._screen(head) if isinstance(config, ScreenConfig) else None for head in heads]
-        with compiling_only():
+        with compiling_only(), triton.knobs.compilation.scope():
+            triton.knobs.compilation.listener = self._listen
             for head, screen in zip(heads, screens, strict=True):
                 launch_once(head, config, work, False, screen=screen)
 

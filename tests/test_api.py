@@ -20,6 +20,7 @@ from sgl_flashsample import (
     LogitEdits,
     Path,
     SampleOutput,
+    Screen,
     Truncation,
     Workspace,
     sample,
@@ -155,20 +156,23 @@ def test_scratch_for_a_range_of_batches_is_not_allocated_again(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", Path)
+@pytest.mark.parametrize("path", [Path.FUSED, Path.LOGITS, Path.SCREENED])
 def test_a_captured_graph_follows_its_truncation_and_its_edits(device, path):
     states, weight, plain = problem(device)
+    states, weight = states.bfloat16(), weight.bfloat16()
     truncation, edits = features(device)
     params, head = dataclasses.replace(plain, truncation=truncation, edits=edits), LMHead(weight)
-    workspace = Workspace(10_000, device)
-    eager = sample(states, head, params, return_logprob=True, workspace=workspace, path=path)
+    logprobs = path is not Path.SCREENED
+    options = {"return_logprob": logprobs, "workspace": Workspace(10_000, device), "path": path}
+    options["screen"] = None if logprobs else Screen(head, len(states))
+    eager = sample(states, head, params, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample(states, head, params, return_logprob=True, workspace=workspace, path=path)
+        out = sample(states, head, params, **options)
     for _ in range(3):
         graph.replay()
         assert torch.equal(out.token_ids, eager.token_ids)
-        assert torch.equal(out.logprobs, eager.logprobs)
+        assert not logprobs or torch.equal(out.logprobs, eager.logprobs)
     truncation.top_k.fill_(1)
     edits.bias.zero_()
     edits.bias[:, 40] = 1000.0

@@ -136,7 +136,7 @@ def test_draws_of_another_distribution_are_found(device, monkeypatch):
     draw = gpu.lm_head_sample
     biased = lambda *a, **k: (draw(*a, **k)[0] & ~1, None, None)  # noqa: E731
     monkeypatch.setattr("sgl_flashsample.autotune.gate.lm_head_sample", biased)
-    assert gate.g_test(WIDE_TILE, Work.PLAIN, 500, rows=128)[0] < 1e-4
+    assert gate.g_test(WIDE_TILE, Work.PLAIN, 2000, rows=128)[0] < 1e-4, "20 draws of each id: no cell is pooled"
 
 
 def test_the_g_test_rejects_the_truth_as_often_as_it_says():
@@ -193,7 +193,10 @@ def test_rows_with_a_screen_are_of_several_temperatures_and_few_of_their_groups_
     assert sorted(set(temperature.tolist())) == pytest.approx(sorted(inputs.TEMPERATURES))
     assert not batch.temperature(Work.SCREENED_GREEDY).any()
     screen = Screen(head, 4)
-    config = dataclasses.replace(SCREEN, block_v=1024, rescore_v=256, rescore_d=256, block_d=256)
+    if device.type == "cuda":
+        config = SCREEN
+    else:  # few steps for the interpreter
+        config = dataclasses.replace(SCREEN, block_v=1024, rescore_v=256, rescore_d=256, block_d=256)
     params = (temperature, batch.seed, batch.position[0])
     gpu.screened_sample(batch.hidden, head, screen.int8_head, *params, config, workspace=screen.workspace)
     assert 4 <= screen.counters[Counted.CANDIDATES] < 4 * 0.25 * screen.int8_head.num_groups
