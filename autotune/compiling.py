@@ -21,7 +21,7 @@ from ..screen import Screen, UnwrittenScreen, problem_of
 from ..warmup import launch_once
 from ..work import Work
 from .cubin import register_usage
-from .gate import MANY_IDS, first_ids
+from .gate import MANY_IDS, first_ids, rival_of
 from .gpu import SOFTCAP
 from .inputs import DTYPES
 from .space import Config, ScreenConfig
@@ -89,10 +89,13 @@ class CompileBench:
     def _compile(self, config: Config, work: Work) -> None:
         heads = self._heads if work.truncates else self._heads[-1:]
         screens = [self._screen(head) if isinstance(config, ScreenConfig) else None for head in heads]
-        with compiling_only(), triton.knobs.compilation.scope():
-            triton.knobs.compilation.listener = self._listen
-            for head, screen in zip(heads, screens, strict=True):
-                launch_once(head, config, work, False, screen=screen)
+        with compiling_only():
+            if isinstance(config, ScreenConfig):  # the gate launches it as well, and must not wait for it
+                launch_once(self._heads[0], rival_of(config, self._heads[0], work), work.kernels, False)
+            with triton.knobs.compilation.scope():
+                triton.knobs.compilation.listener = self._listen
+                for head, screen in zip(heads, screens, strict=True):
+                    launch_once(head, config, work, False, screen=screen)
 
     def _screen(self, head: LMHead) -> Screen:
         """Of one of our heads; made when it is first needed."""

@@ -48,6 +48,11 @@ def first_ids(head: LMHead, most: int) -> LMHead:
     return dataclasses.replace(head, weight=head.weight[:size], vocab_size=size)
 
 
+def rival_of(config: ScreenConfig, head: LMHead, work: Work) -> TileConfig:
+    """The fused pass that a screen's tokens are compared with on the whole head."""
+    return tile_for(head, config.block_b + 1, work)
+
+
 class Gate:
     """Compares configurations for ``head`` with the reference. What must be drawn is computed once."""
 
@@ -85,7 +90,7 @@ class Gate:
         """On the whole head and on logits as in the races, where most groups are ruled out: a row must not lose to what
         the fused pass finds for it. Raises Incorrect."""
         head, rows = self.head, config.block_b + 1
-        batch, tile = self._batch(rows), tile_for(self.head, rows, work)
+        batch, tile = self._batch(rows), rival_of(config, head, work)
         workspace = Workspace(workspace_slots(head, rows, tile), head.weight.device)
         options: dict[str, Any] = {
             "truncation": batch.truncation(work),

@@ -80,7 +80,7 @@ class Search:
         self._over: set[StudyKey] = set()
         self._stopped = False
         self._waiting = 0  # compiled, not measured yet
-        self.spent = {"compile": 0.0, "check": 0.0, "timing": 0.0}  # seconds of the processes that do it
+        self.spent: collections.Counter[str] = collections.Counter()  # seconds of the processes, by what they do
         self._recall()
 
     def _recall(self) -> None:

@@ -77,21 +77,32 @@ READS: dict[Work, list[tuple[int, ReadConfig]]] = {
     Work.EDIT: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24))],
     Work.EDIT_AND_TRUNCATE: [(512, ReadConfig(1, 512, 1, ctas_per_sm=24, least_parts=64))],
 }
-# How groups are rescored where edits leave many of them.
-_MANY_GROUPS: dict[str, Any] = {"rescore_d": 64, "rescore_warps": 8, "prefetch": False}
+# How the rescored groups are found and how they are read, where not as usual.
+_SHARED: dict[str, Any] = {"prefetch": False, "listed": True, "early": True}
+_SMALL_STEPS: dict[str, Any] = {"rescore_v": 32, "rescore_d": 256, **_SHARED}
+_MANY_GROUPS: dict[str, Any] = {"rescore_d": 64, "rescore_warps": 8, **_SHARED}
 # {(family, bytes per weight element, work): [(largest number of rows, how the screened path launches)]}. Those of sm90
-# for 2 bytes are what won in two tuning runs on an H200 for 151,936 x 4,096, but for edits of more than 16 rows, where
-# the winner spills with a newer Triton; all others compile, and are not measured.
+# for 2 bytes are what won in tuning runs on an H200 for 151,936 x 4,096, but for edits of more than 16 rows, where the
+# winner spills with a newer Triton; all others compile, and are not measured.
 SCREENS: dict[tuple[str, int, Work], list[tuple[int, ScreenConfig]]] = {
     ("sm90", 2, Work.PLAIN): [
-        (8, ScreenConfig(8, 64, 256, 4, 4, ctas_per_sm=2, rescore_d=256, prefetch=False)),
-        (16, ScreenConfig(16, 128, 256, 4, 5, prefetch=False, listed=True, early=True)),
-        (64, ScreenConfig(32, 64, 256, 4, 3, ctas_per_sm=2, prefetch=False, listed=True, early=True)),
+        (8, ScreenConfig(8, 64, 256, 4, 5, ctas_per_sm=2, **_SMALL_STEPS)),
+        (16, ScreenConfig(16, 128, 256, 4, 5, **_SHARED)),
+        (32, ScreenConfig(32, 64, 256, 4, 3, ctas_per_sm=2, **_SHARED)),
+        (64, ScreenConfig(32, 128, 128, 4, 4, ctas_per_sm=2, **_SHARED)),
     ],
     ("sm90", 2, Work.EDIT): [
+        (8, ScreenConfig(8, 64, 256, 4, 5, ctas_per_sm=2, **_SMALL_STEPS)),
+        (16, ScreenConfig(16, 64, 256, 4, 4, ctas_per_sm=2, **_SMALL_STEPS)),
+        (64, ScreenConfig(32, 64, 256, 8, 4, **_MANY_GROUPS)),
+    ],
+    ("sm90", 2, Work.TRUNCATE): [
+        (8, ScreenConfig(8, 64, 256, 4, 5, ctas_per_sm=2, rescore_d=256, **_SHARED)),
+        (64, ScreenConfig(16, 64, 256, 4, 4, ctas_per_sm=2, rescore_d=256, **_SHARED)),
+    ],
+    ("sm90", 2, Work.EDIT_AND_TRUNCATE): [
         (8, ScreenConfig(8, 64, 256, 4, 5, ctas_per_sm=2, **_MANY_GROUPS)),
-        (16, ScreenConfig(16, 64, 256, 4, 4, ctas_per_sm=2, **_MANY_GROUPS, listed=True, early=True)),
-        (64, ScreenConfig(32, 64, 256, 8, 4, **_MANY_GROUPS, listed=True, early=True)),
+        (64, ScreenConfig(16, 64, 256, 4, 4, ctas_per_sm=2, **_MANY_GROUPS)),
     ],
     ("sm90", 4, Work.PLAIN): [(64, ScreenConfig(16, 64, 256, 8, 6, rescore_d=16, rescore_warps=8))],
     ("sm100", 2, Work.PLAIN): [
@@ -119,8 +130,13 @@ PATHS: dict[tuple[str, int, Work], int] = {
 }
 FUSED_ROWS = 64  # where PATHS has no entry
 # {(family, bytes per weight element, work): largest number of rows that the screened path takes where the head has a
-# screen}: where it won in that sweep, and nowhere else.
-SCREEN_ROWS: dict[tuple[str, int, Work], int] = {("sm90", 2, Work.PLAIN): 32}
+# screen}: where it won in those runs for every head that tried it, and nowhere else.
+SCREEN_ROWS: dict[tuple[str, int, Work], int] = {
+    ("sm90", 2, Work.PLAIN): 64,
+    ("sm90", 2, Work.GREEDY): 32,
+    ("sm90", 2, Work.EDIT): 16,
+    ("sm90", 2, Work.TRUNCATE): 2,
+}
 INTERPRETED_SCREEN_ROWS = 32  # of every kind of work: no time is lost, and what has a screen is there to be tried
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}

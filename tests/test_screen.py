@@ -269,13 +269,14 @@ def test_without_a_table_batches_are_screened_where_that_was_measured_to_win_and
     monkeypatch.setattr(tuned, "family_of", lambda _: family)
     shape = Shape(torch.device("cuda"), 2, 151_936, 4096, True)
     own = Choices(shape)
-    most = 32 if family == "sm90" else 0
-    for rows_ in (1, 3, 16, 17, 32, 33, 64, 65, 512, 513):
-        picked = own.pick(rows_, Work.SCREENED)
-        assert isinstance(picked, ScreenConfig) == (rows_ <= most)
+    won = {Work.SCREENED: 64, Work.SCREENED_GREEDY: 32, Work.SCREENED_EDIT: 16, Work.SCREENED_TRUNCATE: 2}
+    won, most = (won, 64) if family == "sm90" else ({}, 0)
+    for rows_ in (1, 2, 3, 16, 17, 32, 33, 64, 65, 512, 513):
         for work in SCREENED:
-            if not isinstance(own.pick(rows_, work), ScreenConfig):
-                assert own.pick(rows_, work) == own.pick(rows_, work.unscreened)
+            picked = own.pick(rows_, work)
+            assert isinstance(picked, ScreenConfig) == (rows_ <= won.get(work, 0)), (rows_, work)
+            if not isinstance(picked, ScreenConfig):
+                assert picked == own.pick(rows_, work.unscreened)
     assert own.screens(512) == (most > 0) and own.screened_rows(512) == most and own.screened_rows(20) == min(20, most)
     assert not own.screens(512, tuned=True)
     assert not Choices(shape._replace(itemsize=4)).screens(512)
@@ -284,15 +285,19 @@ def test_without_a_table_batches_are_screened_where_that_was_measured_to_win_and
 def test_a_table_decides_by_its_own_entries_then_the_built_in_screen_then_what_batches_without_one_take(monkeypatch):
     monkeypatch.setattr(tuned, "family_of", lambda _: "sm90")
     shape = Shape(torch.device("cuda"), 2, 151_936, 4096, True)
-    older = Choices(shape, {Work.PLAIN: {1: TILE, 64: READ}, Work.EDIT: {1: READ}, Work.GREEDY: {64: TILE}})
+    older = {Work.PLAIN: {1: TILE, 128: READ}, Work.GREEDY: {64: TILE}, Work.TRUNCATE: {1: TILE, 4: READ}}
+    older = Choices(shape, older | {Work.EDIT_AND_TRUNCATE: {1: READ}})
     assert isinstance(older.pick(1, Work.SCREENED), ScreenConfig) and not older.is_tuned(1, Work.SCREENED)
-    assert older.pick(64, Work.SCREENED) == READ and older.is_tuned(64, Work.SCREENED)
-    assert older.pick(1, Work.SCREENED_EDIT) == READ
-    assert older.pick(1, Work.SCREENED_GREEDY) == TILE and older.pick(64, Work.SCREENED_GREEDY) == TILE
+    assert older.pick(128, Work.SCREENED) == READ and older.is_tuned(128, Work.SCREENED)
+    assert isinstance(older.pick(1, Work.SCREENED_TRUNCATE), ScreenConfig)
+    assert older.pick(4, Work.SCREENED_TRUNCATE) == READ and older.is_tuned(4, Work.SCREENED_TRUNCATE)
+    assert older.pick(1, Work.SCREENED_EDIT_AND_TRUNCATE) == READ, "where the built-in choice is no screen"
+    assert isinstance(older.pick(32, Work.SCREENED_GREEDY), ScreenConfig)
+    assert older.pick(64, Work.SCREENED_GREEDY) == TILE
     newer = Choices(shape, {Work.SCREENED: {1: READ, 2: SCREEN, 64: SCREEN}, Work.PLAIN: {1: TILE}})
     assert newer.pick(1, Work.SCREENED) == READ and newer.pick(1) == TILE, "what won its race"
     assert newer.pick(64, Work.SCREENED) == SCREEN and newer.screened_rows(512, tuned=True) == 64
-    assert not any(isinstance(newer.pick(rows_, Work.SCREENED_GREEDY), ScreenConfig) for rows_ in range(1, 65)), (
+    assert not any(newer.pick(rows_, Work.SCREENED_GREEDY) == SCREEN for rows_ in range(1, 65)), (
         "greedy rows leave more to rescore"
     )
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
 import stats
 import torch
+import triton
 from sgl_flashsample.autotune import compiling, gpu, inputs, rivals
 from sgl_flashsample.autotune.compiling import CompileBench
 from sgl_flashsample.autotune.gate import Gate, first_ids, g_test
 from sgl_flashsample.autotune.names import key_of, label_of, path_of
+from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.autotune.remote import Crew, Remote, work_until
 from sgl_flashsample.autotune.trials import Log, config_data, config_of, read
 from sgl_flashsample.autotune.worker import Incorrect, error_of
@@ -20,7 +23,8 @@ from sgl_flashsample.kernels.head import LMHead
 from sgl_flashsample.kernels.int8_head import Counted
 from sgl_flashsample.kernels.tiles import ReadConfig, ScreenConfig, TileConfig
 
-from sgl_flashsample import Screen
+from sgl_flashsample import Screen, resolution
+from sgl_flashsample.table import HeadShape
 from sgl_flashsample.work import Work
 
 TILE = TileConfig(16, 256, 64, 4, 1, ctas_per_sm=2, tma=False, flatten=False, reduce_rows=16)
@@ -275,11 +279,12 @@ def test_a_screen_is_compiled_ahead_of_its_measurement(device):
 
 
 def test_each_head_that_is_compiled_for_has_a_screen_of_its_own(device, monkeypatch):
-    """Truncated rows are compiled for the whole vocabulary and for the one that tokens are compared on."""
+    """Truncated rows are compiled for the whole vocabulary and for the one that tokens are compared on; a screen's
+    rival is compiled with it."""
     launched = []
 
-    def launch(head, config, work, return_logprob, *, screen):
-        launched.append((head.vocab_size, screen and screen.int8_head.weight.shape[0]))
+    def launch(head, config, work, return_logprob, *, screen=None):
+        launched.append((path_of(config), head.vocab_size, screen and screen.int8_head.weight.shape[0]))
 
     monkeypatch.setattr(compiling, "launch_once", launch)
     monkeypatch.setattr(compiling, "MANY_IDS", 320)
@@ -288,7 +293,41 @@ def test_each_head_that_is_compiled_for_has_a_screen_of_its_own(device, monkeypa
     bench._compile(SCREEN, Work.SCREENED_TRUNCATE)
     bench._compile(SCREEN, Work.SCREENED)
     bench._compile(TILE, Work.TRUNCATE)
-    assert launched == [(469, 469), (325, 325), (325, 325), (469, None), (325, None)]
+    rival = ("fused", 469, None)
+    assert launched == [
+        *(rival, ("screened", 469, 469), ("screened", 325, 325)),
+        *(rival, ("screened", 325, 325)),
+        *(("fused", 469, None), ("fused", 325, None)),
+    ]
+    assert triton.knobs.compilation.listener is None
+
+
+def test_what_the_measuring_process_compiles_itself_is_said(bench, monkeypatch):
+    """A compiler's time that looked like a check's would be searched for in the check."""
+
+    def check(self, config, work):
+        bench._listen(src=None, metadata={}, metadata_group={}, times=SimpleNamespace(total=3e6), cache_hit=False)
+        bench._listen(src=None, metadata={}, metadata_group={}, times=SimpleNamespace(total=9e6), cache_hit=True)
+
+    monkeypatch.setattr(Gate, "check", check)
+    seconds = bench.answer(request("trial", TILE, "plain", batches=[1]))["seconds"]
+    assert seconds[gpu.LATE] == 3.0 and set(seconds) == {"check", gpu.LATE, "timing"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("work", Work)
+def test_a_check_compiles_nothing_that_was_not_compiled_ahead(device, monkeypatch, work):
+    shape = {"vocab": 50_257, "hidden": 208, "dtype": "bf16", "tp": 1, "softcap": False}  # a width of this test alone
+    plan = Plan(resolution.device_of(device), HeadShape(50_257, 208, "bf16"), EFFORTS["quick"])
+    config, ahead = plan.default(8, work), CompileBench(device, 1)
+    ahead._use(shape)
+    ahead._compile(config, work)
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, src, cache_hit, **more: compiled.append((src.name, cache_hit))
+    )
+    Gate(LMHead(inputs.make_weight(50_257, 208, torch.bfloat16, device))).check(config, work)
+    assert compiled == []
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,9 @@ def test_defaults_without_a_device_are_those_of_the_built_in_tables():
     assert builtin.default_of("sm90", 2, 16, Work.GREEDY) == tuned.TABLE["sm90", 2][0][1]
     assert key_of(builtin.default_of("sm90", 2, 512, Work.PLAIN)).startswith("logits-")
     assert builtin.default_of("sm90", 2, 16, Work.SCREENED) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
-    assert builtin.default_of("sm90", 2, 16, Work.SCREENED_GREEDY) == tuned.TABLE["sm90", 2][0][1]
+    assert builtin.default_of("sm90", 2, 16, Work.SCREENED_GREEDY) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
+    assert builtin.default_of("sm90", 2, 64, Work.SCREENED_GREEDY) == tuned.TABLE["sm90", 2][2][1]
+    assert builtin.default_of("sm80", 2, 1, Work.SCREENED_GREEDY) == tuned.TABLE["sm80", 2][0][1]
 
 
 @pytest.mark.parametrize("vocab, chunk", [(151936, 72), (201088, 96), (1024, 16)])
