@@ -148,8 +148,8 @@ def measure_model(
     log_folder: Path,
     profiles: dict | None,
     backends: dict[str, tuple[str, dict[str, str]]],
-) -> list[dict]:
-    rows: list[dict] = []
+) -> Iterator[list[dict]]:
+    """The rows of one cell after the other."""
     baseline, subject = backends
     with made_model(name) as model:
         servers = {}
@@ -180,6 +180,7 @@ def measure_model(
                     used = {path: after[path] - before[path] for path in after}
                     used["fused"] -= 2  # the two tokens that counted itself asks for
                     total = sum(used.values())
+                    rows: list[dict] = []
                     for label, values in samples.items():
                         shares = {path: round(count / total, 4) for path, count in used.items()}
                         rows.append(
@@ -207,6 +208,7 @@ def measure_model(
                         + f"ratio {ours_us / stock_us:.3f}, fused {used['fused'] / total:.3f}, host {host_us:.0f} us",
                         flush=True,
                     )
+                    yield rows
             if profiles is not None:
                 for label, server in servers.items():
                     folder = log_folder / f"{name}-{label.replace(' ', '-')}-trace"
@@ -219,13 +221,13 @@ def measure_model(
         finally:
             for server in servers.values():
                 server.stop()
-    return rows
 
 
-def measure_host(name: str, batches: list[int], samplings: list[str], log_folder: Path, screen: str) -> list[dict]:
+def measure_host(
+    name: str, batches: list[int], samplings: list[str], log_folder: Path, screen: str
+) -> Iterator[list[dict]]:
     """Microseconds of the sampler's host time per step, of our server alone: in long answers, whose batches stay as
     they are, and in answers of ``SHORT`` tokens, whose steps are hardly ever replayed."""
-    rows: list[dict] = []
     log = log_folder / f"{name}-alone-screen-{screen}.log"
     with made_model(name) as model, server_of(model, "flashsample", {"FLASHSAMPLE_SCREEN": screen}, log) as server:
         check_capacity(server)
@@ -240,13 +242,12 @@ def measure_host(name: str, batches: list[int], samplings: list[str], log_folder
                     _, after, batches_after = counted(server)
                     found[which] = round((after - before) / max(1, batches_after - batches_before), 1)
                 about = {"model": name, "tp": 1, "batch": batch, "sampling": sampling, "screen": screen}
-                rows.append(about | {"backend": "flashsample", **found})
                 print(
                     f"{name} screen {screen:4} {sampling:12} B={batch:<3} host {found['host_us']:.0f} us per step, "
                     f"{found['host_us_short']:.0f} us in short answers",
                     flush=True,
                 )
-    return rows
+                yield [about | {"backend": "flashsample", **found}]
 
 
 def main() -> None:
@@ -293,13 +294,15 @@ def main() -> None:
     for name in options.models:
         asked = (name, options.batches, options.samplings)
         if options.alone:
-            rows += measure_host(*asked, options.logs, options.alone)
+            cells = measure_host(*asked, options.logs, options.alone)
         else:
-            rows += measure_model(*asked, options.pairs, options.logs, profiles, backends)
+            cells = measure_model(*asked, options.pairs, options.logs, profiles, backends)
         run = {"command": environment["command"], "date": environment["date"], "gpu": environment["nvidia_smi"]}
-        runs |= {f"{name}, {sampling}": run for sampling in options.samplings}
-        environment["runs"] = runs
-        options.out.write_text(json.dumps({"env": environment, "rows": rows}, indent=1) + "\n")
+        for cell in cells:  # what ends a run leaves the file with all that it has measured
+            rows += cell
+            runs[f"{name}, {cell[0]['sampling']}"] = run
+            environment["runs"] = runs
+            options.out.write_text(json.dumps({"env": environment, "rows": rows}, indent=1) + "\n")
     if options.profile:
         if options.keep and options.profile.exists():
             kept = json.loads(options.profile.read_text())["calls_per_step"]

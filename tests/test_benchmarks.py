@@ -110,9 +110,28 @@ def test_the_host_time_of_a_server_alone_is_of_the_steps_between_two_lines_of_it
 
     monkeypatch.setattr(serve, "Server", FakeServer)
     monkeypatch.setattr(serve.time, "sleep", lambda seconds: None)
-    (row,) = serve.measure_host("tiny", [3], ["t1"], tmp_path, "off")
+    ((row,),) = serve.measure_host("tiny", [3], ["t1"], tmp_path, "off")
     assert row["host_us"] == pytest.approx(40.0, abs=0.2) and row["host_us_short"] == pytest.approx(90.0, abs=0.5)
     assert (row["batch"], row["sampling"], row["screen"]) == (3, "t1", "off")
+
+
+def test_a_server_benchmark_that_is_ended_leaves_what_it_has_measured(tmp_path, monkeypatch):
+    import serve
+
+    def measured(name, batches, samplings, logs, screen):
+        yield [{"model": name, "sampling": samplings[0], "batch": batches[0], "screen": screen, "host_us": 40.0}]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "measure_host", measured)
+    monkeypatch.setattr(serve.measure, "environment", lambda: {"nvidia_smi": {}})
+    monkeypatch.setattr(serve.importlib.metadata, "version", lambda name: "0")
+    out = tmp_path / "host.json"
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--alone", "auto", "--models", "tiny", "--out", str(out)])
+    with pytest.raises(KeyboardInterrupt):
+        serve.main()
+    found = json.loads(out.read_text())
+    assert [row["host_us"] for row in found["rows"]] == [40.0]
+    assert list(found["env"]["runs"]) == ["tiny, t1"], "and not of what was not"
 
 
 def test_the_tables_name_every_sampling_of_the_server_benchmark():

@@ -204,9 +204,9 @@ def test_graphs_with_a_screen_are_not_replayed_while_it_rests_nor_those_without_
 ):
     def kept_by_a_step() -> bool:
         """Whether a step goes on with the graphs of before."""
-        state._graphs = graphs = StepGraphs(state._draw, 16, device, fake_capture)
+        state.graphs = graphs = StepGraphs(state._draw, 16, device, fake_capture)
         step(runtime, state, device)
-        return state._graphs is graphs
+        return state.graphs is graphs
 
     step(runtime, state, device)
     step(runtime, state, device)

@@ -206,23 +206,23 @@ def test_graphs_with_a_screen_are_dropped_when_weights_change_and_when_it_serves
         return StepGraphs(state._draw, 16, device, fake_capture)
 
     for change in (state.weights_change, state.renew_screen, state.free_screen, state.renew_screen):
-        state._graphs = first = graphs()
+        state.graphs = first = graphs()
         change()
         tokens(state, device)
-        assert state._graphs is not first
+        assert state.graphs is not first
     tokens(state, device)
-    state._graphs = first = graphs()
+    state.graphs = first = graphs()
     tokens(state, device)
-    assert state._graphs is first, "nothing has changed"
+    assert state.graphs is first, "nothing has changed"
     state.weights_change()
     state.renew_screen()
-    assert state._graphs is None, "also where no step was in between"
+    assert state.graphs is None, "also where no step was in between"
     tokens(state, device)
-    state._graphs = graphs()
+    state.graphs = graphs()
     with torch.no_grad():
         state.lm_head.weight.copy_(weights(device, 1))
     tokens(state, device)
-    assert state._graphs is None, "it would be replayed with the old copy"
+    assert state.graphs is None, "it would be replayed with the old copy"
 
 
 @pytest.mark.gpu
@@ -242,7 +242,7 @@ def test_replayed_steps_draw_the_tokens_of_the_weights_that_are_served():
             positions.fill_(step)
             replayed = state.sample(hidden, rows, None, positions, False).token_ids
             assert torch.equal(replayed, plain.sample(hidden, rows, None, positions, False).token_ids)
-        assert [len(known.captured) for known in state._graphs._steps.values()] == [TURNS]
+        assert [len(known.captured) for known in state.graphs._steps.values()] == [TURNS]
     assert screened_rows(state) == 3 * 6 * (WARM_UP + 3 * TURNS), "a replay counts too"
 
 

@@ -175,18 +175,18 @@ def test_another_head_or_workspace_has_no_old_graphs(device):
 
     def graphs():
         state.sample(hidden, rows, None, positions, False)
-        return state._graphs
+        return state.graphs
 
     assert graphs() is None  # not on a CPU
-    state._graphs = first = make()
+    state.graphs = first = make()
     state.replays = True
     assert graphs() is first
     state.scratch(600)
-    assert state._graphs is None
-    state._graphs = first
+    assert state.graphs is None
+    state.graphs = first
     state.lm_head.weight = torch.zeros(104, 16, device=device)
     state.current()
-    assert state._graphs is None
+    assert state.graphs is None
 
 
 @pytest.mark.gpu
@@ -232,4 +232,4 @@ def test_replayed_steps_draw_the_tokens_of_launches(truncated, num_rows, edited)
         launched = state._draw(hidden, params, True)[0]
         assert torch.equal(replayed.token_ids, launched.token_ids)
         assert torch.equal(replayed.logprobs, launched.logprobs)
-    assert [len(known.captured) for known in state._graphs._steps.values()] == [TURNS]
+    assert [len(known.captured) for known in state.graphs._steps.values()] == [TURNS]

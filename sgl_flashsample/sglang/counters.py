@@ -37,13 +37,13 @@ class Counters:
         self._last_log = time.monotonic()
         self._prometheus = _prometheus_metrics() if metrics else None
 
-    def add(self, path: str, reason: str, rows: int) -> None:
-        """Count ``rows`` rows of one batch; ``reason`` is empty on the fused path."""
-        self._batches[path, reason] += 1
-        self._rows[path, reason] += rows
+    def add(self, path: str, reason: str, rows: int, batches: int = 1) -> None:
+        """Count ``rows`` rows of each of ``batches`` batches; ``reason`` is empty on the fused path."""
+        self._batches[path, reason] += batches
+        self._rows[path, reason] += rows * batches
         if self._prometheus is not None:
-            self._prometheus.batches.labels(path, reason).inc()
-            self._prometheus.rows.labels(path, reason).inc(rows)
+            self._prometheus.batches.labels(path, reason).inc(batches)
+            self._prometheus.rows.labels(path, reason).inc(rows * batches)
         now = time.monotonic()
         if now - self._last_log >= self.interval:
             self._last_log = now
@@ -72,12 +72,13 @@ class Counters:
             if self._prometheus is not None:
                 self._prometheus.screened[kind].inc(counted[kind])
 
-    def add_host_time(self, seconds: float) -> None:
-        """Count what one batch, all of it fused, took of the host's time in the sampler."""
-        self._host_batches += 1
+    def add_host_time(self, seconds: float, batches: int = 1) -> None:
+        """Count what ``batches`` batches, all of them fused, took of the host's time in the sampler, together."""
+        self._host_batches += batches
         self._host_seconds += seconds
         if self._prometheus is not None:
-            self._prometheus.host_seconds.observe(seconds)
+            for _ in range(batches):
+                self._prometheus.host_seconds.observe(seconds / batches)
 
     def summary(self) -> str:
         """Totals since the start, fused first: "fused 12 rows in 3 batches; native (top_logprobs) 4 rows in 2 batches;

@@ -30,7 +30,8 @@ class HeadState:
 
     SGLang may change either after the start (a new weight tensor, a logit scale set late): ``current`` follows.
     choices: what batches of the current head take; the built-in ones until others are put here. replays: whether
-    batches that stay as they are become CUDA graphs. screen: of the head, where it has one.
+    batches that stay as they are become CUDA graphs. screen: of the head, where it has one. graphs: None until a batch
+    is to be replayed, and again after every change of what they were captured with.
     """
 
     choices: Choices
@@ -39,31 +40,42 @@ class HeadState:
 
     def __init__(self, processor: Any, lm_head: Any) -> None:
         self.processor, self.lm_head = processor, lm_head
-        self._fingerprint: tuple | None = None
+        self._parameters: dict[str, torch.Tensor] = getattr(lm_head, "_parameters", {})
+        self._facts: tuple | None = None
         self._head: LMHead | None = None
         self._workspace: Workspace | None = None
         self._workspace_rows = 0
         self._searched: DeviceCounters | None = None
         self._serving: Screen | None = None  # what batches are drawn with
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
+
+    def facts(self) -> tuple:
+        """What a head is made of: as long as it stays the same, so does ``current``. A screen's is also whether anybody
+        has written to the weight, as far as PyTorch knows."""
+        processor = self.processor
+        weight = self._parameters.get("weight")  # as an attribute of a module it is looked up in Python
+        if weight is None:
+            weight = self.lm_head.weight
+        version = None if self._serving is None or weight.is_inference() else weight._version
+        softcap = getattr(processor, "final_logit_softcapping", None)
+        return weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size, version
 
     def current(self) -> LMHead:
-        processor, weight = self.processor, self.lm_head.weight
-        softcap = getattr(processor, "final_logit_softcapping", None) or None
-        fingerprint = (weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size)
-        if fingerprint != self._fingerprint:
+        facts = self.facts()
+        if facts[:-1] != self._facts:
+            processor, weight = self.processor, self.lm_head.weight
             keeps_fp32 = processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False)
             self._head = LMHead(
                 weight.detach(),
                 vocab_size=processor.vocab_size,
                 logit_scale=processor.logit_scale,
-                softcap=softcap,
+                softcap=getattr(processor, "final_logit_softcapping", None) or None,
                 logits_dtype=torch.float32 if keeps_fp32 else weight.dtype,
             )
-            if self._fingerprint is None or self.choices.shape != Shape.of(self._head):
+            if self._facts is None or self.choices.shape != Shape.of(self._head):
                 self.choices = choices_for(self._head)
-            self._fingerprint = fingerprint
-            self._graphs = None
+            self._facts = facts[:-1]
+            self.graphs = None
         assert self._head is not None
         return self._head
 
@@ -75,7 +87,7 @@ class HeadState:
             searched = self._workspace.searched if self._workspace is not None else None
             self._workspace = make_workspace(self.current(), rows, searched, self.choices)
             self._workspace_rows = rows
-            self._graphs = None
+            self.graphs = None
         assert self._workspace is not None
         return self._workspace
 
@@ -92,13 +104,13 @@ class HeadState:
         self.scratch(hidden.shape[0])
         serving = None if self.screen is None else self.screen.serving(head)
         if serving is not self._serving:
-            self._serving, self._graphs = serving, None
+            self._serving, self.graphs = serving, None
         if positions.dtype is not torch.int64:
             positions = positions.to(torch.int64)
         elif self.replays:
-            if self._graphs is None:
-                self._graphs = StepGraphs(self._draw, MAX_COMPILED_ROWS, hidden.device)
-            out = self._graphs.step(rows, hidden, edits, positions, return_logprob)
+            if self.graphs is None:
+                self.graphs = StepGraphs(self._draw, MAX_COMPILED_ROWS, hidden.device)
+            out = self.graphs.step(rows, hidden, edits, positions, return_logprob)
             if out is not None:
                 return out
         params = BatchParams(
@@ -146,12 +158,12 @@ class HeadState:
         """The head's weights change, or may have changed: no screen and no graph with one until ``renew_screen``."""
         if self.screen is not None:
             self.screen.invalidate()
-            self._serving = self._graphs = None
+            self._serving = self.graphs = None
 
     def free_screen(self) -> None:
         """Give the memory of the screen back, until ``renew_screen``. Waits for the device."""
         if self.screen is not None:
-            self._serving = self._graphs = None
+            self._serving = self.graphs = None
             self.screen.free(self.current())
 
     def renew_screen(self) -> None:
@@ -167,7 +179,7 @@ class HeadState:
         if self.screen is not None:
             logger.warning("flashsample: screen off: %s", problem)
             self.screen.stop()
-            self._serving = self._graphs = None
+            self._serving = self.graphs = None
 
     def newly_searched(self, interval: float) -> int:
         """Rows that took a search over kept logits since the last call, as far as that is known without waiting;

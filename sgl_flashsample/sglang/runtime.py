@@ -21,6 +21,7 @@ from .head_state import MAX_COMPILED_ROWS, HeadState
 from .lazy_logits import LazyLogits
 from .rows import Rows
 from .screening import HeadScreen, Mode
+from .steady import Steady
 from .versions import sglang_version
 
 logger = logging.getLogger("sgl_flashsample")
@@ -36,7 +37,7 @@ class Runtime:
     problem: why nothing is fused, in words; None while the fused pass is active. mixing_problem: the same for batches
     in which some rows need SGLang's sampler, grammar_problem: for rows with a grammar, screen_problem: why no head has
     a screen. weights_settled: nobody is about to change weights. trace: what counts the drawn tokens, where that was
-    asked for.
+    asked for. steady: the batch of the last step, where the next may repeat that.
     """
 
     def __init__(self, problem: str | None) -> None:
@@ -45,6 +46,7 @@ class Runtime:
         self.grammar_problem: str | None = None
         self.server_seed = 0
         self.custom_processors = self.original_logprobs = self.bool_masks = self.deterministic = False
+        self.syncs_tokens = False
         self.tp_size = 1
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
         self.replays = os.environ.get(STEP_GRAPHS_VARIABLE) != "0"
@@ -55,13 +57,14 @@ class Runtime:
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         metrics = False
         try:
-            from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
+            from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB, SYNC_TOKEN_IDS_ACROSS_TP
             from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
 
             self.server_seed = int(get_device().random_seed or 0)
             self.bool_masks = getattr(get_exec().kernel, "grammar_backend", None) == "outlines"
             self.custom_processors = bool(get_exec().features.enable_custom_logit_processor)
             self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
+            self.syncs_tokens = bool(SYNC_TOKEN_IDS_ACROSS_TP)
             self.deterministic = bool(get_exec().deterministic.enable_deterministic_inference)
             self.tp_size = int(get_parallel().tp_size)
             # With a pipeline, tokens of several steps are under way at once, and a graph's would be overwritten.
@@ -72,6 +75,7 @@ class Runtime:
             self.problem = self.problem or f"this server's configuration cannot be read ({error})"
         self.counters = Counters(metrics)
         self.trace = trace.of_this_server()
+        self.steady: Steady | None = None
 
     def disable(self, problem: str) -> None:
         """Leave everything to SGLang's sampler from now on, and say why, once."""
@@ -264,6 +268,20 @@ class Runtime:
         except Exception as error:  # a request must not fail because a path cannot serve it
             self.disable(f"{type(error).__name__}: {error}")
             return None
+
+    def repeat(self, lazy: LazyLogits, rows: Rows | None) -> None:
+        """After a step of ``rows`` without logprobs and edits: let the next ones repeat it, where it was replayed."""
+        if rows is None or self.trace is not None or self.report_path or self.syncs_tokens:
+            return
+        graphs = lazy.source.graphs
+        if graphs is not None and graphs.replays(rows):
+            self.steady = Steady(lazy.source, graphs, rows, self.disable)
+
+    def look(self) -> None:
+        """Before a step of which everything is asked: count those that were repeated."""
+        if self.steady is not None:
+            self.steady.count(self.counters)
+            self.steady = None
 
 
 def _is_capturing() -> bool:

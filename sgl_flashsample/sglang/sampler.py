@@ -11,7 +11,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
 from .edits import edits_of
-from .hooks import PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, rows_of
+from .hooks import PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, ROWS_ATTRIBUTE, rows_of
 from .lazy_logits import LazyLogits, plain
 from .plan import Plan, plan_of
 from .runtime import Runtime
@@ -45,6 +45,16 @@ class FlashSampler(Sampler):
     ) -> torch.Tensor:
         started = time.perf_counter()
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
+        runtime = self.runtime
+        plain_call = not return_logprob and (not kwargs or all(value is None for value in kwargs.values()))
+        steady = runtime.steady
+        if steady is not None:
+            if plain_call and not sampling_info.grammars and runtime.problem is None:
+                rows = getattr(sampling_info, ROWS_ATTRIBUTE, None)
+                token_ids = steady.step(started, logits_output.next_token_logits, rows, positions)
+                if token_ids is not None:
+                    return token_ids
+            runtime.look()
         arguments = (logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         plan = self._plan(*arguments, **kwargs)
         token_ids = None
@@ -56,10 +66,12 @@ class FlashSampler(Sampler):
             _compute_logits(logits_output, sampling_info, preprocess)
             token_ids = self._native(*arguments, **kwargs)
         self._count(logits_output, plan)
-        if self.runtime.trace is not None:
-            self.runtime.trace.add(token_ids, logits_output.next_token_logits.shape[-1])
+        if runtime.trace is not None:
+            runtime.trace.add(token_ids, logits_output.next_token_logits.shape[-1])
         if not plan.native:
-            self.runtime.counters.add_host_time(time.perf_counter() - started)
+            runtime.counters.add_host_time(time.perf_counter() - started)
+            if plain_call and not plan.edit_kinds:
+                runtime.repeat(logits_output.next_token_logits, rows_of(sampling_info))
         return token_ids
 
     def compute_logprobs_only(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> None:

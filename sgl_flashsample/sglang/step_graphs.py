@@ -143,6 +143,21 @@ class StepGraphs:
         captured.graph.replay()
         return captured.out
 
+    def replays(self, rows: Rows) -> bool:
+        """Whether steps of ``rows`` are replayed, where they come from a place that is known."""
+        return rows is self._rows and not self._waiting and not self._broken
+
+    def again(self, hidden: torch.Tensor, positions: torch.Tensor) -> SampleOutput | None:
+        """``step`` for the rows of the last one, which are replayed, without edits and logprobs; None where it is to be
+        captured first. Asks nothing that has not changed."""
+        step = self._steps.get((hidden.data_ptr(), positions.data_ptr(), False, (), *self._kind))
+        if step is None or step.turn == len(step.captured):
+            return None
+        captured = step.captured[step.turn]
+        step.turn = (step.turn + 1) % TURNS
+        captured.graph.replay()
+        return captured.out
+
     def _load(self, rows: Rows) -> None:
         """Leave the parameters of ``rows`` where the graphs read them."""
         num_rows = len(rows)
