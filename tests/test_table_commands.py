@@ -254,8 +254,9 @@ def test_explain_follows_the_chain_of_batches_with_a_screen(tune, file, screened
         file, 4, "plain+screen"
     )
     assert "its own bucket, of plain (there is none of plain+screen)" in why(file, 128, "plain+screen")
-    assert "its own bucket, of plain (there is none of greedy+screen)" in why(file, 16, "greedy+screen")
-    assert "the built-in choice: no bucket from 3 to 6" in why(file, 3, "edit+screen")
+    assert "the built-in choice, the screened path" in why(file, 16, "greedy+screen")
+    assert "its own bucket, of plain (there is none of greedy+screen)" in why(file, 128, "greedy+screen")
+    assert "the built-in choice: no bucket from 3 to 6" in why(file, 3, "edit+truncate+screen")
 
 
 def test_merge_keeps_what_a_screen_costs_and_diff_and_lint_know_its_batches(tune, file, screened, tmp_path):
