@@ -298,10 +298,10 @@ def main() -> None:
         else:
             cells = measure_model(*asked, options.pairs, options.logs, profiles, backends)
         run = {"command": environment["command"], "date": environment["date"], "gpu": environment["nvidia_smi"]}
+        environment["runs"] = runs
         for cell in cells:  # what ends a run leaves the file with all that it has measured
             rows += cell
             runs[f"{name}, {cell[0]['sampling']}"] = run
-            environment["runs"] = runs
             options.out.write_text(json.dumps({"env": environment, "rows": rows}, indent=1) + "\n")
     if options.profile:
         if options.keep and options.profile.exists():

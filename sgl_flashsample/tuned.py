@@ -82,8 +82,8 @@ _SHARED: dict[str, Any] = {"prefetch": False, "listed": True, "early": True}
 _SMALL_STEPS: dict[str, Any] = {"rescore_v": 32, "rescore_d": 256, **_SHARED}
 _MANY_GROUPS: dict[str, Any] = {"rescore_d": 64, "rescore_warps": 8, **_SHARED}
 # {(family, bytes per weight element, work): [(largest number of rows, how the screened path launches)]}. Those of sm90
-# for 2 bytes are what won in tuning runs on an H200 for 151,936 x 4,096, but for edits of more than 16 rows, where the
-# winner spills with a newer Triton; all others compile, and are not measured.
+# for 2 bytes follow the winners of tuning runs on an H200 for 151,936 x 4,096 as far as ``SCREEN_ROWS``; beyond it they
+# are where a search starts, and spill nothing. All others compile, and are not measured.
 SCREENS: dict[tuple[str, int, Work], list[tuple[int, ScreenConfig]]] = {
     ("sm90", 2, Work.PLAIN): [
         (8, ScreenConfig(8, 64, 256, 4, 5, ctas_per_sm=2, **_SMALL_STEPS)),
@@ -130,10 +130,10 @@ PATHS: dict[tuple[str, int, Work], int] = {
 }
 FUSED_ROWS = 64  # where PATHS has no entry
 # {(family, bytes per weight element, work): largest number of rows that the screened path takes where the head has a
-# screen}: where it won in those runs for every head that tried it, and nowhere else.
+# screen}: where no shipped table has raced it and found it slower, whatever the head.
 SCREEN_ROWS: dict[tuple[str, int, Work], int] = {
-    ("sm90", 2, Work.PLAIN): 64,
-    ("sm90", 2, Work.GREEDY): 32,
+    ("sm90", 2, Work.PLAIN): 32,
+    ("sm90", 2, Work.GREEDY): 16,
     ("sm90", 2, Work.EDIT): 16,
     ("sm90", 2, Work.TRUNCATE): 2,
 }

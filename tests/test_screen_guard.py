@@ -177,7 +177,8 @@ def test_no_token_changes_when_a_screen_goes_to_rest_and_when_it_comes_back(runt
 
 def test_an_ordinary_head_is_served_by_its_screen_throughout(runtime, device, clock, monkeypatch):
     monkeypatch.setattr(screen_guard, "LEAST_BLOCKS", 2)
-    monkeypatch.setattr(screen_guard, "MOST_READ", 0.9)  # the winners of six rows are a tenth of so small a head
+    if device.type == "cuda":  # a head of 2 bytes: its copy is half of it, not a quarter; as many groups beside it
+        monkeypatch.setattr(screen_guard, "MOST_READ", MOST_READ + 0.25)
     state = make_state(device)
     for position in range(6):
         step(runtime, state, device, position)

@@ -116,7 +116,7 @@ def test_defaults_without_a_device_are_those_of_the_built_in_tables():
     assert key_of(builtin.default_of("sm90", 2, 512, Work.PLAIN)).startswith("logits-")
     assert builtin.default_of("sm90", 2, 16, Work.SCREENED) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
     assert builtin.default_of("sm90", 2, 16, Work.SCREENED_GREEDY) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
-    assert builtin.default_of("sm90", 2, 64, Work.SCREENED_GREEDY) == tuned.TABLE["sm90", 2][2][1]
+    assert builtin.default_of("sm90", 2, 32, Work.SCREENED_GREEDY) == tuned.TABLE["sm90", 2][1][1]
     assert builtin.default_of("sm80", 2, 1, Work.SCREENED_GREEDY) == tuned.TABLE["sm80", 2][0][1]
 
 

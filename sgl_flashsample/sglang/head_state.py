@@ -50,19 +50,19 @@ class HeadState:
         self.graphs: StepGraphs | None = None
 
     def facts(self) -> tuple:
-        """What a head is made of: as long as it stays the same, so does ``current``. A screen's is also whether anybody
-        has written to the weight, as far as PyTorch knows."""
+        """What a head is made of, and whether anybody has written to its weight, as far as PyTorch knows: as long as
+        this stays as it is, so does ``current``."""
         processor = self.processor
         weight = self._parameters.get("weight")  # as an attribute of a module it is looked up in Python
         if weight is None:
             weight = self.lm_head.weight
-        version = None if self._serving is None or weight.is_inference() else weight._version
+        version = None if weight.is_inference() else weight._version
         softcap = getattr(processor, "final_logit_softcapping", None)
         return weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size, version
 
     def current(self) -> LMHead:
         facts = self.facts()
-        if facts[:-1] != self._facts:
+        if facts != self._facts:
             processor, weight = self.processor, self.lm_head.weight
             keeps_fp32 = processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False)
             self._head = LMHead(
@@ -74,7 +74,7 @@ class HeadState:
             )
             if self._facts is None or self.choices.shape != Shape.of(self._head):
                 self.choices = choices_for(self._head)
-            self._facts = facts[:-1]
+            self._facts = facts
             self.graphs = None
         assert self._head is not None
         return self._head

@@ -11,7 +11,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
 from .edits import edits_of
-from .hooks import PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, ROWS_ATTRIBUTE, rows_of
+from .hooks import PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, rows_of
 from .lazy_logits import LazyLogits, plain
 from .plan import Plan, plan_of
 from .runtime import Runtime
@@ -46,17 +46,18 @@ class FlashSampler(Sampler):
         started = time.perf_counter()
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
         runtime = self.runtime
-        plain_call = not return_logprob and (not kwargs or all(value is None for value in kwargs.values()))
+        asks_more = any(value is not None for value in kwargs.values()) if kwargs else False
+        alone = not (return_logprob or asks_more)
         steady = runtime.steady
         if steady is not None:
-            if plain_call and not sampling_info.grammars and runtime.problem is None:
-                rows = getattr(sampling_info, ROWS_ATTRIBUTE, None)
-                token_ids = steady.step(started, logits_output.next_token_logits, rows, positions)
+            if alone and not sampling_info.grammars and runtime.problem is None:
+                lazy, rows = logits_output.next_token_logits, rows_of(sampling_info)
+                token_ids = steady.step(started, lazy, rows, positions)
                 if token_ids is not None:
                     return token_ids
             runtime.look()
         arguments = (logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
-        plan = self._plan(*arguments, **kwargs)
+        plan = self._plan(*arguments, asks_more)
         token_ids = None
         if not plan.all_native:
             token_ids = self._fused(plan, preprocess, *arguments)
@@ -70,7 +71,7 @@ class FlashSampler(Sampler):
             runtime.trace.add(token_ids, logits_output.next_token_logits.shape[-1])
         if not plan.native:
             runtime.counters.add_host_time(time.perf_counter() - started)
-            if plain_call and not plan.edit_kinds:
+            if alone and not plan.edit_kinds:
                 runtime.repeat(logits_output.next_token_logits, rows_of(sampling_info))
         return token_ids
 
@@ -86,7 +87,7 @@ class FlashSampler(Sampler):
         top_logprobs_nums: list[int],
         token_ids_logprobs: list,
         positions: torch.Tensor,
-        **kwargs: Any,
+        asks_more: bool,
     ) -> Plan:
         lazy = logits_output.next_token_logits
         num_rows = lazy.shape[0]
@@ -100,7 +101,7 @@ class FlashSampler(Sampler):
             return Plan.whole("unknown_rows", num_rows)
         if positions.shape != (num_rows,):
             return Plan.whole("positions", num_rows)
-        if kwargs and any(value is not None for value in kwargs.values()):
+        if asks_more:
             return Plan.whole("unknown_argument", num_rows)
         runtime = self.runtime
         try:

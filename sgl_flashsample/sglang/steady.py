@@ -1,9 +1,8 @@
 """A batch that stays as it is: what is asked before its last step is repeated.
 
-Between two steps the host does much else, and what a sampler's step costs it is, above all, memory that has left the
-caches: every function and every object that it touches. So where the last step was replayed (``step_graphs.py``), the
-next one asks in one place what could make it another step, and nothing that can wait: neither counters nor logs nor a
-screen's rest, for ``LOOK_SECONDS`` at most.
+Between two steps the host does much else: whatever a sampler's step touches, functions and objects, has left its caches
+by then. So where the last step was replayed (``step_graphs.py``), the next one asks in one place what could make it
+another step, and nothing that can wait: neither counters nor logs nor a screen's rest, for ``LOOK_SECONDS`` at most.
 """
 
 from __future__ import annotations

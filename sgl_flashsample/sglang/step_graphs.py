@@ -51,6 +51,13 @@ class _Step:
         self.captured: list[_Captured] = []
         self.turn = 0
 
+    def replay(self) -> SampleOutput:
+        """By the graph whose turn it is, which is there."""
+        captured = self.captured[self.turn]
+        self.turn = (self.turn + 1) % TURNS
+        captured.graph.replay()
+        return captured.out
+
 
 class CudaCapture:
     """Records launches on a stream of its own, without waiting for anything that runs."""
@@ -119,7 +126,7 @@ class StepGraphs:
                 return None
             self._waiting = 0
             self._load(rows)
-        key = (hidden.data_ptr(), positions.data_ptr(), return_logprob, _places(edits), *self._kind)
+        key = self._key(hidden, positions, return_logprob, _places(edits))
         step = self._steps.get(key)
         if step is None:
             if len(self._steps) == MOST_GRAPHS:
@@ -138,10 +145,16 @@ class StepGraphs:
                     "flashsample: draws are not captured as CUDA graphs: %s: %s", type(error).__name__, error
                 )
                 return None
-        captured = step.captured[step.turn]
-        step.turn = (step.turn + 1) % TURNS
-        captured.graph.replay()
-        return captured.out
+        return step.replay()
+
+    def _key(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        return_logprob: bool = False,
+        edits: tuple[Hashable, ...] = (),
+    ) -> tuple[Hashable, ...]:
+        return hidden.data_ptr(), positions.data_ptr(), return_logprob, edits, *self._kind
 
     def replays(self, rows: Rows) -> bool:
         """Whether steps of ``rows`` are replayed, where they come from a place that is known."""
@@ -150,13 +163,10 @@ class StepGraphs:
     def again(self, hidden: torch.Tensor, positions: torch.Tensor) -> SampleOutput | None:
         """``step`` for the rows of the last one, which are replayed, without edits and logprobs; None where it is to be
         captured first. Asks nothing that has not changed."""
-        step = self._steps.get((hidden.data_ptr(), positions.data_ptr(), False, (), *self._kind))
+        step = self._steps.get(self._key(hidden, positions))
         if step is None or step.turn == len(step.captured):
             return None
-        captured = step.captured[step.turn]
-        step.turn = (step.turn + 1) % TURNS
-        captured.graph.replay()
-        return captured.out
+        return step.replay()
 
     def _load(self, rows: Rows) -> None:
         """Leave the parameters of ``rows`` where the graphs read them."""
