@@ -13,11 +13,15 @@ a program has not read yet is looked at again before it is. Other programs raise
 for itself: two that see different values would not agree on what is left, nor on a branch that has a barrier in it.
 What all of them see is what an atomic operation has returned.
 
-Rows with a truncation have the logits of their groups kept instead, for ``draw_screened``. The rest, all groups of the
-rows that this leaves, is the same kernel once more.
+Rows with a truncation have the logits of their groups kept instead, for ``draw_screened``. For these the same kernel
+runs in three rounds (``Round``): first over the few groups that are surely among their largest, from whose logits a
+second ``bound_truncated`` has half the room between what a group could be and what it must reach; then over those that
+this does not rule out; and over all groups of the rows that are left without an answer.
 """
 
 from __future__ import annotations
+
+import enum
 
 import torch
 import triton
@@ -46,6 +50,19 @@ _GROUPS = tl.constexpr(int(Counted.GROUPS))
 _LOWEST = tl.constexpr(-(2**31))
 
 
+class Round(enum.IntEnum):
+    """Which groups are read, and what for."""
+
+    FIRST = 0  # of rows with a truncation, those that are surely among their largest: what they are, for the bound
+    MAIN = 1  # what could still win: the tokens
+    REST = 2  # all, of rows with a truncation that are left: their logits
+
+
+_FIRST = tl.constexpr(int(Round.FIRST))
+_MAIN = tl.constexpr(int(Round.MAIN))
+_REST = tl.constexpr(int(Round.REST))
+
+
 @triton.jit(
     do_not_specialize=[
         *("num_rows", "vocab_size", "vocab_start", "num_programs"),
@@ -59,7 +76,8 @@ def rescore_groups_kernel(
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
-    upper_ptr,  # [G, B] f32, G groups of ids
+    upper_ptr,  # [G, B] f32, G groups of ids; out in the FIRST round: -inf, of those that need not be read again
+    reach_ptr,  # [B, G] f32, out in the FIRST round: their largest logits
     threshold_ptr,  # [B] i32, ``ordered`` scores: raised to what rescored groups reach
     best_ptr,  # [B] i64: ``ordered`` score of the best rescored group, and what is left of NO_GROUP beside its id
     logits_ptr,  # out [programs, B, GROUP_SIZE] f32, of each program's best rescored group
@@ -73,7 +91,7 @@ def rescore_groups_kernel(
     best_score_ptr,  # out [B] f32
     kept_ptr,  # out [B, kept_width], of rows with a truncation, as the next
     peak_ptr,  # out [B, G] f32
-    rounds_ptr,  # [B] i32, with REST: negative in the rows that it is for
+    rounds_ptr,  # [B] i32, in the REST round: negative in the rows that it is for
     top_k_ptr,  # [B] i32
     top_p_ptr,  # [B] f32
     min_p_ptr,  # [B] f32
@@ -102,7 +120,7 @@ def rescore_groups_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TRUNCATE: tl.constexpr,
-    REST: tl.constexpr,
+    ROUND: tl.constexpr,
     EDIT: tl.constexpr,
     EDIT_ROWS: tl.constexpr,
     MASK_IS_BOOL: tl.constexpr,
@@ -140,20 +158,20 @@ def rescore_groups_kernel(
         arriving = num_programs
         offs_c = program * CHUNK + tl.arange(0, BLOCK_C)
         mask_c = offs_c < tl.minimum((program + 1) * CHUNK, num_groups)
-        if REST:
+        if ROUND == _REST:
             left = mask_b & (tl.load(rounds_ptr + offs_b, mask=mask_b, other=0) < 0)
             possible = (mask_c[:, None] & left[None, :]).to(tl.int32)
         else:
             # Not from the L1 cache: other programs raise it. An older value would only flag more. Each pair of a group
             # and a row is one thread's here (MOST_RESCORE_WARPS); what is found of a group is a maximum over threads.
             threshold = tl.load(threshold_ptr + offs_b, mask=mask_b, other=0, cache_modifier=".cg")
-            possible = flag_groups(upper_ptr, threshold, offs_c, mask_c, offs_b, mask_b, num_rows)
+            possible = flag_groups(upper_ptr, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, 1)
         flagged = tl.max(possible, axis=1)
         num_own = tl.sum(flagged)
         list_ptr += program * CHUNK
         apart = 1
         if num_own > 0:
-            if not REST:
+            if ROUND == _MAIN:
                 own = tl.sum(possible, axis=0)
                 tl.atomic_add(candidates_ptr + offs_b, own, mask=mask_b & (own > 0), sem="relaxed")
                 tl.atomic_add(flagged_ptr + row_block, num_own, sem="relaxed")
@@ -164,7 +182,7 @@ def rescore_groups_kernel(
         greedy = temperature <= 0.0
         inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
         if TRUNCATE:
-            if REST:
+            if ROUND == _REST:
                 cut = left
             else:
                 cut = mask_b & ~greedy & truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size)
@@ -187,10 +205,10 @@ def rescore_groups_kernel(
         for step in tl.range(0, num_own, SLOTS):
             live = step + offs_s < num_own
             group = tl.load(list_ptr + (step + offs_s) * apart, mask=live, other=0)
-            if not REST:  # noqa: SIM102 - the constant decides what is compiled
+            if ROUND == _MAIN:  # noqa: SIM102 - the constant decides what is compiled
                 if step > 0:
                     seen = tl.atomic_max(threshold_ptr + offs_b, _LOWEST, mask=mask_b, sem="relaxed")
-                    again = flag_groups(upper_ptr, seen, group, live, offs_b, mask_b, num_rows)
+                    again = flag_groups(upper_ptr, seen, group, live, offs_b, mask_b, num_rows, 1)
                     live &= tl.max(again, axis=1) > 0
             num_live = tl.sum(live.to(tl.int32))
             num_read += num_live
@@ -235,7 +253,11 @@ def rescore_groups_kernel(
                     out = of_row[:, None, :] * rng.GROUP_SIZE + offs_i[None, :, None]
                     tl.store(kept_ptr + out, logits, mask=tl.broadcast_to(kept[:, None, :], logits.shape))
                     tl.store(peak_ptr + of_row, tl.max(logits, axis=1), mask=kept)
-                if not REST:
+                    if ROUND == _FIRST:
+                        tl.store(reach_ptr + of_row, tl.max(logits, axis=1), mask=kept)
+                        of_group = group[:, None] * num_rows + offs_b[None, :]
+                        tl.store(upper_ptr + of_group, tl.full(of_group.shape, float("-inf"), tl.float32), mask=kept)
+                if ROUND == _MAIN:
                     group += vocab_start // rng.GROUP_SIZE
                     score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
                     if TRUNCATE:
@@ -247,7 +269,7 @@ def rescore_groups_kernel(
                     if step + SLOTS < num_own:
                         reached = ordered(tl.max(best_score, axis=0))
                         tl.atomic_max(threshold_ptr + offs_b, reached, mask=mask_b, sem="relaxed")
-        if not REST:
+        if ROUND == _MAIN:
             score, group, chosen = best_of_slots(best_score, best_group, 1)
             score = tl.max(score, axis=0)
             group = tl.min(group, axis=0)
@@ -261,32 +283,35 @@ def rescore_groups_kernel(
             tl.atomic_max(threshold_ptr + offs_b, ordered(score), mask=scored, sem="relaxed")
         tl.atomic_add(counters_ptr + _GROUPS, num_read.to(tl.int64), sem="relaxed")
 
-    if not REST:  # noqa: SIM102 - as above
+    if ROUND != _REST:  # noqa: SIM102 - as above
         if program < arriving:
             tl.debug_barrier()  # what this program's other threads have written comes before its arrival
             if tl.atomic_add(arrived_ptr + row_block, 1, sem="acq_rel") == arriving - 1:
                 tl.store(arrived_ptr + row_block, 0)
-                draw_in_best_groups(
-                    temperature_ptr,
-                    seed_ptr,
-                    position_ptr,
-                    best_ptr,
-                    logits_ptr,
-                    place_ptr + row_block * num_groups,
-                    candidates_ptr,
-                    flagged_ptr + row_block,
-                    counters_ptr,
-                    token_ptr,
-                    best_score_ptr,
-                    offs_b,
-                    num_rows,
-                    num_groups,
-                    num_programs,
-                    vocab_size,
-                    vocab_start,
-                    CHUNK,
-                    LISTED,
-                )
+                if ROUND == _FIRST:
+                    tl.store(flagged_ptr + row_block, 0)
+                else:
+                    draw_in_best_groups(
+                        temperature_ptr,
+                        seed_ptr,
+                        position_ptr,
+                        best_ptr,
+                        logits_ptr,
+                        place_ptr + row_block * num_groups,
+                        candidates_ptr,
+                        flagged_ptr + row_block,
+                        counters_ptr,
+                        token_ptr,
+                        best_score_ptr,
+                        offs_b,
+                        num_rows,
+                        num_groups,
+                        num_programs,
+                        vocab_size,
+                        vocab_start,
+                        CHUNK,
+                        LISTED,
+                    )
 
 
 def rescore_groups(
@@ -301,24 +326,26 @@ def rescore_groups(
     truncation: Truncation | None = None,
     kept: Kept | None = None,
     *,
-    rest: bool = False,
+    of: Round = Round.MAIN,
 ) -> Drawn:
     """The tokens, from the groups that the screen has not ruled out. Of rows with a truncation, which need ``kept``,
     the logits of these groups and nothing else.
 
-    rest: put all logits of the rows whose ``kept.rounds`` is negative into ``kept``, and draw nothing. Where there are
-    none, nothing is read.
+    of: in the other rounds, for rows with a truncation, nothing is drawn. FIRST: of the groups that surely reach
+    ``workspace.threshold``, their logits into ``kept`` and the largest into ``workspace.reach``. REST: all logits of
+    the rows whose ``kept.rounds`` is negative; where there are none, nothing is read.
     """
     num_rows = hidden.shape[0]
-    drawn = Drawn(position, temperature, None) if rest else Drawn.empty(num_rows, hidden.device, False)
+    drawn = Drawn.empty(num_rows, hidden.device, False) if of is Round.MAIN else Drawn(position, temperature, None)
     editing = edit_arguments(edits, temperature, workspace.threshold)
     block_b = max(16, config.block_b)
     row_blocks = cdiv(num_rows, block_b)
     early = config.early and starts_early(hidden.device)
-    listed = config.listed and not rest
+    listed = of is Round.FIRST or (config.listed and of is Round.MAIN)
     programs = cdiv(workspace.num_groups, config.chunk)
     if listed:
-        list_groups(num_rows, block_b, workspace, config)
+        first = (temperature, truncation, head.vocab_size) if of is Round.FIRST and truncation is not None else None
+        list_groups(num_rows, block_b, workspace, config, first)
         resident = resident_programs(hidden.device, config.rescore_ctas_per_sm)
         programs = max(1, min(resident // row_blocks, cdiv(workspace.num_groups, LEAST_CHUNK)))
     launch(
@@ -331,6 +358,7 @@ def rescore_groups(
             seed,
             position,
             workspace.upper,
+            workspace.reach,
             workspace.threshold,
             workspace.best,
             workspace.logits,
@@ -363,7 +391,7 @@ def rescore_groups(
             "HAS_SCALE": head.logit_scale is not None,
             "HAS_SOFTCAP": head.softcap is not None,
             "TRUNCATE": truncation is not None,
-            "REST": rest,
+            "ROUND": int(of),
             **editing.constants,
             "BLOCK_B": block_b,
             "BLOCK_V": config.rescore_v,

@@ -13,6 +13,8 @@ never wrong: ``ScreenWorkspace.counters`` says how often.
 A batch with truncations takes some more, of which the last two end at once where every row is answered:
 
     bound_truncated   what a logit must reach to matter to a row's top-k (after screen_head)
+    rescore_groups    of the groups that surely do, the logits
+    bound_truncated   with these, and higher
     draw_screened     the token, from the rescored groups of such a row, where they are certain to decide it
     rescore_groups    all logits of the rows that are left
     search_truncated  their tokens
@@ -32,7 +34,7 @@ from .head import LMHead, Workspace
 from .int8_head import Int8Head, ScreenWorkspace
 from .quantize_hidden import quantize_hidden
 from .reduce_parts import Drawn
-from .rescore_groups import rescore_groups
+from .rescore_groups import Round, rescore_groups
 from .screen_head import screen_head
 from .search_truncated import search_truncated
 from .tiles import DEFAULT_DRAW, DrawConfig, ScreenConfig
@@ -85,10 +87,14 @@ def screened_sample(
         head_workspace = Workspace(1, hidden.device)
     size = head.vocab_size
     kept = kept_for(num_rows, head, head.rounding, edits, head_workspace)
-    bound_truncated(num_rows, size, temperature, truncation, workspace, kept, config, draw)
+    bound = (num_rows, size, temperature, truncation, workspace, kept, config, draw)
     noise = (temperature, seed, position)
-    drawn = rescore_groups(hidden, head, *noise, workspace, config, edits, truncation, kept)
+    rescored = (hidden, head, *noise, workspace, config, edits, truncation, kept)
+    bound_truncated(*bound)
+    rescore_groups(*rescored, of=Round.FIRST)
+    bound_truncated(*bound, again=True)
+    drawn = rescore_groups(*rescored)
     draw_screened(drawn, size, *noise, truncation, workspace, kept, config, draw)
-    rescore_groups(hidden, head, *noise, workspace, config, edits, truncation, kept, rest=True)
+    rescore_groups(*rescored, of=Round.REST)
     search_truncated(kept, *noise, truncation, size, head.vocab_start, *drawn, draw)
     return drawn

@@ -18,7 +18,7 @@ from sgl_flashsample.kernels.lm_head_sample import lm_head_sample_kernel
 from sgl_flashsample.kernels.part import left_of
 from sgl_flashsample.kernels.quantize_hidden import quantize_hidden_kernel
 from sgl_flashsample.kernels.reduce_parts import reduce_parts_kernel
-from sgl_flashsample.kernels.rescore_groups import rescore_groups_kernel
+from sgl_flashsample.kernels.rescore_groups import Round, rescore_groups_kernel
 from sgl_flashsample.kernels.sample_logits import sample_logits_kernel
 from sgl_flashsample.kernels.screen_head import screen_head_kernel
 from sgl_flashsample.kernels.search_truncated import search_truncated_kernel
@@ -287,13 +287,13 @@ def resources_of_rescore_groups(
     *,
     softcap: bool = False,
     truncate: bool = False,
-    rest: bool = False,
+    of: Round = Round.MAIN,
     edits: bool = False,
 ) -> Resources:
-    """Compile the pass over the groups of a head of ``dtype`` that could still win; rest: over all of them, for rows
-    with a truncation that are left."""
+    """Compile the pass over the groups of a head of ``dtype`` that could still win, or that of another round."""
     name = DTYPE_NAMES[dtype]
-    pointers = {"weight_ptr": f"*{name}", "hidden_ptr": f"*{name}", "upper_ptr": "*fp32", "logits_ptr": "*fp32"}
+    pointers = {"weight_ptr": f"*{name}", "hidden_ptr": f"*{name}"}
+    pointers |= dict.fromkeys(("upper_ptr", "reach_ptr", "logits_ptr"), "*fp32")
     pointers |= dict.fromkeys(
         ("threshold_ptr", "list_ptr", "place_ptr", "candidates_ptr", "flagged_ptr", "arrived_ptr"), "*i32"
     )
@@ -303,7 +303,7 @@ def resources_of_rescore_groups(
     constants = _screened(dtype, softcap, edits) | {
         "D": hidden_size,
         "TRUNCATE": truncate,
-        "REST": rest,
+        "ROUND": int(of),
         "BLOCK_B": max(16, config.block_b),
         "BLOCK_V": config.rescore_v,
         "BLOCK_D": config.rescore_d,
@@ -311,7 +311,7 @@ def resources_of_rescore_groups(
         "CHUNK": config.chunk,
         "BLOCK_C": triton.next_power_of_2(config.chunk),
         "PREFETCH": config.prefetch,
-        "LISTED": config.listed and not rest,
+        "LISTED": of is Round.FIRST or (config.listed and of is Round.MAIN),
         "EARLY": config.early,
     }
     others = _ROWS | _EDITS | {name: _OUTPUTS[name] for name in ("token_ptr", "best_score_ptr")}
@@ -329,24 +329,27 @@ def resources_of_rescore_groups(
     )
 
 
-def resources_of_list_groups(capability: int, config: ScreenConfig) -> Resources:
-    """Compile the pass that lists the groups that could still win."""
+def resources_of_list_groups(capability: int, config: ScreenConfig, *, first: bool = False) -> Resources:
+    """Compile the pass that lists the groups that could still win; first: those of the FIRST round."""
     pointers = dict.fromkeys(("threshold_ptr", "list_ptr", "place_ptr", "candidates_ptr", "flagged_ptr"), "*i32")
     pointers |= {"upper_ptr": "*fp32"}
     constants = {
+        "FIRST": first,
         "BLOCK_B": max(16, config.block_b),
         "CHUNK": config.chunk,
         "BLOCK_C": triton.next_power_of_2(config.chunk),
         "EARLY": config.early,
     }
-    types = pointers | dict.fromkeys(("num_rows", "num_groups"), "i32")
+    rest = {name: _ROWS[name] for name in ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr")}
+    types = pointers | rest | dict.fromkeys(("num_rows", "num_groups", "vocab_size"), "i32")
     return _compile(list_groups_kernel, types, constants, set(pointers), capability, config.rescore_warps, 3)
 
 
 def resources_of_bound_truncated(capability: int, vocab_size: int, draw: DrawConfig, config: ScreenConfig) -> Resources:
     """Compile the pass that finds what a row's logits must reach to matter to its truncation."""
     pointers = {"reach_ptr": "*fp32", "peak_ptr": "*fp32", "threshold_ptr": "*i32"}
-    constants = {"BLOCK_S": block_of_spans(vocab_size), "CANDIDATES": draw.candidates, "EARLY": config.early}
+    constants = {"BLOCK_S": block_of_spans(vocab_size), "CANDIDATES": draw.candidates, "AGAIN": False}
+    constants |= {"EARLY": config.early}
     rest = {name: _ROWS[name] for name in ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr")}
     types = pointers | rest | dict.fromkeys(("vocab_size", "num_groups"), "i32")
     return _compile(bound_truncated_kernel, types, constants, set(pointers), capability, draw.num_warps, 3)

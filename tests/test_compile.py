@@ -19,7 +19,13 @@ SPILLS = {"draw of ": 16, "screened draw of ": 32, "truncated rescoring, ": 16}
 SPILLS |= {"search of ": 256}
 VOCAB = 151_936
 SCREENED = ("screen, plain: ", "list, plain: ", "rescoring, plain: ", "fixed point, plain: ")
-SCREENED += ("truncated screen, plain: ", "truncated rescoring, plain: ", "rest, plain: ", "screened draw of ")
+SCREENED += (
+    "truncated screen, plain: ",
+    "truncated rescoring, plain: ",
+    "first, plain: ",
+    "rest, plain: ",
+    "screened draw of ",
+)
 
 # Compiling needs a process whose Triton is not the interpreter.
 SCRIPT = """
@@ -78,8 +84,11 @@ for (name, itemsize, work), entries in SCREENS.items():
             report(f"truncated screen, {work}: {config} {dtype} {options}", used)
             used = cubins.resources_of_rescore_groups(capability, 4096, dtype, config, **options)
             report(f"truncated rescoring, {work}: {config} {dtype} {options}", used)
-            used = cubins.resources_of_rescore_groups(capability, 4096, dtype, config, rest=True, **options)
-            report(f"rest, {work}: {config} {dtype} {options}", used)
+            for of in (cubins.Round.FIRST, cubins.Round.REST):
+                used = cubins.resources_of_rescore_groups(capability, 4096, dtype, config, of=of, **options)
+                report(f"{of.name.lower()}, {work}: {config} {dtype} {options}", used)
+            used = cubins.resources_of_list_groups(capability, config, first=True)
+            report(f"first list, {work}: {config}", used)
         if not place:
             listed = dataclasses.replace(config, listed=True, early=capability >= 90)
             report(f"list, {work}: {listed}", cubins.resources_of_list_groups(capability, listed))

@@ -358,8 +358,8 @@ def test_neither_the_order_of_the_list_nor_who_reads_an_entry_matters_even_where
     in_order = screen(states, head, params, LISTED)
     list_groups, shifts = rescore_groups.list_groups, []
 
-    def shuffled(num_rows, block_b, workspace, config):
-        list_groups(num_rows, block_b, workspace, config)
+    def shuffled(num_rows, block_b, workspace, config, first):
+        list_groups(num_rows, block_b, workspace, config, first)
         for block in range(-(-num_rows // block_b)):
             entries = workspace.list[block * workspace.num_groups :][: int(workspace.flagged[block])]
             entries.copy_(entries.flip(0).roll(shifts[-1]))

@@ -19,6 +19,7 @@ from problems import (
     rows,
     ties_apart,
 )
+from sgl_flashsample.kernels import screened_sample as screened_sample_module
 from sgl_flashsample.kernels.features import LogitEdits
 from sgl_flashsample.kernels.head import LMHead, Workspace
 from sgl_flashsample.kernels.int8_head import Counted, Int8Head, ScreenWorkspace
@@ -166,6 +167,23 @@ def test_a_small_top_k_is_answered_from_a_part_of_the_head(device):
     found = few_shares(device, top_k=20)
     assert (found.rounds == 1).all()
     assert found.groups_read < 1000 / 2, "of 1000 groups, for 6 rows together"
+
+
+def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(device, monkeypatch):
+    """Half the room between the two: a third of the groups, where logits fall off as slowly as these."""
+    states, weight = random_problem(1, 60_000, 128, torch.bfloat16, device, seed=5)
+    head, params, cut = LMHead(weight), rows(1, device, greedy_every=2), limit_all(1, device, top_k=8)
+    params["temperature"].fill_(1.0)
+    int8_head = Int8Head(head)
+    int8_head.error *= 8  # as of 64 times as many columns
+    found = screened(states, head, params, cut, int8_head=int8_head)
+    bound = screened_sample_module.bound_truncated
+    monkeypatch.setattr(
+        screened_sample_module, "bound_truncated", lambda *given, again=False: again or bound(*given, again=again)
+    )
+    once = screened(states, head, params, cut, int8_head=int8_head)
+    assert once.token == found.token == draw(states, head, params, cut).token
+    assert found.groups_read < once.groups_read / 2, (found.groups_read, once.groups_read)
 
 
 def test_top_p_beside_a_small_top_k_is_answered_where_the_mass_is_known_well_enough(device):
