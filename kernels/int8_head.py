@@ -41,6 +41,7 @@ ACCUMULATION = 1.5 * 2.0**-23  # a
 SCREEN_ROUNDING = 2.0**-19  # c
 ROOM_ROUNDING = 2.0**-20  # m
 LEAST_SCALE = 2.0**-100  # keeps scales and their reciprocals normal numbers: smaller rows count as error alone
+ID_ROWS = 16  # of the largest batch in which ids of truncated rows are looked at one by one: each takes 2 bytes per id
 MOST_HIDDEN = 2**15  # D, so that sums of D squares and of D products of int8 keep their promises
 TINY = tl.constexpr(LEAST_SCALE)  # what underflows in the room's own products is less than this
 
@@ -228,6 +229,10 @@ class ScreenWorkspace:
         self.reach, self.most, self.least = (
             torch.empty(max_rows * self.num_groups, dtype=torch.float32, device=device) for _ in range(3)
         )
+        ids = self.num_groups * rng.GROUP_SIZE
+        self.id_upper = torch.empty(ids * min(max_rows, ID_ROWS), dtype=torch.float16, device=device)
+        self.ids = torch.empty(ids, dtype=torch.int32, device=device)
+        self.num_ids, self.ids_arrived = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
         self.best = torch.empty(max_rows, dtype=torch.int64, device=device)
         self.candidates = torch.empty(max_rows, dtype=torch.int32, device=device)
         chunks = cdiv(self.num_groups, LEAST_CHUNK)

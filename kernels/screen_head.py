@@ -16,7 +16,8 @@ score is its largest logit, to the bit: no slack.
 
 A row with a truncation takes its token from what its largest logits are, whatever the noise. Of its groups, ``upper``
 is what their largest logit could be, ``reach`` what it is at least, and ``most`` and ``least`` are the ends of their
-log-mass at the row's temperature; ``bound_truncated`` makes a threshold of them.
+log-mass at the row's temperature; ``bound_truncated`` makes a threshold of them. In a small batch ``id_upper`` is what
+each logit could be, rounded up to a float16.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .arguments import edit_arguments, truncation_pointers
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import Edit, LogitEdits, Truncation
 from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
-from .int8_head import Int8Head, ScreenWorkspace, room_of
+from .int8_head import ID_ROWS, Int8Head, ScreenWorkspace, room_of
 from .integers import cdiv
 from .kept_row import ordered
 from .launch import launch, resident_programs, starts_early
@@ -45,6 +46,8 @@ _CAP_SLACK = tl.constexpr(2.0**-20)
 # Beyond this, intervals and scores are as good as infinite: everything is finite that is computed from what is below.
 _MOST = tl.constexpr(2.0**90)
 _SCALING = tl.constexpr(int(Edit.SCALING))
+_LEAST_HALF = tl.constexpr(-65504.0)
+_HALF_ROUNDING, _HALF_TINY = tl.constexpr(2.0**-10), tl.constexpr(2.0**-20)  # more than a float16 can be off by
 
 
 @triton.jit(
@@ -71,6 +74,7 @@ def screen_head_kernel(
     reach_ptr,  # out [B, G] f32, of rows with a truncation, as the next two
     most_ptr,  # out [B, G] f32
     least_ptr,  # out [B, G] f32
+    id_upper_ptr,  # out [V, B] f16, with IDS
     top_k_ptr,  # [B] i32
     top_p_ptr,  # [B] f32
     min_p_ptr,  # [B] f32
@@ -99,6 +103,7 @@ def screen_head_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr,
     TRUNCATE: tl.constexpr,
+    IDS: tl.constexpr,
     EDIT: tl.constexpr,
     EDIT_ROWS: tl.constexpr,
     MASK_IS_BOOL: tl.constexpr,
@@ -227,6 +232,11 @@ def screen_head_kernel(
         groups = first // rng.GROUP_SIZE + offs_g
         in_vocab = groups * rng.GROUP_SIZE < vocab_size
         group = vocab_start // rng.GROUP_SIZE + groups
+        if IDS:
+            rounded = tl.maximum(upper + (tl.abs(upper) * _HALF_ROUNDING + _HALF_TINY), _LEAST_HALF)
+            rounded = tl.where(upper == float("-inf"), upper, tl.where(rounded < _MOST, rounded, float("inf")))
+            out = offs_v[:, None] * num_rows + offs_b[None, :]
+            tl.store(id_upper_ptr + out, rounded.to(tl.float16), mask=valid[:, None] & cut[None, :])
         lower = tl.reshape(lower, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         upper = tl.reshape(upper, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         lower_score, least, reach = score_groups(lower, in_vocab, inv_temperature, greedy, seed, position, group)
@@ -306,6 +316,7 @@ def screen_head(
             workspace.reach,
             workspace.most,
             workspace.least,
+            workspace.id_upper,
             *truncation_pointers(truncation, temperature),
             *editing.pointers,
             num_rows,
@@ -324,6 +335,7 @@ def screen_head(
             "HAS_SOFTCAP": head.softcap is not None,
             "WHOLE_GROUPS": head.vocab_size % rng.GROUP_SIZE == 0,
             "TRUNCATE": truncation is not None,
+            "IDS": truncation is not None and num_rows <= ID_ROWS,
             **editing.constants,
             "BLOCK_B": config.block_b,
             "BLOCK_V": config.block_v,

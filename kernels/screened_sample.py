@@ -15,6 +15,8 @@ A batch with truncations takes some more, of which the last two end at once wher
     bound_truncated   what a logit must reach to matter to a row's top-k (after screen_head)
     rescore_groups    of the groups that surely do, the logits
     bound_truncated   with these, and higher
+    list_ids          of ID_ROWS rows or fewer, what could still reach it
+    verify_ids        which of them do: only their groups are rescored
     draw_screened     the token, from the rescored groups of such a row, where they are certain to decide it
     rescore_groups    all logits of the rows that are left
     search_truncated  their tokens
@@ -31,13 +33,15 @@ from .bound_truncated import bound_truncated
 from .draw_screened import draw_screened
 from .features import LogitEdits, Truncation
 from .head import LMHead, Workspace
-from .int8_head import Int8Head, ScreenWorkspace
+from .int8_head import ID_ROWS, Int8Head, ScreenWorkspace
+from .list_ids import list_ids
 from .quantize_hidden import quantize_hidden
 from .reduce_parts import Drawn
 from .rescore_groups import Round, rescore_groups
 from .screen_head import screen_head
 from .search_truncated import search_truncated
 from .tiles import DEFAULT_DRAW, DrawConfig, ScreenConfig
+from .verify_ids import verify_ids
 
 
 def screened_sample(
@@ -93,6 +97,9 @@ def screened_sample(
     bound_truncated(*bound)
     rescore_groups(*rescored, of=Round.FIRST)
     bound_truncated(*bound, again=True)
+    if num_rows <= ID_ROWS:
+        list_ids(num_rows, size, temperature, truncation, workspace, config)
+        verify_ids(hidden, head, temperature, truncation, workspace, config, edits)
     drawn = rescore_groups(*rescored)
     draw_screened(drawn, size, *noise, truncation, workspace, kept, config, draw)
     rescore_groups(*rescored, of=Round.REST)

@@ -13,7 +13,9 @@ from sgl_flashsample.kernels.draw_screened import draw_screened_kernel
 from sgl_flashsample.kernels.draw_top_k import key_shift
 from sgl_flashsample.kernels.draw_truncated import draw_truncated_kernel
 from sgl_flashsample.kernels.head import TRITON_DTYPES, block_of_spans
+from sgl_flashsample.kernels.int8_head import ID_ROWS
 from sgl_flashsample.kernels.list_groups import list_groups_kernel
+from sgl_flashsample.kernels.list_ids import _GROUPS_AT_ONCE, _WARPS, list_ids_kernel
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample_kernel
 from sgl_flashsample.kernels.part import left_of
 from sgl_flashsample.kernels.quantize_hidden import quantize_hidden_kernel
@@ -23,6 +25,7 @@ from sgl_flashsample.kernels.sample_logits import sample_logits_kernel
 from sgl_flashsample.kernels.screen_head import screen_head_kernel
 from sgl_flashsample.kernels.search_truncated import search_truncated_kernel
 from sgl_flashsample.kernels.tiles import MOST_PARTS, DrawConfig, ReadConfig, ScreenConfig, TileConfig
+from sgl_flashsample.kernels.verify_ids import verify_ids_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -257,11 +260,12 @@ def resources_of_screen_head(
     pointers = dict.fromkeys(("scale_ptr", "error_ptr", "norm_ptr", "upper_ptr"), "*fp32")
     pointers |= dict.fromkeys(("reach_ptr", "most_ptr", "least_ptr"), "*fp32")
     pointers |= dict.fromkeys(("hidden_scale_ptr", "hidden_norm_ptr", "hidden_error_ptr"), "*fp32")
-    pointers |= {"threshold_ptr": "*i32"}
+    pointers |= {"threshold_ptr": "*i32", "id_upper_ptr": "*fp16"}
     constants = _screened(dtype, softcap, edits) | {
         "D": hidden_size,
         "WHOLE_GROUPS": whole_groups,
         "TRUNCATE": truncate,
+        "IDS": truncate,
         "BLOCK_B": config.block_b,
         "BLOCK_V": config.block_v,
         "BLOCK_D": config.block_d,
@@ -343,6 +347,42 @@ def resources_of_list_groups(capability: int, config: ScreenConfig, *, first: bo
     rest = {name: _ROWS[name] for name in ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr")}
     types = pointers | rest | dict.fromkeys(("num_rows", "num_groups", "vocab_size"), "i32")
     return _compile(list_groups_kernel, types, constants, set(pointers), capability, config.rescore_warps, 3)
+
+
+def resources_of_list_ids(capability: int, config: ScreenConfig) -> Resources:
+    """Compile the pass that lists the ids that have yet to be verified."""
+    pointers = dict.fromkeys(("threshold_ptr", "ids_ptr", "num_ids_ptr", "candidates_ptr"), "*i32")
+    pointers |= {"upper_ptr": "*fp32", "id_upper_ptr": "*fp16"}
+    constants = {"BLOCK_B": ID_ROWS, "BLOCK_C": _GROUPS_AT_ONCE, "EARLY": config.early}
+    rest = {name: _ROWS[name] for name in ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr")}
+    types = pointers | rest | dict.fromkeys(("num_rows", "num_groups", "vocab_size"), "i32")
+    return _compile(list_ids_kernel, types, constants, set(pointers), capability, _WARPS, 3)
+
+
+def resources_of_verify_ids(
+    capability: int, hidden_size: int, dtype: torch.dtype, config: ScreenConfig, *, edits: bool = False
+) -> Resources:
+    """Compile the pass that reads ids of a head of ``dtype`` one by one."""
+    name = DTYPE_NAMES[dtype]
+    pointers = {"weight_ptr": f"*{name}", "hidden_ptr": f"*{name}", "upper_ptr": "*fp32", "counters_ptr": "*i64"}
+    pointers |= dict.fromkeys(("threshold_ptr", "ids_ptr", "num_ids_ptr", "arrived_ptr"), "*i32")
+    constants = _screened(dtype, False, edits) | {
+        "D": hidden_size,
+        "BLOCK_B": ID_ROWS,
+        "BLOCK_V": config.rescore_v,
+        "BLOCK_D": config.rescore_d,
+        "STAGES": config.rescore_stages,
+        "EARLY": config.early,
+    }
+    rest = {name: _ROWS[name] for name in ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr")} | _EDITS
+    strides = dict.fromkeys(("weight_stride", "hidden_stride"), "i32")
+    rest |= dict.fromkeys(("num_rows", "vocab_size", "vocab_start", "num_programs"), "i32")
+    rest |= {"logit_scale": "fp32", "softcap": "fp32"}
+    types = pointers | strides | rest
+    aligned = {*pointers, *strides}
+    return _compile(
+        verify_ids_kernel, types, constants, aligned, capability, config.rescore_warps, config.rescore_stages
+    )
 
 
 def resources_of_bound_truncated(capability: int, vocab_size: int, draw: DrawConfig, config: ScreenConfig) -> Resources:

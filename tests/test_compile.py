@@ -26,6 +26,7 @@ SCREENED += (
     "rest, plain: ",
     "screened draw of ",
 )
+SCREENED += ("id list, plain: ", "ids, plain: ")
 
 # Compiling needs a process whose Triton is not the interpreter.
 SCRIPT = """
@@ -89,6 +90,9 @@ for (name, itemsize, work), entries in SCREENS.items():
                 report(f"{of.name.lower()}, {work}: {config} {dtype} {options}", used)
             used = cubins.resources_of_list_groups(capability, config, first=True)
             report(f"first list, {work}: {config}", used)
+            report(f"id list, {work}: {config}", cubins.resources_of_list_ids(capability, config))
+            used = cubins.resources_of_verify_ids(capability, 4096, dtype, config, edits=work.edits)
+            report(f"ids, {work}: {config} {dtype}", used)
         if not place:
             listed = dataclasses.replace(config, listed=True, early=capability >= 90)
             report(f"list, {work}: {listed}", cubins.resources_of_list_groups(capability, listed))

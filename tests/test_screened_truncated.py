@@ -17,12 +17,13 @@ from problems import (
     random_problem,
     reference,
     rows,
+    take,
     ties_apart,
 )
 from sgl_flashsample.kernels import screened_sample as screened_sample_module
 from sgl_flashsample.kernels.features import LogitEdits
 from sgl_flashsample.kernels.head import LMHead, Workspace
-from sgl_flashsample.kernels.int8_head import Counted, Int8Head, ScreenWorkspace
+from sgl_flashsample.kernels.int8_head import ID_ROWS, Counted, Int8Head, ScreenWorkspace
 from sgl_flashsample.kernels.quantize_hidden import quantize_hidden
 from sgl_flashsample.kernels.reference import edit_logits_ref, logits_ref
 from sgl_flashsample.kernels.screen_head import screen_head
@@ -184,6 +185,21 @@ def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(
     once = screened(states, head, params, cut, int8_head=int8_head)
     assert once.token == found.token == draw(states, head, params, cut).token
     assert found.groups_read < once.groups_read / 2, (found.groups_read, once.groups_read)
+
+
+def test_ids_are_verified_one_by_one_and_bring_back_the_groups_that_they_reach_for(device):
+    """A batch of ID_ROWS rows is answered from fewer bytes of the head than in a larger batch, which reads groups."""
+    states, weight = random_problem(ID_ROWS + 1, 16_000, 96, torch.bfloat16, device, seed=5)
+    params = rows(ID_ROWS + 1, device)
+    head, cut = LMHead(weight), limit_all(ID_ROWS + 1, device, top_k=6)
+    int8_head = Int8Head(head)
+    int8_head.error *= 6
+    fused = draw(states, head, params, cut)
+    larger = screened(states, head, params, cut, int8_head=int8_head)
+    fewer = {name: values[:ID_ROWS] for name, values in params.items()}
+    found = screened(states[:ID_ROWS], head, fewer, take(cut, slice(0, ID_ROWS)), int8_head=int8_head)
+    assert torch.equal(larger.token, fused.token) and torch.equal(found.token, fused.token[:ID_ROWS])
+    assert found.groups_read < larger.groups_read / 2, (found.groups_read, larger.groups_read)
 
 
 def test_top_p_beside_a_small_top_k_is_answered_where_the_mass_is_known_well_enough(device):
