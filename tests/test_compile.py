@@ -15,7 +15,7 @@ FAMILY = {80: "sm80", 86: "sm80", 90: "sm90", 100: "sm100"}
 
 # The search for a token runs in few rows and waits for memory rather than registers: it may spill this much.
 # Bytes: of its own accord ptxas stops at 128 registers and spills a few words; with that limit given, it spills none.
-SPILLS = {"draw of ": 16, "screened draw of ": 32, "truncated rescoring, ": 16}
+SPILLS = {"draw of ": 16, "screened draw of ": 32, "truncated rescoring, ": 16, "first, ": 16}
 SPILLS |= {"search of ": 256}
 VOCAB = 151_936
 SCREENED = ("screen, plain: ", "list, plain: ", "rescoring, plain: ", "fixed point, plain: ")
