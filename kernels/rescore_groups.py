@@ -13,15 +13,12 @@ a program has not read yet is looked at again before it is. Other programs raise
 for itself: two that see different values would not agree on what is left, nor on a branch that has a barrier in it.
 What all of them see is what an atomic operation has returned.
 
-Rows with a truncation have the logits of their groups kept instead, for ``draw_screened``. For these the same kernel
-runs in three rounds (``Round``): first over the few groups that are surely among their largest, from whose logits a
-second ``bound_truncated`` has half the room between what a group could be and what it must reach; then over those that
-this does not rule out; and over all groups of the rows that are left without an answer.
+Rows with a truncation have the logits of their groups kept instead, for ``draw_screened``; for these the same kernel
+runs in three rounds (``rounds.py``). What the first one reads gives a second ``bound_truncated`` half the room between
+what a group could be and what it must reach.
 """
 
 from __future__ import annotations
-
-import enum
 
 import torch
 import triton
@@ -41,6 +38,7 @@ from .launch import launch, resident_programs, starts_early
 from .list_groups import flag_groups, list_groups
 from .part import best_of_slots
 from .reduce_parts import OUTPUTS, Drawn
+from .rounds import FIRST, MAIN, REST, Round
 from .tiles import LEAST_CHUNK, ScreenConfig
 from .truncates import truncates
 
@@ -48,19 +46,6 @@ _LINE_BYTES = tl.constexpr(128)
 _LINES = tl.constexpr(8)  # that are asked for at a time
 _GROUPS = tl.constexpr(int(Counted.GROUPS))
 _LOWEST = tl.constexpr(-(2**31))
-
-
-class Round(enum.IntEnum):
-    """Which groups are read, and what for."""
-
-    FIRST = 0  # of rows with a truncation, those that are surely among their largest: what they are, for the bound
-    MAIN = 1  # what could still win: the tokens
-    REST = 2  # all, of rows with a truncation that are left: their logits
-
-
-_FIRST = tl.constexpr(int(Round.FIRST))
-_MAIN = tl.constexpr(int(Round.MAIN))
-_REST = tl.constexpr(int(Round.REST))
 
 
 @triton.jit(
@@ -158,7 +143,7 @@ def rescore_groups_kernel(
         arriving = num_programs
         offs_c = program * CHUNK + tl.arange(0, BLOCK_C)
         mask_c = offs_c < tl.minimum((program + 1) * CHUNK, num_groups)
-        if ROUND == _REST:
+        if ROUND == REST:
             left = mask_b & (tl.load(rounds_ptr + offs_b, mask=mask_b, other=0) < 0)
             possible = (mask_c[:, None] & left[None, :]).to(tl.int32)
         else:
@@ -171,7 +156,7 @@ def rescore_groups_kernel(
         list_ptr += program * CHUNK
         apart = 1
         if num_own > 0:
-            if ROUND == _MAIN:
+            if ROUND == MAIN:
                 own = tl.sum(possible, axis=0)
                 tl.atomic_add(candidates_ptr + offs_b, own, mask=mask_b & (own > 0), sem="relaxed")
                 tl.atomic_add(flagged_ptr + row_block, num_own, sem="relaxed")
@@ -182,7 +167,7 @@ def rescore_groups_kernel(
         greedy = temperature <= 0.0
         inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
         if TRUNCATE:
-            if ROUND == _REST:
+            if ROUND == REST:
                 cut = left
             else:
                 cut = mask_b & ~greedy & truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size)
@@ -205,7 +190,7 @@ def rescore_groups_kernel(
         for step in tl.range(0, num_own, SLOTS):
             live = step + offs_s < num_own
             group = tl.load(list_ptr + (step + offs_s) * apart, mask=live, other=0)
-            if ROUND == _MAIN:  # noqa: SIM102 - the constant decides what is compiled
+            if ROUND == MAIN:  # noqa: SIM102 - the constant decides what is compiled
                 if step > 0:
                     seen = tl.atomic_max(threshold_ptr + offs_b, _LOWEST, mask=mask_b, sem="relaxed")
                     again = flag_groups(upper_ptr, seen, group, live, offs_b, mask_b, num_rows, 1)
@@ -253,11 +238,11 @@ def rescore_groups_kernel(
                     out = of_row[:, None, :] * rng.GROUP_SIZE + offs_i[None, :, None]
                     tl.store(kept_ptr + out, logits, mask=tl.broadcast_to(kept[:, None, :], logits.shape))
                     tl.store(peak_ptr + of_row, tl.max(logits, axis=1), mask=kept)
-                    if ROUND == _FIRST:
+                    if ROUND == FIRST:
                         tl.store(reach_ptr + of_row, tl.max(logits, axis=1), mask=kept)
                         of_group = group[:, None] * num_rows + offs_b[None, :]
                         tl.store(upper_ptr + of_group, tl.full(of_group.shape, float("-inf"), tl.float32), mask=kept)
-                if ROUND == _MAIN:
+                if ROUND == MAIN:
                     group += vocab_start // rng.GROUP_SIZE
                     score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
                     if TRUNCATE:
@@ -269,7 +254,7 @@ def rescore_groups_kernel(
                     if step + SLOTS < num_own:
                         reached = ordered(tl.max(best_score, axis=0))
                         tl.atomic_max(threshold_ptr + offs_b, reached, mask=mask_b, sem="relaxed")
-        if ROUND == _MAIN:
+        if ROUND == MAIN:
             score, group, chosen = best_of_slots(best_score, best_group, 1)
             score = tl.max(score, axis=0)
             group = tl.min(group, axis=0)
@@ -283,12 +268,12 @@ def rescore_groups_kernel(
             tl.atomic_max(threshold_ptr + offs_b, ordered(score), mask=scored, sem="relaxed")
         tl.atomic_add(counters_ptr + _GROUPS, num_read.to(tl.int64), sem="relaxed")
 
-    if ROUND != _REST:  # noqa: SIM102 - as above
+    if ROUND != REST:  # noqa: SIM102 - as above
         if program < arriving:
             tl.debug_barrier()  # what this program's other threads have written comes before its arrival
             if tl.atomic_add(arrived_ptr + row_block, 1, sem="acq_rel") == arriving - 1:
                 tl.store(arrived_ptr + row_block, 0)
-                if ROUND == _FIRST:
+                if ROUND == FIRST:
                     tl.store(flagged_ptr + row_block, 0)
                 else:
                     draw_in_best_groups(

@@ -37,7 +37,8 @@ from .int8_head import ID_ROWS, Int8Head, ScreenWorkspace
 from .list_ids import list_ids
 from .quantize_hidden import quantize_hidden
 from .reduce_parts import Drawn
-from .rescore_groups import Round, rescore_groups
+from .rescore_groups import rescore_groups
+from .rounds import Round
 from .screen_head import screen_head
 from .search_truncated import search_truncated
 from .tiles import DEFAULT_DRAW, DrawConfig, ScreenConfig

@@ -20,7 +20,8 @@ from sgl_flashsample.kernels.lm_head_sample import lm_head_sample_kernel
 from sgl_flashsample.kernels.part import left_of
 from sgl_flashsample.kernels.quantize_hidden import quantize_hidden_kernel
 from sgl_flashsample.kernels.reduce_parts import reduce_parts_kernel
-from sgl_flashsample.kernels.rescore_groups import Round, rescore_groups_kernel
+from sgl_flashsample.kernels.rescore_groups import rescore_groups_kernel
+from sgl_flashsample.kernels.rounds import Round
 from sgl_flashsample.kernels.sample_logits import sample_logits_kernel
 from sgl_flashsample.kernels.screen_head import screen_head_kernel
 from sgl_flashsample.kernels.search_truncated import search_truncated_kernel
