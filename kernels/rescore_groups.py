@@ -14,8 +14,7 @@ for itself: two that see different values would not agree on what is left, nor o
 What all of them see is what an atomic operation has returned.
 
 Rows with a truncation have the logits of their groups kept instead, for ``draw_screened``; for these the same kernel
-runs in three rounds (``rounds.py``). What the first one reads gives a second ``bound_truncated`` half the room between
-what a group could be and what it must reach.
+runs in three rounds (``rounds.py``): with what the first one reads, ``bound_truncated`` rules out most of the others.
 """
 
 from __future__ import annotations
