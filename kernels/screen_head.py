@@ -47,6 +47,7 @@ _CAP_SLACK = tl.constexpr(2.0**-20)
 _MOST = tl.constexpr(2.0**90)
 _SCALING = tl.constexpr(int(Edit.SCALING))
 _LEAST_HALF = tl.constexpr(-65504.0)
+_ID_ROWS = tl.constexpr(ID_ROWS)
 _HALF_ROUNDING, _HALF_TINY = tl.constexpr(2.0**-10), tl.constexpr(2.0**-20)  # more than a float16 can be off by
 
 
@@ -74,7 +75,7 @@ def screen_head_kernel(
     reach_ptr,  # out [B, G] f32, of rows with a truncation, as the next two
     most_ptr,  # out [B, G] f32
     least_ptr,  # out [B, G] f32
-    id_upper_ptr,  # out [V, B] f16, with IDS
+    id_upper_ptr,  # out [V, B] f16, likewise, of ID_ROWS rows or fewer
     top_k_ptr,  # [B] i32
     top_p_ptr,  # [B] f32
     min_p_ptr,  # [B] f32
@@ -103,7 +104,6 @@ def screen_head_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr,
     TRUNCATE: tl.constexpr,
-    IDS: tl.constexpr,
     EDIT: tl.constexpr,
     EDIT_ROWS: tl.constexpr,
     MASK_IS_BOOL: tl.constexpr,
@@ -232,11 +232,12 @@ def screen_head_kernel(
         groups = first // rng.GROUP_SIZE + offs_g
         in_vocab = groups * rng.GROUP_SIZE < vocab_size
         group = vocab_start // rng.GROUP_SIZE + groups
-        if IDS:
+        if TRUNCATE:
+            few = num_rows <= _ID_ROWS  # no branch, and no kernel of its own: what compiles ahead has one row
             rounded = tl.maximum(upper + (tl.abs(upper) * _HALF_ROUNDING + _HALF_TINY), _LEAST_HALF)
             rounded = tl.where(upper == float("-inf"), upper, tl.where(rounded < _MOST, rounded, float("inf")))
             out = offs_v[:, None] * num_rows + offs_b[None, :]
-            tl.store(id_upper_ptr + out, rounded.to(tl.float16), mask=valid[:, None] & cut[None, :])
+            tl.store(id_upper_ptr + out, rounded.to(tl.float16), mask=few & valid[:, None] & cut[None, :])
         lower = tl.reshape(lower, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         upper = tl.reshape(upper, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         lower_score, least, reach = score_groups(lower, in_vocab, inv_temperature, greedy, seed, position, group)
@@ -335,7 +336,6 @@ def screen_head(
             "HAS_SOFTCAP": head.softcap is not None,
             "WHOLE_GROUPS": head.vocab_size % rng.GROUP_SIZE == 0,
             "TRUNCATE": truncation is not None,
-            "IDS": truncation is not None and num_rows <= ID_ROWS,
             **editing.constants,
             "BLOCK_B": config.block_b,
             "BLOCK_V": config.block_v,

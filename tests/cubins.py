@@ -266,7 +266,6 @@ def resources_of_screen_head(
         "D": hidden_size,
         "WHOLE_GROUPS": whole_groups,
         "TRUNCATE": truncate,
-        "IDS": truncate,
         "BLOCK_B": config.block_b,
         "BLOCK_V": config.block_v,
         "BLOCK_D": config.block_d,

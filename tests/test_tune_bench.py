@@ -320,8 +320,8 @@ def test_a_check_compiles_nothing_that_was_not_compiled_ahead(device, monkeypatc
     shape = {"vocab": 50_257, "hidden": 208, "dtype": "bf16", "tp": 1, "softcap": False}  # a width of this test alone
     plan = Plan(resolution.device_of(device), HeadShape(50_257, 208, "bf16"), EFFORTS["quick"])
     config, ahead = plan.default(8, work), CompileBench(device, 1)
-    ahead._use(shape)
-    ahead._compile(config, work)
+    answer = ahead.answer(request("compile", config, work.value) | {"head": shape})
+    assert answer["shared"] > 0, answer
     compiled = []
     monkeypatch.setattr(
         triton.knobs.compilation, "listener", lambda *, src, cache_hit, **more: compiled.append((src.name, cache_hit))
