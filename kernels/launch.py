@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from .cache_key import settle
+
 _BINARIES: dict[tuple[Hashable, ...], Any] = {}
 _compiling_only = contextvars.ContextVar("compiling_only", default=False)  # another thread's launches still run
 
@@ -49,13 +51,13 @@ def launch(
     """
     options = {"launch_pdl": True} if early else {}
     if _compiling_only.get():
-        _check_order(kernel, constants)
+        _prepare(kernel, constants)
         kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,), **options)
         return
     key = (id(kernel), num_warps, variant, *constants.values())
     binary = _BINARIES.get(key)
     if binary is None:
-        _check_order(kernel, constants)
+        _prepare(kernel, constants)
         # The interpreter has no binaries and returns None: it is asked anew each time.
         binary = kernel[(programs,)](*arguments, **constants, num_warps=num_warps, **options)
         if binary is not None:
@@ -68,6 +70,11 @@ def launch(
 def _constants_of(kernel: Any) -> list[str]:
     parameters = inspect.signature(kernel.fn).parameters.values()
     return [parameter.name for parameter in parameters if parameter.annotation in (tl.constexpr, "tl.constexpr")]
+
+
+def _prepare(kernel: Any, constants: dict[str, Any]) -> None:
+    _check_order(kernel, constants)
+    settle(kernel)
 
 
 def _check_order(kernel: Any, constants: dict[str, Any]) -> None:
