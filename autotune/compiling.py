@@ -21,7 +21,7 @@ from ..screen import Screen, UnwrittenScreen, problem_of
 from ..warmup import launch_once
 from ..work import Work
 from .cubin import register_usage
-from .gate import MANY_IDS, first_ids, rival_of
+from .gate import MANY_IDS, first_ids, launched_by, rival_of
 from .gpu import SOFTCAP
 from .inputs import DTYPES
 from .space import Config, ScreenConfig
@@ -95,7 +95,8 @@ class CompileBench:
             with triton.knobs.compilation.scope():
                 triton.knobs.compilation.listener = self._listen
                 for head, screen in zip(heads, screens, strict=True):
-                    launch_once(head, config, work, False, screen=screen)
+                    for each in launched_by(config, work):
+                        launch_once(head, config, each, False, screen=screen)
 
     def _screen(self, head: LMHead) -> Screen:
         """Of one of our heads; made when it is first needed."""

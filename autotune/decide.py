@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from ..table import Bucket
@@ -95,6 +95,15 @@ class Decider:
             for work in self.context.plan.works
             for rows in self.context.plan.buckets_of(work)
         )
+
+    def entered(self) -> Iterator[tuple[Config, Work]]:
+        """What races whatever the search has found, race by race, and whose kernels it is."""
+        plan = self.context.plan
+        for work in plan.works:
+            for rows in plan.buckets_of(work):
+                if rows not in self._decided(work):
+                    for config in dict.fromkeys((plan.default(rows, work), self._unscreened(work, rows))):
+                        yield config, kernels_of(work, config)
 
     def jobs(self) -> Iterable[Job]:
         """One job per kind of work: its buckets in order, since each helps the next; then what lies between them."""

@@ -53,6 +53,13 @@ def rival_of(config: ScreenConfig, head: LMHead, work: Work) -> TileConfig:
     return tile_for(head, config.block_b + 1, work)
 
 
+def launched_by(config: Config, kernels: Work) -> list[Work]:
+    """What a check of ``config`` launches it for: a third of the rows are greedy, but greedy batches have a reader of
+    their own, without noise."""
+    both = isinstance(config, ReadConfig) and kernels is Work.PLAIN
+    return [kernels, Work.GREEDY] if both else [kernels]
+
+
 class Gate:
     """Compares configurations for ``head`` with the reference. What must be drawn is computed once."""
 
@@ -71,11 +78,8 @@ class Gate:
 
     def check(self, config: Config, work: Work) -> None:
         """Raises Incorrect where a token is not the reference's."""
-        works = [kernels_of(work, config)]  # a third of the rows are greedy
-        block_b = config.block_b
-        if isinstance(config, ReadConfig):
-            block_b = READ_ROWS
-            works += [Work.GREEDY] if works == [Work.PLAIN] else []  # without noise: a kernel of its own
+        works = launched_by(config, kernels_of(work, config))
+        block_b = READ_ROWS if isinstance(config, ReadConfig) else config.block_b
         for work in works:
             for head, num_rows in self._problems(work, block_b):
                 expected = self._expect(head, num_rows, work, config)

@@ -76,7 +76,7 @@ class Effort:
 
 
 EFFORTS = {
-    "quick": Effort("quick", 54.0, 0.42, 6, 2, Policy(least=5, step=3, most=14), False, False),
+    "quick": Effort("quick", 53.0, 0.42, 6, 2, Policy(least=5, step=3, most=14), False, False),
     "full": Effort("full", 285.0, 0.8, 72, 3, Policy(), True, True),
     # Every configuration of the declared space: the oracle that searches are compared with.
     "exhaustive": Effort("exhaustive", 4 * 3600.0, 0.9, 10**9, 4, Policy(most=60), True, True),

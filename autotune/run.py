@@ -162,6 +162,7 @@ class _Run:
         decider = Decider(context, publisher, search.finalists, lambda: self.flashinfer)
         try:
             self._search(search)
+            search.compile_for_races(decider.entered())
             self._decide(decider)
         except KeyboardInterrupt:
             interrupted = True
@@ -251,8 +252,6 @@ class _Run:
             self.gpus.add(_ready(search.context.head))
         search.fill()
         work_until(self._crews(), lambda: search.finished, tick)
-        if self.compilers is not None:
-            self.compilers.end()
         spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in search.spent.items() if seconds)
         self.progress.note(
             f"searched: {search.tried} configurations in {time.monotonic() - self.began:.0f} s"
@@ -267,9 +266,10 @@ class _Run:
 
         def tick() -> None:
             self.progress.update("races", decider.done, decider.races)
+            if self.compilers is not None and not self.compilers.pending:
+                self.compilers.end()  # they hold memory of the device
 
-        crews = [crew for crew in (self.gpus, self.rivals) if crew is not None]
-        work_until(crews, lambda: not self.gpus.pending, tick)
+        work_until(self._crews(), lambda: not self.gpus.pending, tick)
 
     def _finish(
         self, publisher: Publisher, search: Search, decider: Decider, context: Context, interrupted: bool

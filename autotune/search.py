@@ -80,6 +80,7 @@ class Search:
         self._over: set[StudyKey] = set()
         self._stopped = False
         self._waiting = 0  # compiled, not measured yet
+        self._compiled: set[tuple[Config, Work]] = set()  # or being compiled
         self.spent: collections.Counter[str] = collections.Counter()  # seconds of the processes, by what they do
         self._recall()
 
@@ -108,8 +109,10 @@ class Search:
 
     @property
     def finished(self) -> bool:
-        busy = self.context.gpus.pending + (self.compilers.pending if self.compilers else 0)
-        return not busy and (self._stopped or len(self._over) == len(self.studies))
+        if self.context.gpus.pending:
+            return False
+        compiling = self.compilers.pending if self.compilers else 0
+        return self._stopped or (not compiling and len(self._over) == len(self.studies))
 
     def stop(self) -> None:
         """Ask for nothing more; what is being measured is measured to its end."""
@@ -119,8 +122,19 @@ class Search:
                 if key not in self._over:
                     self._say_if_nothing_runs(key)
             if self.compilers is not None:
-                self.compilers.end()
+                self.compilers.drop_waiting()
             self.context.gpus.drop_waiting()
+
+    def compile_for_races(self, entered: Iterable[tuple[Config, Work]]) -> None:
+        """What will race and was in no trial, in that order, beside the races: else the process that measures would
+        compile it, one by one. entered: configurations, and whose kernels they are."""
+        for config, work in dict.fromkeys(entered):
+            if self.compilers is not None and (config, work) not in self._compiled:
+                self.compilers.add(self._compile_alone(config, work))
+
+    def _compile_alone(self, config: Config, work: Work) -> Job:
+        self._compiled.add((config, work))
+        yield self.context.request("compile", config, work), COMPILE_SECONDS
 
     def fill(self) -> None:
         """Give work to whoever is idle."""
@@ -187,7 +201,10 @@ class Search:
         return True
 
     def _compile(self, key: StudyKey, config: Config) -> Job:
+        self._compiled.add((config, key.work))
         answer = yield self.context.request("compile", config, key.work), COMPILE_SECONDS
+        if self._stopped:
+            return
         self._spend(answer)
         error = answer.get("error")
         if error is None and answer["spilled"] > MAX_SPILLED and not self.context.is_default(config, key.work):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import zlib
+from types import SimpleNamespace
 
 import pytest
 from sgl_flashsample.autotune import builtin
-from sgl_flashsample.autotune.names import key_of, label_of
+from sgl_flashsample.autotune.builtin import kernels_of
+from sgl_flashsample.autotune.decide import Decider
+from sgl_flashsample.autotune.names import key_of, label_of, path_of
 from sgl_flashsample.autotune.plan import EFFORTS, Plan, StudyKey, midpoint
 from sgl_flashsample.autotune.search import PROBATION, Context, Search
 from sgl_flashsample.autotune.space import (
@@ -23,6 +27,7 @@ from sgl_flashsample.autotune.space import (
     shared_bytes,
 )
 from sgl_flashsample.autotune.study import MUCH, PROMISE, Study, importances
+from sgl_flashsample.autotune.trials import config_data
 from sgl_flashsample.kernels.tiles import ScreenConfig, TileConfig
 
 from sgl_flashsample import tuned
@@ -72,6 +77,22 @@ def context_of(plan: Plan, notes: list[str] | None = None) -> Context:
     return Context(
         plan, NoLog(), {}, NoCrew(), (notes if notes is not None else []).append, lambda *values: None, lambda: 1.0
     )
+
+
+class OneProcess(NoCrew):
+    """One that begins what it is given at once, and keeps what it was asked. answers: to everything."""
+
+    def __init__(self, **answers: object) -> None:
+        self.idle, self.asked, self.jobs, self._answers = 1, [], [], answers
+
+    def add(self, job) -> None:
+        self.idle = 0
+        self.jobs.append(job)
+        self.asked.append(next(job)[0])
+
+    def answer(self) -> None:
+        with contextlib.suppress(StopIteration):
+            self.jobs.pop(0).send(self._answers)
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
@@ -347,3 +368,35 @@ def test_the_axis_that_decides_is_named():
     shares = importances(space, values)
     assert max(shares, key=shares.get) == "num_warps"
     assert importances(space, dict(list(values.items())[:3])) == {}
+
+
+def test_what_races_in_any_case_is_compiled_beside_the_races_unless_a_trial_has_compiled_it():
+    """In a short search, most defaults were in no trial: the process that measures would compile them one by one."""
+    plan = Plan(H200, HeadShape(151936, 4096, "bf16"), EFFORTS["quick"])
+    compilers, gpu = OneProcess(shared=0, registers=0, spilled=0), OneProcess(us={})
+    search = Search(dataclasses.replace(context_of(plan), gpus=gpu), compilers)
+    search.fill()
+    (tried,) = compilers.asked
+    search.stop()
+    compilers.answer()
+    assert not gpu.asked, "a search that is over measures nothing more"
+    decider = Decider(search.context, SimpleNamespace(buckets={}, configs={}, flashinfer=False), lambda *_: [], bool)
+    search.compile_for_races(decider.entered())
+    found = [(request["path"], str(request["config"]), request["work"]) for request in compilers.asked]
+    assert found[0] == (tried["path"], str(tried["config"]), tried["work"]) and len(set(found)) == len(found)
+    for work in plan.works:
+        for rows in plan.buckets_of(work):
+            default = plan.default(rows, work)
+            kernels = kernels_of(work, default)
+            assert (path_of(default), str(config_data(default)), kernels.value) in found, (work, rows)
+
+
+def test_a_search_whose_time_is_over_waits_for_no_compiler():
+    plan = Plan(H200, HeadShape(151936, 4096, "bf16"), EFFORTS["quick"])
+    compilers = OneProcess()
+    search = Search(context_of(plan), compilers)
+    search.fill()
+    compilers.pending = 1
+    assert not search.finished
+    search.stop()
+    assert search.finished
