@@ -37,9 +37,6 @@ class Configuration(types.SimpleNamespace):
 
 def configure(monkeypatch) -> None:
     """Let SGLang's code run without a server: a configuration, and one rank."""
-    if "sglang" not in sys.modules:  # what tests with a pretended SGLang have left behind
-        for name in [name for name in sys.modules if name.startswith("sglang.")]:
-            del sys.modules[name]
     import sglang.srt.layers.sampler as sglang_sampler
     import sglang.srt.sampling.sampling_batch_info as batch_info
 

@@ -72,6 +72,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def no_half_of_sglang():
+    """What a test with a pretended SGLang has imported in its place goes with it: parts without their package cannot be
+    imported from."""
+    yield
+    if "sglang" not in sys.modules:
+        for name in [name for name in sys.modules if name.startswith("sglang.")]:
+            del sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
