@@ -135,7 +135,7 @@ SCREEN_ROWS: dict[tuple[str, int, Work], int] = {
     ("sm90", 2, Work.PLAIN): 32,
     ("sm90", 2, Work.GREEDY): 16,
     ("sm90", 2, Work.EDIT): 16,
-    ("sm90", 2, Work.TRUNCATE): 2,
+    ("sm90", 2, Work.TRUNCATE): 1,
 }
 INTERPRETED_SCREEN_ROWS = 32  # of every kind of work: no time is lost, and what has a screen is there to be tried
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
