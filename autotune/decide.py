@@ -17,7 +17,16 @@ from .builtin import kernels_of
 from .names import key_of, label_of, path_of
 from .plan import midpoint
 from .publish import Publisher, key_map
-from .race import Contender, Policy, Race, Verdict, certainly_faster, preference_of
+from .race import (
+    GAIN_TOLERANCE,
+    Contender,
+    Policy,
+    Race,
+    Verdict,
+    certainly_faster,
+    gains_apart,
+    preference_of,
+)
 from .remote import Job
 from .search import Context
 from .space import Config, shared_bytes
@@ -28,6 +37,7 @@ EACH_SECONDS = 8.0
 ROUND_SECONDS = 20.0
 GTEST_SECONDS = 60.0
 MOST_TRIES = 4  # of a race whose process ends
+MOST_REPEATS = 2  # of a race whose times contradict each other
 ALPHA = 1e-5  # of a G-test: a run makes dozens, and what is wrong is off by far more than 200,000 draws show
 TRANSFER = 0.03  # regret between buckets at which a bucket is inserted
 CERTAIN = 0.01  # or this much slower than the default, for certain
@@ -146,6 +156,11 @@ class Decider:
         finalists = self.finalists(rows, work)
         while True:
             outcome = yield from self._race(work, rows, finalists)
+            for _ in range(MOST_REPEATS):
+                if outcome is None or self._agrees(outcome) or self.context.left() <= 0:
+                    break
+                self.context.note(f"{work.value} {rows}: the times contradict the rounds they are of; again")
+                outcome = yield from self._race(work, rows, finalists)
             if outcome is None:
                 self.unfinished.append(f"{work.value}/{rows}")
                 return
@@ -325,6 +340,10 @@ class Decider:
             others={name: round(us, 3) for name, us in others.items()},
             distribution_only=Path.FLASHINFER.value if outcome.flashinfer else "",
         )
+
+    def _agrees(self, outcome: Outcome) -> bool:
+        bucket = self._bucket_of(outcome)
+        return gains_apart(bucket.gain, bucket.us, bucket.default_us) <= GAIN_TOLERANCE
 
     @staticmethod
     def _other_paths(outcome: Outcome) -> dict[str, float]:

@@ -11,9 +11,8 @@ from ..sources import installed_sources
 from ..table import Table
 from ..table_entries import LAUNCHES
 from ..work import Work
+from .race import GAIN_TOLERANCE, gains_apart
 from .table_files import buckets_of, read, screen_line
-
-GAIN_TOLERANCE = 0.05  # between the gain of paired rounds and that of the two medians
 
 
 def run(options: argparse.Namespace) -> int:
@@ -59,7 +58,7 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
         if bucket.default:
             if bucket.default_us <= 0:
                 yield f"{place}.default_us is {bucket.default_us}; expected the default's time"
-            elif abs(bucket.gain - (1 - bucket.us / bucket.default_us)) > GAIN_TOLERANCE:
+            elif gains_apart(bucket.gain, bucket.us, bucket.default_us) > GAIN_TOLERANCE:
                 yield f"{place}.gain is {bucket.gain}; its times give {1 - bucket.us / bucket.default_us:.3f}"
         if bucket.distribution_only and (work is not Work.TRUNCATE or table.head.tp > 1):
             yield f"{place}.distribution_only is {bucket.distribution_only}; it serves truncated batches, tp 1"

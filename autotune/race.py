@@ -17,6 +17,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+GAIN_TOLERANCE = 0.05  # between the gain of paired rounds and that of the two medians
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -263,3 +265,9 @@ class Race:
         self.clocks += clocks
         self.verdict = judge(self.contenders, self.samples, self.clocks, self.default, self.policy, last=last)
         return self.verdict
+
+
+def gains_apart(gain: float, us: float, default_us: float) -> float:
+    """How far the gain of paired rounds is from that of the two medians: a device that changes in the middle of a race
+    pulls them apart, and then neither is known. 0 where there is no default."""
+    return abs(gain - (1 - us / default_us)) if default_us > 0 else 0.0
