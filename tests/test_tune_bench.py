@@ -334,6 +334,34 @@ def test_a_check_compiles_nothing_that_was_not_compiled_ahead(device, monkeypatc
     assert compiled == []
 
 
+@pytest.mark.gpu
+def test_the_measuring_process_finds_what_a_compiling_one_has_compiled_in_whatever_order(device, tmp_path, monkeypatch):
+    """Two processes, as in a run: what a kernel is called on disk must not depend on what was launched before it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    plan = Plan(resolution.device_of(device), HeadShape(50_257, 256, "bf16"), EFFORTS["quick"])
+    shape = {"vocab": 50_257, "hidden": 256, "dtype": "bf16", "tp": 1, "softcap": False}
+    works = [Work.PLAIN, Work.SCREENED, Work.SCREENED_TRUNCATE]
+    answers = []
+
+    def ask(op, work, **values):
+        answers.append((yield request(op, plan.default(1, work), work.value, **values) | {"head": shape}, 120.0))
+
+    compilers = Crew([Remote("compiling", {"bench": "compiling", "processes": 1}, tmp_path / "compiling.log")])
+    gpus = Crew([Remote("measuring", {"bench": "gpu"}, tmp_path / "measuring.log")])
+    for work in works:
+        compilers.add(ask("compile", work))
+    for work in reversed(works):
+        gpus.add(ask("trial", work, batches=[1]))
+    try:
+        for crew in (compilers, gpus):
+            work_until([crew], lambda crew=crew: not crew.pending)
+    finally:
+        compilers.end()
+        gpus.end()
+    assert not [answer for answer in answers if "error" in answer]
+    assert [answer["seconds"][gpu.LATE] for answer in answers[len(works) :]] == [0.0] * len(works)
+
+
 @pytest.fixture(scope="module")
 def real_gate(device):
     """What is to be drawn is computed once for all configurations."""
