@@ -36,8 +36,7 @@ SETUP_SECONDS = 20.0  # and more for each contender
 EACH_SECONDS = 8.0
 ROUND_SECONDS = 20.0
 GTEST_SECONDS = 60.0
-MOST_TRIES = 4  # of a race whose process ends
-MOST_REPEATS = 2  # of a race whose times contradict each other
+MOST_TRIES = 4  # of a race whose process ends, or whose times contradict the rounds they are of
 ALPHA = 1e-5  # of a G-test: a run makes dozens, and what is wrong is off by far more than 200,000 draws show
 TRANSFER = 0.03  # regret between buckets at which a bucket is inserted
 CERTAIN = 0.01  # or this much slower than the default, for certain
@@ -112,7 +111,7 @@ class Decider:
         for work in plan.works:
             for rows in plan.buckets_of(work):
                 if rows not in self._decided(work):
-                    for config in dict.fromkeys((plan.default(rows, work), self._unscreened(work, rows))):
+                    for config in (plan.default(rows, work), self._unscreened(work, rows)):
                         yield config, kernels_of(work, config)
 
     def jobs(self) -> Iterable[Job]:
@@ -156,11 +155,6 @@ class Decider:
         finalists = self.finalists(rows, work)
         while True:
             outcome = yield from self._race(work, rows, finalists)
-            for _ in range(MOST_REPEATS):
-                if outcome is None or self._agrees(outcome) or self.context.left() <= 0:
-                    break
-                self.context.note(f"{work.value} {rows}: the times contradict the rounds they are of; again")
-                outcome = yield from self._race(work, rows, finalists)
             if outcome is None:
                 self.unfinished.append(f"{work.value}/{rows}")
                 return
@@ -185,7 +179,7 @@ class Decider:
         others: dict[str, list[float]] = {name: [] for name in rivals.names_for(work, self.flashinfer())}
         if self._may_take_flashinfer(work):
             others[Path.FLASHINFER] = []
-        for _ in range(MOST_TRIES):
+        for tries in range(1, MOST_TRIES + 1):
             if not configs:
                 return None
             others = {name: [] for name in others}  # rounds of a race that broke off are not this one's
@@ -207,7 +201,10 @@ class Decider:
                 faster = Path.FLASHINFER in times and certainly_faster(
                     others[Path.FLASHINFER], race.samples[race.verdict.winner], race.clocks, race.policy
                 )
-                return Outcome(race.verdict, configs, times, race.default, faster)
+                outcome = Outcome(race.verdict, configs, times, race.default, faster)
+                if tries == MOST_TRIES or self.context.left() <= 0 or self._agrees(outcome):
+                    return outcome
+                failed, began = "its times contradict its rounds", time.monotonic()
             self.context.note(f"{work.value} {rows}: the race broke off: {failed}; again")
         return None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from ..work import Work
@@ -109,10 +109,9 @@ class Search:
 
     @property
     def finished(self) -> bool:
-        if self.context.gpus.pending:
-            return False
-        compiling = self.compilers.pending if self.compilers else 0
-        return self._stopped or (not compiling and len(self._over) == len(self.studies))
+        compiling = self.compilers.pending if self.compilers and not self._stopped else 0
+        busy = self.context.gpus.pending + compiling
+        return not busy and (self._stopped or len(self._over) == len(self.studies))
 
     def stop(self) -> None:
         """Ask for nothing more; what is being measured is measured to its end."""
@@ -130,11 +129,12 @@ class Search:
         compile it, one by one. entered: configurations, and whose kernels they are."""
         for config, work in dict.fromkeys(entered):
             if self.compilers is not None and (config, work) not in self._compiled:
-                self.compilers.add(self._compile_alone(config, work))
+                self.compilers.add(self._compiled_as(config, work))
 
-    def _compile_alone(self, config: Config, work: Work) -> Job:
+    def _compiled_as(self, config: Config, work: Work) -> Generator[tuple[dict[str, Any], float], dict[str, Any], Any]:
+        """A job; what the compiler answers."""
         self._compiled.add((config, work))
-        yield self.context.request("compile", config, work), COMPILE_SECONDS
+        return (yield self.context.request("compile", config, work), COMPILE_SECONDS)
 
     def fill(self) -> None:
         """Give work to whoever is idle."""
@@ -201,8 +201,7 @@ class Search:
         return True
 
     def _compile(self, key: StudyKey, config: Config) -> Job:
-        self._compiled.add((config, key.work))
-        answer = yield self.context.request("compile", config, key.work), COMPILE_SECONDS
+        answer = yield from self._compiled_as(config, key.work)
         if self._stopped:
             return
         self._spend(answer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from . import rng
 from .features import LogitEdits, Truncation, require
-from .head import Kept, LMHead, LogitsSource, Workspace
+from .head import TRITON_DTYPES, Kept, LMHead, LogitsSource, Workspace
 from .integers import next_power_of_2
 from .reduce_parts import Drawn
 from .tiles import MOST_FLAGS, ReadConfig, TileConfig
@@ -48,6 +49,25 @@ def workspace_for(parts: int, num_rows: int, device: torch.device, given: Worksp
     if given.slots < parts * num_rows:
         raise ValueError(f"workspace has {given.slots} slots; expected at least {parts} parts x {num_rows} rows")
     return given
+
+
+class TransformArguments(NamedTuple):
+    """How a logit comes from a dot product. numbers, constants: in the order of the kernels' signatures; constants are
+    shared, and stay as they are."""
+
+    numbers: tuple[float, float]
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=64)
+def transform_arguments(logit_scale: float | None, softcap: float | None, rounding: torch.dtype) -> TransformArguments:
+    constants = {
+        "LOGITS_DTYPE": TRITON_DTYPES[rounding],
+        "HAS_SCALE": logit_scale is not None,
+        "HAS_SOFTCAP": softcap is not None,
+    }
+    numbers = (1.0 if logit_scale is None else float(logit_scale), 1.0 if softcap is None else float(softcap))
+    return TransformArguments(numbers, constants)
 
 
 class FeatureArguments(NamedTuple):

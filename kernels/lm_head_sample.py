@@ -25,11 +25,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
-from .arguments import check_batch, feature_arguments, reduction_arguments, workspace_for
+from .arguments import check_batch, feature_arguments, reduction_arguments, transform_arguments, workspace_for
 from .draw_truncated import draw_truncated
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
-from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead, Workspace
+from .head import EDIT_POINTERS, ROW_POINTERS, LMHead, Workspace
 from .integers import cdiv
 from .launch import launch, resident_programs
 from .part import (
@@ -315,6 +315,7 @@ def lm_head_sample(
         num_rows, head, head.rounding, temperature, truncation, edits, return_logprob, workspace, tile.block_b
     )
     reduction = reduction_arguments(tile, position, truncation, return_logprob, workspace, bound)
+    transform = transform_arguments(head.logit_scale, head.softcap, head.rounding)
     launch(
         lm_head_sample_kernel,
         parts * cdiv(num_rows, tile.block_b),
@@ -336,15 +337,12 @@ def lm_head_sample(
             parts,
             head.weight.stride(0),
             hidden.stride(0),
-            1.0 if head.logit_scale is None else head.logit_scale,
-            1.0 if head.softcap is None else head.softcap,
+            *transform.numbers,
             *features.numbers,
         ),
         {
             "D": hidden.shape[1],
-            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
-            "HAS_SCALE": head.logit_scale is not None,
-            "HAS_SOFTCAP": head.softcap is not None,
+            **transform.constants,
             "WHOLE_GROUPS": head.vocab_size % rng.GROUP_SIZE == 0,
             **features.constants,
             "BLOCK_B": tile.block_b,

@@ -25,11 +25,11 @@ import triton.language as tl
 
 from . import rng
 from .approx import prefetch
-from .arguments import edit_arguments, truncation_pointers
+from .arguments import edit_arguments, transform_arguments, truncation_pointers
 from .draw_in_groups import draw_in_best_groups
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
-from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, Kept, LMHead
+from .head import EDIT_POINTERS, ROW_POINTERS, Kept, LMHead
 from .int8_head import Counted, ScreenWorkspace
 from .integers import cdiv, next_power_of_2
 from .kept_row import ordered
@@ -332,6 +332,7 @@ def rescore_groups(
         list_groups(num_rows, block_b, workspace, config, first)
         resident = resident_programs(hidden.device, config.rescore_ctas_per_sm)
         programs = max(1, min(resident // row_blocks, cdiv(workspace.num_groups, LEAST_CHUNK)))
+    transform = transform_arguments(head.logit_scale, head.softcap, head.rounding)
     launch(
         rescore_groups_kernel,
         programs * row_blocks,
@@ -365,15 +366,12 @@ def rescore_groups(
             programs,
             head.weight.stride(0),
             hidden.stride(0),
-            1.0 if head.logit_scale is None else head.logit_scale,
-            1.0 if head.softcap is None else head.softcap,
+            *transform.numbers,
             *editing.numbers,
         ),
         {
             "D": hidden.shape[1],
-            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
-            "HAS_SCALE": head.logit_scale is not None,
-            "HAS_SOFTCAP": head.softcap is not None,
+            **transform.constants,
             "TRUNCATE": truncation is not None,
             "ROUND": int(of),
             **editing.constants,

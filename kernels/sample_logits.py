@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .arguments import check_batch, feature_arguments, reduction_arguments, workspace_for
+from .arguments import check_batch, feature_arguments, reduction_arguments, transform_arguments, workspace_for
 from .draw_truncated import draw_truncated
 from .epilogue import bound_logits, cap_softly, edit_logits, score_groups, transform_logits
 from .features import LogitEdits, Truncation
@@ -323,6 +323,7 @@ def sample_logits(
     )
     reduction = reduction_arguments(config, position, truncation, return_logprob, workspace, bound)
     stride = logits.stride(0) if num_rows > 1 else 0
+    transform = transform_arguments(source.logit_scale, source.softcap, rounding)
     launch(
         sample_logits_kernel,
         parts * cdiv(num_rows, config.block_b),
@@ -342,14 +343,11 @@ def sample_logits(
             source.vocab_start,
             parts,
             stride,
-            1.0 if source.logit_scale is None else source.logit_scale,
-            1.0 if source.softcap is None else source.softcap,
+            *transform.numbers,
             *features.numbers,
         ),
         {
-            "LOGITS_DTYPE": TRITON_DTYPES[rounding],
-            "HAS_SCALE": source.logit_scale is not None,
-            "HAS_SOFTCAP": source.softcap is not None,
+            **transform.constants,
             "WHOLE_GROUPS": source.vocab_size % rng.GROUP_SIZE == 0,
             "ALL_GREEDY": all_greedy and truncation is None and edits is None and not return_logprob,
             **features.constants,

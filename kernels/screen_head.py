@@ -27,10 +27,10 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .arguments import edit_arguments, truncation_pointers
+from .arguments import edit_arguments, transform_arguments, truncation_pointers
 from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
 from .features import Edit, LogitEdits, Truncation
-from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
+from .head import EDIT_POINTERS, ROW_POINTERS, LMHead
 from .int8_head import ID_ROWS, Int8Head, ScreenWorkspace, room_of
 from .integers import cdiv
 from .kept_row import ordered
@@ -297,6 +297,7 @@ def screen_head(
     parts = num_parts(head, num_rows, config)
     editing = edit_arguments(edits, temperature, workspace.threshold)
     early = config.early and starts_early(head.weight.device)
+    transform = transform_arguments(head.logit_scale, head.softcap, head.rounding)
     launch(
         screen_head_kernel,
         parts * cdiv(num_rows, config.block_b),
@@ -325,15 +326,12 @@ def screen_head(
             head.vocab_start,
             parts,
             int8_head.weight.stride(0),
-            1.0 if head.logit_scale is None else head.logit_scale,
-            1.0 if head.softcap is None else head.softcap,
+            *transform.numbers,
             *editing.numbers,
         ),
         {
             "D": int8_head.weight.shape[1],
-            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
-            "HAS_SCALE": head.logit_scale is not None,
-            "HAS_SOFTCAP": head.softcap is not None,
+            **transform.constants,
             "WHOLE_GROUPS": head.vocab_size % rng.GROUP_SIZE == 0,
             "TRUNCATE": truncation is not None,
             **editing.constants,

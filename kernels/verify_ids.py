@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .arguments import edit_arguments, truncation_pointers
+from .arguments import edit_arguments, transform_arguments, truncation_pointers
 from .epilogue import bound_logits, edit_logits, transform_logits
 from .features import LogitEdits, Truncation
-from .head import EDIT_POINTERS, ROW_POINTERS, TRITON_DTYPES, LMHead
+from .head import EDIT_POINTERS, ROW_POINTERS, LMHead
 from .int8_head import ID_ROWS, Counted, ScreenWorkspace
 from .kept_row import value_of
 from .launch import launch, resident_programs, starts_early
@@ -151,6 +151,7 @@ def verify_ids(
     editing = edit_arguments(edits, temperature, workspace.threshold)
     early = config.early and starts_early(hidden.device)
     programs = resident_programs(hidden.device, config.rescore_ctas_per_sm)
+    transform = transform_arguments(head.logit_scale, head.softcap, head.rounding)
     launch(
         verify_ids_kernel,
         programs,
@@ -172,15 +173,12 @@ def verify_ids(
             programs,
             head.weight.stride(0),
             hidden.stride(0),
-            1.0 if head.logit_scale is None else head.logit_scale,
-            1.0 if head.softcap is None else head.softcap,
+            *transform.numbers,
             *editing.numbers,
         ),
         {
             "D": hidden.shape[1],
-            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
-            "HAS_SCALE": head.logit_scale is not None,
-            "HAS_SOFTCAP": head.softcap is not None,
+            **transform.constants,
             **editing.constants,
             "BLOCK_B": ID_ROWS,
             "BLOCK_V": config.rescore_v,
