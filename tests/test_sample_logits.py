@@ -19,6 +19,7 @@ from problems import (
     reference,
     rows,
 )
+from sgl_flashsample.kernels.arguments import transform_arguments
 from sgl_flashsample.kernels.features import Edit, LogitEdits
 from sgl_flashsample.kernels.head import LMHead, LogitsSource, Workspace
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample
@@ -402,3 +403,10 @@ def test_logits_of_a_real_head_give_the_fused_tokens_up_to_the_order_of_its_sums
     fused = lm_head_sample(states, head, **params, tile=TILE)[0]
     drawn = draw(torch.mm(states, weight.T), head.source, params)[0]
     assert (fused == drawn).double().mean() > 0.85
+
+
+def test_a_scale_that_is_an_integer_is_a_float_to_the_kernels_of_every_head():
+    """Equal keys share an entry, which has the type of the first one: that decides how a kernel is compiled."""
+    transform_arguments(7, 11, torch.bfloat16)
+    numbers = transform_arguments(7.0, 11.0, torch.bfloat16).numbers
+    assert numbers == (7.0, 11.0) and all(isinstance(number, float) for number in numbers)
