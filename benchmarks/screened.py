@@ -137,7 +137,7 @@ def speed(device: str, dtype: torch.dtype, dry: bool, configs: dict[int, ScreenC
                 raced.append(_ours(paths, name, inputs, temperature))
         for one in TIMED_LIMITS:
             raced += [_ours(paths, name, inputs, LIMITED_TEMPERATURES[0], one) for name in ("fused", "screened")]
-        timings = _race(raced, inputs, reader)
+        timings = race(raced, reader, inputs.refresh)
         read_us = timings.pop("read").us if reader is not None else None
         floor_us = None if read_us is None else weight.numel() * weight.element_size() * read_us / READ_BYTES
         for contender in raced:
@@ -194,7 +194,10 @@ def _limits(kinds: tuple[tuple[int, float], ...], rows: int, device: torch.devic
     return Truncation(top_k.int().contiguous(), top_p.contiguous(), torch.zeros(rows, device=device))
 
 
-def _race(raced: list[Contender], inputs: Inputs, reader: Callable[[], object] | None) -> dict[str, measure.Timing]:
+def race(
+    raced: list[Contender], reader: Callable[[], object] | None, before_round: Callable[[], None]
+) -> dict[str, measure.Timing]:
+    """Time per step of each, by name, and of ``reader`` as "read"; without one each is called and nothing is timed."""
     if reader is None:
         for contender in raced:
             contender.draw(0)
@@ -203,7 +206,7 @@ def _race(raced: list[Contender], inputs: Inputs, reader: Callable[[], object] |
         contender.name: measure.capture(steps_of(contender)).replay for contender in raced
     }
     calls["read"] = measure.capture(lambda: [reader() for _ in range(STEPS)]).replay
-    timings = measure.race_replays(calls, rounds=11, replays=1, before_round=inputs.refresh)
+    timings = measure.race_replays(calls, rounds=11, replays=1, before_round=before_round)
     return {name: measure.Timing(t.us / STEPS, t.spread / STEPS, t.rounds) for name, t in timings.items()}
 
 

@@ -314,6 +314,24 @@ def screened_table(path: Path = RESULTS / "h200-screened.json") -> str:
     return "\n".join(lines)
 
 
+def hot_bound_table(path: Path = RESULTS / "h200-hot-bound.json") -> str:
+    """What a screened step takes, without what a hot set could spare it, and what the sizing model makes of that."""
+    if not path.exists():
+        return NOT_MEASURED
+    lines = [
+        "| B, temperature | screened, us (groups) | told the leaders (groups) | first pass alone | best hot set |",
+        "|---|---|---|---|---|",
+    ]
+    for row in json.loads(path.read_text())["rows"]:
+        us, read, sized = row["us"], row["groups_read"], row["sized"]
+        cells = [f"{row['B']}, {row['temperature']:g}"]
+        cells += [f"{us[name]:.1f} ({read[name]:.0f})" for name in ("screened", "leader known")]
+        cells += [f"{us['first pass']:.1f}"]
+        cells += [f"{sized['hot_groups']} groups, {sized['hit']:.0%} of the tokens: {sized['saves_us']:.2f} us"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def screened_serve_table(path: Path = RESULTS / "h200-serve-screen.json") -> str:
     """Time per output token of our server with a screen, and over that without one."""
     if not path.exists():
@@ -374,6 +392,7 @@ TABLES = {
     "screened": screened_table,
     "screened-tokens": screened_tokens_table,
     "screened-serve": screened_serve_table,
+    "hot-bound": hot_bound_table,
 }
 
 

@@ -66,15 +66,9 @@ def edit_logits(
     rows,  # [BLOCK_B] i32, rows of the batch
     columns,  # [BLOCK_V, 1] or [BLOCK_V, BLOCK_B] i32, absolute vocabulary ids
     edits,  # [BLOCK_B] i32, Edit flags
-    additive_ptr,  # [B, V] f32
-    scaling_ptr,  # [B, V] f32
-    mask_ptr,  # [B, W] i32, or [B, V] bool
-    bias_ptr,  # [B, V] f32
-    additive_stride,
-    scaling_stride,
-    mask_stride,
-    bias_stride,
-    mask_words,
+    edit_ptrs,  # additive and scaling, [B, V] f32; mask, [B, W] i32 or [B, V] bool; bias, [B, V] f32
+    edit_strides,  # of the same, in the same order
+    mask_words,  # W
     MASK_IS_BOOL: tl.constexpr,
     BIAS_FIRST: tl.constexpr,
 ):
@@ -82,6 +76,8 @@ def edit_logits(
 
     A row reads only what its own flags ask for.
     """
+    additive_ptr, scaling_ptr, mask_ptr, bias_ptr = edit_ptrs
+    additive_stride, scaling_stride, mask_stride, bias_stride = edit_strides
     asked = valid & ((edits & _ADDITIVE) != 0)[None, :]
     logits += tl.load(additive_ptr + rows[None, :] * additive_stride + columns, mask=asked, other=0.0)
     asked = valid & ((edits & _SCALING) != 0)[None, :]

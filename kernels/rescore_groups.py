@@ -181,6 +181,8 @@ def rescore_groups_kernel(
         edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
         if EDIT_ROWS:
             edits &= tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
+        edit_ptrs = (additive_ptr, scaling_ptr, mask_ptr, bias_ptr)
+        edit_strides = (additive_stride, scaling_stride, mask_stride, bias_stride)
         hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + offs_d[:, None]
         best_score = tl.full([SLOTS, BLOCK_B], float("-inf"), tl.float32)
         best_group = tl.full([SLOTS, BLOCK_B], rng.NO_GROUP, tl.int32)
@@ -218,14 +220,8 @@ def rescore_groups_kernel(
                         offs_b,
                         (vocab_start + ids)[:, None],
                         edits,
-                        additive_ptr,
-                        scaling_ptr,
-                        mask_ptr,
-                        bias_ptr,
-                        additive_stride,
-                        scaling_stride,
-                        mask_stride,
-                        bias_stride,
+                        edit_ptrs,
+                        edit_strides,
                         mask_words,
                         MASK_IS_BOOL,
                         BIAS_FIRST,

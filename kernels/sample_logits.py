@@ -133,6 +133,8 @@ def sample_logits_kernel(
     edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
     if EDIT_ROWS:
         edits &= tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
+    edit_ptrs = (additive_ptr, scaling_ptr, mask_ptr, bias_ptr)
+    edit_strides = (additive_stride, scaling_stride, mask_stride, bias_stride)
 
     best_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
     second_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
@@ -164,14 +166,8 @@ def sample_logits_kernel(
                 offs_b,
                 (vocab_start + offs_v)[:, None],
                 edits,
-                additive_ptr,
-                scaling_ptr,
-                mask_ptr,
-                bias_ptr,
-                additive_stride,
-                scaling_stride,
-                mask_stride,
-                bias_stride,
+                edit_ptrs,
+                edit_strides,
                 mask_words,
                 MASK_IS_BOOL,
                 BIAS_FIRST,
@@ -215,14 +211,8 @@ def sample_logits_kernel(
             offs_b,
             vocab_start + columns,
             edits,
-            additive_ptr,
-            scaling_ptr,
-            mask_ptr,
-            bias_ptr,
-            additive_stride,
-            scaling_stride,
-            mask_stride,
-            bias_stride,
+            edit_ptrs,
+            edit_strides,
             mask_words,
             MASK_IS_BOOL,
             BIAS_FIRST,

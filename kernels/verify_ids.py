@@ -93,6 +93,8 @@ def verify_ids_kernel(
         edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
         if EDIT_ROWS:
             edits &= tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
+        edit_ptrs = (additive_ptr, scaling_ptr, mask_ptr, bias_ptr)
+        edit_strides = (additive_stride, scaling_stride, mask_stride, bias_stride)
         offs_v = tl.arange(0, BLOCK_V)
         offs_d = tl.arange(0, BLOCK_D)
         hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + offs_d[:, None]
@@ -115,14 +117,8 @@ def verify_ids_kernel(
                     offs_b,
                     (vocab_start + ids)[:, None],
                     edits,
-                    additive_ptr,
-                    scaling_ptr,
-                    mask_ptr,
-                    bias_ptr,
-                    additive_stride,
-                    scaling_stride,
-                    mask_stride,
-                    bias_stride,
+                    edit_ptrs,
+                    edit_strides,
                     mask_words,
                     MASK_IS_BOOL,
                     BIAS_FIRST,

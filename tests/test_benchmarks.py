@@ -64,6 +64,44 @@ def test_the_screened_benchmark_compares_every_kind_and_its_tables_follow_from_i
     assert tables.screened_table(tmp_path / "absent.json") == tables.NOT_MEASURED
 
 
+@pytest.mark.skipif(CUDA, reason="the dry run is interpreted")
+def test_a_step_that_is_told_the_leaders_draws_the_same_tokens_and_reads_no_more(tmp_path):
+    out = tmp_path / "hot.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "hot_bound.py"), "--dry-run", "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    for row in json.loads(out.read_text())["rows"]:
+        read = row["groups_read"]
+        assert row["same_tokens"] and row["B"] <= read["leader known"] <= read["screened"]
+
+
+def test_a_hot_set_is_sized_by_what_a_known_leader_saves_and_what_a_group_costs():
+    import hot_bound
+
+    us = {"screened": 160.0, "leader known": 150.0, "first pass": 145.0}
+    hits = hot_bound.zipf(1000)
+    sized = hot_bound.sized(us, 1000, (0.03, 0.015), hits)
+    by_hand = [-10.0 * hits(size) + 0.015 * size for size in range(1001)]
+    best = min(range(1001), key=lambda size: by_hand[size])
+    assert 0 < sized["hot_groups"] == best < 1000
+    assert sized["saves_us"] == round(-by_hand[best], 3) and sized["saves"] == round(-by_hand[best] / 160.0, 5)
+    nothing = hot_bound.sized(us | {"leader known": 160.0}, 1000, (0.03, 0.015), hits)
+    assert nothing["hot_groups"] == 0 and nothing["saves_us"] == 0
+
+
+def test_the_table_of_what_a_hot_set_could_save_follows_from_its_file(tmp_path):
+    import tables
+
+    out = tmp_path / "hot.json"
+    row = {"B": 8, "temperature": 0.7, "us": {"screened": 160.0, "leader known": 158.5, "first pass": 149.0}}
+    row |= {"groups_read": {"screened": 40.2, "leader known": 20.0}}
+    row |= {"sized": {"hot_groups": 9, "hit": 0.25, "saves_us": 0.31, "saves": 0.002}}
+    out.write_text(json.dumps({"rows": [row]}))
+    assert tables.hot_bound_table(out).splitlines()[-1] == (
+        "| 8, 0.7 | 160.0 (40) | 158.5 (20) | 149.0 | 9 groups, 25% of the tokens: 0.31 us |"
+    )
+    assert tables.hot_bound_table(tmp_path / "absent.json") == tables.NOT_MEASURED
+
+
 def test_the_table_of_servers_with_a_screen_has_their_ratio_and_whether_answers_are_the_same(tmp_path):
     import tables
 
