@@ -19,12 +19,14 @@ from .plan import midpoint
 from .publish import Publisher, key_map
 from .race import (
     GAIN_TOLERANCE,
+    RECORDED_ROUNDS,
     Contender,
     Policy,
     Race,
     Verdict,
     certainly_faster,
     gains_apart,
+    median_and_error,
     preference_of,
 )
 from .remote import Job
@@ -49,12 +51,13 @@ Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
 
 @dataclasses.dataclass
 class Outcome:
-    """A race that is over. configs: of contenders, by key. others: microseconds of rivals. flashinfer: whether its path
-    is faster for certain."""
+    """A race that is over. configs: of contenders, by key. samples, clock: of those whose times are recorded,
+    microseconds per round, and the median clock. flashinfer: whether its path is faster for certain."""
 
     verdict: Verdict
     configs: dict[str, Config]
-    others: dict[str, float]
+    samples: dict[str, list[float]]
+    clock: float
     default: str | None
     flashinfer: bool = False
 
@@ -197,14 +200,18 @@ class Decider:
             race = self._entered(configs, default, neighbour, policy or plan.effort.policy)
             failed = yield from self._run(race, others, began, allotted)
             if failed is None and race.verdict is not None:
-                times = {name: statistics.median(values) for name, values in others.items() if values}
-                faster = Path.FLASHINFER in times and certainly_faster(
+                faster = bool(others.get(Path.FLASHINFER)) and certainly_faster(
                     others[Path.FLASHINFER], race.samples[race.verdict.winner], race.clocks, race.policy
                 )
-                outcome = Outcome(race.verdict, configs, times, race.default, faster)
-                if tries == MOST_TRIES or self.context.left() <= 0 or self._agrees(outcome):
-                    return outcome
-                failed, began = "its times contradict its rounds", time.monotonic()
+                answer = yield self._times_of(race.verdict, configs, race.default, list(others)), ROUND_SECONDS
+                if "error" in answer:
+                    failed = answer["error"]["detail"]
+                else:
+                    clock = statistics.median(answer["clocks"])
+                    outcome = Outcome(race.verdict, configs, answer["samples"], clock, race.default, faster)
+                    if tries == MOST_TRIES or self.context.left() <= 0 or self._agrees(outcome):
+                        return outcome
+                    failed, began = "its times contradict its rounds", time.monotonic()
             self.context.note(f"{work.value} {rows}: the race broke off: {failed}; again")
         return None
 
@@ -234,6 +241,20 @@ class Decider:
                 others[name] += samples[name]
             over = time.monotonic() - began > allotted or self.context.left() <= 0
             race.add({name: samples[name] for name in names}, answer["clocks"], last=over)
+
+    @staticmethod
+    def _times_of(
+        verdict: Verdict, configs: dict[str, Config], default: str | None, others: list[str]
+    ) -> dict[str, Any]:
+        """Asks for the times that a table records: of the winner, the default, the best of each other path and the
+        rivals, side by side in the rounds in which ``verify`` will take them again. Those of the race are not of the
+        same rounds, and its company, which a large batch's clock depends on, is not in the table."""
+        best: dict[str, str] = {}
+        for key in sorted(set(configs) & set(verdict.standings), key=lambda key: verdict.standings[key].us):
+            best.setdefault(path_of(configs[key]), key)
+        best[path_of(configs[verdict.winner])] = verdict.winner
+        names = [verdict.winner, *([default] if default else []), *best.values(), *others]
+        return {"op": "rounds", "names": list(dict.fromkeys(names)), "rounds": RECORDED_ROUNDS, "first": 0}
 
     def _drop(
         self, name: str, error: dict[str, Any], configs: dict[str, Config], others: dict[str, Any], work: Work
@@ -318,22 +339,26 @@ class Decider:
         self.context.note(f"{work.value:13} {rows:4} rows: {bucket.us:8.1f} us  {bucket.use}  ({gain})")
 
     def _bucket_of(self, outcome: Outcome) -> Bucket:
-        verdict, standings = outcome.verdict, outcome.verdict.standings
-        won = standings[verdict.winner]
-        default_us = standings[outcome.default].us if outcome.default in standings else 0.0
+        verdict = outcome.verdict
+        timed = {name: median_and_error(values) for name, values in outcome.samples.items()}
+        us, se = timed[verdict.winner]
         gain = 1.0 - 1.0 / (1.0 + verdict.gain) if verdict.winner != outcome.default else 0.0
-        others = {**outcome.others, **self._other_paths(outcome)}
+        others = {name: timed[name][0] for name in timed if name not in outcome.configs}
+        for name in timed.keys() & outcome.configs.keys():
+            path = path_of(outcome.configs[name])
+            if path != path_of(outcome.configs[verdict.winner]):
+                others[path] = min(timed[name][0], others.get(path, timed[name][0]))
         return Bucket(
             use=verdict.winner,
-            us=round(won.us, 3),
-            se=round(won.se, 4),
-            n=won.n,
+            us=round(us, 3),
+            se=round(se, 4),
+            n=len(outcome.samples[verdict.winner]),
             default=outcome.default or "",
-            default_us=round(default_us, 3),
+            default_us=round(timed[outcome.default][0], 3) if outcome.default else 0.0,
             gain=round(gain, 5),
             tied=list(verdict.tied),
             checked="tokens, g-test",
-            clock_mhz=verdict.clock,
+            clock_mhz=outcome.clock,
             others={name: round(us, 3) for name, us in others.items()},
             distribution_only=Path.FLASHINFER.value if outcome.flashinfer else "",
         )
@@ -341,17 +366,6 @@ class Decider:
     def _agrees(self, outcome: Outcome) -> bool:
         bucket = self._bucket_of(outcome)
         return gains_apart(bucket.gain, bucket.us, bucket.default_us) <= GAIN_TOLERANCE
-
-    @staticmethod
-    def _other_paths(outcome: Outcome) -> dict[str, float]:
-        """The best time of each path that did not win."""
-        winner = path_of(outcome.configs[outcome.verdict.winner])
-        found: dict[str, float] = {}
-        for key, config in outcome.configs.items():
-            path, standing = path_of(config), outcome.verdict.standings.get(key)
-            if path != winner and standing is not None:
-                found[path] = min(standing.us, found.get(path, standing.us))
-        return found
 
     def _transfer(self, work: Work) -> Steps:
         """Race between buckets: a batch there uses the next larger bucket's choice, which must not cost much."""

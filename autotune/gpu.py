@@ -185,7 +185,7 @@ class GpuBench:
         clocks: list[float] = []
         assert self._race_batch is not None
         for index in range(request["first"], request["first"] + request["rounds"]):
-            self._race_batch.refresh()
+            self._race_batch.refresh(index)
             order = rotated(request["names"], index)
             timed = self._time([self._racing[name] for name in order], clocks)
             for name, us in zip(order, timed, strict=True):

@@ -64,7 +64,8 @@ def copies_needed(weight: torch.Tensor, l2_bytes: int) -> int:
 
 
 class Batch:
-    """Inputs of ``rows`` rows; ``refresh`` gives them other hidden states and noise not drawn before."""
+    """Inputs of ``rows`` rows; each round of a race has hidden states and noise of its own, the same in every process:
+    how long a row takes depends on them, so what is measured again is measured on them."""
 
     def __init__(self, head: LMHead, rows: int) -> None:
         weight = head.weight
@@ -76,20 +77,24 @@ class Batch:
         self._deviation = deviations[self.profile][:, None]
         self._along = REACH * weight.shape[1] ** 0.5 * directions(weight.shape[1], device)[self.profile]
         self.seed = row * 7919
-        self.position = torch.arange(STEPS, device=device)[:, None].repeat(1, rows)
+        self.position = torch.empty(STEPS, rows, dtype=torch.int64, device=device)
         self.rival_seed = torch.tensor([1234], device=device)
-        self.rival_offset = torch.arange(STEPS, device=device)[:, None] * 4096
+        self.rival_offset = torch.empty(STEPS, 1, dtype=torch.int64, device=device)
         self._truncations = {
             screened: _truncation(SCREENED_TRUNCATIONS if screened else TRUNCATIONS, row) for screened in (False, True)
         }
         self._edits: LogitEdits | None = None
-        self.refresh()
+        self.refresh(0)
 
-    def refresh(self) -> None:
-        noise = torch.randn(self.hidden.shape, device=self.hidden.device) * self._deviation
+    def refresh(self, index: int) -> None:
+        """The inputs of round ``index``."""
+        device = self.hidden.device
+        generator = torch.Generator(device).manual_seed(index)
+        noise = torch.randn(self.hidden.shape, device=device, generator=generator) * self._deviation
         self.hidden.copy_(noise + self._along)
-        self.position.add_(STEPS)
-        self.rival_offset.add_(STEPS * 4096)
+        steps = index * STEPS + torch.arange(STEPS, device=device)[:, None]
+        self.position.copy_(steps.expand_as(self.position))
+        self.rival_offset.copy_(steps * 4096)
 
     def temperature(self, work: Work) -> torch.Tensor:
         if work.screened and not work.greedy:

@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 GAIN_TOLERANCE = 0.05  # between the gain of paired rounds and that of the two medians
+RECORDED_ROUNDS = 9  # in which the times of a table are taken, and taken again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +181,16 @@ def _leading(kept: Mapping[str, Sequence[float]], name: str, running: Sequence[C
     return robust_mean([math.log(v) for v in kept[name][:n]])[0]
 
 
-def _standing(values: Sequence[float], leader: Sequence[float], alpha: float) -> Standing:
+def median_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The median and its standard error."""
     us = statistics.median(values)
     # Of a median of n nearly normal values, from their mean absolute deviation: a spike must not count twice.
     spread = statistics.median(abs(v - us) for v in values) * 1.4826
-    se = 1.2533 * spread / math.sqrt(len(values))
+    return us, 1.2533 * spread / math.sqrt(len(values))
+
+
+def _standing(values: Sequence[float], leader: Sequence[float], alpha: float) -> Standing:
+    us, se = median_and_error(values)
     n = min(len(values), len(leader))
     ratios = [math.log(v / w) for v, w in zip(values[:n], leader[:n], strict=True)]
     mean, error = robust_mean(ratios)

@@ -17,14 +17,13 @@ from .builtin import kernels_of
 from .names import GEMM, label_of, path_of
 from .plan import EFFORTS, Plan
 from .progress import Plain
-from .race import Policy, robust_mean, t_quantile
+from .race import RECORDED_ROUNDS, Policy, robust_mean, t_quantile
 from .remote import Crew, Remote, work_until
 from .run import BAD, HELLO_SECONDS, OK, WRONG, visible
 from .trials import config_data
 
 WITHIN = 0.03  # of the recorded time
 SLOWER = Policy().min_gain  # than the default: beyond noise, with this much
-ROUNDS = 9
 ALPHA = 0.01
 
 
@@ -138,20 +137,20 @@ def _one(
     if failed:
         return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, f"{failed['why']}: {failed['detail']}")
     running = [entry["name"] for entry in entries if entry["name"] not in answer["failed"]]
-    answer = yield {"op": "rounds", "names": running, "rounds": ROUNDS, "first": 0}, 60.0
+    answer = yield {"op": "rounds", "names": running, "rounds": RECORDED_ROUNDS, "first": 0}, 60.0
     if "error" in answer:
         return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, answer["error"]["detail"])
     samples = {name: sorted(values) for name, values in answer["samples"].items()}
-    us = samples[use][ROUNDS // 2]
+    us = samples[use][RECORDED_ROUNDS // 2]
     slower, default_us = 0.0, us
     if "default" in samples:
-        slower, default_us = _at_least(answer["samples"], use, "default"), samples["default"][ROUNDS // 2]
+        slower, default_us = _at_least(answer["samples"], use, "default"), samples["default"][RECORDED_ROUNDS // 2]
     if bucket.distribution_only and (lost := _at_least(answer["samples"], bucket.distribution_only, use)) > 0:
         error = f"{bucket.distribution_only} is at least {lost:.1%} slower than {use}"
         return Replayed(work, rows, us, recorded, us / recorded - 1.0, 0.0, default_us, slower, error)
     off = off_gemm = us / recorded - 1.0
     if GEMM in samples:
-        off_gemm = (us / samples[GEMM][ROUNDS // 2]) / (recorded / bucket.others[GEMM]) - 1.0
+        off_gemm = (us / samples[GEMM][RECORDED_ROUNDS // 2]) / (recorded / bucket.others[GEMM]) - 1.0
     return Replayed(work, rows, us, recorded, off, off_gemm, default_us, slower)
 
 
@@ -160,4 +159,4 @@ def _at_least(samples: dict[str, list[float]], name: str, than: str) -> float:
     mean, error = robust_mean(
         [math.log(mine / theirs) for mine, theirs in zip(samples[name], samples[than], strict=True)]
     )
-    return mean - t_quantile(1 - ALPHA, ROUNDS - 1) * error
+    return mean - t_quantile(1 - ALPHA, RECORDED_ROUNDS - 1) * error

@@ -174,8 +174,7 @@ def test_a_cut_head_ends_in_a_group_as_full_as_the_whole(vocab):
     assert cut.weight.shape[0] == cut.vocab_size
 
 
-def test_rows_have_different_profiles_and_a_refresh_gives_other_states_and_noise(device):
-    torch.manual_seed(0)
+def test_rows_have_different_profiles_and_a_round_has_states_and_noise_of_its_own_in_every_process(device):
     head = LMHead(inputs.make_weight(2048, 64, torch.float32, device))
     batch = inputs.Batch(head, 30)
     logits = batch.hidden @ head.weight.T
@@ -183,9 +182,14 @@ def test_rows_have_different_profiles_and_a_refresh_gives_other_states_and_noise
     typical, peaked, flat = (largest[batch.profile == profile].mean() for profile in range(3))
     assert peaked > typical > flat
     hidden, position = batch.hidden.clone(), batch.position.clone()
-    batch.refresh()
+    batch.refresh(1)
     assert not torch.equal(batch.hidden, hidden)
     assert not set(batch.position.flatten().tolist()) & set(position.flatten().tolist())
+    torch.manual_seed(5)
+    other = inputs.Batch(head, 30)
+    assert torch.equal(other.hidden, hidden) and torch.equal(other.position, position)
+    other.refresh(1)
+    assert torch.equal(other.hidden, batch.hidden) and torch.equal(other.rival_offset, batch.rival_offset)
 
 
 def test_rows_with_a_screen_are_of_several_temperatures_and_few_of_their_groups_are_left_to_rescore(device):

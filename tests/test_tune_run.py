@@ -12,10 +12,11 @@ import time
 
 import pytest
 from sgl_flashsample.autotune import lint
-from sgl_flashsample.autotune.decide import MOST_TRIES, Decider, path_of_key
+from sgl_flashsample.autotune.decide import MOST_TRIES, Outcome, path_of_key
 from sgl_flashsample.autotune.names import key_of, label_of
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
-from sgl_flashsample.autotune.race import GAIN_TOLERANCE, Policy, gains_apart
+from sgl_flashsample.autotune.race import GAIN_TOLERANCE, RECORDED_ROUNDS, Policy, gains_apart
+from sgl_flashsample.autotune.remote import Remote
 from sgl_flashsample.autotune.run import Options, TuneError, run
 from sgl_flashsample.autotune.trials import read
 from sgl_flashsample.autotune.verify import verify
@@ -188,19 +189,16 @@ def test_a_configuration_that_fails_is_rejected_with_its_reason_and_the_run_goes
 
 @pytest.mark.parametrize("contradicting", [1, MOST_TRIES], ids=["once", "always"])
 def test_a_race_whose_times_contradict_its_rounds_is_run_again(tmp_path, surface, monkeypatch, contradicting):
-    """As where a GPU slows down in the middle: paired rounds see little of that, the medians of two contenders do."""
-    real, races = Decider._run, []
+    """As where a GPU is slower in the race than when the times are taken that are recorded."""
+    real, races = Outcome.__init__, []
 
-    def rounds(self, race, *arguments):
-        failed = yield from real(self, race, *arguments)
-        races.append(race)
+    def recorded(self, verdict, configs, samples, clock, default, faster):
+        races.append(verdict)
         if len(races) <= contradicting:
-            standings = dict(race.verdict.standings)
-            standings[race.default] = dataclasses.replace(standings[race.default], us=260.0)
-            race.verdict = dataclasses.replace(race.verdict, standings=standings)
-        return failed
+            samples = samples | {default: [260.0] * len(samples[default])}
+        real(self, verdict, configs, samples, clock, default, faster)
 
-    monkeypatch.setattr(Decider, "_run", rounds)
+    monkeypatch.setattr(Outcome, "__init__", recorded)
     notes = Notes()
     result = tune(tmp_path, surface(costs={label_of(OTHER, "plain"): {"1": 250.0, "16": 250.0}}), notes)
     bucket, repeats = result.table.classes["plain"][1], [line for line in notes.lines if "contradict" in line]
@@ -209,6 +207,30 @@ def test_a_race_whose_times_contradict_its_rounds_is_run_again(tmp_path, surface
     assert (gains_apart(bucket.gain, bucket.us, bucket.default_us) <= GAIN_TOLERANCE) == (contradicting == 1)
     errors, _ = lint.check(str(result.path))
     assert any("its times give" in error for error in errors) == (contradicting > 1), "it is not published unseen"
+
+
+def test_the_times_of_a_table_are_of_the_rounds_and_the_company_in_which_they_are_measured_again(
+    tmp_path, surface, monkeypatch
+):
+    asked = []
+    real = Remote.ask
+
+    def ask(self, request, *arguments):
+        asked.append(request)
+        return real(self, request, *arguments)
+
+    monkeypatch.setattr(Remote, "ask", ask)
+    path = surface(costs={label_of(OTHER, "plain"): {"1": 250.0, "16": 250.0}})
+    result = tune(tmp_path, path)
+    recorded = [one for one in asked if one["op"] == "rounds" and one["rounds"] == RECORDED_ROUNDS]
+    found = [bucket for buckets in result.table.classes.values() for bucket in buckets.values()]
+    assert len(recorded) >= len(found) and {bucket.n for bucket in found} == {RECORDED_ROUNDS}
+    first, bucket = recorded[0], result.table.classes["plain"][1]
+    assert first["first"] == 0 and first["names"][:2] == [bucket.use, bucket.default]
+    assert set(bucket.others) <= {path_of_key(name) if "-" in name else name for name in first["names"]}
+    asked.clear()
+    verify(result.table, path, Notes())
+    assert {(one["first"], one["rounds"]) for one in asked if one["op"] == "rounds"} == {(0, RECORDED_ROUNDS)}
 
 
 def test_a_configuration_that_hangs_is_ended_and_rejected(tmp_path, surface, monkeypatch):
