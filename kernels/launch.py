@@ -73,8 +73,8 @@ def _constants_of(kernel: Any) -> list[str]:
 
 
 def _prepare(kernel: Any, constants: dict[str, Any]) -> None:
+    settle(kernel)  # first: whatever remembers something by its kernel asks for the kernel's hash, which is its name
     _check_order(kernel, constants)
-    settle(kernel)
 
 
 def _check_order(kernel: Any, constants: dict[str, Any]) -> None:
