@@ -25,6 +25,7 @@ from .trials import config_data
 WITHIN = 0.03  # of the recorded time
 SLOWER = Policy().min_gain  # than the default: beyond noise, with this much
 ALPHA = 0.01
+LOAD_ROUNDS = Policy().most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,10 @@ def _one(
     if failed:
         return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, f"{failed['why']}: {failed['detail']}")
     running = [entry["name"] for entry in entries if entry["name"] not in answer["failed"]]
-    answer = yield {"op": "rounds", "names": running, "rounds": RECORDED_ROUNDS, "first": 0}, 60.0
+    # The recorded times were taken right after a race, on a GPU as hot and as slow as that had made it.
+    answer = yield {"op": "rounds", "names": running, "rounds": LOAD_ROUNDS, "first": 0}, 60.0
+    if "error" not in answer:
+        answer = yield {"op": "rounds", "names": running, "rounds": RECORDED_ROUNDS, "first": 0}, 60.0
     if "error" in answer:
         return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, answer["error"]["detail"])
     samples = {name: sorted(values) for name, values in answer["samples"].items()}

@@ -19,7 +19,7 @@ from sgl_flashsample.autotune.race import GAIN_TOLERANCE, RECORDED_ROUNDS, Polic
 from sgl_flashsample.autotune.remote import Remote
 from sgl_flashsample.autotune.run import Options, TuneError, run
 from sgl_flashsample.autotune.trials import read
-from sgl_flashsample.autotune.verify import verify
+from sgl_flashsample.autotune.verify import LOAD_ROUNDS, verify
 
 from sgl_flashsample.sources import sources_hash
 from sgl_flashsample.table import Device, HeadShape, Table
@@ -230,7 +230,8 @@ def test_the_times_of_a_table_are_of_the_rounds_and_the_company_in_which_they_ar
     assert set(bucket.others) <= {path_of_key(name) if "-" in name else name for name in first["names"]}
     asked.clear()
     verify(result.table, path, Notes())
-    assert {(one["first"], one["rounds"]) for one in asked if one["op"] == "rounds"} == {(0, RECORDED_ROUNDS)}
+    again = [(one["first"], one["rounds"]) for one in asked if one["op"] == "rounds"]
+    assert again == [(0, LOAD_ROUNDS), (0, RECORDED_ROUNDS)] * len(found), "under load, as after a race"
 
 
 def test_a_configuration_that_hangs_is_ended_and_rejected(tmp_path, surface, monkeypatch):
