@@ -12,9 +12,9 @@ def family_of(cc: str) -> str | None:
     return tuned.FAMILIES.get(int(cc.split(".")[0]))
 
 
-def default_of(family: str, itemsize: int, num_rows: int, work: Work) -> Config:
+def default_of(family: str, itemsize: int, hidden_size: int, num_rows: int, work: Work) -> Config:
     """What a batch takes without a tuned table."""
-    path = tuned.path_in(family, itemsize, num_rows, work)
+    path = tuned.path_in(family, itemsize, hidden_size, num_rows, work)
     if path is Path.SCREENED:
         return tuned.screen_in(family, itemsize, num_rows, work)
     return tuned.tile_in(family, itemsize, num_rows, work) if path is Path.FUSED else tuned.reader_in(num_rows, work)

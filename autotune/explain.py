@@ -115,11 +115,12 @@ def _screened_without(table: Table, batch: int, work: Work) -> bool:
     """Whether the built-in choice for such a batch is the screened path, which goes before other work's buckets."""
     if not work.screened:
         return False
-    from ..tuned import screens_in  # loads torch
+    from ..tuned import screen_rows_in  # loads torch
     from .builtin import family_of
 
     family = family_of(table.device.cc)
-    return family is not None and screens_in(family, ITEMSIZE[table.head.dtype], batch, work)
+    itemsize, columns = ITEMSIZE[table.head.dtype], table.head.hidden
+    return family is not None and batch <= screen_rows_in(family, itemsize, columns, work)
 
 
 def _print_bucket(table: Table, facts: dict[str, Any]) -> None:

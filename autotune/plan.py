@@ -189,7 +189,7 @@ class Plan:
         return sorted({served[0], *(rows for rows in served if rows >= key.block_b)})
 
     def default(self, rows: int, work: Work) -> Config:
-        config = builtin.default_of(self.family, self.itemsize, rows, work)
+        config = builtin.default_of(self.family, self.itemsize, self.head.hidden, rows, work)
         if isinstance(config, TileConfig) and not self.problem.tma:
             return dataclasses.replace(config, tma=False, hidden_tma=False)  # as the launcher does
         return config

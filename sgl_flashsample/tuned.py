@@ -129,13 +129,13 @@ PATHS: dict[tuple[str, int, Work], int] = {
     ("sm90", 2, Work.EDIT_AND_TRUNCATE): 48,
 }
 FUSED_ROWS = 64  # where PATHS has no entry
-# {(family, bytes per weight element, work): largest number of rows that the screened path takes where the head has a
-# screen}: where no shipped table has raced it and found it slower, whatever the head.
-SCREEN_ROWS: dict[tuple[str, int, Work], int] = {
-    ("sm90", 2, Work.PLAIN): 32,
-    ("sm90", 2, Work.GREEDY): 16,
-    ("sm90", 2, Work.EDIT): 16,
-    ("sm90", 2, Work.TRUNCATE): 1,
+# {(family, bytes per weight element, work): {least columns of the head: largest number of rows that the screened path
+# takes where the head has a screen}}: where no shipped table of such a head has raced it and found it slower.
+SCREEN_ROWS: dict[tuple[str, int, Work], dict[int, int]] = {
+    ("sm90", 2, Work.PLAIN): {0: 32},
+    ("sm90", 2, Work.GREEDY): {0: 16},
+    ("sm90", 2, Work.EDIT): {0: 16},
+    ("sm90", 2, Work.TRUNCATE): {0: 1, 2880: 8},
 }
 INTERPRETED_SCREEN_ROWS = 32  # of every kind of work: no time is lost, and what has a screen is there to be tried
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
@@ -181,14 +181,15 @@ def reader_in(num_rows: int, work: Work) -> ReadConfig:
     return _up_to(READS[work.kernels], num_rows)
 
 
-def screens_in(family: str, itemsize: int, num_rows: int, work: Work) -> bool:
-    """Whether the screened path is the fastest for a head that has a screen; False for work without one."""
-    return work.screened and num_rows <= SCREEN_ROWS.get((family, itemsize, work.unscreened), 0)
+def screen_rows_in(family: str, itemsize: int, hidden_size: int, work: Work) -> int:
+    """Up to how many rows the screened path is the fastest for a head that has a screen; 0 for work without one."""
+    rows_of = SCREEN_ROWS.get((family, itemsize, work.unscreened), {}) if work.screened else {}
+    return rows_of[max(least for least in rows_of if least <= hidden_size)] if rows_of else 0
 
 
-def path_in(family: str, itemsize: int, num_rows: int, work: Work) -> Path:
-    """The fastest path for a head whose logits a GEMM gives."""
-    if screens_in(family, itemsize, num_rows, work):
+def path_in(family: str, itemsize: int, hidden_size: int, num_rows: int, work: Work) -> Path:
+    """The fastest path for a head of ``hidden_size`` columns whose logits a GEMM gives."""
+    if num_rows <= screen_rows_in(family, itemsize, hidden_size, work):
         return Path.SCREENED
     return Path.FUSED if num_rows <= (_own(PATHS, (family, itemsize), work) or FUSED_ROWS) else Path.LOGITS
 
@@ -255,8 +256,9 @@ def path_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> Path:
     if family is None:
         return Path.SCREENED if work.screened and num_rows <= INTERPRETED_SCREEN_ROWS else Path.FUSED
     if not shape.has_gemm:
-        return Path.SCREENED if screens_in(family, shape.itemsize, num_rows, work) else Path.FUSED
-    return path_in(family, shape.itemsize, num_rows, work)
+        screens = num_rows <= screen_rows_in(family, shape.itemsize, shape.hidden_size, work)
+        return Path.SCREENED if screens else Path.FUSED
+    return path_in(family, shape.itemsize, shape.hidden_size, num_rows, work)
 
 
 def path_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> Path:

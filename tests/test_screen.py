@@ -267,14 +267,17 @@ READ = ReadConfig(4, 64, 4, ctas_per_sm=2)
 SCREEN = ScreenConfig(16, 64, 32, 4, 1, flatten=False, tma=False, rescore_d=32, rescore_stages=1)
 
 
+@pytest.mark.parametrize("columns, truncated", [(2048, 1), (2879, 1), (2880, 8), (4096, 8)])
 @pytest.mark.parametrize("family", ["sm80", "sm90", "sm100"])
-def test_without_a_table_batches_are_screened_where_that_was_measured_to_win_and_nowhere_else(monkeypatch, family):
+def test_without_a_table_batches_are_screened_where_that_was_measured_to_win_and_nowhere_else(
+    monkeypatch, family, columns, truncated
+):
     monkeypatch.setattr(tuned, "family_of", lambda _: family)
-    shape = Shape(torch.device("cuda"), 2, 151_936, 4096, True)
+    shape = Shape(torch.device("cuda"), 2, 151_936, columns, True)
     own = Choices(shape)
-    won = {Work.SCREENED: 32, Work.SCREENED_GREEDY: 16, Work.SCREENED_EDIT: 16, Work.SCREENED_TRUNCATE: 1}
+    won = {Work.SCREENED: 32, Work.SCREENED_GREEDY: 16, Work.SCREENED_EDIT: 16, Work.SCREENED_TRUNCATE: truncated}
     won, most = (won, 32) if family == "sm90" else ({}, 0)
-    for rows_ in (1, 2, 3, 16, 17, 32, 33, 64, 65, 512, 513):
+    for rows_ in (1, 2, 3, 8, 9, 16, 17, 32, 33, 64, 65, 512, 513):
         for work in SCREENED:
             picked = own.pick(rows_, work)
             assert isinstance(picked, ScreenConfig) == (rows_ <= won.get(work, 0)), (rows_, work)
@@ -291,7 +294,7 @@ def test_the_built_in_screen_lost_no_race_of_the_shipped_tables():
     for file in (pathlib.Path(tuned.__file__).parent / "tables").glob("fs1,*.json"):
         table = Table.loads(file.read_text())
         for work in SCREENED:
-            most = tuned.SCREEN_ROWS.get(("sm90", 2, work.unscreened), 0)
+            most = tuned.screen_rows_in("sm90", 2, table.head.hidden, work)
             buckets = {rows_: bucket for rows_, bucket in table.classes[work].items() if rows_ <= most}
             for rows_, bucket in buckets.items():
                 won[work] += table.configs[bucket.use].path == Path.SCREENED
@@ -302,7 +305,7 @@ def test_the_built_in_screen_lost_no_race_of_the_shipped_tables():
 
 def test_a_table_decides_by_its_own_entries_then_the_built_in_screen_then_what_batches_without_one_take(monkeypatch):
     monkeypatch.setattr(tuned, "family_of", lambda _: "sm90")
-    shape = Shape(torch.device("cuda"), 2, 151_936, 4096, True)
+    shape = Shape(torch.device("cuda"), 2, 151_936, 2048, True)
     older = {Work.PLAIN: {1: TILE, 64: READ}, Work.GREEDY: {64: TILE}, Work.TRUNCATE: {1: TILE, 4: READ}}
     older = Choices(shape, older | {Work.EDIT_AND_TRUNCATE: {1: READ}})
     assert isinstance(older.pick(1, Work.SCREENED), ScreenConfig) and not older.is_tuned(1, Work.SCREENED)

@@ -132,13 +132,15 @@ def test_each_default_is_tried_by_its_study_and_comes_first(device, head):
 
 
 def test_defaults_without_a_device_are_those_of_the_built_in_tables():
-    assert builtin.default_of("sm90", 2, 16, Work.PLAIN) == tuned.TABLE["sm90", 2][0][1]
-    assert builtin.default_of("sm90", 2, 16, Work.GREEDY) == tuned.TABLE["sm90", 2][0][1]
-    assert key_of(builtin.default_of("sm90", 2, 512, Work.PLAIN)).startswith("logits-")
-    assert builtin.default_of("sm90", 2, 16, Work.SCREENED) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
-    assert builtin.default_of("sm90", 2, 16, Work.SCREENED_GREEDY) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
-    assert builtin.default_of("sm90", 2, 32, Work.SCREENED_GREEDY) == tuned.TABLE["sm90", 2][1][1]
-    assert builtin.default_of("sm80", 2, 1, Work.SCREENED_GREEDY) == tuned.TABLE["sm80", 2][0][1]
+    assert builtin.default_of("sm90", 2, 4096, 16, Work.PLAIN) == tuned.TABLE["sm90", 2][0][1]
+    assert builtin.default_of("sm90", 2, 4096, 16, Work.GREEDY) == tuned.TABLE["sm90", 2][0][1]
+    assert key_of(builtin.default_of("sm90", 2, 4096, 512, Work.PLAIN)).startswith("logits-")
+    assert builtin.default_of("sm90", 2, 4096, 16, Work.SCREENED) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
+    assert builtin.default_of("sm90", 2, 4096, 16, Work.SCREENED_GREEDY) == tuned.SCREENS["sm90", 2, Work.PLAIN][1][1]
+    assert builtin.default_of("sm90", 2, 4096, 32, Work.SCREENED_GREEDY) == tuned.TABLE["sm90", 2][1][1]
+    truncated = {columns: builtin.default_of("sm90", 2, columns, 8, Work.SCREENED_TRUNCATE) for columns in (2048, 2880)}
+    assert [isinstance(config, ScreenConfig) for config in truncated.values()] == [False, True]
+    assert builtin.default_of("sm80", 2, 4096, 1, Work.SCREENED_GREEDY) == tuned.TABLE["sm80", 2][0][1]
 
 
 @pytest.mark.parametrize("vocab, chunk", [(151936, 72), (201088, 96), (1024, 16)])
