@@ -14,21 +14,11 @@ from ..table import Bucket
 from ..work import Path, Work
 from . import rivals
 from .builtin import kernels_of
-from .names import key_of, label_of, path_of
+from .names import key_of, label_of, path_of, path_of_key
+from .outcome import Outcome, times_of
 from .plan import midpoint
 from .publish import Publisher, key_map
-from .race import (
-    GAIN_TOLERANCE,
-    RECORDED_ROUNDS,
-    Contender,
-    Policy,
-    Race,
-    Verdict,
-    certainly_faster,
-    gains_apart,
-    median_and_error,
-    preference_of,
-)
+from .race import Contender, Policy, Race, certainly_faster, preference_of
 from .remote import Job
 from .search import Context
 from .space import Config, shared_bytes
@@ -47,19 +37,6 @@ FLASHINFER_LABEL = f"{Work.TRUNCATE}/{Path.FLASHINFER}"
 
 # A generator that yields requests like a job, and returns something.
 Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
-
-
-@dataclasses.dataclass
-class Outcome:
-    """A race that is over. configs: of contenders, by key. samples, clock: of those whose times are recorded,
-    microseconds per round, and the median clock. flashinfer: whether its path is faster for certain."""
-
-    verdict: Verdict
-    configs: dict[str, Config]
-    samples: dict[str, list[float]]
-    clock: float
-    default: str | None
-    flashinfer: bool = False
 
 
 class Decider:
@@ -203,13 +180,13 @@ class Decider:
                 faster = bool(others.get(Path.FLASHINFER)) and certainly_faster(
                     others[Path.FLASHINFER], race.samples[race.verdict.winner], race.clocks, race.policy
                 )
-                answer = yield self._times_of(race.verdict, configs, race.default, list(others)), ROUND_SECONDS
+                answer = yield times_of(race.verdict, configs, race.default, list(others)), ROUND_SECONDS
                 if "error" in answer:
                     failed = answer["error"]["detail"]
                 else:
                     clock = statistics.median(answer["clocks"])
                     outcome = Outcome(race.verdict, configs, answer["samples"], clock, race.default, faster)
-                    if tries == MOST_TRIES or self.context.left() <= 0 or self._agrees(outcome):
+                    if tries == MOST_TRIES or self.context.left() <= 0 or outcome.agrees:
                         return outcome
                     failed, began = "its times contradict its rounds", time.monotonic()
             self.context.note(f"{work.value} {rows}: the race broke off: {failed}; again")
@@ -241,20 +218,6 @@ class Decider:
                 others[name] += samples[name]
             over = time.monotonic() - began > allotted or self.context.left() <= 0
             race.add({name: samples[name] for name in names}, answer["clocks"], last=over)
-
-    @staticmethod
-    def _times_of(
-        verdict: Verdict, configs: dict[str, Config], default: str | None, others: list[str]
-    ) -> dict[str, Any]:
-        """Asks for the times that a table records: of the winner, the default, the best of each other path and the
-        rivals, side by side in the rounds in which ``verify`` will take them again. Those of the race are not of the
-        same rounds, and its company, which a large batch's clock depends on, is not in the table."""
-        best: dict[str, str] = {}
-        for key in sorted(set(configs) & set(verdict.standings), key=lambda key: verdict.standings[key].us):
-            best.setdefault(path_of(configs[key]), key)
-        best[path_of(configs[verdict.winner])] = verdict.winner
-        names = [verdict.winner, *([default] if default else []), *best.values(), *others]
-        return {"op": "rounds", "names": list(dict.fromkeys(names)), "rounds": RECORDED_ROUNDS, "first": 0}
 
     def _drop(
         self, name: str, error: dict[str, Any], configs: dict[str, Config], others: dict[str, Any], work: Work
@@ -319,7 +282,7 @@ class Decider:
             outcome.flashinfer = False
 
     def _publish(self, work: Work, rows: int, outcome: Outcome) -> None:
-        bucket = self._bucket_of(outcome)
+        bucket = outcome.bucket()
         named = {bucket.use, bucket.default, *bucket.tied} - {""}
         configs = {key: outcome.configs[key] for key in named}
         self.publisher.add(work.value, rows, bucket, configs)
@@ -337,35 +300,6 @@ class Decider:
         self.publisher.write()
         gain = "the default stays" if bucket.use == bucket.default else f"{bucket.gain:.1%} less than the default"
         self.context.note(f"{work.value:13} {rows:4} rows: {bucket.us:8.1f} us  {bucket.use}  ({gain})")
-
-    def _bucket_of(self, outcome: Outcome) -> Bucket:
-        verdict = outcome.verdict
-        timed = {name: median_and_error(values) for name, values in outcome.samples.items()}
-        us, se = timed[verdict.winner]
-        gain = 1.0 - 1.0 / (1.0 + verdict.gain) if verdict.winner != outcome.default else 0.0
-        others = {name: timed[name][0] for name in timed if name not in outcome.configs}
-        for name in timed.keys() & outcome.configs.keys():
-            path = path_of(outcome.configs[name])
-            if path != path_of(outcome.configs[verdict.winner]):
-                others[path] = min(timed[name][0], others.get(path, timed[name][0]))
-        return Bucket(
-            use=verdict.winner,
-            us=round(us, 3),
-            se=round(se, 4),
-            n=len(outcome.samples[verdict.winner]),
-            default=outcome.default or "",
-            default_us=round(timed[outcome.default][0], 3) if outcome.default else 0.0,
-            gain=round(gain, 5),
-            tied=list(verdict.tied),
-            checked="tokens, g-test",
-            clock_mhz=outcome.clock,
-            others={name: round(us, 3) for name, us in others.items()},
-            distribution_only=Path.FLASHINFER.value if outcome.flashinfer else "",
-        )
-
-    def _agrees(self, outcome: Outcome) -> bool:
-        bucket = self._bucket_of(outcome)
-        return gains_apart(bucket.gain, bucket.us, bucket.default_us) <= GAIN_TOLERANCE
 
     def _transfer(self, work: Work) -> Steps:
         """Race between buckets: a batch there uses the next larger bucket's choice, which must not cost much."""
@@ -396,8 +330,3 @@ class Decider:
     def _seen_transfer(self, work: Work, rows: int) -> bool:
         seen = {(event.get("work"), event.get("batch")) for event in self.context.log.of("transfer")}
         return (work.value, rows) in seen
-
-
-def path_of_key(key: str) -> str:
-    """fused, logits or screened, of a key in a table."""
-    return key.split("-")[0]

@@ -56,3 +56,8 @@ def _reduction(config: TileConfig | ReadConfig) -> str:
 def label_of(config: Config, work: str) -> str:
     """The configuration with what it is to do."""
     return f"{work}/{key_of(config)}"
+
+
+def path_of_key(key: str) -> str:
+    """fused, logits or screened, of a key in a table."""
+    return key.split("-")[0]

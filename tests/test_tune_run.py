@@ -12,8 +12,9 @@ import time
 
 import pytest
 from sgl_flashsample.autotune import lint
-from sgl_flashsample.autotune.decide import MOST_TRIES, Outcome, path_of_key
-from sgl_flashsample.autotune.names import key_of, label_of
+from sgl_flashsample.autotune.decide import MOST_TRIES
+from sgl_flashsample.autotune.names import key_of, label_of, path_of_key
+from sgl_flashsample.autotune.outcome import Outcome
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.autotune.race import GAIN_TOLERANCE, RECORDED_ROUNDS, Policy, gains_apart
 from sgl_flashsample.autotune.remote import Remote
