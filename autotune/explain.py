@@ -24,7 +24,7 @@ from ..lookup import (
 )
 from ..table import Bucket, Device, HeadShape, Table, file_name
 from ..table_entries import ITEMSIZE
-from ..work import Work
+from ..work import Path, Work
 from .table_files import config_line, head_line, or_flashinfer, read
 
 
@@ -115,12 +115,12 @@ def _screened_without(table: Table, batch: int, work: Work) -> bool:
     """Whether the built-in choice for such a batch is the screened path, which goes before other work's buckets."""
     if not work.screened:
         return False
-    from ..tuned import screen_rows_in  # loads torch
+    from ..tuned import path_in  # loads torch
     from .builtin import family_of
 
     family = family_of(table.device.cc)
     itemsize, columns = ITEMSIZE[table.head.dtype], table.head.hidden
-    return family is not None and batch <= screen_rows_in(family, itemsize, columns, work)
+    return family is not None and path_in(family, itemsize, columns, batch, work) is Path.SCREENED
 
 
 def _print_bucket(table: Table, facts: dict[str, Any]) -> None:

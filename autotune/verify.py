@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import statistics
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -139,22 +140,22 @@ def _one(
         return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, f"{failed['why']}: {failed['detail']}")
     running = [entry["name"] for entry in entries if entry["name"] not in answer["failed"]]
     # The recorded times were taken right after a race, on a GPU as hot and as slow as that had made it.
-    answer = yield {"op": "rounds", "names": running, "rounds": LOAD_ROUNDS, "first": 0}, 60.0
-    if "error" not in answer:
-        answer = yield {"op": "rounds", "names": running, "rounds": RECORDED_ROUNDS, "first": 0}, 60.0
-    if "error" in answer:
-        return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, answer["error"]["detail"])
-    samples = {name: sorted(values) for name, values in answer["samples"].items()}
-    us = samples[use][RECORDED_ROUNDS // 2]
+    for rounds in (LOAD_ROUNDS, RECORDED_ROUNDS):
+        answer = yield {"op": "rounds", "names": running, "rounds": rounds, "first": 0}, 60.0
+        if "error" in answer:
+            return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, answer["error"]["detail"])
+    samples = answer["samples"]
+    timed = {name: statistics.median(values) for name, values in samples.items()}
+    us = timed[use]
     slower, default_us = 0.0, us
-    if "default" in samples:
-        slower, default_us = _at_least(answer["samples"], use, "default"), samples["default"][RECORDED_ROUNDS // 2]
-    if bucket.distribution_only and (lost := _at_least(answer["samples"], bucket.distribution_only, use)) > 0:
+    if "default" in timed:
+        slower, default_us = _at_least(samples, use, "default"), timed["default"]
+    if bucket.distribution_only and (lost := _at_least(samples, bucket.distribution_only, use)) > 0:
         error = f"{bucket.distribution_only} is at least {lost:.1%} slower than {use}"
         return Replayed(work, rows, us, recorded, us / recorded - 1.0, 0.0, default_us, slower, error)
     off = off_gemm = us / recorded - 1.0
-    if GEMM in samples:
-        off_gemm = (us / samples[GEMM][RECORDED_ROUNDS // 2]) / (recorded / bucket.others[GEMM]) - 1.0
+    if GEMM in timed:
+        off_gemm = (us / timed[GEMM]) / (recorded / bucket.others[GEMM]) - 1.0
     return Replayed(work, rows, us, recorded, off, off_gemm, default_us, slower)
 
 

@@ -129,13 +129,14 @@ PATHS: dict[tuple[str, int, Work], int] = {
     ("sm90", 2, Work.EDIT_AND_TRUNCATE): 48,
 }
 FUSED_ROWS = 64  # where PATHS has no entry
-# {(family, bytes per weight element, work): {least columns of the head: largest number of rows that the screened path
-# takes where the head has a screen}}: where no shipped table of such a head has raced it and found it slower.
-SCREEN_ROWS: dict[tuple[str, int, Work], dict[int, int]] = {
-    ("sm90", 2, Work.PLAIN): {0: 32},
-    ("sm90", 2, Work.GREEDY): {0: 16},
-    ("sm90", 2, Work.EDIT): {0: 16},
-    ("sm90", 2, Work.TRUNCATE): {0: 1, 2880: 8},
+# {(family, bytes per weight element, work): [(largest number of columns, largest number of rows that the screened path
+# takes where the head has a screen)]}; the last entry serves wider heads too. Where no shipped table of such a head has
+# raced it and found it slower; between 2,048 and 2,880 columns there is none.
+SCREEN_ROWS: dict[tuple[str, int, Work], list[tuple[int, int]]] = {
+    ("sm90", 2, Work.PLAIN): [(8192, 32)],
+    ("sm90", 2, Work.GREEDY): [(8192, 16)],
+    ("sm90", 2, Work.EDIT): [(8192, 16)],
+    ("sm90", 2, Work.TRUNCATE): [(2879, 1), (8192, 8)],
 }
 INTERPRETED_SCREEN_ROWS = 32  # of every kind of work: no time is lost, and what has a screen is there to be tried
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
@@ -165,8 +166,8 @@ def _own(table: Mapping[Any, _T], key: tuple, work: Work) -> _T | None:
     return found if found is not None or work.fallback is None else _own(table, key, work.fallback)
 
 
-def _up_to(entries: list[tuple[int, _T]], num_rows: int) -> _T:
-    return next((config for largest, config in entries if num_rows <= largest), entries[-1][1])
+def _up_to(entries: list[tuple[int, _T]], size: int) -> _T:
+    return next((entry for largest, entry in entries if size <= largest), entries[-1][1])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -183,8 +184,8 @@ def reader_in(num_rows: int, work: Work) -> ReadConfig:
 
 def screen_rows_in(family: str, itemsize: int, hidden_size: int, work: Work) -> int:
     """Up to how many rows the screened path is the fastest for a head that has a screen; 0 for work without one."""
-    rows_of = SCREEN_ROWS.get((family, itemsize, work.unscreened), {}) if work.screened else {}
-    return rows_of[max(least for least in rows_of if least <= hidden_size)] if rows_of else 0
+    entries = SCREEN_ROWS.get((family, itemsize, work.unscreened)) if work.screened else None
+    return _up_to(entries, hidden_size) if entries else 0
 
 
 def path_in(family: str, itemsize: int, hidden_size: int, num_rows: int, work: Work) -> Path:
@@ -255,10 +256,8 @@ def path_of(shape: Shape, num_rows: int, work: Work = Work.PLAIN) -> Path:
     family = family_of(shape.device)
     if family is None:
         return Path.SCREENED if work.screened and num_rows <= INTERPRETED_SCREEN_ROWS else Path.FUSED
-    if not shape.has_gemm:
-        screens = num_rows <= screen_rows_in(family, shape.itemsize, shape.hidden_size, work)
-        return Path.SCREENED if screens else Path.FUSED
-    return path_in(family, shape.itemsize, shape.hidden_size, num_rows, work)
+    path = path_in(family, shape.itemsize, shape.hidden_size, num_rows, work)
+    return Path.FUSED if path is Path.LOGITS and not shape.has_gemm else path
 
 
 def path_for(head: LMHead, num_rows: int, work: Work = Work.PLAIN) -> Path:

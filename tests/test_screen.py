@@ -288,6 +288,18 @@ def test_without_a_table_batches_are_screened_where_that_was_measured_to_win_and
     assert not Choices(shape._replace(itemsize=4)).screens(512)
 
 
+def test_without_a_table_no_batch_reads_logits_that_no_gemm_gives(monkeypatch):
+    """A 2-byte weight with float32 logits: what such a head has a screen for is screened as elsewhere."""
+    monkeypatch.setattr(tuned, "family_of", lambda _: "sm90")
+    shape = Shape(torch.device("cuda"), 2, 151_936, 4096, True)
+    for rows_ in (1, 8, 9, 32, 33, 128, 129, 512):
+        for work in Work:
+            usual = tuned.path_of(shape, rows_, work)
+            expected = Path.FUSED if usual is Path.LOGITS else usual
+            assert tuned.path_of(shape._replace(has_gemm=False), rows_, work) is expected, (rows_, work)
+    assert tuned.path_of(shape, 512) is Path.LOGITS
+
+
 def test_the_built_in_screen_lost_no_race_of_the_shipped_tables():
     """Where a screened configuration was in a race, it is the winner's path or among the others."""
     won = collections.Counter()
