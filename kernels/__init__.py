@@ -2,12 +2,13 @@
 
 Names, the same in kernels, references, tests and README:
 
-    B rows of the batch    V rows of the LM head    D hidden size    P parts of the vocabulary
+    B rows of the batch    V rows of the LM head    D hidden size    G groups of the vocabulary    P splits
     offs_ offsets          mask_ masks              blk_ a loaded block             acc accumulator
     BLOCK_B, BLOCK_V, BLOCK_D tile shape            GROUP_SIZE ids that share one noise value (rng.py)
 
-Every operation is a trio: ``kernels/x.py`` (kernel and launcher), ``kernels/reference.py`` (``x_ref``,
-float64, from the definition) and ``tests/test_x.py``.
+A split is one of the P programs that share the vocabulary for a block of rows. A launcher has the name of its file,
+validates its arguments and raises ValueError; kernels assume. What a kernel computes is written from the definition, in
+float64, in ``reference.py``; ``README.md`` explains how the kernels work.
 """
 
 if __name__ == "kernels":

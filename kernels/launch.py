@@ -1,7 +1,7 @@
 """Launch a kernel again without asking Triton again which binary that is.
 
-A launch through Triton's front door looks at every argument to find the binary: about a microsecond each, and these
-kernels have dozens. Here the caller says what the binary depends on, and the answer is kept.
+A launch through Triton's front door looks at every argument to find the binary: about a microsecond each. Here the
+caller says what the binary depends on, and the answer is kept.
 """
 
 from __future__ import annotations
@@ -10,16 +10,26 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import types
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
-
-from .cache_key import settle
 
 _BINARIES: dict[tuple[Hashable, ...], Any] = {}
 _compiling_only = contextvars.ContextVar("compiling_only", default=False)  # another thread's launches still run
+
+
+def cdiv(dividend: int, divisor: int) -> int:
+    """``dividend / divisor``, rounded up; both positive. Triton's own takes microseconds, a launch needs several."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least ``number``, which is positive."""
+    return 1 << (number - 1).bit_length()
 
 
 @contextlib.contextmanager
@@ -30,6 +40,10 @@ def compiling_only() -> Iterator[None]:
         yield
     finally:
         _compiling_only.reset(token)
+
+
+def is_compiling_only() -> bool:
+    return _compiling_only.get()
 
 
 def launch(
@@ -44,10 +58,11 @@ def launch(
 ) -> None:
     """Run ``kernel`` with ``arguments``, then ``constants`` (in the order of its signature).
 
-    variant: what the binary depends on beside the constants: the device, the types of pointers, and the alignment and
-    values of the arguments that Triton specializes on. Two launches with the same variant must agree on all of these.
-    early: while the launch before it still runs (``starts_early``): the kernel itself waits for that one, before it
-    reads what that wrote or writes anything. The constants say so too.
+    variant: what the binary depends on beside the constants: the device, the types of pointers, which arguments are
+    None, and the alignment and values of the arguments that Triton specializes on. Two launches with the same variant
+    must agree on all of these.
+    early: while the launch before it still runs (``supports_early_launch``): the kernel itself waits for that one,
+    before it reads what that wrote or writes anything. The constants say so too.
     """
     options = {"launch_pdl": True} if early else {}
     if _compiling_only.get():
@@ -66,21 +81,45 @@ def launch(
     binary[(programs, 1, 1)](*arguments, *constants.values())
 
 
+def _prepare(kernel: Any, constants: dict[str, Any]) -> None:
+    warm_cache_key(kernel)  # first: whatever remembers something by its kernel asks for the kernel's hash
+    # A known binary is launched by place, not by name: in another order it would read one constant for another.
+    names = _constants_of(kernel)
+    assert names == list(constants), f"constants of {kernel.__name__} are {list(constants)}, expected {names}"
+
+
 @functools.cache
 def _constants_of(kernel: Any) -> list[str]:
     parameters = inspect.signature(kernel.fn).parameters.values()
     return [parameter.name for parameter in parameters if parameter.annotation in (tl.constexpr, "tl.constexpr")]
 
 
-def _prepare(kernel: Any, constants: dict[str, Any]) -> None:
-    settle(kernel)  # first: whatever remembers something by its kernel asks for the kernel's hash, which is its name
-    _check_order(kernel, constants)
+_warmed: set[int] = set()  # by identity: a function's hash is its cache key, which must not be asked for first
 
 
-def _check_order(kernel: Any, constants: dict[str, Any]) -> None:
-    """A known binary is launched by place, not by name: in another order it would read one constant for another."""
-    names = _constants_of(kernel)
-    assert names == list(constants), f"constants of {kernel.__name__} are {list(constants)}, expected {names}"
+def warm_cache_key(kernel: Any) -> None:
+    """Let Triton hash ``kernel`` after all that it calls. Nothing in the interpreter.
+
+    Triton hashes a function with the constants that its callees use, as far as it has hashed these before: the key of a
+    kernel in the cache on disk would depend on which kernel a process launched first, and processes would not find what
+    others have compiled.
+    """
+    if not isinstance(kernel, triton.JITFunction) or id(kernel) in _warmed:
+        return
+    _warmed.add(id(kernel))
+    for callee in _callees(kernel):
+        warm_cache_key(callee)
+    _ = kernel.cache_key  # a property that is computed when it is first read
+
+
+def _callees(kernel: triton.JITFunction) -> Iterator[triton.JITFunction]:
+    """What ``kernel`` calls, and maybe more: all that its names could mean, those of attributes in every module."""
+    names = kernel.fn.__code__.co_names
+    known = [kernel.fn.__globals__[name] for name in names if name in kernel.fn.__globals__]
+    modules = [value for value in known if isinstance(value, types.ModuleType)]
+    for value in (*known, *(getattr(module, name, None) for module in modules for name in names)):
+        if isinstance(value, triton.JITFunction):
+            yield value
 
 
 @functools.cache
@@ -92,6 +131,6 @@ def resident_programs(device: torch.device, ctas_per_sm: int) -> int:
 
 
 @functools.cache
-def starts_early(device: torch.device) -> bool:
+def supports_early_launch(device: torch.device) -> bool:
     """Whether a launch on this device can start before the one before it has ended (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -5,16 +5,15 @@
 
 without ``[B, V]`` in memory (FlashSampling paper, section 3.2; group factorization: Lemma 4.3).
 
-Two launches. ``lm_head_sample_kernel`` is a persistent GEMM with the head as its left operand: P
-programs (per block of rows) walk the vocabulary tiles, and each keeps, per row, the best perturbed
-group of 16 ids and that group's logits. ``reduce_parts_kernel`` takes the best of the P parts and
-draws the token inside its group.
+Two launches. ``lm_head_sample_kernel`` is a persistent GEMM with the head as its left operand: P programs (per block of
+rows) walk the vocabulary tiles, and each keeps, per row, the best perturbed group of 16 ids and that group's logits.
+``reduce_splits_kernel`` takes the best of the P splits and draws the token inside its group.
 
-A row with top-k, top-p or min-p also leaves its logits behind (2 bytes each where they are bf16), and
-``draw_truncated`` is the second launch; a third is empty for most batches. Other rows leave nothing.
+A truncated row also leaves its logits behind (2 bytes each where they are bf16), and ``sample_truncated`` is the second
+launch; a third is empty for most batches. Other rows leave nothing.
 
-The head is read once per block of rows. Not for a batch so large that a GEMM with ``[B, V]`` output
-is faster than this one: a dispatcher's business, not this file's.
+The head is read once per block of rows. Not for a batch so large that a GEMM with ``[B, V]`` output is faster than this
+one: a dispatcher's business, not this file's.
 """
 
 from __future__ import annotations
@@ -25,112 +24,77 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
-from .arguments import check_batch, feature_arguments, reduction_arguments, transform_arguments, workspace_for
-from .draw_truncated import draw_truncated
-from .epilogue import bound_logits, edit_logits, score_groups, transform_logits
-from .features import LogitEdits, Truncation
-from .head import EDIT_POINTERS, ROW_POINTERS, LMHead, Workspace
-from .integers import cdiv
-from .launch import launch, resident_programs
-from .part import (
-    add_log_mass,
-    as_bits,
+from .config import DEFAULT_TRUNCATION, TileConfig, TruncationConfig
+from .epilogue import (
+    add_tile,
     best_of_slots,
-    left_of,
-    left_slots,
-    store_log_mass,
-    store_part,
-    store_peaks,
-    store_second,
+    bound_logits,
+    edit_logits,
+    flags_as_bits,
+    load_edit_flags,
+    rows_truncated,
+    score_groups,
+    start_split,
+    store_group_max,
+    store_split,
+    transform_logits,
 )
-from .reduce_parts import OUTPUTS, Drawn, draw_if_last, reduce_parts
-from .tiles import DEFAULT_DRAW, DrawConfig, TileConfig
-from .truncates import truncates
+from .launch import cdiv, launch, resident_programs
+from .params import ROW_POINTERS, BatchParams, LMHead, SampleOutput
+from .reduce_splits import draw_if_last
+from .split_launch import SplitLaunch
+from .workspace import Workspace
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("num_rows", "vocab_size", "vocab_start", "num_parts", "kept_groups"),
-        *("additive_stride", "scaling_stride", "mask_stride", "bias_stride", "mask_words", "given_edits"),
-    ],
-    do_not_specialize_on_alignment=[*ROW_POINTERS, *EDIT_POINTERS, *OUTPUTS],
+    do_not_specialize=["num_rows", "num_groups", "vocab_size", "vocab_start", "num_splits", "given_edits"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS],
 )
 def lm_head_sample_kernel(
-    weight,  # [V, D] pointer, or a descriptor of its [BLOCK_V, BLOCK_D] blocks
-    hidden,  # [B, D] pointer, or a descriptor of its [BLOCK_B, BLOCK_D] blocks
+    weight,  # [V, D] pointer, or a descriptor of its [block_v, block_d] blocks
+    hidden,  # [B, D] pointer, or a descriptor of its [block_b, block_d] blocks
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
-    score_ptr,  # out [P * LEFT, B] f32, the part's best perturbed groups
-    group_ptr,  # out [P * LEFT, B] i32, their absolute ids
-    logits_ptr,  # out [P * LEFT, B, GROUP_SIZE] f32, their logits
-    lse_ptr,  # out [P * LEFT, B, 2] f32, the largest log-mass of a group, and its exp-sum relative to that
-    arrived_ptr,  # [B] i32, as the next three for ONE_LAUNCH
-    token_ptr,  # out [B] i64
-    best_score_ptr,  # out [B] f32
-    logprob_ptr,  # out [B] f32
-    top_k_ptr,  # [B] i32
-    top_p_ptr,  # [B] f32
-    min_p_ptr,  # [B] f32
-    kept_ptr,  # out [B, kept_width], the logits of rows with a truncation
-    peak_ptr,  # out [B, kept_width / GROUP_SIZE] f32, their largest logit per group
-    second_ptr,  # out [P * LEFT, B] f32, with a truncation: the second-best perturbed groups
-    edit_rows_ptr,  # [B] i32
-    additive_ptr,  # [B, V] f32
-    scaling_ptr,  # [B, V] f32
-    mask_ptr,  # [B, W] i32 or [B, V] bool
-    bias_ptr,  # [B, V] f32
+    truncation,  # TruncationOperands, or None
+    edits,  # EditOperands, or None
+    splits,  # SplitOperands, out
+    buffer,  # BufferOperands, out: logits and group_max of truncated rows; None where there is no truncation
+    output,  # SampleOutput, out, where the last program draws; None where the next launch does
     num_rows,
+    num_groups,
     vocab_size,
     vocab_start,
-    num_parts,
+    num_splits,
     weight_stride,
     hidden_stride,
-    logit_scale,
+    logit_scale,  # or None, as the next
     softcap,
-    kept_groups,
-    additive_stride,
-    scaling_stride,
-    mask_stride,
-    bias_stride,
-    mask_words,
-    given_edits,
+    given_edits,  # Edit flags
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr,
-    RETURN_LOGPROB: tl.constexpr,
-    TRUNCATE: tl.constexpr,
-    EDIT: tl.constexpr,
-    EDIT_ROWS: tl.constexpr,
-    MASK_IS_BOOL: tl.constexpr,
-    BIAS_FIRST: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WEIGHT_TMA: tl.constexpr,
-    HIDDEN_TMA: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
-    LEFT: tl.constexpr,
-    ONE_LAUNCH: tl.constexpr,
+    KEEP_MASS: tl.constexpr,
+    TILE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
+    BLOCK_B: tl.constexpr = TILE.block_b
+    BLOCK_V: tl.constexpr = TILE.block_v
+    BLOCK_D: tl.constexpr = TILE.block_d
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
-    BOUNDED: tl.constexpr = EDIT or TRUNCATE or not WHOLE_GROUPS
+    TRUNCATE: tl.constexpr = truncation is not None
+    BOUNDED: tl.constexpr = edits is not None or TRUNCATE or not WHOLE_GROUPS
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
     # Programs that share a vocabulary tile are neighbours: all but the first read it from L2.
-    part = tl.program_id(0) // num_row_blocks
+    split = tl.program_id(0) // num_row_blocks
     first_row = (tl.program_id(0) % num_row_blocks) * BLOCK_B
     offs_b = first_row + tl.arange(0, BLOCK_B)
     mask_b = offs_b < num_rows
     offs_d = tl.arange(0, BLOCK_D)
     offs_g = tl.arange(0, NUM_GROUPS)
-    if not HIDDEN_TMA:
+    if not TILE.hidden_tma:
         hidden_ptrs = hidden + offs_b.to(tl.int64)[None, :] * hidden_stride + offs_d[:, None]  # [BLOCK_D, BLOCK_B]
     temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
     greedy = temperature <= 0.0
@@ -140,29 +104,20 @@ def lm_head_sample_kernel(
     block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
     block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
     if TRUNCATE:
-        cut = truncates(top_k_ptr, top_p_ptr, min_p_ptr, offs_b, mask_b, vocab_size)
-        keep = as_bits(cut & ~greedy & mask_b, BLOCK_B)
-        kept_width = kept_groups * rng.GROUP_SIZE
-    edits = tl.zeros([BLOCK_B], tl.int32) + given_edits
-    if EDIT_ROWS:
-        edits &= tl.load(edit_rows_ptr + offs_b, mask=mask_b, other=0)
-    edit_ptrs = (additive_ptr, scaling_ptr, mask_ptr, bias_ptr)
-    edit_strides = (additive_stride, scaling_stride, mask_stride, bias_stride)
+        truncated = rows_truncated(truncation, offs_b, mask_b, vocab_size)
+        keep = flags_as_bits(truncated & ~greedy & mask_b, BLOCK_B)
+        buffer_width = num_groups * rng.GROUP_SIZE
+    edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
 
-    # Per group slot of the tile (part.py), with the winner's logits in registers beside it.
-    best_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
-    second_score = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
-    best_tile = tl.full([NUM_GROUPS, BLOCK_B], 0, tl.int32) + part
-    best_logits = tl.full([NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)
-    lse_peak = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
-    lse_mass = tl.zeros([NUM_GROUPS, BLOCK_B], tl.float32)
-    for tile in tl.range(part, tl.cdiv(vocab_size, BLOCK_V), num_parts, flatten=FLATTEN):
+    state = start_split(split, NUM_GROUPS, BLOCK_B)
+    best_logits = tl.full([NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)  # in registers, beside it
+    for tile in tl.range(split, tl.cdiv(vocab_size, BLOCK_V), num_splits, flatten=TILE.flatten):
         first = tile * BLOCK_V
         offs_v = first + tl.arange(0, BLOCK_V)
-        acc = tl.zeros([BLOCK_B, BLOCK_V] if ROWS_FIRST else [BLOCK_V, BLOCK_B], tl.float32)
-        for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+        acc = tl.zeros([BLOCK_B, BLOCK_V] if TILE.rows_first else [BLOCK_V, BLOCK_B], tl.float32)
+        for d in tl.range(0, D, BLOCK_D, num_stages=TILE.stages):
             mask_d = d + offs_d < D
-            if WEIGHT_TMA:
+            if TILE.tma:
                 blk_w = weight.load([first, d])
             else:
                 blk_w = tl.load(
@@ -170,38 +125,28 @@ def lm_head_sample_kernel(
                     mask=(offs_v < vocab_size)[:, None] & mask_d[None, :],
                     other=0.0,
                 )
-            if HIDDEN_TMA:
+            if TILE.hidden_tma:
                 blk_h = tl.trans(hidden.load([first_row, d]))
             else:
                 blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
-            if ROWS_FIRST:
+            if TILE.rows_first:
                 acc = tl.dot(tl.trans(blk_h), tl.trans(blk_w), acc, input_precision="ieee")
             else:
                 acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
-        if ROWS_FIRST:
+        if TILE.rows_first:
             acc = tl.trans(acc)
 
-        logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, HAS_SCALE, HAS_SOFTCAP)
+        logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE)
         if BOUNDED:
             logits = bound_logits(logits, (offs_v < vocab_size)[:, None])
-        if EDIT:
-            logits = edit_logits(
-                logits,
-                (offs_v < vocab_size)[:, None] & mask_b[None, :],
-                offs_b,
-                (vocab_start + offs_v)[:, None],
-                edits,
-                edit_ptrs,
-                edit_strides,
-                mask_words,
-                MASK_IS_BOOL,
-                BIAS_FIRST,
-            )
+        if edits is not None:
+            valid = (offs_v < vocab_size)[:, None] & mask_b[None, :]
+            logits = edit_logits(logits, valid, offs_b, (vocab_start + offs_v)[:, None], edit_flags, edits)
         if TRUNCATE:
             tl.store(
-                kept_ptr + offs_b[None, :] * kept_width + offs_v[:, None],
-                logits.to(kept_ptr.dtype.element_ty),
-                mask=(offs_v < kept_width)[:, None] & keep[None, :],
+                buffer.logits + offs_b[None, :] * buffer_width + offs_v[:, None],
+                logits.to(buffer.logits.dtype.element_ty),
+                mask=(offs_v < buffer_width)[:, None] & keep[None, :],
             )
         logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
@@ -210,54 +155,49 @@ def lm_head_sample_kernel(
         in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
         score, log_mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:
-            store_peaks(peak_ptr, peak, first // rng.GROUP_SIZE, offs_b, keep, kept_groups)
-            second_score = tl.maximum(second_score, tl.minimum(score, best_score))
-        better = score > best_score  # strict, and tiles ascend: the first maximum wins a tie
-        best_score = tl.where(better, score, best_score)
-        best_tile = tl.where(better, tile, best_tile)
+            store_group_max(buffer, peak, first // rng.GROUP_SIZE, offs_b, keep, num_groups)
+        state, better = add_tile(state, tile, score, log_mass, TRUNCATE, KEEP_MASS)
         best_logits = tl.where(better[:, None, :], logits, best_logits)
-        if RETURN_LOGPROB:
-            lse_peak, lse_mass = add_log_mass(log_mass, lse_peak, lse_mass)
 
-    best_group = (vocab_start + best_tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
-    part_score, part_group, chosen = best_of_slots(best_score, best_group, LEFT)
-    best_logits = tl.reshape(best_logits, [NUM_GROUPS // LEFT, LEFT, rng.GROUP_SIZE, BLOCK_B])
-    part_logits = tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0)
+    best_group = (vocab_start + state.tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
+    top_score, top_group, chosen = best_of_slots(state.score, best_group, TOP_GROUPS)
+    best_logits = tl.reshape(best_logits, [NUM_GROUPS // TOP_GROUPS, TOP_GROUPS, rng.GROUP_SIZE, BLOCK_B])
+    top_logits = tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0)
     if not BOUNDED:
-        part_logits = bound_logits(part_logits, True)
-    out = left_slots(part, num_rows, offs_b, LEFT)
-    mask = (out >= 0) & mask_b[None, :]
-    store_part(score_ptr, group_ptr, logits_ptr, out, mask, part_score, part_group, part_logits)
-    if TRUNCATE:
-        store_second(second_ptr, out, mask, best_score, second_score, chosen, LEFT)
-    if RETURN_LOGPROB:
-        store_log_mass(lse_ptr, out, mask, lse_peak, lse_mass, LEFT)
-    if ONE_LAUNCH:
+        top_logits = bound_logits(top_logits, True)
+    store_split(
+        splits,
+        split,
+        num_rows,
+        offs_b,
+        mask_b,
+        state,
+        top_score,
+        top_group,
+        top_logits,
+        chosen,
+        TRUNCATE,
+        KEEP_MASS,
+        TOP_GROUPS,
+    )
+    if output is not None:
         draw_if_last(
-            arrived_ptr,
-            score_ptr,
-            group_ptr,
-            logits_ptr,
-            lse_ptr,
+            splits,
             temperature_ptr,
             seed_ptr,
             position_ptr,
-            token_ptr,
-            best_score_ptr,
-            logprob_ptr,
+            output,
             num_rows,
-            num_parts,
-            vocab_size,
-            vocab_start,
+            num_splits,
+            vocab_start + vocab_size,
             tl.program_id(0) % num_row_blocks,
-            RETURN_LOGPROB,
             BLOCK_B,
             BLOCK_P,
-            BLOCK_R,
+            TILE.reduce_rows,
         )
 
 
-def num_parts(head: LMHead, num_rows: int, tile: TileConfig) -> int:
+def num_splits(head: LMHead, num_rows: int, tile: TileConfig) -> int:
     """P: how many programs share the vocabulary for each block of rows."""
     row_blocks = cdiv(num_rows, tile.block_b)
     resident = resident_programs(head.weight.device, tile.ctas_per_sm)
@@ -266,29 +206,20 @@ def num_parts(head: LMHead, num_rows: int, tile: TileConfig) -> int:
 
 def workspace_slots(head: LMHead, max_rows: int, tile: TileConfig) -> int:
     """Slots that a ``Workspace`` needs for any batch of 1 to ``max_rows`` rows with this tile."""
-    return max(num_parts(head, rows, tile) * rows for rows in range(1, max_rows + 1))
+    return max(num_splits(head, rows, tile) * rows for rows in range(1, max_rows + 1))
 
 
 def lm_head_sample(
     hidden: torch.Tensor,  # [B, D], the weight's dtype
     head: LMHead,
-    temperature: torch.Tensor,  # [B] f32; 0 or less is greedy
-    seed: torch.Tensor,  # [B] i64
-    position: torch.Tensor,  # [B] i64
+    params: BatchParams,
     tile: TileConfig,
     *,
-    truncation: Truncation | None = None,
-    edits: LogitEdits | None = None,
     return_logprob: bool = False,
     workspace: Workspace | None = None,
-    draw: DrawConfig = DEFAULT_DRAW,
-) -> Drawn:
+    truncation_config: TruncationConfig = DEFAULT_TRUNCATION,
+) -> SampleOutput:
     """Draw one token per row of ``hidden``.
-
-    Returns ``token [B] i64`` (absolute ids), ``score [B] f32`` (the winning group's perturbed log-mass;
-    its largest logit on greedy rows: the shard with the largest score holds the token of the whole
-    vocabulary, ties to the lowest shard) and ``logprob [B] f32`` of the token under
-    ``softmax(logits / temperature)`` (temperature 1 on greedy rows), after ``edits``, before ``truncation``; or None.
 
     Invariants: a token depends on (logits row, truncation, seed, position) alone; every token is in
     ``[vocab_start, vocab_start + vocab_size)``, also when logits are NaN (never drawn; a row of nothing else gives
@@ -298,95 +229,37 @@ def lm_head_sample(
     Raises ValueError for a tensor of another shape, dtype, layout or device, and for a truncation on a shard.
     """
     head.check(hidden)
-    num_rows = hidden.shape[0]
-    check_batch("hidden", hidden, head, temperature, seed, position, truncation, edits)
+    num_rows, spec = hidden.shape[0], head.spec
+    params.check("hidden", hidden, spec)
     if num_rows == 0:
-        return Drawn.empty(0, hidden.device, return_logprob)
-    tile = head.addressed(tile, hidden)
-    parts = num_parts(head, num_rows, tile)
-    workspace = workspace_for(parts, num_rows, hidden.device, workspace)
+        return SampleOutput.empty(0, hidden.device, return_logprob)
+    tile = head.without_unsupported_tma(tile, hidden)
+    splits = num_splits(head, num_rows, tile)
     bound = resident_programs(hidden.device, tile.ctas_per_sm)
-    left = left_of(truncation is not None, tile.block_v, bound)
-    features = feature_arguments(
-        num_rows, head, head.rounding, temperature, truncation, edits, return_logprob, workspace, tile.block_b
-    )
-    reduction = reduction_arguments(tile, position, truncation, return_logprob, workspace, bound)
-    transform = transform_arguments(head.logit_scale, head.softcap, head.rounding)
+    shared = SplitLaunch(params, spec, head.rounding, tile, splits, bound, workspace, return_logprob)
     launch(
         lm_head_sample_kernel,
-        parts * cdiv(num_rows, tile.block_b),
+        splits * cdiv(num_rows, tile.block_b),
         (
-            head.blocks(tile),
+            head.weight_operand(tile),
             TensorDescriptor.from_tensor(hidden, [tile.block_b, tile.block_d]) if tile.hidden_tma else hidden,
-            temperature,
-            seed,
-            position,
-            workspace.score,
-            workspace.group,
-            workspace.logits,
-            workspace.lse,
-            *reduction.pointers,
-            *features.pointers,
+            params.temperature,
+            params.seed,
+            params.position,
+            *shared.operands,
             num_rows,
-            head.vocab_size,
-            head.vocab_start,
-            parts,
+            spec.num_groups,
+            spec.vocab_size,
+            spec.vocab_start,
+            splits,
             head.weight.stride(0),
             hidden.stride(0),
-            *transform.numbers,
-            *features.numbers,
+            shared.features.logit_scale,
+            shared.features.softcap,
+            shared.features.given_edits,
         ),
-        {
-            "D": hidden.shape[1],
-            **transform.constants,
-            "WHOLE_GROUPS": head.vocab_size % rng.GROUP_SIZE == 0,
-            **features.constants,
-            "BLOCK_B": tile.block_b,
-            "BLOCK_V": tile.block_v,
-            "BLOCK_D": tile.block_d,
-            "STAGES": tile.stages,
-            "FLATTEN": tile.flatten,
-            "WEIGHT_TMA": tile.tma,
-            "HIDDEN_TMA": tile.hidden_tma,
-            "ROWS_FIRST": tile.rows_first,
-            "LEFT": left,
-            **reduction.constants,
-        },
+        {"D": hidden.shape[1], **shared.constants},
         tile.num_warps,
-        (
-            hidden.device.index,
-            head.variant,
-            hidden.stride(0),
-            hidden.data_ptr() % 16 == 0,
-            None if features.kept is None else features.kept.logits.dtype,
-        ),
+        (hidden.device.index, head.variant, hidden.stride(0), hidden.data_ptr() % 16 == 0, *shared.variant),
     )
-    if truncation is not None and features.kept is not None:
-        return draw_truncated(
-            workspace,
-            features.kept,
-            parts * left,
-            temperature,
-            seed,
-            position,
-            truncation,
-            head.vocab_size,
-            head.vocab_start,
-            return_logprob=return_logprob,
-            most_parts=bound * left,
-            config=draw,
-        )
-    if reduction.drawn is not None:
-        return reduction.drawn
-    return reduce_parts(
-        workspace,
-        parts,
-        temperature,
-        seed,
-        position,
-        head.vocab_size,
-        head.vocab_start,
-        return_logprob=return_logprob,
-        most_parts=bound,
-        rows_per_program=tile.reduce_rows,
-    )
+    return shared.draw(truncation_config)

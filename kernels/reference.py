@@ -61,17 +61,17 @@ def logits_ref(
     logits = hidden.double() @ weight.double().T
     if perturb:
         logits += perturb * (hidden.double().abs() @ weight.double().abs().T)
-    rounded = weight.dtype if logits_dtype is None else logits_dtype
-    return transform_ref(logits, rounded, logit_scale=logit_scale, softcap=softcap)
+    rounding = weight.dtype if logits_dtype is None else logits_dtype
+    return transform_ref(logits, rounding, logit_scale=logit_scale, softcap=softcap)
 
 
 def transform_ref(
-    logits: torch.Tensor, rounded: torch.dtype, *, logit_scale: float | None = None, softcap: float | None = None
+    logits: torch.Tensor, rounding: torch.dtype, *, logit_scale: float | None = None, softcap: float | None = None
 ) -> torch.Tensor:
     """``[B, V]`` float64 logits of a model from a GEMM's output: rounded, scaled and rounded again, soft-capped."""
-    logits = logits.to(rounded).double()
+    logits = logits.to(rounding).double()
     if logit_scale is not None:
-        logits = (logits * logit_scale).to(rounded).double()
+        logits = (logits * logit_scale).to(rounding).double()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits
@@ -165,7 +165,6 @@ def edit_logits_ref(
     scaling: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    bias_before_mask: bool = False,
 ) -> torch.Tensor:
     """SGLang's penalties, grammar mask (``allowed`` bool) and bias on ``[B, V]`` float32 logits, in its order."""
     logits = logits.float()
@@ -173,11 +172,9 @@ def edit_logits_ref(
         logits = logits + additive
     if scaling is not None:
         logits = torch.where(logits < 0, logits * scaling, logits / scaling)
-    if bias is not None and bias_before_mask:
-        logits = logits + bias
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
-    if bias is not None and not bias_before_mask:
+    if bias is not None:
         logits = logits + bias
     return logits
 
@@ -218,7 +215,7 @@ def allowed_ref(
     return torch.zeros_like(left).scatter(1, order, left) & (logits > float("-inf"))
 
 
-def arrivals_ref(
+def token_scores_ref(
     logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
     """``[B, V]`` float64: minus the log of each token's waiting time in the race of ``draw_truncated``."""
@@ -253,10 +250,10 @@ def truncated_sample_ref(
     """The token of each row of ``[B, V]`` float64 ``logits`` (taken as exact) under a truncation: of the allowed
     tokens, the first in the race.
 
-    A row is a near-tie when another allowed token arrives within ``tolerance * max(1, |score|)``, or when the
+    A row is a near-tie when another allowed token's score is within ``tolerance * max(1, |score|)``, or when the
     answer depends on whether a limit of probability is 1e-5 higher or lower.
     """
-    score = arrivals_ref(logits, temperature, seed, position)
+    score = token_scores_ref(logits, temperature, seed, position)
 
     def first(slack: float) -> tuple[torch.Tensor, torch.Tensor]:
         allowed = allowed_ref(logits, temperature, top_k, top_p, min_p, slack=slack)
@@ -272,16 +269,16 @@ def truncated_sample_ref(
     return Reference(token, near_tie, logprob, logprob)
 
 
-def quantize_hidden_ref(terms: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """``[B, D]`` float64, what ``[B, TERMS, D]`` int8 terms, each 256 times as fine as the one before, stand for with
+def quantize_hidden_ref(limbs: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """``[B, D]`` float64, what ``[B, LIMBS, D]`` int8 limbs, each 256 times as fine as the one before, stand for with
     ``[B]`` steps."""
-    value = terms[:, 0].double()
-    for term in range(1, terms.shape[1]):
-        value = 256 * value + terms[:, term].double()
+    value = limbs[:, 0].double()
+    for limb in range(1, limbs.shape[1]):
+        value = 256 * value + limbs[:, limb].double()
     return step.double()[:, None] * value
 
 
-def screen_room_ref(
+def error_bound_ref(
     weight: torch.Tensor, copy: torch.Tensor, hidden: torch.Tensor, fixed: torch.Tensor, accumulation: float
 ) -> torch.Tensor:
     """``[B, V]`` float64: how far <hidden, weight>, summed in float32, may be from <fixed, copy> (Cauchy and Schwarz).
@@ -298,22 +295,22 @@ def screen_room_ref(
 
 def screen_head_ref(
     dots: torch.Tensor,
-    room: torch.Tensor,
+    bound: torch.Tensor,
     temperature: torch.Tensor,
     noise: torch.Tensor,
     *,
-    rounded: torch.dtype,
+    rounding: torch.dtype,
     logit_scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[B, G]`` float64, the least and the most that each group's score can be when ``[B, V]`` float64 ``dots`` may be
-    off by ``[B, V]`` ``room``. noise: ``group_noise_ref``."""
-    low = transform_ref(dots - room, rounded, logit_scale=logit_scale, softcap=softcap)
-    high = transform_ref(dots + room, rounded, logit_scale=logit_scale, softcap=softcap)
+    off by ``[B, V]`` ``bound``. noise: ``group_noise_ref``."""
+    low = transform_ref(dots - bound, rounding, logit_scale=logit_scale, softcap=softcap)
+    high = transform_ref(dots + bound, rounding, logit_scale=logit_scale, softcap=softcap)
     return group_scores_ref(low, temperature, noise), group_scores_ref(high, temperature, noise)
 
 
-def reduce_parts_ref(
+def reduce_splits_ref(
     score: torch.Tensor,
     group: torch.Tensor,
     logits: torch.Tensor,
@@ -324,12 +321,12 @@ def reduce_parts_ref(
     vocab_size: int,
     vocab_start: int = 0,
 ) -> torch.Tensor:
-    """``[B]`` tokens from ``[P, B]`` scores and groups and ``[P, B, GROUP_SIZE]`` logits of P parts."""
+    """``[B]`` tokens from ``[P, B]`` scores and groups and ``[P, B, GROUP_SIZE]`` logits of P splits."""
     best = score.amax(0)
     lowest = torch.where(score == best, group, torch.iinfo(group.dtype).max).amin(0)
-    part = ((score == best) & (group == lowest)).int().argmax(0)
-    own = logits[part, torch.arange(len(part), device=part.device)].double()
-    token = lowest.long()[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=part.device)
+    split = ((score == best) & (group == lowest)).int().argmax(0)
+    own = logits[split, torch.arange(len(split), device=split.device)].double()
+    token = lowest.long()[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=split.device)
     noise = gumbel_ref(seed[:, None], position[:, None], token, Stream.SAMPLE, Unit.TOKEN)
     greedy = (temperature <= 0)[:, None]
     perturbed = torch.where(greedy, own, own / temperature.double()[:, None] + noise)

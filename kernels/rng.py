@@ -28,19 +28,19 @@ import enum
 import triton
 import triton.language as tl
 
-from .approx import log2
+from .intrinsics import LN_2, log2
 
 NOISE_ABI = 2
 GROUP_SIZE = 16  # one group is one warp's 16 rows of a tensor-core tile: its sums stay in one warp
 
 
 class Stream(enum.IntEnum):
-    """What a random value decides. Two decisions never share a stream, so never share noise."""
+    """What a random value decides. Two decisions never share a stream, so never share noise.
+
+    Numbers 1 to 3 are reserved.
+    """
 
     SAMPLE = 0  # the token of a decode step
-    DRAFT = 1  # a draft model's proposal
-    ACCEPT = 2  # whether a proposal is kept
-    RESIDUAL = 3  # the token drawn after a proposal was rejected
 
 
 class Unit(enum.IntEnum):
@@ -58,9 +58,8 @@ NO_GROUP = tl.constexpr(2**31 - 1)  # above every group id: the neutral element 
 _PHILOX_ROUNDS = tl.constexpr(10)
 _TWO_POW_MINUS_32 = tl.constexpr(2.0**-32)
 _TWO_POW_MINUS_64 = tl.constexpr(2.0**-64)
-_LN_2 = tl.constexpr(0.6931471805599453)
 # -log(1 - t) = t + t^2 / 2 + ...: so many terms leave 5e-7 of it at 1/6, where the hardware's logarithm errs by 9e-7.
-_TERMS = tl.constexpr(8)
+_SERIES_TERMS = tl.constexpr(8)
 _SERIES_UP_TO = tl.constexpr(1.0 / 6.0)
 
 
@@ -96,10 +95,10 @@ def exponential_from_bits(hi, lo):
     flip = tl.where(upper, 0xFFFFFFFF, 0).to(tl.uint32)
     t = (hi ^ flip).to(tl.float32) * _TWO_POW_MINUS_32 + ((lo ^ flip).to(tl.float32) + 0.5) * _TWO_POW_MINUS_64
     # Near 1 a logarithm is small and its error is not: there the series of -log(1 - t).
-    series = tl.full(t.shape, 1.0 / _TERMS, tl.float32)
-    for term in tl.static_range(1, _TERMS):
-        series = tl.fma(series, t, 1.0 / (_TERMS - term))
-    minus_log = log2(tl.where(upper, t, 1.0 - t)) * -_LN_2
+    series = tl.full(t.shape, 1.0 / _SERIES_TERMS, tl.float32)
+    for term in tl.static_range(1, _SERIES_TERMS):
+        series = tl.fma(series, t, 1.0 / (_SERIES_TERMS - term))
+    minus_log = log2(tl.where(upper, t, 1.0 - t)) * -LN_2
     return tl.where(upper | (t > _SERIES_UP_TO), minus_log, series * t)
 
 

@@ -1,10 +1,13 @@
-"""Single instructions of the hardware that Triton has no name for. Device functions only."""
+"""Single hardware instructions that Triton has no name for, and float32 as integers in the same order. Device functions
+only."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # no inline assembly there
 
 
@@ -24,7 +27,7 @@ def log2(x):
 
 
 @triton.jit
-def product(x, y):
+def mul_rn(x, y):
     """``x * y`` in float32, rounded: never part of a fused multiply-add, so that every kernel has the same number."""
     if _INTERPRETED:
         result = x * y
@@ -37,7 +40,7 @@ def product(x, y):
 
 
 @triton.jit
-def saturate(x):
+def clamp01(x):
     """float32, moved into [0, 1]; NaN gives 0."""
     if _INTERPRETED:
         result = tl.where(x > 0.0, tl.minimum(x, 1.0), 0.0)
@@ -73,3 +76,16 @@ def prefetch(pointers, mask):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def float_to_ordered(x):
+    """float32 to int32, order-preserving."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def ordered_to_float(key):
+    """The inverse of ``float_to_ordered``."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)

@@ -1,0 +1,423 @@
+"""What a launcher is given: the LM head, one value per row of the batch, and what rows ask for beyond a temperature.
+
+Values and their checks. The arithmetic is in ``epilogue.py`` and ``truncation_math.py``. The ``*Operands`` are the same
+values as kernels take them: NamedTuples of pointers and strides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .config import TileConfig
+from .launch import cdiv
+from .rng import GROUP_SIZE
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# Kernel arguments that may be views at any offset: another alignment must not compile another kernel.
+ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr"]
+
+
+class Edit(enum.IntFlag):
+    """Which edits apply to a row."""
+
+    ADDITIVE = 1
+    SCALING = 2
+    MASK = 4
+    BIAS = 8
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
+) -> None:
+    """Raise ValueError unless ``tensor`` has this shape and dtype, contiguous rows, and the device of ``like``."""
+    contiguous = tensor.is_contiguous() if tensor.dim() < 2 else tensor.stride(-1) == 1
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != like.device or not contiguous:
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; "
+            f"expected contiguous {shape} {dtype} on {like.device}"
+        )
+
+
+class TruncationOperands(NamedTuple):
+    """Pointers, ``[B]`` each: int32, float32, float32."""
+
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Truncation:
+    """Which tokens of a row may be drawn, as SGLang decides it on its FlashInfer backend.
+
+    top_k: ``[B]`` int32; fewer than ``top_k`` tokens have a larger logit. Off below 1 and from V on.
+    top_p: ``[B]`` float32 in (0, 1]; tokens with a larger logit have less than ``top_p`` of the probability. Off at 1.
+    min_p: ``[B]`` float32 in [0, 1]; probability at least ``min_p`` times the largest one. Off at 0.
+
+    Top-k and top-p look at the whole distribution each ("joint"); on a row with min-p, top-p looks at what top-k has
+    left. Equal logits stay or go together. Greedy rows ignore all three.
+
+    max_top_k: the caller knows that every truncated row has a top-k, none above this; None: not known. It decides how
+    fast a batch is, never its tokens.
+    """
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    max_top_k: int | None = None
+
+    @property
+    def operands(self) -> TruncationOperands:
+        return TruncationOperands(self.top_k, self.top_p, self.min_p)
+
+    @property
+    def variant(self) -> Hashable:
+        """What of these operands a compiled kernel depends on."""
+        return _alignment(self.top_k, self.top_p, self.min_p)
+
+    def check(self, num_rows: int, like: torch.Tensor) -> None:
+        """Raise ValueError unless there is one value of each kind per row, on the device of ``like``."""
+        check_tensor("top_k", self.top_k, (num_rows,), torch.int32, like)
+        check_tensor("top_p", self.top_p, (num_rows,), torch.float32, like)
+        check_tensor("min_p", self.min_p, (num_rows,), torch.float32, like)
+
+
+class EditOperands(NamedTuple):
+    """Pointers as in ``LogitEdits``, and the distance of their rows in elements. What is not given is any pointer of
+    its type, which no flag reads; ``rows`` may be None."""
+
+    rows: Any
+    additive: Any
+    scaling: Any
+    mask: Any
+    bias: Any
+    additive_stride: int
+    scaling_stride: int
+    mask_stride: int
+    bias_stride: int
+    mask_words: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitEdits:
+    """Changes to logits before temperature and truncation, in this order, as in SGLang; each optional.
+
+    additive: ``[B, V]`` float32, added (frequency and presence penalties, min_new_tokens).
+    scaling: ``[B, V]`` float32; a logit ``x`` becomes ``x * s`` below 0, else ``x / s`` (repetition penalty).
+    mask: allowed tokens: ``[B, W]`` int32, bit ``i % 32`` of word ``i // 32`` set where token i is allowed, ids
+        from ``32 W`` on allowed; or forbidden ones: ``[B, V]`` bool, True where forbidden.
+    bias: ``[B, V]`` float32, added after the mask: it cannot revive a masked token.
+    rows: ``[B]`` int32 of ``Edit`` flags, which edits apply to which row; None: all that are given to every row.
+        A row without a flag reads nothing.
+    """
+
+    additive: torch.Tensor | None = None
+    scaling: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+    @property
+    def given(self) -> Edit:
+        """The edits that are given."""
+        tensors = (self.additive, self.scaling, self.mask, self.bias)
+        return Edit(sum(flag for flag, tensor in zip(Edit, tensors, strict=True) if tensor is not None))
+
+    @property
+    def mask_is_bool(self) -> bool:
+        return self.mask is not None and self.mask.dtype is torch.bool
+
+    def operands(self, width: int, floats: torch.Tensor, integers: torch.Tensor) -> tuple[EditOperands, Hashable]:
+        """These edits as a kernel takes them, and what of them a compiled kernel depends on.
+
+        width: ids below it have a column. floats, integers: any float32 and int32 tensor, in the place of what is not
+        given; its rows are as far apart as they would be, so that one binary serves whatever is given.
+        """
+        pointers: list[Any] = []
+        strides: list[int] = []
+        for tensor, filler, columns in (
+            (self.additive, floats, width),
+            (self.scaling, floats, width),
+            (self.mask, integers, cdiv(width, 32)),
+            (self.bias, floats, width),
+        ):
+            pointers.append(filler if tensor is None else tensor)
+            strides.append(columns if tensor is None else tensor.stride(0))
+        words = cdiv(width, 32) if self.mask is None else self.mask.shape[1]
+        variant = (
+            self.mask_is_bool,
+            self.rows is None,
+            _alignment(*pointers, *(() if self.rows is None else (self.rows,))),
+            *((size == 1, size % 16 == 0, size < 2**31) for size in (*strides, words)),
+        )
+        return EditOperands._make((self.rows, *pointers, *strides, words)), variant
+
+    def check(self, num_rows: int, width: int, like: torch.Tensor) -> None:
+        """Raise ValueError unless there is a row of each edit per row of the batch. width: as in ``operands``."""
+        for name, tensor in (("additive", self.additive), ("scaling", self.scaling), ("bias", self.bias)):
+            if tensor is not None:
+                check_tensor(name, tensor, (num_rows, max(width, tensor.shape[-1])), torch.float32, like)
+        if self.mask is not None and self.mask.dtype is torch.bool:
+            check_tensor("mask", self.mask, (num_rows, max(width, self.mask.shape[-1])), torch.bool, like)
+        elif self.mask is not None:
+            check_tensor("mask", self.mask, (num_rows, self.mask.shape[-1]), torch.int32, like)
+        if self.rows is not None:
+            check_tensor("rows", self.rows, (num_rows,), torch.int32, like)
+
+
+def _alignment(*tensors: torch.Tensor) -> Hashable:
+    """Which of these tensors do not start at a multiple of 16 bytes."""
+    return tuple(place for place, tensor in enumerate(tensors) if tensor.data_ptr() % 16)
+
+
+class FeatureOperands(NamedTuple):
+    """What rows ask for and how logits are transformed, as every kernel that sees logits takes it."""
+
+    truncation: TruncationOperands | None
+    edits: EditOperands | None
+    logit_scale: float | None
+    softcap: float | None
+    given_edits: int  # ``Edit`` flags
+    variant: Hashable  # what of all these a compiled kernel depends on
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchParams:
+    """One value per row of the batch, on the device of the hidden states.
+
+    temperature: ``[B]`` float32; 0 is greedy, else at least 1e-6 (not checked: that would synchronise).
+    seed: ``[B]`` int64, any value. Rows with equal seed, position and logits get equal tokens, so give
+        each request its own.
+    position: ``[B]`` int64, at least 0 and different for each token of a request, for example its index.
+    truncation: top-k, top-p and min-p of the rows; None where no row has any.
+    edits: penalties, grammar mask and bias of the rows; None where no row has any.
+    all_greedy: the caller knows that every temperature is 0 or less, which may be faster; with another temperature
+        the tokens are undefined.
+    distribution_only: the caller wants tokens of the right distribution and no certain ones: they may depend on the
+        batch and on the row's place in it. Only for batches with every row truncated by top-k or top-p, none greedy and
+        none with min-p; of others the tokens are undefined. Allows the flashinfer path, where a tuned table names it.
+    """
+
+    temperature: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
+    truncation: Truncation | None = None
+    edits: LogitEdits | None = None
+    all_greedy: bool = False
+    distribution_only: bool = False
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether any logit may be changed before the temperature."""
+        return self.edits is not None and self.edits.given != 0
+
+    def operands(self, spec: LogitsSpec, floats: torch.Tensor, integers: torch.Tensor) -> FeatureOperands:
+        """floats, integers: any float32 and int32 tensor, in the place of edits that are not given."""
+        truncation, truncation_variant = None, None
+        if self.truncation is not None:
+            truncation, truncation_variant = self.truncation.operands, self.truncation.variant
+        edits, edit_variant, given = None, None, 0
+        if self.edits is not None:
+            edits, edit_variant = self.edits.operands(spec.vocab_end, floats, integers)
+            given = int(self.edits.given)
+        # An integer would compile another kernel than a float.
+        scale = None if spec.logit_scale is None else float(spec.logit_scale)
+        softcap = None if spec.softcap is None else float(spec.softcap)
+        variant = (truncation_variant, edit_variant, scale is None, softcap is None)
+        return FeatureOperands(truncation, edits, scale, softcap, given, variant)
+
+    def check(self, name: str, rows: torch.Tensor, spec: LogitsSpec) -> None:
+        """Raise ValueError unless there is one value per row of ``rows``, which messages call ``name``."""
+        num_rows, width = rows.shape[0], spec.vocab_end
+        check_tensor("temperature", self.temperature, (num_rows,), torch.float32, rows)
+        check_tensor("seed", self.seed, (num_rows,), torch.int64, rows)
+        check_tensor("position", self.position, (num_rows,), torch.int64, rows)
+        if self.truncation is not None:
+            self.truncation.check(num_rows, rows)
+            if spec.vocab_start:
+                raise ValueError(
+                    f"vocab_start is {spec.vocab_start}; expected 0, the whole vocabulary, with a truncation"
+                )
+        if self.edits is not None:
+            self.edits.check(num_rows, width, rows)
+        if num_rows * (width + GROUP_SIZE) >= 2**31 and (self.truncation or self.edits):
+            raise ValueError(f"{name} has {num_rows} rows; expected fewer than 2**31 logits with a truncation or edits")
+
+
+class SampleOutput(NamedTuple):
+    """token_ids: ``[B]`` int64, absolute vocabulary ids.
+
+    logprobs: ``[B]`` float32, natural log-probability of each token under ``softmax(logits / temperature)``
+        (temperature 1 on greedy rows), after edits and before truncation; or None when not asked for.
+    scores: ``[B]`` float32: the winning group's perturbed log-mass, its largest logit on greedy rows. Where the head is
+        a shard of the vocabulary, the shard with the largest score holds the row's token; of equal scores, the one with
+        the lowest ids.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor | None
+    scores: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device, return_logprob: bool) -> SampleOutput:
+        scores = torch.empty(num_rows, dtype=torch.float32, device=device)
+        logprobs = torch.empty_like(scores) if return_logprob else None
+        return cls(torch.empty(num_rows, dtype=torch.int64, device=device), logprobs, scores)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsSpec:
+    """What ``[B, >= vocab_size]`` logits are, and what is still to be done to them.
+
+    vocab_size: columns below it are real, those after it are padding and are never returned or read.
+    vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``; non-zero on a vocabulary shard.
+    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
+    rounding: what a logit is rounded to before anything else (default: the logits' own dtype).
+
+    Raises ValueError for values out of these ranges, and ids beyond int32.
+    """
+
+    vocab_size: int
+    vocab_start: int = 0
+    logit_scale: float | None = None
+    softcap: float | None = None
+    rounding: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size is {self.vocab_size}; expected 1 or more")
+        if self.vocab_start < 0 or self.vocab_start % GROUP_SIZE:
+            raise ValueError(f"vocab_start is {self.vocab_start}; expected a multiple of {GROUP_SIZE}, 0 or more")
+        if self.vocab_end >= 2**31:
+            raise ValueError(f"ids reach {self.vocab_end}; expected them below 2**31")
+        if self.rounding is not None and self.rounding not in TRITON_DTYPES:
+            raise ValueError(f"rounding is {self.rounding}; expected bfloat16, float16 or float32")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap is {self.softcap}; expected a positive number or None")
+
+    @property
+    def num_groups(self) -> int:
+        return cdiv(self.vocab_size, GROUP_SIZE)
+
+    @property
+    def vocab_end(self) -> int:
+        """The absolute id after the last real one."""
+        return self.vocab_start + self.vocab_size
+
+
+def supports_tma(matrix: torch.Tensor) -> bool:
+    """Whether tensor descriptors can address ``matrix``: 16-byte aligned rows."""
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LMHead:
+    """An LM head: ``[V, D]`` weight (bf16, fp16 or fp32, row-contiguous) and how logits come from it.
+
+    vocab_size: ids below it are real, the rows after it are padding and are never returned (default V).
+    vocab_start: absolute id of row 0, a multiple of ``GROUP_SIZE``; non-zero on a vocabulary shard.
+    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
+    logits_dtype: what a logit is rounded to before anything else, as the model's own GEMM would do
+    (default: the weight's dtype; torch.float32 keeps the accumulator).
+
+    Raises ValueError for a weight of another shape, dtype or layout, and for values out of these ranges.
+    """
+
+    weight: torch.Tensor
+    vocab_size: int = 0
+    vocab_start: int = 0
+    logit_scale: float | None = None
+    softcap: float | None = None
+    logits_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        if weight.dim() != 2 or weight.dtype not in TRITON_DTYPES:
+            raise ValueError(
+                f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32"
+            )
+        if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
+            raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
+        if self.vocab_size == 0:
+            object.__setattr__(self, "vocab_size", weight.shape[0])
+        if not 1 <= self.vocab_size <= weight.shape[0]:
+            raise ValueError(f"vocab_size is {self.vocab_size}; expected 1 to the head's {weight.shape[0]} rows")
+        if self.vocab_start + weight.shape[0] >= 2**31:
+            raise ValueError(f"ids reach {self.vocab_start + weight.shape[0]}; expected them below 2**31")
+        if self.logits_dtype is not None and self.logits_dtype not in TRITON_DTYPES:
+            raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
+        _ = self.spec  # checks the rest
+
+    @functools.cached_property
+    def spec(self) -> LogitsSpec:
+        """What the output of a GEMM with the weight is."""
+        return LogitsSpec(self.vocab_size, self.vocab_start, self.logit_scale, self.softcap, self.rounding)
+
+    @property
+    def rounding(self) -> torch.dtype:
+        """What logits are rounded to."""
+        return self.weight.dtype if self.logits_dtype is None else self.logits_dtype
+
+    @property
+    def gemm_gives_logits(self) -> bool:
+        """Whether a GEMM in the weight's dtype rounds logits as they are to be rounded."""
+        return self.rounding is self.weight.dtype
+
+    def check(self, hidden: torch.Tensor) -> None:
+        """Raise ValueError unless ``hidden`` can be multiplied with the weight."""
+        if hidden.dim() != 2 or hidden.dtype != self.weight.dtype or hidden.shape[1] != self.weight.shape[1]:
+            raise ValueError(
+                f"hidden is {tuple(hidden.shape)} {hidden.dtype}; "
+                f"expected [B, {self.weight.shape[1]}] {self.weight.dtype} as the head's"
+            )
+        if hidden.device != self.weight.device or hidden.stride(1) != 1:
+            raise ValueError(
+                f"hidden is on {hidden.device} with strides {hidden.stride()}; "
+                f"expected contiguous rows on {self.weight.device}"
+            )
+
+    @functools.cached_property
+    def supports_tma(self) -> bool:
+        """Whether tensor descriptors can address the weight."""
+        return supports_tma(self.weight)
+
+    def without_unsupported_tma(self, tile: TileConfig, hidden: torch.Tensor) -> TileConfig:
+        """``tile`` without the descriptors that cannot address the weight or ``hidden``."""
+        if tile.tma and not self.supports_tma:
+            tile = dataclasses.replace(tile, tma=False)
+        if tile.hidden_tma and not supports_tma(hidden):
+            tile = dataclasses.replace(tile, hidden_tma=False)
+        return tile
+
+    @functools.cached_property
+    def variant(self) -> tuple:
+        """What of this head a compiled kernel depends on, beside its constants."""
+        return self.weight.dtype, self.weight.stride(0), self.weight.data_ptr() % 16 == 0
+
+    @functools.cached_property
+    def _descriptors(self) -> dict[tuple[int, int], TensorDescriptor]:
+        return {}
+
+    def weight_operand(self, tile: TileConfig) -> torch.Tensor | TensorDescriptor:
+        """What the kernel reads the weight through: a descriptor of the tile's blocks, or the tensor."""
+        if not tile.tma:
+            return self.weight
+        return descriptor(self._descriptors, self.weight, (tile.block_v, tile.block_d))
+
+
+def descriptor(
+    known: dict[tuple[int, int], TensorDescriptor], matrix: torch.Tensor, block: tuple[int, int]
+) -> TensorDescriptor:
+    """The descriptor of ``matrix`` for blocks of this shape, made once per matrix: ``known`` keeps it."""
+    found = known.get(block)
+    if found is None:
+        found = known[block] = TensorDescriptor.from_tensor(matrix, list(block))
+    return found

@@ -1,0 +1,657 @@
+"""The second pass of the screened path: the groups that could still win, from the head itself; and the token.
+
+A group is rescored when, for any row of a block, what it could reach (``score_hi`` of ``screen.py``) is at least what
+some group does reach (``threshold``): for all rows of the block, with the fused pass's products in its order, its noise
+and its epilogue. So the best of the rescored groups is the best of all.
+
+Each program answers for ``chunk`` groups, or for an even share of what ``list_groups`` has found, and gathers those of
+them that are to be rescored, ``block_v / GROUP_SIZE`` at a time. That may be none or all of them: there is no list that
+could overflow. The program of a block of rows that finishes last draws the tokens inside the winning groups.
+
+The score of a rescored group is reached too, and more than the screen could promise: it raises ``threshold``, and what
+a program has not read yet is looked at again before it is. Other programs raise it at any moment, so no thread may look
+for itself: two that see different values would not agree on what is left, nor on a branch that has a barrier in it.
+What all of them see is what an atomic operation has returned.
+
+Truncated rows have the logits of their groups put into a buffer instead (``screened_truncated.py``). ``read_groups``
+does that for groups and rows that are known to need it, and draws nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+import triton
+import triton.language as tl
+
+from . import rng
+from .config import MIN_CHUNK, ScreenConfig
+from .epilogue import (
+    best_of_slots,
+    bound_logits,
+    edit_logits,
+    load_edit_flags,
+    rows_truncated,
+    score_groups,
+    transform_logits,
+)
+from .intrinsics import float_to_ordered, ordered_to_float, prefetch
+from .launch import cdiv, launch, resident_programs, supports_early_launch
+from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, FeatureOperands, LMHead, SampleOutput
+from .reduce_splits import pick_in_groups
+from .screen import NO_BEST
+from .workspace import LogitsBuffer, ScreenCounter, ScreenWorkspace
+
+# Of a head's groups: a block of rows that could read more of them is counted, as one that the fused pass might have
+# answered sooner.
+MANY_CANDIDATES = tl.constexpr(1.0 / 16.0)
+
+_LINE_BYTES = tl.constexpr(128)
+_LINES = tl.constexpr(8)  # that are asked for at a time
+_LOWEST = tl.constexpr(-(2**31))
+_LOW_WORD = tl.constexpr(2**32 - 1)
+_COUNT_ROW_BLOCKS = tl.constexpr(int(ScreenCounter.ROW_BLOCKS))
+_COUNT_ROWS = tl.constexpr(int(ScreenCounter.ROWS))
+_COUNT_GROUPS = tl.constexpr(int(ScreenCounter.GROUPS))
+_COUNT_CANDIDATES = tl.constexpr(int(ScreenCounter.CANDIDATES))
+_COUNT_CERTIFIED_ROWS = tl.constexpr(int(ScreenCounter.CERTIFIED_ROWS))
+_COUNT_MANY_CANDIDATES = tl.constexpr(int(ScreenCounter.MANY_CANDIDATES))
+
+
+class RescorePass(enum.IntEnum):
+    """What ``read_groups`` reads for truncated rows, before and after the pass that draws."""
+
+    CERTAIN_GROUPS = 0  # the groups that surely reach the row's threshold
+    UNANSWERED_ROWS = 1  # all groups of the rows whose status is negative
+
+
+@triton.jit
+def flag_groups(score_hi_ptr, threshold, offs_c, mask_c, offs_b, mask_b, group_stride, row_stride):
+    """Of ``[BLOCK_C]`` groups, ``[BLOCK_C, BLOCK_B]`` int32: 1 where the row could take its token from the group.
+    threshold: ``[BLOCK_B]`` int32, ordered scores."""
+    score_hi = tl.load(
+        score_hi_ptr + offs_c[:, None] * group_stride + offs_b[None, :] * row_stride,
+        mask=mask_c[:, None] & mask_b[None, :],
+        other=float("-inf"),
+    )
+    return ((score_hi >= ordered_to_float(threshold)[None, :]) & (score_hi > float("-inf"))).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_groups", "vocab_size"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS],
+)
+def list_groups_kernel(
+    screen,  # ScreenOperands; out: group_list, group_place, num_flagged, candidates
+    temperature_ptr,  # [B] f32
+    truncation,  # TruncationOperands: list the groups that surely reach a truncated row's threshold; or None
+    num_rows,
+    num_groups,
+    vocab_size,
+    # constexpr
+    BLOCK_B: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
+    chunk = tl.program_id(0) // num_row_blocks
+    row_block = tl.program_id(0) % num_row_blocks
+    offs_b = row_block * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_b = offs_b < num_rows
+    offs_c = chunk * CHUNK + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < tl.minimum((chunk + 1) * CHUNK, num_groups)
+    threshold = tl.load(screen.threshold + offs_b, mask=mask_b, other=0)
+    if truncation is not None:
+        sampled = tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) > 0.0
+        truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
+        possible = flag_groups(screen.max_logit_lo, threshold, offs_c, mask_c, offs_b, truncated, 1, num_groups)
+    else:
+        possible = flag_groups(screen.score_hi, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, 1)
+    flagged = tl.max(possible, axis=1)
+    num_flagged = tl.sum(flagged)
+    if num_flagged > 0:
+        first = tl.atomic_add(screen.num_flagged + row_block, num_flagged, sem="relaxed")
+        place = first + tl.cumsum(flagged, axis=0) - 1
+        tl.store(screen.group_list + row_block * num_groups + place, offs_c, mask=flagged > 0)
+        tl.store(screen.group_place + row_block * num_groups + offs_c, place, mask=flagged > 0)
+        candidates = tl.sum(possible, axis=0)
+        tl.atomic_add(screen.candidates + offs_b, candidates, mask=mask_b & (candidates > 0), sem="relaxed")
+
+
+def list_groups(
+    num_rows: int,
+    vocab_size: int,
+    params: BatchParams,
+    workspace: ScreenWorkspace,
+    config: ScreenConfig,
+    *,
+    certain: bool = False,
+) -> None:
+    """Put the groups that could still win into one list per block of rows, so that programs share them evenly, however
+    they lie in the vocabulary. Entries come in any order: the best of the rescored groups does not depend on it.
+
+    certain: instead, of truncated rows, the groups whose largest logit surely reaches the threshold.
+    """
+    device = params.temperature.device
+    early = config.early and supports_early_launch(device)
+    truncation = params.truncation if certain else None
+    tile = config.rescore_tile
+    launch(
+        list_groups_kernel,
+        cdiv(workspace.num_groups, tile.chunk) * cdiv(num_rows, tile.block_b),
+        (
+            workspace.operands,
+            params.temperature,
+            None if truncation is None else truncation.operands,
+            num_rows,
+            workspace.num_groups,
+            vocab_size,
+        ),
+        {"BLOCK_B": tile.block_b, "CHUNK": tile.chunk, "BLOCK_C": tile.block_c, "EARLY": early},
+        config.rescore_warps,
+        (device.index, None if truncation is None else truncation.variant),
+        early=early,
+    )
+
+
+@triton.jit
+def logits_of_ids(
+    weight_ptr,
+    hidden_ptrs,  # [BLOCK_D, BLOCK_B] pointers to the first hidden elements of the rows
+    ids,  # [BLOCK_V] i32, rows of the head
+    valid,  # [BLOCK_V] bool
+    offs_b,
+    mask_b,
+    vocab_start,
+    weight_stride,
+    logit_scale,
+    softcap,
+    edits,
+    edit_flags,
+    D: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """``[BLOCK_V, BLOCK_B]`` float32: the fused pass's logits of these ids, edits included."""
+    LINE: tl.constexpr = _LINE_BYTES // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = LINE * _LINES
+    offs_d = tl.arange(0, BLOCK_D)
+    row_ptrs = weight_ptr + ids.to(tl.int64)[:, None] * weight_stride
+    if PREFETCH:
+        offs_l = tl.arange(0, _LINES) * LINE
+        for line in tl.range(0, D, LINES):
+            prefetch(row_ptrs + (line + offs_l)[None, :], valid[:, None] & (line + offs_l < D)[None, :])
+    acc = tl.zeros([ids.shape[0], offs_b.shape[0]], tl.float32)
+    for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+        mask_d = d + offs_d < D
+        blk_w = tl.load(row_ptrs + (d + offs_d)[None, :], mask=valid[:, None] & mask_d[None, :], other=0.0)
+        blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
+        acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
+    logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE)
+    logits = bound_logits(logits, valid[:, None])
+    if edits is not None:
+        inside = valid[:, None] & mask_b[None, :]
+        logits = edit_logits(logits, inside, offs_b, (vocab_start + ids)[:, None], edit_flags, edits)
+    return logits
+
+
+@triton.jit
+def _store_groups(buffer, logits, group, live, rows, offs_b, num_groups):
+    """Logits ``[SLOTS, GROUP_SIZE, BLOCK_B]`` and their maxima into the buffer, of some rows."""
+    offs_i = tl.arange(0, rng.GROUP_SIZE)
+    out = offs_b.to(tl.int64)[None, :] * num_groups + group[:, None]
+    mask = live[:, None] & rows[None, :]
+    logits_out = out[:, None, :] * rng.GROUP_SIZE + offs_i[None, :, None]
+    tl.store(buffer.logits + logits_out, logits, mask=tl.broadcast_to(mask[:, None, :], logits.shape))
+    tl.store(buffer.group_max + out, tl.max(logits, axis=1), mask=mask)
+    return out, mask
+
+
+@triton.jit
+def _draw_in_best_groups(
+    screen,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    output,
+    row_block,
+    offs_b,
+    num_rows,
+    num_groups,
+    num_programs,
+    vocab_size,
+    vocab_start,
+    CHUNK: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """The tokens of a block of rows, once all its programs are done; and what is counted of it."""
+    mask_b = offs_b < num_rows
+    first_group = vocab_start // rng.GROUP_SIZE
+    packed = tl.load(screen.best + offs_b, mask=mask_b, other=0)
+    scored = mask_b & (packed != NO_BEST)
+    score = tl.where(scored, ordered_to_float((packed >> 32).to(tl.int32)), float("-inf"))
+    # A row without a token takes the first id, as in the fused pass.
+    group = tl.where(scored, (packed & _LOW_WORD).to(tl.int32) ^ rng.NO_GROUP, first_group)
+    if LISTED:
+        place_ptr = screen.group_place + row_block * num_groups
+        program = tl.load(place_ptr + group - first_group, mask=scored, other=0) % num_programs
+    else:
+        program = (group - first_group) // CHUNK
+    offs_i = tl.arange(0, rng.GROUP_SIZE)
+    logits = tl.load(
+        screen.logits + (program * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None],
+        mask=scored[None, :],
+        other=float("-inf"),
+    )
+    temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
+    seed = tl.load(seed_ptr + offs_b, mask=mask_b, other=0)
+    position = tl.load(position_ptr + offs_b, mask=mask_b, other=0)
+    pick = pick_in_groups(group, logits, temperature, seed, position, vocab_start + vocab_size)
+    tl.store(output.token_ids + offs_b, (group * rng.GROUP_SIZE + pick).to(tl.int64), mask=mask_b)
+    tl.store(output.scores + offs_b, score, mask=mask_b)
+    candidates = tl.load(screen.candidates + offs_b, mask=mask_b, other=0)
+    num_flagged = tl.load(screen.num_flagged + row_block)
+    tl.store(screen.num_flagged + row_block, 0)
+    # One launch at a time counts here, but its blocks of rows do so together.
+    certified = tl.sum((mask_b & (candidates <= 1)).to(tl.int64))
+    many = (num_flagged > num_groups * MANY_CANDIDATES).to(tl.int64)
+    tl.atomic_add(screen.counters + _COUNT_ROW_BLOCKS, 1, sem="relaxed")
+    tl.atomic_add(screen.counters + _COUNT_ROWS, tl.sum(mask_b.to(tl.int64)), sem="relaxed")
+    tl.atomic_add(screen.counters + _COUNT_CANDIDATES, tl.sum(candidates.to(tl.int64)), sem="relaxed")
+    tl.atomic_add(screen.counters + _COUNT_CERTIFIED_ROWS, certified, sem="relaxed")
+    tl.atomic_add(screen.counters + _COUNT_MANY_CANDIDATES, many, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_programs", "given_edits"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS],
+)
+def rescore_groups_kernel(
+    weight_ptr,  # [V, D]
+    hidden_ptr,  # [B, D]
+    screen,  # ScreenOperands, with score_hi and threshold, which it raises
+    temperature_ptr,  # [B] f32
+    seed_ptr,  # [B] i64
+    position_ptr,  # [B] i64
+    truncation,  # TruncationOperands, or None
+    edits,  # EditOperands, or None
+    buffer,  # BufferOperands, out: groups of truncated rows; None where there is no truncation
+    output,  # SampleOutput, out
+    num_rows,
+    vocab_size,
+    vocab_start,
+    num_programs,  # per block of rows
+    weight_stride,
+    hidden_stride,
+    logit_scale,  # or None, as the next
+    softcap,
+    given_edits,  # Edit flags
+    # constexpr
+    D: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    LISTED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    BLOCK_B: tl.constexpr = TILE.block_b
+    BLOCK_V: tl.constexpr = TILE.block_v
+    SLOTS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
+    TRUNCATE: tl.constexpr = truncation is not None
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
+    program = tl.program_id(0) // num_row_blocks
+    row_block = tl.program_id(0) % num_row_blocks
+    offs_b = row_block * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_b = offs_b < num_rows
+    num_groups = tl.cdiv(vocab_size, rng.GROUP_SIZE)
+    list_ptr = screen.group_list + row_block * num_groups
+    if LISTED:
+        # Entries program, program + num_programs, ...: only as many programs arrive as have one, and the first.
+        num_listed = tl.load(screen.num_flagged + row_block)
+        arriving = tl.maximum(tl.minimum(num_listed, num_programs), 1)
+        list_ptr += program
+        num_own = tl.cdiv(tl.maximum(num_listed - program, 0), num_programs)
+        list_stride = num_programs
+    else:
+        arriving = num_programs
+        offs_c = program * TILE.chunk + tl.arange(0, TILE.block_c)
+        mask_c = offs_c < tl.minimum((program + 1) * TILE.chunk, num_groups)
+        # Not from the L1 cache: other programs raise it. An older value would only flag more. Each pair of a group
+        # and a row is one thread's here (MAX_RESCORE_WARPS); what is known of a group is a maximum over threads.
+        threshold = tl.load(screen.threshold + offs_b, mask=mask_b, other=0, cache_modifier=".cg")
+        possible = flag_groups(screen.score_hi, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, 1)
+        flagged = tl.max(possible, axis=1)
+        num_own = tl.sum(flagged)
+        list_ptr += program * TILE.chunk
+        list_stride = 1
+        if num_own > 0:
+            candidates = tl.sum(possible, axis=0)
+            tl.atomic_add(screen.candidates + offs_b, candidates, mask=mask_b & (candidates > 0), sem="relaxed")
+            tl.atomic_add(screen.num_flagged + row_block, num_own, sem="relaxed")
+            tl.store(list_ptr + tl.cumsum(flagged, axis=0) - 1, offs_c, mask=flagged > 0)
+            tl.debug_barrier()
+    if num_own > 0:
+        temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
+        greedy = temperature <= 0.0
+        inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+        if TRUNCATE:
+            truncated = mask_b & ~greedy & rows_truncated(truncation, offs_b, mask_b, vocab_size)
+        offs_s = tl.arange(0, SLOTS)
+        offs_i = tl.arange(0, rng.GROUP_SIZE)
+        block_offs = offs_b[None, :] + tl.zeros([SLOTS, 1], tl.int32)
+        block_mask = mask_b[None, :] & (offs_s >= 0)[:, None]
+        seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
+        position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
+        edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+        hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + tl.arange(0, TILE.block_d)[:, None]
+        best_score = tl.full([SLOTS, BLOCK_B], float("-inf"), tl.float32)
+        best_group = tl.full([SLOTS, BLOCK_B], rng.NO_GROUP, tl.int32)
+        best_logits = tl.full([SLOTS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)
+        num_read = tl.full([], 0, tl.int32)
+        for step in tl.range(0, num_own, SLOTS):
+            live = step + offs_s < num_own
+            group = tl.load(list_ptr + (step + offs_s) * list_stride, mask=live, other=0)
+            if step > 0:
+                raised = tl.atomic_max(screen.threshold + offs_b, _LOWEST, mask=mask_b, sem="relaxed")
+                still_possible = flag_groups(screen.score_hi, raised, group, live, offs_b, mask_b, num_rows, 1)
+                live &= tl.max(still_possible, axis=1) > 0
+            num_live = tl.sum(live.to(tl.int32))
+            num_read += num_live
+            if num_live > 0:
+                ids = tl.reshape(group[:, None] * rng.GROUP_SIZE + offs_i[None, :], [BLOCK_V])
+                valid = tl.reshape(live[:, None] & (offs_i >= 0)[None, :], [BLOCK_V]) & (ids < vocab_size)
+                logits = logits_of_ids(
+                    weight_ptr,
+                    hidden_ptrs,
+                    ids,
+                    valid,
+                    offs_b,
+                    mask_b,
+                    vocab_start,
+                    weight_stride,
+                    logit_scale,
+                    softcap,
+                    edits,
+                    edit_flags,
+                    D,
+                    LOGITS_DTYPE,
+                    TILE.block_d,
+                    TILE.stages,
+                    TILE.prefetch,
+                )
+                logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
+                if TRUNCATE:
+                    _store_groups(buffer, logits, group, live, truncated, offs_b, num_groups)
+                group += vocab_start // rng.GROUP_SIZE
+                score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
+                if TRUNCATE:
+                    score = tl.where(truncated[None, :], float("-inf"), score)
+                better = (score > best_score) | ((score == best_score) & (group[:, None] < best_group))
+                best_score = tl.where(better, score, best_score)
+                best_group = tl.where(better, group[:, None], best_group)
+                best_logits = tl.where(better[:, None, :], logits, best_logits)
+                if step + SLOTS < num_own:
+                    reached = float_to_ordered(tl.max(best_score, axis=0))
+                    tl.atomic_max(screen.threshold + offs_b, reached, mask=mask_b, sem="relaxed")
+        score, group, chosen = best_of_slots(best_score, best_group, 1)
+        score = tl.max(score, axis=0)
+        group = tl.min(group, axis=0)
+        best_logits = tl.reshape(best_logits, [SLOTS, 1, rng.GROUP_SIZE, BLOCK_B])
+        logits = tl.sum(tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0), axis=0)
+        scored = mask_b & (score > float("-inf"))
+        out = (program * num_rows + offs_b)[None, :] * rng.GROUP_SIZE + offs_i[:, None]
+        tl.store(screen.logits + out, logits, mask=scored[None, :])
+        packed = (float_to_ordered(score).to(tl.int64) << 32) | (group ^ rng.NO_GROUP).to(tl.int64)
+        tl.atomic_max(screen.best + offs_b, packed, mask=scored, sem="relaxed")
+        tl.atomic_max(screen.threshold + offs_b, float_to_ordered(score), mask=scored, sem="relaxed")
+        tl.atomic_add(screen.counters + _COUNT_GROUPS, num_read.to(tl.int64), sem="relaxed")
+
+    if program < arriving:
+        tl.debug_barrier()  # what this program's other threads have written comes before its arrival
+        if tl.atomic_add(screen.arrived + row_block, 1, sem="acq_rel") == arriving - 1:
+            tl.store(screen.arrived + row_block, 0)
+            _draw_in_best_groups(
+                screen,
+                temperature_ptr,
+                seed_ptr,
+                position_ptr,
+                output,
+                row_block,
+                offs_b,
+                num_rows,
+                num_groups,
+                num_programs,
+                vocab_size,
+                vocab_start,
+                TILE.chunk,
+                LISTED,
+            )
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_programs", "given_edits"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS],
+)
+def read_groups_kernel(
+    weight_ptr,  # [V, D]
+    hidden_ptr,  # [B, D]
+    screen,  # ScreenOperands; out, with CERTAIN: max_logit_lo becomes exact, and score_hi -inf: not to be read again
+    temperature_ptr,  # [B] f32
+    truncation,  # TruncationOperands
+    edits,  # EditOperands, or None
+    buffer,  # BufferOperands, out: logits and group_max
+    num_rows,
+    vocab_size,
+    vocab_start,
+    num_programs,  # per block of rows
+    weight_stride,
+    hidden_stride,
+    logit_scale,  # or None, as the next
+    softcap,
+    given_edits,  # Edit flags
+    # constexpr
+    D: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    CERTAIN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    BLOCK_B: tl.constexpr = TILE.block_b
+    BLOCK_V: tl.constexpr = TILE.block_v
+    SLOTS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
+    program = tl.program_id(0) // num_row_blocks
+    row_block = tl.program_id(0) % num_row_blocks
+    offs_b = row_block * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_b = offs_b < num_rows
+    num_groups = tl.cdiv(vocab_size, rng.GROUP_SIZE)
+    if CERTAIN:
+        # As in rescore_groups_kernel with LISTED.
+        num_listed = tl.load(screen.num_flagged + row_block)
+        arriving = tl.maximum(tl.minimum(num_listed, num_programs), 1)
+        num_own = tl.cdiv(tl.maximum(num_listed - program, 0), num_programs)
+        sampled = tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) > 0.0
+        rows = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
+    else:
+        rows = mask_b & (tl.load(buffer.status + offs_b, mask=mask_b, other=0) < 0)
+        num_own = tl.minimum(TILE.chunk, num_groups - program * TILE.chunk)
+        num_own = tl.where(tl.max(rows.to(tl.int32)) > 0, num_own, 0)
+    if num_own > 0:
+        offs_s = tl.arange(0, SLOTS)
+        offs_i = tl.arange(0, rng.GROUP_SIZE)
+        edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+        hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + tl.arange(0, TILE.block_d)[:, None]
+        for step in tl.range(0, num_own, SLOTS):
+            live = step + offs_s < num_own
+            if CERTAIN:
+                place = row_block * num_groups + program + (step + offs_s) * num_programs
+                group = tl.load(screen.group_list + place, mask=live, other=0)
+            else:
+                group = program * TILE.chunk + step + offs_s
+            ids = tl.reshape(group[:, None] * rng.GROUP_SIZE + offs_i[None, :], [BLOCK_V])
+            valid = tl.reshape(live[:, None] & (offs_i >= 0)[None, :], [BLOCK_V]) & (ids < vocab_size)
+            logits = logits_of_ids(
+                weight_ptr,
+                hidden_ptrs,
+                ids,
+                valid,
+                offs_b,
+                mask_b,
+                vocab_start,
+                weight_stride,
+                logit_scale,
+                softcap,
+                edits,
+                edit_flags,
+                D,
+                LOGITS_DTYPE,
+                TILE.block_d,
+                TILE.stages,
+                TILE.prefetch,
+            )
+            logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
+            out, mask = _store_groups(buffer, logits, group, live, rows, offs_b, num_groups)
+            if CERTAIN:
+                tl.store(screen.max_logit_lo + out, tl.max(logits, axis=1), mask=mask)
+                out = group[:, None] * num_rows + offs_b[None, :]
+                tl.store(screen.score_hi + out, tl.full(out.shape, float("-inf"), tl.float32), mask=mask)
+        tl.atomic_add(screen.counters + _COUNT_GROUPS, num_own.to(tl.int64), sem="relaxed")
+    if CERTAIN:  # noqa: SIM102 - the constant decides what is compiled
+        if program < arriving:
+            tl.debug_barrier()  # what this program's other threads have read comes before its arrival
+            if tl.atomic_add(screen.arrived + row_block, 1, sem="acq_rel") == arriving - 1:
+                tl.store(screen.arrived + row_block, 0)
+                tl.store(screen.num_flagged + row_block, 0)
+
+
+def _num_programs(num_rows: int, workspace: ScreenWorkspace, config: ScreenConfig, listed: bool) -> int:
+    """Per block of rows."""
+    if not listed:
+        return cdiv(workspace.num_groups, config.chunk)
+    resident = resident_programs(workspace.limbs.device, 1)
+    row_blocks = cdiv(num_rows, config.rescore_tile.block_b)
+    return max(1, min(resident // row_blocks, cdiv(workspace.num_groups, MIN_CHUNK)))
+
+
+def _variant(
+    hidden: torch.Tensor, head: LMHead, features: FeatureOperands, buffer: LogitsBuffer | None
+) -> tuple[object, ...]:
+    dtype = None if buffer is None else buffer.dtype
+    aligned = hidden.data_ptr() % 16 == 0
+    return hidden.device.index, head.variant, hidden.stride(0), aligned, features.variant, dtype
+
+
+def rescore_groups(
+    hidden: torch.Tensor,  # [B, D], as ``screened_sample`` has checked it
+    head: LMHead,
+    params: BatchParams,
+    workspace: ScreenWorkspace,  # with what ``screen_head`` has left
+    config: ScreenConfig,
+    buffer: LogitsBuffer | None = None,
+) -> SampleOutput:
+    """The tokens, from the groups that the screen has not ruled out. Of truncated rows, which need ``buffer``, the
+    logits of these groups and nothing else."""
+    num_rows, spec, block_b = hidden.shape[0], head.spec, config.rescore_tile.block_b
+    output = SampleOutput.empty(num_rows, hidden.device, False)
+    early = config.early and supports_early_launch(hidden.device)
+    features = params.operands(spec, workspace.operands.score_hi, workspace.operands.threshold)
+    if config.listed:
+        list_groups(num_rows, spec.vocab_size, params, workspace, config)
+    programs = _num_programs(num_rows, workspace, config, config.listed)
+    launch(
+        rescore_groups_kernel,
+        programs * cdiv(num_rows, block_b),
+        (
+            head.weight,
+            hidden,
+            workspace.operands,
+            params.temperature,
+            params.seed,
+            params.position,
+            features.truncation,
+            features.edits,
+            None if buffer is None else buffer.operands,
+            output,
+            num_rows,
+            spec.vocab_size,
+            spec.vocab_start,
+            programs,
+            head.weight.stride(0),
+            hidden.stride(0),
+            features.logit_scale,
+            features.softcap,
+            features.given_edits,
+        ),
+        {
+            "D": hidden.shape[1],
+            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
+            "TILE": config.rescore_tile,
+            "LISTED": config.listed,
+            "EARLY": early,
+        },
+        config.rescore_warps,
+        _variant(hidden, head, features, buffer),
+        early=early,
+    )
+    return output
+
+
+def read_groups(
+    hidden: torch.Tensor,  # [B, D]
+    head: LMHead,
+    params: BatchParams,  # with a truncation
+    workspace: ScreenWorkspace,
+    config: ScreenConfig,
+    buffer: LogitsBuffer,
+    which: RescorePass,
+) -> None:
+    """Logits of truncated rows into ``buffer``: see ``RescorePass``. Where nothing is to be read, nothing is."""
+    num_rows, spec, block_b = hidden.shape[0], head.spec, config.rescore_tile.block_b
+    certain = which is RescorePass.CERTAIN_GROUPS
+    early = config.early and supports_early_launch(hidden.device)
+    features = params.operands(spec, workspace.operands.score_hi, workspace.operands.threshold)
+    if certain:
+        list_groups(num_rows, spec.vocab_size, params, workspace, config, certain=True)
+    programs = _num_programs(num_rows, workspace, config, certain)
+    launch(
+        read_groups_kernel,
+        programs * cdiv(num_rows, block_b),
+        (
+            head.weight,
+            hidden,
+            workspace.operands,
+            params.temperature,
+            features.truncation,
+            features.edits,
+            buffer.operands,
+            num_rows,
+            spec.vocab_size,
+            spec.vocab_start,
+            programs,
+            head.weight.stride(0),
+            hidden.stride(0),
+            features.logit_scale,
+            features.softcap,
+            features.given_edits,
+        ),
+        {
+            "D": hidden.shape[1],
+            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
+            "TILE": config.rescore_tile,
+            "CERTAIN": certain,
+            "EARLY": early,
+        },
+        config.rescore_warps,
+        _variant(hidden, head, features, buffer),
+        early=early,
+    )

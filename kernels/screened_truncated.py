@@ -1,0 +1,503 @@
+"""Truncated rows on the screened path: which groups could hold their tokens, and the token.
+
+``bound_truncated`` finds each row's threshold. If the largest logits of k groups are at least x, k logits are at least
+x, and a top-k of k allows no smaller one: a group whose upper end is below x is ruled out. A row without a small top-k
+takes as many groups as the draw can hold; whether they were enough is decided by the draw. After the groups that are
+certain to reach the threshold have been read, their logits are known exactly, and the same step gives a higher
+threshold that fewer groups can reach.
+
+``list_ids`` and ``verify_ids`` rule out more groups of a small batch. A group that could reach the threshold has 16
+ids, of which mostly one has an upper end above it. Reading that id alone says whether it does: most do not, since an
+upper end is far above the logit itself. A group with an id that does is read whole, for the noise inside the group
+needs all its logits.
+
+``draw_rescored`` draws. Top-k and min-p depend on the rescored groups alone. Top-p is a share of the row's whole mass,
+which the screen knows to within two ends: the tokens allowed under the smallest mass are also allowed under the true
+one, and those under the true one also under the largest. So a token that wins among those of the largest mass, and is
+allowed under the smallest, is the winner. A row without such a token, with more groups than the draw can hold, or whose
+limits reach below what was rescored, is left: its whole head is read, and ``search_truncated`` answers it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import rng
+from .config import ScreenConfig, TruncationConfig
+from .epilogue import load_edit_flags, rows_truncated
+from .intrinsics import LOG2_E, float_to_ordered, ordered_to_float
+from .launch import cdiv, launch, resident_programs, supports_early_launch
+from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead, SampleOutput
+from .rescore import flag_groups, logits_of_ids
+from .truncation_math import (
+    BLOCK_GROUPS,
+    best_of_listed,
+    block_maxima,
+    bound_of_top_k,
+    key_shift,
+    largest_with_key,
+    list_groups_above,
+    listed_logits,
+    min_p_limit,
+    threshold_of,
+)
+from .workspace import ID_ROWS, LISTED_GROUPS, LogitsBuffer, ScreenCounter, ScreenWorkspace, num_group_blocks
+
+_LISTED_GROUPS = tl.constexpr(LISTED_GROUPS)
+_COUNT_GROUPS = tl.constexpr(int(ScreenCounter.GROUPS))
+# Of a mass: what a float32 sum of so many exponentials may be off by; and per unit of the largest exponent.
+_SUM_SLACK = tl.constexpr(2.0**-12)
+_EXPONENT_SLACK = tl.constexpr(2.0**-21)
+_GROUPS_AT_ONCE = 16  # per program of list_ids
+# Of list_ids: no more threads than pairs of these groups and a block's rows, so that no thread reads what another one
+# changes.
+_LIST_WARPS = 4
+
+
+@triton.jit
+def _groups_to_find(top_k, vocab_size, CANDIDATES: tl.constexpr):
+    """How many of the largest groups are looked for, and whether they are enough for the top-k: where that is not
+    small, as many as there is room for, with ties."""
+    small = (top_k >= 1) & (top_k < vocab_size) & (top_k <= CANDIDATES // 2)
+    return tl.where(small, top_k, CANDIDATES // 2), small
+
+
+@triton.jit(do_not_specialize=["num_groups", "vocab_size"], do_not_specialize_on_alignment=[*ROW_POINTERS])
+def bound_truncated_kernel(
+    screen,  # ScreenOperands, with max_logit_lo; out: threshold of truncated rows
+    buffer,  # BufferOperands, out: group_max -inf, as of groups that are not rescored; not AGAIN
+    temperature_ptr,  # [B] f32
+    truncation,  # TruncationOperands
+    num_groups,
+    vocab_size,
+    # constexpr
+    BLOCK_S: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    AGAIN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    if (tl.load(temperature_ptr + row) > 0.0) & rows_truncated(truncation, row, True, vocab_size):
+        max_logit_lo = screen.max_logit_lo + row.to(tl.int64) * num_groups
+        if not AGAIN:
+            group_max = buffer.group_max + row.to(tl.int64) * num_groups
+            for first in tl.range(0, num_groups, BLOCK_S):
+                groups = first + tl.arange(0, BLOCK_S)
+                tl.store(group_max + groups, float("-inf"), mask=groups < num_groups)
+        maxima = block_maxima(max_logit_lo, num_groups, BLOCK_S)
+        k, _ = _groups_to_find(tl.load(truncation.top_k + row), vocab_size, CANDIDATES)
+        bound = bound_of_top_k(maxima, tl.max(maxima), k, 0)
+        tl.store(screen.threshold + row, float_to_ordered(bound))
+
+
+def bound_truncated(
+    num_rows: int,
+    vocab_size: int,
+    params: BatchParams,  # with a truncation
+    workspace: ScreenWorkspace,  # with what ``screen_head`` has left
+    buffer: LogitsBuffer,
+    config: ScreenConfig,
+    truncation_config: TruncationConfig,
+    *,
+    again: bool = False,
+) -> None:
+    """Put the thresholds of truncated rows into ``workspace``, and start their rows of ``buffer``.
+
+    again: with the largest logits of some groups known exactly; ``buffer`` stays.
+    """
+    assert params.truncation is not None
+    device = params.temperature.device
+    early = config.early and supports_early_launch(device)
+    launch(
+        bound_truncated_kernel,
+        num_rows,
+        (
+            workspace.operands,
+            buffer.operands,
+            params.temperature,
+            params.truncation.operands,
+            workspace.num_groups,
+            vocab_size,
+        ),
+        {
+            "BLOCK_S": num_group_blocks(buffer.width),
+            "CANDIDATES": truncation_config.candidate_groups,
+            "AGAIN": again,
+            "EARLY": early,
+        },
+        truncation_config.num_warps,
+        (device.index, buffer.dtype, params.truncation.variant),
+        early=early,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "vocab_size"], do_not_specialize_on_alignment=[*ROW_POINTERS])
+def list_ids_kernel(
+    screen,  # ScreenOperands, with score_hi, id_hi and threshold; out: ids, num_ids, candidates, score_hi
+    temperature_ptr,  # [B] f32
+    truncation,  # TruncationOperands
+    num_rows,
+    num_groups,
+    vocab_size,
+    # constexpr
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    offs_b = tl.arange(0, BLOCK_B)
+    mask_b = offs_b < num_rows
+    sampled = tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) > 0.0
+    truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < num_groups
+    threshold = tl.load(screen.threshold + offs_b, mask=mask_b, other=0)
+    possible = flag_groups(screen.score_hi, threshold, offs_c, mask_c, offs_b, truncated, num_rows, 1)
+    if tl.max(tl.max(possible, axis=1), axis=0) > 0:
+        ids = offs_c[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
+        id_hi = tl.load(
+            screen.id_hi + ids[:, :, None] * num_rows + offs_b[None, None, :],
+            mask=(possible > 0)[:, None, :] & (ids < vocab_size)[:, :, None],
+            other=float("-inf"),
+        ).to(tl.float32)
+        reaches = (id_hi >= ordered_to_float(threshold)[None, None, :]) & (id_hi > float("-inf"))
+        listed = tl.reshape(tl.max(reaches.to(tl.int32), axis=2), [BLOCK_C * rng.GROUP_SIZE])
+        first = tl.atomic_add(screen.num_ids, tl.sum(listed), sem="relaxed")
+        place = first + tl.cumsum(listed, axis=0) - 1
+        tl.store(screen.ids + place, tl.reshape(ids, [BLOCK_C * rng.GROUP_SIZE]), mask=listed > 0)
+        candidates = tl.sum(possible, axis=0)
+        tl.atomic_add(screen.candidates + offs_b, candidates, mask=mask_b & (candidates > 0), sem="relaxed")
+        tl.debug_barrier()
+        out = offs_c[:, None] * num_rows + offs_b[None, :]
+        tl.store(screen.score_hi + out, tl.full(out.shape, float("-inf"), tl.float32), mask=possible > 0)
+
+
+def list_ids(
+    num_rows: int,  # ID_ROWS or fewer
+    vocab_size: int,
+    params: BatchParams,  # with a truncation
+    workspace: ScreenWorkspace,  # with what ``bound_truncated`` has left
+    config: ScreenConfig,
+) -> None:
+    """Put the ids that have yet to be verified into one list, and rule their groups out until they are. Entries come in
+    any order."""
+    assert params.truncation is not None
+    device = params.temperature.device
+    early = config.early and supports_early_launch(device)
+    launch(
+        list_ids_kernel,
+        cdiv(workspace.num_groups, _GROUPS_AT_ONCE),
+        (
+            workspace.operands,
+            params.temperature,
+            params.truncation.operands,
+            num_rows,
+            workspace.num_groups,
+            vocab_size,
+        ),
+        {"BLOCK_B": ID_ROWS, "BLOCK_C": _GROUPS_AT_ONCE, "EARLY": early},
+        _LIST_WARPS,
+        (device.index, params.truncation.variant),
+        early=early,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_programs", "given_edits"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS],
+)
+def verify_ids_kernel(
+    weight_ptr,  # [V, D]
+    hidden_ptr,  # [B, D]
+    screen,  # ScreenOperands, with ids and threshold; out: score_hi +inf where a logit of the group reaches it
+    temperature_ptr,  # [B] f32
+    truncation,  # TruncationOperands
+    edits,  # EditOperands, or None
+    num_rows,
+    vocab_size,
+    vocab_start,
+    num_programs,
+    weight_stride,
+    hidden_stride,
+    logit_scale,  # or None, as the next
+    softcap,
+    given_edits,  # Edit flags
+    # constexpr
+    D: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    num_listed = tl.load(screen.num_ids)
+    arriving = tl.maximum(tl.minimum(num_listed, num_programs), 1)
+    num_own = tl.cdiv(tl.maximum(num_listed - program, 0), num_programs)
+    if num_own > 0:
+        offs_b = tl.arange(0, BLOCK_B)
+        mask_b = offs_b < num_rows
+        sampled = tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) > 0.0
+        truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
+        threshold = ordered_to_float(tl.load(screen.threshold + offs_b, mask=mask_b, other=0))
+        edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+        offs_v = tl.arange(0, BLOCK_V)
+        hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
+        for step in tl.range(0, num_own, BLOCK_V):
+            live = step + offs_v < num_own
+            ids = tl.load(screen.ids + program + (step + offs_v) * num_programs, mask=live, other=0)
+            logits = logits_of_ids(
+                weight_ptr,
+                hidden_ptrs,
+                ids,
+                live,
+                offs_b,
+                mask_b,
+                vocab_start,
+                weight_stride,
+                logit_scale,
+                softcap,
+                edits,
+                edit_flags,
+                D,
+                LOGITS_DTYPE,
+                BLOCK_D,
+                STAGES,
+                False,
+            )
+            reaches = live[:, None] & truncated[None, :] & ~(logits < threshold[None, :])
+            out = (ids // rng.GROUP_SIZE)[:, None] * num_rows + offs_b[None, :]
+            tl.store(screen.score_hi + out, tl.full(out.shape, float("inf"), tl.float32), mask=reaches)
+    if program < arriving:
+        tl.debug_barrier()
+        if tl.atomic_add(screen.ids_arrived, 1, sem="acq_rel") == arriving - 1:
+            tl.store(screen.ids_arrived, 0)
+            tl.store(screen.num_ids, 0)
+            num_read = tl.cdiv(num_listed, rng.GROUP_SIZE).to(tl.int64)
+            tl.atomic_add(screen.counters + _COUNT_GROUPS, num_read, sem="relaxed")
+
+
+def verify_ids(
+    hidden: torch.Tensor,  # [B, D], ID_ROWS rows or fewer
+    head: LMHead,
+    params: BatchParams,  # with a truncation
+    workspace: ScreenWorkspace,  # with what ``list_ids`` has left
+    config: ScreenConfig,
+) -> None:
+    """Bring the groups back of the listed ids that reach a row's threshold: their ``score_hi`` becomes +inf."""
+    spec, tile = head.spec, config.rescore_tile
+    features = params.operands(spec, workspace.operands.score_hi, workspace.operands.threshold)
+    early = config.early and supports_early_launch(hidden.device)
+    programs = resident_programs(hidden.device, 1)
+    aligned = hidden.data_ptr() % 16 == 0
+    launch(
+        verify_ids_kernel,
+        programs,
+        (
+            head.weight,
+            hidden,
+            workspace.operands,
+            params.temperature,
+            features.truncation,
+            features.edits,
+            hidden.shape[0],
+            spec.vocab_size,
+            spec.vocab_start,
+            programs,
+            head.weight.stride(0),
+            hidden.stride(0),
+            features.logit_scale,
+            features.softcap,
+            features.given_edits,
+        ),
+        {
+            "D": hidden.shape[1],
+            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
+            "BLOCK_B": ID_ROWS,
+            "BLOCK_V": tile.block_v,
+            "BLOCK_D": tile.block_d,
+            "STAGES": tile.stages,
+            "EARLY": early,
+        },
+        config.rescore_warps,
+        (hidden.device.index, head.variant, hidden.stride(0), aligned, features.variant),
+        early=early,
+    )
+
+
+@triton.jit
+def _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S: tl.constexpr):
+    """The most and the least mass of the groups without a rescored logit above ``low``, relative to ``reference``."""
+    most = tl.zeros([BLOCK_S], tl.float32)
+    least = tl.zeros([BLOCK_S], tl.float32)
+    for place in tl.range(BLOCK_GROUPS):  # a loop, for few registers
+        groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+        inside = groups < num_groups
+        other = inside & ~(tl.load(group_max + groups, mask=inside, other=float("-inf")) > low)
+        most += tl.exp(tl.load(lse_hi + groups, mask=other, other=float("-inf")) - reference)
+        least += tl.exp(tl.load(lse_lo + groups, mask=other, other=float("-inf")) - reference)
+    return tl.split(tl.sum(tl.join(most, least), axis=0))
+
+
+@triton.jit
+def _draw_row(
+    row_logits,
+    group_max,  # -inf where a group was not rescored
+    lse_hi,
+    lse_lo,
+    list_ptr,  # scratch, 2 * CANDIDATES
+    screened,  # no logit of another group is above
+    inv_temperature,
+    seed,
+    position,
+    top_k,
+    top_p,
+    min_p,
+    vocab_size,
+    num_groups,
+    BLOCK_S: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Token, its score, and whether that is certain."""
+    maxima = block_maxima(group_max, num_groups, BLOCK_S)
+    largest = tl.max(maxima)
+    wanted, complete = _groups_to_find(top_k, vocab_size, CANDIDATES)
+    bound = bound_of_top_k(maxima, largest, wanted, SHIFT)
+    # The largest number of the buffer below ``screened``: no logit that was not read is above it.
+    ordered = float_to_ordered(screened).to(tl.int64)
+    below = tl.where(ordered >= 0, ordered - 1, ordered - (1 << SHIFT)) >> SHIFT
+    low = tl.maximum(bound, largest_with_key(below, SHIFT))
+    num_listed = list_groups_above(low, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
+    logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
+    reference = tl.where(largest == float("-inf"), 0.0, largest) * inv_temperature
+    weights = tl.exp2((logits * inv_temperature - reference) * LOG2_E)
+    limits_k = (top_k >= 1) & (top_k < vocab_size)
+    k = tl.where(limits_k, top_k, vocab_size)
+    p_hi = tl.full([], float("inf"), tl.float32)
+    p_lo = tl.full([], float("inf"), tl.float32)
+    # With min-p, top-p is of what top-k has left.
+    of_top_k = (top_p < 1.0) & limits_k & (min_p > 0.0)
+    known = complete | ~of_top_k
+    if top_p < 1.0:
+        if of_top_k:
+            floor = threshold_of(logits, weights, low, largest, k, float("inf"), SHIFT)
+            p_hi = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
+            p_lo = p_hi
+        else:
+            most, least = _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S)
+            rescored = tl.sum(weights)
+            slack = _SUM_SLACK + tl.abs(reference) * _EXPONENT_SLACK
+            p_hi = top_p * ((rescored + most) * (1.0 + slack))
+            p_lo = top_p * ((rescored + least) * (1.0 - slack))
+    floor = threshold_of(logits, weights, low, largest, k, p_hi, SHIFT)
+    certainly_allowed = floor
+    if p_lo < p_hi:
+        certainly_allowed = threshold_of(logits, weights, low, largest, k, p_lo, SHIFT)
+    lowest = min_p_limit(largest, inv_temperature, min_p)
+    token, logit, score = best_of_listed(
+        row_logits, list_ptr, num_listed, inv_temperature, seed, position, floor, lowest, CANDIDATES
+    )
+    complete |= (floor > low) | (lowest > low)
+    certain = complete & known & (num_listed <= CANDIDATES) & (logit > certainly_allowed)
+    return token, score, certain
+
+
+@triton.jit(do_not_specialize=["num_groups", "vocab_size"], do_not_specialize_on_alignment=[*ROW_POINTERS])
+def draw_rescored_kernel(
+    screen,  # ScreenOperands, with threshold, lse_hi and lse_lo
+    buffer,  # BufferOperands, with the rescored groups; out: status
+    temperature_ptr,  # [B] f32
+    seed_ptr,  # [B] i64
+    position_ptr,  # [B] i64
+    truncation,  # TruncationOperands
+    output,  # SampleOutput, in and out: the other rows' tokens stay
+    num_groups,
+    vocab_size,
+    # constexpr
+    BLOCK_S: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + row)
+    status = tl.full([], 0, tl.int32)
+    if (temperature > 0.0) & rows_truncated(truncation, row, True, vocab_size):
+        groups = row.to(tl.int64) * num_groups
+        token, score, certain = _draw_row(
+            buffer.logits + groups * rng.GROUP_SIZE,
+            buffer.group_max + groups,
+            screen.lse_hi + groups,
+            screen.lse_lo + groups,
+            buffer.group_list + row * _LISTED_GROUPS,
+            ordered_to_float(tl.load(screen.threshold + row)),
+            1.0 / temperature,
+            tl.load(seed_ptr + row),
+            tl.load(position_ptr + row),
+            tl.load(truncation.top_k + row),
+            tl.load(truncation.top_p + row),
+            tl.load(truncation.min_p + row),
+            vocab_size,
+            num_groups,
+            BLOCK_S,
+            CANDIDATES,
+            KEY_SHIFT,
+        )
+        status = tl.where(certain, 1, -1)
+        tl.store(output.token_ids + row, token.to(tl.int64))
+        tl.store(output.scores + row, score)
+    tl.store(buffer.status + row, status)
+
+
+def draw_rescored(
+    output: SampleOutput,  # of the rows without a truncation
+    vocab_size: int,
+    params: BatchParams,  # with a truncation
+    workspace: ScreenWorkspace,  # with what ``bound_truncated`` has left
+    buffer: LogitsBuffer,  # with the rescored groups
+    config: ScreenConfig,
+    truncation_config: TruncationConfig,
+) -> None:
+    """Put the tokens of truncated rows into ``output``; ``buffer.status`` is negative where they are to be searched
+    for."""
+    assert params.truncation is not None
+    device = params.temperature.device
+    early = config.early and supports_early_launch(device)
+    launch(
+        draw_rescored_kernel,
+        params.temperature.shape[0],
+        (
+            workspace.operands,
+            buffer.operands,
+            params.temperature,
+            params.seed,
+            params.position,
+            params.truncation.operands,
+            output,
+            workspace.num_groups,
+            vocab_size,
+        ),
+        {
+            "BLOCK_S": num_group_blocks(buffer.width),
+            "CANDIDATES": truncation_config.candidate_groups,
+            "KEY_SHIFT": key_shift(buffer.dtype),
+            "EARLY": early,
+        },
+        truncation_config.num_warps,
+        (device.index, buffer.dtype, params.truncation.variant),
+        early=early,
+    )

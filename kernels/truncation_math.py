@@ -1,0 +1,384 @@
+"""The mathematics of one truncated row: when its tokens are drawn, and which of them top-k, top-p and min-p allow.
+Device functions only.
+
+    token = argmax over the allowed tokens of  s(i) = -log t(i),
+    t(i)  = e(group) / W(group)  +  e(i) / w(i)  -  min_j e(j) / w(j)        (j over the group of i)
+
+with ``w = exp(logit / temperature)``, ``W`` its sum over a group of 16 ids and ``e`` the exponential noise of
+``rng.py``. The t(i) are independent exponential waiting times with rates w(i), because what is left of a race after its
+first arrival has no memory; so the first allowed token is an exact draw from the distribution restricted to the allowed
+set. The first of all is the token that a plain row draws: a truncation changes a token only where it forbids it.
+
+A token is allowed if fewer than top-k tokens and less than top-p of the mass have a larger logit, and its logit reaches
+the limit of min-p. Groups are handled in blocks of 8 where only their largest logits matter: what is done to all of
+them is done to an eighth as many, in a thread's registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import rng
+from .epilogue import LIMIT, MIN_MASS
+from .intrinsics import LN_2, LOG2_E, clamp01, float_to_ordered, log2, mul_rn, ordered_to_float, reciprocal
+from .workspace import GROUPS_PER_BLOCK
+
+NO_TOKEN = tl.constexpr(2**31 - 1)
+BLOCK_GROUPS = tl.constexpr(GROUPS_PER_BLOCK)
+BLOCK_IDS = tl.constexpr(GROUPS_PER_BLOCK * rng.GROUP_SIZE)
+_BISECTIONS = tl.constexpr(24)  # bounds the search for a lower bound: a loose one costs passes, not exactness
+_GROUPS_AT_ONCE = tl.constexpr(32)  # the arithmetic of the noise is long: a loop over few keeps the code short
+
+
+@triton.jit
+def score_row_groups(
+    logits,  # [N, GROUP_SIZE] f32
+    group,  # [N] i32, absolute
+    inv_temperature,
+    seed,
+    position,
+):
+    """Perturbed log-mass, log-mass and largest logit of some groups of a row: the arithmetic of
+    ``epilogue.score_groups``, without greedy rows."""
+    peak = tl.max(logits, axis=1)
+    rate = inv_temperature * LOG2_E
+    base = mul_rn(tl.where(peak == float("-inf"), 0.0, peak), rate)
+    mass = tl.sum(clamp01(tl.exp2(tl.fma(logits, rate, -base[:, None]))), axis=1)
+    mass = tl.where(peak == float("-inf"), 0.0, tl.maximum(mass, MIN_MASS))
+    exponential = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
+    perturbation = log2(mass * reciprocal(exponential))
+    return (base + perturbation) * LN_2, (base + (perturbation + log2(exponential))) * LN_2, peak
+
+
+@triton.jit
+def token_scores(
+    logits,  # [N, GROUP_SIZE] f32
+    group_score,  # [N] f32, the group's perturbed log-mass: the score of its first token
+    ids,  # [N, GROUP_SIZE] i32, absolute
+    inv_temperature,
+    seed,
+    position,
+):
+    """s(i) of the tokens of some groups; -inf where the logit is."""
+    exponential = rng.exponential(seed, position, ids, rng.SAMPLE, rng.TOKEN)
+    perturbed = logits * inv_temperature - tl.log(exponential)
+    best = tl.max(perturbed, axis=1)
+    behind = tl.exp(best[:, None] - perturbed) - 1.0
+    scores = group_score[:, None] - tl.log(1.0 + tl.exp(group_score - best)[:, None] * behind)
+    return tl.where(perturbed > float("-inf"), scores, float("-inf"))
+
+
+@triton.jit
+def min_p_limit(largest, inv_temperature, min_p):
+    """What a logit must reach to be allowed by min-p where ``largest`` is the row's largest; -inf without min-p.
+
+    One definition for all branches: whether a logit at the limit is allowed does not depend on which of them answers.
+    """
+    limit = largest + tl.log(tl.minimum(min_p, 1.0)) / inv_temperature
+    return tl.where(min_p > 0.0, tl.minimum(limit, largest), float("-inf"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A row with a small top-k. What the largest logits of k blocks of groups are above, k logits are above. So the groups
+# that reach it, about k, hold everything that is allowed: they are listed, and what top-k, top-p and min-p allow of
+# their logits is found exactly.
+
+
+def key_shift(dtype: torch.dtype) -> int:
+    """How many low bits of every number of ``dtype`` are zero in float32."""
+    return 16 if dtype is torch.bfloat16 else 0
+
+
+@triton.jit
+def largest_with_key(key, SHIFT: tl.constexpr):
+    """The largest value with this key: values above it have larger keys."""
+    return ordered_to_float(((key << SHIFT) | ((1 << SHIFT) - 1)).to(tl.int32))
+
+
+@triton.jit
+def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
+    """A number that ``k`` or a few more of the maxima are above, or all of them.
+
+    SHIFT: how many low bits of all values are zero. Bisection over what is left, a few instructions.
+    """
+    failing = (float_to_ordered(tl.full([], -LIMIT * 2, tl.float32)) >> SHIFT).to(tl.int64)
+    passing = (float_to_ordered(largest) >> SHIFT).to(tl.int64)
+    num_above = tl.sum((maxima > float("-inf")).to(tl.int32))
+    while (passing - failing > 1) & (num_above > k + k // 4 + 4):
+        middle = (passing + failing) >> 1
+        count = tl.sum((maxima > largest_with_key(middle, SHIFT)).to(tl.int32))
+        num_above = tl.where(count < k, num_above, count)
+        passing = tl.where(count < k, middle, passing)
+        failing = tl.where(count < k, failing, middle)
+    return largest_with_key(failing, SHIFT)
+
+
+@triton.jit
+def threshold_of(values, weights, low, largest, k, p, SHIFT: tl.constexpr):
+    """A number x, ``low`` or above, such that exactly the values above x have fewer than ``k`` values and less than
+    ``p`` of the weight above them. Nothing is above the largest value: that one always passes."""
+    failing = (float_to_ordered(low) >> SHIFT).to(tl.int64)
+    passing = (float_to_ordered(largest) >> SHIFT).to(tl.int64)
+    while passing - failing > 1:
+        middle = (passing + failing) >> 1
+        larger = values > largest_with_key(middle, SHIFT)
+        counted = tl.join(tl.where(larger, 1.0, 0.0), tl.where(larger, weights, 0.0))
+        count, mass = tl.split(tl.sum(counted, axis=0))
+        passes = ((count < k) & (mass < p)) | (count == 0)
+        passing = tl.where(passes, middle, passing)
+        failing = tl.where(passes, failing, middle)
+    return largest_with_key(failing, SHIFT)
+
+
+@triton.jit
+def block_maxima(group_max, num_groups, BLOCK_S: tl.constexpr):
+    """``[BLOCK_S]``: the largest logit of each block of groups. group_max: of the row's groups."""
+    maxima = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    for place in tl.range(BLOCK_GROUPS):  # a loop, for few registers
+        groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+        maxima = tl.maximum(maxima, tl.load(group_max + groups, mask=groups < num_groups, other=float("-inf")))
+    return maxima
+
+
+@triton.jit
+def list_groups_above(bound, maxima, group_max, list_ptr, num_groups, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr):
+    """List the groups with a logit above ``bound``, in order, from ``list_ptr + CANDIDATES`` on; returns how many there
+    are, some number above ``CANDIDATES`` where they are more than that."""
+    num_blocks = tl.sum((maxima > bound).to(tl.int32))
+    list_blocks(maxima > bound, list_ptr, CANDIDATES, BLOCK_S)
+    offs = tl.arange(0, CANDIDATES)
+    block = tl.load(list_ptr + offs, mask=offs < num_blocks, other=0)
+    groups = tl.reshape(
+        block[:, None] * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)[None, :], [CANDIDATES * BLOCK_GROUPS]
+    )
+    listed = tl.arange(0, CANDIDATES * BLOCK_GROUPS) < num_blocks * BLOCK_GROUPS
+    peaks = tl.load(group_max + groups, mask=listed & (groups < num_groups), other=float("-inf"))
+    reaches = (peaks > bound).to(tl.int32)
+    index = tl.cumsum(reaches, axis=0) - 1
+    tl.store(list_ptr + CANDIDATES + index, groups, mask=(reaches > 0) & (index < CANDIDATES))
+    tl.debug_barrier()
+    # Each block has such a group: with more blocks than were listed, the groups are too many as well.
+    return tl.maximum(tl.sum(reaches), num_blocks)
+
+
+@triton.jit
+def listed_logits(row_logits, list_ptr, num_listed, CANDIDATES: tl.constexpr):
+    """``[CANDIDATES * GROUP_SIZE]`` logits of the listed groups, -inf beyond the last."""
+    offs = tl.arange(0, CANDIDATES)
+    group = tl.load(list_ptr + CANDIDATES + offs, mask=offs < num_listed, other=0)
+    ids = group[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
+    ids = tl.reshape(ids, [CANDIDATES * rng.GROUP_SIZE])
+    valid = tl.arange(0, CANDIDATES * rng.GROUP_SIZE) < num_listed * rng.GROUP_SIZE
+    return tl.load(row_logits + ids, mask=valid, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def best_of_listed(
+    row_logits,
+    list_ptr,
+    num_listed,
+    inv_temperature,
+    seed,
+    position,
+    floor,
+    lowest,
+    CANDIDATES: tl.constexpr,
+):
+    """Of the listed groups, the best token with a logit above ``floor`` and at least ``lowest``: its id, its logit and
+    its score; id 0 and -inf where there is none."""
+    best_token = tl.full([], NO_TOKEN, tl.int32)
+    best_logit = tl.full([], float("-inf"), tl.float32)
+    best_score = tl.full([], float("-inf"), tl.float32)
+    for start in tl.range(0, tl.minimum(num_listed, CANDIDATES), _GROUPS_AT_ONCE):
+        offs = start + tl.arange(0, _GROUPS_AT_ONCE)
+        group = tl.load(list_ptr + CANDIDATES + offs, mask=offs < num_listed, other=0)
+        ids = group[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
+        logits = tl.load(row_logits + ids, mask=(offs < num_listed)[:, None], other=float("-inf")).to(tl.float32)
+        score, _, peak = score_row_groups(logits, group, inv_temperature, seed, position)
+        group_score = tl.where(peak == float("-inf"), peak, score)
+        scores = token_scores(logits, group_score, ids, inv_temperature, seed, position)
+        scores = tl.where((logits > floor) & (logits >= lowest), scores, float("-inf"))
+        first = tl.max(scores)
+        if first > best_score:  # groups ascend: of equal scores the lowest id
+            best_score = first
+            best_token = tl.min(tl.where(scores == first, ids, NO_TOKEN))
+            best_logit = tl.max(tl.where(ids == best_token, logits, float("-inf")))
+    return tl.where(best_score == float("-inf"), 0, best_token), best_logit, best_score
+
+
+@triton.jit
+def draw_small_top_k(
+    row_logits,
+    group_max,
+    list_ptr,  # scratch, 2 * CANDIDATES
+    inv_temperature,
+    seed,
+    position,
+    top_k,
+    top_p,
+    min_p,
+    lse_max,  # the row's largest log-mass of a group
+    lse_sum,  # its exp-sum relative to that
+    num_groups,
+    BLOCK_S: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Token, its logit, its score, and whether the groups were no more than ``CANDIDATES``."""
+    maxima = block_maxima(group_max, num_groups, BLOCK_S)
+    largest = tl.max(maxima)
+    bound = bound_of_top_k(maxima, largest, top_k, SHIFT)
+    num_listed = list_groups_above(bound, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
+    logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
+    weights = tl.exp2((logits * inv_temperature - lse_max) * LOG2_E)
+    p = tl.where(top_p < 1.0, top_p * lse_sum, float("inf"))
+    if (min_p > 0.0) & (top_p < 1.0):
+        # With min-p, top-p is of what top-k has left.
+        floor = threshold_of(logits, weights, bound, largest, top_k, float("inf"), SHIFT)
+        p = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
+    floor = threshold_of(logits, weights, bound, largest, top_k, p, SHIFT)
+    lowest = min_p_limit(largest, inv_temperature, min_p)
+    token, logit, score = best_of_listed(
+        row_logits, list_ptr, num_listed, inv_temperature, seed, position, floor, lowest, CANDIDATES
+    )
+    return token, logit, score, num_listed <= CANDIDATES
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A row of any kind: how many of its logits are above a value, and how much of the mass.
+
+
+@triton.jit
+def load_group_blocks(row_ptr, num_groups, BLOCK_S: tl.constexpr):
+    """A value per group of the row, by block: ``[BLOCK_S, GROUPS_PER_BLOCK]``, -inf beyond the last group.
+
+    Read wherever it is needed: it comes from the L1 cache, while kept in registers it would spill.
+    """
+    groups = tl.arange(0, BLOCK_S)[:, None] * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)[None, :]
+    return tl.load(row_ptr + groups, mask=groups < num_groups, other=float("-inf"))
+
+
+@triton.jit
+def list_blocks(chosen, list_ptr, capacity, BLOCK_S: tl.constexpr):
+    """Write the indices of the chosen blocks to the row's list, in order, up to ``capacity`` of them."""
+    slot = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.debug_barrier()  # nobody reads the previous list any more
+    tl.store(list_ptr + slot, tl.arange(0, BLOCK_S), mask=chosen & (slot < capacity))
+    tl.debug_barrier()
+
+
+@triton.jit
+def _load_blocks(row_logits, list_ptr, first, num_blocks, listed, width, GATHER: tl.constexpr):
+    """Logits of up to ``GATHER`` blocks from the first-th on, of the list or of all; flat, -inf beyond the last."""
+    offs = first + tl.arange(0, GATHER)
+    blocks = tl.where(listed, tl.load(list_ptr + offs, mask=listed & (offs < num_blocks), other=0), offs)
+    ids = blocks[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
+    logits = tl.load(row_logits + ids, mask=(offs < num_blocks)[:, None] & (ids < width), other=float("-inf"))
+    return tl.reshape(logits, [GATHER * BLOCK_IDS], can_reorder=True)
+
+
+@triton.jit
+def best_of_window(scores, list_ptr, row_logits):
+    """The best token of a window: score, id and logit. Of equal scores the lowest id: windows are in order."""
+    score, index = tl.max(scores, axis=0, return_indices=True)
+    block = tl.load(list_ptr + index // BLOCK_IDS, mask=score > float("-inf"), other=0)
+    token = block * BLOCK_IDS + index % BLOCK_IDS
+    return score, token, tl.load(row_logits + token).to(tl.float32)
+
+
+@triton.jit
+def measure(
+    row_logits,
+    list_ptr,
+    group_max,
+    low,  # the lower of two thresholds
+    high,
+    inv_temperature,
+    lse,
+    width,
+    BLOCK_S: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """How many of the row's logits are above ``low``, and their probability; the same for ``high``.
+
+    The order of the sums depends on the row and the config alone, so equal rows get equal answers.
+    """
+    num_groups = width // rng.GROUP_SIZE
+    above = tl.max(load_group_blocks(group_max, num_groups, BLOCK_S), axis=1) > low
+    num_above = tl.sum(above.to(tl.int32))
+    num_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
+    listed = num_above * 2 < num_blocks
+    if listed:
+        list_blocks(above, list_ptr, BLOCK_S, BLOCK_S)
+    num_blocks = tl.where(listed, num_above, num_blocks)
+    count_low = tl.zeros([GATHER * BLOCK_IDS], tl.float32)  # exact: a vocabulary has fewer than 2**24 ids
+    count_high = tl.zeros([GATHER * BLOCK_IDS], tl.float32)
+    mass_low = tl.zeros([GATHER * BLOCK_IDS], tl.float32)
+    mass_high = tl.zeros([GATHER * BLOCK_IDS], tl.float32)
+    block = _load_blocks(row_logits, list_ptr, 0, num_blocks, listed, width, GATHER)
+    for first in tl.range(0, num_blocks, GATHER):
+        following = _load_blocks(row_logits, list_ptr, first + GATHER, num_blocks, listed, width, GATHER)
+        logits = block.to(tl.float32)
+        probability = tl.exp2((logits * inv_temperature - lse) * LOG2_E)
+        count_low += tl.where(logits > low, 1.0, 0.0)
+        mass_low += tl.where(logits > low, probability, 0.0)
+        count_high += tl.where(logits > high, 1.0, 0.0)
+        mass_high += tl.where(logits > high, probability, 0.0)
+        block = following
+    sums = tl.sum(tl.join(tl.join(count_low, mass_low), tl.join(count_high, mass_high)), axis=0)
+    of_low, of_high = tl.split(sums)
+    count_low, mass_low = tl.split(of_low)
+    count_high, mass_high = tl.split(of_high)
+    return count_low, mass_low, count_high, mass_high
+
+
+@triton.jit
+def kth_bound(maxima, largest, k):
+    """A value that at least k of the maxima reach (so does the k-th largest logit), or -inf."""
+    low = tl.min(tl.where(maxima == float("-inf"), largest, maxima))
+    num_low = tl.sum((maxima >= low).to(tl.int32))
+    bound = tl.where(num_low >= k, low, float("-inf"))
+    high = largest
+    step = 0
+    while (num_low > k + k // 8 + 4) & (step < _BISECTIONS):
+        middle = 0.5 * low + 0.5 * high
+        num = tl.sum((maxima >= middle).to(tl.int32))
+        enough = num >= k
+        low = tl.where(enough, middle, low)
+        num_low = tl.where(enough, num, num_low)
+        bound = tl.where(enough, middle, bound)
+        high = tl.where(enough, high, middle)
+        step += 1
+    return bound
+
+
+@triton.jit
+def mass_of_top_k(
+    row_logits,
+    list_ptr,
+    group_max,
+    bound,
+    largest,
+    k,
+    inv_temperature,
+    lse,
+    width,
+    BLOCK_S: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """Probability of the tokens that top-k leaves, ties included: by bisection over the float32 values."""
+    # k or more logits are above low, fewer than k above high
+    low = float_to_ordered(tl.where(bound == float("-inf"), -LIMIT, bound)).to(tl.int64) - 1
+    high = float_to_ordered(largest).to(tl.int64)
+    mass = tl.full([], 1.0, tl.float32)
+    while high - low > 0:
+        middle = tl.where(high - low > 1, (low + high) >> 1, low)
+        value = ordered_to_float(middle.to(tl.int32))
+        count, mass, _, _ = measure(
+            row_logits, list_ptr, group_max, value, value, inv_temperature, lse, width, BLOCK_S, GATHER
+        )
+        high = tl.where(middle == low, low, tl.where(count >= k, high, middle))
+        low = tl.where(count >= k, middle, low)
+    return mass
