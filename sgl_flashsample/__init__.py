@@ -17,45 +17,43 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import BatchParams, SampleOutput, sample, sample_from_logits
-    from .choices import Choices
-    from .greedy import argmax
-    from .kernels.features import LogitEdits, Truncation
-    from .kernels.head import LMHead, Workspace
+    from .api import argmax, sample, sample_from_logits
+    from .dispatch import DispatchTable
+    from .kernels.config import TileConfig
+    from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
     from .kernels.rng import NOISE_ABI
-    from .kernels.tiles import TileConfig
-    from .lookup import load_table
-    from .resolution import resolve
+    from .kernels.workspace import Workspace
+    from .kinds import SamplingPath
     from .screen import Screen
-    from .work import Path
+    from .tables.lookup import load_table, resolve
 
 _HOMES = {
-    "Choices": ".choices",
-    "load_table": ".lookup",
-    "resolve": ".resolution",
-    "Screen": ".screen",
-    "BatchParams": ".api",
-    "SampleOutput": ".api",
+    "argmax": ".api",
     "sample": ".api",
     "sample_from_logits": ".api",
-    "argmax": ".greedy",
-    "LogitEdits": ".kernels.features",
-    "Truncation": ".kernels.features",
-    "LMHead": ".kernels.head",
-    "Workspace": ".kernels.head",
+    "DispatchTable": ".dispatch",
+    "TileConfig": ".kernels.config",
+    "BatchParams": ".kernels.params",
+    "LMHead": ".kernels.params",
+    "LogitEdits": ".kernels.params",
+    "SampleOutput": ".kernels.params",
+    "Truncation": ".kernels.params",
     "NOISE_ABI": ".kernels.rng",
-    "TileConfig": ".kernels.tiles",
-    "Path": ".work",
+    "Workspace": ".kernels.workspace",
+    "SamplingPath": ".kinds",
+    "Screen": ".screen",
+    "load_table": ".tables.lookup",
+    "resolve": ".tables.lookup",
 }
 
 __all__ = [
     "NOISE_ABI",
     "BatchParams",
-    "Choices",
+    "DispatchTable",
     "LMHead",
     "LogitEdits",
-    "Path",
     "SampleOutput",
+    "SamplingPath",
     "Screen",
     "TileConfig",
     "Truncation",

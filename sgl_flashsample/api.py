@@ -1,61 +1,24 @@
-"""The public functions: ``sample`` and ``sample_from_logits``. For engines other than SGLang, and what the SGLang
-backend calls."""
+"""The public functions: ``sample``, ``sample_from_logits`` and ``argmax``. For engines other than SGLang; SGLang's
+backend calls what they call."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from .choices import Choices
-from .kernels.features import LogitEdits, Truncation
-from .kernels.head import LMHead, LogitsSource, Workspace
+from . import dispatch
+from .defaults import HeadFacts, default_config_on, family_of_device, truncation_config
+from .dispatch import DispatchTable
+from .kernels.config import ReadConfig
+from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from .kernels.sample_logits import sample_logits
-from .paths import run
+from .kernels.workspace import Workspace
+from .kinds import BatchKind, SamplingPath
 from .screen import Screen
-from .tuned import draw_on, read_for
-from .work import Path, Work
 
-
-@dataclasses.dataclass(frozen=True)
-class BatchParams:
-    """One value per row of the batch, on the device of the hidden states.
-
-    temperature: ``[B]`` float32; 0 is greedy, else at least 1e-6 (not checked: that would synchronise).
-    seed: ``[B]`` int64, any value. Rows with equal seed, position and logits get equal tokens, so give
-        each request its own.
-    position: ``[B]`` int64, at least 0 and different for each token of a request, for example its index.
-    truncation: top-k, top-p and min-p of the rows; None where no row has any.
-    edits: penalties, grammar mask and bias of the rows; None where no row has any.
-    all_greedy: the caller knows that every temperature is 0 or less, which may be faster; with another temperature
-        the tokens are undefined.
-    distribution_only: the caller wants tokens of the right distribution and no certain ones: they may depend on the
-        batch and on the row's place in it. Only for batches with every row truncated by top-k or top-p, none greedy and
-        none with min-p; of others the tokens are undefined. Allows the flashinfer path, where a tuned table names it.
-    """
-
-    temperature: torch.Tensor
-    seed: torch.Tensor
-    position: torch.Tensor
-    truncation: Truncation | None = None
-    edits: LogitEdits | None = None
-    all_greedy: bool = False
-    distribution_only: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleOutput:
-    """token_ids: ``[B]`` int64, absolute vocabulary ids.
-
-    logprobs: ``[B]`` float32, natural log-probability of each token under ``softmax(logits / temperature)``
-        (temperature 1 on greedy rows), or None when not asked for.
-    scores: ``[B]`` float32. Where the head is a shard of the vocabulary, the shard with the largest score
-        holds the row's token; of equal scores, the one with the lowest ids.
-    """
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor | None
-    scores: torch.Tensor
+_MIN_ZEROS = 1024
+# By device and number of rows. Kept for good: a captured graph reads them wherever they were when it was captured.
+_zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
+_greedy_params: dict[tuple[torch.device, int], BatchParams] = {}
 
 
 def sample(
@@ -65,16 +28,16 @@ def sample(
     *,
     return_logprob: bool = False,
     workspace: Workspace | None = None,
-    path: Path | None = None,
-    choices: Choices | None = None,
+    path: SamplingPath | str | None = None,
+    table: DispatchTable | None = None,
     screen: Screen | None = None,
 ) -> SampleOutput:
     """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, in one pass over the head.
 
     ``logits = softcap(logit_scale * (hidden @ weight.T))``, rounded to the head's ``logits_dtype``, then edited as
     ``params.edits`` says; the distribution is truncated as ``params.truncation`` says (FlashSampling paper, section 3.2
-    and Lemma 4.3; for truncation see ``kernels/draw_truncated.py``). Logits are not written to memory, except those of
-    rows with a truncation, 2 or 4 bytes each. Batches for which a GEMM is faster have it, and one reader of its output.
+    and Lemma 4.3; for truncation see ``kernels/truncation_math.py``). Logits are not written to memory, except those of
+    truncated rows, 2 or 4 bytes each. Batches for which a GEMM is faster have it, and one reader of its output.
 
     Args:
         hidden: ``[B, D]``, contiguous rows, the head's dtype and device.
@@ -82,43 +45,35 @@ def sample(
             a scale or a vocabulary shard. Keep one ``LMHead`` per model: it caches its descriptors.
         params: per-row temperature, seed and position.
         return_logprob: also compute the token's log-probability.
-        workspace: scratch to reuse (``paths.make_workspace(head, max_rows, choices=choices)``); allocated when None. It
+        workspace: scratch to reuse (``dispatch.make_workspace(head, max_rows, table=table)``); allocated when None. It
             grows with the first larger batch that has a truncation or a GEMM: before a CUDA graph is captured, call
             once with the largest.
-        path: how it is done; the fastest one when None, as ``choices`` has it.
-        choices: which path and configuration a batch takes, ``resolve(head).choices`` from a tuned table; the built-in
-            ones when None. Resolve once per head: it reads files.
-        screen: ``Screen(head, max_rows)``, kept with the head: batches without a truncation and logprobs may then be
-            drawn from half the bytes, where ``choices`` has that as the fastest. One that is stale, or too small for
-            the batch, is as none.
+        path: how it is done; the fastest one when None, as ``table`` has it.
+        table: which path and configuration a batch takes, ``resolve(head).dispatch`` from a tuned table; the built-in
+            choices when None. Resolve once per head: it reads files.
+        screen: ``Screen(head, max_rows)``, kept with the head: batches without logprobs may then be drawn from half the
+            bytes, where ``table`` has that as the fastest. Ignored if stale or too small for the batch.
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
-    neighbours, tile, shards, path (``Path.FLASHINFER`` apart), or eager against graph; ids are below
+    neighbours, tile, shards, path (``SamplingPath.FLASHINFER`` apart), or eager against graph; ids are below
     ``vocab_size``; the first maximum wins a greedy tie. Never synchronises; usable inside a CUDA graph once a
     call of the same shapes has compiled the kernels (a replay reads ``params`` anew).
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it. A path that cannot
-            serve the head or the batch. Choices for heads of another shape.
+        ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it. An unknown path, or one
+            that cannot serve the head or the batch. A table for heads of another shape.
     """
     head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
-    token_ids, scores, logprobs = run(
-        path,
+    return dispatch.sample(
         hidden,
         head,
-        params.temperature,
-        params.seed,
-        params.position,
-        truncation=params.truncation,
-        edits=params.edits,
-        greedy=params.all_greedy,
+        params,
         return_logprob=return_logprob,
         workspace=workspace,
-        choices=choices,
-        distribution_only=params.distribution_only,
+        path=path,
+        table=table,
         screen=screen,
     )
-    return SampleOutput(token_ids, logprobs, scores)
 
 
 def sample_from_logits(
@@ -152,19 +107,72 @@ def sample_from_logits(
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it.
     """
     size = logits.shape[-1] if vocab_size is None else vocab_size
-    work = Work.of(params.truncation is not None, params.edits is not None, params.all_greedy)
-    token_ids, scores, logprobs = sample_logits(
-        logits,
-        LogitsSource(size, vocab_start, logit_scale, softcap),
-        params.temperature,
-        params.seed,
-        params.position,
-        read_for(logits.device, size, logits.shape[0], work),
-        truncation=params.truncation,
-        edits=params.edits,
-        all_greedy=params.all_greedy,
-        return_logprob=return_logprob,
-        workspace=workspace,
-        draw=draw_on(logits.device, size),
-    )
-    return SampleOutput(token_ids, logprobs, scores)
+    spec = LogitsSpec(size, vocab_start, logit_scale, softcap)
+    family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
+    kind = BatchKind(params.truncation is not None, params.edits is not None)
+    facts = HeadFacts(family, itemsize, size, hidden_size=0)
+    config = default_config_on(facts, SamplingPath.LOGITS, logits.shape[0], kind)
+    assert isinstance(config, ReadConfig)
+    with dispatch.on_device_of(logits):
+        return sample_logits(
+            logits,
+            spec,
+            params,
+            config,
+            return_logprob=return_logprob,
+            workspace=workspace,
+            truncation_config=truncation_config(family, itemsize, size),
+        )
+
+
+def argmax(
+    hidden: torch.Tensor,
+    lm_head: torch.Tensor | LMHead,
+    *,
+    screen: Screen | None = None,
+    table: DispatchTable | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """The first id with the largest logit: ``torch.argmax(logits, -1)``, for the logits of ``sample``, which are not
+    written to memory.
+
+    Args:
+        hidden: ``[B, D]``, contiguous rows, the head's dtype and device.
+        lm_head: ``[V, D]`` weight, or an ``LMHead``, as for ``sample``; a whole vocabulary. Where the head is a shard,
+            call ``sample`` with ``all_greedy``: its scores tell which shard holds the token.
+        screen, table, workspace: as for ``sample``.
+
+    Returns ``[B]`` int64. The token depends on the row's logits only, not on the batch, the path or the screen. With a
+    ``workspace``, allocates nothing but that and the scores. Usable inside a CUDA graph once a call of the same shapes
+    has compiled the kernels; synchronises in the first call on a device and in the first with more rows than it has
+    zeros for, but never in one that is captured.
+
+    Raises ValueError for a tensor of the wrong shape, dtype or device, and a table for heads of another shape.
+    """
+    params = _greedy_params_for(hidden.shape[0], hidden.device)
+    return sample(hidden, lm_head, params, workspace=workspace, table=table, screen=screen).token_ids
+
+
+def _greedy_params_for(num_rows: int, device: torch.device) -> BatchParams:
+    """Of ``num_rows`` greedy rows, whose noise nobody looks at."""
+    params = _greedy_params.get((device, num_rows))
+    if params is None:
+        zeros = _zeros_for(num_rows, device)
+        params = BatchParams(zeros.view(torch.float32)[:num_rows], zeros[:num_rows], zeros[:num_rows], all_greedy=True)
+        if (device, len(zeros)) in _zeros:
+            _greedy_params[device, num_rows] = params
+    return params
+
+
+def _zeros_for(num_rows: int, device: torch.device) -> torch.Tensor:
+    """``num_rows`` int64 zeros or more."""
+    size = max(_MIN_ZEROS, 1 << max(0, num_rows - 1).bit_length())
+    zeros = _zeros.get((device, size))
+    if zeros is None:
+        zeros = torch.zeros(size, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return zeros  # its graph alone fills it
+            torch.cuda.current_stream(device).synchronize()  # other streams will read it
+        _zeros[device, size] = zeros
+    return zeros

@@ -1,14 +1,34 @@
-"""The command line: ``sgl-flashsample serve | tune | trace | doctor | demo``."""
+"""The command line: ``sgl-flashsample serve | tune | trace | doctor | demo``.
+
+Exit codes: 0 fine; 1 something does not work (a package that is missing, a server that does not start, a problem that
+``doctor`` found); 2 what was typed, or a file that it names, cannot be used; 130 interrupted. Each failure is one line
+on the error stream. Parsing needs the standard library alone, so that ``--help`` works wherever this is installed.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import contextlib
+import functools
 import importlib.util
+import json
 import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from . import __version__
+
+if TYPE_CHECKING:
+    from .hot_vocab import HotVocab
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+# The extra of this package that brings what a command may miss.
+_EXTRAS = {
+    **dict.fromkeys(("sglang", "safetensors", "tokenizers", "transformers"), "[sglang]"),
+    **dict.fromkeys(("optuna", "plotly", "rich", "scipy", "pynvml"), "[tune]"),
+    **dict.fromkeys(("torch", "triton", "numpy", "msgspec"), ""),
+}
 
 _SERVE_HELP = """\
 usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off]
@@ -17,49 +37,222 @@ usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off]
 Starts SGLang's server with --sampling-backend flashsample. Every other argument goes to SGLang unchanged;
 `python -m sglang.launch_server --help` lists them.
 
-  --tuned FILE  the tuned table to use; without it, one that fits is looked for (README, "Tune once, ship the file")
+  --tuned FILE  the tuned table to use; without it, one that fits this GPU and model is looked for
   --flashsample-screen auto|on|off
-                whether to keep an INT8 copy of the LM head (README, "Below the floor"); auto: where a tuned table says
-                that it wins
+                whether to keep an INT8 copy of the LM head, which small batches read instead of the head; auto: where a
+                tuned table says that it is faster
 
 environment:
   FLASHSAMPLE_TUNED        the tuned table to use, as --tuned
   FLASHSAMPLE_TUNED_DIR    folders to look for one in, before the cache and the shipped ones
   FLASHSAMPLE_ALLOW_FAMILY 1: also use a table of another GPU of the same compute capability
   FLASHSAMPLE_SCREEN       auto, on or off, as --flashsample-screen
+  FLASHSAMPLE_STEP_GRAPHS  0: launch each kernel of a step, instead of replaying a CUDA graph
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
   FLASHSAMPLE_ANY_SGLANG   1: also try SGLang versions that this release does not know
-  FLASHSAMPLE_TRACE        a file: count the tokens that are drawn into this hot set (sgl-flashsample trace --help)
+  FLASHSAMPLE_TRACE        a file: count the drawn tokens into it (sgl-flashsample trace --help)
 """
+
+_TRACE_HELP = """\
+Token counts say how often each group of 16 ids is drawn. Count what your model draws: traffic differs, and counts of
+other text cover less of it.
+
+a running server: start it with FLASHSAMPLE_TRACE=hot.json in its environment; `show hot.json` at any time.
+answers that were kept: `ids answers.jsonl --model /models/Qwen3-8B -o hot.json`
+text, where there are none: `text corpus.txt --tokenizer /models/Qwen3-8B -o hot.json`
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for a usage error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"error: {message} (see `{self.prog} --help`)\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. Returns its exit code; also raises SystemExit, as argparse does."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except ModuleNotFoundError as error:
+        package = error.name
+        if package is None or "." in package or package == __package__:
+            raise  # a part of what is installed
+        brings = f"sgl-flashsample{_EXTRAS[package]}" if package in _EXTRAS else package
+        return _fail(f"{package} is not installed: pip install '{brings}'", FAILED)
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error), USAGE)
+    except ValueError as error:
+        return _fail(str(error), USAGE)
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["serve"]:
+        return serve(arguments[1:])  # not through argparse: SGLang's arguments are SGLang's business
+    if arguments[:1] == ["tune"]:
+        from .autotune.cli import main as tune
+
+        return tune(arguments[1:])
+    options = _parser().parse_args(arguments)
+    if options.command == "trace":
+        return trace(options)
+    if options.command == "doctor":
+        from .doctor import run
+
+        return FAILED if run(as_json=options.json) else OK
+    from .demo.run import run as demo
+    from .demo.server import ServerError
+
+    try:
+        demo(Path(options.folder).resolve(), options.port, options.size)
+    except ServerError as error:
+        return _fail(str(error), FAILED)
+    return OK
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="sgl-flashsample", description="Exact fused sampling for SGLang.")
+    parser.add_argument("--version", action="version", version=f"sgl-flashsample {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.add_parser("serve", help="start SGLang's server with the backend on")
+    commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU")
+    _add_trace(
+        commands.add_parser(
+            "trace",
+            help="token counts: which ids carry most of a model's traffic",
+            epilog=_TRACE_HELP,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    doctor = commands.add_parser("doctor", help="check this machine: versions, GPU, hooks, a self-test of the kernels")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    demo = commands.add_parser("demo", help="serve a generated checkpoint, send requests, show the path of each")
+    demo.add_argument("--port", type=int, help="port of the server (default: a free one)")
+    demo.add_argument("--size", help="size of the checkpoint (default: small on a GPU, tiny without)")
+    demo.add_argument("--folder", default=".cache/demo", help="checkpoint and log (default: %(default)s)")
+    return parser
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="command")
+    text = actions.add_parser("text", help="count the tokens of text")
+    ids = actions.add_parser("ids", help="count ids in JSON lines, as of answers that were kept")
+    show = actions.add_parser("show", help="print what the most frequent ids cover")
+    merge = actions.add_parser("merge", help="add up token counts, as of several servers")
+    text.add_argument("files", nargs="*", default=["-"], metavar="FILE", help="UTF-8 text; - or none: stdin")
+    about = "a model's folder, its tokenizer.json, or a name that transformers' AutoTokenizer knows"
+    text.add_argument("--tokenizer", required=True, metavar="PATH|NAME", help=about)
+    about = "JSON lines: lists of ids, or answers with output_ids or token_ids; - or none: stdin"
+    ids.add_argument("files", nargs="*", default=["-"], metavar="FILE", help=about)
+    ids.add_argument("--model", metavar="PATH", help="the model's folder or its config.json, for V")
+    show.add_argument("files", nargs=1, metavar="HOT", help="a file of token counts")
+    merge.add_argument("files", nargs="+", metavar="HOT", help="files of token counts of one vocabulary")
+    for action, vocab in (
+        (text, "of the config.json beside the tokenizer, else all that it knows"),
+        (ids, "--model's"),
+    ):
+        action.add_argument("--vocab", type=int, metavar="V", help=f"ids of the whole LM head (default: {vocab})")
+        action.add_argument("--name", help="of the model, to be written down (default: the tokenizer's or the model's)")
+    for action in (text, ids, merge):
+        action.add_argument("-o", "--out", required=action is merge, metavar="HOT", help="the file to write")
+    for action in (text, ids, show, merge):
+        action.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def trace(options: argparse.Namespace) -> int:
+    """Count tokens, or read the counts of files; write and print them. An interruption keeps what was counted."""
+    from .files import write_whole
+    from .hot_vocab import HotVocab, summary, summary_lines
+
+    interrupted = False
+    if options.action in ("text", "ids"):
+        counts, interrupted = _count(options)
+    else:
+        counts = functools.reduce(HotVocab.plus, map(HotVocab.load, options.files))
+    out = options.files[0] if options.action == "show" else options.out
+    if out is not None and options.action != "show":
+        write_whole(out, counts.dumps())
+    if options.json:
+        print(json.dumps(summary(counts) | {"file": out, "interrupted": interrupted}, indent=1))
+    else:
+        print("\n".join(summary_lines(counts)))
+        print(f"{out}: {counts.digest}" if out is not None else "not written: --out names a file to write")
+    return _fail("interrupted: what was counted until then is above", INTERRUPTED) if interrupted else OK
+
+
+def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
+    """What ``trace text`` and ``trace ids`` count, and whether an interruption ended it."""
+    from . import hot_vocab
+    from .model_config import HeadError, head_of
+
+    if options.out is not None and not Path(options.out).absolute().parent.is_dir():
+        raise ValueError(f"--out is {options.out}, in a folder that is not there")  # not after an hour
+    if options.vocab is not None and not 1 <= options.vocab <= hot_vocab.MAX_VOCAB:
+        raise ValueError(f"--vocab is {options.vocab}; expected 1 to {hot_vocab.MAX_VOCAB} ids")
+    vocab = options.vocab
+    if options.action == "ids":
+        if (vocab is None) == (options.model is None):
+            raise ValueError("V is not known: expected one of --model and --vocab")
+        vocab, model = vocab or head_of(options.model).vocab, options.model or ""
+        read = functools.partial(hot_vocab.ids_of_lines, vocab=vocab)
+    else:
+        model = options.tokenizer
+        encode, known = hot_vocab.load_tokenizer(model)
+        read = functools.partial(hot_vocab.ids_of_text, encode=encode)
+        if vocab is None:
+            path = Path(model)
+            with contextlib.suppress(HeadError):
+                vocab = head_of(str(path if path.is_dir() else path.parent)).vocab
+        if vocab is None:
+            vocab = known
+            print(f"V is {known}, the ids that the tokenizer knows; --vocab if the LM head has more", file=sys.stderr)
+        if vocab < known:
+            raise ValueError(f"V is {vocab}; expected {known} or more, the ids that the tokenizer knows")
+    id_counts, interrupted = hot_vocab.count(options.files, vocab, read)
+    if not id_counts.any():
+        raise ValueError("interrupted before any token was counted" if interrupted else "there is no token")
+    if options.name is None and model and (path := Path(model)).exists():  # a folder's name, not where it lies
+        model = (path if path.is_dir() else path.parent).resolve().name
+    sources = ", ".join("stdin" if file == hot_vocab.STDIN else Path(file).name for file in options.files)
+    name = model if options.name is None else options.name
+    return hot_vocab.HotVocab.of_ids(id_counts, name, f"{options.action}: {sources}"), interrupted
 
 
 def serve(arguments: list[str]) -> int:
     """Replace this process by SGLang's server with our backend on. Returns only when it cannot."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_SERVE_HELP)
-        return 0 if arguments else 2
-    if any(a.split("=")[0] == "--sampling-backend" for a in arguments):
-        print("error: serve sets --sampling-backend itself; leave it out", file=sys.stderr)
-        return 2
-    try:
-        tuned, arguments = _take(arguments, "--tuned", "the path of a table")
-        screen, arguments = _take(arguments, "--flashsample-screen", "auto, on or off")
-        if screen not in (None, "auto", "on", "off"):
-            raise ValueError(f"--flashsample-screen is {screen!r}; expected auto, on or off")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return OK if arguments else USAGE
+    if any(argument.split("=")[0] == "--sampling-backend" for argument in arguments):
+        raise ValueError("serve sets --sampling-backend itself; leave it out")
+    tuned, arguments = _take(arguments, "--tuned", "the path of a table")
+    screen, arguments = _take(arguments, "--flashsample-screen", "auto, on or off")
+    if screen not in (None, "auto", "on", "off"):
+        raise ValueError(f"--flashsample-screen is {screen!r}; expected auto, on or off")
     if importlib.util.find_spec("sglang") is None:
-        print("error: SGLang is not installed: pip install 'sgl-flashsample[sglang]'", file=sys.stderr)
-        return 1
+        raise ModuleNotFoundError(name="sglang")
+    from .sglang.versions import entry_point_found
+
     if not entry_point_found():
-        print(
-            "error: SGLang would not find the plugin (no entry point 'flashsample' in sglang.srt.plugins): "
+        return _fail(
+            "SGLang would not find the plugin (no entry point 'flashsample' in sglang.srt.plugins): "
             "pip install sgl-flashsample into the environment of this Python",
-            file=sys.stderr,
+            FAILED,
         )
-        return 1
     if tuned is not None:
         os.environ["FLASHSAMPLE_TUNED"] = os.path.abspath(tuned)  # the server's processes inherit it
     if screen is not None:
@@ -70,62 +263,20 @@ def serve(arguments: list[str]) -> int:
 
 
 def _take(arguments: list[str], name: str, expected: str) -> tuple[str | None, list[str]]:
-    """The value of the option ``name`` and the arguments without it. Raises ValueError when it has none; expected: what
-    is to be one, in words."""
-    rest, value = list(arguments), None
-    for place, argument in enumerate(arguments):
-        if argument.startswith(f"{name}="):
-            rest, value = arguments[:place] + arguments[place + 1 :], argument.partition("=")[2]
-        elif argument == name:
-            rest, value = arguments[:place] + arguments[place + 2 :], next(iter(arguments[place + 1 :]), "")
-        else:
-            continue
-        if not value:
-            raise ValueError(f"{name} has no value; expected {expected}")
-        if any(other.split("=")[0] == name for other in rest):
-            raise ValueError(f"{name} is given twice")
-        return value, rest
-    return None, rest
-
-
-def entry_point_found() -> bool:
-    """Whether SGLang, in this Python, would discover the plugin."""
-    found = importlib.metadata.entry_points(group="sglang.srt.plugins", name="flashsample")
-    return any(point.value.startswith("sgl_flashsample.") for point in found)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["serve"]:
-        return serve(arguments[1:])  # not through argparse: SGLang's arguments are SGLang's business
-    if arguments[:1] == ["tune"]:
-        from .autotune.commands import main as tune
-
-        return tune(arguments[1:])
-    if arguments[:1] == ["trace"]:
-        from .trace import main as trace
-
-        return trace(arguments[1:])
-    parser = argparse.ArgumentParser(prog="sgl-flashsample", description="Exact fused sampling for SGLang.")
-    parser.add_argument("--version", action="version", version=f"sgl-flashsample {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("serve", help="start SGLang's server with the backend on", add_help=False)
-    commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU", add_help=False)
-    commands.add_parser("trace", help="hot sets: which ids carry most of a model's traffic", add_help=False)
-    doctor = commands.add_parser("doctor", help="check this machine: versions, GPU, hooks, a ten-second self-test")
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    demo = commands.add_parser("demo", help="serve a generated checkpoint, send requests, show the path of each")
-    demo.add_argument("--port", type=int, help="port of the server (default: a free one)")
-    demo.add_argument("--size", help="size of the checkpoint (default: small on a GPU, tiny without)")
-    demo.add_argument("--folder", default=".cache/demo", help="checkpoint and log (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    if options.command == "doctor":
-        from .doctor import run
-
-        return run(as_json=options.json)
-    from .demo.run import run as run_demo
-
-    return run_demo(options.folder, options.port, options.size)
+    """The value of the option ``name``, and the arguments without it. Raises ValueError where it has none, or is given
+    twice; expected: what it takes, in words."""
+    places = [place for place, argument in enumerate(arguments) if argument.split("=")[0] == name]
+    if not places:
+        return None, arguments
+    if len(places) > 1:
+        raise ValueError(f"{name} is given twice")
+    place = places[0]
+    _, equals, value = arguments[place].partition("=")
+    end = place + 1 if equals else place + 2
+    value = value if equals else next(iter(arguments[place + 1 : end]), "")
+    if not value:
+        raise ValueError(f"{name} has no value; expected {expected}")
+    return value, arguments[:place] + arguments[end:]
 
 
 if __name__ == "__main__":

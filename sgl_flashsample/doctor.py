@@ -1,17 +1,20 @@
-"""``sgl-flashsample doctor``: what of this machine works with us, what does not, and what to do about it."""
+"""``sgl-flashsample doctor``: what of this machine works with this package, what does not, and what to do about it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import io
 import json
 import os
 import platform
+import re
 import time
 import warnings
+from collections.abc import Callable, Iterator
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -25,132 +28,154 @@ class Finding:
     advice: str = ""
 
 
-def _version(package: str) -> str | None:
+def check_packages() -> Iterator[Finding]:
+    """Python, and what this package requires: there, in the tested range, importable. By name, so that NumPy is before
+    those that import it, and torch before Triton."""
     try:
-        return importlib.metadata.version(package)
+        package = importlib.metadata.distribution("sgl-flashsample")
+        version, requirements = package.version, package.requires or []
     except importlib.metadata.PackageNotFoundError:
-        return None
+        version, requirements = "not installed, run from a checkout", ["torch", "triton", "msgspec", "numpy"]
+    yield Finding(OK, f"Python {platform.python_version()}, sgl-flashsample {version}")
+    yield from (check_package(requirement) for requirement in sorted(requirements) if "extra ==" not in requirement)
 
 
-def check_python() -> Finding:
-    ours = _version("sgl-flashsample") or "not installed, run from a checkout"
-    return Finding(OK, f"Python {platform.python_version()}, sgl-flashsample {ours}")
+def check_package(requirement: str) -> Finding:
+    """requirement: as in the metadata, "triton<3.9,>=3.6"."""
+    name = re.split(r"[^A-Za-z0-9_.-]", requirement)[0]
+    bounds = dict(re.findall(r"(<|>=)\s*([0-9.]+)", requirement))
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(PROBLEM, f"{name} is not installed", f"pip install '{requirement}'")
+    if ">=" in bounds and _numbers(version) < _numbers(bounds[">="]):
+        return Finding(PROBLEM, f"{name} {version} is older than {bounds['>=']}", f"pip install '{requirement}'")
+    try:
+        module = importlib.import_module(name)
+        if name == "torch" and not module.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of Triton
+    except Exception as error:
+        return Finding(PROBLEM, f"{name} {version} does not import: {_described(error)}", f"install {name} again")
+    if "<" in bounds and _numbers(version) >= _numbers(bounds["<"]):
+        advice = f"tested below {bounds['<']}; if something fails: pip install '{requirement}'"
+        return Finding(NOTE, f"{name} {version} is newer than what was tested", advice)
+    return Finding(OK, f"{name} {version}")
 
 
-def check_torch_and_triton() -> list[Finding]:
-    findings = []
-    for package, oldest in (("torch", (2, 11)), ("triton", (3, 6))):
-        version = _version(package)
-        if version is None:
-            findings.append(Finding(PROBLEM, f"{package} is not installed", f"pip install {package}"))
-            continue
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-        wanted = ".".join(map(str, oldest))
-        advice = "" if numbers >= oldest else f"upgrade {package} to {wanted} or newer"
-        findings.append(Finding(OK if numbers >= oldest else PROBLEM, f"{package} {version}", advice))
-    return findings
-
-
-def check_device() -> Finding:
+def check_device() -> Iterator[Finding]:
     import torch
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-        return Finding(NOTE, "no CUDA device: kernels run interpreted, which shows that they are right, not fast")
-    from .sglang.support import device_problem
+    from .defaults import family_of_device
 
+    if not torch.cuda.is_available():
+        yield Finding(NOTE, "no CUDA device: kernels run interpreted, which shows that they are right, not fast")
+        return
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    problem = device_problem(device)
-    if problem:
-        return Finding(PROBLEM, f"{name}: {problem}", "SGLang's own sampler will serve everything on this device")
-    return Finding(OK, name)
+    try:
+        family_of_device(device)
+    except ValueError as error:
+        yield Finding(PROBLEM, f"{name}: {error}", "SGLang's own sampler will serve everything on this device")
+    else:
+        yield Finding(OK, name)
 
 
-def check_sglang() -> list[Finding]:
-    from .cli import entry_point_found
+def check_sglang() -> Iterator[Finding]:
     from .sglang import versions
 
-    version = versions.sglang_version()
     if importlib.util.find_spec("sglang") is None:
-        return [Finding(NOTE, "SGLang is not installed", "pip install 'sgl-flashsample[sglang]' to serve")]
-    findings = []
-    problem = versions.version_problem(version)
-    if problem:
-        findings.append(Finding(PROBLEM, problem, "install a known version; until then SGLang's sampler serves"))
+        yield Finding(NOTE, "SGLang is not installed", "pip install 'sgl-flashsample[sglang]' to serve")
+        return
+    version = versions.sglang_version()
+    if reason := versions.unsupported_version(version):
+        yield Finding(PROBLEM, reason, "install a known version; until then SGLang's sampler serves")
     else:
-        findings.append(Finding(OK, f"SGLang {version}"))
-    if entry_point_found():
-        findings.append(Finding(OK, "plugin entry point found: --sampling-backend flashsample is valid"))
+        yield Finding(OK, f"SGLang {version}")
+    if versions.entry_point_found():
+        yield Finding(OK, "plugin entry point found: --sampling-backend flashsample is valid")
     else:
         advice = "pip install sgl-flashsample into the environment of this Python"
-        findings.append(Finding(PROBLEM, "SGLang would not find the plugin", advice))
+        yield Finding(PROBLEM, "SGLang would not find the plugin", advice)
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and "flashsample" not in allowed.split(","):
-        findings.append(Finding(PROBLEM, f"SGLANG_PLUGINS={allowed} leaves the plugin out", "add flashsample to it"))
+        yield Finding(PROBLEM, f"SGLANG_PLUGINS={allowed} leaves the plugin out", "add flashsample to it")
     try:
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            problems = [p for p in map(versions.target_problem, versions.HOOK_TARGETS) if p]
+        reasons = [reason for reason in map(versions.unsupported_target, versions.HOOK_TARGETS) if reason]
     except Exception as error:
         import torch
 
-        level = PROBLEM if torch.cuda.is_available() else NOTE
+        cuda = torch.cuda.is_available()
         advice = "find out why `import sglang.srt.layers.logits_processor` fails"
-        advice += "" if level == PROBLEM else " (SGLang needs a GPU for that; `sgl-flashsample demo` works around it)"
-        return [*findings, Finding(level, f"SGLang does not import here: {error}", advice)]
-    advice = "this SGLang is changed; its own sampler would serve"
-    findings.extend(Finding(PROBLEM, f"hook target: {problem}", advice) for problem in problems)
-    if not problems:
-        findings.append(Finding(OK, f"all {len(versions.HOOK_TARGETS)} hook targets are as expected"))
-    return findings
+        advice += "" if cuda else " (SGLang needs a GPU for that; `sgl-flashsample demo` works around it)"
+        yield Finding(PROBLEM if cuda else NOTE, f"SGLang does not import here: {_described(error)}", advice)
+        return
+    for reason in reasons:
+        yield Finding(PROBLEM, f"hook target: {reason}", "this SGLang is changed; its own sampler would serve")
+    if not reasons:
+        yield Finding(OK, f"all {len(versions.HOOK_TARGETS)} hook targets are as expected")
 
 
-def check_kernels() -> Finding:
-    """Every tile of this device against the float64 reference, on a random head."""
+def check_kernels() -> Iterator[Finding]:
+    """Every configuration that batches take on this device against the float64 reference, on a random head."""
     import torch
 
-    from .choices import choices_for
     from .demo import interpreter
-    from .kernels.head import LMHead
-    from .selftest import compare_with_reference
+    from .dispatch import default_table
+    from .kernels.params import LMHead
+    from .selfcheck import compare_with_reference
 
-    started = time.monotonic()
-    cuda = torch.cuda.is_available()
+    started, cuda = time.monotonic(), torch.cuda.is_available()
     if not cuda:
         interpreter.patch()
-    generator = torch.Generator().manual_seed(0)
-    shape, dtype = ((40_000, 1024), torch.bfloat16) if cuda else ((2000, 64), torch.float32)
-    weight = torch.randn(*shape, generator=generator).to(dtype)
+    # Ids enough, also interpreted, for a small top-k to be drawn as from a large vocabulary.
+    shape, dtype, rows = ((40_000, 1024), torch.bfloat16, 512) if cuda else ((2600, 64), torch.float32, 32)
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     head = LMHead(weight.cuda() if cuda else weight)
-    rows = 512 if cuda else 64
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy's, of the interpreter
-            problem = compare_with_reference(head, rows)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if problem:
-        return Finding(
-            PROBLEM, f"self-test: {problem}", "report this with the lines above; SGLang's sampler would serve"
-        )
-    kernels = len({config for _, _, config in choices_for(head).used_up_to(rows)})
-    return Finding(
-        OK, f"self-test: {kernels} configurations draw the reference's tokens ({time.monotonic() - started:.1f} s)"
-    )
+    if reason := compare_with_reference(head, rows):
+        advice = "report this with the lines above; SGLang's sampler would serve"
+        yield Finding(PROBLEM, f"self-test: {reason}", advice)
+        return
+    configs = {config for _, _, config in default_table(head).configs_up_to(rows)}
+    seconds = time.monotonic() - started
+    yield Finding(OK, f"self-test: {len(configs)} configurations draw the reference's tokens ({seconds:.1f} s)")
 
 
-def run(as_json: bool = False) -> int:
-    """Print the findings; 0 when nothing stands against serving, 1 otherwise."""
-    findings = [check_python(), *check_torch_and_triton()]
-    if not any(f.level == PROBLEM for f in findings):
-        findings.append(check_device())
-        findings.extend(check_sglang())
-        findings.append(check_kernels())
+def findings() -> Iterator[Finding]:
+    """Every check by itself: what breaks one of them is a finding. All but the first need what that looks for."""
+    checks: list[Callable[[], Iterator[Finding]]] = [check_packages, check_device, check_sglang, check_kernels]
+    for check in checks:
+        made: list[Finding] = []
+        try:
+            # What libraries print at import is none of the findings.
+            with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made.extend(check())
+        except Exception as error:
+            advice = "report this with the lines above; SGLang's sampler would serve"
+            made.append(Finding(PROBLEM, f"{check.__name__} failed: {_described(error)}", advice))
+        yield from made
+        if check is check_packages and any(finding.level == PROBLEM for finding in made):
+            return
+
+
+def run(as_json: bool = False) -> bool:
+    """Print the findings, as they are made or as JSON. Returns whether one of them stands against serving."""
+    found = []
+    for finding in findings():
+        found.append(finding)
+        if not as_json:
+            advice = f"\n        -> {finding.advice}" if finding.advice else ""
+            print(f"{finding.level:8}{finding.what}{advice}", flush=True)
     if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
-    else:
-        for finding in findings:
-            print(f"{finding.level:8}{finding.what}" + (f"\n        -> {finding.advice}" if finding.advice else ""))
-    return 1 if any(finding.level == PROBLEM for finding in findings) else 0
+        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
+    return any(finding.level == PROBLEM for finding in found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(3, 7) of "3.7.1+cu130"."""
+    return tuple(int(number) for number in re.findall(r"[0-9]+", version.split("+")[0])[:2])
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

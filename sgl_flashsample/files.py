@@ -1,32 +1,72 @@
-"""Files that other programs read or have written: read in bounds, written whole."""
+"""Files that other programs read or have written, and JSON from elsewhere: read in bounds, written whole."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
-from .bounded_json import BoundedError, shorten
+_UMASK = os.umask(0o022)  # asked once, at import: asking sets the mask of all threads for a moment
+os.umask(_UMASK)
+
+
+class BadFileError(ValueError):
+    """A file or text that cannot be used; the message is one line that names what is wrong."""
+
+
+def one_line(text: str, most: int = 120) -> str:
+    """``text`` in one line of at most ``most`` printable characters."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: most + 1])
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def read_plain(file: str | os.PathLike[str], max_bytes: int) -> str:
-    """The text of ``file``. Raises BoundedError, and waits for nothing: what is not a plain file of at most
+    """The text of ``file``. Raises BadFileError, and waits for nothing: what is not a plain file of at most
     ``max_bytes`` bytes is not read."""
     try:
-        kind = os.stat(file)
-        if not stat.S_ISREG(kind.st_mode):
-            raise BoundedError("it is not a plain file")
-        if kind.st_size > max_bytes:
-            raise BoundedError(f"it has {kind.st_size} bytes; expected {max_bytes} or fewer")
+        status = os.stat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadFileError("it is not a plain file")
+        if status.st_size > max_bytes:
+            raise BadFileError(f"it has {status.st_size} bytes; expected {max_bytes} or fewer")
         # Between the two calls it may have become a pipe, which would wait for a writer.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
             return opened.read(max_bytes + 1).decode()
     except OSError as error:
-        raise BoundedError(shorten(error.strerror or str(error))) from None
+        raise BadFileError(one_line(error.strerror or str(error))) from None
     except UnicodeDecodeError as error:
-        raise BoundedError(f"it is not UTF-8 text (byte {error.start})") from None
+        raise BadFileError(f"it is not UTF-8 text (byte {error.start})") from None
+
+
+def parse_json(text: str, max_bytes: int) -> Any:
+    """``text`` as JSON. Raises BadFileError; also for a key that is twice in one object, NaN and infinity."""
+    if len(text) > max_bytes or len(text.encode(errors="replace")) > max_bytes:
+        raise BadFileError(f"it is longer than {max_bytes} bytes")
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except BadFileError:
+        raise
+    except RecursionError:
+        raise BadFileError("it is nested too deeply") from None
+    except ValueError as error:
+        raise BadFileError(f"it is not JSON: {one_line(str(error))}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise BadFileError(f"the key {one_line(ascii(name))} is there twice in one object")
+        found[name] = value
+    return found
+
+
+def _refuse(name: str) -> NoReturn:
+    raise BadFileError(f"it has the number {name}; expected finite ones")
 
 
 def write_whole(file: str | os.PathLike[str], text: str) -> None:
@@ -41,9 +81,7 @@ def write_whole(file: str | os.PathLike[str], text: str) -> None:
             opened.write(text)
             opened.flush()
             os.fsync(opened.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
+        os.chmod(name, 0o666 & ~_UMASK)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 
-from .kernels.features import LogitEdits, Truncation, require
-from .kernels.head import LMHead, LogitsSource
-from .kernels.reduce_parts import Drawn
+from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, check_tensor
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -40,15 +38,13 @@ class FlashInferError(RuntimeError):
     """FlashInfer is not there, or failed; one line."""
 
 
-def problem_of_batch(
-    head: LMHead, truncation: Truncation | None, edits: LogitEdits | None, return_logprob: bool, distribution_only: bool
-) -> str | None:
+def unsupported_batch(head: LMHead, params: BatchParams, return_logprob: bool) -> str | None:
     """Why the path cannot serve such a batch; None where it can."""
-    if not distribution_only:
+    if not params.distribution_only:
         return f"its caller has not said distribution_only ({NEEDS})"
-    if truncation is None:
+    if params.truncation is None:
         return "its rows have no truncation"
-    if edits is not None:
+    if params.edits is not None:
         return "its rows have edits"
     if return_logprob:
         return "logprobs are asked for"
@@ -61,51 +57,50 @@ def give_up(error: FlashInferError) -> None:
     """Our own paths serve FlashInfer's batches from now on, in this process. Says so once."""
     if not _given_up:
         _given_up.append(f"FlashInfer failed: {error}")
-        logger.warning("flashsample: our own paths take over from FlashInfer: %s", error)
+        logger.warning("flashsample: FlashInfer unavailable (%s); using the fallback path from the table", error)
 
 
 def draw_with_flashinfer(
     logits: torch.Tensor,  # [B, V], of a GEMM; not changed
-    source: LogitsSource,
-    temperature: torch.Tensor,  # [B] f32, above 0
-    seed: torch.Tensor,  # [B] i64
-    position: torch.Tensor,  # [B] i64
-    truncation: Truncation,  # min-p 0
-) -> Drawn:
+    spec: LogitsSpec,
+    params: BatchParams,  # temperatures above 0, a truncation with min-p 0
+) -> SampleOutput:
     """``token[b] ~ softmax(logits[b] / temperature[b])`` under the joint top-k and top-p of row b; scores are 0.
 
     Calls with another seed or position in row 0 have other noise. Never synchronises. Raises ValueError for arguments
     that do not fit, else FlashInferError.
     """
-    num_rows, size = logits.shape[0], source.vocab_size
-    require("temperature", temperature, (num_rows,), torch.float32, logits)
-    require("seed", seed, (num_rows,), torch.int64, logits)
-    require("position", position, (num_rows,), torch.int64, logits)
+    num_rows, size, truncation = logits.shape[0], spec.vocab_size, params.truncation
+    if truncation is None:
+        raise ValueError("truncation is None; expected top-k and top-p of every row")
+    check_tensor("temperature", params.temperature, (num_rows,), torch.float32, logits)
+    check_tensor("seed", params.seed, (num_rows,), torch.int64, logits)
+    check_tensor("position", params.position, (num_rows,), torch.int64, logits)
     truncation.check(num_rows, logits)
     if num_rows == 0:
-        return Drawn.empty(0, logits.device, False)
+        return SampleOutput.empty(0, logits.device, False)
     try:
         token = _module().top_k_top_p_sampling_from_probs(
-            torch.softmax(_model_logits(logits[:, :size], source) / temperature[:, None], -1),
+            torch.softmax(_model_logits(logits[:, :size], spec) / params.temperature[:, None], -1),
             torch.where(truncation.top_k < 1, size, truncation.top_k),
             truncation.top_p,
             filter_apply_order="joint",
             deterministic=True,
-            seed=seed[:1],
-            offset=torch.add(_first_offset(logits.device), position[:1], alpha=DRAWS_PER_CALL),
+            seed=params.seed[:1],
+            offset=torch.add(_first_offset(logits.device), params.position[:1], alpha=DRAWS_PER_CALL),
         )
     except Exception as error:  # its import looks for compilers and GPUs, its first call compiles
         line = (str(error).splitlines() or [""])[0]
         raise FlashInferError(f"{type(error).__name__}: {line}") from error
-    return Drawn(token.long(), torch.zeros_like(temperature), None)
+    return SampleOutput(token.long(), None, torch.zeros_like(params.temperature))
 
 
-def _model_logits(logits: torch.Tensor, source: LogitsSource) -> torch.Tensor:
+def _model_logits(logits: torch.Tensor, spec: LogitsSpec) -> torch.Tensor:
     """``[B, V]`` float32: a GEMM's output scaled and soft-capped, rounded where the model rounds."""
     wide = logits.float()
-    if source.logit_scale is not None:
-        wide = (wide * source.logit_scale).to(source.rounding or logits.dtype).float()
-    return wide if source.softcap is None else torch.tanh(wide / source.softcap) * source.softcap
+    if spec.logit_scale is not None:
+        wide = (wide * spec.logit_scale).to(spec.rounding or logits.dtype).float()
+    return wide if spec.softcap is None else torch.tanh(wide / spec.softcap) * spec.softcap
 
 
 @functools.cache

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from .kernels.head import LMHead
-from .kernels.int8_head import MOST_HIDDEN, Int8Head, ScreenWorkspace
+from .kernels.int8_head import MAX_HIDDEN, Int8Head
+from .kernels.params import LMHead
+from .kernels.workspace import ScreenWorkspace
 
 
 class Screen:
@@ -15,42 +16,51 @@ class Screen:
 
     It holds half the bytes of a 2-byte head on the head's device, allocated when it is made, and takes moments to
     build. While it is not a copy of what the head holds now, it serves nothing and batches are drawn without it:
-    ``invalidate`` before a weight is written to, ``rebuild`` after it. PyTorch's own writes are noticed without that;
-    those through ``.data`` or by another library are not.
+    ``invalidate`` before a weight is written to, ``rebuild`` after it. PyTorch's own writes, and another weight in the
+    head's place, are noticed without that; writes through ``.data`` or by another library are not.
 
-    max_rows: rows of the largest batch that it has scratch for. columns: of ``Int8Head``. int8_head, workspace: for
-    ``screened_sample``; reused by every call on one stream. counters: ``[len(Counted)]`` int64 on the device.
+    max_rows: rows of the largest batch that it has scratch for. announces_writes: the caller invalidates before every
+    write to the weight; needed for weights that were made under ``torch.inference_mode()``, whose writes PyTorch does
+    not count. int8_head, workspace: for ``screened_sample``; reused by every call on one stream. counters:
+    ``[len(ScreenCounter)]`` int64 on the device.
 
-    Raises ValueError for a head that the screened path cannot serve (``problem_of``) and wrong ``columns``.
+    Raises ValueError for a head that the screened path cannot serve (``unsupported_head``), and for an inference tensor
+    without ``announces_writes``.
     """
 
     _copy = Int8Head
 
-    def __init__(self, head: LMHead, max_rows: int, columns: torch.Tensor | None = None) -> None:
-        if (problem := problem_of(head)) is not None:
-            raise ValueError(f"the head cannot be screened: {problem}")
+    def __init__(self, head: LMHead, max_rows: int, *, announces_writes: bool = False) -> None:
+        if (reason := unsupported_head(head)) is not None:
+            raise ValueError(f"the head cannot be screened: {reason}")
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}; expected 1 or more")
+        if head.weight.is_inference() and not announces_writes:
+            raise ValueError(
+                "the weight was made under torch.inference_mode(), which hides writes to it; "
+                "expected announces_writes=True and a call of invalidate() before each write"
+            )
         self.max_rows = max_rows
-        self.int8_head = self._copy(head, columns)
-        self.workspace = ScreenWorkspace(self.int8_head, max_rows)
+        self.int8_head = self._copy(head)
+        self.workspace = ScreenWorkspace(
+            self.int8_head.num_groups, self.int8_head.weight.shape[1], max_rows, head.weight.device
+        )
         self.closed = False
-        self._head = _described(head)
+        self._layout = _layout_of(head)
         self._valid = True
 
     @property
     def counters(self) -> torch.Tensor:
-        return self.workspace.counters
+        return self.workspace.operands.counters
 
     @property
     def num_bytes(self) -> int:
         """Device memory that this holds: the copy and the scratch."""
-        held = (value for value in vars(self.workspace).values() if isinstance(value, torch.Tensor))
-        return self.int8_head.num_bytes + sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return self.int8_head.num_bytes + self.workspace.num_bytes
 
     @staticmethod
     def bytes_for(head: LMHead, max_rows: int) -> int:
-        """``num_bytes`` of the screen of ``head``, without ``columns``: nothing is allocated on its device."""
+        """``num_bytes`` of the screen of ``head``: nothing is allocated on its device."""
         like = torch.empty(head.weight.shape, dtype=head.weight.dtype, device="meta")
         return UnwrittenScreen(LMHead(like, head.vocab_size), max_rows).num_bytes
 
@@ -58,7 +68,7 @@ class Screen:
         """Whether this is a copy of what ``head`` holds, as far as PyTorch knows. Costs a step a microsecond or two."""
         if self.closed or not self._valid:
             return False
-        return self._head == _described(head) and not self.int8_head.is_stale(head) and problem_of(head) is None
+        return self._layout == _layout_of(head) and not self.int8_head.is_stale(head) and unsupported_head(head) is None
 
     def invalidate(self) -> None:
         """Serve nothing until the next ``rebuild``."""
@@ -69,10 +79,10 @@ class Screen:
         shape, dtype or device, one that cannot be screened, and a screen that was closed."""
         if self.closed:
             raise ValueError("the screen is closed; expected a new one")
-        if (problem := problem_of(head)) is not None:
-            raise ValueError(f"the head cannot be screened: {problem}")
-        if _described(head) != self._head:
-            raise ValueError(f"head is {_described(head)}; expected the screen's {self._head}")
+        if (reason := unsupported_head(head)) is not None:
+            raise ValueError(f"the head cannot be screened: {reason}")
+        if _layout_of(head) != self._layout:
+            raise ValueError(f"head is {_layout_of(head)}; expected the screen's {self._layout}")
         self._valid = False  # also where copying fails in the middle
         self.int8_head.rebuild(head)
         self._valid = True
@@ -83,7 +93,7 @@ class Screen:
         del self.int8_head, self.workspace
 
 
-class _Unwritten(Int8Head):
+class _UnwrittenHead(Int8Head):
     """The tensors of a copy, with nothing in them."""
 
     def rebuild(self, head: LMHead) -> None:
@@ -94,23 +104,23 @@ class UnwrittenScreen(Screen):
     """As large as a screen of ``head``, with nothing in it: to weigh it, and to compile kernels for. It serves
     nothing."""
 
-    _copy = _Unwritten
+    _copy = _UnwrittenHead
 
     def __init__(self, head: LMHead, max_rows: int) -> None:
-        super().__init__(head, max_rows)
+        super().__init__(head, max_rows, announces_writes=True)
         self.invalidate()
 
 
-def problem_of(head: LMHead) -> str | None:
+def unsupported_head(head: LMHead) -> str | None:
     """Why the screened path cannot serve ``head``; None where it can."""
-    if head.weight.shape[1] > MOST_HIDDEN:
-        return f"its hidden size is {head.weight.shape[1]}, the bound holds up to {MOST_HIDDEN}"
+    if head.weight.shape[1] > MAX_HIDDEN:
+        return f"its hidden size is {head.weight.shape[1]}, the bound holds up to {MAX_HIDDEN}"
     if head.logit_scale is not None and not 0 < head.logit_scale < math.inf:
         return f"its logit_scale is {head.logit_scale}, the bound needs a positive one"
     return None
 
 
-def _described(head: LMHead) -> tuple[int, int, int, torch.dtype, torch.device]:
+def _layout_of(head: LMHead) -> tuple[int, int, int, torch.dtype, torch.device]:
     """What of a head a copy and its scratch are made for: ids, hidden size, distance of rows, dtype, device."""
     weight = head.weight
     return head.vocab_size, weight.shape[1], weight.stride(0), weight.dtype, weight.device

@@ -1,7 +1,8 @@
-"""Sets up ``.venv`` and runs ``demo``, ``test`` or ``lint`` in it. Standard library only; ``make`` calls it.
+"""Sets up ``.venv`` and runs a target in it. Standard library only; ``make`` calls it.
 
     python3 sgl_flashsample/demo/bootstrap.py demo [arguments of `sgl-flashsample demo`]
-    python3 sgl_flashsample/demo/bootstrap.py test [arguments of pytest]
+    python3 sgl_flashsample/demo/bootstrap.py test | test-fast | test-full [arguments of pytest]
+    python3 sgl_flashsample/demo/bootstrap.py lint
 
 With an NVIDIA GPU it installs SGLang as anybody would; without one, the parts of it that a CPU server imports.
 What is done already is not done again.
@@ -13,15 +14,25 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VENV = ROOT / ".venv"
 LOG = ROOT / ".cache" / "setup.log"
-HERE = Path(__file__).resolve().parent
-MOST_TEST_WORKERS = 4  # each may hold gigabytes
-OTHER_SGLANG_VERSIONS = ("0.5.17", "0.5.23")  # the tests run these too, beside the installed one
+CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
+    Path(__file__).with_name(name) for name in ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")
+)
+OTHER_SGLANG_VERSIONS = ("0.5.17", "0.5.23")  # test-full runs these too, beside the installed one
+MAX_TEST_WORKERS = 4  # each may hold gigabytes
+# Target -> the environment that it needs, each with all of the one before, and what pytest is told.
+ENVIRONMENTS = ("demo", "test", "full")
+TARGETS = {
+    "demo": ("demo", []),
+    "test": ("test", []),
+    "test-fast": ("test", ["-m", "not server and not slow and not full"]),
+    "test-full": ("full", ["--full"]),
+    "lint": ("test", []),
+}
 NETWORK_ERRORS = (
     "Temporary failure in name resolution",
     "Failed to establish a new connection",
@@ -60,12 +71,12 @@ def run(what, command):
         log.flush()
         offset = log.tell()
         process = subprocess.Popen([str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, cwd=str(ROOT))
-        shown = 0
+        reported = 0
         while process.poll() is None:
-            time.sleep(0.2)
+            time.sleep(0.1)
             waited = int(time.monotonic() - started)
-            if waited >= shown + 15:
-                shown = waited
+            if waited >= reported + 15:
+                reported = waited
                 say("        ... {} s".format(waited))
     if process.returncode:
         text = LOG.read_bytes()[offset:].decode(errors="replace")
@@ -79,116 +90,99 @@ def run(what, command):
 
 
 def pip(what, *arguments):
-    run(what, [VENV / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", *arguments])
+    """Without compiling: that takes longer than all the rest, and Python compiles what is imported when it is."""
+    command = [VENV / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
+    run(what, [*command, *arguments])
 
 
-def setup_steps(gpu, target):
-    """The steps of an environment: (what, arguments of pip install)."""
+def install(environment, gpu):
     if gpu:
-        steps = [("SGLang and this package (several GB)", ["-e", str(ROOT) + "[sglang,flashinfer]"])]
-    else:
-        steps = [
-            ("PyTorch, Triton and what SGLang imports", ["-r", str(HERE / "requirements-cpu.txt")]),
-            ("SGLang itself", ["--no-deps", "-r", str(HERE / "requirements-cpu-nodeps.txt")]),
-            ("this package", ["-e", str(ROOT)]),
-        ]
-    if target != "demo":
-        steps.append(("the test tools", ["-e", str(ROOT) + "[test]"]))
-    return steps
+        extras = "sglang,flashinfer" if environment == "demo" else "sglang,flashinfer,test"
+        pip("SGLang and this package (several GB)", "-e", "{}[{}]".format(ROOT, extras))
+        return
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    needed = project["build-system"]["requires"] + project["project"]["dependencies"]
+    if environment != "demo":
+        extras = project["project"]["optional-dependencies"]
+        needed += [one for extra in ("tune", "test") for one in extras[extra] if not one.startswith("sgl-flashsample")]
+    pip("PyTorch, Triton and what SGLang imports", "-r", CPU_REQUIREMENTS, *needed)
+    without_dependencies = ("-r", CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, "-e", ROOT)
+    pip("SGLang and this package", "--no-deps", "--no-build-isolation", *without_dependencies)
+    for version in OTHER_SGLANG_VERSIONS if environment == "full" else ():
+        folder = VENV / "sglang-versions" / version
+        if not folder.is_dir():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(str(partial), ignore_errors=True)
+            pip("SGLang {}, beside it".format(version), "--no-deps", "--target", partial, "sglang==" + version)
+            partial.rename(folder)
 
 
-def fingerprint(gpu, target):
+def fingerprint(gpu):
     """Changes when what an environment should hold changes."""
-    parts = [repr(setup_steps(gpu, target)), repr(OTHER_SGLANG_VERSIONS), sys.version]
-    parts += [(ROOT / "pyproject.toml").read_text()]
-    parts += [(HERE / name).read_text() for name in ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")]
+    files = (Path(__file__), CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, ROOT / "pyproject.toml")
+    parts = [sys.version, str(gpu), *(path.read_text(encoding="utf-8") for path in files)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def unpack_other_versions():
-    for version in OTHER_SGLANG_VERSIONS:
-        folder = VENV / "sglang-versions" / version
-        if folder.is_dir():
-            continue
-        wheels = VENV / "sglang-versions" / "wheels"
-        command = ["-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "-d", wheels]
-        run(
-            "SGLang " + version + ", beside the installed one",
-            [VENV / "bin" / "python", *command, "sglang==" + version],
-        )
-        partial = folder.with_suffix(".partial")
-        shutil.rmtree(str(partial), ignore_errors=True)
-        with zipfile.ZipFile(str(next(wheels.glob("sglang-" + version + "-*.whl")))) as archive:
-            archive.extractall(str(partial))
-        partial.rename(folder)
-
-
-def set_up(target):
-    gpu = has_gpu()
-    stamp = VENV / ".flashsample-{}".format(target)
-    wanted = fingerprint(gpu, target)
-    if stamp.is_file() and stamp.read_text() == wanted:
+def set_up(environment):
+    started, gpu = time.monotonic(), has_gpu()
+    wanted = fingerprint(gpu)
+    at_least = ENVIRONMENTS[ENVIRONMENTS.index(environment) :]
+    stamps = [VENV / ".flashsample-{}".format(one) for one in at_least]
+    if any(stamp.is_file() and stamp.read_text() == wanted for stamp in stamps):
         return
     if not (VENV / "bin" / "python").exists():
         run("a virtual environment in .venv", [sys.executable, "-m", "venv", str(VENV)])
-    for what, arguments in setup_steps(gpu, target):
-        pip(what, *arguments)
-    if target == "test" and not gpu:
-        unpack_other_versions()
-    stamp.write_text(wanted)
+    install(environment, gpu)
+    stamps[0].write_text(wanted)
+    say("[setup] done in {:.0f} s".format(time.monotonic() - started))
 
 
-def run_tests(arguments):
+def run_tests(arguments, environment):
     """pytest, on the cores that there are. Triton's interpreter uses one per process; a GPU is not shared."""
     cores = len(os.sched_getaffinity(0))
-    workers = 1 if has_gpu() else min(MOST_TEST_WORKERS, cores)
-    command, environment = [str(VENV / "bin" / "pytest")], dict(os.environ)
+    workers = 1 if has_gpu() else min(MAX_TEST_WORKERS, cores)
+    command = [str(VENV / "bin" / "pytest")]
     if workers > 1:
-        # tests/conftest.py says which tests stay together, and in which order: what takes longest starts first.
-        command += ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"]
+        # Tests of one xdist_group share what takes long to make. Groups start in the order of tests/conftest.py.
+        command += ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder"]
         environment.setdefault("OMP_NUM_THREADS", str(cores // workers))
     return subprocess.call(command + arguments, env=environment, cwd=str(ROOT))
 
 
-def check_types():
-    """mypy on an installed copy: the mapping of kernels/ and autotune/ exists only in an installation."""
+def lint(environment):
+    for command in (["check", "."], ["format", "--check", "."]):
+        if subprocess.call([str(VENV / "bin" / "ruff"), *command], cwd=str(ROOT)):
+            return 1
+    # Of a copy: kernels/ and autotune/ are parts of the package only in an installation.
     copy = ROOT / ".cache" / "types"
     shutil.rmtree(str(copy), ignore_errors=True)
-    pip(
-        "a copy of this package to check types on",
-        "--no-deps",
-        "--no-build-isolation",
-        "--target",
-        str(copy),
-        str(ROOT),
-    )
-    for leftover in (ROOT / "build", ROOT / "sgl_flashsample.egg-info"):
-        shutil.rmtree(str(leftover), ignore_errors=True)
-    environment = dict(os.environ, MYPYPATH=str(copy))
+    for folder, package in (("sgl_flashsample", ""), ("kernels", "kernels"), ("autotune", "autotune")):
+        shutil.copytree(str(ROOT / folder), str(copy / "sgl_flashsample" / package), dirs_exist_ok=True)
+    environment["MYPYPATH"] = str(copy)
     command = [str(VENV / "bin" / "mypy"), "--config-file", str(ROOT / "pyproject.toml"), "-p", "sgl_flashsample"]
     return subprocess.call(command, env=environment, cwd=str(copy))
 
 
 def main(arguments):
     target, rest = (arguments or ["demo"])[0], arguments[1:]
-    if target not in ("demo", "test", "lint"):
-        raise SetupError("unknown target {!r}; expected demo, test or lint".format(target))
+    if target not in TARGETS:
+        raise SetupError("unknown target {!r}; expected one of {}".format(target, ", ".join(TARGETS)))
     if sys.version_info < (3, 11):
         version = "{}.{}".format(*sys.version_info[:2])
         raise SetupError("Python 3.11 or newer is needed, this is {}; try `make PYTHON=python3.12`".format(version))
-    started = time.monotonic()
-    set_up(target)
-    if time.monotonic() - started > 1:
-        say("[setup] done in {:.0f} s".format(time.monotonic() - started))
-    binaries = VENV / "bin"
+    needed, pytest_arguments = TARGETS[target]
+    set_up(needed)
+    environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles all that it imports
     if target == "demo":
-        return subprocess.call([str(binaries / "sgl-flashsample"), "demo", *rest], cwd=str(ROOT))
-    if target == "test":
-        return run_tests(rest)
-    for command in (["check", "."], ["format", "--check", "."]):
-        if subprocess.call([str(binaries / "ruff"), *command], cwd=str(ROOT)):
-            return 1
-    return check_types()
+        command = [str(VENV / "bin" / "sgl-flashsample"), "demo", *rest]
+        return subprocess.call(command, env=environment, cwd=str(ROOT))
+    if target == "lint":
+        return lint(environment)
+    return run_tests(pytest_arguments + rest, environment)
 
 
 if __name__ == "__main__":

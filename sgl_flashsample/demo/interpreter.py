@@ -1,4 +1,4 @@
-"""Triton's interpreter in less time, with the same results: for the servers and the tests of a machine without a GPU.
+"""Triton's interpreter in less time, with the same results: for servers and tests on a machine without a GPU.
 
 Before each call of a device function the interpreter goes through every name of ``triton.language`` for what it has to
 replace, although the launch around it has done so; and for each result it builds its table of NumPy's dtypes again.
@@ -25,40 +25,40 @@ def patch() -> None:
     names = ("_patch_lang", "_get_np_dtype", "_LangPatchScope")
     if not all(hasattr(interpreter, name) for name in names) or hasattr(interpreter._patch_lang, "once"):
         return
-    look = interpreter._patch_lang
-    languages = [tl, tl.core]
-    replaced: set[int] = set()  # of the launch that runs: which of the languages have been gone through
+    patch_languages = interpreter._patch_lang
+    languages = (tl, tl.core)
+    patched: set[int] = set()  # by the launch that runs: places in ``languages``
 
     @functools.cache
-    def seen_from(function) -> frozenset[int]:
+    def languages_of(function) -> frozenset[int]:
         names = function.__globals__.values()
-        return frozenset(i for i, language in enumerate(languages) if any(name is language for name in names))
+        return frozenset(place for place, language in enumerate(languages) if any(name is language for name in names))
 
-    def look_once(function):
-        seen = seen_from(function)
-        if seen and seen <= replaced:
+    def patch_languages_once(function):
+        needed = languages_of(function)
+        if needed and needed <= patched:
             return interpreter._LangPatchScope()
-        outermost = not replaced
-        scope = look(function)
-        replaced.update(seen)
+        outermost = not patched
+        scope = patch_languages(function)
+        patched.update(needed)
         if outermost:
             restore = scope.restore
 
-            def end() -> None:
-                replaced.clear()
+            def restore_all() -> None:
+                patched.clear()
                 restore()
 
-            scope.restore = end
+            scope.restore = restore_all
         return scope
 
-    dtype_of = interpreter._get_np_dtype
-    dtype_of_scalar = functools.cache(dtype_of)
+    numpy_dtype = interpreter._get_np_dtype
+    numpy_dtype_of_scalar = functools.cache(numpy_dtype)
 
-    def numpy_dtype(kind):
+    def numpy_dtype_cached(dtype):
         """A block's is that of its elements; pointers cannot be hashed, and have no table."""
-        element = kind.element_ty if isinstance(kind, tl.block_type) else kind
-        return dtype_of(element) if isinstance(element, tl.pointer_type) else dtype_of_scalar(element)
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        return numpy_dtype(element) if isinstance(element, tl.pointer_type) else numpy_dtype_of_scalar(element)
 
-    look_once.once = True  # type: ignore[attr-defined]
-    interpreter._patch_lang = look_once
-    interpreter._get_np_dtype = numpy_dtype
+    patch_languages_once.once = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = patch_languages_once
+    interpreter._get_np_dtype = numpy_dtype_cached

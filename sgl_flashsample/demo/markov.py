@@ -167,7 +167,8 @@ def write(folder: Path, size: Size, seed: int = 0) -> MarkovModel:
     folder.mkdir(parents=True, exist_ok=True)
     marker.unlink(missing_ok=True)
     model = build(size, seed)
-    _write_config(folder, size)
+    (folder / "config.json").write_text(json.dumps(config(size), indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
     write_tokenizer(folder, size.vocab_size)
     save_file(_weights(model, seed), folder / "model.safetensors", metadata={"format": "pt"})
     marker.write_text(description)  # last: its presence means the folder is complete
@@ -187,21 +188,20 @@ def _weights(model: MarkovModel, seed: int) -> dict[str, torch.Tensor]:
     if not size.tied:
         tensors["lm_head.weight"] = model.head
     for layer in range(size.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        tensors |= {
-            prefix + "input_layernorm.weight": torch.ones(hidden, dtype=dtype),
-            prefix + "post_attention_layernorm.weight": torch.ones(hidden, dtype=dtype),
-            prefix + "self_attn.q_proj.weight": dense(queries, hidden),
-            prefix + "self_attn.k_proj.weight": dense(keys, hidden),
-            prefix + "self_attn.v_proj.weight": dense(keys, hidden),
-            prefix + "self_attn.o_proj.weight": torch.zeros(hidden, queries, dtype=dtype),
-            prefix + "mlp.gate_proj.weight": dense(size.intermediate_size, hidden),
-            prefix + "mlp.up_proj.weight": dense(size.intermediate_size, hidden),
-            prefix + "mlp.down_proj.weight": torch.zeros(hidden, size.intermediate_size, dtype=dtype),
+        weights = {
+            "input_layernorm": torch.ones(hidden, dtype=dtype),
+            "post_attention_layernorm": torch.ones(hidden, dtype=dtype),
+            "self_attn.q_proj": dense(queries, hidden),
+            "self_attn.k_proj": dense(keys, hidden),
+            "self_attn.v_proj": dense(keys, hidden),
+            "self_attn.o_proj": torch.zeros(hidden, queries, dtype=dtype),
+            "mlp.gate_proj": dense(size.intermediate_size, hidden),
+            "mlp.up_proj": dense(size.intermediate_size, hidden),
+            "mlp.down_proj": torch.zeros(hidden, size.intermediate_size, dtype=dtype),
         }
         if size.arch == "qwen3":
-            tensors[prefix + "self_attn.q_norm.weight"] = torch.ones(head_dim, dtype=dtype)
-            tensors[prefix + "self_attn.k_norm.weight"] = torch.ones(head_dim, dtype=dtype)
+            weights |= {f"self_attn.{name}_norm": torch.ones(head_dim, dtype=dtype) for name in "qk"}
+        tensors |= {f"model.layers.{layer}.{name}.weight": weight for name, weight in weights.items()}
     return tensors
 
 
@@ -242,11 +242,6 @@ def config(size: Size) -> dict[str, object]:
     return values
 
 
-def _write_config(folder: Path, size: Size) -> None:
-    (folder / "config.json").write_text(json.dumps(config(size), indent=1))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
-
-
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """A byte-level tokenizer: three special tokens, the 256 bytes, and words that only the model produces."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -271,7 +266,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write a checkpoint whose next-token distribution is known.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=SIZES, default="tiny")
@@ -279,7 +274,3 @@ def main() -> None:
     options = parser.parse_args()
     write(options.folder, SIZES[options.size], options.seed)
     print(f"{options.size} written to {options.folder}")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from . import cpu_platform, markov
 from .server import SGL_FLASHSAMPLE_SERVE, Server, ServerError
@@ -32,39 +33,15 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def say(message: str) -> None:
-    print(message, flush=True)
-
-
-def paths_of(answer: dict[str, Any]) -> str:
-    """The paths of an answer's tokens, the most frequent first."""
-    counts = Counter(answer["meta_info"].get("flashsample_path", ["not reported"]))
-    return ", ".join(path for path, _ in counts.most_common())
-
-
-def run(folder: str, port: int | None, size_name: str | None) -> int:
-    """Run the demonstration. Returns 0, or 1 after one line that says what went wrong."""
-    try:
-        import torch
-
-        on_gpu = torch.cuda.is_available()
-        size_name = size_name or ("small" if on_gpu else "tiny")
-        if size_name not in markov.SIZES:
-            raise ServerError(f"unknown size {size_name!r}; sizes are {', '.join(markov.SIZES)}")
-        return _run(Path(folder).resolve(), port, size_name, on_gpu)
-    except (ServerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-
-
-def _run(folder: Path, port: int | None, size_name: str, on_gpu: bool) -> int:
+def run(folder: Path, port: int | None, size_name: str | None) -> None:
+    """Run the demonstration. Raises ServerError, and ValueError for an unknown size."""
+    on_gpu = torch.cuda.is_available()
+    size_name = size_name or ("small" if on_gpu else "tiny")
+    if size_name not in markov.SIZES:
+        raise ValueError(f"unknown size {size_name!r}; sizes are {', '.join(markov.SIZES)}")
     size = markov.SIZES[size_name]
     say(f"[1/4] checkpoint: {size_name}, {size.vocab_size} tokens, known next-token distribution")
-    model = folder / size_name
-    truth = markov.write(model, size)
+    truth = markov.write(folder / size_name, size)
 
     arguments = ["--dtype", size.dtype, "--random-seed", "1"]
     environment = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
@@ -76,7 +53,7 @@ def _run(folder: Path, port: int | None, size_name: str, on_gpu: bool) -> int:
     where = "GPU" if on_gpu else "CPU, kernels interpreted"
     say(f"[2/4] sgl-flashsample serve: SGLang's server with --sampling-backend flashsample ({where})")
     server = Server(
-        model,
+        folder / size_name,
         arguments,
         backend=None,
         launcher=SGL_FLASHSAMPLE_SERVE,
@@ -91,39 +68,41 @@ def _run(folder: Path, port: int | None, size_name: str, on_gpu: bool) -> int:
         for line in server.log_lines("] flashsample ")[:1]:
             say("  " + line.partition("] ")[2])
         say("[3/4] requests")
-        _requests(server)
-        _batch(server, truth)
+        for name, params, fields in REQUESTS:
+            answer = server.generate(text=PROMPT, sampling_params={"max_new_tokens": 8, **params}, **fields)
+            logprobs = answer["meta_info"].get("output_token_logprobs")
+            logprob = f"  logprob of the first token {logprobs[0][0]:.3f}" if logprobs else ""
+            text = answer["text"].replace("\n", " ")[:60]
+            say(f"  {name:20} {paths_of(answer):24} {text!r}{logprob}")
+        compare_with_truth(server, truth)
         say("[4/4] counters of the server")
         for line in server.log_lines("] flashsample: ")[-1:]:
-            for part in line.partition("flashsample: ")[2].split("; "):
-                say("  " + part)
+            for counter in line.partition("flashsample: ")[2].split("; "):
+                say("  " + counter)
     say("server stopped")
-    return 0
 
 
-def _requests(server: Server) -> None:
-    for name, params, fields in REQUESTS:
-        answer = server.generate(text=PROMPT, sampling_params={"max_new_tokens": 8, **params}, **fields)
-        text = answer["text"].replace("\n", " ")
-        extra = ""
-        if params.get("sampling_seed") is None and fields.get("return_logprob"):
-            extra = f"  logprob of the first token {answer['meta_info']['output_token_logprobs'][0][0]:.3f}"
-        say(f"  {name:20} {paths_of(answer):24} {text[:60]!r}{extra}")
-
-
-def _batch(server: Server, truth: markov.MarkovModel) -> None:
-    """Sixteen requests at once, long enough for a rate, and their greedy tokens against the truth."""
+def compare_with_truth(server: Server, truth: markov.MarkovModel) -> None:
+    """Sixteen requests at once, long enough for a rate, and a greedy token against the truth. Raises ServerError where
+    they differ."""
     started = time.monotonic()
-    prompts = [[300 + i] for i in range(16)]
     params = {"temperature": 1.0, "max_new_tokens": 64, "ignore_eos": True}
-    answers = server.generate(input_ids=prompts, sampling_params=params)
-    seconds = time.monotonic() - started
+    answers = server.generate(input_ids=[[300 + row] for row in range(16)], sampling_params=params)
     tokens = sum(len(answer["output_ids"]) for answer in answers)
-    say(f"  {'a batch of 16':20} {paths_of(answers[0]):24} {tokens} tokens, {tokens / seconds:.0f} tokens per second")
+    rate = tokens / (time.monotonic() - started)
+    say(f"  {'a batch of 16':20} {paths_of(answers[0]):24} {tokens} tokens, {rate:.0f} tokens per second")
     greedy = server.generate(input_ids=[[300]], sampling_params={"temperature": 0, "max_new_tokens": 1})[0]
-    import torch
-
-    right = int(truth.logits(torch.tensor([300])).argmax()) == greedy["output_ids"][0]
-    say(f"  {'greedy and truth':20} {paths_of(greedy):24} {'the same token' if right else 'DIFFERENT TOKENS'}")
-    if not right:
+    same = greedy["output_ids"] == [int(truth.logits(torch.tensor([300])).argmax())]
+    say(f"  {'greedy and truth':20} {paths_of(greedy):24} {'the same token' if same else 'DIFFERENT TOKENS'}")
+    if not same:
         raise ServerError("a greedy token differs from the checkpoint's known distribution")
+
+
+def paths_of(answer: dict[str, Any]) -> str:
+    """The paths of an answer's tokens, the most frequent first."""
+    counts = Counter(answer["meta_info"].get("flashsample_path", ["not reported"]))
+    return ", ".join(path for path, _ in counts.most_common())
+
+
+def say(message: str) -> None:
+    print(message, flush=True)

@@ -15,21 +15,20 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 SGLANG_LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
 SGLANG_SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 SGL_FLASHSAMPLE_SERVE = (sys.executable, "-m", "sgl_flashsample.cli", "serve")
 
-
-class ServerError(RuntimeError):
-    """The server did not start or did not answer; the message is one line for a person."""
-
-
 # Below the ports that systems hand out to outgoing connections and to sockets bound to port 0 (RFC 6335: 49152 and up;
 # Linux: 32768 and up): a server binds its ports seconds after they were chosen, and nobody is given these meanwhile.
 PORTS = range(20000, 32000)
+PORT_TAKEN = ("EADDRINUSE", "address already in use", "Port is already in use")  # as torch, uvicorn and SGLang say it
+
+
+class ServerError(RuntimeError):
+    """The server did not start or did not answer; the message is one line for a person."""
 
 
 def port_is_free(port: int) -> bool:
@@ -53,8 +52,8 @@ def free_port(other_than: int | None = None) -> int:
 class Server:
     """``with Server(model, arguments) as server: server.generate(...)``; stops the process group at the end.
 
-    backend: a sampling backend's name, or None to leave it to the launcher. launcher: the command that the
-    arguments follow.
+    backend: a sampling backend's name, or None to leave it to the launcher. launcher: the command that the arguments
+    follow. port: None for a free one. A server that finds one of its ports taken is started once more, with others.
     """
 
     def __init__(
@@ -70,18 +69,19 @@ class Server:
         start_seconds: float = 600.0,
         progress: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.port = free_port() if port is None else port
-        self.log = log
-        self.start_seconds = start_seconds
-        self.progress = progress
+        self.log, self.start_seconds, self.progress = log, start_seconds, progress
         self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
-        self.command = [*launcher, "--model-path", str(model)]
-        self.command += ["--host", "127.0.0.1", "--port", str(self.port), *arguments]
-        if "--nccl-port" not in arguments:
-            self.command += ["--nccl-port", str(free_port(other_than=self.port))]
-        if backend is not None:
-            self.command += ["--sampling-backend", backend]
         self.process: subprocess.Popen[bytes] | None = None
+        self._launcher, self._fixed_port = [*launcher, "--model-path", str(model)], port
+        self._arguments = [*arguments, *(() if backend is None else ("--sampling-backend", backend))]
+        self._choose_ports()
+
+    def _choose_ports(self) -> None:
+        self.port = free_port() if self._fixed_port is None else self._fixed_port
+        ports = ["--host", "127.0.0.1", "--port", str(self.port)]
+        if "--nccl-port" not in self._arguments:  # SGLang's own choice may be any other process's soon after
+            ports += ["--nccl-port", str(free_port(other_than=self.port))]
+        self.command = [*self._launcher, *ports, *self._arguments]
 
     def __enter__(self) -> Server:
         self.start()
@@ -92,9 +92,7 @@ class Server:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -107,19 +105,22 @@ class Server:
             )
 
     def wait_until_ready(self) -> None:
-        assert self.process is not None
-        started = time.monotonic()
-        reported = 0
-        while time.monotonic() - started < self.start_seconds:
-            if self.process.poll() is not None:
-                raise ServerError(f"the server ended with code {self.process.returncode}: {self.last_error()}")
+        started, reported, starts_left = time.monotonic(), 0, 1
+        while (waited := time.monotonic() - started) < self.start_seconds:
+            assert self.process is not None
+            if (code := self.process.poll()) is not None:
+                if not starts_left or not any(text in self.log_text() for text in PORT_TAKEN):
+                    raise ServerError(f"the server ended with code {code}: {self.last_error()}")
+                starts_left -= 1
+                self.stop()
+                self._choose_ports()
+                self.start()
             with contextlib.suppress(OSError, ServerError):
-                self._request("/health", None, timeout=10)
+                self.get("/health", timeout=10.0)
                 return
-            waited = int(time.monotonic() - started)
             if waited >= reported + 10:
-                reported = waited
-                self.progress(f"  still starting after {waited} s (log: {self.log})")
+                reported = int(waited)
+                self.progress(f"  still starting after {reported} s (log: {self.log})")
             time.sleep(0.3)
         raise ServerError(f"the server was not ready within {self.start_seconds:.0f} s (log: {self.log})")
 
@@ -138,8 +139,8 @@ class Server:
     def last_error(self) -> str:
         """The last line of the log that names an error, else the last line."""
         lines = [line.strip() for line in self.log_text().splitlines() if line.strip()]
-        named = [line for line in lines if "Error" in line or "error:" in line]
-        return (named or lines or ["no output"])[-1][:300]
+        errors = [line for line in lines if "Error" in line or "error:" in line]
+        return (errors or lines or ["no output"])[-1][:300]
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -150,31 +151,27 @@ class Server:
 
     def generate(self, **fields: Any) -> Any:
         """POST /generate; ``text`` or ``input_ids`` (one or a list), ``sampling_params``, ``return_logprob``, ..."""
-        return self._request("/generate", fields)
+        return self.post("/generate", **fields)
 
     def chat(self, **fields: Any) -> Any:
         """POST /v1/chat/completions."""
-        return self._request("/v1/chat/completions", {"model": "default", **fields})
-
-    def post(self, path: str, **fields: Any) -> Any:
-        """POST to any other of the server's endpoints, ``/update_weights_from_disk`` for example."""
-        return self._request(path, fields)
+        return self.post("/v1/chat/completions", model="default", **fields)
 
     def profile(self, folder: Path, steps: int) -> None:
-        """POST /start_profile: write a trace of the next ``steps`` forward passes to ``folder``."""
-        activities = ["CPU", "GPU"]
-        self._request("/start_profile", {"output_dir": str(folder), "num_steps": steps, "activities": activities})
+        """Write a trace of the next ``steps`` forward passes to ``folder``."""
+        self.post("/start_profile", output_dir=str(folder), num_steps=steps, activities=["CPU", "GPU"])
 
     def metrics(self) -> str:
-        """GET /metrics, as text."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
-            return response.read().decode()
+        return self.get("/metrics")
 
-    def _request(self, path: str, body: dict[str, Any] | None, timeout: float = 600.0) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"Content-Type": "application/json"}
-        )
+    def post(self, path: str, **fields: Any) -> Any:
+        """POST to any other endpoint; the answer, of JSON or text. Raises ServerError for an answer that is an error,
+        OSError without one."""
+        return self.get(path, json.dumps(fields).encode())
+
+    def get(self, path: str, data: bytes | None = None, timeout: float = 600.0) -> Any:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 text = response.read().decode()
@@ -183,4 +180,4 @@ class Server:
         try:
             return json.loads(text)
         except ValueError:
-            return text  # /health and the profiler's endpoints answer in plain text
+            return text

@@ -1,45 +1,57 @@
-"""The places where SGLang calls us. Installed only in a process whose server selected the backend."""
+"""Every place where SGLang calls us. Installed only in a process whose server selected the backend.
+
+In a step and at the start (``StepHooks``):
+
+    LogitsProcessor._get_logits      carry the hidden states instead of computing logits
+    ModelRunner._preprocess_logits   penalties, grammars and biases, of rows that need real logits
+    ModelRunner.load_model           compile and check the kernels of the model's LM head
+    SamplingBatchInfo                parameters per row, through filters and merges of the batch
+
+Where SGLang changes weights later (``WeightHooks``): a screen is a copy of some, and must know.
+
+    SchedulerWeightUpdaterManager    what serves every request that updates, releases or resumes weights
+    WeightUpdater                    what that calls for each model; expert rebalancing calls it by itself
+    ModelRunner                      weights that are loaded only after graphs were captured (0.5.21 and later)
+
+Weights are written through ``.data`` in all of these, which PyTorch does not count as a write. A class with a public
+method that we do not know may have another way to write them: then no head has a screen.
+"""
 
 from __future__ import annotations
 
 import functools
 import pkgutil
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import versions
+from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Batch, batch_of
 from .lazy_logits import LazyLogits, plain
-from .rows import Rows
-from .runtime import Runtime
 
-ROWS_ATTRIBUTE = "_flashsample_rows"  # on SamplingBatchInfo
-REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
-PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SGLang's preprocessing, still to be done
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
 _INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
-
-
-def rows_of(sampling_info: Any) -> Rows | None:
-    """The rows that follow this SamplingBatchInfo; None when SGLang made it in a way we do not know."""
-    return getattr(sampling_info, ROWS_ATTRIBUTE, None)
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 
 def _guarded(hook: Callable) -> Callable:
     """An AFTER hook runs inside SGLang's scheduler, where an exception would end the server: leave the fused pass
-    instead. Without its rows a batch is SGLang's."""
+    instead. Without its ``Batch`` a batch is SGLang's."""
 
     @functools.wraps(hook)
-    def guarded(hooks: Hooks, result: Any, sampling_info: Any, *args: Any) -> None:
+    def guarded(hooks: StepHooks, result: Any, sampling_info: Any, *args: Any) -> None:
         try:
             hook(hooks, result, sampling_info, *args)
         except Exception as error:
-            setattr(sampling_info, ROWS_ATTRIBUTE, None)
+            setattr(sampling_info, BATCH_ATTRIBUTE, None)
             hooks.runtime.disable(f"{hook.__name__}: {type(error).__name__}: {error}")
 
     return guarded
 
 
-class Hooks:
-    """The hook functions, bound to one Runtime."""
+class StepHooks:
+    """The hook functions of a step, bound to one Runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -70,9 +82,10 @@ class Hooks:
         return LazyLogits(hidden_states, processor.vocab_size, state, compute)
 
     def load_model(self, result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
-        """ModelRunner.load_model: the weights are there, graphs are not captured yet."""
+        """ModelRunner.load_model: the weights are there, graphs are not captured yet. An embedding model samples
+        nothing, a draft model is not this backend's."""
         try:
-            if not model_runner.is_draft_worker:
+            if model_runner.is_generation and not model_runner.is_draft_worker:
                 self.runtime.prepare_model(model_runner.model)
                 if getattr(model_runner, "startup_weight_load", None) is not None:  # its weights are still to come
                     self.runtime.weights_settled = False
@@ -84,12 +97,12 @@ class Hooks:
         self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """ModelRunner._preprocess_logits: applies penalties, grammar and bias, and needs real logits for that. Which
-        rows will have real logits, the sampler knows: it is called next, and does this there."""
+        rows need real logits is known to the sampler, which is called next and does this there."""
         lazy = logits_output.next_token_logits
         if isinstance(lazy, LazyLogits):
             observed = bool(args) or any(value is not None for value in kwargs.values())
             if not observed and not lazy.is_dense:
-                sampling_info.grammar_mask = None  # what a departed request left behind would be another batch's
+                sampling_info.grammar_mask = None  # a mask that a departed request left behind
                 setattr(logits_output, PREPROCESS_ATTRIBUTE, functools.partial(original, model_runner))
                 return None
             setattr(logits_output, REASON_ATTRIBUTE, "sampling_observer" if observed else "logits_computed")
@@ -97,44 +110,47 @@ class Hooks:
         return original(model_runner, logits_output, sampling_info, *args, **kwargs)
 
     @_guarded
-    def from_schedule_batch(self, result: Any, sampling_info: Any, batch: Any, vocab_size: int) -> None:
+    def from_schedule_batch(self, result: Any, sampling_info: Any, schedule_batch: Any, vocab_size: int) -> None:
         runtime = self.runtime
-        if runtime.problem is None:
-            rows = Rows.of_requests(batch.reqs, runtime.server_seed, runtime.custom_processors, batch.device)
-            setattr(sampling_info, ROWS_ATTRIBUTE, rows)
+        if runtime.inactive_reason is None:
+            batch = Batch.of_requests(
+                schedule_batch.reqs,
+                runtime.server_seed,
+                runtime.custom_processors,
+                schedule_batch.device,
+                runtime.samples,
+            )
+            setattr(sampling_info, BATCH_ATTRIBUTE, batch)
 
     @_guarded
     def filter_batch(self, result: Any, sampling_info: Any, keep_indices: Any, keep_indices_device: Any) -> None:
-        rows = rows_of(sampling_info)
-        if rows is not None:
-            setattr(sampling_info, ROWS_ATTRIBUTE, rows.keep(keep_indices, keep_indices_device))
+        batch = batch_of(sampling_info)
+        if batch is not None:
+            setattr(sampling_info, BATCH_ATTRIBUTE, batch.keep(keep_indices, keep_indices_device))
 
     @_guarded
     def merge_batch(self, result: Any, sampling_info: Any, other: Any) -> None:
-        rows, others = rows_of(sampling_info), rows_of(other)
-        merged = None if rows is None or others is None else rows.followed_by(others)
-        setattr(sampling_info, ROWS_ATTRIBUTE, merged)
+        batch, second = batch_of(sampling_info), batch_of(other)
+        merged = None if batch is None or second is None else batch.followed_by(second)
+        setattr(sampling_info, BATCH_ATTRIBUTE, merged)
 
     @_guarded
     def copy_for_forward(self, result: Any, sampling_info: Any) -> None:
-        setattr(result, ROWS_ATTRIBUTE, rows_of(sampling_info))
+        setattr(result, BATCH_ATTRIBUTE, batch_of(sampling_info))
 
 
 def install(runtime: Runtime) -> str | None:
-    """Register and apply all hooks. Returns why the fused pass must stay off, None when every hook landed."""
+    """Register and apply the hooks of a step. Returns why the fused pass must stay off, None when every hook landed."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    problems = [p for p in map(versions.target_problem, versions.HOOK_TARGETS) if p]
-    if problems:
-        return "; ".join(problems)
-    hooks = Hooks(runtime)
+    reasons = [reason for reason in map(versions.unsupported_target, versions.HOOK_TARGETS) if reason]
+    if reasons:
+        return "; ".join(reasons)
+    hooks = StepHooks(runtime)
     table: dict[str, tuple[Callable, Any]] = {
         "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits": (hooks.get_logits, HookType.AROUND),
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (hooks.load_model, HookType.AFTER),
-        "sglang.srt.model_executor.model_runner.ModelRunner._preprocess_logits": (
-            hooks.preprocess_logits,
-            HookType.AROUND,
-        ),
+        f"{_RUNNER}.load_model": (hooks.load_model, HookType.AFTER),
+        f"{_RUNNER}._preprocess_logits": (hooks.preprocess_logits, HookType.AROUND),
         f"{_INFO}.adjusted_from_schedule_batch": (hooks.from_schedule_batch, HookType.AFTER),
         f"{_INFO}.adjusted_filter_batch": (hooks.filter_batch, HookType.AFTER),
         f"{_INFO}.adjusted_merge_batch": (hooks.merge_batch, HookType.AFTER),
@@ -154,3 +170,134 @@ def apply_hooks(table: dict[str, tuple[Callable, Any]]) -> str | None:
     # A hook that fails to apply is only logged by SGLang, so look for ourselves.
     missed = [target for target in table if pkgutil.resolve_name(target) is before[target]]
     return f"SGLang did not apply the hook on {', '.join(missed)}" if missed else None
+
+
+MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+LATE_LOAD = f"{_RUNNER}.finalize_startup_weight_load"  # not in 0.5.17
+
+# Methods that leave other weights behind, or none: those of all known versions, and those of some.
+WRITING_METHODS = {
+    MANAGER: (
+        {
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "release_memory_occupation",
+            "resume_memory_occupation",
+            "check_weights",
+        },
+        {"begin_weight_update", "end_weight_update"},
+    ),
+    UPDATER: (
+        {"update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"},
+        {
+            "update_weights_from_distributed",
+            "load_weights_from_distributed",
+            "begin_weight_update",
+            "end_weight_update",
+        },
+    ),
+}
+READING_METHODS = {
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+    "receive_weights_from_distributed",
+    "flush_cache_after_weight_update",
+    "record_weight_version_after_update",
+    "get_weights_by_name",
+    "save_remote_model",
+    "save_sharded_model",
+}
+# Actions of ``check_weights`` that change no weight; the others fill them with noise.
+READING_ACTIONS = {"snapshot", "compare", "checksum"}
+WEIGHTS_TAG = "weights"  # SGLang's GPU_MEMORY_TYPE_WEIGHTS
+
+
+class WeightHooks:
+    """The hook functions of weight changes, bound to one Runtime. None of them raises: SGLang would lose an update to
+    it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def manager_call(self, original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around what the manager does for one request, outside of any step."""
+        request = next(iter((*args, *kwargs.values())), None)
+        if getattr(request, "action", None) in READING_ACTIONS:
+            return original(manager, *args, **kwargs)
+        self._change()
+        self.runtime.weights_settled = False  # graphs may be captured anew in the middle, and that begins as a prefill
+        try:
+            return original(manager, *args, **kwargs)
+        finally:
+            self._changed(manager, request)
+
+    def updater_call(self, *args: Any, **kwargs: Any) -> None:
+        """Before weights of one model are written: by a request, or by SGLang itself, perhaps in the middle of a
+        step."""
+        self._change()
+
+    def late_load(self, *args: Any, **kwargs: Any) -> None:
+        """After the weights of a model that was built without them have loaded."""
+        self._settle(True)
+
+    def _change(self) -> None:
+        try:
+            self.runtime.weights_change()
+        except Exception as error:
+            self.runtime.stop_screens(f"weights_change: {type(error).__name__}: {error}")
+
+    def _changed(self, manager: Any, request: Any) -> None:
+        try:
+            released = manager.offload_tags
+            if WEIGHTS_TAG in released:
+                self.runtime.free_screens()
+            # What SGLang has released it must find free; and in a session weights are also written without a call.
+            settled = not released and getattr(manager, "_session", None) is None
+            # Callers that send weights in parts flush the cache with the last: copying after each would take too long.
+            self._settle(settled, now=getattr(request, "flush_cache", True))
+        except Exception as error:
+            self.runtime.stop_screens(f"weights_changed: {type(error).__name__}: {error}")
+
+    def _settle(self, settled: bool, now: bool = True) -> None:
+        self.runtime.weights_settled = settled
+        if settled and now:
+            self.runtime.renew_screens()
+
+
+def weight_targets() -> tuple[dict[str, str], str | None]:
+    """What to hook in this SGLang, each with the name of its hook in ``WeightHooks``, or why that is not known."""
+    found: dict[str, str] = {}
+    for path, (required, possible) in WRITING_METHODS.items():
+        try:
+            kind = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError) as error:
+            return {}, f"{path} is missing ({error})"
+        methods = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
+        if missing := required - methods:
+            return {}, f"{path} has no {', '.join(sorted(missing))}"
+        if unknown := methods - required - possible - READING_METHODS:
+            return {}, f"{path} has {', '.join(sorted(unknown))}, which may change weights"
+        hook = "manager_call" if path == MANAGER else "updater_call"
+        found |= {f"{path}.{name}": hook for name in methods & (required | possible)}
+    try:
+        pkgutil.resolve_name(LATE_LOAD)
+        found[LATE_LOAD] = "late_load"
+    except AttributeError:
+        pass
+    return found, None
+
+
+def install_weight_hooks(runtime: Runtime) -> str | None:
+    """Register and apply the hooks of weight changes. Returns why no head may have a screen, None when every hook
+    landed."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    found, reason = weight_targets()
+    if reason is not None:
+        return reason
+    hooks = WeightHooks(runtime)
+    kinds = {"manager_call": HookType.AROUND, "updater_call": HookType.BEFORE, "late_load": HookType.AFTER}
+    return apply_hooks({target: (getattr(hooks, name), kinds[name]) for target, name in found.items()})

@@ -54,16 +54,16 @@ def _explain_replacement(sampler, *args, **kwargs) -> None:
 def make_sampler() -> FlashSampler:
     """The sampler that SGLang asks for when the backend is selected; installs the hooks at the first call."""
     global _runtime
-    from . import hooks, weight_hooks
+    from . import hooks
     from .runtime import Runtime
     from .sampler import FlashSampler
 
     if _runtime is None:
-        _runtime = Runtime(versions.version_problem(versions.sglang_version()))
-        if _runtime.problem is None:
-            _runtime.problem = hooks.install(_runtime)
-        if _runtime.problem is None and _runtime.screen_problem is None:
-            _runtime.screen_problem = weight_hooks.install(_runtime)
-        if _runtime.problem is not None:
+        _runtime = Runtime(versions.unsupported_version(versions.sglang_version()))
+        if _runtime.inactive_reason is None:
+            _runtime.inactive_reason = hooks.install(_runtime)
+        if _runtime.inactive_reason is None and _runtime.no_screen_reason is None:
+            _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)
+        if _runtime.inactive_reason is not None:
             _runtime.announce_inactive()
     return FlashSampler(_runtime)

@@ -1,7 +1,8 @@
-"""What this server process serves: its heads, their kernels, its counters. One per process, made by the sampler."""
+"""What this server process serves: its heads, their kernels, its metrics. One per process, made by the plugin."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -10,98 +11,93 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..api import SampleOutput
-from ..choices import Choices
-from ..kernels.features import LogitEdits
+from ..dispatch import DispatchTable
 from ..kernels.rng import NOISE_ABI
-from . import screening, support, trace, tuning
-from .agreement import Ranks
-from .counters import Counters
-from .head_state import MAX_COMPILED_ROWS, HeadState
-from .lazy_logits import LazyLogits
-from .rows import Rows
-from .screening import HeadScreen, Mode
-from .steady import Steady
+from ..selfcheck import refuse_wrong, unsupported_by_flashinfer
+from ..tables.lookup import resolve
+from . import support, token_counts
+from .batch import Batch, Routing, SampleIndices
+from .head import MAX_COMPILED_ROWS, HeadState
+from .metrics import Metrics
+from .screen_lifecycle import SCREEN_VARIABLE, HeadScreen, ScreenMode, screen_mode, unsupported_screen
 from .versions import sglang_version
 
 logger = logging.getLogger("sgl_flashsample")
 
 REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
 STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
+MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
 NATIVE_FEATURES = "custom logit processors, sampling masks, beams, top logprobs and token-id logprobs"
 
 
 class Runtime:
     """State of the fused pass in this process.
 
-    problem: why nothing is fused, in words; None while the fused pass is active. mixing_problem: the same for batches
-    in which some rows need SGLang's sampler, grammar_problem: for rows with a grammar, screen_problem: why no head has
-    a screen. weights_settled: nobody is about to change weights. trace: what counts the drawn tokens, where that was
-    asked for. steady: the batch of the last step, where the next may repeat that.
+    Reasons in words, None while there is none: inactive_reason, why nothing is fused; no_mixing_reason, why no batch is
+    in which some rows need SGLang's sampler; no_grammars_reason, why no row with a grammar is; no_screen_reason, why no
+    head has a screen. weights_settled: nobody is about to change weights.
     """
 
-    def __init__(self, problem: str | None) -> None:
-        self.problem = problem
-        self.mixing_problem: str | None = None
-        self.grammar_problem: str | None = None
+    def __init__(self, inactive_reason: str | None) -> None:
+        self.inactive_reason = inactive_reason
+        self.no_mixing_reason: str | None = None
+        self.no_grammars_reason: str | None = None
         self.server_seed = 0
-        self.custom_processors = self.original_logprobs = self.bool_masks = self.deterministic = False
-        self.syncs_tokens = False
-        self.tp_size = 1
+        self.custom_processors = self.original_logprobs = self.bool_masks = False
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
-        self.replays = os.environ.get(STEP_GRAPHS_VARIABLE) != "0"
-        self._screening = screening.asked_for()
-        self.screen_problem = _server_screen_problem(self._screening)
+        self.use_step_graphs = os.environ.get(STEP_GRAPHS_VARIABLE) != "0"
+        self.screen_mode = screen_mode()
+        self.no_screen_reason = _unsupported_screens(self.screen_mode)
+        self.samples = SampleIndices()
         self.weights_settled = True
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         metrics = False
         try:
-            from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB, SYNC_TOKEN_IDS_ACROSS_TP
-            from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
+            from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
+            from sglang.srt.runtime_context import get_device, get_exec, get_observability
 
             self.server_seed = int(get_device().random_seed or 0)
             self.bool_masks = getattr(get_exec().kernel, "grammar_backend", None) == "outlines"
             self.custom_processors = bool(get_exec().features.enable_custom_logit_processor)
             self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
-            self.syncs_tokens = bool(SYNC_TOKEN_IDS_ACROSS_TP)
-            self.deterministic = bool(get_exec().deterministic.enable_deterministic_inference)
-            self.tp_size = int(get_parallel().tp_size)
-            # With a pipeline, tokens of several steps are under way at once, and a graph's would be overwritten.
-            self.replays = self.replays and int(get_parallel().pp_size) == 1
             metrics = bool(get_observability().enable_metrics)
-            self.problem = self.problem or support.server_problem()
+            self.inactive_reason = self.inactive_reason or support.unsupported_server()
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
-            self.problem = self.problem or f"this server's configuration cannot be read ({error})"
-        self.counters = Counters(metrics)
-        self.trace = trace.of_this_server()
-        self.steady: Steady | None = None
+            self.inactive_reason = self.inactive_reason or f"this server's configuration cannot be read ({error})"
+        self.metrics = Metrics(metrics)
+        self.token_counts = token_counts.TokenCounts.of_this_server()
 
-    def disable(self, problem: str) -> None:
+    def disable(self, reason: str) -> None:
         """Leave everything to SGLang's sampler from now on, and say why, once."""
-        if self.problem is None:
-            self.problem = problem
-            logger.warning("flashsample: off, SGLang's own sampler takes over: %s", problem)
+        if self.inactive_reason is None:
+            self.inactive_reason = reason
+            logger.warning("flashsample: off, SGLang's own sampler takes over: %s", reason)
 
-    def stop_mixing(self, problem: str) -> None:
+    def stop_mixing(self, reason: str) -> None:
         """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why."""
-        self.mixing_problem = problem
-        logger.warning("flashsample: SGLang's own sampler takes over every mixed batch: %s", problem)
+        self.no_mixing_reason = reason
+        logger.warning("flashsample: SGLang's own sampler takes over every mixed batch: %s", reason)
 
-    def stop_grammars(self, problem: str) -> None:
+    def stop_grammars(self, reason: str) -> None:
         """Leave rows with a grammar to SGLang's sampler from now on, and say why."""
-        self.grammar_problem = problem
-        logger.warning("flashsample: SGLang's own sampler takes over every row with a grammar: %s", problem)
+        self.no_grammars_reason = reason
+        logger.warning("flashsample: SGLang's own sampler takes over every row with a grammar: %s", reason)
+
+    @property
+    def heads(self) -> list[HeadState]:
+        """The heads that this server fuses."""
+        return [state for state in self._heads.values() if state is not None]
 
     def weights_change(self) -> None:
         """Weights change, or may have changed: no screen serves until ``renew_screens``."""
-        for state in filter(None, self._heads.values()):
+        for state in self.heads:
             state.weights_change()
             self._screens_outdated = self._screens_outdated or state.has_screen
 
     def free_screens(self) -> None:
         """Give the memory of all screens back: SGLang has released that of the weights."""
-        for state in filter(None, self._heads.values()):
+        for state in self.heads:
             state.free_screen()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -112,29 +108,29 @@ class Runtime:
             return
         self._screens_outdated = False
         started = time.monotonic()
-        states = [state for state in self._heads.values() if state is not None and state.has_screen]
+        states = [state for state in self.heads if state.has_screen]
         for state in states:
             state.renew_screen()
         if any(state.has_screen for state in states):
-            logger.info("flashsample: screen made anew after a change of weights in %.2f s", time.monotonic() - started)
+            logger.info("flashsample: screen rebuilt for new weights in %.2f s", time.monotonic() - started)
 
-    def stop_screens(self, problem: str) -> None:
+    def stop_screens(self, reason: str) -> None:
         """Draw without screens from now on, and say why."""
-        for state in filter(None, self._heads.values()):
-            state.give_up_screen(problem)
+        for state in self.heads:
+            state.stop_screen(reason)
 
     @property
     def _about(self) -> str:
         return f"flashsample {__version__} with SGLang {sglang_version()}"
 
     def announce_inactive(self) -> None:
-        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, self.problem)
+        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, self.inactive_reason)
 
     def prepare_model(self, model: torch.nn.Module) -> None:
         """After the weights have loaded: compile and check the kernels, then say in one line what is active."""
         from sglang.srt.layers.logits_processor import LogitsProcessor
 
-        if self.problem is not None:
+        if self.inactive_reason is not None:
             return
         started = time.monotonic()
         modules = dict(model.named_modules())
@@ -146,13 +142,13 @@ class Runtime:
         if not states:
             logger.info("%s: fused sampling active once the model shows its LM head", self._about)
         for state in filter(None, states):
-            head = state.current()
+            weight = state.head.weight
             logger.info(
                 "%s: fused sampling active, LM head %d x %d %s, noise %d, kernels compiled and checked in %.1f s; "
                 "SGLang's own sampler for %s",
                 self._about,
-                *head.weight.shape,
-                str(head.weight.dtype).removeprefix("torch."),
+                *weight.shape,
+                str(weight.dtype).removeprefix("torch."),
                 NOISE_ABI,
                 time.monotonic() - started,
                 NATIVE_FEATURES,
@@ -170,53 +166,68 @@ class Runtime:
 
     def _prepare(self, processor: Any, lm_head: Any, starting: bool) -> HeadState | None:
         try:
-            problem = support.head_problem(processor, lm_head)
-            if problem is None:
+            reason = support.unsupported_head(processor, lm_head)
+            if reason is None:
                 state = HeadState(processor, lm_head)
-                max_rows = MAX_COMPILED_ROWS if lm_head.weight.is_cuda else 16
-                head, ranks = state.current(), self._ranks()
-                found = tuning.resolve_alike(head, self.tp_size, ranks, self.deterministic)
-                no_screen = self._give_screen(state, found.choices, max_rows, starting)
-                serving = None if state.screen is None else state.screen.serving(head)
-                checked = tuning.check(head, max_rows, found, ranks, self.bool_masks, serving)
-                state.choices, problem = checked.choices, checked.problem
-                if problem is None:
-                    state.replays = self.replays and lm_head.weight.is_cuda
-                    state.scratch(1)
-                    state.newly_searched(self.counters.read_interval)  # takes its pinned memory now, not in a step
-                    if state.screen is not None and not screening.wins(
-                        state.choices, self._screening, state.screen.rows
-                    ):
-                        no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"
-                        state.free_screen()
-                        state.screen = None
-                    self._about_screen(state, no_screen)
+                reason = self._check(state, starting)
+                if reason is None:
+                    state.use_step_graphs = self.use_step_graphs and lm_head.weight.is_cuda
+                    state.newly_searched(self.metrics.read_seconds)  # allocates its pinned memory now, not in a step
                     return state
         except Exception as error:  # whatever a kernel or a model does, the server must start
-            problem = f"{type(error).__name__}: {error}"
-        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, problem)
+            reason = f"{type(error).__name__}: {error}"
+        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, reason)
         return None
 
-    def _give_screen(self, state: HeadState, choices: Choices, max_rows: int, starting: bool) -> str | None:
-        """Build the screen of a head that is to have one; returns why it is not, in words."""
-        head = state.current()
-        try:
-            problem = self.screen_problem or screening.problem_for(head, choices, self._screening, max_rows)
-            if problem is None and not starting:
-                problem = "the model shows its LM head only after the memory is shared out"
-            if problem is None:
-                rows = screening.rows_of(choices, max_rows)
-                state.screen = HeadScreen(head, rows, self.counters.read_interval)
-        except Exception as error:  # memory, or whatever a copy of this head meets: it is served without
-            problem = f"{type(error).__name__}: {error}"
-        return problem
+    def _check(self, state: HeadState, starting: bool) -> str | None:
+        """Give ``state`` its table and its screen, as far as they hold on this machine. Returns why its kernels cannot
+        be trusted, or None."""
+        head = state.head
+        max_rows = MAX_COMPILED_ROWS if head.weight.is_cuda else MAX_INTERPRETED_ROWS
+        resolved = resolve(head)
+        for warning in resolved.warnings:
+            logger.warning("flashsample: %s", warning)
+        no_screen = self._build_screen(state, resolved.dispatch, max_rows, starting)
+        serving = None if state.screen is None else state.screen.serving(head)
+        checked = refuse_wrong(head, max_rows, resolved.dispatch, bool_masks=self.bool_masks, screen=serving)
+        if checked.reason is not None:
+            return checked.reason
+        if checked.refused:
+            logger.warning(
+                "flashsample: %d tuned configs failed the self-check; using defaults: %s",
+                len(checked.refused),
+                "; ".join(checked.refused),
+            )
+        table = _without_failing_flashinfer(head, checked.table)
+        logger.info("flashsample: %s", dataclasses.replace(resolved, dispatch=table).line())
+        state.table = table
+        measured = self.screen_mode is ScreenMode.AUTO
+        if state.screen is not None and not table.screened_rows(state.screen.rows, measured=measured):
+            no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"
+            state.free_screen()
+            state.screen = None
+        self._announce_screen(state, no_screen)
+        return None
 
-    def _about_screen(self, state: HeadState, problem: str | None) -> None:
+    def _build_screen(self, state: HeadState, table: DispatchTable, max_rows: int, starting: bool) -> str | None:
+        """Build the screen of a head that is to have one; returns why it is not."""
+        try:
+            reason = self.no_screen_reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
+            if reason is None and not starting:
+                reason = "the model shows its LM head only after the memory is shared out"
+            if reason is None:
+                rows = table.screened_rows(max_rows)
+                state.screen = HeadScreen(state.head, rows, self.metrics.read_seconds)
+        except Exception as error:  # memory, or whatever a copy of this head meets: it is served without
+            reason = f"{type(error).__name__}: {error}"
+        return reason
+
+    def _announce_screen(self, state: HeadState, reason: str | None) -> None:
         """Say in a line what screen a head has, or why it has none."""
-        screen, weight = state.screen, state.current().weight
+        screen, weight = state.screen, state.head.weight
         if screen is None:
-            level = logging.WARNING if self._screening is Mode.ON else logging.INFO
-            logger.log(level, "flashsample: screen not built: %s", problem)
+            level = logging.WARNING if self.screen_mode is ScreenMode.ON else logging.INFO
+            logger.log(level, "flashsample: screen not built: %s", reason)
             return
         logger.info(
             "flashsample: screen built: %s bytes, %.1f %% of the LM head's, for batches of up to %d rows",
@@ -225,17 +236,9 @@ class Runtime:
             screen.rows,
         )
 
-    def _ranks(self) -> Ranks:
-        """The ranks that hold shards of a head."""
-        if self.tp_size == 1:
-            return Ranks()
-        from sglang.srt.runtime_context import get_parallel
-
-        return Ranks(get_parallel().tp_group)
-
     def can_defer(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
         """The head's state when these logits need not be computed now; None when SGLang should compute them."""
-        if self.problem is not None or hidden.shape[0] == 0:
+        if self.inactive_reason is not None or hidden.shape[0] == 0:
             return None
         mode = metadata.forward_mode
         sampling = mode.is_decode() or (mode.is_extend() and not metadata.extend_return_logprob)
@@ -248,51 +251,45 @@ class Runtime:
             return None
         return state
 
-    def sample(
-        self,
-        lazy: LazyLogits,
-        rows: Rows,
-        edits: LogitEdits | None,
-        positions: torch.Tensor,
-        return_logprob: bool,
-    ) -> SampleOutput | None:
-        """Tokens for the rows of ``lazy``; None after a failure, which also switches the fused pass off."""
-        state: HeadState = lazy.source
-        try:
-            out = state.sample(lazy.hidden, rows, edits, positions, return_logprob)
-            if rows.num_truncated:
-                self.counters.add_truncated(rows.num_truncated, state.newly_searched(self.counters.read_interval))
-            if state.screen is not None:
-                self.counters.add_screened(state.screen.counted(), state.screen.resting)
-            return out
-        except Exception as error:  # a request must not fail because a path cannot serve it
-            self.disable(f"{type(error).__name__}: {error}")
-            return None
+    def count(
+        self, logits_output: Any, batch: Batch | None, routing: Routing, token_ids: torch.Tensor, started: float
+    ) -> None:
+        """Count one batch that was served. started: ``time.perf_counter()`` at the beginning of its call."""
+        num_truncated = 0 if batch is None or routing.all_native else batch.num_truncated
+        if self.report_path:
+            logits_output.customized_info = {"flashsample_path": list(routing.labels)}
+        if self.token_counts is not None:
+            self.token_counts.add(token_ids, logits_output.next_token_logits.shape[-1])
+        if self.metrics.add_batch(routing, num_truncated, None if routing.native else started):
+            for state in self.heads:
+                self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
+                if state.screen is not None:
+                    self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
+            self.metrics.flush()
 
-    def repeat(self, lazy: LazyLogits, rows: Rows | None) -> None:
-        """After a step of ``rows`` without logprobs and edits: let the next ones repeat it, where it was replayed."""
-        if rows is None or self.trace is not None or self.report_path or self.syncs_tokens:
-            return
-        graphs = lazy.source.graphs
-        if graphs is not None and graphs.replays(rows):
-            self.steady = Steady(lazy.source, graphs, rows, self.disable)
 
-    def look(self) -> None:
-        """Before a step of which everything is asked: count those that were repeated."""
-        if self.steady is not None:
-            self.steady.count(self.counters)
-            self.steady = None
+def _without_failing_flashinfer(head: Any, table: DispatchTable) -> DispatchTable:
+    if not table.flashinfer:
+        return table
+    try:
+        reason = unsupported_by_flashinfer(head)
+    except Exception as error:  # memory for the check, or what else a starting server may lack
+        reason = f"{type(error).__name__}: {error}"
+    if reason is None:
+        return table
+    logger.warning("flashsample: FlashInfer unavailable (%s); using the fallback path from the table", reason)
+    return table.without_flashinfer()
 
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _server_screen_problem(mode: Mode) -> str | None:
+def _unsupported_screens(mode: ScreenMode) -> str | None:
     """Why no head of this server may have a screen, as far as its arguments say."""
-    if mode is Mode.OFF:
-        return f"{screening.SCREEN_VARIABLE} is off"
+    if mode is ScreenMode.OFF:
+        return f"{SCREEN_VARIABLE} is off"
     try:
-        return support.screen_problem()
+        return support.unsupported_screens()
     except Exception as error:  # an SGLang whose configuration we cannot read
         return f"this server's configuration cannot be read ({error})"

@@ -1,28 +1,61 @@
-"""SGLang's Sampler, with the fused pass in front of it."""
+"""SGLang's Sampler, with the fused pass in front of it: each row by the fused pass, or by SGLang's own sampler."""
 
 from __future__ import annotations
 
+import copy
 import time
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
-from .edits import edits_of
-from .hooks import PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, rows_of
+from ..dispatch import sample
+from ..kernels.params import BatchParams, LogitEdits, SampleOutput
+from .batch import (
+    BATCH_ATTRIBUTE,
+    NEED_FLAGS,
+    PREPROCESS_ATTRIBUTE,
+    REASON_ATTRIBUTE,
+    Batch,
+    Routing,
+    batch_of,
+    edits_of,
+    penalties_of,
+    routing_of,
+    to_device,
+)
+from .head import HeadState
 from .lazy_logits import LazyLogits, plain
-from .plan import Plan, plan_of
 from .runtime import Runtime
-from .subbatch import SubBatch
+
+_NO_PENALIZERS = types.SimpleNamespace(is_required=False, filter=lambda keep_indices: None)
+# Lists of LogitsProcessorOutput with an entry per row. SGLang copies these tensors to the host one by one and then
+# asks each for its `tolist`: a row that wants none has an empty one.
+_TENSOR_LISTS = ("next_token_top_logprobs_val", "next_token_top_logprobs_idx", "next_token_token_ids_logprobs_val")
+# The other lists, with the entry of a row that wants none. The last two are filled by SGLang 0.5.17 alone.
+_LISTS: dict[str, list | None] = {
+    "next_token_token_ids_logprobs_idx": [],
+    "next_token_sampling_mask_idx": None,
+    "next_token_sampling_logprobs": None,
+}
 
 
-def native_backend() -> str:
-    """The sampling backend that SGLang would have chosen by itself. Its sampler knows its own names only."""
-    from sglang.srt.utils import is_flashinfer_available
+class Call(NamedTuple):
+    """The arguments of one call of SGLang's Sampler, in its order."""
 
-    return "flashinfer" if is_flashinfer_available() else "pytorch"
+    logits_output: Any
+    sampling_info: Any
+    return_logprob: bool
+    top_logprobs_nums: list[int] | None
+    token_ids_logprobs: list | None
+    positions: torch.Tensor
+
+
+class Unserved(Exception):
+    """The whole batch is left to SGLang's sampler, whatever was planned. Its text is the reason, in one word."""
 
 
 class FlashSampler(Sampler):
@@ -31,7 +64,7 @@ class FlashSampler(Sampler):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
         self.runtime = runtime
-        self.native_backend = native_backend()
+        self.native_backend = _native_backend()
 
     def forward(
         self,
@@ -44,139 +77,232 @@ class FlashSampler(Sampler):
         **kwargs: Any,
     ) -> torch.Tensor:
         started = time.perf_counter()
+        call = Call(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
-        runtime = self.runtime
-        asks_more = any(value is not None for value in kwargs.values()) if kwargs else False
-        alone = not (return_logprob or asks_more)
-        steady = runtime.steady
-        if steady is not None:
-            if alone and not sampling_info.grammars and runtime.problem is None:
-                lazy, rows = logits_output.next_token_logits, rows_of(sampling_info)
-                token_ids = steady.step(started, lazy, rows, positions)
-                if token_ids is not None:
-                    return token_ids
-            runtime.look()
-        arguments = (logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
-        plan = self._plan(*arguments, asks_more)
-        token_ids = None
-        if not plan.all_native:
-            token_ids = self._fused(plan, preprocess, *arguments)
-            if token_ids is None:
-                plan = Plan.whole("error", len(plan.reasons))
+        num_rows = logits_output.next_token_logits.shape[0]
+        batch, token_ids = batch_of(sampling_info), None
+        try:
+            routing = self._route(call, batch, num_rows, kwargs)
+            if not routing.all_native:
+                assert batch is not None  # else the routing is native
+                token_ids = self._fused(call, batch, routing, preprocess)
+        except Unserved as left:
+            routing = Routing.whole(str(left), num_rows)
         if token_ids is None:
             _compute_logits(logits_output, sampling_info, preprocess)
-            token_ids = self._native(*arguments, **kwargs)
-        self._count(logits_output, plan)
-        if runtime.trace is not None:
-            runtime.trace.add(token_ids, logits_output.next_token_logits.shape[-1])
-        if not plan.native:
-            runtime.counters.add_host_time(time.perf_counter() - started)
-            if alone and not plan.edit_kinds:
-                runtime.repeat(logits_output.next_token_logits, rows_of(sampling_info))
+            token_ids = self._native(*call, **kwargs)
+        self.runtime.count(logits_output, batch, routing, token_ids, started)
         return token_ids
 
     def compute_logprobs_only(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> None:
         _compute_logits(logits_output, sampling_info, vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None))
         super().compute_logprobs_only(logits_output, sampling_info, *args, **kwargs)
 
-    def _plan(
-        self,
-        logits_output: Any,
-        sampling_info: Any,
-        return_logprob: bool,
-        top_logprobs_nums: list[int],
-        token_ids_logprobs: list,
-        positions: torch.Tensor,
-        asks_more: bool,
-    ) -> Plan:
-        lazy = logits_output.next_token_logits
-        num_rows = lazy.shape[0]
-        if self.runtime.problem is not None:
-            return Plan.whole("inactive", num_rows)
-        if not isinstance(lazy, LazyLogits) or lazy.is_dense:
-            known = getattr(logits_output, REASON_ATTRIBUTE, None)
-            return Plan.whole(known or ("input_logprobs" if return_logprob else "logits_computed"), num_rows)
-        rows = rows_of(sampling_info)
-        if rows is None or len(rows) != num_rows:
-            return Plan.whole("unknown_rows", num_rows)
-        if positions.shape != (num_rows,):
-            return Plan.whole("positions", num_rows)
-        if asks_more:
-            return Plan.whole("unknown_argument", num_rows)
-        runtime = self.runtime
+    def _route(self, call: Call, batch: Batch | None, num_rows: int, extra: dict[str, Any]) -> Routing:
+        """Who serves each row. extra: further arguments of the call, of a version or mode that we do not know."""
+        runtime, lazy = self.runtime, call.logits_output.next_token_logits
+        if runtime.inactive_reason is not None:
+            raise Unserved("inactive")
+        if type(lazy) is not LazyLogits or lazy.is_dense:
+            known = getattr(call.logits_output, REASON_ATTRIBUTE, None)
+            raise Unserved(known or ("input_logprobs" if call.return_logprob else "logits_computed"))
+        if batch is None or len(batch) != num_rows:
+            raise Unserved("unknown_rows")
+        if call.positions.shape != (num_rows,):
+            raise Unserved("positions")
+        if extra and any(value is not None for value in extra.values()):
+            raise Unserved("unknown_argument")
+        if not lazy.source.fits(num_rows):
+            raise Unserved("out_of_memory")
         try:
-            return plan_of(
-                rows,
-                sampling_info,
-                return_logprob,
-                top_logprobs_nums,
-                token_ids_logprobs,
+            routing = routing_of(
+                batch,
+                call.sampling_info,
+                call.return_logprob,
+                call.top_logprobs_nums,
+                call.token_ids_logprobs,
                 runtime.original_logprobs,
-                runtime.grammar_problem is None,
+                runtime.no_grammars_reason is None,
             )
         except Exception as error:  # a request must not fail because we cannot tell what it needs
-            self.runtime.disable(f"plan: {type(error).__name__}: {error}")
-            return Plan.whole("error", num_rows)
+            runtime.disable(f"routing: {type(error).__name__}: {error}")
+            raise Unserved("error") from None
+        if routing.native and not routing.all_native and runtime.no_mixing_reason is not None:
+            raise Unserved("error")
+        return routing
 
-    def _fused(
-        self,
-        plan: Plan,
-        preprocess: Callable | None,
-        logits_output: Any,
-        sampling_info: Any,
-        return_logprob: bool,
-        top_logprobs_nums: list[int],
-        token_ids_logprobs: list,
-        positions: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """The fused pass over all rows, and SGLang's sampler over those of them that need it. None after a failure,
-        with ``logits_output`` as it was."""
-        runtime = self.runtime
-        if plan.native and runtime.mixing_problem is not None:
-            return None
-        rows = rows_of(sampling_info)
-        assert rows is not None  # else there is no plan
+    def _fused(self, call: Call, batch: Batch, routing: Routing, preprocess: Callable | None) -> torch.Tensor:
+        """The fused pass over all rows, and SGLang's sampler over the rows that need it. Raises Unserved after a
+        failure, with ``call.logits_output`` as it was."""
+        runtime, lazy = self.runtime, call.logits_output.next_token_logits
         try:
-            edits = edits_of(rows, plan, sampling_info)
+            edits = edits_of(batch, routing, call.sampling_info)
         except Exception as error:  # a grammar of another kind: its rows are SGLang's from the next step on
             runtime.stop_grammars(f"{type(error).__name__}: {error}")
-            return None
-        # Its cost hardly depends on the number of rows: what it draws for the others is cheaper than leaving them out.
-        out = runtime.sample(logits_output.next_token_logits, rows, edits, positions, return_logprob)
-        if out is None:
-            return None
-        self._sync_token_ids_across_tp(out.token_ids, sampling_info)
-        if plan.native:
+            raise Unserved("error") from None
+        # Its cost hardly depends on the number of rows: drawing for the others too is cheaper than leaving them out.
+        try:
+            out = draw(lazy.source, lazy.hidden, batch, edits, call.positions, call.return_logprob)
+        except torch.OutOfMemoryError:  # other batches may well find memory
+            lazy.source.out_of_memory(len(batch))
+            raise Unserved("out_of_memory") from None
+        except Exception as error:  # a request must not fail because a path cannot serve it
+            runtime.disable(f"{type(error).__name__}: {error}")
+            raise Unserved("error") from None
+        if routing.native:
             try:
-                if plan.subbatch is None:
-                    plan.subbatch = SubBatch(sampling_info, rows, plan)
-                token_ids, own = plan.subbatch.sample(
-                    self._native,
-                    preprocess,
-                    logits_output,
-                    sampling_info,
-                    return_logprob,
-                    top_logprobs_nums,
-                    token_ids_logprobs,
-                    positions,
-                )
-                plan.subbatch.merge(token_ids, own, out, logits_output)
-            except Exception as error:  # as in Runtime.sample; what SGLang itself refuses it will refuse again
+                if routing.native_rows is None:
+                    routing.native_rows = NativeRows(call.sampling_info, batch, routing)
+                token_ids, output = routing.native_rows.sample(self._native, preprocess, call)
+                routing.native_rows.merge(token_ids, output, out, call.logits_output)
+            except Exception as error:  # what SGLang itself refuses it will refuse again
                 runtime.stop_mixing(f"{type(error).__name__}: {error}")
-                return None
-        if return_logprob:
-            logits_output.next_token_logprobs = out.logprobs
+                raise Unserved("error") from None
+        if call.return_logprob:
+            call.logits_output.next_token_logprobs = out.logprobs
         return out.token_ids
 
     def _native(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with get_exec().kernel.override(sampling_backend=self.native_backend):
             return super().forward(*args, **kwargs)
 
-    def _count(self, logits_output: Any, plan: Plan) -> None:
-        for (path, reason), num_rows in plan.counts.items():
-            self.runtime.counters.add(path, reason, num_rows)
-        if self.runtime.report_path:
-            logits_output.customized_info = {"flashsample_path": list(plan.labels)}
+
+def draw(
+    state: HeadState,
+    hidden: torch.Tensor,  # [B, D]
+    batch: Batch,
+    edits: LogitEdits | None,
+    positions: torch.Tensor,  # [B]
+    return_logprob: bool,
+) -> SampleOutput:
+    """One token per row: by a CUDA graph where the batch has stayed as it is for some steps, else by launches. A screen
+    that fails is given up, and the step drawn without it."""
+    state.update(len(batch))
+
+    def launch(params: BatchParams) -> SampleOutput:
+        return sample(
+            hidden,
+            state.head,
+            params,
+            return_logprob=return_logprob,
+            workspace=state.workspace,
+            table=state.table,
+            screen=state.serving_screen,
+        )
+
+    graphs = state.step_graphs(batch, edits, positions)
+    if graphs is not None:
+        out = graphs.step(launch, batch, hidden, edits, positions, return_logprob)
+        if out is not None:
+            return out
+    params = batch.params(positions.to(torch.int64), edits)
+    try:
+        return launch(params)
+    except Exception as error:
+        if state.serving_screen is None or isinstance(error, torch.OutOfMemoryError):
+            raise
+        state.stop_screen(f"{type(error).__name__}: {error}")
+        return launch(params)
+
+
+class NativeRows:
+    """The rows of a mixed batch that need SGLang's sampler, as a batch of their own.
+
+    Only their logits are computed; SGLang's own code processes and samples them; what it returns is put in place
+    among the fused rows, in the form that SGLang gives the whole batch.
+
+    Kept for as long as the batch stays as it is: cutting costs a dozen small kernels, and in SGLang 0.5.17 the host
+    waits for the device while it cuts custom logit processors. ``info`` adds what changes with every step.
+    """
+
+    def __init__(self, sampling_info: Any, batch: Batch, routing: Routing) -> None:
+        self.rows = routing.native
+        self.index = to_device(self.rows, torch.int64, batch.tensors.seed.device)
+        rows = [batch.rows[row] for row in self.rows]
+        settings = copy.copy(sampling_info)
+        setattr(settings, BATCH_ATTRIBUTE, None)  # our hook on the filter has nothing to follow here
+        # The orchestrator is the whole batch's and filters in place; on the copies of overlap mode there is none.
+        settings.penalizer_orchestrator = _NO_PENALIZERS
+        settings.filter_batch(list(self.rows), self.index)
+        settings.penalizer_orchestrator = settings.acc_additive_penalties = settings.acc_scaling_penalties = None
+        settings.grammars = settings.grammar_mask = None
+        # SGLang's flags stay set after the request that needed them has left; these are as for the rows alone.
+        for name, needs in zip(NEED_FLAGS, zip(*(row.needs for row in rows), strict=True), strict=True):
+            setattr(settings, name, any(needs))
+        settings.is_any_greedy = any(row.greedy for row in rows)
+        settings.is_all_greedy = all(row.greedy for row in rows)
+        self._settings = settings
+
+    def info(self, sampling_info: Any, return_logprob: bool) -> Any:
+        """The SamplingBatchInfo of these rows in this step; ``sampling_info`` (the whole batch's) stays as it is."""
+        info = copy.copy(self._settings)
+        additive, scaling = penalties_of(sampling_info)
+        info.acc_additive_penalties = None if additive is None else additive.index_select(0, self.index)
+        info.acc_scaling_penalties = None if scaling is None else scaling.index_select(0, self.index)
+        grammars = self._pick(sampling_info.grammars or None)
+        info.grammars = grammars if grammars and any(grammars) else None
+        if return_logprob:
+            # The flag also decides at which temperature SGLang takes the logprobs of greedy rows: beside sampled
+            # rows at their own, else at 1. They are to be what they are in the whole batch.
+            info.is_all_greedy = sampling_info.is_all_greedy
+        return info
+
+    def sample(
+        self, forward: Callable[..., torch.Tensor], preprocess: Callable[[Any, Any], Any] | None, call: Call
+    ) -> tuple[torch.Tensor, Any]:
+        """``forward`` (SGLang's sampler) after ``preprocess`` (SGLang's penalties, grammars and biases) on these
+        rows. Returns their token ids and their LogitsProcessorOutput."""
+        lazy: LazyLogits = call.logits_output.next_token_logits
+        output = type(call.logits_output)(next_token_logits=lazy.logits_of(self.index))
+        info = self.info(call.sampling_info, call.return_logprob)
+        if preprocess is not None:
+            preprocess(output, info)
+        token_ids = forward(
+            output,
+            info,
+            call.return_logprob,
+            self._pick(call.top_logprobs_nums),
+            self._pick(call.token_ids_logprobs),
+            call.positions.index_select(0, self.index),
+        )
+        return token_ids, output
+
+    def merge(self, token_ids: torch.Tensor, output: Any, fused: SampleOutput, logits_output: Any) -> None:
+        """Put what ``sample`` returned in place: tokens and logprobs into ``fused``, the rest on ``logits_output``."""
+        num_rows = len(fused.token_ids)
+        merged: dict[str, Any] = {}
+        for name in _TENSOR_LISTS:
+            if (values := getattr(output, name)) is not None:
+                empty = next(filter(torch.is_tensor, values)).new_empty(0)
+                values = [value if torch.is_tensor(value) else empty for value in values]
+                merged[name] = self._spread(values, num_rows, empty)
+        for name, filler in _LISTS.items():
+            if (values := getattr(output, name)) is not None:
+                merged[name] = self._spread(values, num_rows, filler)
+        if getattr(output, "sampling_mask_output", None) is not None:
+            # Its rows are the requests with a mask, in the order of the batch; all of them are here.
+            merged["sampling_mask_output"] = output.sampling_mask_output
+        fused.token_ids.index_copy_(0, self.index, token_ids.to(fused.token_ids.dtype))
+        if fused.logprobs is not None:
+            fused.logprobs.index_copy_(0, self.index, output.next_token_logprobs.to(fused.logprobs.dtype))
+        for name, value in merged.items():  # last: nothing is left half done
+            setattr(logits_output, name, value)
+
+    def _pick(self, values: list | None) -> list | None:
+        return None if values is None else [values[row] for row in self.rows]
+
+    def _spread(self, values: list, num_rows: int, filler: Any) -> list:
+        spread = [filler] * num_rows
+        for row, value in zip(self.rows, values, strict=True):
+            spread[row] = value
+        return spread
+
+
+def _native_backend() -> str:
+    """The sampling backend that SGLang would have chosen by itself. Its sampler knows its own names only."""
+    from sglang.srt.utils import is_flashinfer_available
+
+    return "flashinfer" if is_flashinfer_available() else "pytorch"
 
 
 def _compute_logits(logits_output: Any, sampling_info: Any, preprocess: Callable | None) -> None:

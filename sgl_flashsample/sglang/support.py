@@ -1,4 +1,4 @@
-"""What the fused pass does not serve, as reasons: words for counters, sentences for the line at start."""
+"""Which servers, devices and LM heads the fused pass does not serve, and why: the reasons in the log at start."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 
-from ..tuned import family_of
+from ..defaults import family_of
+
+# Settings with which SGLang's sampler looks for NaN in the logits. Not every known version has the second.
+LOGIT_CHECKS = ("SGLANG_SANITIZE_NAN_LOGITS", "SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT")
 
 
-def server_problem() -> str | None:
+def _is_set(envs: Any, name: str) -> bool:
+    setting = getattr(envs, name, None)
+    return setting is not None and bool(setting.get())
+
+
+def unsupported_server() -> str | None:
     """Why nothing is fused under this server's arguments; None when the fused pass may run."""
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_parallel, get_spec
@@ -32,12 +40,12 @@ def server_problem() -> str | None:
             "a decode graph that is not a full one",
             graph is not None and graph.decode.backend not in ("full", "disabled"),
         ),
-        ("SGLANG_SANITIZE_NAN_LOGITS", envs.SGLANG_SANITIZE_NAN_LOGITS.get()),
+        *((name, _is_set(envs, name)) for name in LOGIT_CHECKS),
     )
     return next((f"{reason} is not served yet" for reason, applies in checks if applies), None)
 
 
-def screen_problem() -> str | None:
+def unsupported_screens() -> str | None:
     """Why no head of this server may have a screen, whatever its device; None when one may have.
 
     A screen is a copy of the head: nobody may write to the head, or add to its output, without our being told.
@@ -59,7 +67,7 @@ def screen_problem() -> str | None:
     return next((reason for reason, applies in checks if applies), None)
 
 
-def device_problem(device: torch.device) -> str | None:
+def unsupported_device(device: torch.device) -> str | None:
     """Why the kernels cannot run on this device; None when they can."""
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
@@ -67,12 +75,13 @@ def device_problem(device: torch.device) -> str | None:
         return "the device is a CPU and Triton's interpreter is off (TRITON_INTERPRET=1)"
     if device.type != "cuda" or torch.version.hip is not None:
         return f"the device is {device.type}{' (ROCm)' if torch.version.hip else ''}; CUDA is needed"
-    if family_of(device) is None:
-        return f"compute capability {torch.cuda.get_device_capability(device)} is below 8.0"
+    major, minor = torch.cuda.get_device_capability(device)
+    if family_of(f"{major}.{minor}") is None:
+        return f"compute capability {major}.{minor} is below 8.0"
     return None
 
 
-def head_problem(processor: Any, lm_head: Any) -> str | None:
+def unsupported_head(processor: Any, lm_head: Any) -> str | None:
     """Why this LogitsProcessor and LM head are left to SGLang; None when the fused pass computes what they do."""
     from sglang.srt.layers.logits_processor import LogitsProcessor, should_apply_lm_head_quant_method
 
@@ -105,4 +114,4 @@ def head_problem(processor: Any, lm_head: Any) -> str | None:
         )
     if processor.vocab_size > weight.shape[0]:
         return f"the vocabulary has {processor.vocab_size} ids, the LM head {weight.shape[0]} rows"
-    return device_problem(weight.device)
+    return unsupported_device(weight.device)

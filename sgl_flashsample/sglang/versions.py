@@ -45,7 +45,7 @@ def sglang_version() -> str:
         return "not installed"
 
 
-def version_problem(version: str) -> str | None:
+def unsupported_version(version: str) -> str | None:
     """Why the fused pass stays off for this SGLang version; None when it is known (or trying it is allowed)."""
     if os.environ.get(ANY_VERSION_VARIABLE) == "1":
         return None
@@ -59,7 +59,7 @@ def version_problem(version: str) -> str | None:
     return f"SGLang {version} is not among the known versions {known} ({ANY_VERSION_VARIABLE}=1 tries it)"
 
 
-def target_problem(target: str) -> str | None:
+def unsupported_target(target: str) -> str | None:
     """Why ``target`` cannot be hooked in this SGLang; None when it has the parameters we rely on."""
     try:
         function = pkgutil.resolve_name(target)
@@ -70,3 +70,9 @@ def target_problem(target: str) -> str | None:
     if have[: len(want)] != want:
         return f"{target} has parameters {', '.join(have)}; expected {', '.join(want)} first"
     return None
+
+
+def entry_point_found() -> bool:
+    """Whether SGLang, in this Python, would discover the plugin."""
+    points = importlib.metadata.entry_points(group="sglang.srt.plugins", name="flashsample")
+    return any(point.value.startswith("sgl_flashsample.") for point in points)

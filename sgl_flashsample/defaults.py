@@ -1,0 +1,177 @@
+"""The built-in choices: what a batch takes where no tuned table says otherwise.
+
+They are tables like the tuned ones, ``tables/builtin-*.json``, one per device family and size of a weight element. An
+entry serves batches of up to ``rows`` rows, and the last one larger batches too. The entries of sm90 for 2-byte weights
+are what tuning runs on an H200 have left standing, or put there; all others compile without register spills for their
+device and are not measured.
+
+On a CPU kernels are interpreted: there the configuration is computed, as few programs as the interpreter allows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .files import read_plain
+from .kernels.config import DEFAULT_TRUNCATION, ReadConfig, ScreenConfig, TileConfig, TruncationConfig
+from .kernels.rng import GROUP_SIZE
+from .kinds import BatchKind, Config, SamplingPath
+from .tables.schema import MAX_BYTES, Entry, Table
+
+if TYPE_CHECKING:
+    import torch
+
+    from .kernels.params import LMHead
+
+SHIPPED = Path(__file__).parent / "tables"
+# Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
+FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
+INTERPRETED = "interpreted"
+MAX_INTERPRETED_SCREEN_ROWS = 32  # of every kind of batch: no time is lost, and what has a screen is there to be tried
+
+
+class HeadFacts(NamedTuple):
+    """What of a head and its device the built-in choices depend on. family: of the device, or ``INTERPRETED``.
+    has_gemm: a GEMM gives the head's logits as they are to be rounded, and in good time: with rows that are no multiple
+    of 8 elements wide it takes several times as long."""
+
+    family: str
+    itemsize: int  # bytes per weight element
+    vocab_size: int
+    hidden_size: int
+    has_gemm: bool = True
+
+    @classmethod
+    def of(cls, head: LMHead) -> HeadFacts:
+        """Raises ValueError on a device without built-in choices."""
+        weight = head.weight
+        family = family_of_device(weight.device)
+        has_gemm = head.gemm_gives_logits and weight.shape[0] % 8 == 0
+        return cls(family, weight.element_size(), head.vocab_size, weight.shape[1], has_gemm)
+
+
+def family_of(compute_capability: str) -> str | None:
+    """The device family of "9.0"; None where no entry fits it."""
+    return FAMILIES.get(int(compute_capability.split(".")[0]))
+
+
+@functools.cache
+def family_of_device(device: torch.device) -> str:
+    """Raises ValueError on a device without built-in choices."""
+    import torch
+
+    if device.type == "cpu":
+        return INTERPRETED
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        family = family_of(f"{major}.{minor}")
+        if family is not None:
+            return family
+    raise ValueError(f"device is {device}; expected a CUDA device of compute capability 8.0 or newer")
+
+
+@functools.cache
+def builtin_table(family: str, itemsize: int) -> Table:
+    """The table of a device family. Raises FileNotFoundError where there is none."""
+    return Table.loads(read_plain(SHIPPED / f"builtin-{family}-{itemsize}byte.json", MAX_BYTES))
+
+
+@functools.cache
+def defaults_digest(family: str, itemsize: int) -> str:
+    """Changes with every built-in choice of the family: what a tuned table was measured against."""
+    table = builtin_table(family, itemsize)
+    lines = sorted(repr((e.kind, e.rows, e.launch, e.on_request, e.min_hidden)) for e in table.entries)
+    text = "\n".join([*lines, repr(sorted(table.truncation.items()))])
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+@functools.lru_cache(maxsize=4096)
+def default_config(facts: HeadFacts, num_rows: int, kind: BatchKind) -> Config:
+    """What ``num_rows`` rows of such a batch take."""
+    if facts.family == INTERPRETED:
+        screened = kind.screen and num_rows <= MAX_INTERPRETED_SCREEN_ROWS
+        return _interpreted(facts, SamplingPath.SCREENED if screened else SamplingPath.FUSED, num_rows)
+    entries = _entries(facts, kind)
+    if kind.fallback is not None and (not entries or entries[-1].rows < num_rows):
+        return default_config(facts, num_rows, kind.fallback)
+    entry = _serving(entries, num_rows)
+    if entry.path == SamplingPath.LOGITS and not facts.has_gemm:
+        return default_config_on(facts, SamplingPath.FUSED, num_rows, kind)
+    return entry.launch
+
+
+@functools.lru_cache(maxsize=4096)
+def default_config_on(facts: HeadFacts, path: SamplingPath, num_rows: int, kind: BatchKind) -> Config:
+    """What ``num_rows`` rows of such a batch take on this path."""
+    if facts.family == INTERPRETED:
+        return _interpreted(facts, path, num_rows)
+    kind = kind._replace(greedy=kind.greedy and path is SamplingPath.LOGITS, screen=path is SamplingPath.SCREENED)
+    entries = _entries(facts, kind, path)
+    has_fallback = kind.fallback is not None and path is not SamplingPath.SCREENED
+    if has_fallback and (not entries or entries[-1].rows < num_rows):
+        return default_config_on(facts, path, num_rows, kind.fallback)
+    return _serving(entries, num_rows).launch
+
+
+def _entries(facts: HeadFacts, kind: BatchKind, path: SamplingPath | None = None) -> list[Entry]:
+    """The entries for such batches and this head by size. path: None for the fastest one."""
+    entries = [
+        entry
+        for entry in builtin_table(facts.family, facts.itemsize).entries
+        if entry.kind == str(kind)
+        and (not entry.on_request if path is None else entry.path == path)
+        and facts.hidden_size >= entry.min_hidden
+    ]
+    return sorted(entries, key=lambda entry: entry.rows)
+
+
+def _serving(entries: list[Entry], num_rows: int) -> Entry:
+    """The entry of the smallest size that is not smaller, else the last one."""
+    return next((entry for entry in entries if entry.rows >= num_rows), entries[-1])
+
+
+def truncation_config(family: str, itemsize: int, vocab_size: int) -> TruncationConfig:
+    """How truncated rows are drawn, whatever the batch size and the path."""
+    if family == INTERPRETED:
+        block = min(max(8, 1 << max(0, vocab_size - 1).bit_length()), 2**16)
+        return TruncationConfig(1, 4, block, search_splits=1, search_warps=4, window=2, gather=64)
+    fields = builtin_table(family, itemsize).truncation
+    return TruncationConfig(**fields) if fields else DEFAULT_TRUNCATION
+
+
+def all_configs(family: str, itemsize: int) -> list[Config]:
+    """Every built-in configuration of a family, whatever it is for: places for a search to start."""
+    return list(dict.fromkeys(entry.launch for entry in builtin_table(family, itemsize).entries))
+
+
+def _interpreted(facts: HeadFacts, path: SamplingPath, num_rows: int) -> Config:
+    """Interpreted programs cost milliseconds each: as few as the interpreter's block limit of 2**20 allows."""
+
+    def cover(number: int, least: int, most: int) -> int:
+        return min(max(least, 1 << max(0, number - 1).bit_length()), most)
+
+    if path is SamplingPath.LOGITS:
+        block_b = cover(num_rows, 1, 64)
+        return ReadConfig(
+            block_b, cover(facts.vocab_size, 2 * GROUP_SIZE, 2**20 // block_b), 4, ctas_per_sm=1, reduce_rows=block_b
+        )
+    block_d = cover(facts.hidden_size, 16, 256)
+    block_b = cover(num_rows, 16, 128)
+    block_v = cover(facts.vocab_size, 32, 2**19 // max(block_b, block_d))
+    if path is SamplingPath.FUSED:
+        return TileConfig(block_b, block_v, block_d, 4, 1, flatten=False, tma=False, reduce_rows=block_b)
+    return ScreenConfig(
+        block_b,
+        block_v,
+        max(32, block_d),
+        4,
+        1,
+        flatten=False,
+        tma=False,
+        chunk=1024,
+        rescore_d=block_d,
+        rescore_stages=1,
+    )

@@ -1,0 +1,92 @@
+"""The names that tables are indexed by: the ways to do the last step, and what a batch asks for."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple, NoReturn
+
+from .kernels.config import ReadConfig, ScreenConfig, TileConfig
+
+Config = TileConfig | ReadConfig | ScreenConfig  # of the fused, the logits and the screened path
+
+
+class SamplingPath(enum.StrEnum):
+    """One way to do the last step. ``dispatch.py`` picks and runs them."""
+
+    FUSED = "fused"  # one pass over the head
+    LOGITS = "logits"  # a GEMM, then one reader of its output
+    SCREENED = "screened"  # an INT8 copy of the head rules groups of ids out, the head decides among the rest
+    FLASHINFER = "flashinfer"  # a GEMM, then FlashInfer's rejection sampling: other tokens of the same distribution
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"path is {value!r}; expected one of {', '.join(cls)}")
+
+
+# The paths that draw the same token for the same logits, with their configurations.
+CONFIGS: dict[SamplingPath, type[Config]] = {
+    SamplingPath.FUSED: TileConfig,
+    SamplingPath.LOGITS: ReadConfig,
+    SamplingPath.SCREENED: ScreenConfig,
+}
+
+
+def path_of(config: Config) -> SamplingPath:
+    """The path that a configuration is of."""
+    return next(path for path, kind in CONFIGS.items() if isinstance(config, kind))
+
+
+class BatchKind(NamedTuple):
+    """What decides, beside its size, which configuration is fastest for a batch, and which ones fit the registers.
+
+    truncate, edit: some row has top-k, top-p or min-p; penalties, a grammar or a bias. greedy: every row is, without
+    either. screen: the head has a screen (``screen.Screen``) that can serve the batch; it serves truncated rows with a
+    small top-k only.
+    """
+
+    truncate: bool = False
+    edit: bool = False
+    greedy: bool = False
+    screen: bool = False
+
+    def __str__(self) -> str:
+        """ "plain", "edit+truncate", "greedy+screen", ..."""
+        words = [word for word, applies in (("edit", self.edit), ("truncate", self.truncate)) if applies]
+        words = words or ["greedy" if self.greedy else "plain"]
+        return "+".join([*words, "screen"] if self.screen else words)
+
+    @property
+    def fallback(self) -> BatchKind | None:
+        """Whose entries serve where a table has none for this: a batch with a screen is served as without, a greedy
+        one as a plain one."""
+        if self.screen:
+            return self._replace(screen=False)
+        return self._replace(greedy=False) if self.greedy else None
+
+    @property
+    def unscreened(self) -> BatchKind:
+        return self._replace(screen=False)
+
+    def launched(self, config: Config) -> BatchKind:
+        """The kind whose launches with ``config`` these are, to the last constant: greedy rows change nothing in the
+        fused pass and in a screen, but a reader leaves out the noise."""
+        if isinstance(config, ScreenConfig):
+            return self._replace(greedy=False)
+        if isinstance(config, TileConfig):
+            return self._replace(greedy=False, screen=False)
+        return self.unscreened
+
+
+_UNSCREENED = tuple(
+    BatchKind(truncate, edit, greedy)
+    for truncate, edit, greedy in (
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (True, True, False),
+        (False, False, True),
+    )
+)
+BATCH_KINDS = (*_UNSCREENED, *(kind._replace(screen=True) for kind in _UNSCREENED))
+KIND_NAMES = {str(kind): kind for kind in BATCH_KINDS}
+PLAIN = BATCH_KINDS[0]

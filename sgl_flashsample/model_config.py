@@ -1,0 +1,80 @@
+"""The LM head of a model: from its folder or ``config.json``, or as it is spelled out. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .files import BadFileError, one_line, read_plain
+from .tables.schema import HeadShape
+
+MAX_CONFIG_BYTES = 1 << 22
+MAX_DIMENSION = 1 << 24
+VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to a multiple of this before it is cut into shards
+DTYPE_NAMES = {
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+}
+
+
+class HeadError(ValueError):
+    """A model or a shape that gives no LM head; the message is one line."""
+
+
+def head_of(
+    model: str | None,
+    vocab: int | None = None,
+    hidden: int | None = None,
+    dtype: str | None = None,
+    softcap: bool | None = None,
+    tp: int = 1,
+) -> HeadShape:
+    """The head of ``model`` (a folder or a ``config.json``), or its first shard for ``tp`` ranks. What is given
+    explicitly beats the config. Raises HeadError."""
+    text = _text_config(model) if model else {}
+    vocab = text.get("vocab_size") if vocab is None else vocab
+    hidden = text.get("hidden_size") if hidden is None else hidden
+    if vocab is None or hidden is None:
+        raise HeadError("the head is not known: give a model's folder or config.json, or --vocab and --hidden")
+    config_dtype = text.get("torch_dtype") or text.get("dtype")
+    dtype = dtype or (config_dtype if isinstance(config_dtype, str) else "bf16")
+    if dtype not in DTYPE_NAMES:
+        raise HeadError(f"--dtype is {dtype!r}; expected bf16, fp16 or fp32")
+    for option, value, least in (("--vocab", vocab, 1), ("--hidden", hidden, 16), ("--tp", tp, 1)):
+        if type(value) is not int or not least <= value <= MAX_DIMENSION:
+            raise HeadError(f"{option} is {value!r}; expected an integer from {least} to {MAX_DIMENSION}")
+    capped = bool(text.get("final_logit_softcapping")) if softcap is None else softcap
+    return HeadShape(vocab=shard_of(vocab, tp), hidden=hidden, dtype=DTYPE_NAMES[dtype], tp=tp, softcap=capped)
+
+
+def shard_of(vocab: int, tp: int) -> int:
+    """Ids of the first of ``tp`` shards, as SGLang cuts a vocabulary; all of it for one."""
+    if tp == 1:
+        return vocab
+    padded = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return min(vocab, -(-padded // tp))
+
+
+def _text_config(model: str) -> dict[str, Any]:
+    """The config's entries; those of its text model where it also sees or hears."""
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.exists():
+        raise HeadError(f"{model} is neither a model's folder nor a config.json on this machine")
+    try:
+        # Not ``files.parse_json``: configs of state-space models hold Infinity.
+        config = json.loads(read_plain(path, MAX_CONFIG_BYTES))
+    except (BadFileError, ValueError, RecursionError) as error:
+        raise HeadError(f"{path} is no config: {one_line(str(error))}") from None
+    if not isinstance(config, dict):
+        raise HeadError(f"{path} is no config: it holds a {type(config).__name__}")
+    text = dict(config)
+    if isinstance(inner := config.get("text_config"), dict):
+        text |= {name: value for name, value in inner.items() if value is not None}
+    for name in ("vocab_size", "hidden_size"):
+        if type(text.get(name)) is not int:
+            raise HeadError(f"{path} has no integer {name}")
+    return text

@@ -1,0 +1,444 @@
+"""Kernels compiled ahead and compared with their reference on this machine, in seconds: what ``doctor`` and a starting
+server run, and what the tuner asks before it times a configuration.
+
+Compiling one by one, the first start on a machine waits for each kernel. Threads are enough: Triton lets go of Python's
+lock in its passes, in LLVM and around ptxas, four fifths of a compilation. They also work where child processes do not,
+as in SGLang's scheduler, which is a daemon.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import triton
+
+from .dispatch import DispatchTable, compute_logits, default_table, launch, slots_for
+from .flashinfer_path import FlashInferError, draw_with_flashinfer
+from .kernels.config import ReadConfig, ScreenConfig
+from .kernels.launch import compiling_only
+from .kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
+from .kernels.reference import (
+    Reference,
+    allowed_ref,
+    edit_logits_ref,
+    logits_ref,
+    sample_ref,
+    transform_ref,
+    truncated_sample_ref,
+)
+from .kernels.rng import GROUP_SIZE
+from .kernels.workspace import LogitsBuffer, Workspace
+from .kinds import BatchKind, Config
+from .screen import Screen
+
+logger = logging.getLogger("sgl_flashsample")
+
+# Enough ids for each program of a large GPU to walk several vocabulary tiles.
+MAX_IDS = 40_000
+# Ids that the float64 reference takes at a time: a server that loads its model has little memory to spare.
+CHUNK_IDS = 2_048
+# Rows that a configuration for fewer is checked with: one row alone may be greedy, and tell nothing of the noise.
+CHECKED_ROWS = 4
+MAX_COMPILING_THREADS = 8
+# Tensor cores cut the sum of so many terms and the accumulator to 24 bits of the largest, each time.
+_TERMS_AT_ONCE = 16
+_CUT = 2.0**-23
+
+
+def compile_ahead(
+    heads: list[LMHead],
+    max_rows: int,
+    *,
+    bool_masks: bool = False,
+    table: DispatchTable | None = None,
+    screens: Sequence[Screen | None] = (),
+) -> None:
+    """Compile what batches of 1 to ``max_rows`` rows of ``heads`` launch, whatever their features; run none of it.
+
+    bool_masks: also the kernels for grammar masks of dtype bool. table: what batches take; the built-in choices for the
+    first head when None. screens: of the heads, in their order, where batches may be screened. What fails to compile
+    fails again where it is launched, and is reported there.
+    """
+    if triton.knobs.runtime.interpret:
+        return  # there is nothing to compile
+    table = table or default_table(heads[0])
+    threads = min(MAX_COMPILING_THREADS, len(os.sched_getaffinity(0)))
+    try:
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), compiling_only():
+            for head, screen in itertools.zip_longest(heads, screens):
+                # The kernels that take longest come first, so that none of them is left alone at the end.
+                used = table.configs_up_to(max_rows, screened=screen is not None)
+                for kind, _, config in sorted(used, key=lambda one: not one[0].truncate):
+                    if kind.truncate and head.vocab_start:
+                        continue  # only a whole vocabulary is truncated
+                    for return_logprob in (False,) if kind.screen else (False, True):
+                        launch_once(head, config, kind, table, return_logprob, screen=screen)
+                        if bool_masks and kind.edit:
+                            launch_once(head, config, kind, table, return_logprob, bool_mask=True, screen=screen)
+    except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
+        logger.debug("flashsample: kernels are not compiled ahead: %s", first_line(error))
+
+
+def launch_once(
+    head: LMHead,
+    config: Config,
+    kind: BatchKind,
+    table: DispatchTable,
+    return_logprob: bool = False,
+    *,
+    bool_mask: bool = False,
+    screen: Screen | None = None,
+) -> None:
+    """What a batch of this kind launches, with one row: kernels do not depend on the number of rows. screen: of
+    ``head``, for a ``ScreenConfig``."""
+    weight = head.weight
+    row = torch.zeros(1, dtype=torch.int64, device=weight.device)
+    one = torch.ones(1, dtype=torch.float32, device=weight.device)
+    params = BatchParams(
+        one,
+        row,
+        row,
+        Truncation(row.int(), one, one) if kind.truncate else None,
+        edits_of_every_kind(row, head, bool_mask=bool_mask)[0] if kind.edit else None,
+        all_greedy=kind.greedy,
+    )
+    launch(
+        config,
+        torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device),
+        head,
+        params,
+        return_logprob=return_logprob,
+        screen=screen,
+        truncation_config=table.truncation_config,
+    )
+
+
+def compare_with_reference(
+    head: LMHead,
+    max_rows: int,
+    chunk_ids: int = CHUNK_IDS,
+    *,
+    bool_masks: bool = False,
+    table: DispatchTable | None = None,
+    screen: Screen | None = None,
+) -> str | None:
+    """Draw with every tile and every reader that batches of up to ``max_rows`` rows take (of ``table``, built in when
+    None), whatever their features, on the first ids of ``head``. screen: of ``head``; also with every configuration of
+    the screened path, on a copy of these ids.
+
+    Compiles each kernel that such batches need, with ``bool_masks`` also those for grammar masks of dtype bool.
+    Returns None when every token is the reference's (near-ties excepted), else what differed.
+    """
+    check = _Check(head, max_rows, chunk_ids, bool_masks, table or default_table(head), screen)
+    used = check.table.configs_up_to(max_rows, screened=screen is not None)
+    return next(filter(None, (check.compare(*one) for one in used)), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """table: what is left of the choices that were checked. reason: why not even the built-in ones can be trusted, or
+    None. refused: of each configuration that was taken out, what was wrong with it. unscreened: why nothing is screened
+    any more, or None."""
+
+    table: DispatchTable
+    reason: str | None
+    refused: tuple[str, ...]
+    unscreened: str | None = None
+
+
+def refuse_wrong(
+    head: LMHead,
+    max_rows: int,
+    table: DispatchTable,
+    *,
+    bool_masks: bool = False,
+    screen: Screen | None = None,
+) -> Checked:
+    """``compare_with_reference`` for each configuration by itself: one from a tuned table that fails, or that does not
+    compile, gives its batches back to the built-in choice, which is checked in turn. Where a built-in one of the
+    screened path fails, nothing is screened; any other is needed."""
+    refused: list[str] = []
+    unscreened: str | None = None
+    verified: set[tuple[BatchKind, Config]] = set()
+    while True:
+        every = table.configs_up_to(max_rows, screened=screen is not None)
+        used = [one for one in every if (one[0].launched(one[2]), one[2]) not in verified]
+        if not used:
+            return Checked(table, None, tuple(refused), unscreened)
+        check = _Check(head, max_rows, CHUNK_IDS, bool_masks, table, screen)
+        for kind, num_rows, config in used:
+            reason = check.compare_or_error(kind, num_rows, config)
+            if reason is None:
+                verified.add((kind.launched(config), config))
+            elif table.lookup(num_rows, kind) != config:
+                continue  # a refusal of plain batches took it from greedy ones
+            elif config != table.default(num_rows, kind):
+                table = table.without(config, kind)
+                refused.append(reason)
+            elif isinstance(config, ScreenConfig):
+                table, unscreened = table.without_screen(), reason
+            else:
+                return Checked(table, reason, tuple(refused), unscreened)
+
+
+def unsupported_by_flashinfer(head: LMHead, num_rows: int = 8) -> str | None:
+    """Why FlashInfer cannot draw for ``head`` here; None where it can. Also compiles it, a minute the first time."""
+    if head.vocab_start or not head.gemm_gives_logits:
+        return "it needs a whole vocabulary, and logits of the weight's dtype"
+    raw = compute_logits(_hidden(head, num_rows, CHUNK_IDS), head, Workspace(1, head.weight.device))
+    row = torch.arange(num_rows, device=raw.device)
+    temperature = 0.5 + row % 4 * 0.5
+    limits = Truncation(20 + row.int(), torch.where(row % 2 == 0, 0.95, 1.0), torch.zeros_like(temperature))
+    try:
+        token = draw_with_flashinfer(
+            raw, head.spec, BatchParams(temperature, row * 7919 - 5, row + 11, limits)
+        ).token_ids
+    except FlashInferError as error:
+        return str(error)
+    logits = transform_ref(
+        raw[:, : head.vocab_size].double(), head.rounding, logit_scale=head.logit_scale, softcap=head.softcap
+    )
+    # Wherever rounding decides which token is the last one, either is right.
+    allowed = allowed_ref(logits, temperature, limits.top_k, limits.top_p, limits.min_p, slack=1e-5)
+    inside = (token >= 0) & (token < head.vocab_size)
+    wrong = ~inside | ~allowed.gather(1, token.clamp(0, head.vocab_size - 1)[:, None])[:, 0]
+    return f"{int(wrong.sum())} of its {num_rows} tokens are truncated ones" if wrong.any() else None
+
+
+class _Check:
+    """Kernels of ``head`` compiled together, then checked one by one."""
+
+    def __init__(
+        self,
+        head: LMHead,
+        max_rows: int,
+        chunk_ids: int,
+        bool_masks: bool,
+        table: DispatchTable,
+        screen: Screen | None,
+    ) -> None:
+        # The last group is as full as the whole vocabulary's: a reader is compiled for whole groups or for any.
+        vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
+        self.head, self.chunk_ids, self.table = head, chunk_ids, table
+        self.cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
+        self.whole_screen = screen
+        self.screen, self.screen_error = None, "no screen"
+        if screen is not None and (screened_rows := table.screened_rows(max_rows)):
+            try:
+                self.screen = Screen(self.cut, max(screened_rows, CHECKED_ROWS), announces_writes=True)
+            except Exception as error:  # memory for a second copy, or what else a starting server may lack
+                self.screen_error = first_line(error)
+        screens = (screen, self.screen) if self.screen is not None else ()
+        compile_ahead([head, self.cut], max_rows, bool_masks=bool_masks, table=table, screens=screens)
+
+    def compare(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
+        if kind.truncate and self.head.vocab_start:
+            return None  # only a whole vocabulary is truncated
+        if isinstance(config, ScreenConfig) and self.screen is None:
+            return f"{self.screen_error} with {config} ({kind})"
+        reads, rows = isinstance(config, ReadConfig), max(num_rows, CHECKED_ROWS)
+        expected = expect(self.cut, rows, kind, reads=reads, table=self.table, chunk_ids=self.chunk_ids)
+        logprobs = (False,) if kind.screen else (False, True)  # a batch that asks for logprobs is one without a screen
+        for return_logprob in logprobs:
+            reason = difference(expected, config, return_logprob=return_logprob, screen=self.screen)
+            if reason is not None:
+                return f"{reason} with {config} ({kind})"
+        if config == self.table.lookup(1, kind) and kind.truncate and self.cut.vocab_size < self.head.vocab_size:
+            # The draw is compiled for a size of the vocabulary: the first truncated request must not wait for it.
+            for return_logprob in logprobs:
+                launch_once(self.head, config, kind, self.table, return_logprob, screen=self.whole_screen)
+        return None
+
+    def compare_or_error(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
+        try:
+            return self.compare(kind, num_rows, config)
+        except Exception as error:  # whatever a compiler or a device makes of a configuration
+            return f"{first_line(error)} with {config} ({kind})"
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """A batch of every kind of row, and what must be drawn from it. low, high: how far from ``logits`` a right logit
+    may be."""
+
+    head: LMHead
+    table: DispatchTable
+    hidden: torch.Tensor
+    params: BatchParams
+    low: torch.Tensor
+    logits: torch.Tensor
+    high: torch.Tensor
+    want: Reference
+
+
+def expect(
+    head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool, table: DispatchTable, chunk_ids: int = CHUNK_IDS
+) -> Expectation:
+    """reads: from logits that a GEMM has written, as ``ReadConfig`` does."""
+    hidden = _hidden(head, num_rows, chunk_ids)
+    row = torch.arange(num_rows, device=hidden.device)
+    temperature = torch.where(row % 3 == (1 if kind.truncate else 0), 0.0, 0.5 + row % 4 * 0.5)
+    if kind.greedy:
+        temperature.zero_()
+    if reads:
+        raw = compute_logits(hidden, head, Workspace(1, hidden.device))[:, : head.vocab_size].double()
+        logits = transform_ref(raw, head.rounding, logit_scale=head.logit_scale, softcap=head.softcap)
+        room = 0.0 if head.softcap is None else 2.0**-20 * head.softcap
+        low, high = logits - room, logits + room
+    else:
+        error = accumulation_error(head.weight.shape[1])
+        low, logits, high = (_logits(hidden, head, chunk_ids, sign * error) for sign in (-1, 0, 1))
+    edits = None
+    if kind.edit:
+        edits, edited = edits_of_every_kind(row, head)
+        low, logits, high = map(edited, (low, logits, high))
+    truncation = None
+    if kind.truncate:  # top-k and top-p in row 0, and another combination in each following one
+        top_k, top_p = torch.where(row % 2 == 0, 20, 0).int(), torch.where(row % 4 < 2, 0.95, 1.0)
+        truncation = Truncation(top_k, top_p, torch.where(row % 5 == 4, 0.05, 0.0))
+    params = BatchParams(temperature, row * 7919 - 5, row + 11, truncation, edits, all_greedy=kind.greedy)
+    want = sample_ref(logits, low, high, temperature, params.seed, params.position, vocab_start=head.vocab_start)
+    return Expectation(head, table, hidden, params, low, logits, high, want)
+
+
+def difference(
+    expected: Expectation, config: Config, *, return_logprob: bool = False, screen: Screen | None = None
+) -> str | None:
+    """How what ``config`` draws differs from the expectation; None where it does not. screen: of its head."""
+    head, params, num_rows = expected.head, expected.params, len(expected.hidden)
+    workspace = Workspace(slots_for(config, head, num_rows), expected.hidden.device)
+    token = launch(
+        config,
+        expected.hidden,
+        head,
+        params,
+        return_logprob=return_logprob,
+        workspace=workspace,
+        screen=screen,
+        truncation_config=expected.table.truncation_config,
+    ).token_ids
+    want = expected.want
+    if params.truncation is not None:
+        assert workspace.last_buffer is not None
+        left = _left_logits(expected, workspace.last_buffer, screened=isinstance(config, ScreenConfig))
+        limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)
+        room = 1e-5 * expected.logits.abs().clamp(min=1.0)
+        inside = (left >= expected.low - room) & (left <= expected.high + room) | (left == expected.logits)
+        off = limited & ~inside.all(1)
+        if off.any():
+            return f"logits of {int(off.sum())} of {num_rows} rows differ from the reference"
+        want = _with_truncated(want, left, limited, params)
+    wrong = (token != want.token) & ~want.near_tie
+    if wrong.any():
+        return f"{int(wrong.sum())} of {num_rows} tokens differ from the reference"
+    return None
+
+
+def accumulation_error(terms: int) -> float:
+    """Bound on the error of a float32 dot product of ``terms`` terms, in units of the sum of their absolute values."""
+    return max(1.0, terms / _TERMS_AT_ONCE) * _CUT
+
+
+def edits_of_every_kind(
+    row: torch.Tensor,  # [B] i64, 0, 1, ...
+    head: LMHead,
+    *,
+    bool_mask: bool = False,
+) -> tuple[LogitEdits, Callable[[torch.Tensor], torch.Tensor]]:
+    """Edits of all kinds, all of them in row 0 and another combination in each following one; and what they do to
+    ``[B, V]`` logits, by the reference. bool_mask: with a mask of forbidden ids instead of one of allowed bits."""
+    width = head.vocab_start + head.vocab_size  # as SGLang's tensors: kernels are compiled for how far rows are apart
+    ids = torch.arange(width, device=row.device)[None, :] + row[:, None]
+    additive, scaling, bias = ids % 3 * -0.25, 1.0 + ids % 2 * 0.125, ids % 4 * 0.5
+    allowed = ids % 5 != 0
+    flags = 15 - row % 16
+    mask = ~allowed if bool_mask else pack_bits(allowed)
+    edits = LogitEdits(additive=additive, scaling=scaling, mask=mask, bias=bias, rows=flags.int())
+    columns = slice(head.vocab_start, width)
+
+    def edited(logits: torch.Tensor) -> torch.Tensor:
+        with_additive, with_scaling, with_mask, with_bias = ((flags & edit != 0)[:, None] for edit in Edit)
+        return edit_logits_ref(
+            logits,
+            additive=torch.where(with_additive, additive, 0.0)[:, columns],
+            scaling=torch.where(with_scaling, scaling, 1.0)[:, columns],
+            allowed=(allowed | ~with_mask)[:, columns],
+            bias=torch.where(with_bias, bias, 0.0)[:, columns],
+        ).double()
+
+    return edits, edited
+
+
+def pack_bits(allowed: torch.Tensor) -> torch.Tensor:
+    """``[B, ceil(V / 32)]`` int32 from ``[B, V]`` bool: bit ``i % 32`` of word ``i // 32`` says that i is allowed."""
+    padded = torch.nn.functional.pad(allowed, (0, -allowed.shape[1] % 32))
+    bits = padded.view(len(allowed), -1, 32).long() << torch.arange(32, device=allowed.device)
+    words = bits.sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def _hidden(head: LMHead, num_rows: int, chunk_ids: int) -> torch.Tensor:
+    """Hidden states that give logits of a usual size."""
+    weight = head.weight
+    generator = torch.Generator(weight.device).manual_seed(1)
+    spread = weight[:chunk_ids].float().norm(dim=1).mean().clamp(min=1e-6)
+    hidden = torch.randn(num_rows, weight.shape[1], generator=generator, device=weight.device)
+    return (hidden * (3.0 / spread)).to(weight.dtype)
+
+
+def _logits(hidden: torch.Tensor, head: LMHead, chunk_ids: int, perturb: float) -> torch.Tensor:
+    return torch.cat(
+        [
+            logits_ref(
+                hidden,
+                head.weight[start : start + chunk_ids],
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+                logits_dtype=head.logits_dtype,
+                perturb=perturb,
+            )
+            for start in range(0, head.vocab_size, chunk_ids)
+        ],
+        dim=1,
+    )
+
+
+def _left_logits(expected: Expectation, buffer: LogitsBuffer, *, screened: bool) -> torch.Tensor:
+    """``[B, V]`` float64, what a launch has left in ``buffer``; the expectation where a screen has read nothing."""
+    num_rows, size = expected.logits.shape
+    left = buffer.logits[:num_rows, :size].double()
+    if screened:
+        read = buffer.group_max[:num_rows].repeat_interleave(GROUP_SIZE, 1)[:, :size]
+        left = torch.where(read > float("-inf"), left, expected.logits)
+    return left
+
+
+def _truncated_rows(truncation: Truncation, head: LMHead) -> torch.Tensor:
+    use_k = (truncation.top_k >= 1) & (truncation.top_k < head.vocab_size)
+    return use_k | (truncation.top_p < 1) | (truncation.min_p > 0)
+
+
+def _with_truncated(want: Reference, left: torch.Tensor, limited: torch.Tensor, params: BatchParams) -> Reference:
+    """``want`` with the truncated rows drawn from the logits that they have left."""
+    assert params.truncation is not None
+    drawn = truncated_sample_ref(
+        torch.where(limited[:, None], left, 0.0),
+        torch.where(limited, params.temperature, 1.0),
+        params.seed,
+        params.position,
+        params.truncation.top_k,
+        params.truncation.top_p,
+        params.truncation.min_p,
+    )
+    token = torch.where(limited, drawn.token, want.token)
+    return dataclasses.replace(want, token=token, near_tie=torch.where(limited, drawn.near_tie, want.near_tie))

@@ -1,0 +1,377 @@
+"""One batch of SGLang's as the fused pass needs it: parameters per row, which sampler serves each row, and what SGLang
+does to the logits before it samples.
+
+SGLang's batch-level flags are sticky: after one request with top-p has joined, ``need_top_p_sampling`` stays set until
+the batch is empty, and a greedy request (top_k 1) sets ``need_top_k_sampling`` for all. So what matters is kept per row
+and follows the batch through its filters and merges.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import hashlib
+import operator
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.launch import next_power_of_2
+from ..kernels.params import BatchParams, Edit, LogitEdits, Truncation
+
+BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
+REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
+PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SGLang's preprocessing, still to be done
+_INDEX_ATTRIBUTE = "_flashsample_sample_index"  # on a request: which of its n samples it is
+
+# Attributes of SGLang's SamplingBatchInfo: whether its sampler has to truncate.
+NEED_FLAGS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
+TOP_K_OFF = 1 << 30  # SGLang's TOP_K_ALL
+
+
+class Row(NamedTuple):
+    """What the host knows of one request.
+
+    reason: why it needs SGLang's sampler, or None. tempered: greedy with a temperature other than 1, which SGLang
+    applies to its logprob only beside sampled rows. needs: ``NEED_FLAGS`` of this request alone. edits: what SGLang
+    changes in its logits, grammars apart. seeded: whether the request gave the seed that its tokens are to be those of.
+    """
+
+    reason: str | None
+    greedy: bool
+    tempered: bool
+    needs: tuple[bool, bool, bool]
+    edits: Edit
+    seeded: bool
+    top_k: int
+
+
+class RowTensors(NamedTuple):
+    """The same on the device, ``[B]`` each."""
+
+    temperature: torch.Tensor  # f32, 0 on greedy rows
+    seed: torch.Tensor  # i64
+    top_k: torch.Tensor  # i32
+    top_p: torch.Tensor  # f32
+    min_p: torch.Tensor  # f32
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Immutable: a forward keeps the batch that it was routed with."""
+
+    rows: tuple[Row, ...]
+    tensors: RowTensors
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @functools.cached_property
+    def all_greedy(self) -> bool:
+        """Whether no row is drawn."""
+        return all(row.greedy for row in self.rows)
+
+    @functools.cached_property
+    def distribution_only(self) -> bool:
+        """Whether any noise does: no row is greedy or has a seed, all have top-k or top-p, none has min-p."""
+        return all(
+            not row.greedy and not row.seeded and (row.needs[0] or row.needs[1]) and not row.needs[2]
+            for row in self.rows
+        )
+
+    @functools.cached_property
+    def num_truncated(self) -> int:
+        """How many rows have top-k, top-p or min-p (a greedy row has none)."""
+        return sum(any(row.needs) and not row.greedy for row in self.rows)
+
+    @functools.cached_property
+    def truncation(self) -> Truncation | None:
+        """Top-k, top-p and min-p; None where no row has any."""
+        if not self.num_truncated:
+            return None
+        largest = max(row.top_k for row in self.rows if any(row.needs) and not row.greedy)
+        # Rounded up to a power of two: batches that differ below that share CUDA graphs.
+        max_top_k = next_power_of_2(largest) if largest < TOP_K_OFF else None
+        return Truncation(self.tensors.top_k, self.tensors.top_p, self.tensors.min_p, max_top_k)
+
+    @functools.cached_property
+    def logprob_reasons(self) -> tuple[str | None, ...]:
+        """Per row, why its logprob needs SGLang's sampler, or None."""
+        if self.all_greedy:
+            return (None,) * len(self)
+        return tuple("greedy_logprob_at_temperature" if row.tempered else None for row in self.rows)
+
+    @functools.cached_property
+    def routings(self) -> dict[tuple, Routing]:
+        """The routings made for this batch. They live as long as the batch stays as it is."""
+        return {}
+
+    def params(self, positions: torch.Tensor, edits: LogitEdits | None) -> BatchParams:
+        """As the fused pass takes them. positions: ``[B]`` int64."""
+        return BatchParams(
+            self.tensors.temperature,
+            self.tensors.seed,
+            positions,
+            self.truncation,
+            edits,
+            self.all_greedy,
+            self.distribution_only,
+        )
+
+    @classmethod
+    def of_requests(
+        cls,
+        requests: Sequence[Any],
+        server_seed: int,
+        custom_processors: bool,
+        device: torch.device | str,
+        samples: SampleIndices | None = None,
+    ) -> Batch:
+        """From SGLang's ``Req`` objects. Copies to the device without waiting for it."""
+        samples = SampleIndices() if samples is None else samples
+        params = [request.sampling_params for request in requests]
+        rows = tuple(_row_of(request, custom_processors) for request in requests)
+        temperatures = [0.0 if row.greedy else p.temperature for row, p in zip(rows, params, strict=True)]
+        seeds = [request_seed(server_seed, request, samples.of(request)) for request in requests]
+        tensors = RowTensors(
+            to_device(temperatures, torch.float32, device),
+            to_device(seeds, torch.int64, device),
+            to_device([p.top_k for p in params], torch.int32, device),
+            to_device([p.top_p for p in params], torch.float32, device),
+            to_device([p.min_p for p in params], torch.float32, device),
+        )
+        return cls(rows, tensors)
+
+    def keep(self, indices: Iterable[int], device_indices: torch.Tensor) -> Batch:
+        """The rows at ``indices`` (also given as a device tensor), in that order."""
+        rows = tuple(self.rows[i] for i in indices)
+        return Batch(rows, RowTensors(*(tensor[device_indices] for tensor in self.tensors)))
+
+    def followed_by(self, other: Batch) -> Batch:
+        tensors = zip(self.tensors, other.tensors, strict=True)
+        return Batch(self.rows + other.rows, RowTensors(*(torch.cat(pair) for pair in tensors)))
+
+
+def batch_of(sampling_info: Any) -> Batch | None:
+    """The batch that follows this SamplingBatchInfo; None when SGLang made it in a way we do not know."""
+    return getattr(sampling_info, BATCH_ATTRIBUTE, None)
+
+
+def to_device(values: Sequence, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """``values`` on the device, without waiting for the copy."""
+    pinned = torch.device(device).type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
+def _row_of(request: Any, custom_processors: bool) -> Row:
+    params = request.sampling_params
+    greedy = params.top_k <= 1  # SGLang turns temperature 0 into top_k 1, and treats every top_k 1 as greedy
+    edits = Edit(0)
+    if params.frequency_penalty != 0 or params.presence_penalty != 0 or params.min_new_tokens > 0:
+        edits |= Edit.ADDITIVE
+    if params.repetition_penalty != 1:
+        edits |= Edit.SCALING
+    if params.logit_bias is not None:
+        edits |= Edit.BIAS
+    return Row(
+        reason=native_reason(request, custom_processors),
+        greedy=greedy,
+        tempered=greedy and params.temperature != 1.0,
+        needs=(params.top_p != 1.0, params.top_k != TOP_K_OFF, params.min_p > 0),
+        edits=edits,
+        seeded=params.sampling_seed is not None,
+        top_k=params.top_k,
+    )
+
+
+def native_reason(request: Any, custom_processors: bool) -> str | None:
+    """Why this request needs SGLang's sampler: one word, the first that applies; None when fused."""
+    params = request.sampling_params
+    checks = (
+        ("custom_logit_processor", custom_processors and bool(request.custom_logit_processor)),
+        ("sampling_mask", bool(getattr(request, "return_sampling_mask", False))),
+        ("beam_search", (getattr(params, "beam_width", None) or 1) > 1),
+    )
+    return next((reason for reason, applies in checks if applies), None)
+
+
+class SampleIndices:
+    """Which of the n samples of a seeded request each of SGLang's requests is: SGLang makes n requests with new ids and
+    the same seed. They are told apart by the order in which they come, so that the same request gives the same n
+    answers again. A request keeps its index when it is scheduled again."""
+
+    MAX_PROMPTS = 4096
+
+    def __init__(self) -> None:
+        self._next: collections.OrderedDict[tuple, int] = collections.OrderedDict()
+
+    def of(self, request: Any) -> int:
+        params = request.sampling_params
+        count = getattr(params, "n", None) or 1
+        # The request that only fills the prefix cache for the others has no new token.
+        if count == 1 or params.sampling_seed is None or getattr(params, "max_new_tokens", None) == 0:
+            return 0
+        index = getattr(request, _INDEX_ATTRIBUTE, None)
+        if index is None:
+            prompt = hash(tuple(getattr(request, "origin_input_ids", None) or ()))
+            key = (params.sampling_seed, count, prompt)
+            index = self._next.pop(key, 0)
+            self._next[key] = (index + 1) % count
+            if len(self._next) > self.MAX_PROMPTS:
+                self._next.popitem(last=False)
+            setattr(request, _INDEX_ATTRIBUTE, index)
+        return index
+
+
+def request_seed(server_seed: int, request: Any, sample_index: int = 0) -> int:
+    """The noise seed of one request: its own, or one that every rank derives alike from the server's seed and the
+    request's id. Two requests never share noise by accident, nor do the n samples of one request."""
+    own = request.sampling_params.sampling_seed
+    if own is not None and sample_index == 0:
+        return (own + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
+    text = f"{server_seed}/{request.rid}" if own is None else f"seed {own}, sample {sample_index}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@dataclasses.dataclass
+class Routing:
+    """Who serves each row of a batch. reasons: per row, why it takes SGLang's sampler, in one word; None where it is
+    fused.
+
+    Set in the first step of the batch. native_rows: what the sampler keeps of the rows that are not fused. edit_kinds,
+    edit_rows: the ``Edit`` flags of the others, in all, and per row on the device.
+    """
+
+    reasons: tuple[str | None, ...]
+    native_rows: Any = None
+    edit_kinds: Edit | None = None
+    edit_rows: torch.Tensor | None = None
+
+    @classmethod
+    def whole(cls, reason: str, num_rows: int) -> Routing:
+        """All rows to SGLang's sampler, for one reason."""
+        return cls((reason,) * num_rows)
+
+    @functools.cached_property
+    def native(self) -> tuple[int, ...]:
+        """The rows of SGLang's sampler, ascending."""
+        return tuple(row for row, reason in enumerate(self.reasons) if reason is not None)
+
+    @functools.cached_property
+    def all_native(self) -> bool:
+        return len(self.native) == len(self.reasons)
+
+    @functools.cached_property
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Rows per path and reason."""
+        return Counter(("fused", "") if reason is None else ("native", reason) for reason in self.reasons)
+
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """Per row: "fused" or "native:REASON"."""
+        return ["fused" if reason is None else f"native:{reason}" for reason in self.reasons]
+
+
+def routing_of(
+    batch: Batch,
+    sampling_info: Any,
+    return_logprob: bool,
+    top_logprobs_nums: list[int] | None,
+    token_ids_logprobs: list | None,
+    original_logprobs: bool,
+    fuse_grammars: bool,
+) -> Routing:
+    """The routing of this step. A batch that stays as it is has one routing for all its steps: what could tell its
+    steps apart is compared here without a loop over the rows."""
+    grammars = sampling_info.grammars or ()
+    key: tuple = ()  # of a batch without grammars and logprobs
+    top: tuple[int, ...] = ()
+    ids: tuple[type, ...] = ()
+    if grammars or return_logprob:
+        top = tuple(top_logprobs_nums or ()) if return_logprob else ()
+        ids = tuple(map(type, token_ids_logprobs or ())) if return_logprob else ()
+        key = (tuple(map(type, grammars)), fuse_grammars, return_logprob, top, ids)
+    routing = batch.routings.get(key)
+    if routing is None:
+        none = (None,) * len(batch)
+        columns: list[Sequence[str | None]] = [[row.reason for row in batch.rows]]
+        if grammars and not fuse_grammars:
+            columns.append([None if grammar is None else "grammar" for grammar in grammars])
+        if return_logprob:
+            columns.append(("original_logprobs" if original_logprobs else None,) * len(batch))
+            columns.append([("top_logprobs" if n > 0 else None) for n in top] or none)
+            columns.append([None if kind is type(None) else "token_ids_logprobs" for kind in ids] or none)
+            columns.append(batch.logprob_reasons)
+        reasons = tuple(next(filter(None, row), None) for row in zip(*columns, strict=True))
+        routing = batch.routings[key] = Routing(reasons)
+    return routing
+
+
+def edits_of(batch: Batch, routing: Routing, sampling_info: Any) -> LogitEdits | None:
+    """The edits of the fused rows; None where none of them has any.
+
+    Raises ValueError for a grammar whose mask is in no form that we know.
+    """
+    if routing.edit_kinds is None:
+        _find_edits(batch, routing, sampling_info)
+    kinds = routing.edit_kinds
+    if not kinds:
+        return None
+    additive, scaling = penalties_of(sampling_info) if kinds & (Edit.ADDITIVE | Edit.SCALING) else (None, None)
+    return LogitEdits(
+        additive=additive,
+        scaling=scaling,
+        mask=_mask(sampling_info, _fused_grammars(routing, sampling_info)) if kinds & Edit.MASK else None,
+        bias=sampling_info.logit_bias if kinds & Edit.BIAS else None,
+        rows=routing.edit_rows,
+    )
+
+
+def _find_edits(batch: Batch, routing: Routing, sampling_info: Any) -> None:
+    """What the rows of a new routing need, onto the routing: its later steps only look."""
+    grammars = _fused_grammars(routing, sampling_info) or [None] * len(batch)
+    flags = [
+        Edit(0) if reason is not None else (row.edits | Edit.MASK if grammar is not None else row.edits)
+        for row, grammar, reason in zip(batch.rows, grammars, routing.reasons, strict=True)
+    ]
+    routing.edit_kinds = functools.reduce(operator.or_, flags, Edit(0))
+    if routing.edit_kinds:
+        routing.edit_rows = to_device([int(flag) for flag in flags], torch.int32, batch.tensors.seed.device)
+
+
+def _fused_grammars(routing: Routing, sampling_info: Any) -> list:
+    """Per row its grammar, None where another sampler serves it; empty where no row has one."""
+    return [
+        grammar if reason is None else None
+        for grammar, reason in zip(sampling_info.grammars or (), routing.reasons, strict=False)
+    ]
+
+
+def penalties_of(sampling_info: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Additive and scaling penalties of the whole batch, ``[B, V]`` each, or None.
+
+    Overlap mode has accumulated them on its copy already. Elsewhere the penalizers are asked, on a copy as well:
+    left on the original, the penalties would be applied beside the penalizers that they come from. Additive ones
+    come first in both modes; by themselves, the penalizers have the order of a Python set.
+    """
+    orchestrator = sampling_info.penalizer_orchestrator
+    if orchestrator is not None and orchestrator.is_required:
+        sampling_info = copy.copy(sampling_info)
+        sampling_info.update_penalties()
+    return sampling_info.acc_additive_penalties, sampling_info.acc_scaling_penalties
+
+
+def _mask(sampling_info: Any, grammars: list) -> torch.Tensor:
+    """The mask of these grammars: SGLang's code fills it, on a copy that nothing else sees."""
+    info = copy.copy(sampling_info)
+    info.grammars = grammars
+    info.update_regex_vocab_mask()
+    mask = info.grammar_mask.vocab_mask
+    if mask.dim() != 2 or mask.dtype not in (torch.int32, torch.bool) or mask.shape[0] != len(grammars):
+        raise ValueError(f"a grammar's mask is {tuple(mask.shape)} {mask.dtype}; expected [B, W] int32 or [B, V] bool")
+    return mask

@@ -1,0 +1,342 @@
+"""One LM head that this server fuses: its weights as the model has them now, its dispatch table, workspace, screen and
+CUDA graphs."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..defaults import HeadFacts
+from ..dispatch import default_table, make_workspace
+from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
+from ..kernels.workspace import Workspace
+from ..kinds import BatchKind
+from ..screen import Screen
+from .batch import Batch
+from .metrics import DeviceCounters
+from .screen_lifecycle import HeadScreen
+
+logger = logging.getLogger("sgl_flashsample")
+
+# Kernels are compiled at start for batches up to this size; the last tile also serves larger ones.
+MAX_COMPILED_ROWS = 512
+
+SLOTS = 2  # graphs per key, replayed in turn
+# Steps that a batch lasts before its parameters are copied, and that come alike before one is captured: a capture takes
+# longer than a draw.
+PATIENCE = 4
+MAX_GRAPH_KEYS = 512  # the least recently used are dropped
+
+
+class HeadState:
+    """A LogitsProcessor with its LM head, and what is made from them.
+
+    SGLang may change either after the start (a new weight tensor, a logit scale set late): ``update`` follows.
+
+    table: what batches of this head take. screen: where the head has one. use_step_graphs: whether batches that stay as
+    they are become CUDA graphs. As of the last ``update``: head, workspace, serving_screen (None where the screen does
+    not serve).
+    """
+
+    def __init__(self, processor: Any, lm_head: Any, capture: Capture | None = None) -> None:
+        """capture: of CUDA graphs; ``CudaCapture`` where None."""
+        self.processor, self.lm_head = processor, lm_head
+        self.use_step_graphs = False
+        self.screen: HeadScreen | None = None
+        self.serving_screen: Screen | None = None
+        self._parameters: dict[str, torch.Tensor] = getattr(lm_head, "_parameters", {})
+        self._workspace: Workspace | None = None
+        self._workspace_rows = 0
+        self._too_large: int | None = None  # rows of the smallest batch that found no memory
+        self._searched: DeviceCounters | None = None
+        self._graphs: StepGraphs | None = None
+        self._capture = capture
+        self._fingerprint = self._current_fingerprint()
+        self.head = self._current_head()
+        self.table = default_table(self.head)
+
+    def update(self, num_rows: int) -> None:
+        """Follow the model, and make the workspace large enough for ``num_rows`` rows. Where nothing has changed, it
+        costs the host about a microsecond."""
+        fingerprint = self._current_fingerprint()
+        if fingerprint != self._fingerprint:
+            self._graphs = None
+            self.head = self._current_head()
+            if HeadFacts.of(self.head) != self.table.facts:
+                self.table = default_table(self.head)
+            self._fingerprint = fingerprint
+        if num_rows > self._workspace_rows:
+            # At once for all batches that kernels are compiled for: none of these allocates a workspace in a step.
+            rows = max(num_rows, MAX_COMPILED_ROWS)
+            searched = self._workspace.searched if self._workspace is not None else None
+            self._workspace = make_workspace(self.head, rows, searched, self.table)
+            self._workspace_rows = rows
+            self._graphs = None
+        serving = None if self.screen is None else self.screen.serving(self.head)
+        if serving is not self.serving_screen:
+            self.serving_screen, self._graphs = serving, None
+
+    @property
+    def workspace(self) -> Workspace:
+        assert self._workspace is not None, "update comes first"
+        return self._workspace
+
+    def _current_fingerprint(self) -> tuple:
+        """Changes with what ``head`` is made of, and when somebody writes to the weight, as far as PyTorch knows."""
+        processor = self.processor
+        weight = self._parameters.get("weight")  # as an attribute of a module it is looked up in Python
+        if weight is None:
+            weight = self.lm_head.weight
+        version = None if weight.is_inference() else weight._version
+        softcap = getattr(processor, "final_logit_softcapping", None)
+        return weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size, version
+
+    def _current_head(self) -> LMHead:
+        processor, weight = self.processor, self.lm_head.weight
+        keeps_fp32 = processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False)
+        return LMHead(
+            weight.detach(),
+            vocab_size=processor.vocab_size,
+            logit_scale=processor.logit_scale,
+            softcap=getattr(processor, "final_logit_softcapping", None) or None,
+            logits_dtype=torch.float32 if keeps_fp32 else weight.dtype,
+        )
+
+    def step_graphs(self, batch: Batch, edits: LogitEdits | None, positions: torch.Tensor) -> StepGraphs | None:
+        """The CUDA graphs that may replay a step of ``batch``; None where it is to be launched.
+
+        FlashInfer allocates while it draws. In a pool that graphs share, what one of them allocated may hold the tokens
+        of another: its batches are launched.
+        """
+        if not self.use_step_graphs or positions.dtype is not torch.int64:
+            return None
+        if batch.distribution_only and self.table.flashinfer:
+            kind = BatchKind(batch.truncation is not None, edits is not None)
+            if self.table.takes_flashinfer(len(batch), kind):
+                return None
+        if self._graphs is None:
+            if self._capture is None:
+                self._capture = CudaCapture(self.head.weight.device)
+            self._graphs = StepGraphs(self.workspace, MAX_COMPILED_ROWS, self.head.weight.device, self._capture)
+        return self._graphs
+
+    def fits(self, num_rows: int) -> bool:
+        """Whether no batch of this size or a smaller one has run out of memory."""
+        return self._too_large is None or num_rows < self._too_large
+
+    def out_of_memory(self, num_rows: int) -> None:
+        """A batch of ``num_rows`` rows found no memory: leave it, and larger ones, to SGLang's sampler from now on."""
+        if self.fits(num_rows):
+            self._too_large = num_rows
+            logger.warning(
+                "flashsample: no memory for a batch of %d rows: SGLang's own sampler takes batches of this size or "
+                "more",
+                num_rows,
+            )
+
+    @property
+    def has_screen(self) -> bool:
+        return self.screen is not None and not self.screen.stopped
+
+    def weights_change(self) -> None:
+        """The head's weights change, or may have changed: no screen, and no graph that reads one, until
+        ``renew_screen``."""
+        if self.screen is not None:
+            self.screen.invalidate()
+            self.serving_screen = self._graphs = None
+
+    def free_screen(self) -> None:
+        """Give the memory of the screen back, until ``renew_screen``. Waits for the device."""
+        if self.screen is not None:
+            self.serving_screen = self._graphs = None
+            self.screen.free(self.head)
+
+    def renew_screen(self) -> None:
+        """Make the screen a copy of what the head holds now. Waits for the device: not in a decode step."""
+        if self.screen is not None and not self.screen.stopped:
+            try:
+                self.update(1)
+                self.screen.renew(self.head)
+            except Exception as error:  # memory, or a head of another shape
+                self.stop_screen(f"{type(error).__name__}: {error}")
+
+    def stop_screen(self, reason: str) -> None:
+        """Draw without a screen from now on, and say why."""
+        if self.has_screen:
+            assert self.screen is not None
+            logger.warning("flashsample: screen off: %s", reason)
+            self.screen.stop()
+            self.serving_screen = self._graphs = None
+
+    def newly_searched(self, counter_seconds: float) -> int:
+        """Rows that took a search over their logits since the last call, as far as that is known without waiting; read
+        from the device at most once in ``counter_seconds`` seconds."""
+        if self._searched is None:
+            self.update(1)
+            self._searched = DeviceCounters(self.workspace.searched, counter_seconds)
+        (searched,) = self._searched.new()
+        return searched
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+class Capture(Protocol):
+    """``CudaCapture``, or what stands for it."""
+
+    def new_pool(self) -> Any: ...
+    def __call__(self, launches: Callable[[], Any], pool: Any) -> tuple[Graph, Any]: ...
+
+
+class CudaCapture:
+    """Records launches on a stream of its own, without waiting for anything that runs.
+
+    One per head: PyTorch keeps a cuBLAS workspace for each stream that has run a GEMM, and has 32 streams in all.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def new_pool(self) -> Any:
+        """A memory pool. Its graphs are dropped together: PyTorch refuses a pool whose graphs have all gone."""
+        return torch.cuda.graph_pool_handle()
+
+    def __call__(self, launches: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = launches()
+            finally:
+                graph.capture_end()
+        return graph, result
+
+
+class _Captured(NamedTuple):
+    graph: Graph
+    out: SampleOutput
+    holds: Any  # what else its launches write to
+
+
+class _KeyedGraphs:
+    """For one key: how many steps are to come before one is captured, the graphs, and which of them is next."""
+
+    def __init__(self) -> None:
+        self.waiting = PATIENCE
+        self.captured: list[_Captured] = []
+        self.slot = 0
+
+
+class StepGraphs:
+    """The draws of a batch that stays as it is, as CUDA graphs: a step then costs the host one launch, however many
+    kernels it takes.
+
+    A graph reads and writes fixed addresses. Hidden states, positions and edits come at a few addresses in turn, which
+    are part of the key of a graph. The parameters of a batch are copied, once, to buffers that all graphs read. The
+    tokens of a graph are overwritten ``SLOTS`` steps later: SGLang has those of a step on the host before it launches
+    the second next.
+
+    For one workspace, and the head, table and screen that it was made with. max_rows: larger batches are not replayed.
+    """
+
+    def __init__(self, workspace: Workspace, max_rows: int, device: torch.device, capture: Capture) -> None:
+        self._workspace, self._max_rows, self._capture = workspace, max_rows, capture
+        self._pool = capture.new_pool()
+        self._temperature, self._top_p, self._min_p = (
+            torch.empty(max_rows, dtype=torch.float32, device=device) for _ in range(3)
+        )
+        self._seed = torch.empty(max_rows, dtype=torch.int64, device=device)
+        self._top_k = torch.empty(max_rows, dtype=torch.int32, device=device)
+        self._batch: Batch | None = None
+        self._waiting = 0
+        self._batch_key: tuple[Hashable, ...] = ()
+        self._failed = False
+        self._graphs: collections.OrderedDict[tuple[Hashable, ...], _KeyedGraphs] = collections.OrderedDict()
+
+    def step(
+        self,
+        draw: Callable[[BatchParams], SampleOutput],
+        batch: Batch,
+        hidden: torch.Tensor,  # [B, D]
+        edits: LogitEdits | None,
+        positions: torch.Tensor,  # [B] int64
+        return_logprob: bool,
+    ) -> SampleOutput | None:
+        """The tokens of one step of ``batch``; None where it is still to be launched. draw: what a graph is made of.
+        The tokens stay until ``SLOTS`` steps later."""
+        if self._failed:
+            return None
+        if batch is not self._batch:
+            self._batch, self._waiting = batch, PATIENCE
+        if self._waiting:
+            if self._waiting > 1 or len(batch) > self._max_rows:
+                self._waiting = max(1, self._waiting - 1)
+                return None
+            self._waiting = 0
+            self._load(batch)
+        key = (hidden.data_ptr(), positions.data_ptr(), return_logprob, _places(edits), self._batch_key)
+        graphs = self._graphs.get(key)
+        if graphs is None:
+            if len(self._graphs) == MAX_GRAPH_KEYS:
+                self._graphs.popitem(last=False)
+            graphs = self._graphs[key] = _KeyedGraphs()
+        self._graphs.move_to_end(key)
+        if graphs.waiting:
+            graphs.waiting -= 1
+            return None
+        if graphs.slot == len(graphs.captured):
+            params = self._params(batch, positions, edits)
+            try:
+                graph, out = self._capture(lambda: draw(params), self._pool)
+            except Exception as error:  # a step must not fail because it cannot be captured
+                self._failed = True
+                logger.warning("flashsample: CUDA graphs off: %s: %s", type(error).__name__, error)
+                return None
+            graphs.captured.append(_Captured(graph, out, self._workspace.last_buffer))
+        captured = graphs.captured[graphs.slot]
+        graphs.slot = (graphs.slot + 1) % SLOTS
+        captured.graph.replay()
+        return captured.out
+
+    def _load(self, batch: Batch) -> None:
+        """Copy the parameters of ``batch`` to where the graphs read them."""
+        num_rows, truncation = len(batch), batch.truncation
+        self._temperature[:num_rows].copy_(batch.tensors.temperature)
+        self._seed[:num_rows].copy_(batch.tensors.seed)
+        if truncation is not None:
+            self._top_k[:num_rows].copy_(truncation.top_k)
+            self._top_p[:num_rows].copy_(truncation.top_p)
+            self._min_p[:num_rows].copy_(truncation.min_p)
+        max_top_k = None if truncation is None else truncation.max_top_k
+        self._batch_key = (num_rows, truncation is not None, max_top_k, batch.all_greedy, batch.distribution_only)
+
+    def _params(self, batch: Batch, positions: torch.Tensor, edits: LogitEdits | None) -> BatchParams:
+        """As ``Batch.params``, from the buffers of the graphs."""
+        rows, truncation = slice(len(batch)), batch.truncation
+        if truncation is not None:
+            truncation = Truncation(self._top_k[rows], self._top_p[rows], self._min_p[rows], truncation.max_top_k)
+        return BatchParams(
+            self._temperature[rows],
+            self._seed[rows],
+            positions,
+            truncation,
+            edits,
+            batch.all_greedy,
+            batch.distribution_only,
+        )
+
+
+def _places(edits: LogitEdits | None) -> tuple[Hashable, ...]:
+    """Where a graph reads its edits, and as what."""
+    if edits is None:
+        return ()
+    tensors = (edits.additive, edits.scaling, edits.mask, edits.bias, edits.rows)
+    return tuple(
+        None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in tensors
+    )

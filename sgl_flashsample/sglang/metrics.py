@@ -1,0 +1,219 @@
+"""Batches and rows per path and reason, how truncated and screened rows fared, and what a batch costs the host: in the
+log and through SGLang's /metrics.
+
+A step only adds to numbers of this process. They reach Prometheus and the log at intervals: between two steps the host
+does much else, and whatever a step touches has left its caches by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.workspace import ScreenCounter
+from .batch import Routing
+
+logger = logging.getLogger("sgl_flashsample")
+
+LOG_SECONDS_VARIABLE = "FLASHSAMPLE_LOG_SECONDS"
+_DEFAULT_LOG_SECONDS = 60.0
+FLUSH_SECONDS = 0.5  # between two updates of Prometheus
+READ_SECONDS = 1.0  # between two copies of a counter from the device: each costs the host some microseconds
+
+
+class Metrics:
+    """add_batch counts one batch; the rest of this class runs at intervals. A log line at most once per
+    ``FLASHSAMPLE_LOG_SECONDS``; Prometheus metrics where the server has metrics on."""
+
+    def __init__(self, prometheus: bool) -> None:
+        self.log_seconds = _log_seconds()
+        self.read_seconds = min(self.log_seconds, READ_SECONDS)
+        self._batches: Counter[tuple[str, str]] = Counter()  # totals since the start
+        self._rows: Counter[tuple[str, str]] = Counter()
+        self._truncated = self._searched = 0
+        self._screened = [0] * len(ScreenCounter)
+        self._paused = False
+        self._host_batches, self._host_seconds = 0, 0.0
+        self._waiting: dict[int, tuple[Routing, int]] = {}  # batches of a routing that are not in the totals yet
+        self._new_host: list[float] = []  # seconds of fused batches, likewise
+        self._new_truncated = 0
+        self._last_log = time.perf_counter()
+        self._next_flush = self._last_log + min(FLUSH_SECONDS, self.log_seconds)
+        self._prometheus = _prometheus_metrics() if prometheus else None
+
+    def add_batch(self, routing: Routing, num_truncated: int, started: float | None) -> bool:
+        """Count one batch. started: ``time.perf_counter()`` at its beginning, for batches of fused rows alone. Returns
+        whether it is time for ``flush``."""
+        waiting = self._waiting.get(id(routing))
+        self._waiting[id(routing)] = (routing, 1 if waiting is None else waiting[1] + 1)
+        self._new_truncated += num_truncated
+        now = time.perf_counter()
+        if started is not None:
+            self._new_host.append(now - started)
+        return now >= self._next_flush
+
+    def flush(self) -> None:
+        """Bring everything that was counted into the totals, to Prometheus and, at its interval, into the log."""
+        exported = self._prometheus
+        for routing, batches in self._waiting.values():
+            for (path, reason), rows in routing.counts.items():
+                self._batches[path, reason] += batches
+                self._rows[path, reason] += rows * batches
+                if exported is not None:
+                    exported.batches.labels(path, reason).inc(batches)
+                    exported.rows.labels(path, reason).inc(rows * batches)
+        self._truncated += self._new_truncated
+        self._host_batches += len(self._new_host)
+        self._host_seconds += sum(self._new_host)
+        if exported is not None:
+            exported.truncated.inc(self._new_truncated)
+            for seconds in self._new_host:
+                exported.host_seconds.observe(seconds)
+        self._waiting, self._new_host, self._new_truncated = {}, [], 0
+        now = time.perf_counter()
+        self._next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
+        if self._rows and now - self._last_log >= self.log_seconds:
+            self._last_log = now
+            logger.info("flashsample: %s", self.summary())
+
+    def add_searched(self, rows: int) -> None:
+        """Count rows whose tokens took a search over their logits."""
+        self._searched += rows
+        if self._prometheus is not None and rows:
+            self._prometheus.searched.inc(rows)
+
+    def add_screened(self, counted: Sequence[int], paused: bool) -> None:
+        """Count what a screen has counted on the device: one number for each member of ``ScreenCounter``. paused: it
+        serves nothing at the moment (``screen_lifecycle.py``)."""
+        if paused is not self._paused:
+            self._paused = paused
+            if self._prometheus is not None:
+                self._prometheus.screen_paused.set(paused)
+        for counter in ScreenCounter if any(counted) else ():
+            self._screened[counter] += counted[counter]
+            if self._prometheus is not None:
+                self._prometheus.screened[counter].inc(counted[counter])
+
+    def summary(self) -> str:
+        """Totals since the start, fused first: "fused 12 rows in 3 batches; native (top_logprobs) 4 rows in 2 batches;
+        truncated 9 rows, 1 searched; screened 8 rows, 75.0 % certified, 1.5 candidate groups/row, 5.0 groups read/block
+        of rows, 0/2 over limit, paused; host 41.5 us/batch over 3 batches"."""
+        parts = []
+        for path, reason in sorted(self._rows, key=lambda key: (key[0] != "fused", key)):
+            label = f"{path} ({reason})" if reason else path
+            parts.append(f"{label} {self._rows[path, reason]:,} rows in {self._batches[path, reason]:,} batches")
+        if self._truncated:
+            parts.append(f"truncated {self._truncated:,} rows, {self._searched:,} searched")
+        rows, blocks = self._screened[ScreenCounter.ROWS], self._screened[ScreenCounter.ROW_BLOCKS]
+        if rows and blocks:
+            parts.append(
+                f"screened {rows:,} rows, {100 * self._screened[ScreenCounter.CERTIFIED_ROWS] / rows:.1f} % certified, "
+                f"{self._screened[ScreenCounter.CANDIDATES] / rows:.1f} candidate groups/row, "
+                f"{self._screened[ScreenCounter.GROUPS] / blocks:.1f} groups read/block of rows, "
+                f"{self._screened[ScreenCounter.MANY_CANDIDATES]:,}/{blocks:,} over limit"
+                f"{', paused' if self._paused else ''}"
+            )
+        if self._host_batches:
+            mean = self._host_seconds / self._host_batches * 1e6
+            parts.append(f"host {mean:.1f} us/batch over {self._host_batches:,} batches")
+        return "; ".join(parts)
+
+
+class DeviceCounters:
+    """How far counters on the device have come, asked without waiting for the device.
+
+    A copy to pinned memory is started at most once in ``interval`` seconds; what it brings is seen by a later call.
+    """
+
+    def __init__(self, counters: torch.Tensor, interval: float) -> None:
+        self._counters = counters  # [N] int64
+        self._interval = interval
+        on_gpu = counters.is_cuda
+        self._copy = torch.zeros(len(counters), dtype=torch.int64, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        self._copying = False
+        self._started = -interval
+        self._seen = self._nothing = (0,) * len(counters)
+
+    def new(self) -> tuple[int, ...]:
+        """What each has counted since the last call, as far as it has arrived."""
+        counted = self._nothing
+        if self._copying and (self._arrived is None or self._arrived.query()):
+            before, self._seen = self._seen, tuple(self._copy.tolist())
+            counted = tuple(now - then for now, then in zip(self._seen, before, strict=True))
+            self._copying = False
+        now = time.monotonic()
+        if not self._copying and now - self._started >= self._interval:
+            self._copy.copy_(self._counters, non_blocking=True)
+            if self._arrived is not None:
+                self._arrived.record()
+            self._copying, self._started = True, now
+        return counted
+
+
+def _log_seconds() -> float:
+    text = os.environ.get(LOG_SECONDS_VARIABLE)
+    if text is None:
+        return _DEFAULT_LOG_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        logger.warning("flashsample: %s is %r; expected seconds, as a number", LOG_SECONDS_VARIABLE, text)
+        return _DEFAULT_LOG_SECONDS
+    return seconds
+
+
+_SCREEN_METRICS = {
+    ScreenCounter.ROW_BLOCKS: "Blocks of rows that a screen has served, each reading groups of its own",
+    ScreenCounter.ROWS: "Rows that a screen has served",
+    ScreenCounter.GROUPS: "Groups of 16 ids read from the head itself, per block of rows",
+    ScreenCounter.CANDIDATES: "Groups that a row could have taken its token from",
+    ScreenCounter.CERTIFIED_ROWS: "Rows with one candidate group or none",
+    ScreenCounter.MANY_CANDIDATES: "Blocks of rows with candidates in more than 1/16 of the groups",
+}
+
+
+class _Prometheus(NamedTuple):
+    batches: Any
+    rows: Any
+    truncated: Any
+    searched: Any
+    screened: list[Any]  # by ScreenCounter
+    screen_paused: Any
+    host_seconds: Any
+
+
+def _prometheus_metrics() -> _Prometheus | None:
+    """Metrics in the registry that SGLang's /metrics collects; None without prometheus_client."""
+    try:
+        from prometheus_client import Counter as PrometheusCounter
+        from prometheus_client import Gauge, Summary
+    except ImportError:
+        logger.warning("flashsample: metrics are on but prometheus_client is not installed: no flashsample metrics")
+        return None
+    labels = ["path", "reason"]
+    return _Prometheus(
+        PrometheusCounter("sglang:flashsample_batches", "Batches sampled, per path and reason", labels),
+        PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", labels),
+        PrometheusCounter("sglang:flashsample_truncated_rows", "Fused rows with top-k, top-p or min-p"),
+        PrometheusCounter("sglang:flashsample_searched_rows", "Of these, rows that took a search over their logits"),
+        [
+            PrometheusCounter(f"sglang:flashsample_screen_{counter.name.lower()}", _SCREEN_METRICS[counter])
+            for counter in ScreenCounter
+        ],
+        Gauge(
+            "sglang:flashsample_screen_paused",
+            "Screens that serve nothing for a while, because they have read too much of the head",
+            multiprocess_mode="livesum",
+        ),
+        Summary("sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"),
+    )

@@ -1,0 +1,413 @@
+"""From a head on this machine to the choices that its batches take: the tuned table that fits, on the built-in ones.
+
+Where tables are looked for, and how well one has to match. A table that cannot be used is a miss with one line that
+says why, never an error. Only ``resolve`` needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import importlib.metadata
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..defaults import SHIPPED, defaults_digest, family_of
+from ..files import BadFileError, one_line, read_plain
+from ..kernels.config import (
+    LIMBS,
+    MAX_TRUNCATED_ROWS_PER_TILE,
+    MIN_RESCORED_ROWS,
+    ReadConfig,
+    ScreenConfig,
+    TileConfig,
+)
+from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config
+from .fingerprint import installed_fingerprints
+from .schema import ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, TableError, file_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..dispatch import DispatchTable
+    from ..kernels.params import LMHead
+
+FILE_VARIABLE = "FLASHSAMPLE_TUNED"
+FOLDERS_VARIABLE = "FLASHSAMPLE_TUNED_DIR"
+FAMILY_VARIABLE = "FLASHSAMPLE_ALLOW_FAMILY"
+MAX_FILES = 1000  # of a folder that are looked at for tables of the same family
+# Versions of which another minor release may compile or multiply otherwise.
+COMPARED = ("triton", "torch", "cuda")
+TILE_CLASSES = (16, 32, 64)  # rows of the largest batches that share a block size; larger batches are the last class
+
+
+class Match(enum.StrEnum):
+    """How well a table fits, best first."""
+
+    EXACT = "exact"
+    COMPATIBLE = "compatible"  # a patch release or a driver differs
+    STALE = "stale"  # kernels, built-in choices or a minor release differ: its times may be off
+    FAMILY = "family"  # another GPU of the same compute capability
+
+
+USED_AS_FOUND = (Match.EXACT, Match.COMPATIBLE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a table is wanted for. env, kernels: versions and, per path, fingerprints that are installed."""
+
+    device: Device
+    head: HeadShape
+    env: dict[str, str]
+    kernels: dict[str, str] = dataclasses.field(default_factory=installed_fingerprints)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A table and where it was. source: which place of the lookup order that is. differs: why not ``Match.EXACT``."""
+
+    table: Table
+    file: str
+    source: str
+    match: Match
+    differs: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedTable:
+    """dispatch: what batches take. found: the tuned table behind it, or None. about: what was looked for, in words.
+    warnings: one line for each file that is not used as it is, and why."""
+
+    dispatch: DispatchTable
+    found: Found | None
+    about: str
+    warnings: tuple[str, ...]
+
+    def line(self) -> str:
+        """One line for a log."""
+        if self.found is None:
+            return f"no tuned table for {self.about}: built-in choices for all batches"
+        table = self.found.table
+        confirmed = sum(len(kept.rows) for kept in table.kept.values())
+        sizes = self.dispatch.flashinfer
+        flashinfer = f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
+        return (
+            f"tuned table {self.found.file} ({self.found.match}, {self.found.source}): {len(table.entries)} choices "
+            f"of its own, {confirmed} built-in ones confirmed; not measured: "
+            f"{'; '.join(self._unmeasured()) or 'none'}{flashinfer}"
+        )
+
+    def _unmeasured(self) -> Iterator[str]:
+        """Ranges of the batch sizes that take the built-in choice unmeasured, per kind."""
+        measured = set(self.found.table.kinds) if self.found is not None else set()
+        for kind in BATCH_KINDS:
+            if kind.screen and str(kind) not in measured:
+                continue  # of a table that was measured without a screen
+            sizes = [rows for rows in range(1, 513) if not self.dispatch.is_measured(rows, kind)]
+            if sizes:
+                yield f"{kind} {ranges_of(sizes)}"
+
+
+def ranges_of(sizes: Iterable[int]) -> str:
+    """ "1-4, 8"."""
+    numbered = itertools.groupby(enumerate(sorted(sizes)), lambda at: at[1] - at[0])
+    runs = [[rows for _, rows in run] for _, run in numbered]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def load_table(file: str | os.PathLike[str]) -> tuple[Table | None, str | None]:
+    """The table in ``file``; or None and, in one line, why not. Raises nothing, and waits for nothing: what is not a
+    plain file of at most ``schema.MAX_BYTES`` bytes is not read."""
+    try:
+        table = Table.loads(read_plain(file, MAX_BYTES))
+        if table.builtin:
+            return None, "it holds built-in choices, not tuned ones"
+        return table, None
+    except (BadFileError, TableError) as error:
+        return None, str(error)
+    except Exception as error:  # whatever else a file may do to its reader, the server must start
+        return None, one_line(f"{type(error).__name__}: {error}")
+
+
+def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
+    """How ``table`` fits ``target``, and what differs; None where it must not be used."""
+    theirs, ours = table.device, target.device
+    assert theirs is not None and table.head is not None
+    if table.head != target.head:
+        return None, (f"it is for {_head(table.head)}, not {_head(target.head)}",)
+    if theirs.cc != ours.cc:
+        return None, (f"it is for {theirs.name}, not {ours.name}",)
+    if (theirs.name, theirs.sms) != (ours.name, ours.sms):
+        return Match.FAMILY, (f"it is for {theirs.name} ({theirs.sms} SMs), not {ours.name} ({ours.sms} SMs)",)
+    stale = [
+        f"{name} is {target.env.get(name, 'unknown')}, it was {table.env.get(name, 'unknown')}"
+        for name in COMPARED
+        if _minor(table.env.get(name)) != _minor(target.env.get(name))
+    ]
+    paths = {*table.kernels, *(entry.path for entry in table.entries)}
+    if any(table.kernels.get(path, {}).get("src") != target.kernels.get(path) for path in paths):
+        stale.append("the kernels have changed since")
+    family = family_of(theirs.cc)
+    if table.defaults and family and table.defaults != defaults_digest(family, ITEMSIZE[table.head.dtype]):
+        stale.append("the built-in choices have changed since")
+    if stale:
+        return Match.STALE, tuple(stale)
+    differs = tuple(
+        f"{name} is {target.env.get(name, 'unknown')}, it was {table.env.get(name, 'unknown')}"
+        for name in (*COMPARED, "driver")
+        if table.env.get(name) != target.env.get(name)
+    )
+    return (Match.COMPATIBLE if differs else Match.EXACT), differs
+
+
+def _head(head: HeadShape) -> str:
+    softcap = " with softcap" if head.softcap else ""
+    return f"{head.vocab} x {head.hidden} {head.dtype} tp {head.tp}{softcap}"
+
+
+def _minor(version: str | None) -> str:
+    """ "2.11.0+cu130" -> "2.11"."""
+    return ".".join((version or "").partition("+")[0].split(".")[:2])
+
+
+def unsupported_config(config: Config, device: Device, dtype: str, kind: BatchKind) -> str | None:
+    """Why this configuration cannot run on ``device`` whatever the compiler does; None where it may."""
+    if kind.truncate and config.block_b > MAX_TRUNCATED_ROWS_PER_TILE:
+        return f"block_b is {config.block_b}; expected {MAX_TRUNCATED_ROWS_PER_TILE} or fewer with a truncation"
+    if isinstance(config, ScreenConfig) and not kind.screen:
+        return f"it is for batches with a screen; expected another path for {kind}"
+    if not isinstance(config, ReadConfig):
+        if config.tma and float(device.cc) < 9.0:
+            return f"tma is on; expected it off for compute capability {device.cc}"
+        buffers = buffer_bytes(config, ITEMSIZE[dtype])
+        if 0 < device.smem_optin < buffers:
+            return f"its buffers take {buffers} bytes of shared memory; {device.smem_optin} are there"
+    return None
+
+
+def buffer_bytes(config: TileConfig | ScreenConfig, itemsize: int) -> int:
+    """Shared memory of the pipeline of one program, of the launch that has the larger one. itemsize: bytes per element
+    of the head."""
+    if isinstance(config, TileConfig):
+        return config.stages * (config.block_v + config.block_b) * config.block_d * itemsize
+    screening = config.stages * (config.block_v + config.block_b * LIMBS) * config.block_d
+    rescored = (config.rescore_v + max(MIN_RESCORED_ROWS, config.block_b)) * config.rescore_d
+    return max(screening, config.rescore_stages * rescored * itemsize)
+
+
+def bucket_for(sizes: Iterable[int], batch: int) -> int | None:
+    """The measured size that serves ``batch`` rows: the next one that is not smaller, within the same tile class and
+    not more than twice as large; None: the built-in choice does. Reading the head once more, or a tile twice as tall,
+    costs more than any tuning gains, so a measured size never serves across."""
+    least = min((size for size in sizes if size >= batch), default=None)
+    if least is None or least > 2 * batch or _tile_class(least) != _tile_class(batch):
+        return None
+    return least
+
+
+def _tile_class(batch: int) -> int:
+    return next((place for place, most in enumerate(TILE_CLASSES) if batch <= most), len(TILE_CLASSES))
+
+
+def find(
+    target: Target, file: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> tuple[Found | None, list[str]]:
+    """The table for ``target``, and a line for each file or folder that was named but is of no use.
+
+    ``file``, or ``FLASHSAMPLE_TUNED``, wins if it can be used at all. Of the folders (``folders``), the first that has
+    an exact or compatible table, else the first that has a stale one, else, where ``FLASHSAMPLE_ALLOW_FAMILY`` is 1,
+    one of another GPU of the same compute capability. Raises nothing.
+    """
+    warnings: list[str] = []
+    family = environ.get(FAMILY_VARIABLE) == "1"
+    named = file or environ.get(FILE_VARIABLE)
+    if named:
+        found = _try(Path(named), "the named file", target, family, warnings)
+        if found is not None:
+            return found, warnings
+    best: Found | None = None
+    for folder, source in folders(environ, warnings):
+        for path in _candidates(folder, target, family):
+            found = _try(path, source, target, family, warnings)
+            if found is not None and (best is None or _rank(found) < _rank(best)):
+                best = found
+        if best is not None and best.match in USED_AS_FOUND:
+            break
+    return best, warnings
+
+
+def _rank(found: Found) -> int:
+    return 0 if found.match in USED_AS_FOUND else list(Match).index(found.match)
+
+
+def folders(environ: Mapping[str, str], warnings: list[str] | None = None) -> Iterator[tuple[Path, str]]:
+    """The folders of the lookup order, with their names in words. A folder that the user named and that is not there
+    gets a line in ``warnings``."""
+    for name in filter(None, environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)):
+        if not os.path.isdir(name) and warnings is not None:
+            warnings.append(f"{FOLDERS_VARIABLE}: {one_line(name, 300)} is not a folder")
+        yield Path(name), FOLDERS_VARIABLE
+    yield user_folder(environ), "the user's cache"
+    yield SHIPPED, "shipped"
+
+
+def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where tables of this machine are kept."""
+    return Path(environ.get("SGLANG_CACHE_DIR") or os.path.expanduser("~/.cache/sglang")) / "flashsample"
+
+
+def _candidates(folder: Path, target: Target, family: bool) -> Iterator[Path]:
+    own = file_name(target.device.name, target.head)
+    if os.path.lexists(folder / own):
+        yield folder / own
+    if family:
+        start, _, end = file_name("*", target.head).partition("_")
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted(entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False))
+        except OSError:
+            return
+        yield from (folder / name for name in names if name != own and name.startswith(start) and name.endswith(end))
+
+
+def _try(path: Path, source: str, target: Target, family: bool, warnings: list[str]) -> Found | None:
+    table, reason = load_table(path)
+    if table is None:
+        warnings.append(f"{one_line(str(path), 300)}: {reason}")
+        return None
+    how, differs = match(table, target)
+    reason = _unusable(table, how, differs, target, family)
+    if how is None or reason is not None:
+        warnings.append(f"{one_line(str(path), 300)}: {reason}")
+        return None
+    return Found(table, str(path), source, how, differs)
+
+
+def _unusable(table: Table, how: Match | None, differs: tuple[str, ...], target: Target, family: bool) -> str | None:
+    if how is None or (how is Match.FAMILY and not family):
+        allow = f" ({FAMILY_VARIABLE}=1 allows it)" if how is Match.FAMILY else ""
+        return f"{differs[0]}{allow}"
+    if how in USED_AS_FOUND:
+        return None
+    # Measured elsewhere: there it ran, here it must at least be able to.
+    for entry in table.entries:
+        reason = unsupported_config(entry.launch, target.device, target.head.dtype, KIND_NAMES[entry.kind])
+        if reason is not None:
+            return f"it is {how}, and its configuration for {entry.kind} {entry.rows} cannot run here: {reason}"
+    return None
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """``device`` as tables name it; "cpu" where kernels are interpreted."""
+    import torch
+
+    if device.type != "cuda":
+        return Device(name=device.type, cc="0.0", sms=0, l2_mb=0, smem_optin=0)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Device(
+        name=properties.name,
+        cc=f"{properties.major}.{properties.minor}",
+        sms=properties.multi_processor_count,
+        l2_mb=getattr(properties, "L2_cache_size", 0) >> 20,
+        smem_optin=getattr(properties, "shared_memory_per_block_optin", 0),
+    )
+
+
+def head_shape_of(head: LMHead) -> HeadShape | None:
+    """``head`` as tables name it. None for a head whose logits are kept in another dtype than the weight's: no table is
+    measured for one."""
+    import torch
+
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    weight = head.weight
+    if not head.gemm_gives_logits:
+        return None
+    return HeadShape(
+        vocab=head.vocab_size, hidden=weight.shape[1], dtype=names[weight.dtype], softcap=head.softcap is not None
+    )
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """The versions that times depend on, as in ``Table.env``."""
+    import torch
+    import triton
+
+    versions = {"triton": triton.__version__, "torch": str(torch.__version__), "cuda": torch.version.cuda or "none"}
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            driver = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", file.read(4096))
+    except OSError:
+        driver = None
+    if driver is not None:
+        versions["driver"] = driver.group()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["flashinfer"] = importlib.metadata.version("flashinfer-python")
+    return versions
+
+
+def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None) -> ResolvedTable:
+    """The choices for ``head`` from the tuned table that fits it, or the built-in ones.
+
+    Reads files: once per head, at start. file: the table to use; None for the one that ``find`` finds. A table never
+    makes this raise; warnings say what of one is not used.
+
+    Raises ValueError for a device without kernels.
+    """
+    from ..defaults import HeadFacts
+    from ..dispatch import DispatchTable
+
+    shape = head_shape_of(head)
+    if shape is None:
+        return ResolvedTable(DispatchTable(HeadFacts.of(head)), None, "a head with logits in another dtype", ())
+    target = Target(device_of(head.weight.device), shape, environment())
+    found, warnings = find(target, file)
+    about = f"{target.device.name}, head {shape.vocab} x {shape.hidden} {shape.dtype}"
+    if found is None:
+        return ResolvedTable(DispatchTable(HeadFacts.of(head)), None, about, tuple(warnings))
+    dispatch, more = dispatch_of(found, target, HeadFacts.of(head))
+    return ResolvedTable(dispatch, found, about, (*warnings, *more))
+
+
+def dispatch_of(found: Found, target: Target, facts: Any) -> tuple[DispatchTable, list[str]]:
+    """The choices of a table that was found, and a line for what of it is not used."""
+    from ..dispatch import DENSE_ROWS, DispatchTable
+
+    warnings = []
+    if found.match not in USED_AS_FOUND:
+        advice = (
+            "tune anew" if found.match is Match.FAMILY else "tune anew, or check with `sgl-flashsample tune verify`"
+        )
+        warnings.append(
+            f"{found.file} is {found.match} ({'; '.join(found.differs)}): its choices may be slow; {advice}"
+        )
+    tuned: dict[BatchKind, dict[int, Config]] = {}
+    measured: dict[BatchKind, set[int]] = {}
+    flashinfer: set[int] = set()
+    unusable: set[str] = set()
+    for kind in BATCH_KINDS:
+        sizes = found.table.sizes(str(kind))
+        served = [(rows, bucket_for(sizes, rows)) for rows in range(1, DENSE_ROWS + 1)]
+        for size in sizes:
+            entry = found.table.entry(str(kind), size)
+            rows_of_size = [rows for rows, bucket in served if bucket == size]
+            if entry is not None:
+                config = entry.launch
+                if (reason := unsupported_config(config, target.device, target.head.dtype, kind)) is not None:
+                    unusable.add(f"{entry.kind} {entry.rows}: {reason}")
+                    continue
+                tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, config))
+                if entry.flashinfer and kind == BatchKind(truncate=True):
+                    flashinfer.update(rows_of_size)
+            measured.setdefault(kind, set()).update(rows_of_size)
+    if unusable:
+        warnings.append(f"{found.file}: not used, {'; '.join(sorted(unusable))[:500]}")
+    return DispatchTable(facts, tuned, measured, flashinfer), warnings

@@ -1,0 +1,372 @@
+"""Tuned tables, ``flashsample-tune/2``: what was measured for one device and one LM head, as JSON for people to read.
+
+A table has one entry per batch kind and size whose fastest configuration differs from the built-in one, with its
+evidence, and one line per kind with the sizes that keep the built-in choice and their times. The built-in choices
+themselves are tables of the same form (``builtin-*.json``).
+
+A table is data from elsewhere: everything in it is checked, its size, depth and numbers are bounded, and what is wrong
+is named in one line. A table decides how the work is cut, never a token. Reading one needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ..files import BadFileError, one_line, parse_json
+from ..kernels.config import LIMBS, MAX_SPLITS, ReadConfig, ScreenConfig, TileConfig
+from ..kinds import CONFIGS, KIND_NAMES, Config, SamplingPath
+
+SCHEMA = "flashsample-tune/2"
+MAX_BYTES = 1 << 20
+MAX_ROWS = 1 << 16
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes per element
+DTYPES = tuple(ITEMSIZE)
+MAX_NOTES = 20
+MAX_ITEMS = 4096  # of one object or list
+MAX_DEPTH = 4  # objects and lists inside each other
+MAX_TEXT = 300  # characters
+MAX_NUMBER = 1e18
+
+# The largest value of a field of a configuration. Beyond, no kernel compiles, or one takes minutes to.
+MAX_OF_FIELD = {
+    "block_b": 256,
+    "block_v": 1 << 20,
+    "block_d": 1 << 14,
+    "num_warps": 32,
+    "stages": 16,
+    "ctas_per_sm": 128,
+    "min_splits": 512,
+    "reduce_rows": 256,
+    "chunk": 1 << 12,
+    "rescore_v": 1 << 12,
+    "rescore_d": 1 << 14,
+    "rescore_warps": 32,
+    "rescore_stages": 16,
+}
+MAX_BLOCK = 1 << 20  # elements of one block of a Triton kernel
+MAX_PER_THREAD = 512  # elements of one block per thread: beyond, a factor of four compiles 13 times as long
+
+# How large any text, number, object or list may be: ``_check_bounds``.
+Name = Annotated[str, Meta(min_length=1)]
+Rows = Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+Microseconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+Facts = Annotated[dict[str, Any], Meta(max_length=64)]
+Texts = Annotated[dict[str, str], Meta(max_length=64)]
+
+
+class TableError(ValueError):
+    """A table that cannot be read or written; the message is one line that names what is wrong."""
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    pass
+
+
+class Device(_Struct, frozen=True, omit_defaults=False):
+    """name: as the driver gives it; "cpu" where kernels are interpreted. cc: compute capability, "9.0". sms:
+    multiprocessors. l2_mb: L2 cache in MiB. smem_optin: bytes of shared memory that a program may ask for."""
+
+    name: Name
+    cc: Annotated[str, Meta(pattern=r"^[0-9]{1,2}\.[0-9]$")]
+    sms: Annotated[int, Meta(ge=0, le=1 << 16)]
+    l2_mb: Annotated[int, Meta(ge=0, le=1 << 20)]
+    smem_optin: Annotated[int, Meta(ge=0, le=1 << 24)]
+
+
+class HeadShape(_Struct, frozen=True, omit_defaults=False):
+    """vocab: ids of the head, or of the first of ``tp`` shards. hidden: D. dtype: of the weight, one of ``DTYPES``.
+    softcap: whether the logits have one."""
+
+    vocab: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
+    hidden: Annotated[int, Meta(ge=1, le=1 << 24)]
+    dtype: str
+    tp: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    softcap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype is {one_line(ascii(self.dtype))}; expected one of {', '.join(DTYPES)}")
+
+
+class Entry(_Struct, frozen=True):
+    """What one kind and size of batch takes, and how that was decided. Times are microseconds per call of the whole
+    path.
+
+    kind: a ``BatchKind``. rows: the size it was measured at; in built-in choices, the largest size it serves.
+    path, config: a ``SamplingPath`` and the fields of its configuration; a field that is left out has its default.
+    flashinfer: batches whose caller wants the distribution alone take that path instead.
+
+    us, se, n: median, its standard error, samples. default, default_us: the built-in choice and its time. gain: the
+    share of that time that is saved. tied: labels of configurations that were not slower beyond noise. checked: how
+    tokens were compared. clock_mhz: median SM clock, 0 where unknown. others: times of other paths and baselines in the
+    same race.
+
+    on_request: in built-in choices, only for callers that ask for this path. min_hidden: only for heads of as many
+    columns or more.
+    """
+
+    kind: Name
+    rows: Rows
+    path: Name
+    config: Annotated[dict[str, bool | int], Meta(max_length=64)]
+    flashinfer: bool = False
+    us: Microseconds = 0.0
+    se: Microseconds = 0.0
+    n: Count = 0
+    default: str = ""
+    default_us: Microseconds = 0.0
+    gain: Annotated[float, Meta(ge=-1e6, le=1.0)] = 0.0
+    tied: Annotated[list[str], Meta(max_length=64)] = []
+    checked: str = ""
+    clock_mhz: Annotated[float, Meta(ge=0.0, le=1e5)] = 0.0
+    others: Annotated[dict[str, Microseconds], Meta(max_length=64)] = {}
+    on_request: bool = False
+    min_hidden: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+
+    @property
+    def launch(self) -> Config:
+        """The configuration. Raises ValueError for a field out of range, KeyError for an unknown path."""
+        config: dict[str, Any] = self.config
+        return CONFIGS[SamplingPath(self.path)](**config)
+
+
+class Kept(_Struct, frozen=True):
+    """Sizes of one kind of batch for which the built-in choice is the fastest, in the order of ``rows``, and its times;
+    gemm_us: of the vendor's GEMM alone in the same race, 0 where it did not run."""
+
+    rows: Annotated[list[Rows], Meta(max_length=512)]
+    us: Annotated[list[Microseconds], Meta(max_length=512)]
+    gemm_us: Annotated[list[Microseconds], Meta(max_length=512)] = []
+
+    def __post_init__(self) -> None:
+        for name in ("us", "gemm_us") if self.gemm_us else ("us",):
+            if len(getattr(self, name)) != len(self.rows):
+                times = len(getattr(self, name))
+                raise ValueError(f"{name} has {times} times; expected {len(self.rows)}, one for each of rows")
+
+
+class Table(_Struct, frozen=True):
+    """The tuned table of one device and one head, all kinds of batches in it.
+
+    builtin: of built-in choices, the device family; then there is no device and no head. itemsize: bytes per weight
+    element, of built-in choices. truncation: fields of the ``TruncationConfig`` that differ, of built-in choices.
+    defaults: digest of the built-in choices that were measured against. tool: versions of what measured it
+    ("sgl_flashsample", "noise"). env: versions of triton, torch, cuda, driver, ... measure: how. kernels: per path
+    "src" (``kernel_fingerprint``) and "space". rejected: how many configurations were not allowed to race, by reason.
+    notes: what was ignored while reading.
+    """
+
+    schema: str = SCHEMA
+    builtin: str = ""
+    itemsize: Annotated[int, Meta(ge=0, le=8)] = 0
+    truncation: Annotated[dict[str, int], Meta(max_length=16)] = {}
+    device: Device | None = None
+    head: HeadShape | None = None
+    effort: str = ""
+    defaults: str = ""
+    tool: Facts = {}
+    env: Texts = {}
+    measure: Facts = {}
+    kernels: Annotated[dict[str, Texts], Meta(max_length=16)] = {}
+    provenance: Facts = {}
+    rejected: Annotated[dict[str, Count], Meta(max_length=64)] = {}
+    entries: list[Entry] = []
+    kept: Annotated[dict[str, Kept], Meta(max_length=64)] = {}
+    notes: Annotated[list[str], Meta(max_length=MAX_NOTES)] = []
+
+    @classmethod
+    def loads(cls, text: str) -> Table:
+        """The table that ``text`` holds. Raises TableError."""
+        try:
+            return _read(parse_json(text, MAX_BYTES))
+        except BadFileError as error:
+            raise TableError(str(error)) from None
+        except msgspec.ValidationError as error:
+            raise TableError(one_line(str(error), 300)) from None
+
+    def dumps(self) -> str:
+        """The table's one text: an entry per line, by kind and size. Raises TableError where ``loads`` would."""
+        entries = [
+            msgspec.structs.replace(entry, others=dict(sorted(entry.others.items())))
+            for entry in sorted(self.entries, key=lambda entry: (entry.kind, entry.rows, entry.path, entry.min_hidden))
+        ]
+        try:
+            data = msgspec.to_builtins(msgspec.structs.replace(self, entries=entries, notes=[]))
+            text = "{\n" + ",\n".join(_sections({"schema": SCHEMA} | data)) + "\n}\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TableError(f"the table cannot be written: {one_line(str(error))}") from None
+        Table.loads(text)
+        return text
+
+    @property
+    def file_name(self) -> str:
+        assert self.device is not None and self.head is not None
+        return file_name(self.device.name, self.head)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of batches that were measured."""
+        return list(dict.fromkeys([*(entry.kind for entry in self.entries), *self.kept]))
+
+    def entry(self, kind: str, rows: int) -> Entry | None:
+        return next((entry for entry in self.entries if (entry.kind, entry.rows) == (kind, rows)), None)
+
+    def sizes(self, kind: str) -> list[int]:
+        """The batch sizes that were measured, ascending."""
+        kept = self.kept[kind].rows if kind in self.kept else []
+        return sorted({*kept, *(entry.rows for entry in self.entries if entry.kind == kind)})
+
+
+def file_name(device_name: str, head: HeadShape) -> str:
+    """Where the table of this device and head is looked for, in every folder."""
+    device = re.sub(r"[^A-Za-z0-9.-]+", "_", device_name)
+    softcap = ",softcap" if head.softcap else ""
+    return f"fs2,device={device},V={head.vocab},D={head.hidden},tp={head.tp},w={head.dtype}{softcap}.json"
+
+
+def config_fields(config: Config) -> dict[str, bool | int]:
+    """The fields of a configuration that differ from its defaults, as an entry has them."""
+    fields = dataclasses.fields(config)
+    return {field.name: value for field in fields if (value := getattr(config, field.name)) != field.default}
+
+
+def _sections(data: dict[str, Any]) -> Iterator[str]:
+    for name, value in data.items():
+        if name == "entries":
+            lines = ",\n".join(f"  {json.dumps(entry, ensure_ascii=False)}" for entry in value)
+            yield f' "entries": [\n{lines}\n ]' if value else ' "entries": []'
+        elif name == "kept":
+            lines = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(kept)}" for kind, kept in sorted(value.items()))
+            yield f' "kept": {{\n{lines}\n }}'
+        else:
+            yield f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False, sort_keys=isinstance(value, dict))}"
+
+
+def _read(data: Any) -> Table:
+    if not isinstance(data, dict):
+        raise BadFileError("it is no object")
+    schema = data.get("schema")
+    if not isinstance(schema, str) or not re.fullmatch(rf"{SCHEMA}(\.[0-9]{{1,3}})?", schema):
+        raise BadFileError(f"schema is {one_line(ascii(schema))}; expected {SCHEMA!r}")
+    _check_bounds("", data, MAX_DEPTH)
+    table = msgspec.convert(data, Table, strict=True)
+    if (table.device is None or table.head is None) and not table.builtin:
+        raise BadFileError("device or head is missing")
+    notes = [f"{where} is not known to this release and is ignored" for where in _unknown_fields(data)]
+    num_sms = table.device.sms if table.device is not None else 0
+    entries, seen = [], set()
+    for place, entry in enumerate(table.entries):
+        where = f"entries[{place}]"
+        if entry.kind not in KIND_NAMES:
+            notes.append(f"{where}: the kind {one_line(ascii(entry.kind))} is not known to this release and is ignored")
+            continue
+        if entry.path not in CONFIGS:
+            notes.append(f"{where}: the path {one_line(ascii(entry.path))} is not known to this release and is ignored")
+            continue
+        if not table.builtin and (entry.kind, entry.rows) in seen:
+            raise BadFileError(f"{where} is the second one for {entry.kind} batches of {entry.rows} rows")
+        seen.add((entry.kind, entry.rows))
+        entries.append(_checked(where, entry, num_sms, notes))
+    for kind, kept in table.kept.items():
+        twice = [rows for rows in kept.rows if (kind, rows) in seen]
+        if twice or len(set(kept.rows)) != len(kept.rows):
+            raise BadFileError(f"kept.{kind} has {(twice or kept.rows)[0]} rows, which are there twice")
+    known = {kind: kept for kind, kept in table.kept.items() if kind in KIND_NAMES}
+    return msgspec.structs.replace(
+        table, schema=SCHEMA, entries=entries, kept=known, notes=[one_line(note, 300) for note in notes[:MAX_NOTES]]
+    )
+
+
+def _check_bounds(where: str, value: Any, depth: int) -> None:
+    """Raise BadFileError for what is larger or deeper than anything in a table is."""
+    shown = one_line(where)
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise BadFileError(f"{shown} is nested too deeply")
+        if len(value) > MAX_ITEMS:
+            raise BadFileError(f"{shown} has {len(value)} entries; expected {MAX_ITEMS} or fewer")
+        if isinstance(value, list):
+            for place, item in enumerate(value):
+                _check_bounds(f"{where}[{place}]", item, depth - 1)
+            return
+        for name, item in value.items():
+            inside = f"{where}.{name}" if where else name
+            _check_bounds(inside, name, 0)
+            _check_bounds(inside, item, depth - 1)
+    elif isinstance(value, str):
+        if len(value) > MAX_TEXT or not value.isprintable():
+            raise BadFileError(f"{shown} is no text of {MAX_TEXT} or fewer printable characters")
+    elif isinstance(value, int | float) and abs(value) > MAX_NUMBER:
+        raise BadFileError(f"{shown} is a huge number; expected {MAX_NUMBER:g} or less")
+
+
+def _unknown_fields(data: dict[str, Any]) -> Iterator[str]:
+    """What a later release has added to a well-formed table, but for configurations."""
+    parts: list[tuple[str, type[_Struct], Any]] = [("", Table, data)]
+    parts += [("device.", Device, data.get("device")), ("head.", HeadShape, data.get("head"))]
+    parts += [(f"entries[{place}].", Entry, entry) for place, entry in enumerate(data.get("entries", []))]
+    for kind, kept in data.get("kept", {}).items():
+        if kind not in KIND_NAMES:
+            yield f"kept.{kind}"
+        parts.append((f"kept.{kind}.", Kept, kept))
+    for where, struct, fields in parts:
+        known = {field.name for field in msgspec.structs.fields(struct)}
+        yield from (f"{where}{name}" for name in fields or () if name not in known)
+
+
+def _checked(where: str, entry: Entry, num_sms: int, notes: list[str]) -> Entry:
+    """``entry`` with the fields of its configuration that this release knows. num_sms: multiprocessors of the device, 0
+    where unknown. Raises BadFileError."""
+    types = {field.name: field.type for field in dataclasses.fields(CONFIGS[SamplingPath(entry.path)])}
+    for name, value in entry.config.items():
+        if name not in types:
+            notes.append(f"{where}.config.{name} is not known to this release and is ignored")
+            continue
+        if (types[name] == "bool") is not isinstance(value, bool):
+            expected = "true or false" if types[name] == "bool" else "an integer"
+            raise BadFileError(f"{where}.config.{name} is {json.dumps(value)}; expected {expected}")
+        if not isinstance(value, bool) and not 1 <= value <= MAX_OF_FIELD[name]:
+            raise BadFileError(f"{where}.config.{name} is {value}; expected an integer from 1 to {MAX_OF_FIELD[name]}")
+    known = {name: entry.config[name] for name in types if name in entry.config}
+    entry = msgspec.structs.replace(entry, config=known)
+    try:
+        launch = entry.launch
+    except (TypeError, ValueError) as error:
+        raise BadFileError(f"{where}.config: {one_line(str(error))}") from None
+    for what, size, warps in _blocks(launch, num_sms):
+        most = min(MAX_BLOCK, MAX_PER_THREAD * 32 * warps)
+        if size > most:
+            raise BadFileError(
+                f"{where}.config has {what} of {size} elements for {warps} warps; expected {most} or fewer"
+            )
+    return entry
+
+
+def _blocks(launch: Config, num_sms: int) -> Iterator[tuple[str, int, int]]:
+    """Of each step: its largest block in words, the elements of that, and the warps that share it."""
+    steps: list[tuple[str, tuple[int, ...], int]]
+    if isinstance(launch, ScreenConfig):
+        steps = [("a block", (launch.block_b * LIMBS, launch.block_v, launch.block_d), launch.num_warps)]
+        rescored = (launch.block_b, launch.rescore_v, launch.rescore_d)
+        steps += [("a block", sides, launch.rescore_warps) for sides in (rescored, (launch.chunk, launch.block_b))]
+    else:
+        splits = num_sms * launch.ctas_per_sm
+        if isinstance(launch, ReadConfig):
+            splits = min(MAX_SPLITS, max(launch.min_splits, splits))
+        tile = (launch.block_b, launch.block_v, *((launch.block_d,) if isinstance(launch, TileConfig) else ()))
+        reduced = (1 << max(0, splits - 1).bit_length(), launch.reduce_rows)
+        steps = [
+            ("a block", tile, launch.num_warps),
+            ("a reduction", reduced, launch.num_warps if launch.one_launch else 1),
+        ]
+    for what, sides, warps in steps:
+        second, largest = sorted(sides)[-2:]
+        yield what, second * largest, warps
