@@ -1,12 +1,16 @@
-"""The bench that compiles: many processes of it fill Triton's cache on disk while one measures.
+"""The worker that compiles: many such processes fill Triton's cache on disk while another one measures.
 
-It launches what the worker will launch, with nothing run, so that the binaries are the same to the last argument.
+It launches what that one will launch, with nothing run, so that the binaries are the same to the last argument.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,38 +19,39 @@ from typing import Any
 import torch
 import triton
 
-from ..kernels.head import LMHead
+from ..dispatch import default_table
+from ..kernels.config import ScreenConfig
 from ..kernels.launch import compiling_only
-from ..screen import Screen, UnwrittenScreen, problem_of
-from ..warmup import launch_once
-from ..work import Work
-from .cubin import register_usage
-from .gate import MANY_IDS, first_ids, launched_by, rival_of
-from .gpu import SOFTCAP
-from .inputs import DTYPES
-from .space import Config, ScreenConfig
-from .trials import config_of
-from .worker import error_of
+from ..kernels.params import LMHead
+from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath
+from ..screen import Screen, UnwrittenScreen, unsupported_head
+from ..selfcheck import launch_once
+from ..tables.schema import HeadShape
+from .correctness import MANY_IDS, checked_kinds, first_ids, fused_beside
+from .errors import error_of
+from .labels import config_of, kernel_kind
+from .workload import TORCH_DTYPES, make_head, weight_shape
 
+# Whose shared memory, registers and spills are reported.
 _KERNELS = ("lm_head_sample_kernel", "sample_logits_kernel", "screen_head_kernel", "rescore_groups_kernel")
 # Of the device's memory that heads of all compiling processes and their screens may take; beyond, they compile for a
-# cut head, and the draw of truncated rows, which depends on the vocabulary, is left to the worker.
+# cut head, and the draw of truncated rows, which depends on the vocabulary, is left to the process that measures.
 HEAD_SHARE = 0.45
 
 
-class CompileBench:
+class CompilingWorker:
     note: Callable[[str], None] = staticmethod(lambda text: None)
 
-    def __init__(self, device: torch.device, processes: int) -> None:
-        self.device, self.processes = device, processes
-        self._shape: dict[str, Any] | None = None
+    def __init__(self, device: torch.device, processes: int, many_ids: int = MANY_IDS) -> None:
+        self.device, self.processes, self.many_ids = device, processes, many_ids
+        self._shape: HeadShape | None = None
         self._heads: list[LMHead] = []
         self._screens: dict[int, Screen] = {}  # by the size of our heads' vocabularies
-        self._used: dict[str, Any] = {}
+        self._usage: dict[str, int] = {}
 
     @classmethod
-    def make(cls, spec: dict[str, Any]) -> CompileBench:
-        os.nice(5)  # who measures comes first
+    def make(cls, spec: dict[str, Any]) -> CompilingWorker:
+        os.nice(5)  # the process that measures comes first
         torch.set_num_threads(1)
         return cls(torch.device(spec.get("device", "cuda")), int(spec.get("processes", 1)))
 
@@ -55,51 +60,52 @@ class CompileBench:
         spilled bytes per thread."""
         assert request["op"] == "compile", request["op"]
         began = time.monotonic()
-        self._use(request["head"])
-        config, work = config_of(request["path"], request["config"]), Work(request["work"])
+        self._use(HeadShape(**request["head"]))
+        config, kind = config_of(request["path"], request["config"]), KIND_NAMES[request["kind"]]
         self.note(request["label"])
-        self._used = {"shared": 0, "registers": 0, "spilled": 0}
+        self._usage = {"shared": 0, "registers": 0, "spilled": 0}
         if not triton.knobs.runtime.interpret:
             try:
-                self._compile(config, work)
+                self._compile(config, kind)
             except Exception as error:
                 answer = error_of(error)
-                if answer["error"]["why"] == "runtime" and not answer["error"]["fatal"]:
-                    answer["error"]["why"] = "compile"
+                if answer["error"]["reason"] == "runtime" and not answer["error"]["fatal"]:
+                    answer["error"]["reason"] = "compile"
                 return answer
-        return {"seconds": {"compile": time.monotonic() - began}, **self._used}
+        return {"seconds": {"compile": time.monotonic() - began}, **self._usage}
 
-    def _use(self, shape: dict[str, Any]) -> None:
+    def _use(self, shape: HeadShape) -> None:
+        """Make the heads, unless they are there: the whole one, and the one that tokens are compared on."""
         if shape == self._shape:
             return
-        dtype = DTYPES[shape["dtype"]]
-        whole = LMHead(torch.empty(shape["vocab"], shape["hidden"], dtype=dtype, device="meta"))
-        size = whole.weight.nbytes + (Screen.bytes_for(whole, 1) if problem_of(whole) is None else 0)
+        dtype = TORCH_DTYPES[shape.dtype]
+        weight = torch.empty(weight_shape(shape), dtype=dtype, device="meta")
+        whole = make_head(shape, weight)
+        size = weight.nbytes + (Screen.bytes_for(whole, 1) if unsupported_head(whole) is None else 0)
         total = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
-        softcap = SOFTCAP if shape.get("softcap") else None
-        ids = shape["vocab"]
         if total and size * self.processes >= HEAD_SHARE * total:
-            ids = min(ids, MANY_IDS + 16)
-            ids -= (ids - shape["vocab"]) % 16  # the last group is as full
-        head = LMHead(torch.empty(ids, shape["hidden"], dtype=dtype, device=self.device), softcap=softcap)
-        cut = first_ids(head, MANY_IDS)
+            whole = first_ids(whole, self.many_ids)
+        on_device = torch.empty(whole.weight.shape, dtype=dtype, device=self.device)
+        head = dataclasses.replace(whole, weight=on_device)
+        cut = first_ids(head, self.many_ids)
         self._heads = [head, cut] if cut.vocab_size != head.vocab_size else [head]
-        self._shape, self._screens = dict(shape), {}
+        self._shape, self._screens = shape, {}
 
-    def _compile(self, config: Config, work: Work) -> None:
-        heads = self._heads if work.truncates else self._heads[-1:]
-        screens = [self._screen(head) if isinstance(config, ScreenConfig) else None for head in heads]
+    def _compile(self, config: Config, kind: BatchKind) -> None:
+        heads = self._heads if kind.truncate else self._heads[-1:]
+        table = default_table(heads[0])
         with compiling_only():
-            if isinstance(config, ScreenConfig):  # the gate launches it as well, and must not wait for it
-                launch_once(self._heads[0], rival_of(config, self._heads[0], work), work.kernels, False)
+            if isinstance(config, ScreenConfig):  # the check launches it as well, and must not wait for it
+                whole = self._heads[0]
+                launch_once(whole, fused_beside(config, whole, kind), kernel_kind(kind, SamplingPath.FUSED), table)
             with triton.knobs.compilation.scope():
                 triton.knobs.compilation.listener = self._listen
-                for head, screen in zip(heads, screens, strict=True):
-                    for each in launched_by(config, work):
-                        launch_once(head, config, each, False, screen=screen)
+                for head in heads:
+                    screen = self._screen_of(head) if isinstance(config, ScreenConfig) else None
+                    for each in checked_kinds(config, kind):
+                        launch_once(head, config, each, default_table(head), screen=screen)
 
-    def _screen(self, head: LMHead) -> Screen:
-        """Of one of our heads; made when it is first needed."""
+    def _screen_of(self, head: LMHead) -> Screen:
         if head.vocab_size not in self._screens:
             self._screens[head.vocab_size] = UnwrittenScreen(head, 1)
         return self._screens[head.vocab_size]
@@ -107,12 +113,26 @@ class CompileBench:
     def _listen(self, *, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **rest: Any) -> None:
         if metadata.get("name") not in _KERNELS:
             return
-        self._used["shared"] = max(self._used["shared"], int(metadata.get("shared", 0)))
+        usage = {"shared": int(metadata.get("shared", 0))}
         cubin = next((path for name, path in metadata_group.items() if name.endswith(".cubin")), None)
         if cubin is not None:
-            try:
-                registers, spilled = register_usage(Path(cubin).read_bytes())
-            except (OSError, ValueError, subprocess.SubprocessError):
-                return  # a fact less; the measurement will tell
-            self._used["registers"] = max(self._used["registers"], registers)
-            self._used["spilled"] = max(self._used["spilled"], spilled)
+            # Otherwise a fact less: the measurement will tell.
+            with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+                usage["registers"], usage["spilled"] = register_usage(Path(cubin).read_bytes())
+        self._usage |= {name: max(self._usage[name], value) for name, value in usage.items()}
+
+
+def register_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of local memory per thread (spills). Raises ValueError where that cannot be told,
+    OSError and CalledProcessError where CUDA's tool does not run."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    if usage is None:
+        raise ValueError(f"cuobjdump reports no resource usage: {report[:200]!r}")
+    registers, stack, local = map(int, usage.groups())
+    return registers, stack + local

@@ -1,5 +1,5 @@
-"""The second half of a run: per bucket a race of the finalists, the default and the rivals, a G-test of the winner, and
-the table written anew."""
+"""The second half of a run: per batch size a race of the finalists, the built-in choice and the baselines, a G-test of
+the winner, and the table written anew."""
 
 from __future__ import annotations
 
@@ -10,323 +10,386 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from ..table import Bucket
-from ..work import Path, Work
-from . import rivals
-from .builtin import kernels_of
-from .names import key_of, label_of, path_of, path_of_key
-from .outcome import Outcome, times_of
+import msgspec
+
+from ..kernels.config import ReadConfig
+from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath, path_of
+from ..tables.lookup import buffer_bytes
+from ..tables.schema import Entry, config_fields
+from .baselines import baseline_names
+from .labels import config_of, contender, kernel_kind, key_of, label_of
 from .plan import midpoint
-from .publish import Publisher, key_map
-from .race import Contender, Policy, Race, certainly_faster, preference_of
-from .remote import Job
+from .pool import Job
+from .race import (
+    GAIN_TOLERANCE,
+    RECORDED_ROUNDS,
+    Candidate,
+    Policy,
+    Race,
+    Verdict,
+    certainly_faster,
+    gains_apart,
+    median_and_error,
+    preference_of,
+)
 from .search import Context
-from .space import Config, shared_bytes
-from .trials import config_data, config_of
+from .trials import recalled
+from .writer import TableWriter
 
 SETUP_SECONDS = 20.0  # and more for each contender
 EACH_SECONDS = 8.0
 ROUND_SECONDS = 20.0
 GTEST_SECONDS = 60.0
-MOST_TRIES = 4  # of a race whose process ends, or whose times contradict the rounds they are of
+MAX_TRIES = 4  # of a race whose process ends, or whose times contradict its rounds
 ALPHA = 1e-5  # of a G-test: a run makes dozens, and what is wrong is off by far more than 200,000 draws show
-TRANSFER = 0.03  # regret between buckets at which a bucket is inserted
-CERTAIN = 0.01  # or this much slower than the default, for certain
+TRANSFER_REGRET = 0.03  # between two sizes, at which one is inserted
+CERTAIN_REGRET = 0.01  # or this much slower than the built-in choice, for certain
 
-FLASHINFER_LABEL = f"{Work.TRUNCATE}/{Path.FLASHINFER}"
+TRUNCATE = BatchKind(truncate=True)
+FLASHINFER = SamplingPath.FLASHINFER
+FLASHINFER_LABEL = f"{TRUNCATE}/{FLASHINFER}"
 
 # A generator that yields requests like a job, and returns something.
 Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
 
 
+@dataclasses.dataclass
+class Outcome:
+    """A race that is over. configs: of the candidates, by key. samples, clock: of those whose times are recorded,
+    microseconds per round, and the median clock. default: its key, "" where it could not race. flashinfer: whether its
+    path is faster for certain."""
+
+    kind: BatchKind
+    rows: int
+    verdict: Verdict
+    configs: dict[str, Config]
+    samples: dict[str, list[float]]
+    clock: float
+    default: str
+    flashinfer: bool = False
+
+    @property
+    def winner(self) -> Config:
+        return self.configs[self.verdict.winner]
+
+    def entry(self) -> Entry:
+        """The decision with its evidence, as a table has it."""
+        winner = self.verdict.winner
+        timed = {name: median_and_error(values) for name, values in self.samples.items()}
+        us, se = timed[winner]
+        others: dict[str, float] = {}  # by path, or the name of a baseline
+        for name, (median, _) in timed.items():
+            path = path_of(self.configs[name]).value if name in self.configs else name
+            if path != path_of(self.winner):
+                others[path] = min(median, others.get(path, median))
+        gain = self.verdict.gain if winner != self.default else 0.0
+        return Entry(
+            kind=str(self.kind),
+            rows=self.rows,
+            path=path_of(self.winner).value,
+            config=config_fields(self.winner),
+            flashinfer=self.flashinfer,
+            us=round(us, 3),
+            se=round(se, 4),
+            n=len(self.samples[winner]),
+            default=self.default,
+            default_us=round(timed[self.default][0], 3) if self.default else 0.0,
+            gain=round(1.0 - 1.0 / (1.0 + gain), 5),
+            tied=list(self.verdict.tied),
+            checked="tokens, g-test",
+            clock_mhz=self.clock,
+            others={name: round(median, 3) for name, median in others.items()},
+        )
+
+    @property
+    def agrees(self) -> bool:
+        """Whether its recorded times are what its paired rounds say of them."""
+        entry = self.entry()
+        return gains_apart(entry.gain, entry.us, entry.default_us) <= GAIN_TOLERANCE
+
+
+def entry_of(event: dict[str, Any]) -> Entry:
+    """Of a "decided" event. Raises ValueError or KeyError."""
+    entry = msgspec.convert(event["entry"], Entry)
+    config_of(entry.path, entry.config)
+    return entry
+
+
+def _refusal_of(event: dict[str, Any]) -> tuple[Config, BatchKind, str, str]:
+    config = config_of(event["path"], event["config"])
+    return config, KIND_NAMES[event["kind"]], event["reason"], event["detail"]
+
+
+def recorded_names(verdict: Verdict, configs: dict[str, Config], default: str, baselines: list[str]) -> list[str]:
+    """Whose times a table records: the winner, the default, the best of each other path and the baselines, side by side
+    in the rounds in which ``verify`` will take them again. Race samples are not reused: the contenders differ, and
+    power and clock differ with them."""
+    best: dict[str, str] = {}
+    for key in sorted(configs.keys() & verdict.standings.keys(), key=lambda key: verdict.standings[key].us):
+        best.setdefault(path_of(configs[key]), key)
+    best[path_of(configs[verdict.winner])] = verdict.winner
+    names = [verdict.winner, *([default] if default else []), *best.values(), *baselines]
+    return list(dict.fromkeys(names))
+
+
 class Decider:
-    """finalists: who may race for a batch size and kind of work. flashinfer: whether it can be raced by now."""
+    """finalists: which configurations may race for a batch size and kind. flashinfer: whether it can be raced by
+    now."""
 
     def __init__(
         self,
         context: Context,
-        publisher: Publisher,
-        finalists: Callable[[int, Work], list[Config]],
+        writer: TableWriter,
+        finalists: Callable[[int, BatchKind], list[Config]],
         flashinfer: Callable[[], bool],
     ) -> None:
-        self.context, self.publisher, self.finalists, self.flashinfer = context, publisher, finalists, flashinfer
-        self.done = 0
-        self.noisy: list[float] = []  # standard errors of the winners' times, relative
-        self.unfinished: list[str] = []
-        self._tested: dict[str, float] = {}
-        self._refused: set[str] = set()  # labels of what failed in a race or a G-test
+        self.context, self.writer, self.finalists, self.flashinfer = context, writer, finalists, flashinfer
+        self._tested: dict[str, float] = {}  # p-values by label
         self._recall()
+
+    def _recall(self) -> None:
+        """What an earlier run of this effort has decided."""
+        log, plan = self.context.log, self.context.plan
+        self._tested |= recalled(log.of("gtest"), lambda event: (str(event["label"]), float(event["p"])))
+        for refusal in recalled(log.of("refused"), _refusal_of):
+            self.context.reject(*refusal)
+        same_run = {"effort": plan.effort.name, "flashinfer": self.writer.flashinfer}
+        decided = [event for event in log.of("decided") if event.items() >= same_run.items()]
+        for entry in recalled(decided, entry_of):
+            if KIND_NAMES.get(entry.kind) in plan.kinds:
+                self.writer.add(entry)
 
     @property
     def races(self) -> int:
         return self.context.plan.races
 
-    def _recall(self) -> None:
-        """Buckets that an earlier run of this effort has finished."""
-        for event in self.context.log.of("gtest"):
-            self._tested[event.get("label", "")] = event.get("p", 0.0)
-        for event in self.context.log.of("bucket"):
-            try:
-                if (
-                    event["effort"] != self.context.plan.effort.name
-                    or event.get("flashinfer", False) != self.publisher.flashinfer
-                    or Work(event["work"]) not in self.context.plan.works
-                ):
-                    continue
-                configs = {key: config_of(path_of_key(key), data) for key, data in event["configs"].items()}
-                bucket = Bucket(**event["bucket"])
-            except (KeyError, TypeError, ValueError, AttributeError):
-                continue
-            self.publisher.add(event["work"], event["batch"], bucket, configs)
-        decided = self.publisher.buckets
-        self.done = sum(
-            rows in decided.get(work.value, {})
-            for work in self.context.plan.works
-            for rows in self.context.plan.buckets_of(work)
-        )
+    @property
+    def done(self) -> int:
+        """How many of them are decided."""
+        plan = self.context.plan
+        return sum(rows in self._decided(kind) for kind in plan.kinds for rows in plan.sizes_of(kind))
 
-    def entered(self) -> Iterator[tuple[Config, Work]]:
+    @property
+    def errors(self) -> list[float]:
+        """Standard errors of the winners' times, relative."""
+        return [entry.se / entry.us for sizes in self.writer.decided.values() for entry in sizes.values()]
+
+    def entered(self) -> Iterator[tuple[Config, BatchKind]]:
         """What races whatever the search has found, race by race, and whose kernels it is."""
         plan = self.context.plan
-        for work in plan.works:
-            for rows in plan.buckets_of(work):
-                if rows not in self._decided(work):
-                    for config in (plan.default(rows, work), self._unscreened(work, rows)):
-                        yield config, kernels_of(work, config)
+        for kind in plan.kinds:
+            for rows in plan.sizes_of(kind):
+                if rows not in self._decided(kind):
+                    for config in (plan.default(rows, kind), self._unscreened(kind, rows)):
+                        yield config, kernel_kind(kind, path_of(config))
 
     def jobs(self) -> Iterable[Job]:
-        """One job per kind of work: its buckets in order, since each helps the next; then what lies between them."""
-        for work in self.context.plan.works:
-            yield self._all_of(work)
+        """One job per kind of batch: its sizes in order, since each helps the next; then what lies between them."""
+        for kind in self.context.plan.kinds:
+            yield self._all_of(kind)
 
-    def _all_of(self, work: Work) -> Job:
+    def _all_of(self, kind: BatchKind) -> Job:
         plan = self.context.plan
-        for rows in plan.buckets_of(work):
-            if rows in self._decided(work):
-                continue
-            if self.context.left() <= 0:
-                self.unfinished.append(f"{work.value}/{rows}")
-                continue
-            yield from self._bucket(work, rows)
+        for rows in plan.sizes_of(kind):
+            if rows not in self._decided(kind) and self.context.left() > 0:
+                yield from self._decide(kind, rows)
         if plan.effort.transfer and self.context.left() > 0:
-            yield from self._transfer(work)
+            yield from self._transfer(kind)
 
-    def _decided(self, work: Work) -> dict[int, Bucket]:
-        return self.publisher.buckets.get(work.value, {})
+    def _decided(self, kind: BatchKind) -> dict[int, Entry]:
+        return self.writer.decided.get(kind, {})
 
-    def _neighbour(self, work: Work, rows: int) -> Config | None:
-        """What the next smaller bucket uses."""
-        smaller = [other for other in self._decided(work) if other < rows]
-        return self.publisher.configs[self._decided(work)[max(smaller)].use] if smaller else None
+    def _neighbour(self, kind: BatchKind, rows: int) -> Config | None:
+        """What the next smaller size takes."""
+        smaller = [other for other in self._decided(kind) if other < rows]
+        return self._decided(kind)[max(smaller)].launch if smaller else None
 
-    def _unscreened(self, work: Work, rows: int) -> Config:
+    def _unscreened(self, kind: BatchKind, rows: int) -> Config:
         """What such a batch takes without a screen, as far as that is decided."""
-        decided = self._decided(work.unscreened).get(rows)
-        if decided is None:
-            return self.context.plan.default(rows, work.unscreened)
-        return self.publisher.configs[decided.use]
+        decided = self._decided(kind.unscreened).get(rows)
+        return decided.launch if decided is not None else self.context.plan.default(rows, kind.unscreened)
 
     def _allotment(self) -> float:
         """Seconds that one race may take: an equal share of what is left."""
         left = max(1, self.races - self.done)
-        return len(self.context.gpus.remotes) * max(0.0, self.context.left()) / left
+        return len(self.context.gpus.processes) * max(0.0, self.context.left()) / left
 
-    def _bucket(self, work: Work, rows: int) -> Steps:
-        finalists = self.finalists(rows, work)
+    def _decide(self, kind: BatchKind, rows: int) -> Steps:
+        finalists = self.finalists(rows, kind)
         while True:
-            outcome = yield from self._race(work, rows, finalists)
-            if outcome is None:
-                self.unfinished.append(f"{work.value}/{rows}")
-                return
-            winner = outcome.configs[outcome.verdict.winner]
-            label = label_of(winner, kernels_of(work, winner).value)
-            p = yield from self._gtest(winner, work, label)
-            if p >= ALPHA:
-                yield from self._check_flashinfer(outcome, work)
-                self._publish(work, rows, outcome)
-                return
-            self._refuse(winner, work, "incorrect", f"G-test: p = {p:.1e}")
-            finalists = [config for config in finalists if config != winner]
+            outcome = yield from self._race(kind, rows, finalists)
+            if outcome is None or (yield from self._passes(outcome)):
+                break
+            finalists = [config for config in finalists if config != outcome.winner]
+        if outcome is not None:
+            self._publish(outcome)
 
-    def _race(self, work: Work, rows: int, finalists: list[Config], policy: Policy | None = None) -> Steps:
-        """None where no race came about."""
+    def _passes(self, outcome: Outcome) -> Steps:
+        """Whether many draws of the winner follow the distribution; of FlashInfer's too, where it has won."""
+        kind = kernel_kind(outcome.kind, path_of(outcome.winner))
+        p = yield from self._gtest(self.context.request("gtest", outcome.winner, kind))
+        if p < ALPHA:
+            self._refuse(outcome.winner, kind, "incorrect", f"G-test: p = {p:.1e}")
+            return False
+        if outcome.flashinfer:
+            request = {"op": "gtest", "head": self.context.head, "kind": str(TRUNCATE), "path": FLASHINFER.value}
+            p = yield from self._gtest({**request, "config": None, "label": FLASHINFER_LABEL})
+            if p < ALPHA:
+                self.context.note(f"FlashInfer is not chosen: its G-test gives p = {p:.1e}")
+                self.context.rejected[FLASHINFER_LABEL] = "incorrect"
+                outcome.flashinfer = False
+        return True
+
+    def _gtest(self, request: dict[str, Any]) -> Steps:
+        """The p-value; 0 where the test could not be made."""
+        label = request["label"]
+        if label not in self._tested:
+            answer = yield {**request, "draws": self.context.plan.effort.draws}, GTEST_SECONDS
+            if "error" in answer:
+                return 0.0
+            self._tested[label] = float(answer["p"])
+            self.context.log.add("gtest", label=label, p=answer["p"], draws=answer["draws"])
+        return self._tested[label]
+
+    def _race(self, kind: BatchKind, rows: int, finalists: list[Config]) -> Steps:
+        """The outcome; None where no race came about."""
         plan, began, allotted = self.context.plan, time.monotonic(), self._allotment()
-        default, neighbour = plan.default(rows, work), self._neighbour(work, rows)
+        default, neighbour = plan.default(rows, kind), self._neighbour(kind, rows)
         entered = [default, *finalists, *([neighbour] if neighbour is not None else [])]
-        if work.screened:  # what the screen's memory buys is what it is faster than
-            entered.append(self._unscreened(work, rows))
-        configs = key_map([config for config in dict.fromkeys(entered) if not self._is_refused(config, work)])
-        others: dict[str, list[float]] = {name: [] for name in rivals.names_for(work, self.flashinfer())}
-        if self._may_take_flashinfer(work):
-            others[Path.FLASHINFER] = []
-        for tries in range(1, MOST_TRIES + 1):
+        if kind.screen:  # what the screen's memory buys is what it is faster than
+            entered.append(self._unscreened(kind, rows))
+        configs = {key_of(config): config for config in entered if not self._is_refused(config, kind)}
+        others = baseline_names(kind, flashinfer=self.flashinfer())
+        if self._may_take_flashinfer(kind):
+            others.append(FLASHINFER.value)
+        for tries in range(1, MAX_TRIES + 1):
             if not configs:
                 return None
-            others = {name: [] for name in others}  # rounds of a race that broke off are not this one's
-            entries = [self._entry(key, config, work) for key, config in configs.items()]
-            entries += [{"name": name, "path": name, "config": None} for name in others]
-            request = {"op": "setup", "head": self.context.head, "work": work.value, "batch": rows, "entries": entries}
-            answer = yield request, SETUP_SECONDS + EACH_SECONDS * len(entries)
-            if "error" in answer:
-                self._drop(answer.get("at", ""), answer["error"], configs, others, work)
+            contenders = [
+                {"name": key, **contender(config, kernel_kind(kind, path_of(config)))}
+                for key, config in configs.items()
+            ]
+            contenders += [{"name": name, "path": name, "config": None} for name in others]
+            request = {"op": "setup", "head": self.context.head, "kind": str(kind), "rows": rows}
+            answer = yield {**request, "contenders": contenders}, SETUP_SECONDS + EACH_SECONDS * len(contenders)
+            if "error" in answer:  # without a name, the process has ended for no reason that we know
+                self._drop(answer.get("at", ""), answer["error"], configs, others, kind)
                 continue
             for name, error in answer["failed"].items():
-                self._drop(name, error, configs, others, work)
+                self._drop(name, error, configs, others, kind)
             if not configs:
                 return None
-            race = self._entered(configs, default, neighbour, policy or plan.effort.policy)
-            failed = yield from self._run(race, others, began, allotted)
+            race = self._new_race(configs, default, neighbour)
+            beside: dict[str, list[float]] = {name: [] for name in others}
+            failed = yield from self._run(race, beside, began, allotted)
             if failed is None and race.verdict is not None:
-                faster = bool(others.get(Path.FLASHINFER)) and certainly_faster(
-                    others[Path.FLASHINFER], race.samples[race.verdict.winner], race.clocks, race.policy
-                )
-                answer = yield times_of(race.verdict, configs, race.default, list(others)), ROUND_SECONDS
-                if "error" in answer:
-                    failed = answer["error"]["detail"]
-                else:
-                    clock = statistics.median(answer["clocks"])
-                    outcome = Outcome(race.verdict, configs, answer["samples"], clock, race.default, faster)
-                    if tries == MOST_TRIES or self.context.left() <= 0 or outcome.agrees:
+                verdict, default_key = race.verdict, race.default or ""
+                names = recorded_names(verdict, configs, default_key, others)
+                answer = yield {"op": "rounds", "names": names, "rounds": RECORDED_ROUNDS, "first": 0}, ROUND_SECONDS
+                if "error" not in answer:
+                    clock, samples = statistics.median(answer["clocks"]), answer["samples"]
+                    outcome = Outcome(kind, rows, verdict, configs, samples, clock, default_key)
+                    if beside.get(FLASHINFER):
+                        winner = race.samples[verdict.winner]
+                        outcome.flashinfer = certainly_faster(beside[FLASHINFER], winner, race.clocks, race.policy)
+                    if tries == MAX_TRIES or self.context.left() <= 0 or outcome.agrees:
                         return outcome
                     failed, began = "its times contradict its rounds", time.monotonic()
-            self.context.note(f"{work.value} {rows}: the race broke off: {failed}; again")
+                else:
+                    failed = answer["error"]["detail"]
+            self.context.note(f"{kind} {rows}: the race broke off: {failed}; again")
         return None
 
-    def _entered(self, configs: dict[str, Config], default: Config, neighbour: Config | None, policy: Policy) -> Race:
-        contenders = []
+    def _new_race(self, configs: dict[str, Config], default: Config, neighbour: Config | None) -> Race:
+        candidates = []
         for key, config in configs.items():
-            stages, size = config.stages, shared_bytes(config, self.context.plan.itemsize)
-            values = tuple(dataclasses.astuple(config))
-            contenders.append(
-                Contender(key, preference_of(config == default, config == neighbour, size, stages, values))
-            )
-        return Race(contenders, key_of(default) if key_of(default) in configs else None, policy)
+            size = 0 if isinstance(config, ReadConfig) else buffer_bytes(config, self.context.plan.itemsize)
+            order = (config == default, config == neighbour, size, config.stages, dataclasses.astuple(config))
+            candidates.append(Candidate(key, preference_of(*order)))
+        policy: Policy = self.context.plan.effort.policy
+        return Race(candidates, key_of(default) if key_of(default) in configs else None, policy)
 
-    def _run(self, race: Race, others: dict[str, list[float]], began: float, allotted: float) -> Steps:
-        """Rounds until the race is decided. Returns what went wrong, None where nothing did."""
+    def _run(self, race: Race, beside: dict[str, list[float]], began: float, allotted: float) -> Steps:
+        """Rounds until the race is decided. Returns what went wrong, None where nothing did. beside: samples of who
+        runs along for its times alone."""
         while True:
             names, rounds = race.due()
             if not names:
                 return None
-            beside = [name for name in others if len(others[name]) < race.policy.least]
-            request = {"op": "rounds", "names": [*names, *beside], "rounds": rounds, "first": len(race.clocks)}
+            along = [name for name, samples in beside.items() if len(samples) < race.policy.least]
+            request = {"op": "rounds", "names": [*names, *along], "rounds": rounds, "first": len(race.clocks)}
             answer = yield request, ROUND_SECONDS
             if "error" in answer:
                 return answer["error"]["detail"]
-            samples = answer["samples"]
-            for name in beside:
-                others[name] += samples[name]
+            for name in along:
+                beside[name] += answer["samples"][name]
             over = time.monotonic() - began > allotted or self.context.left() <= 0
-            race.add({name: samples[name] for name in names}, answer["clocks"], last=over)
+            race.add({name: answer["samples"][name] for name in names}, answer["clocks"], last=over)
 
     def _drop(
-        self, name: str, error: dict[str, Any], configs: dict[str, Config], others: dict[str, Any], work: Work
+        self, name: str, error: dict[str, Any], configs: dict[str, Config], others: list[str], kind: BatchKind
     ) -> None:
-        """Take out what failed; without a name, the process has ended for no reason that we know."""
+        """Take out what failed."""
         if name in others:
-            del others[name]
-            self.context.note(f"rival {name} left out: {error['detail']}")
+            others.remove(name)
+            self.context.note(f"{name} is left out: {error['detail']}")
         elif name in configs:
-            self._refuse(configs.pop(name), work, error["why"], error["detail"])
+            config = configs.pop(name)
+            self._refuse(config, kernel_kind(kind, path_of(config)), error["reason"], error["detail"])
 
-    def _refuse(self, config: Config, work: Work, why: str, detail: str) -> None:
-        label = label_of(config, kernels_of(work, config).value)
-        self._refused.add(label)
-        self.context.reject(config, kernels_of(work, config), why, detail)
-        if self.context.is_default(config, work):
-            self.context.failed_defaults.append(f"{label}: {why}: {detail}")
+    def _refuse(self, config: Config, kind: BatchKind, reason: str, detail: str) -> None:
+        """kind: whose kernels it has."""
+        facts = {"kind": str(kind), "path": path_of(config).value, "config": config_fields(config)}
+        self.context.log.add("refused", **facts, reason=reason, detail=detail)
+        self.context.reject(config, kind, reason, detail)
 
-    def _is_refused(self, config: Config, work: Work) -> bool:
-        label = label_of(config, kernels_of(work, config).value)
-        return label in self._refused or label in self.publisher.rejected
+    def _is_refused(self, config: Config, kind: BatchKind) -> bool:
+        return label_of(config, kernel_kind(kind, path_of(config))) in self.context.rejected
 
-    def _entry(self, key: str, config: Config, work: Work) -> dict[str, Any]:
-        label = label_of(config, kernels_of(work, config).value)
-        return {"name": key, "path": path_of(config), "config": config_data(config), "label": label}
+    def _may_take_flashinfer(self, kind: BatchKind) -> bool:
+        """Only a whole vocabulary is truncated: a shard has no such batches."""
+        allowed = self.writer.flashinfer and self.flashinfer() and FLASHINFER_LABEL not in self.context.rejected
+        return allowed and kind == TRUNCATE
 
-    def _gtest(self, config: Config, work: Work, label: str) -> Steps:
-        if label in self._tested:
-            return self._tested[label]
-        draws = self.context.plan.effort.draws
-        answer = yield self.context.request("gtest", config, kernels_of(work, config), draws=draws), GTEST_SECONDS
-        if "error" in answer:
-            return 0.0
-        self._tested[label] = p = float(answer["p"])
-        self.context.log.add("gtest", label=label, p=p, draws=answer["draws"])
-        return p
-
-    def _may_take_flashinfer(self, work: Work) -> bool:
-        """Only a whole vocabulary is truncated: a shard has no such work."""
-        allowed = self.publisher.flashinfer and self.flashinfer() and FLASHINFER_LABEL not in self._refused
-        return allowed and work is Work.TRUNCATE
-
-    def _check_flashinfer(self, outcome: Outcome, work: Work) -> Steps:
-        """Whether FlashInfer draws from the distribution, where it has won."""
-        if not outcome.flashinfer:
-            return
-        if FLASHINFER_LABEL not in self._tested:
-            draws = self.context.plan.effort.draws
-            request: dict[str, Any] = {
-                "op": "gtest",
-                "head": self.context.head,
-                "path": Path.FLASHINFER.value,
-                "config": None,
-            }
-            request |= {"work": work.value, "label": FLASHINFER_LABEL, "draws": draws}
-            answer = yield request, GTEST_SECONDS
-            self._tested[FLASHINFER_LABEL] = p = float(answer.get("p", 0.0))
-            self.context.log.add("gtest", label=FLASHINFER_LABEL, p=p, draws=answer.get("draws", 0))
-        if self._tested[FLASHINFER_LABEL] < ALPHA:
-            self.context.note(f"FlashInfer is not chosen: its G-test gives p = {self._tested[FLASHINFER_LABEL]:.1e}")
-            self._refused.add(FLASHINFER_LABEL)
-            outcome.flashinfer = False
-
-    def _publish(self, work: Work, rows: int, outcome: Outcome) -> None:
-        bucket = outcome.bucket()
-        named = {bucket.use, bucket.default, *bucket.tied} - {""}
-        configs = {key: outcome.configs[key] for key in named}
-        self.publisher.add(work.value, rows, bucket, configs)
+    def _publish(self, outcome: Outcome) -> None:
+        entry = outcome.entry()
+        self.writer.add(entry)
         self.context.log.add(
-            "bucket",
+            "decided",
             effort=self.context.plan.effort.name,
-            work=work.value,
-            batch=rows,
-            bucket=dataclasses.asdict(bucket),
-            flashinfer=self.publisher.flashinfer,
-            configs={key: config_data(config) for key, config in configs.items()},
+            flashinfer=self.writer.flashinfer,
+            entry=msgspec.to_builtins(entry),
         )
-        self.done += rows in self.context.plan.buckets_of(work)
-        self.noisy.append(bucket.se / bucket.us)
-        self.publisher.write()
-        gain = "the default stays" if bucket.use == bucket.default else f"{bucket.gain:.1%} less than the default"
-        self.context.note(f"{work.value:13} {rows:4} rows: {bucket.us:8.1f} us  {bucket.use}  ({gain})")
+        self.writer.write()
+        gain = "the default stays" if self.writer.is_default(entry) else f"{entry.gain:.1%} less than the default"
+        self.context.note(
+            f"{entry.kind:13} {entry.rows:4} rows: {entry.us:8.1f} us  {outcome.verdict.winner}  ({gain})"
+        )
 
-    def _transfer(self, work: Work) -> Steps:
-        """Race between buckets: a batch there uses the next larger bucket's choice, which must not cost much."""
-        decided = sorted(self._decided(work).items())
-        for (lower, small), (upper, large) in itertools.pairwise(decided):
-            rows = midpoint(lower, upper)
-            default = self.context.plan.default(rows, work) if rows is not None else None
-            alike = small.use == large.use and default is not None and key_of(default) == large.use
-            if rows is None or alike or self.context.left() <= 0 or self._seen_transfer(work, rows):
+    def _transfer(self, kind: BatchKind) -> Steps:
+        """Race between two sizes: a batch there takes the choice of the larger one, which must not cost much."""
+        plan = self.context.plan
+        decided = [entry for rows, entry in sorted(self._decided(kind).items()) if rows in plan.sizes_of(kind)]
+        for small, large in itertools.pairwise(decided):
+            rows = midpoint(small.rows, large.rows)
+            if rows is None or self.context.left() <= 0 or self._is_transferred(kind, rows):
                 continue
-            configs = self.publisher.configs
-            outcome = yield from self._race(work, rows, [configs[large.use], configs[small.use]])
-            if outcome is None or large.use not in outcome.verdict.standings:
+            served = large.launch
+            if small.launch == served == plan.default(rows, kind):
                 continue
-            served, verdict = outcome.verdict.standings[large.use], outcome.verdict
-            regret = served.us / verdict.standings[verdict.winner].us - 1.0
-            insert = verdict.winner != large.use and (
-                regret > TRANSFER or (verdict.winner == outcome.default and served.low > CERTAIN)
+            outcome = yield from self._race(kind, rows, [served, small.launch])
+            if outcome is None or key_of(served) not in outcome.verdict.standings:
+                continue
+            verdict = outcome.verdict
+            standing = verdict.standings[key_of(served)]
+            regret = standing.us / verdict.standings[verdict.winner].us - 1.0
+            insert = verdict.winner != key_of(served) and (
+                regret > TRANSFER_REGRET or (verdict.winner == outcome.default and standing.low > CERTAIN_REGRET)
             )
-            self.context.log.add("transfer", work=work.value, batch=rows, regret=round(regret, 5), inserted=insert)
-            if insert:
-                winner = outcome.configs[verdict.winner]
-                p = yield from self._gtest(winner, work, label_of(winner, kernels_of(work, winner).value))
-                if p >= ALPHA:
-                    yield from self._check_flashinfer(outcome, work)
-                    self._publish(work, rows, outcome)
+            self.context.log.add("transfer", kind=str(kind), rows=rows, regret=round(regret, 5), inserted=insert)
+            if insert and (yield from self._passes(outcome)):
+                self._publish(outcome)
 
-    def _seen_transfer(self, work: Work, rows: int) -> bool:
-        seen = {(event.get("work"), event.get("batch")) for event in self.context.log.of("transfer")}
-        return (work.value, rows) in seen
+    def _is_transferred(self, kind: BatchKind, rows: int) -> bool:
+        seen = {(event.get("kind"), event.get("rows")) for event in self.context.log.of("transfer")}
+        return (str(kind), rows) in seen

@@ -1,60 +1,51 @@
-"""What a person sees while a run takes its time: bars on a terminal, plain lines elsewhere."""
+"""What a person sees while a run takes its time: bars on a terminal, lines elsewhere. On the error stream."""
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import Any
+from typing import Protocol
 
-EVERY_SECONDS = 5.0  # between two plain lines about the same part
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+EVERY_SECONDS = 5.0  # between two lines about the same part, where there is no terminal
 
 
-class Plain:
-    def __init__(self, stream: Any = None) -> None:
-        self.stream = stream or sys.stderr
-        self._last = 0.0
+class Progress(Protocol):
+    def note(self, text: str) -> None:
+        """Say one thing."""
+
+    def update(self, part: str, done: int, total: int, about: str = "") -> None:
+        """How far ``part`` is."""
+
+
+class ConsoleProgress:
+    """quiet: notes alone, in plain lines. Used as a context."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self._began = time.monotonic()
-
-    def note(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._began:6.1f} s] {text}", file=self.stream, flush=True)
-
-    def update(self, part: str, done: int, total: int, about: str = "") -> None:
-        if time.monotonic() - self._last >= EVERY_SECONDS:
-            self._last = time.monotonic()
-            self.note(f"{part}: {done} of {total}" + (f", {about}" if about else ""))
-
-    def close(self) -> None: ...
-
-
-class Bars(Plain):
-    """With rich, on a terminal."""
-
-    def __init__(self, progress: Any) -> None:
-        super().__init__()
-        self._progress = progress
-        self._tasks: dict[str, Any] = {}
-        progress.start()
-
-    def note(self, text: str) -> None:
-        self._progress.console.print(f"[{time.monotonic() - self._began:6.1f} s] {text}", markup=False, highlight=False)
-
-    def update(self, part: str, done: int, total: int, about: str = "") -> None:
-        if part not in self._tasks:
-            self._tasks[part] = self._progress.add_task(part, total=total)
-        self._progress.update(self._tasks[part], completed=done, total=total, description=f"{part} {about}")
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-def make(quiet: bool = False) -> Plain:
-    """quiet: nothing but what is noted, to the error stream, in plain lines."""
-    if not quiet and sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-        except ImportError:
-            return Plain()
+        self._last_line = 0.0
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        return Bars(Progress(*columns, console=Console(stderr=True)))
-    return Plain()
+        self._bars = Bars(*columns, console=self._console, disable=quiet or not self._console.is_terminal)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> ConsoleProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def note(self, text: str) -> None:
+        self._bars.console.print(f"[{time.monotonic() - self._began:6.1f} s] {text}")
+
+    def update(self, part: str, done: int, total: int, about: str = "") -> None:
+        if not self._bars.disable:
+            if part not in self._tasks:
+                self._tasks[part] = self._bars.add_task(part, total=total)
+            self._bars.update(self._tasks[part], completed=done, total=total, description=f"{part} {about}")
+        elif time.monotonic() - self._last_line >= EVERY_SECONDS:
+            self._last_line = time.monotonic()
+            self.note(f"{part}: {done} of {total}" + (f", {about}" if about else ""))

@@ -1,8 +1,8 @@
-"""Which of several contenders is fastest, from samples that were taken side by side: a pure function of the samples.
+"""Which of several candidates is fastest, from samples that were taken side by side: a pure function of the samples.
 
-A round times every contender still in the race once, in rotated order, so that drift of the clocks falls on all alike;
-what is judged are the log-ratios to the leader within each round. A contender leaves once the confidence interval of
-its ratio lies beyond the tie band (t intervals, Bonferroni over looks and contenders). The race ends when one is left,
+A round times every candidate still in the race once, in rotated order, so that drift of the clocks falls on all alike;
+what is judged are the log-ratios to the leader within each round. A candidate leaves once the confidence interval of
+its ratio lies beyond the tie band (t intervals, Bonferroni over looks and candidates). The race ends when one is left,
 when every ratio is known to ``Policy.error``, or after ``Policy.most`` rounds.
 
 Among those that are as good as the leader the choice is by a fixed order, so that two runs agree; and the built-in
@@ -46,8 +46,8 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender:
-    """preference: what decides among equals, the smallest first (``preference_of``)."""
+class Candidate:
+    """One configuration of a race. preference: what decides among equals, the smallest first (``preference_of``)."""
 
     name: str
     preference: tuple = ()
@@ -83,14 +83,8 @@ class Verdict:
 
 
 def preference_of(is_default: bool, is_neighbour: bool, shared_bytes: int, stages: int, config: Sequence) -> tuple:
-    """The fixed order among equals: the default, a neighbouring bucket's choice, less shared memory, fewer stages."""
+    """The fixed order among equals: the default, a neighbouring size's choice, less shared memory, fewer stages."""
     return (not is_default, not is_neighbour, shared_bytes, stages, tuple(map(str, config)))
-
-
-def rotated(names: Sequence[str], index: int) -> list[str]:
-    """The order of round ``index``: each contender is first in turn, and runs after another one than before."""
-    turned = list(names[index % len(names) :]) + list(names[: index % len(names)])
-    return turned if (index // max(1, len(names))) % 2 == 0 else turned[::-1]
 
 
 def kept_rounds(clocks: Sequence[float], share: float) -> list[bool]:
@@ -101,7 +95,7 @@ def kept_rounds(clocks: Sequence[float], share: float) -> list[bool]:
 
 
 def judge(
-    contenders: Sequence[Contender],
+    candidates: Sequence[Candidate],
     samples: Mapping[str, Sequence[float]],
     clocks: Sequence[float],
     default: str | None,
@@ -112,28 +106,28 @@ def judge(
     """What follows from the samples so far.
 
     samples: microseconds per round, ``samples[name][i]`` of round ``i``; who has left has fewer. clocks: MHz per round.
-    default: a contender's name, or None. last: no more rounds will come (the time is over).
+    default: a candidate's name, or None. last: no more rounds will come (the time is over).
     """
-    rounds = max(len(samples[c.name]) for c in contenders)
+    rounds = max(len(samples[c.name]) for c in candidates)
     if rounds < 1:
         raise ValueError("a race without a round")
     counts = kept_rounds(clocks, policy.clock)
-    kept = {c.name: [v for v, counted in zip(samples[c.name], counts, strict=False) if counted] for c in contenders}
+    kept = {c.name: [v for v, counted in zip(samples[c.name], counts, strict=False) if counted] for c in candidates}
     most = max(len(values) for values in kept.values())
-    running = [c for c in contenders if len(samples[c.name]) == rounds]
+    running = [c for c in candidates if len(samples[c.name]) == rounds]
     if most == 0 or any(not kept[c.name] for c in running):
         raise ValueError("no round of the race counts")
     leader = min(running, key=lambda c: (_leading(kept, c.name, running), c.preference)).name
-    tests = policy.looks * max(1, len(contenders) - 1)
+    tests = policy.looks * max(1, len(candidates) - 1)
     standings = {
-        c.name: _standing(kept[c.name], kept[leader], policy.alpha / tests) for c in contenders if kept[c.name]
+        c.name: _standing(kept[c.name], kept[leader], policy.alpha / tests) for c in candidates if kept[c.name]
     }
     best_us = standings[leader].us
     band = math.log1p(max(policy.tie, policy.tie_us / best_us))
     alive = tuple(c.name for c in running if standings[c.name].low <= band)
     open_ratios = [standings[name] for name in alive if name != leader]
     known = rounds >= policy.least and all(s.ratio_se < policy.error for s in open_ratios)
-    # Who left is no candidate, nor who is clearly slower than the leader by more than the band.
+    # Who left cannot win, nor who is clearly slower than the leader by more than the band.
     ties = [c for c in running if c.name in alive and (standings[c.name].ratio <= band or standings[c.name].low <= 0.0)]
     winner, gain, gain_low = _choose(ties, kept, default, policy)
     # More rounds may still show that the default is slower for certain, or that who seems slower is.
@@ -159,7 +153,7 @@ def certainly_faster(mine: Sequence[float], than: Sequence[float], clocks: Seque
 
 
 def _choose(
-    ties: list[Contender], kept: Mapping[str, Sequence[float]], default: str | None, policy: Policy
+    ties: list[Candidate], kept: Mapping[str, Sequence[float]], default: str | None, policy: Policy
 ) -> tuple[str, float, float]:
     """The winner among ``ties``, its gain over the default and the gain's lower bound."""
     by_preference = sorted(ties, key=lambda c: c.preference)
@@ -168,14 +162,14 @@ def _choose(
     if default in {c.name for c in ties}:
         return default, 0.0, 0.0
     alpha = policy.alpha / (policy.looks * len(ties))
-    for contender in by_preference:
-        gain = _standing(kept[default], kept[contender.name], alpha)
+    for candidate in by_preference:
+        gain = _standing(kept[default], kept[candidate.name], alpha)
         if gain.low > math.log1p(policy.min_gain):
-            return contender.name, math.expm1(gain.ratio), math.expm1(gain.low)
+            return candidate.name, math.expm1(gain.ratio), math.expm1(gain.low)
     return default, 0.0, 0.0
 
 
-def _leading(kept: Mapping[str, Sequence[float]], name: str, running: Sequence[Contender]) -> float:
+def _leading(kept: Mapping[str, Sequence[float]], name: str, running: Sequence[Candidate]) -> float:
     """Mean log-time over the rounds that all who are running have in common."""
     n = min(len(kept[c.name]) for c in running)
     return robust_mean([math.log(v) for v in kept[name][:n]])[0]
@@ -214,52 +208,27 @@ def robust_mean(values: Sequence[float]) -> tuple[float, float]:
 
 @functools.lru_cache(maxsize=4096)
 def t_quantile(probability: float, dof: int) -> float:
-    """Quantile of Student's t for ``probability`` of at least 0.5."""
-    low, high = 0.0, 1.0
-    while t_probability(high, dof) < probability and high < 1e9:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_probability(middle, dof) < probability else (low, middle)
-    return high
+    """Quantile of Student's t."""
+    from scipy import special  # a second that only races take
 
-
-def t_probability(t: float, dof: int) -> float:
-    """P(T <= t) of Student's t with an integer number of degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
-    angle = math.atan2(t, math.sqrt(dof))
-    cosine = math.cos(angle)
-    square = cosine * cosine
-    term, total = 1.0, 0.0
-    if dof % 2:
-        if dof > 1:
-            term = cosine
-            for k in range(3, dof + 1, 2):
-                total += term
-                term *= square * (k - 1) / k
-        within = 2 / math.pi * (angle + math.sin(angle) * total)
-    else:
-        for k in range(2, dof + 1, 2):
-            total += term
-            term *= square * (k - 1) / k
-        within = math.sin(angle) * total
-    return 0.5 + 0.5 * within
+    return float(special.stdtrit(dof, probability))
 
 
 class Race:
     """A race in the making: ask ``due`` what to time next, ``add`` what came of it, until ``due`` is empty."""
 
-    def __init__(self, contenders: Sequence[Contender], default: str | None, policy: Policy) -> None:
-        if not contenders:
-            raise ValueError("a race needs a contender")
-        self.contenders, self.default, self.policy = list(contenders), default, policy
-        self.samples: dict[str, list[float]] = {c.name: [] for c in contenders}
+    def __init__(self, candidates: Sequence[Candidate], default: str | None, policy: Policy) -> None:
+        if not candidates:
+            raise ValueError("a race needs a candidate")
+        self.candidates, self.default, self.policy = list(candidates), default, policy
+        self.samples: dict[str, list[float]] = {c.name: [] for c in candidates}
         self.clocks: list[float] = []
         self.verdict: Verdict | None = None
 
     def due(self) -> tuple[list[str], int]:
         """Who runs, for how many rounds; nobody and 0 when the race is over."""
         if self.verdict is None:
-            return [c.name for c in self.contenders], self.policy.least
+            return [c.name for c in self.candidates], self.policy.least
         if self.verdict.done:
             return [], 0
         return list(self.verdict.alive), min(self.policy.step, self.policy.most - len(self.clocks))
@@ -269,7 +238,7 @@ class Race:
         for name, values in samples.items():
             self.samples[name] += values
         self.clocks += clocks
-        self.verdict = judge(self.contenders, self.samples, self.clocks, self.default, self.policy, last=last)
+        self.verdict = judge(self.candidates, self.samples, self.clocks, self.default, self.policy, last=last)
         return self.verdict
 
 

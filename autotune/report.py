@@ -1,160 +1,268 @@
-"""``tune report``: one HTML page about a table and, where its log of trials lies beside it, about the search."""
+"""``tune report``: one self-contained HTML page about a table and, where its log of trials lies beside it, about the
+search."""
 
 from __future__ import annotations
 
 import collections
 import html
 import json
-import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..table import Table
-from ..work import Work
-from . import svg
-from .plan import EFFORTS, Plan, StudyKey
-from .report_screen import section as screen_section
-from .study import importances
-from .table_files import or_flashinfer
-from .trials import config_of, read
+import optuna
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
 
-MOST_REJECTS = 200
+from ..kinds import BATCH_KINDS, BatchKind, SamplingPath
+from ..tables.schema import ITEMSIZE, Entry, Table
+from .decide import entry_of
+from .labels import GEMM, config_of, key_of
+from .plan import EFFORTS, Plan, StudyKey
+from .study import STARTUP, finished_study
+from .tables import CONFIDENT, Decision, decisions, device_and_head, head_line, screen_cost
+from .trials import read_events, recalled
+
+COLOURS = {
+    "fused": "#1b7837",
+    "logits": "#2166ac",
+    "screened": "#b2182b",
+    "flashinfer": "#e08214",
+    "built-in": "#777777",
+}
+LINES = {"tuned": "#111111", "default": "#999999", **COLOURS}
+WIDTH, HEIGHT = 960, 380
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;color:#111827;max-width:1000px;margin:24px auto;padding:0 16px}
 h1{font-size:20px}h2{font-size:16px;margin-top:28px;border-bottom:1px solid #e5e7eb}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:2px 10px;text-align:right}
 td.l,th.l{text-align:left}tr:nth-child(even){background:#f9fafb}th{color:#6b7280;font-weight:600}
-svg text{font:11px system-ui,sans-serif}code{font:12px ui-monospace,monospace}.gain{color:#047857}
-details{margin:6px 0}summary{cursor:pointer}
+code{font:12px ui-monospace,monospace}details{margin:6px 0}summary{cursor:pointer}
 """
 
 
 def page(table: Table, log: Path | None) -> str:
-    """The whole page, self-contained. log: of the trials, None without one."""
-    events = read(log) if log is not None else []
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        f"<title>{_e(table.file_name)}</title><style>{_STYLE}</style>",
-        _summary(table),
-        screen_section(table),
-        *(_work(table, work) for work in table.classes),
-        _searches(table, events),
-        _rejects(table, events),
-        _environment(table),
-        "</html>\n",
-    ]
-    return "\n".join(parts)
+    """The whole page. log: of the trials, None without one."""
+    events = read_events(log) if log is not None else []
+    # Of kept sizes, a table has the time and the GEMM's alone.
+    logged = recalled((event for event in events if event.get("event") == "decided"), entry_of)
+    sizes = list(decisions(table, logged))
+    kinds = list(dict.fromkeys(one.kind for one in sizes))
+    return "\n".join(
+        (
+            "<!doctype html><html lang=en><meta charset=utf-8>",
+            f"<title>{_text(table.file_name)}</title><style>{_STYLE}</style>",
+            f"<script>{get_plotlyjs()}</script>",
+            _summary(table, sizes),
+            _html(overview(sizes)) if sizes else "",
+            *(_kind_section(kind, [one for one in sizes if one.kind == kind]) for kind in kinds),
+            _search_section(table, events),
+            _rejected_section(table, events),
+            _environment_section(table),
+            "</html>\n",
+        )
+    )
 
 
-def _e(value: Any) -> str:
+def overview(sizes: Sequence[Decision]) -> go.Figure:
+    """What each kind and size of batch takes: colour by path, microseconds as text."""
+    kinds = [str(kind) for kind in BATCH_KINDS if any(one.kind == kind for one in sizes)][::-1]
+    rows, paths = sorted({one.rows for one in sizes}), list(COLOURS)
+    by_place = {(str(one.kind), one.rows): one for one in sizes}
+    shares = [place / len(paths) for place in range(len(paths) + 1)]
+    scale = [[share, colour] for place, colour in enumerate(COLOURS.values()) for share in shares[place : place + 2]]
+
+    def cells(value: Callable[[Decision], Any]) -> list[list[Any]]:
+        places = [[by_place.get((kind, size)) for size in rows] for kind in kinds]
+        return [[None if one is None else value(one) for one in line] for line in places]
+
+    heatmap = go.Heatmap(
+        x=[str(size) for size in rows],
+        y=kinds,
+        z=cells(lambda one: paths.index(one.entry.path) + 0.5),
+        text=cells(lambda one: f"{one.us:.0f}"),
+        customdata=cells(lambda one: one.takes),
+        hovertemplate="%{y}, %{x} rows: %{text} us<br>%{customdata}<extra></extra>",
+        texttemplate="%{text}",
+        zmin=0,
+        zmax=len(paths),
+        colorscale=scale,
+        colorbar={"tickvals": [place + 0.5 for place in range(len(paths))], "ticktext": paths},
+        xgap=2,
+        ygap=2,
+    )
+    title = "What a batch takes, and its microseconds"
+    return _sized(go.Figure(heatmap).update_layout(title=title, xaxis_title="rows of the batch"))
+
+
+def lines(sizes: Sequence[Decision]) -> go.Figure:
+    """Microseconds over batch sizes: what is taken, the built-in choice, other paths and baselines."""
+    series: dict[str, dict[int, float]] = collections.defaultdict(dict)
+    for one in sizes:
+        times = {"tuned": one.us, "default": one.entry.default_us, **one.entry.others}
+        for name, us in times.items():
+            series[name] |= {one.rows: us} if us else {}
+    figure = go.Figure()
+    for name, times_of in series.items():
+        half = [CONFIDENT * one.entry.se for one in sizes if one.us] if name == "tuned" else []
+        figure.add_scatter(
+            x=list(times_of),
+            y=list(times_of.values()),
+            error_y={"type": "data", "array": half, "visible": bool(half)},
+            name=f"{GEMM} alone (draws no token)" if name == GEMM else name,
+            mode="lines+markers",
+            line={"color": LINES.get(name), "dash": "dash" if name in (GEMM, "default") else None},
+        )
+    figure.update_xaxes(type="log", title="rows of the batch", tickvals=[one.rows for one in sizes])
+    figure.update_yaxes(type="log", title="microseconds")
+    return _sized(figure)
+
+
+def _sized(figure: go.Figure) -> go.Figure:
+    return figure.update_layout(width=WIDTH, height=HEIGHT, margin={"l": 60, "r": 20, "t": 40, "b": 45})
+
+
+def _html(figure: go.Figure) -> str:
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+
+
+def _text(value: Any) -> str:
     return html.escape(str(value))
 
 
-def _summary(table: Table) -> str:
-    buckets = [bucket for found in table.classes.values() for bucket in found.values()]
-    tuned = [bucket for bucket in buckets if bucket.use != bucket.default]
-    gains = sorted(bucket.gain for bucket in tuned)
-    head = table.head
-    line = f"{len(tuned)} of {len(buckets)} buckets use something faster than the built-in default"
+def _grid(rows: Sequence[dict[str, Any]], left: Sequence[str]) -> str:
+    """A table with the keys of ``rows`` as its head. left: the columns that are text."""
+
+    def line(tag: str, cells: Iterable[Any]) -> str:
+        named = zip(rows[0], cells, strict=True)
+        return "<tr>" + "".join(f"<{tag}{' class=l' if name in left else ''}>{_text(cell)}" for name, cell in named)
+
+    return f"<table>{line('th', rows[0])}{''.join(line('td', row.values()) for row in rows)}</table>" if rows else ""
+
+
+def _summary(table: Table, sizes: Sequence[Decision]) -> str:
+    device, head = device_and_head(table)
+    gains = sorted(one.entry.gain for one in sizes if not one.kept)
+    line = f"{len(gains)} of {len(sizes)} batch sizes take something else than the built-in choice"
     if gains:
-        line += f", by {gains[0]:.1%} to {gains[-1]:.1%} (median {gains[len(gains) // 2]:.1%})"
-    state = "" if table.provenance.get("complete") is True else " The run was not finished."
-    return (
-        f"<h1>{_e(table.device.name)}, LM head {head.vocab} &times; {head.hidden} {_e(head.dtype)}"
-        f"{', softcap' if head.softcap else ''}{f', shard of {head.tp}' if head.tp > 1 else ''}</h1>"
-        f"<p>{line}. Effort {_e(table.effort)}, {_e(table.provenance.get('trials', '?'))} configurations tried, "
-        f"{_e(table.provenance.get('seconds', '?'))} s.{state}</p>"
-    )
+        line += f", by {gains[0]:.1%} to {gains[-1]:.1%} faster (median {gains[len(gains) // 2]:.1%})"
+    samplers = []  # how many times as long the best GEMM with a sampler takes
+    for one in sizes:
+        times = [us for name, us in one.entry.others.items() if name.startswith(f"{GEMM}+")]
+        if times and one.us:
+            samplers.append((min(times) / one.us, f"{one.kind}, {one.rows} rows"))
+    beside = ""
+    if samplers:
+        least, most = (f"{ratio:.2f} times ({place})" for ratio, place in (min(samplers), max(samplers)))
+        beside = f"<p>The best GEMM with a sampler takes {least} to {most} as long.</p>"
+    facts = table.provenance
+    state = "" if facts.get("complete") is True else " The run was not finished."
+    effort = f"Effort {table.effort}, {facts.get('trials', '?')} configurations tried, {facts.get('seconds', '?')} s."
+    title = f"{device.name}, LM head {head_line(head)}"
+    return f"<h1>{_text(title)}</h1><p>{_text(line)}. {_text(effort)}{state}</p>{beside}{_screen_summary(table, sizes)}"
 
 
-def _work(table: Table, work: str) -> str:
-    series: dict[str, list[svg.Point]] = collections.defaultdict(list)
-    rows = []
-    for batch, bucket in table.classes[work].items():
-        choice = table.configs[bucket.use]
-        series["tuned"].append((batch, bucket.us, 1.96 * bucket.se))
-        if bucket.default:
-            series["default"].append((batch, bucket.default_us, 0.0))
-        for name, us in bucket.others.items():
-            series[name].append((batch, us, 0.0))
-        gain = f"<span class=gain>{bucket.gain:.1%}</span>" if bucket.use != bucket.default else "default stays"
-        others = ", ".join(f"{_e(name)} {us:.1f}" for name, us in bucket.others.items())
-        rows.append(
-            f"<tr><td>{batch}<td>{bucket.us:.1f} &plusmn; {1.96 * bucket.se:.1f}<td>{bucket.default_us:.1f}<td>{gain}"
-            f"<td class=l>{_e(choice.path)}<td class=l><code>{_e(bucket.use)}</code>{_e(or_flashinfer(bucket))}"
-            f"<td>{len(bucket.tied)}"
-            f"<td class=l>{others}<td class=l>{_e(bucket.checked)}<td>{bucket.n}"
-        )
-    header = (
-        "<tr><th>rows<th>&micro;s<th>default<th>gain<th class=l>path<th class=l>configuration<th>as good"
-        "<th class=l>others, &micro;s<th class=l>checked<th>rounds"
-    )
-    chart = svg.lines(series, "rows of the batch", "microseconds")
-    return f"<h2>{_e(work)}</h2>{chart}<table>{header}{''.join(rows)}</table>"
+def _screen_summary(table: Table, sizes: Sequence[Decision]) -> str:
+    """How often the screened path wins, and what memory it takes; empty where none has raced."""
+    screened = [one.entry.path == SamplingPath.SCREENED for one in sizes if one.kind.screen]
+    if not screened:
+        return ""
+    (size, rows), head = screen_cost(table), device_and_head(table)[1]
+    head_bytes = head.vocab * head.hidden * ITEMSIZE[head.dtype]
+    share = f"{size / head_bytes:.1%} of the LM head's {head_bytes:,}"
+    memory = f"A screen for up to {rows} rows takes {size:,} bytes, {share}."
+    memory = memory if size else "Its memory is not in the table."
+    return f"<p>Of batches with a screen, {sum(screened)} of {len(screened)} sizes take it. {memory}</p>"
 
 
-def _searches(table: Table, events: list[dict[str, Any]]) -> str:
+def screen_gain(entry: Entry) -> str:
+    """The share of the best time without a screen that the screened path saves, below 0 where it takes longer; empty
+    where one of the two has not raced."""
+    times = entry.others | {entry.path: entry.us}
+    without = [times[path] for path in (SamplingPath.FUSED, SamplingPath.LOGITS) if times.get(path)]
+    screened = times.get(SamplingPath.SCREENED)
+    return f"{1 - screened / min(without):.1%}" if screened and without else ""
+
+
+def _kind_section(kind: BatchKind, sizes: Sequence[Decision]) -> str:
+    rows = [
+        {
+            "rows": one.rows,
+            "us": f"{one.us:.1f} ± {CONFIDENT * one.entry.se:.1f}",
+            "default": f"{one.entry.default_us:.1f}" if one.entry.default_us else "",
+            "gain": f"{one.entry.gain:.1%}" if one.entry.gain else "",
+            "takes": one.takes,
+            "as good": len(one.entry.tied),
+            "others, us": ", ".join(f"{name} {us:.1f}" for name, us in one.entry.others.items()),
+            "gain of the screen": screen_gain(one.entry),
+            "checked": one.entry.checked,
+            "rounds": one.entry.n or "",
+        }
+        for one in sizes
+    ]
+    grid = _grid(rows, ("takes", "others, us", "checked"))
+    return f"<h2>{kind}</h2>{_html(lines(sizes))}<details><summary>all sizes</summary>{grid}</details>"
+
+
+def _search_section(table: Table, events: Sequence[dict[str, Any]]) -> str:
     """History and importance of each study."""
     by_study: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for event in events:
-        if event.get("kind") == "trial" and isinstance(event.get("study"), str):
+        if event.get("event") == "trial" and isinstance(event.get("study"), str):
             by_study[event["study"]].append(event)
     if not by_study:
         return "<h2>Search</h2><p>The log of the trials is not beside the table.</p>"
-    plan = Plan(table.device, table.head, EFFORTS["full"])
+    plan = Plan(*device_and_head(table), EFFORTS["full"])
     parts = ["<h2>Search</h2><p>Time over that of the study's first configuration, where it does best.</p>"]
     for name, trials in by_study.items():
-        ratios, values = [], {}
-        first: dict[str, float] = next((trial["us"] for trial in trials if trial.get("us")), {})
-        for trial in trials:
-            us = trial.get("us") or {}
-            found = [us[rows] / first[rows] for rows in us if first.get(rows)]
-            ratios.append(min(found) if found else math.inf)
-            try:
-                values[config_of(trial["path"], trial["config"])] = math.log(min(found)) if found else None
-            except (KeyError, TypeError, ValueError):
-                continue
-        key = _key_of(name)
-        shares = importances(plan.space(key), values) if key is not None else {}
-        rejected = sum(bool(trial.get("why")) for trial in trials)
-        importance = f"<p>What decides:</p>{svg.bars(shares)}" if shares else ""
-        parts.append(
-            f"<details><summary>{_e(name)}: {len(trials)} configurations, {rejected} rejected</summary>"
-            f"{svg.steps(ratios, 'ratio')}{importance}</details>"
-        )
+        rejected = sum(bool(trial.get("reason")) for trial in trials)
+        figures = "".join(map(_html, study_figures(plan, name, trials)))
+        title = f"{name}: {len(trials)} configurations, {rejected} rejected"
+        parts.append(f"<details><summary>{_text(title)}</summary>{figures}</details>")
     return "".join(parts)
 
 
-def _key_of(name: str) -> StudyKey | None:
-    parts = name.split("/")
+def study_figures(plan: Plan, name: str, trials: Sequence[dict[str, Any]]) -> Iterator[go.Figure]:
+    """Of one study: what it tried, and which axes decide; nothing where too little is known."""
+    ratios: dict[Any, float | None] = {}
+    first: dict[str, float] = next((trial["us"] for trial in trials if trial.get("us")), {})
     try:
-        return StudyKey(parts[1], Work(parts[0]), int(parts[2]) if len(parts) > 2 else 0)
-    except (IndexError, ValueError):
-        return None
+        space = plan.space(StudyKey.parse(name))
+        for trial in trials:
+            times = [us / first[rows] for rows, us in (trial.get("us") or {}).items() if first.get(rows)]
+            ratios[config_of(trial["path"], trial["config"])] = min(times) if times else None
+        study = finished_study(space, ratios)
+    except (KeyError, TypeError, ValueError):
+        return
+    known = sum(trial.value is not None for trial in study.trials)
+    if known:
+        yield _sized(optuna.visualization.plot_optimization_history(study, target_name="ratio"))
+    if known >= STARTUP:
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        try:
+            yield _sized(optuna.visualization.plot_param_importances(study, evaluator=evaluator))
+        except (RuntimeError, ValueError):  # one value on every axis
+            return
 
 
-def _rejects(table: Table, events: list[dict[str, Any]]) -> str:
-    whys = collections.Counter(str(entry.get("why")) for entry in table.rejected)
-    transfers = [event for event in events if event.get("kind") == "transfer"]
-    worst = max((event.get("regret", 0.0) for event in transfers), default=None)
-    between = "" if worst is None else f"<p>Between buckets: {len(transfers)} checked, largest regret {worst:.1%}.</p>"
+def _rejected_section(table: Table, events: Sequence[dict[str, Any]]) -> str:
+    regrets = [event.get("regret", 0.0) for event in events if event.get("event") == "transfer"]
+    between = f"<p>Between two sizes: {len(regrets)} raced, largest regret {max(regrets):.1%}.</p>" if regrets else ""
     if not table.rejected:
         return f"{between}<h2>Rejected</h2><p>Nothing was rejected.</p>"
-    rows = "".join(
-        f"<tr><td class=l><code>{_e(_named(entry))}</code><td class=l>{_e(entry.get('why'))}"
-        f"<td class=l>{_e(entry.get('detail'))}"
-        for entry in table.rejected[:MOST_REJECTS]
-    )
-    counts = ", ".join(f"{count} {_e(why)}" for why, count in whys.most_common())
-    return f"{between}<h2>Rejected</h2><p>{counts}</p><details><summary>all</summary><table>{rows}</table></details>"
+    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(table.rejected.items(), key=lambda one: -one[1]))
+
+    def line(event: dict[str, Any]) -> dict[str, Any]:
+        name = f"{event['kind']}/{key_of(config_of(event['path'], event['config']))}"
+        return {"configuration": name, "reason": event["reason"], "detail": event["detail"]}
+
+    rejected = (event for event in events if event.get("event") in ("trial", "refused") and event.get("reason"))
+    rows = list(recalled(rejected, line))
+    grid = _grid(rows, ("configuration", "reason", "detail"))
+    return f"{between}<h2>Rejected</h2><p>{_text(counts)}</p><details><summary>all</summary>{grid}</details>"
 
 
-def _named(entry: dict[str, Any]) -> str:
-    config = entry.get("config")
-    return f"{config.get('work')}/{config.get('key')}" if isinstance(config, dict) else str(config)
-
-
-def _environment(table: Table) -> str:
+def _environment_section(table: Table) -> str:
     known = {**table.env, "effort": table.effort, **table.measure, **table.provenance}
-    rows = "".join(f"<tr><td class=l>{_e(k)}<td class=l>{_e(json.dumps(v))}" for k, v in sorted(known.items()))
-    return f"<h2>Environment</h2><table>{rows}</table>"
+    rows = [{"name": name, "value": json.dumps(value)} for name, value in sorted(known.items())]
+    return f"<h2>Environment</h2>{_grid(rows, ('name', 'value'))}"

@@ -11,42 +11,59 @@ import dataclasses
 import datetime
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..sources import installed_sources
-from ..table import Device, HeadShape, Table, file_name
-from . import surface
+import msgspec
+import torch
+
+from ..kinds import Config
+from ..tables.fingerprint import installed_fingerprints
+from ..tables.lookup import load_table
+from ..tables.schema import Device, HeadShape, Table, file_name
 from .decide import Decider
-from .plan import EFFORTS, Effort, Plan
-from .progress import Plain
-from .publish import MEASURE, SAME_ENV, Publisher
-from .remote import Crew, Job, Remote, RemoteError, work_until
+from .errors import OK, UNUSABLE, WRONG
+from .plan import EFFORTS, SIZES, Effort, Plan
+from .pool import (
+    HELLO_SECONDS,
+    Job,
+    Pool,
+    PoolError,
+    WorkerProcess,
+    ask_once,
+    measuring_process,
+    visible_gpu,
+    work_until,
+)
+from .progress import Progress
 from .search import Context, Search
-from .space import Config, space_hash
-from .trials import Log
+from .space import space_hash
+from .tables import device_and_head
+from .trials import TrialLog, log_of
+from .writer import MEASURE, SAME_ENV, TableWriter
 
-HELLO_SECONDS = 60.0
 READY_SECONDS = 120.0
-RIVALS_SECONDS = 240.0
-MOST_COMPILERS = 15
-SURFACE_COMPILERS = 1
-MOST_BUSY = 20  # percent of a GPU that may be used by others before we begin
+BASELINE_SECONDS = 240.0
+MAX_COMPILERS = 15
+SIMULATED_COMPILERS = 1
+MAX_BUSY = 20  # percent of a GPU that may be used by others before we begin
 NOISY = 0.01  # median standard error of the winners' times, relative
-OK, WRONG, BAD = 0, 1, 2
+MAX_ELSEWHERE = 50  # tables of other GPUs or heads that a search starts from
 
 
-class TuneError(RuntimeError):
+class TuneError(ValueError):
     """Why a run cannot begin or go on; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """out: the folder of the table. budget: seconds, None for the effort's own. surface: a recorded one instead of a
-    GPU. flashinfer: whether its path may be chosen. plan: a part of the plan, for who compares a search with a
-    sweep."""
+    """out: the folder of the table. budget: seconds, None for the effort's own. simulated: the file of a simulated
+    device instead of GPUs. compilers: processes, None for the processors but one. baselines: "on" or "off", whether
+    FlashInfer is raced; None for the effort's own. sizes: batch sizes, None for the usual ones. flashinfer: not None
+    where its path may be chosen. plan: a part of the plan, for who compares a search with a sweep."""
 
     head: HeadShape
     out: Path
@@ -55,24 +72,24 @@ class Options:
     resume: bool = True
     force: bool = False
     gpus: int = 1
-    surface: str | None = None
+    simulated: str | None = None
     allow_busy: bool = False
     compilers: int | None = None
-    rivals: bool | None = None
-    buckets: tuple[int, ...] | None = None
-    flashinfer: bool = False
+    baselines: str | None = None
+    sizes: tuple[int, ...] | None = None
+    flashinfer: str | None = None
     plan: Callable[[Device, HeadShape, Effort, tuple[int, ...]], Plan] = Plan
 
     @property
     def plan_effort(self) -> Effort:
         effort = EFFORTS[self.effort]
-        rivals = effort.rivals if self.rivals is None else self.rivals
-        return dataclasses.replace(effort, budget=self.budget or effort.budget, rivals=rivals)
+        baselines = effort.baselines if self.baselines is None else self.baselines == "on"
+        return dataclasses.replace(effort, budget=self.budget or effort.budget, baselines=baselines)
 
 
 @dataclasses.dataclass
 class Result:
-    """code: the exit code. status: one word. message: one line."""
+    """code: the exit code. status: one word or two. message: one line."""
 
     code: int
     status: str
@@ -81,231 +98,217 @@ class Result:
     table: Table | None = None
 
 
-def run(options: Options, progress: Plain) -> Result:
+def run(options: Options, progress: Progress) -> Result:
     """Tune. Raises TuneError; KeyboardInterrupt only before there is anything to keep."""
-    began = time.monotonic()
-    gpus = Crew(_gpu(options, index) for index in range(1 if options.surface else options.gpus))
-    run_ = _Run(options, progress, gpus, began)
+    if options.simulated is None and not torch.cuda.is_available():
+        raise TuneError("this machine has no CUDA device; run and verify measure on one, other commands need none")
+    coordinator = _Coordinator(options, progress)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return run_.all()
-    except RemoteError as error:
+        return coordinator.run()
+    except PoolError as error:
         raise TuneError(str(error)) from None
     except OSError as error:
         raise TuneError(f"{options.out} cannot be written: {error.strerror or error}") from None
     finally:
         signal.signal(signal.SIGTERM, previous)
-        run_.end()
+        coordinator.end()
 
 
 def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _gpu(options: Options, index: int) -> Remote:
-    log = options.out / "logs" / f"worker-{index}.log"
-    if options.surface:
-        return Remote("measuring", {"bench": "surface", "file": options.surface}, log)
-    return Remote("measuring", {"bench": "gpu"}, log, {"CUDA_VISIBLE_DEVICES": visible(index)})
+class _Coordinator:
+    def __init__(self, options: Options, progress: Progress) -> None:
+        self.options, self.progress, self.effort = options, progress, options.plan_effort
+        self._began = time.monotonic()
+        self._logs = options.out / "logs"
+        self.gpus = Pool(
+            measuring_process(self._logs / f"worker-{index}.log", options.simulated, index)
+            for index in range(options.gpus)
+        )
+        self.compilers = Pool(())
+        self.preparing = Pool(())  # of the baselines
+        self.flashinfer = False  # whether it can be raced by now
+        self.log: TrialLog | None = None
 
-
-def visible(index: int) -> str:
-    """The name of the ``index``-th GPU that this process may use."""
-    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return given[index] if index < len(given) else str(index)
-
-
-class _Run:
-    def __init__(self, options: Options, progress: Plain, gpus: Crew, began: float) -> None:
-        self.options, self.progress, self.gpus, self.began = options, progress, gpus, began
-        self.effort = options.plan_effort
-        self.compilers: Crew | None = None
-        self.rivals: Crew | None = None
-        self.flashinfer = False
-        self.log: Log | None = None
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
 
     def left(self) -> float:
-        return self.effort.budget - (time.monotonic() - self.began)
+        return self.effort.budget - self.seconds()
 
     def end(self) -> None:
-        for crew in (self.gpus, self.compilers, self.rivals):
-            if crew is not None:
-                crew.end()
+        for pool in self._pools():
+            pool.end()
         if self.log is not None:
             self.log.close()
 
-    def all(self) -> Result:
+    def _pools(self) -> list[Pool]:
+        return [self.gpus, self.compilers, self.preparing]
+
+    def run(self) -> Result:
         options, head = self.options, self.options.head
         # They import while the device says who it is; where there may be nothing to do, that comes first.
-        found = any(options.out.glob(file_name("*", head).replace("_", "*", 1)))
-        if not found:
+        table_there = any(options.out.glob(file_name("*", head).replace("_", "*", 1)))
+        if not table_there:
             self._start_compilers()
         device, env = self._hello()
-        plan = options.plan(device, head, self.effort, options.buckets or Plan.buckets)
         try:
-            _ = plan.family
-            publisher = Publisher(options.out, plan, env, options.flashinfer)
+            plan = options.plan(device, head, self.effort, options.sizes or SIZES)
+            writer = TableWriter(options.out, plan, env, options.flashinfer is not None)
         except ValueError as error:
             raise TuneError(str(error)) from None
-        if not options.force and publisher.up_to_date():
-            return Result(OK, "up to date", f"up to date: {publisher.path}", publisher.path)
-        if found:
+        if not options.force and writer.up_to_date():
+            return Result(OK, "up to date", f"up to date: {writer.path}", writer.path)
+        if table_there:
             self._start_compilers()
-        self.log = Log(publisher.path.with_suffix(".trials.jsonl"), self._identity(plan, env), resume=self._resumes())
+        resumes = options.resume and not options.force
+        self.log = TrialLog(log_of(writer.path), self._identity(plan, env), resume=resumes)
         if self.log.note:
             self.progress.note(self.log.note)
-        context = Context(
-            plan, self.log, dataclasses.asdict(head), self.gpus, self.progress.note, publisher.reject, self.left
-        )
+        context = Context(plan, self.log, self.gpus, self.progress.note, self.left, writer.rejected)
+        search = Search(context, self.compilers, _winners_elsewhere(options.out, device, head))
+        decider = Decider(context, writer, search.finalists, lambda: self.flashinfer)
         interrupted = False
-        search = Search(context, self.compilers, _elsewhere(options.out, device, head))
-        decider = Decider(context, publisher, search.finalists, lambda: self.flashinfer)
         try:
             self._search(search)
             search.compile_for_races(decider.entered())
             self._decide(decider)
         except KeyboardInterrupt:
             interrupted = True
-        return self._finish(publisher, search, decider, context, interrupted)
-
-    def _resumes(self) -> bool:
-        return self.options.resume and not self.options.force
+        return self._finish(writer, search, decider, interrupted)
 
     def _identity(self, plan: Plan, env: dict[str, str]) -> dict[str, Any]:
         return {
-            "device": dataclasses.asdict(plan.device),
-            "head": dataclasses.asdict(plan.head),
+            "device": msgspec.to_builtins(plan.device),
+            "head": msgspec.to_builtins(plan.head),
             "env": {name: env.get(name, "") for name in SAME_ENV},
-            "src": installed_sources(),
+            "src": installed_fingerprints(),
             "space": [space_hash(path) for path in plan.paths],
+            "defaults": plan.defaults_digest,
             "measure": MEASURE,
         }
 
     def _start_compilers(self) -> None:
-        surface = self.options.surface
-        most = SURFACE_COMPILERS if surface else MOST_COMPILERS
+        simulated = self.options.simulated
+        most = SIMULATED_COMPILERS if simulated else MAX_COMPILERS
         count = self.options.compilers or max(1, min(most, len(os.sched_getaffinity(0)) - 1))
-        spec = {"bench": "surface", "file": surface} if surface else {"bench": "compiling", "processes": count}
-        logs = self.options.out / "logs"
-        environment = {"CUDA_VISIBLE_DEVICES": visible(0), "OMP_NUM_THREADS": "1"}
-        self.compilers = Crew(
-            Remote("compiling", spec, logs / f"compiling-{index}.log", environment) for index in range(count)
+        compiling = {"worker": "compiling", "processes": count}
+        spec = {"worker": "simulated", "file": simulated} if simulated else compiling
+        environment = {"CUDA_VISIBLE_DEVICES": visible_gpu(0), "OMP_NUM_THREADS": "1"}
+        self.compilers = Pool(
+            WorkerProcess(spec, self._logs / f"compiling-{index}.log", environment) for index in range(count)
         )
-        for remote in self.compilers.remotes:
-            remote.start()
+        for process in self.compilers.processes:
+            process.start()
 
     def _hello(self) -> tuple[Device, dict[str, str]]:
-        answers: list[dict[str, Any]] = []
-
-        def hello() -> Job:
-            answers.append((yield {"op": "hello"}, HELLO_SECONDS))
-
-        for _ in self.gpus.remotes:
-            self.gpus.add(hello())
-        work_until([self.gpus], lambda: len(answers) == len(self.gpus.remotes))
+        for process in self.gpus.processes:
+            process.start()
+        answers = [ask_once(process, {"op": "hello"}, HELLO_SECONDS) for process in self.gpus.processes]
         for answer in answers:
             if "error" in answer:
                 raise TuneError(f"the device does not answer: {answer['error']['detail']}")
-            if answer.get("busy", 0) > MOST_BUSY and not self.options.allow_busy:
+            if answer.get("busy", 0) > MAX_BUSY and not self.options.allow_busy:
                 raise TuneError(f"noisy GPU: others use {answer['busy']} % of it; stop them, or --allow-busy")
             if answer["device"] != answers[0]["device"]:
                 raise TuneError("the GPUs differ: tune each kind with --gpus 1 and CUDA_VISIBLE_DEVICES")
         try:
-            device = Device(**answers[0]["device"])
-        except TypeError as error:
+            device = msgspec.convert(answers[0]["device"], Device)
+        except msgspec.ValidationError as error:
             raise TuneError(f"the device is not described: {error}") from None
         env = {name: str(value) for name, value in answers[0]["env"].items() if value}
         self.progress.note(f"{device.name}, compute capability {device.cc}, {device.sms} multiprocessors")
         return device, env
 
-    def _start_rivals(self) -> None:
+    def _prepare_baselines(self) -> None:
         """FlashInfer compiles for a minute the first time: beside the search, and without it if it takes longer."""
 
         def prepare() -> Job:
-            answer = yield {"op": "rivals"}, RIVALS_SECONDS
+            answer = yield {"op": "baselines"}, BASELINE_SECONDS
             self.flashinfer = bool(answer.get("available"))
             if not self.flashinfer:
                 detail = answer.get("detail") or answer.get("error", {}).get("detail", "")
                 self.progress.note(f"FlashInfer is not raced: {detail}")
 
-        remote = _gpu(self.options, 0)
-        remote.log = self.options.out / "logs" / "rivals.log"
-        self.rivals = Crew([remote])
-        self.rivals.add(prepare())
-
-    def _crews(self) -> list[Crew]:
-        return [crew for crew in (self.gpus, self.compilers, self.rivals) if crew is not None]
+        self.preparing = Pool([measuring_process(self._logs / "baselines.log", self.options.simulated)])
+        self.preparing.add(prepare())
 
     def _search(self, search: Search) -> None:
-        if self.effort.rivals or self.options.flashinfer:
-            self._start_rivals()
-        searching = self.effort.budget * self.effort.share
+        if self.effort.baselines or self.options.flashinfer:
+            self._prepare_baselines()
 
         def tick() -> None:
-            if time.monotonic() - self.began > searching:
+            if self.seconds() > self.effort.budget * self.effort.share:
                 search.stop()
             search.fill()
-            rejected = sum(bool(t.why) for study in search.studies.values() for t in study.trials.values())
-            self.progress.update("search", search.tried, search.size, f"{rejected} rejected")
+            self.progress.update("search", search.tried, search.size, f"{len(search.context.rejected)} rejected")
 
-        for _ in self.gpus.remotes:
+        for _ in self.gpus.processes:
             self.gpus.add(_ready(search.context.head))
         search.fill()
-        work_until(self._crews(), lambda: search.finished, tick)
+        work_until(self._pools(), lambda: search.finished, tick)
         spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in search.spent.items() if seconds)
         self.progress.note(
-            f"searched: {search.tried} configurations in {time.monotonic() - self.began:.0f} s"
+            f"searched: {search.tried} configurations in {self.seconds():.0f} s"
             + (f" ({spent}, all processes together)" if spent else "")
         )
 
     def _decide(self, decider: Decider) -> None:
-        if self.options.flashinfer and self.rivals is not None:  # asked for: worth waiting for its compiler
-            work_until([self.rivals], lambda: self.left() <= 0)
+        if self.options.flashinfer:  # asked for: worth waiting for its compiler
+            work_until([self.preparing], lambda: self.left() <= 0)
         for job in decider.jobs():
             self.gpus.add(job)
 
         def tick() -> None:
-            self.progress.update("races", decider.done, decider.races)
-            if self.compilers is not None and not self.compilers.pending:
+            self.progress.update("races", decider.done, decider.races, f"{max(0.0, self.left()):.0f} s left")
+            if not self.compilers.pending:
                 self.compilers.end()  # they hold memory of the device
 
-        work_until(self._crews(), lambda: not self.gpus.pending, tick)
+        work_until(self._pools(), lambda: not self.gpus.pending, tick)
 
-    def _finish(
-        self, publisher: Publisher, search: Search, decider: Decider, context: Context, interrupted: bool
-    ) -> Result:
+    def _finish(self, writer: TableWriter, search: Search, decider: Decider, interrupted: bool) -> Result:
+        failed_defaults = search.context.failed_defaults
         if not decider.done:
-            why = "interrupted" if interrupted else "no race came about"
-            detail = (
-                f": {context.failed_defaults[0]}" if context.failed_defaults else f"; see {self.options.out / 'logs'}"
-            )
-            return Result(WRONG, why, f"{why}, no table written{detail}")
+            status = "interrupted" if interrupted else "no race came about"
+            detail = f": {failed_defaults[0]}" if failed_defaults else f"; see {self._logs}"
+            return Result(WRONG, status, f"{status}, no table written{detail}")
         complete = decider.done >= decider.races and not interrupted
-        publisher.provenance = {
+        writer.provenance = {
             "complete": complete,
             "when": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "trials": search.tried,
-            "gpus": len(self.gpus.remotes),
+            "gpus": len(self.gpus.processes),
             "budget": self.effort.budget,
             "seed": 0,
         }
-        publisher.write()
+        writer.write()
         # A table that the server would not read is worth nothing: read it as it would.
-        table = Table.loads(publisher.path.read_text(encoding="utf-8"))
-        code, status, message = OK, "done", f"{decider.done} buckets in {time.monotonic() - self.began:.0f} s"
-        buckets = [bucket for found in table.classes.values() for bucket in found.values()]
+        table, reason = load_table(writer.path)
+        if table is None:
+            raise TuneError(f"{writer.path} cannot be read again: {reason}")
+        error = statistics.median(decider.errors)
+        code, status, message = OK, "done", f"{decider.done} batch sizes in {self.seconds():.0f} s; {_summary(table)}"
         if not complete:
             status = "interrupted" if interrupted else "out of time"
-            message = f"{status}: {decider.done} of {decider.races} buckets; the next run goes on"
-        elif all(bucket.use == bucket.default for bucket in buckets):
-            message += "; the default won everywhere"
-        if context.failed_defaults:
+            message = f"{status}: {decider.done} of {decider.races} batch sizes; the next run goes on"
+        if failed_defaults:
             code, status = WRONG, "wrong default"
-            message = f"a built-in configuration failed: {context.failed_defaults[0]}"
-        elif decider.noisy and sorted(decider.noisy)[len(decider.noisy) // 2] > NOISY:
-            code, status = BAD, "noisy GPU"
-            message = f"noisy GPU: times are known to {sorted(decider.noisy)[len(decider.noisy) // 2]:.1%} only"
-        return Result(code, status, f"{message}; {publisher.path}", publisher.path, table)
+            message = f"a built-in configuration failed: {failed_defaults[0]}"
+        elif error > NOISY:
+            code, status = UNUSABLE, "noisy GPU"
+            message = f"noisy GPU: times are known to {error:.1%} only"
+        return Result(code, status, f"{message}; {writer.path}", writer.path, table)
+
+
+def _summary(table: Table) -> str:
+    if not table.entries:
+        return "the built-in choice won everywhere"
+    total = len(table.entries) + sum(len(kept.rows) for kept in table.kept.values())
+    best = max(entry.gain for entry in table.entries)
+    return f"{len(table.entries)} of {total} improved, by up to {best:.1%}"
 
 
 def _ready(head: dict[str, Any]) -> Job:
@@ -315,20 +318,12 @@ def _ready(head: dict[str, Any]) -> Job:
         raise TuneError(f"the head cannot be made on the device: {answer['error']['detail']}")
 
 
-def _elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterator[Config]:
-    """Winners of other tables in ``folder`` for GPUs of the same compute capability: where a search may begin."""
-    for path in sorted(folder.glob("fs1,*.json"))[:50]:
-        try:
-            table = Table.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+def _winners_elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterator[Config]:
+    """What won in other tables in ``folder`` for GPUs of the same compute capability: where a search may begin."""
+    for path in sorted(folder.glob("fs2,*.json"))[:MAX_ELSEWHERE]:
+        table, _ = load_table(path)
+        if table is None:
             continue
-        if table.device.cc != device.cc or table.head.dtype != head.dtype:
-            continue
-        for buckets in table.classes.values():
-            for bucket in buckets.values():
-                launch = table.configs[bucket.use].launch
-                if launch is not None:
-                    yield launch
-
-
-__all__ = ["BAD", "OK", "WRONG", "Options", "Result", "TuneError", "run", "surface"]
+        theirs, their_head = device_and_head(table)
+        if (theirs.cc, their_head.dtype) == (device.cc, head.dtype):
+            yield from (entry.launch for entry in table.entries)

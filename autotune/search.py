@@ -10,94 +10,100 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from ..work import Work
-from .builtin import kernels_of
-from .names import label_of, path_of
+import msgspec
+
+from ..kinds import KIND_NAMES, BatchKind, Config, path_of
+from ..tables.schema import config_fields
+from .labels import config_of, contender, kernel_kind, label_of
 from .plan import Plan, StudyKey
-from .remote import Crew, Job
-from .space import MAX_SPILLED, SCREENED, Config
-from .study import Study
-from .trials import Log, config_data, config_of
+from .pool import Job, Pool
+from .space import MAX_SPILLED, SCREENED
+from .study import Study, Trial
+from .trials import TrialLog, recalled
 
 COMPILE_SECONDS = 60.0
 TRIAL_SECONDS = 60.0
-AHEAD = 24  # compiled configurations that may wait for a GPU
+MAX_COMPILED_AHEAD = 24  # configurations that may wait for a GPU
 OFFERED = 3  # winners of a finished study that its siblings try
-HOPELESS = 1.15  # a configuration slower than the best by this does not race
-# A study that has timed so many, and is slower than others by so much wherever its finds could race, is over.
-PROBATION, BEYOND_HOPE = 6, 1.3
+TOO_SLOW_TO_RACE = 1.15  # times the best
+# A study ends after so many timed configurations if its best is so many times slower than that of others at every batch
+# size that it serves.
+PROBATION, TOO_SLOW_TO_SEARCH = 6, 1.3
 
 
 @dataclasses.dataclass
 class Context:
-    """What the parts of a run share. head: as workers want it. note: says something to the person who waits. reject:
-    takes a configuration, its work, the reason and the detail. left: seconds until the run's time is over."""
+    """What the parts of a run share. note: says something to the person who waits. left: seconds until the run's time
+    is over. rejected: the reasons, by label. failed_defaults: a line for each built-in choice that was rejected."""
 
     plan: Plan
-    log: Log
-    head: dict[str, Any]
-    gpus: Crew
+    log: TrialLog
+    gpus: Pool
     note: Callable[[str], None]
-    reject: Callable[[Config, Work, str, str], None]
     left: Callable[[], float]
+    rejected: dict[str, str] = dataclasses.field(default_factory=dict)
     failed_defaults: list[str] = dataclasses.field(default_factory=list)
 
-    def is_default(self, config: Config, work: Work) -> bool:
-        kernels = kernels_of(work, config)
+    @property
+    def head(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self.plan.head)
+
+    def is_default(self, config: Config, kind: BatchKind) -> bool:
+        path = path_of(config)
         return any(
             self.plan.default(rows, other) == config
-            for other in self.plan.works
-            for rows in self.plan.buckets_of(other)
-            if kernels_of(other, config) is kernels
+            for other in self.plan.kinds
+            for rows in self.plan.sizes_of(other)
+            if kernel_kind(other, path) == kernel_kind(kind, path)
         )
 
-    def request(self, op: str, config: Config, work: Work, **values: Any) -> dict[str, Any]:
-        return {
-            "op": op,
-            "head": self.head,
-            "path": path_of(config),
-            "config": config_data(config),
-            "work": work.value,
-            "label": label_of(config, work.value),
-            **values,
-        }
+    def reject(self, config: Config, kind: BatchKind, reason: str, detail: str) -> None:
+        """kind: whose kernels it has."""
+        label = label_of(config, kind)
+        self.rejected[label] = reason
+        if self.is_default(config, kind):
+            self.failed_defaults.append(f"{label}: {reason}: {detail}")
+
+    def request(self, op: str, config: Config, kind: BatchKind, **values: Any) -> dict[str, Any]:
+        return {"op": op, "head": self.head, "kind": str(kind), **contender(config, kind), **values}
 
 
 class Search:
-    """All studies of a plan. compilers: None where nothing has to be compiled ahead."""
+    """All studies of a plan. compilers: None where nothing has to be compiled ahead. elsewhere: winners of other
+    tables."""
 
-    def __init__(self, context: Context, compilers: Crew | None, elsewhere: Iterable[Config] = ()) -> None:
+    def __init__(self, context: Context, compilers: Pool | None, elsewhere: Iterable[Config] = ()) -> None:
         self.context, self.compilers = context, compilers
         plan, elsewhere = context.plan, list(elsewhere)
         self.studies: dict[StudyKey, Study] = {}
-        # Those with a built-in default come first: it races in any case, and one process alone compiles during races.
+        # Those with a built-in choice come first: it races in any case, and one process alone compiles during races.
         for key in sorted(plan.studies, key=lambda key: not plan.defaults(key)):
             self.studies[key] = Study(
                 plan.space(key), plan.seeds(key, elsewhere), plan.cap(key), seed=plan.studies.index(key)
             )
+        self.over: set[StudyKey] = set()
+        self.spent: collections.Counter[str] = collections.Counter()  # seconds of the processes, by what they do
         self._served = {key: plan.served(key) for key in self.studies}
-        self._turn = 0
-        self._over: set[StudyKey] = set()
+        self._next_place = 0  # of the study whose turn it is
         self._stopped = False
         self._waiting = 0  # compiled, not measured yet
-        self._compiled: set[tuple[Config, Work]] = set()  # or being compiled
-        self.spent: collections.Counter[str] = collections.Counter()  # seconds of the processes, by what they do
+        self._compiled: set[tuple[Config, BatchKind]] = set()  # or being compiled
         self._recall()
 
     def _recall(self) -> None:
-        """What an earlier run has found out."""
-        for event in self.context.log.of("trial"):
-            try:
-                work, config = Work(event["work"]), config_of(event["path"], event["config"])
-                study = self.studies.get(self.context.plan.study_of(config, work))
-                us = {int(rows): float(value) for rows, value in event["us"].items()}
-            except (KeyError, TypeError, ValueError, AttributeError):
-                continue
-            if study is not None and config not in study.trials:
-                self._baseline(study, us)
-                study.tell(config, us or None, event.get("why", ""), event.get("detail", ""))
-                if event.get("why"):
-                    self._rejected(config, work, event["why"], event.get("detail", ""))
+        """What an earlier run has learnt."""
+
+        def trial_of(event: dict[str, Any]) -> tuple[BatchKind, Trial]:
+            us = {int(rows): float(value) for rows, value in event["us"].items()}
+            config = config_of(event["path"], event["config"])
+            return KIND_NAMES[event["kind"]], Trial(config, us, event["reason"], event["detail"])
+
+        for kind, trial in recalled(self.context.log.of("trial"), trial_of):
+            study = self.studies.get(self.context.plan.study_of(trial.config, kind))
+            if study is not None and trial.config not in study.trials:
+                study.tell(trial.config, trial.us, trial.reason, trial.detail)
+                if trial.reason:
+                    self.context.reject(trial.config, kind, trial.reason, trial.detail)
 
     @property
     def tried(self) -> int:
@@ -111,57 +117,56 @@ class Search:
     def finished(self) -> bool:
         compiling = self.compilers.pending if self.compilers and not self._stopped else 0
         busy = self.context.gpus.pending + compiling
-        return not busy and (self._stopped or len(self._over) == len(self.studies))
+        return not busy and (self._stopped or len(self.over) == len(self.studies))
 
     def stop(self) -> None:
         """Ask for nothing more; what is being measured is measured to its end."""
         if not self._stopped:
             self._stopped = True
             for key in self.studies:
-                if key not in self._over:
-                    self._say_if_nothing_runs(key)
+                if key not in self.over:
+                    self._note_if_nothing_runs(key)
             if self.compilers is not None:
                 self.compilers.drop_waiting()
             self.context.gpus.drop_waiting()
 
-    def compile_for_races(self, entered: Iterable[tuple[Config, Work]]) -> None:
+    def compile_for_races(self, entered: Iterable[tuple[Config, BatchKind]]) -> None:
         """What will race and was in no trial, in that order, beside the races: else the process that measures would
         compile it, one by one. entered: configurations, and whose kernels they are."""
-        for config, work in dict.fromkeys(entered):
-            if self.compilers is not None and (config, work) not in self._compiled:
-                self.compilers.add(self._compiled_as(config, work))
+        for config, kind in dict.fromkeys(entered):
+            if self.compilers is not None and (config, kind) not in self._compiled:
+                self.compilers.add(self._compiled_as(config, kind))
 
-    def _compiled_as(self, config: Config, work: Work) -> Generator[tuple[dict[str, Any], float], dict[str, Any], Any]:
+    def _compiled_as(
+        self, config: Config, kind: BatchKind
+    ) -> Generator[tuple[dict[str, Any], float], dict[str, Any], Any]:
         """A job; what the compiler answers."""
-        self._compiled.add((config, work))
-        return (yield self.context.request("compile", config, work), COMPILE_SECONDS)
+        self._compiled.add((config, kind))
+        return (yield self.context.request("compile", config, kind), COMPILE_SECONDS)
 
     def fill(self) -> None:
         """Give work to whoever is idle."""
-        if self._stopped:
-            return
-        while self._room() > 0:
-            found = self._next()
-            if found is None:
+        while not self._stopped and self._has_room():
+            proposal = self._next_proposal()
+            if proposal is None:
                 return
-            key, config = found
             if self.compilers is None:
-                self.context.gpus.add(self._measure(key, config))
+                self.context.gpus.add(self._measure(*proposal))
             else:
-                self.compilers.add(self._compile(key, config))
+                self.compilers.add(self._compile(*proposal))
 
-    def _room(self) -> int:
+    def _has_room(self) -> bool:
         if self.compilers is None:
-            return self.context.gpus.idle
-        return self.compilers.idle if self._waiting < AHEAD else 0
+            return self.context.gpus.idle > 0
+        return self.compilers.idle > 0 and self._waiting < MAX_COMPILED_AHEAD
 
-    def _next(self) -> tuple[StudyKey, Config] | None:
+    def _next_proposal(self) -> tuple[StudyKey, Config] | None:
         """One configuration, of the studies in turn: those that compile slowest must not come last."""
         keys = list(self.studies)
         for _ in keys:
-            key = keys[self._turn % len(keys)]
-            self._turn += 1
-            if key in self._over:
+            key = keys[self._next_place % len(keys)]
+            self._next_place += 1
+            if key in self.over:
                 continue
             study = self.studies[key]
             config = study.ask()
@@ -172,107 +177,96 @@ class Search:
         return None
 
     def _finish(self, key: StudyKey) -> None:
-        self._over.add(key)
-        self._say_if_nothing_runs(key)
+        self.over.add(key)
+        self._note_if_nothing_runs(key)
         winners = self.studies[key].best(self.context.plan.probes(key)[-1], OFFERED)
         for other, study in self.studies.items():
             if other != key and (other.path, other.block_b) == (key.path, key.block_b):
                 study.offer(winners)
 
-    def _say_if_nothing_runs(self, key: StudyKey) -> None:
+    def _note_if_nothing_runs(self, key: StudyKey) -> None:
         trials = self.studies[key].trials.values()
-        whys = collections.Counter((trial.why, trial.detail) for trial in trials)
         if len(trials) >= PROBATION and not any(trial.us for trial in trials):
-            (why, detail), count = whys.most_common(1)[0]
-            self.context.note(f"{key}: none of {len(trials)} could be used; {count} of them: {why}: {detail}")
+            reasons = collections.Counter((trial.reason, trial.detail) for trial in trials)
+            (reason, detail), count = reasons.most_common(1)[0]
+            self.context.note(f"{key}: none of {len(trials)} could be used; {count} of them: {reason}: {detail}")
 
-    def _is_beyond_hope(self, key: StudyKey) -> bool:
-        """Whether all that a study has found is far slower than what others have, for every batch that it may serve."""
+    def _is_too_slow(self, key: StudyKey) -> bool:
+        """Whether all that a study has timed is far slower than what others have, for every batch that it may serve."""
         study = self.studies[key]
         if sum(bool(trial.us) for trial in study.trials.values()) < PROBATION:
             return False
-        for rows, work in self._served[key]:
-            rivals = [other for other, served in self._served.items() if other != key and (rows, work) in served]
-            least = min((us for other in rivals if (us := self.studies[other].least(rows)) is not None), default=None)
-            own = study.least(rows)
-            assert own is not None
-            if least is None or own <= BEYOND_HOPE * least:
+        for batch in self._served[key]:
+            others = [other for other, served in self._served.items() if other != key and batch in served]
+            best_us = min(
+                (us for other in others if (us := self.studies[other].least(batch[0])) is not None), default=None
+            )
+            study_us = study.least(batch[0])
+            assert study_us is not None
+            if best_us is None or study_us <= TOO_SLOW_TO_SEARCH * best_us:
                 return False
         return True
 
     def _compile(self, key: StudyKey, config: Config) -> Job:
-        answer = yield from self._compiled_as(config, key.work)
+        answer = yield from self._compiled_as(config, key.kind)
         if self._stopped:
             return
-        self._spend(answer)
+        self._count_seconds(answer)
         error = answer.get("error")
-        if error is None and answer["spilled"] > MAX_SPILLED and not self.context.is_default(config, key.work):
-            error = {"why": "registers", "detail": f"{answer['spilled']} bytes spilled per thread"}
+        if error is None and answer["spilled"] > MAX_SPILLED and not self.context.is_default(config, key.kind):
+            error = {"reason": "registers", "detail": f"{answer['spilled']} bytes spilled per thread"}
         if error is None and answer["shared"] > self.context.plan.device.smem_optin:
-            error = {"why": "shared_memory", "detail": f"{answer['shared']} bytes of shared memory"}
+            error = {"reason": "shared_memory", "detail": f"{answer['shared']} bytes of shared memory"}
         if error is not None:
-            self._tell(key, config, {}, error)
+            self.tell(key, config, {}, error)
         else:
             self._waiting += 1
             self.context.gpus.add(self._measure(key, config, compiled=True))
 
     def _measure(self, key: StudyKey, config: Config, *, compiled: bool = False) -> Job:
         try:
-            batches = self.context.plan.probes(key)
-            answer = yield self.context.request("trial", config, key.work, batches=batches), TRIAL_SECONDS
+            sizes = self.context.plan.probes(key)
+            answer = yield self.context.request("trial", config, key.kind, sizes=sizes), TRIAL_SECONDS
         finally:
             self._waiting -= compiled
-        self._spend(answer)
+        self._count_seconds(answer)
         us = {int(rows): value for rows, value in answer.get("us", {}).items()}
-        self._tell(key, config, us, answer.get("error"))
+        self.tell(key, config, us, answer.get("error"))
 
-    def _spend(self, answer: dict[str, Any]) -> None:
-        for part, seconds in answer.get("seconds", {}).items():
-            self.spent[part] += seconds
+    def _count_seconds(self, answer: dict[str, Any]) -> None:
+        self.spent.update(answer.get("seconds", {}))
 
-    def _tell(self, key: StudyKey, config: Config, us: dict[int, float], error: dict[str, Any] | None) -> None:
+    def tell(self, key: StudyKey, config: Config, us: dict[int, float], error: dict[str, Any] | None) -> None:
+        """What came of one configuration: its times, or an error."""
         study = self.studies[key]
-        why, detail = (error["why"], error["detail"]) if error else ("", "")
-        self._baseline(study, us)
-        study.tell(config, us or None, why, detail)
+        reason, detail = (error["reason"], error["detail"]) if error else ("", "")
+        study.tell(config, us or None, reason, detail)
         self.context.log.add(
             "trial",
             study=str(key),
-            work=key.work.value,
-            path=key.path,
-            config=config_data(config),
+            kind=str(key.kind),
+            path=path_of(config).value,
+            config=config_fields(config),
             us={str(rows): round(value, 3) for rows, value in us.items()},
-            why=why,
+            reason=reason,
             detail=detail,
         )
-        if why:
-            self._rejected(config, key.work, why, detail)
-        elif key not in self._over and self._is_beyond_hope(key):
-            self._over.add(key)
+        if reason:
+            self.context.reject(config, key.kind, reason, detail)
+        elif key not in self.over and self._is_too_slow(key):
+            self.over.add(key)
 
-    def _rejected(self, config: Config, work: Work, why: str, detail: str) -> None:
-        label = label_of(config, work.value)
-        self.context.reject(config, work, why, detail)
-        if self.context.is_default(config, work):
-            self.context.failed_defaults.append(f"{label}: {why}: {detail}")
-
-    @staticmethod
-    def _baseline(study: Study, us: dict[int, float]) -> None:
-        """The first that could be measured: the built-in default, as a rule."""
-        for rows, value in us.items():
-            study.baseline.setdefault(rows, value)
-
-    def finalists(self, rows: int, work: Work) -> list[Config]:
-        """Who may race for a bucket: the fastest of each study that serves it, unless they are far behind."""
+    def finalists(self, rows: int, kind: BatchKind) -> list[Config]:
+        """Which configurations may race for a batch: the fastest of each study that serves it, unless they are far
+        behind."""
         plan = self.context.plan
-        found: list[tuple[float, str, Config]] = []
+        ranked: list[tuple[float, str, Config]] = []
         for key, study in self.studies.items():
-            if not plan.serves(key, rows, work):
+            if not plan.serves(key, rows, kind):
                 continue
-            # What is fastest without a screen is found without one: of it only the best runs beside those with one.
-            most = plan.effort.finalists if key.path == SCREENED or not work.screened else 1
+            # What is fastest without a screen is decided without one: only the best of it runs beside those with one.
+            most = plan.effort.finalists if key.path == SCREENED or not kind.screen else 1
             for config in study.best(rows, most):
-                us = study.estimate(config, rows)
-                found.append((us, label_of(config, work.value), config))
-        best = min((us for us, _, _ in found), default=0.0)
-        return [config for us, _, config in sorted(found, key=lambda one: one[:2]) if us <= HOPELESS * best]
+                ranked.append((study.estimate(config, rows), label_of(config, kind), config))
+        ranked.sort(key=lambda one: one[:2])
+        return [config for us, _, config in ranked if us <= TOO_SLOW_TO_RACE * ranked[0][0]]

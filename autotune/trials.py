@@ -1,41 +1,36 @@
-"""The log of a search: one JSON object per line, appended and flushed as things happen, so that a run that was killed
-goes on where it was. A line that was cut short is dropped."""
+"""The log of a run: one JSON object per line, appended and flushed as things happen, so that a run that was killed goes
+on where it was. A line that was cut short is dropped.
+
+Events: {"event": "trial", ...} of each configuration of a search, "refused" of one that failed later, "gtest",
+"decided" of each batch size, with its ``Entry``, and "transfer" of what was raced between two sizes.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..table_entries import LAUNCHES
-from .space import Config
+from ..files import BadFileError, read_plain
+
+T = TypeVar("T")
 
 MAX_LINE = 1 << 16
+MAX_BYTES = 1 << 28
 
 
-def config_data(config: Config) -> dict[str, Any]:
-    return dataclasses.asdict(config)
-
-
-def config_of(path: str, data: dict[str, Any]) -> Config:
-    """Raises ValueError or TypeError where ``data`` is no configuration of ``path``."""
-    if path not in LAUNCHES:
-        raise ValueError(f"path is {path!r}; expected one of {', '.join(LAUNCHES)}")
-    return LAUNCHES[path](**data)
-
-
-class Log:
-    """``identity`` is the first line: what the trials were measured on and with. A log of another identity is set
-    aside, not read."""
+class TrialLog:
+    """identity: the first line, what the trials were measured on and with. A log of another identity is set aside, not
+    read; ``note`` says so."""
 
     def __init__(self, path: Path, identity: dict[str, Any], *, resume: bool) -> None:
-        self.path, self.identity = path, identity
-        self.events: list[dict[str, Any]] = []
-        self.note = ""
+        self.path, self.note = path, ""
         path.parent.mkdir(parents=True, exist_ok=True)
-        events = read(path) if resume else []
+        events = read_events(path) if resume else []
+        self.events: list[dict[str, Any]] = []
         if events and events[0].get("identity") == identity:
             self.events = events[1:]
         elif events:
@@ -48,14 +43,14 @@ class Log:
         partial.replace(path)
         self._file = path.open("a")
 
-    def add(self, kind: str, **values: Any) -> None:
-        event = {"kind": kind, **values}
-        self.events.append(event)
-        self._file.write(json.dumps(event, sort_keys=True) + "\n")
+    def add(self, event: str, **values: Any) -> None:
+        line = {"event": event, **values}
+        self.events.append(line)
+        self._file.write(json.dumps(line, sort_keys=True) + "\n")
         self._file.flush()
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event.get("kind") == kind]
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.events if line.get("event") == event]
 
     def close(self) -> None:
         if not self._file.closed:
@@ -64,18 +59,30 @@ class Log:
             self._file.close()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a log, without the lines that are cut short; nothing where there is no log."""
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log, without those that are cut short; nothing where there is no log, or what is no plain file."""
     try:
-        text = path.read_bytes()
-    except OSError:
+        lines = read_plain(path, MAX_BYTES).split("\n")
+    except BadFileError:
         return []
     events = []
-    for line in text.split(b"\n"):
+    for line in lines:
         try:
             event = json.loads(line) if len(line) <= MAX_LINE else None
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):
             events.append(event)
     return events
+
+
+def recalled(events: Iterable[dict[str, Any]], read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """What ``read`` makes of each event; those that it cannot use are left out."""
+    for event in events:
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            yield read(event)
+
+
+def log_of(table: Path) -> Path:
+    """The log beside a table."""
+    return table.with_suffix(".trials.jsonl")

@@ -1,5 +1,5 @@
 """``tune verify``: a table against this machine, in a process of its own: are its times what they were, and is what it
-names still no slower than the built-in default?"""
+names still no slower than the built-in choice?"""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from ..table import Bucket, Table
-from ..work import Config, Work
-from .builtin import kernels_of
-from .names import GEMM, label_of, path_of
+import msgspec
+
+from ..kinds import SamplingPath, path_of
+from ..tables.schema import Table
+from .errors import OK, UNUSABLE, WRONG
+from .labels import GEMM, contender, kernel_kind, key_of
 from .plan import EFFORTS, Plan
-from .progress import Plain
+from .pool import HELLO_SECONDS, PoolError, WorkerProcess, ask_once, measuring_process
+from .progress import Progress
 from .race import RECORDED_ROUNDS, Policy, robust_mean, t_quantile
-from .remote import Crew, Remote, work_until
-from .run import BAD, HELLO_SECONDS, OK, WRONG, visible
-from .trials import config_data
+from .tables import Decision, decisions, device_and_head
 
 WITHIN = 0.03  # of the recorded time
-SLOWER = Policy().min_gain  # than the default: beyond noise, with this much
+SLOWER = Policy().min_gain  # than the built-in choice: beyond noise, with this much
 ALPHA = 0.01
 LOAD_ROUNDS = Policy().most
+SETUP_SECONDS, ROUNDS_SECONDS = 90.0, 60.0
+FLASHINFER = SamplingPath.FLASHINFER.value
 
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One bucket measured again. off: relative to the recorded time. off_gemm: the same of its ratio to the GEMM that
-    was timed beside it, where one was: a large batch is as fast as power and heat let it be, and that moves both.
-    slower: than the default, at least, by the lower bound of the paired ratio; negative where it is faster or equal."""
+    """One batch size measured again. off: relative to the recorded time. off_gemm: the same of its ratio to the GEMM
+    that was timed beside it, where one was: a large batch is as fast as power and heat let it be, and that moves both.
+    slower: than the built-in choice, at least, by the lower bound of the paired ratio; negative where it is faster or
+    equal."""
 
-    work: str
+    kind: str
     rows: int
-    us: float
     recorded_us: float
-    off: float
-    off_gemm: float
-    default_us: float
-    slower: float
+    us: float = 0.0
+    off: float = 0.0
+    off_gemm: float = 0.0
+    default_us: float = 0.0
+    slower: float = 0.0
     error: str = ""
 
     @property
-    def problem(self) -> str:
+    def reason(self) -> str:
+        """What is wrong; empty where nothing is."""
         if self.error:
             return self.error
         if self.slower > SLOWER:
@@ -56,112 +60,92 @@ class Replayed:
         return f"{self.off:+.1%} from the recorded time, {self.off_gemm:+.1%} beside its GEMM"
 
 
-def verify(table: Table, surface: str | None, progress: Plain) -> tuple[int, str, list[Replayed]]:
-    """Exit code, one line, and what was measured. 1: a bucket is off or slower than the default; 2: the table is of
-    another device, or cannot be replayed."""
+def verify(table: Table, simulated: str | None, progress: Progress) -> tuple[int, str, list[Replayed]]:
+    """Exit code, one line, and what was measured. 1: a time is off or slower than the built-in choice; 2: the table is
+    of another device, or cannot be replayed."""
     # Not beside the table: that folder may be of an installed package.
     log = Path(tempfile.gettempdir()) / f"flashsample-verify-{os.getpid()}.log"
-    if surface:
-        remote = Remote("measuring", {"bench": "surface", "file": surface}, log)
-    else:
-        environment = {"CUDA_VISIBLE_DEVICES": visible(0)}
-        remote = Remote("measuring", {"bench": "gpu"}, log, environment)
-    found: list[Replayed] = []
-    said: list[str] = []
-    crew = Crew([remote])
+    process = measuring_process(log, simulated)
+    replayed: list[Replayed] = []
+    failure: str | None = None
     try:
-        crew.add(_all(table, found, said, progress))
-        work_until([crew], lambda: not crew.pending)
+        failure = _wrong_device(table, process)
+        if failure is None:
+            plan = Plan(*device_and_head(table), EFFORTS["quick"])
+            recorded = list(decisions(table))
+            for one in recorded:
+                replayed.append(_replay(one, plan, process))
+                progress.update("verified", len(replayed), len(recorded))
+                if replayed[-1].reason:
+                    progress.note(f"{one.kind} {one.rows}: {replayed[-1].reason}")
+    except (PoolError, ValueError) as error:
+        failure = str(error)
     finally:
-        crew.end()
-    if not said and log.exists() and not log.stat().st_size:
+        process.end()
+    if failure is not None:
+        return UNUSABLE, failure, replayed
+    if log.exists() and not log.stat().st_size:
         log.unlink()
-    if said:
-        return BAD, said[0], found
-    problems = [one for one in found if one.problem]
-    if problems:
-        worst = problems[0]
-        line = f"{len(problems)} of {len(found)} buckets are off, first {worst.work} {worst.rows}: {worst.problem}"
-        return WRONG, line, found
-    return OK, f"{len(found)} buckets as recorded (within {WITHIN:.0%}), none slower than the default", found
+    wrong = [one for one in replayed if one.reason]
+    if wrong:
+        first = f"{wrong[0].kind} {wrong[0].rows}: {wrong[0].reason}"
+        return WRONG, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}", replayed
+    line = f"{len(replayed)} batch sizes as recorded (within {WITHIN:.0%}), none slower than the default"
+    return OK, line, replayed
 
 
-def _all(table: Table, found: list[Replayed], said: list[str], progress: Plain) -> Generator[Any, dict[str, Any], None]:
-    answer = yield {"op": "hello"}, HELLO_SECONDS
+def _wrong_device(table: Table, process: WorkerProcess) -> str | None:
+    answer = ask_once(process, {"op": "hello"}, HELLO_SECONDS)
     if "error" in answer:
-        said.append(f"the device does not answer: {answer['error']['detail']}")
-        return
-    device = answer["device"]
-    if (device["name"], device["sms"]) != (table.device.name, table.device.sms):
-        said.append(f"the table is for {table.device.name}, this is {device['name']}")
-        return
-    plan = Plan(table.device, table.head, EFFORTS["quick"])
-    total = sum(len(buckets) for buckets in table.classes.values())
-    for work, buckets in table.classes.items():
-        if work not in list(Work):
-            continue
-        for rows, bucket in buckets.items():
-            launch = table.configs[bucket.use].launch
-            if launch is None:
-                continue
-            default = plan.default(rows, Work(work))
-            names = {bucket.use: launch}
-            if default != launch:
-                names["default"] = default
-            replayed = yield from _one(table, work, rows, bucket, names)
-            found.append(replayed)
-            progress.update("verified", len(found), total)
-            if replayed.problem:
-                progress.note(f"{work} {rows}: {replayed.problem}")
+        return f"the device does not answer: {answer['error']['detail']}"
+    device, there = device_and_head(table)[0], answer["device"]
+    if (there["name"], there["sms"]) != (device.name, device.sms):
+        return f"the table is for {device.name}, this is {there['name']}"
+    return None
 
 
-def _one(
-    table: Table, work: str, rows: int, bucket: Bucket, names: dict[str, Config]
-) -> Generator[Any, dict[str, Any], Replayed]:
-    use, recorded = bucket.use, bucket.us
-    entries: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "path": path_of(launch),
-            "config": config_data(launch),
-            "label": label_of(launch, kernels_of(Work(work), launch).value),
-        }
-        for name, launch in names.items()
+def _replay(recorded: Decision, plan: Plan, process: WorkerProcess) -> Replayed:
+    kind, rows, default = recorded.kind, recorded.rows, plan.default(recorded.rows, recorded.kind)
+    config = default if recorded.kept or recorded.config is None else recorded.config
+    takes_flashinfer = recorded.entry.flashinfer
+    untimed = Replayed(str(kind), rows, recorded.us)
+    if not recorded.us:
+        return dataclasses.replace(untimed, error="the table has no time of it")
+    use, configs = key_of(config), {key_of(config): config, **({"default": default} if default != config else {})}
+    contenders: list[dict[str, Any]] = [
+        {"name": name, **contender(each, kernel_kind(kind, path_of(each)))} for name, each in configs.items()
     ]
-    if bucket.distribution_only:
-        entries.append({"name": bucket.distribution_only, "path": bucket.distribution_only, "config": None})
-    if GEMM in bucket.others:
-        entries.append({"name": GEMM, "path": GEMM, "config": None})
-    head = dataclasses.asdict(table.head)
-    answer = yield {"op": "setup", "head": head, "work": work, "batch": rows, "entries": entries}, 90.0
+    beside = [FLASHINFER] if takes_flashinfer else []
+    beside += [GEMM] if recorded.gemm_us else []
+    contenders += [{"name": name, "path": name, "config": None} for name in beside]
+    head = msgspec.to_builtins(plan.head)
+    request = {"op": "setup", "head": head, "kind": str(kind), "rows": rows, "contenders": contenders}
+    answer = ask_once(process, request, SETUP_SECONDS)
     failures = answer.get("failed", {})
-    failed = answer.get("error") or failures.get(use) or failures.get(bucket.distribution_only)
+    failed = answer.get("error") or failures.get(use) or failures.get(FLASHINFER)
     if failed:
-        return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, f"{failed['why']}: {failed['detail']}")
-    running = [entry["name"] for entry in entries if entry["name"] not in answer["failed"]]
+        return dataclasses.replace(untimed, error=f"{failed['reason']}: {failed['detail']}")
+    names = [one["name"] for one in contenders if one["name"] not in failures]
     # The recorded times were taken right after a race, on a GPU as hot and as slow as that had made it.
     for rounds in (LOAD_ROUNDS, RECORDED_ROUNDS):
-        answer = yield {"op": "rounds", "names": running, "rounds": rounds, "first": 0}, 60.0
+        answer = ask_once(process, {"op": "rounds", "names": names, "rounds": rounds, "first": 0}, ROUNDS_SECONDS)
         if "error" in answer:
-            return Replayed(work, rows, 0.0, recorded, 0.0, 0.0, 0.0, 0.0, answer["error"]["detail"])
+            return dataclasses.replace(untimed, error=answer["error"]["detail"])
     samples = answer["samples"]
     timed = {name: statistics.median(values) for name, values in samples.items()}
-    us = timed[use]
-    slower, default_us = 0.0, us
-    if "default" in timed:
-        slower, default_us = _at_least(samples, use, "default"), timed["default"]
-    if bucket.distribution_only and (lost := _at_least(samples, bucket.distribution_only, use)) > 0:
-        error = f"{bucket.distribution_only} is at least {lost:.1%} slower than {use}"
-        return Replayed(work, rows, us, recorded, us / recorded - 1.0, 0.0, default_us, slower, error)
-    off = off_gemm = us / recorded - 1.0
+    us, error = timed[use], ""
+    off = off_gemm = us / recorded.us - 1.0
     if GEMM in timed:
-        off_gemm = (us / timed[GEMM]) / (recorded / bucket.others[GEMM]) - 1.0
-    return Replayed(work, rows, us, recorded, off, off_gemm, default_us, slower)
+        off_gemm = (us / timed[GEMM]) / (recorded.us / recorded.gemm_us) - 1.0
+    if takes_flashinfer and (lost := _at_least(samples, FLASHINFER, use)) > 0:
+        error = f"{FLASHINFER} is at least {lost:.1%} slower than {use}"
+    slower = _at_least(samples, use, "default") if "default" in timed else 0.0
+    times = {"us": us, "off": off, "off_gemm": off_gemm, "default_us": timed.get("default", us), "slower": slower}
+    return dataclasses.replace(untimed, **times, error=error)
 
 
 def _at_least(samples: dict[str, list[float]], name: str, than: str) -> float:
     """The lower bound of the log-ratio of two in the same rounds."""
-    mean, error = robust_mean(
-        [math.log(mine / theirs) for mine, theirs in zip(samples[name], samples[than], strict=True)]
-    )
+    ratios = [math.log(mine / theirs) for mine, theirs in zip(samples[name], samples[than], strict=True)]
+    mean, error = robust_mean(ratios)
     return mean - t_quantile(1 - ALPHA, RECORDED_ROUNDS - 1) * error

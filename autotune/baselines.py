@@ -1,0 +1,197 @@
+"""What our paths are compared with: one GEMM of the vendor, and other ways to get tokens from its logits.
+
+The tuner times three of them beside the contenders of a race (``GEMM``, ``ARGMAX``, ``FLASHINFER``) and the benchmarks
+all. A baseline may have several forms; which one is the fastest depends on the shape. FlashInfer reads float32 logits
+and nothing else: either the GEMM writes them, or a pass of its own converts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..kinds import BatchKind
+from .labels import GEMM
+from .timing import Call
+
+ARGMAX = "gemm+argmax"
+MULTINOMIAL = "gemm+multinomial"
+EXPONENTIAL = "gemm+exponential"  # as SGLang draws
+FLASHINFER = "gemm+flashinfer"
+
+# What a baseline draws.
+NOTHING, PLAIN, GREEDY, TRUNCATED = "nothing", "plain", "greedy", "truncated"
+
+OFFSETS_PER_CALL = 4096  # a thread of FlashInfer's draws far fewer numbers per call
+
+
+@dataclasses.dataclass(frozen=True)
+class BaselineBatch:
+    """hidden: ``[B, D]``. weights: copies of the head, ``[V, D]``, read in turns. softcap: of the logits, or None.
+    temperature: ``[B]`` float32. top_k: ``[B]`` int32, top_p: ``[B]`` float32. seed: ``[1]`` int64, offset:
+    ``[steps, 1]`` int64: FlashInfer's noise; steps are ``OFFSETS_PER_CALL`` apart."""
+
+    hidden: torch.Tensor
+    weights: Sequence[torch.Tensor]
+    softcap: float | None
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    seed: torch.Tensor
+    offset: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """name: as in tables and plots. draws: ``NOTHING``, ``PLAIN``, ``GREEDY`` or ``TRUNCATED``. form: how, where there
+    are several ways. call: one step; returns the tokens, or the logits of a GEMM alone."""
+
+    name: str
+    draws: str
+    form: str
+    call: Call
+
+
+def baselines(
+    batch: BaselineBatch, *, flashinfer: Any = None, compile: Callable[[Callable], Callable] | None = None
+) -> Iterator[Baseline]:
+    """All of them. flashinfer: ``import_flashinfer()``; None leaves its ways out. compile: ``torch.compile``, for the
+    forms that it makes; None leaves these out."""
+    gemm = _Gemm(batch)
+    softcap, temperature = batch.softcap, batch.temperature[:, None]
+    yield Baseline(GEMM, NOTHING, "torch.mm(out=)", gemm)
+    # A softcap is monotone: a greedy baseline leaves it out.
+    yield Baseline(ARGMAX, GREEDY, "eager, as SGLang does", lambda step: _argmax(gemm(step)))
+    yield Baseline(
+        EXPONENTIAL, PLAIN, "eager, as SGLang does", lambda step: _exponential_race(gemm(step), softcap, temperature)
+    )
+    if compile is not None:
+        argmax, multinomial, race = compile(_argmax), compile(_multinomial), compile(_exponential_race)
+        yield Baseline(ARGMAX, GREEDY, "torch.compile", lambda step: argmax(gemm(step)))
+        yield Baseline(MULTINOMIAL, PLAIN, "softmax and multinomial", lambda step: multinomial(gemm(step), softcap))
+        yield Baseline(EXPONENTIAL, PLAIN, "torch.compile", lambda step: race(gemm(step), softcap, temperature))
+    if flashinfer is None:
+        return
+    logits: dict[str, Call] = {"GEMM writes float32": gemm.float32}
+    if compile is not None:
+        to_float32 = compile(_to_float32)
+        logits["GEMM writes 2 bytes, one pass converts"] = lambda step: to_float32(gemm(step), softcap)
+    for form, source in logits.items():
+        yield Baseline(FLASHINFER, PLAIN, form, _flashinfer_plain(flashinfer, source, batch))
+        yield Baseline(FLASHINFER, TRUNCATED, form, _flashinfer_truncated(flashinfer, source, batch))
+
+
+def baseline_names(kind: BatchKind, *, flashinfer: bool) -> list[str]:
+    """Those that are timed beside the contenders of a race. flashinfer: whether it is there. With penalties, a grammar
+    or a bias no other sampler draws from the logits of the GEMM."""
+    if kind.greedy:
+        return [GEMM, ARGMAX]
+    return [GEMM, FLASHINFER] if flashinfer and not kind.edit else [GEMM]
+
+
+def baseline_call(name: str, kind: BatchKind, batch: BaselineBatch) -> Call:
+    """The first form of the baseline ``name`` for such batches. Raises ValueError where there is none."""
+    flashinfer = import_flashinfer() if name == FLASHINFER else None
+    draws = (NOTHING, GREEDY if kind.greedy else TRUNCATED if kind.truncate else PLAIN)
+    for baseline in baselines(batch, flashinfer=flashinfer):
+        if baseline.name == name and baseline.draws in draws:
+            return baseline.call
+    raise ValueError(f"baseline is {name!r}; there is none of this name for {kind} batches")
+
+
+def import_flashinfer() -> Any:
+    """``flashinfer.sampling``. Raises whatever its import does: it looks for compilers and GPUs."""
+    import flashinfer.sampling
+
+    return flashinfer.sampling
+
+
+def compile_flashinfer(device: torch.device) -> None:
+    """Compile what will be timed, which takes a minute the first time on a machine. Raises what its import raises."""
+    weight = torch.randn(1024, 16, device=device)
+    batch = BaselineBatch(
+        hidden=torch.randn(2, 16, device=device),
+        weights=[weight],
+        softcap=None,
+        temperature=torch.ones(2, device=device),
+        top_k=torch.full((2,), 50, dtype=torch.int32, device=device),
+        top_p=torch.full((2,), 0.9, device=device),
+        seed=torch.tensor([1], device=device),
+        offset=torch.zeros(1, 1, dtype=torch.int64, device=device),
+    )
+    for baseline in baselines(batch, flashinfer=import_flashinfer()):
+        if baseline.name == FLASHINFER:
+            baseline.call(0)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Gemm:
+    """The GEMM of one batch, in buffers of its own."""
+
+    def __init__(self, batch: BaselineBatch) -> None:
+        self._batch = batch
+        shape = (batch.hidden.shape[0], batch.weights[0].shape[0])
+        self._logits = torch.empty(shape, dtype=batch.hidden.dtype, device=batch.hidden.device)
+        self._wide: torch.Tensor | None = None
+
+    def __call__(self, step: int) -> torch.Tensor:
+        """``[B, V]`` logits in the weight's dtype."""
+        return torch.mm(self._batch.hidden, self._weight(step).T, out=self._logits)
+
+    def float32(self, step: int) -> torch.Tensor:
+        """``[B, V]`` float32 logits that the GEMM writes itself, with the softcap."""
+        batch, softcap = self._batch, self._batch.softcap
+        if self._wide is None:
+            self._wide = torch.empty(self._logits.shape, device=self._logits.device)
+        if batch.hidden.dtype is torch.float32:
+            logits = torch.mm(batch.hidden, self._weight(step).T, out=self._wide)
+        else:
+            logits = torch.mm(batch.hidden, self._weight(step).T, out_dtype=torch.float32, out=self._wide)
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+    def _weight(self, step: int) -> torch.Tensor:
+        return self._batch.weights[step % len(self._batch.weights)]
+
+
+# Functions of their own, so that torch.compile sees nothing but them. softcap: None or a constant.
+def _to_float32(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    logits = logits.float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def _multinomial(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return torch.multinomial(torch.softmax(_to_float32(logits, softcap), -1), 1)
+
+
+def _exponential_race(logits: torch.Tensor, softcap: float | None, temperature: torch.Tensor) -> torch.Tensor:
+    """SGLang 0.5.17 to 0.5.23, rows without a truncation and without a seed (srt/layers/sampler.py)."""
+    logits = _to_float32(logits, softcap)
+    logits.div_(temperature)
+    logits[:] = torch.softmax(logits, -1)
+    exponential = torch.empty_like(logits).exponential_(1.0).clamp_min_(torch.finfo(torch.float32).tiny)
+    return (logits / exponential).argmax(-1).to(torch.int32)
+
+
+def _flashinfer_plain(flashinfer: Any, logits: Call, batch: BaselineBatch) -> Call:
+    return lambda step: flashinfer.sampling_from_logits(logits(step), **_noise(batch, step))
+
+
+def _flashinfer_truncated(flashinfer: Any, logits: Call, batch: BaselineBatch) -> Call:
+    """Joint is what SGLang asks for. FlashInfer's default, top-k first, draws from another distribution."""
+    top_k = torch.where(batch.top_k < 1, batch.weights[0].shape[0], batch.top_k)
+    return lambda step: flashinfer.top_k_top_p_sampling_from_logits(
+        logits(step), top_k, batch.top_p, filter_apply_order="joint", **_noise(batch, step)
+    )
+
+
+def _noise(batch: BaselineBatch, step: int) -> dict[str, Any]:
+    """PyTorch's generator, FlashInfer's default, cannot be asked while a graph is captured; tensors can advance."""
+    return {"deterministic": True, "seed": batch.seed, "offset": batch.offset[step]}

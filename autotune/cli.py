@@ -1,0 +1,371 @@
+"""``sgl-flashsample tune``: its commands and their options.
+
+Exit codes: 0 fine, also where the built-in choice won everywhere or the time was over; 1 something that was measured is
+wrong, or a table is not fit to be shipped; 2 a mistake of who typed, or a GPU too noisy to measure on. A mistake is a
+ValueError or an OSError: one line on the error stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import webbrowser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from ..files import write_whole
+from ..kinds import KIND_NAMES, SamplingPath
+from ..model_config import head_of
+from ..tables.lookup import user_folder
+from ..tables.schema import Device, HeadShape, file_name
+from .errors import INTERRUPTED, OK, UNUSABLE
+from .labels import DEVICES, known_device
+
+EFFORT_NAMES = ("quick", "full", "exhaustive")
+MAX_GPUS, MAX_PROCESSES, MAX_BATCH = 64, 256, 4096
+EXTRA = {"optuna", "plotly", "rich", "scipy"}  # what `pip install sgl-flashsample` alone does not bring
+_EPILOG = """\
+A table is one JSON file for one GPU and one LM head. Servers look for it in --tuned FILE (or FLASHSAMPLE_TUNED), the
+folders of FLASHSAMPLE_TUNED_DIR, $SGLANG_CACHE_DIR/flashsample, and what is shipped, in this order.
+
+examples:
+  sgl-flashsample tune plan models/Qwen3-8B     what a run would try, and how long it would take
+  sgl-flashsample tune run models/Qwen3-8B      tune for this GPU; the table lies where servers look for it
+  sgl-flashsample tune explain --batch 24 --device 'NVIDIA H200' --model-path models/Qwen3-8B
+  sgl-flashsample tune verify FILE              check that a table still holds on this machine
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for a mistake, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(UNUSABLE, f"error: {message} (see `{self.prog} --help`)\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(
+        prog="sgl-flashsample tune",
+        description="Tuned tables: which path and configuration is fastest, per GPU, LM head and batch size.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        about = command.about[:1].upper() + command.about[1:] + "."
+        subparser = names.add_parser(name, help=command.about, description=about)
+        for flags, keywords in command.arguments:
+            subparser.add_argument(*flags, **keywords)
+    options = parser.parse_args(arguments)
+    try:
+        code = COMMANDS[options.command].run(options)
+        sys.stdout.flush()
+        return OK if code is None else code
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRA:
+            raise
+        print(f"error: {missing} is not installed: pip install 'sgl-flashsample[tune]'", file=sys.stderr)
+        return UNUSABLE
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return UNUSABLE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def plan(options: argparse.Namespace) -> None:
+    from .plan import EFFORTS, Plan
+    from .simulated import load
+
+    head, assumed = _head(options), ""
+    if options.simulated:
+        device = msgspec.convert(load(options.simulated)["device"], Device)
+    else:
+        device, assumed = _device(options.device)
+    made = Plan(device, head, EFFORTS[options.effort])
+    processes = options.processes or max(1, min(15, len(os.sched_getaffinity(0)) - 1))
+    estimate, budget = made.estimate(processes), made.effort.budget
+    path = (options.out or user_folder()) / file_name(device.name, head)
+    studies = [(str(key), len(made.space(key).points), made.trials(key), made.probes(key)) for key in made.studies]
+    if options.json:
+        facts: dict[str, Any] = {"file": str(path), "device": msgspec.to_builtins(device)}
+        names = ("study", "space", "trials", "probes")
+        facts["studies"] = [dict(zip(names, study, strict=True)) for study in studies]
+        facts |= {"compiles": made.compiles, "races": made.races}
+        facts["seconds"] = dataclasses.asdict(estimate) | {"total": estimate.total, "budget": budget}
+        print(json.dumps(facts, indent=1))
+        return
+    print(f"head {head.vocab} x {head.hidden} {head.dtype}, {device.name}{assumed}, effort {options.effort}")
+    print(f"{'study':36} {'space':>6} {'tried':>6}  timed at rows")
+    for name, space, trials, probes in studies:
+        print(f"{name:36} {space:6} {trials:6}  {', '.join(map(str, probes))}")
+    print(f"{made.compiles} kernels to compile in {processes} processes, {made.races} races")
+    parts = f"start {estimate.start:.0f} s, search {estimate.search:.0f} s, races {estimate.race:.0f} s"
+    print(f"about: {parts}, total {estimate.total:.0f} s")
+    covered = "all of it"
+    if estimate.covered < made.compiles:
+        covered = f"about {estimate.covered} of the {made.compiles} configurations, the most promising first"
+    print(f"the budget of {budget:.0f} s covers {covered}")
+    print(f"a server looks for: {path}")
+
+
+def run(options: argparse.Namespace) -> int:
+    from .progress import ConsoleProgress
+    from .run import Options
+    from .run import run as tune
+    from .simulated import load
+
+    head, out = _head(options), options.out or user_folder()
+    if options.simulated:
+        load(options.simulated)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out is {out}, which is not a folder")
+    fields = {field.name for field in dataclasses.fields(Options)} & vars(options).keys() - {"out"}
+    chosen = Options(head, out, **{name: getattr(options, name) for name in fields})
+    with ConsoleProgress(quiet=options.json) as progress:
+        result = tune(chosen, progress)
+    if options.json:
+        facts = {"status": result.status, "message": result.message, "file": str(result.path or "")}
+        print(json.dumps(facts | {"complete": result.status in ("done", "up to date")}, indent=1))
+        return result.code
+    print(result.message)
+    if result.path is not None and result.code == OK:
+        served = "servers here find it" if options.out is None else "servers take it with --tuned FILE"
+        print(f"{served}; next: sgl-flashsample tune show FILE, or tune report FILE --open")
+    return result.code
+
+
+def verify(options: argparse.Namespace) -> int:
+    from .progress import ConsoleProgress
+    from .simulated import load
+    from .verify import verify as replay
+
+    if options.simulated:
+        load(options.simulated)
+    table = _tables().read(options.file)
+    with ConsoleProgress(quiet=options.json) as progress:
+        code, line, replayed = replay(table, options.simulated, progress)
+    if options.json:
+        sizes = [dataclasses.asdict(one) | {"reason": one.reason} for one in replayed]
+        print(json.dumps({"code": code, "message": line, "sizes": sizes}, indent=1))
+    else:
+        print(line)
+    return code
+
+
+def report(options: argparse.Namespace) -> None:
+    table = _tables().read(options.file)
+    from .report import page  # after what is wrong with the file is said: it imports for seconds
+    from .trials import log_of
+
+    name = options.file.with_suffix(".html").name
+    out = options.out or Path(name)
+    out = out / name if out.is_dir() else out
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, page(table, log_of(options.file)))
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror or error}") from None
+    print(out)
+    if options.open:
+        webbrowser.open(out.resolve().as_uri())
+
+
+def explain(options: argparse.Namespace) -> None:
+    given = any((options.model_path, options.vocab, options.hidden))
+    head = _head(options, warn=False) if given else None
+    _tables().explain(options.file, options.device, head, options.batch, options.kind, options.json)
+
+
+def _tables() -> Any:
+    """``tables.py``, which needs rich."""
+    from . import tables
+
+    return tables
+
+
+def _head(options: argparse.Namespace, warn: bool = True) -> HeadShape:
+    model = getattr(options, "model", None)
+    if model and options.model_path:
+        raise ValueError("the model is given twice")
+    given = (options.vocab, options.hidden, options.dtype, options.softcap, options.tp)
+    head = head_of(model or options.model_path, *given)
+    if warn and head.tp > 1:
+        print(f"warning: servers do not use tables for --tp {head.tp} yet", file=sys.stderr)
+    return head
+
+
+def _device(name: str | None) -> tuple[Device, str]:
+    """The device that is meant, and what to say of it."""
+    if name is not None:
+        device = known_device(name)
+        if device is None:
+            raise ValueError(f"--device is {name!r}; known without a GPU are {', '.join(DEVICES)}")
+        return device, ""
+    import torch
+
+    from ..tables.lookup import device_of
+
+    if torch.cuda.is_available():
+        return device_of(torch.device("cuda")), ""
+    return DEVICES["NVIDIA H200"], " (assumed: there is no GPU here)"
+
+
+def seconds_of(text: str) -> float:
+    """ "50s", "3m", "1h" or seconds."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|)", text.strip())
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+    if not 1 <= seconds <= 86400 * 7:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; expected such as 50s, 3m or 1h")
+    return seconds
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """ "1,8,64"."""
+    sizes = sorted({int(part) for part in text.split(",")} if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text) else ())
+    if not sizes or sizes[0] < 1 or sizes[-1] > MAX_BATCH:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of batch sizes; expected such as 1,8,64")
+    return tuple(sizes)
+
+
+def _number(most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {most}")
+        return int(text)
+
+    return number
+
+
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """run: returns the exit code, or None for 0."""
+
+    about: str
+    run: Callable[[argparse.Namespace], int | None]
+    arguments: Sequence[Argument]
+
+
+def _argument(*flags: str, **options: Any) -> Argument:
+    return flags, options
+
+
+def _flag(name: str, about: str) -> Argument:
+    return (name,), {"action": "store_true", "help": about}
+
+
+FILE = _argument("file", help="a table")
+JSON = _flag("--json", "print JSON")
+KIND = _argument("--kind", choices=KIND_NAMES, metavar="KIND", help=f"only this one of {', '.join(KIND_NAMES)}")
+SIMULATED = _argument("--simulated", metavar="FILE", help="for development: a simulated device instead of a GPU")
+MODEL = _argument("model", nargs="?", help="a model's folder, or its config.json")
+HEAD = (
+    _argument("--model-path", metavar="MODEL", help="a model's folder, as servers call it"),
+    _argument("--vocab", type=int, metavar="V", help="ids of the whole head, instead of the config's"),
+    _argument("--hidden", type=int, metavar="D", help="hidden size, instead of the config's"),
+    _argument("--dtype", help="of the head's weight: bf16, fp16 or fp32"),
+    _argument("--softcap", action=argparse.BooleanOptionalAction, help="whether the logits have a softcap"),
+    _argument("--tp", "--tp-size", type=int, default=1, help="tensor-parallel degree: one shard is meant"),
+)
+TUNING = (
+    _argument("--effort", choices=EFFORT_NAMES, default="full", help="(default: full)"),
+    _argument("--out", type=Path, help="folder of the table (default: the user's cache)"),
+    SIMULATED,
+    JSON,
+)
+PROCESSES = {"type": _number(MAX_PROCESSES), "help": "processes that compile (default: processors but one)"}
+FLASHINFER_HELP = "also let a path be chosen that draws other tokens of the same distribution, for rows without seeds"
+
+COMMANDS = {
+    "plan": Command(
+        "what a run would try, and how long it would take; measures nothing",
+        plan,
+        (
+            *(MODEL, *HEAD, *TUNING),
+            _argument("--device", metavar="NAME", help="the GPU where there is none here (default: NVIDIA H200)"),
+            _argument("--processes", **PROCESSES),
+        ),
+    ),
+    "run": Command(
+        "tune for one head on this GPU",
+        run,
+        (
+            *(MODEL, *HEAD, *TUNING),
+            _argument("--budget", type=seconds_of, help="time of the run: 50s, 3m, 1h (default: the effort's)"),
+            _argument("--no-resume", dest="resume", action="store_false", help="forget what an earlier run has learnt"),
+            _argument("--resume", action="store_true", default=True, help="go on after an earlier run (default)"),
+            _flag("--force", "tune again although the table is up to date"),
+            _argument("--gpus", type=_number(MAX_GPUS), default=1, help="GPUs to measure on (default: 1)"),
+            _argument("--batch-sizes", dest="sizes", type=sizes_of, help="instead of the usual ten: 1,8,64"),
+            _argument("--compilers", **PROCESSES),
+            _argument("--baselines", choices=("on", "off"), help="race FlashInfer too (default: on unless quick)"),
+            _argument("--allow-path", dest="flashinfer", choices=(SamplingPath.FLASHINFER,), help=FLASHINFER_HELP),
+            _flag("--allow-busy", "tune although others use the GPU"),
+        ),
+    ),
+    "verify": Command("measure a table again, in a fresh process", verify, (FILE, SIMULATED, JSON)),
+    "report": Command(
+        "write an HTML page about a table",
+        report,
+        (
+            _argument("file", type=Path, help="a table; its log of trials is looked for beside it"),
+            _argument("--out", type=Path, help="the page, or a folder for it (default: this folder)"),
+            _flag("--open", "show it in a browser"),
+        ),
+    ),
+    "show": Command(
+        "print a table for people",
+        lambda options: _tables().show(options.file, options.json, options.kind),
+        (FILE, KIND, JSON),
+    ),
+    "explain": Command(
+        "say what a batch takes, from which table, and why",
+        explain,
+        (
+            _argument("file", nargs="?", help="a table; without it, the one that a server would find"),
+            _argument("--batch", type=_number(10**9 - 1), required=True, metavar="N", help="rows of the batch"),
+            *(KIND, *HEAD, JSON),
+            _argument("--device", metavar="NAME", help='the GPU, as the driver names it: "NVIDIA H200"'),
+        ),
+    ),
+    "diff": Command(
+        "compare two tables: choices, times against their noise, environments",
+        lambda options: _tables().diff(options.a, options.b, options.json, options.all),
+        (
+            _argument("a", help="a table"),
+            _argument("b", help="another table of the same head"),
+            _flag("--all", "also the sizes that they agree on"),
+            JSON,
+        ),
+    ),
+    "merge": Command(
+        "join two tables of one device and head, the better choice where it is better",
+        lambda options: _tables().merge(options.a, options.b, options.out, options.strict),
+        (
+            _argument("a", help="the table whose choice stays where the other's is not better"),
+            _argument("b", help="another table of the same device and head"),
+            _argument("-o", "--out", type=Path, required=True, metavar="C", help="the file to write, or its folder"),
+            _flag("--strict", "write nothing if any batch size has another choice in B"),
+        ),
+    ),
+    "lint": Command(
+        "check tables: form, ranges, kernels, sizes; exit code 1 on errors",
+        lambda options: _tables().lint(options.files),
+        (_argument("files", nargs="+", metavar="FILE", help="tables"),),
+    ),
+}

@@ -1,0 +1,204 @@
+"""Correctness before speed: a configuration is timed only after it has drawn the reference's tokens, and published only
+after many draws of it have followed the distribution.
+
+The tokens are compared on the first ids of the head, so many that each program of a large GPU walks several vocabulary
+tiles, and on a few, with the last tile not full; with more and with fewer rows than a block holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import torch
+
+from ..dispatch import compute_logits, default_table, launch, slots_for
+from ..flashinfer_path import draw_with_flashinfer
+from ..kernels.config import ReadConfig, ScreenConfig, TileConfig
+from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
+from ..kernels.reference import allowed_ref, transform_ref
+from ..kernels.rng import GROUP_SIZE
+from ..kernels.workspace import Workspace
+from ..kinds import BatchKind, Config, SamplingPath, path_of
+from ..screen import Screen
+from ..selfcheck import Expectation, difference, edits_of_every_kind, expect
+from .errors import IncorrectTokens
+from .labels import kernel_kind
+from .workload import Workload
+
+MANY_IDS = 40_000
+FEW_IDS = 33 * GROUP_SIZE
+TEST_ROWS = 512
+READ_ROWS = 17  # where the rows of a block do not decide the kernel
+BATCHES = 4  # of the whole head that a screen's tokens are compared with the fused pass's on
+SCORE_TOLERANCE = 1e-4  # what two sums of a logit may move a score by, relative to it or to 1
+MIN_ALLOWED = 16  # tokens of a truncated distribution of the G-test
+MIN_EXPECTED = 10.0  # draws of a cell of the G-test: smaller ones are pooled
+
+
+def first_ids(head: LMHead, most: int) -> LMHead:
+    """``head`` cut to about ``most`` ids; its last group is as full as the whole vocabulary's, which decides how a
+    reader is compiled."""
+    size = min(head.vocab_size, most // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
+    return dataclasses.replace(head, weight=head.weight[:size], vocab_size=size)
+
+
+def fused_beside(config: ScreenConfig, head: LMHead, kind: BatchKind) -> TileConfig:
+    """The fused pass that a screen's tokens are compared with on the whole head."""
+    tile = default_table(head).lookup_on(SamplingPath.FUSED, config.block_b + 1, kind)
+    assert isinstance(tile, TileConfig)
+    return tile
+
+
+def checked_kinds(config: Config, kind: BatchKind) -> list[BatchKind]:
+    """What a check of ``config`` launches it for: a third of the rows are greedy, but greedy batches have a reader of
+    their own, without noise."""
+    kind = kernel_kind(kind, path_of(config))
+    own_reader = isinstance(config, ReadConfig) and not (kind.truncate or kind.edit)
+    return [kind, kind._replace(greedy=True)] if own_reader else [kind]
+
+
+class CorrectnessCheck:
+    """Compares configurations for ``head`` with the reference. What must be drawn is computed once."""
+
+    def __init__(self, head: LMHead, many_ids: int = MANY_IDS) -> None:
+        self.head = head
+        self.many, self.few = first_ids(head, many_ids), first_ids(head, FEW_IDS)
+        self._expected: dict[tuple, Expectation] = {}
+        self._screens: dict[int, Screen] = {}
+        self._workloads: dict[int, Workload] = {}
+        self._workspace = Workspace(1, head.weight.device)
+
+    def check(self, config: Config, kind: BatchKind) -> None:
+        """Raises IncorrectTokens where a token is not the reference's."""
+        block_b = READ_ROWS if isinstance(config, ReadConfig) else config.block_b
+        for each in checked_kinds(config, kind):
+            # The draw of truncated rows is compiled for a size of the vocabulary: one size is enough.
+            few = self.many if each.truncate else self.few
+            for head, rows in ((self.many, block_b - 3), (few, block_b + 1)):
+                expected = self._expect(head, rows, each, reads=isinstance(config, ReadConfig))
+                reason = difference(expected, config, screen=self._screen_for(config, head))
+                if reason is not None:
+                    raise IncorrectTokens(reason)
+        if isinstance(config, ScreenConfig):
+            self._compare_with_fused(config, kernel_kind(kind, path_of(config)))
+
+    def _compare_with_fused(self, config: ScreenConfig, kind: BatchKind) -> None:
+        """On the whole head and on logits as in the races, where most groups are ruled out: a row must not lose to what
+        the fused pass finds for it. Raises IncorrectTokens."""
+        rows = config.block_b + 1
+        if rows not in self._workloads:
+            self._workloads[rows] = Workload(self.head, rows)
+        workload, tile = self._workloads[rows], fused_beside(config, self.head, kind)
+        wrong = torch.zeros((), dtype=torch.int64, device=self.head.weight.device)
+        for params in workload.params(kind)[:BATCHES]:
+            screened, fused = (self._draw(each, workload.hidden, self.head, params) for each in (config, tile))
+            worse = fused.scores - screened.scores > SCORE_TOLERANCE * fused.scores.abs().clamp(min=1.0)
+            wrong += ((screened.token_ids != fused.token_ids) & worse).sum()
+        if int(wrong):
+            raise IncorrectTokens(
+                f"{int(wrong)} of {BATCHES * rows} tokens are not the fused pass's, which finds better ones"
+            )
+
+    def g_test(self, config: Config | None, kind: BatchKind, draws: int, rows: int = TEST_ROWS) -> tuple[float, int]:
+        """The G-test's p-value over at least ``draws`` draws, and how many there were. config: None for FlashInfer.
+
+        Every row has the logits of one column of the head, times a power of two so that they spread, which no sum
+        rounds: the distribution is known exactly.
+        """
+        head, weight, size = self.many, self.many.weight, self.many.vocab_size
+        device = weight.device
+        truncation = None
+        if kind.truncate:
+            top_k = torch.full((rows,), 50, dtype=torch.int32, device=device)
+            truncation = Truncation(top_k, torch.full((rows,), 0.95, device=device), torch.zeros(rows, device=device))
+        scale = 2.0 ** round(math.log2(2.0 * weight.shape[1] ** 0.5))
+        edits, probability = self._distribution(kind, truncation, rows, scale)
+        while kind.truncate and int((probability > 0).sum()) < MIN_ALLOWED and scale > 2.0**-8:
+            scale /= 2  # a nucleus of a token or two is drawn right by a kernel that is wrong
+            edits, probability = self._distribution(kind, truncation, rows, scale)
+        hidden = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=device)
+        hidden[:, 0] = scale
+        row, ones = torch.arange(rows, device=device), torch.ones(rows, device=device)
+        counts = torch.zeros(size, dtype=torch.int64, device=device)
+        calls = -(-draws // rows)
+        for call in range(calls):
+            params = BatchParams(ones, row * 7919, torch.full_like(row, call), truncation, edits)
+            token = self._draw(config, hidden, head, params).token_ids
+            counts += torch.bincount(token, minlength=size)[:size]
+        return g_test_p(counts.cpu(), probability.cpu()), calls * rows
+
+    def _draw(self, config: Config | None, hidden: torch.Tensor, head: LMHead, params: BatchParams) -> SampleOutput:
+        slots = slots_for(config, head, len(hidden)) if config is not None else 1
+        if slots > self._workspace.slots:
+            self._workspace = Workspace(slots, hidden.device)
+        workspace = self._workspace
+        if config is None:
+            return draw_with_flashinfer(compute_logits(hidden, head, workspace), head.spec, params)
+        return launch(
+            config,
+            hidden,
+            head,
+            params,
+            workspace=workspace,
+            screen=self._screen_for(config, head),
+            truncation_config=default_table(head).truncation_config,
+        )
+
+    def _screen_for(self, config: Config, head: LMHead) -> Screen | None:
+        if not isinstance(config, ScreenConfig):
+            return None
+        if head.vocab_size not in self._screens:
+            self._screens[head.vocab_size] = Screen(head, TEST_ROWS)
+        return self._screens[head.vocab_size]
+
+    def _expect(self, head: LMHead, rows: int, kind: BatchKind, *, reads: bool) -> Expectation:
+        key = (head.vocab_size, rows, kind, reads)
+        if key not in self._expected:
+            self._expected[key] = expect(head, rows, kind, reads=reads, table=default_table(head))
+        return self._expected[key]
+
+    def _distribution(
+        self, kind: BatchKind, truncation: Truncation | None, rows: int, scale: float
+    ) -> tuple[LogitEdits | None, torch.Tensor]:
+        """The edits of ``rows`` rows whose logits are the head's first column times ``scale``, and ``[V]``, their
+        distribution."""
+        head, edits = self.many, None
+        logits = transform_ref(head.weight[None, :, 0].double() * scale, head.rounding, softcap=head.softcap)
+        if kind.edit:  # the same of all kinds in every row
+            edits, _ = edits_of_every_kind(torch.zeros(rows, dtype=torch.int64, device=logits.device), head)
+            _, edited = edits_of_every_kind(torch.zeros(1, dtype=torch.int64, device=logits.device), head)
+            logits = edited(logits)
+        probability = torch.softmax(logits, -1)
+        if truncation is not None:
+            limits = (limit[:1] for limit in (truncation.top_k, truncation.top_p, truncation.min_p))
+            temperature = torch.ones(1, device=logits.device)
+            probability = probability * allowed_ref(logits.double(), temperature, *limits)
+            probability /= probability.sum()
+        return edits, probability[0]
+
+
+def g_test_p(observed: torch.Tensor, probability: torch.Tensor) -> float:
+    """p-value of ``observed`` counts under exact probabilities (log-likelihood ratio against chi-square). Cells that
+    expect fewer than ``MIN_EXPECTED`` draws are pooled, never dropped.
+
+    With Williams' correction (Biometrika 63, 1976): among thousands of cells of a few draws each, the plain statistic
+    is too large by half a standard deviation, and p below 1e-3 comes ten times too often.
+    """
+    from scipy import special, stats
+
+    if bool((observed[probability == 0] > 0).any()):
+        return 0.0  # forbidden, however rare
+    counts = observed.double().numpy()
+    expected = probability.double().numpy() * counts.sum()
+    small = expected < MIN_EXPECTED
+    pooled = [counts[small].sum()], [expected[small].sum()]
+    counts, expected = (np.append(cells[~small], pool) for cells, pool in zip((counts, expected), pooled, strict=True))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    freedom = len(counts) - 1
+    if freedom < 1:
+        return 1.0
+    statistic = 2.0 * special.xlogy(counts, counts / expected).sum()
+    correction = 1.0 + ((1.0 / expected).sum() - 1.0 / expected.sum()) / (6.0 * freedom)
+    return float(stats.chi2.sf(statistic / correction, freedom))

@@ -1,0 +1,86 @@
+"""Names of configurations and of devices: short, readable, the same in tables, logs and simulated devices.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from ..kernels.config import ReadConfig, ScreenConfig
+from ..kinds import CONFIGS, BatchKind, Config, SamplingPath, path_of
+from ..tables.schema import Device, config_fields
+
+GEMM = "gemm"  # the vendor's alone (``baselines.py``), which draws no token
+
+# What is assumed of a GPU that is not here: shared memory of a program, from the vendor's tables.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(name="NVIDIA H200", cc="9.0", sms=132, l2_mb=50, smem_optin=232_448),
+        Device(name="NVIDIA H100 80GB HBM3", cc="9.0", sms=132, l2_mb=50, smem_optin=232_448),
+        Device(name="NVIDIA A100-SXM4-80GB", cc="8.0", sms=108, l2_mb=40, smem_optin=166_912),
+        Device(name="NVIDIA B200", cc="10.0", sms=148, l2_mb=126, smem_optin=232_448),
+    )
+}
+
+
+def known_device(name: str) -> Device | None:
+    """The device whose name has all words of ``name``, whatever their case: "h200", "NVIDIA_H200"."""
+    wanted = _words(name)
+    return next((device for known, device in DEVICES.items() if wanted <= _words(known)), None) if wanted else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower())) - {""}
+
+
+# What a key says in its own way; every other field is said by its name, where it is not as usual.
+_SAID = {"block_b", "block_v", "block_d", "num_warps", "stages", "ctas_per_sm", "min_splits", "chunk", "rescore_v"}
+_SAID |= {"rescore_d", "rescore_warps", "rescore_stages", "prefetch", "listed", "early"}
+_WORDS = {("flatten", False): "nested", ("tma", False): "pointers", ("hidden_tma", True): "hidden"}
+_WORDS |= {("rows_first", True): "rows", ("one_launch", True): "one"}
+
+
+def key_of(config: Config) -> str:
+    """The name of a configuration, unique among all: path, tile, warps (w), stages (s), programs per multiprocessor
+    (c), then what is not as usual."""
+    sides = [getattr(config, name) for name in ("block_b", "block_v", "block_d") if hasattr(config, name)]
+    key = f"{path_of(config)}-{'x'.join(map(str, sides))}-w{config.num_warps}-s{config.stages}-c{config.ctas_per_sm}"
+    if isinstance(config, ReadConfig):
+        key += f"-p{config.min_splits}"
+    if isinstance(config, ScreenConfig):
+        key += f"-then-{config.chunk}x{config.rescore_v}x{config.rescore_d}-w{config.rescore_warps}"
+        key += f"-s{config.rescore_stages}"
+        key += "".join(f"-{name}" for name in ("prefetch", "listed", "early") if getattr(config, name))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _SAID and value != field.default:
+            name = "r" if field.name == "reduce_rows" else field.name
+            key += f"-{_WORDS.get((field.name, value), f'{name}{value}')}"
+    return key
+
+
+def label_of(config: Config, kind: BatchKind) -> str:
+    """The configuration and the kind of batch whose kernels it has: "plain/fused-16x..."."""
+    return f"{kind}/{key_of(config)}"
+
+
+def kernel_kind(kind: BatchKind, path: str) -> BatchKind:
+    """Whose kernels a batch has on this path, which one study is about: greedy batches have those of plain ones, and
+    batches with a screen have kernels of their own on the screened path alone."""
+    return kind._replace(greedy=False, screen=kind.screen and path == SamplingPath.SCREENED)
+
+
+def config_of(path: str, fields: dict[str, Any]) -> Config:
+    """Raises ValueError or TypeError where ``fields`` are no configuration of ``path``."""
+    if path not in CONFIGS:
+        raise ValueError(f"path is {path!r}; expected one of {', '.join(CONFIGS)}")
+    return CONFIGS[SamplingPath(path)](**fields)
+
+
+def contender(config: Config, kind: BatchKind) -> dict[str, Any]:
+    """A configuration as workers are told of it. kind: whose kernels it has."""
+    return {"path": path_of(config).value, "config": config_fields(config), "label": label_of(config, kind)}

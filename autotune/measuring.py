@@ -1,0 +1,209 @@
+"""The worker that measures: what it answers to the requests of a run (``worker.py``).
+
+The unit is the whole path as a server runs it (``timing.py``). Without a GPU the same calls run one by one, for tests.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import triton
+
+from .. import __version__
+from ..dispatch import compute_logits, default_table, launch, slots_for
+from ..flashinfer_path import draw_with_flashinfer
+from ..kernels.config import ScreenConfig
+from ..kernels.params import LMHead
+from ..kernels.workspace import Workspace
+from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath
+from ..screen import Screen
+from ..tables.lookup import device_of, environment
+from ..tables.schema import HeadShape
+from .baselines import baseline_call, compile_flashinfer
+from .correctness import CorrectnessCheck
+from .errors import error_of
+from .labels import config_of
+from .plan import MAX_SCREENED_ROWS
+from .timing import Call, Contender, Timer, busy_percent, copies_needed
+from .workload import TORCH_DTYPES, Workload, make_head, make_weight, weight_shape
+
+COMPILING_LATE = "compiling late"  # what should have been compiled before it was to be checked
+SCREENING_SAMPLES = 3
+
+
+class MeasuringWorker:
+    """One head at a time; workloads are made when they are first needed."""
+
+    note: Callable[[str], None] = staticmethod(lambda text: None)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.timer = device, Timer(device)
+        self._shape: HeadShape | None = None
+        self._heads: list[LMHead] = []
+        self._screens: list[Screen] = []  # of the heads, made when they are first needed
+        self._workloads: dict[int, Workload] = {}
+        self._workspace = Workspace(1, device)
+        self._racing: dict[str, Contender] = {}
+        self._race_workload: Workload | None = None
+        self._check: CorrectnessCheck | None = None
+        self._compiled = 0.0  # seconds that this process has compiled for
+
+    @classmethod
+    def make(cls, spec: dict[str, Any]) -> MeasuringWorker:
+        device = torch.device(spec.get("device", "cuda"))
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("no CUDA device; run and verify measure on one, other commands need none")
+        worker = cls(device)
+        triton.knobs.compilation.listener = worker._listen
+        return worker
+
+    def _listen(self, *, times: Any, cache_hit: bool, **rest: Any) -> None:
+        if not cache_hit:
+            self._compiled += times.total * 1e-6
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if "head" in request:
+            self._use(HeadShape(**request["head"]))
+        return getattr(self, f"_{request['op']}")(request)
+
+    def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Device, versions, and the percent of it that others use."""
+        env = environment() | {"python": platform.python_version(), "sgl_flashsample": __version__}
+        device = msgspec.to_builtins(device_of(self.device))
+        if self.device.type != "cuda":
+            return {"device": device | {"sms": 1, "smem_optin": 232_448}, "env": env, "busy": 0}
+        return {"device": device, "env": env, "busy": round(busy_percent(self.device))}
+
+    def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"copies": len(self._heads)}
+
+    def _use(self, shape: HeadShape) -> None:
+        """Make the head, unless it is there."""
+        if shape == self._shape:
+            return
+        self._shape, self._heads, self._screens, self._workloads, self._racing = None, [], [], {}, {}
+        weight = make_weight(*weight_shape(shape), TORCH_DTYPES[shape.dtype], self.device)
+        copies = [weight, *(weight.clone() for _ in range(copies_needed(weight) - 1))]
+        self._heads = [make_head(shape, copy) for copy in copies]
+        self._check = CorrectnessCheck(self._heads[0])
+        self._shape = shape
+        hidden = self._workload(16).hidden
+        self.timer.warm_up(lambda step: torch.mm(hidden, weight.T))
+
+    def _trial(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Tokens first; then the median time of a few samples, per batch size."""
+        began, compiled = time.monotonic(), self._compiled
+        config, kind = config_of(request["path"], request["config"]), KIND_NAMES[request["kind"]]
+        self.note(request["label"])
+        assert self._check is not None
+        self._check.check(config, kind)
+        checked, compiled = time.monotonic(), self._compiled - compiled
+        us = {}
+        for rows in request["sizes"]:
+            contender = self._contender(self._call(config, kind, self._workload(rows)))
+            us[str(rows)] = statistics.median(self.timer.sample([contender] * SCREENING_SAMPLES)[0])
+        seconds = {"check": checked - began - compiled, COMPILING_LATE: compiled, "timing": time.monotonic() - checked}
+        return {"us": us, "seconds": seconds}
+
+    def _gtest(self, request: dict[str, Any]) -> dict[str, Any]:
+        kind, path = KIND_NAMES[request["kind"]], request["path"]
+        config = None if path == SamplingPath.FLASHINFER else config_of(path, request["config"])
+        self.note(request["label"])
+        assert self._check is not None
+        p, draws = self._check.g_test(config, kind, request["draws"])
+        return {"p": p, "draws": draws}
+
+    def _setup(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Get ready to race ``contenders`` in batches of ``rows`` rows; which of them cannot, and why."""
+        self._racing, kind = {}, KIND_NAMES[request["kind"]]
+        self._race_workload = self._workload(request["rows"])
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        failed: dict[str, Any] = {}
+        for one in request["contenders"]:
+            self.note(one["name"])
+            try:
+                self._racing[one["name"]] = self._contender(self._call_of(one, kind, self._race_workload))
+            except Exception as error:
+                reason = error_of(error)["error"]
+                if reason["fatal"]:
+                    raise
+                failed[one["name"]] = reason
+        self.timer.sample(list(self._racing.values()))
+        return {"failed": failed}
+
+    def _rounds(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Time ``names`` once per round, in rotated order, from round ``first`` on."""
+        assert self._race_workload is not None
+        racing = {name: self._racing[name] for name in request["names"]}
+        refresh = self._race_workload.refresh
+        rounds = self.timer.rounds(racing, request["rounds"], first=request["first"], before_round=refresh)
+        return {"samples": rounds.samples, "clocks": rounds.clocks}
+
+    def _baselines(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Whether FlashInfer can be raced: import it, and compile what will be."""
+        if self.device.type != "cuda":
+            return {"available": False, "detail": "no CUDA device"}
+        compile_flashinfer(self.device)
+        return {"available": True}
+
+    def _workload(self, rows: int) -> Workload:
+        if rows not in self._workloads:
+            self._workloads[rows] = Workload(self._heads[0], rows)
+        return self._workloads[rows]
+
+    def _contender(self, call: Call) -> Contender:
+        return self.timer.contender(call, copies=len(self._heads))
+
+    def _call_of(self, contender: dict[str, Any], kind: BatchKind, workload: Workload) -> Call:
+        """Of a configuration, of the flashinfer path or of a baseline."""
+        if contender.get("config") is not None:
+            return self._call(config_of(contender["path"], contender["config"]), kind, workload)
+        if contender["path"] == SamplingPath.FLASHINFER:
+            return self._flashinfer_call(kind, workload)
+        return baseline_call(contender["name"], kind, workload.for_baselines(self._heads, kind))
+
+    def _call(self, config: Config, kind: BatchKind, workload: Workload) -> Call:
+        """The path as a server runs it: one call, with the noise of step ``step``."""
+        heads, params, workspace = self._heads, workload.params(kind), self._workspace_for(config, workload)
+        truncation_config = default_table(heads[0]).truncation_config
+        screens: Sequence[Screen | None] = [None] * len(heads)
+        if isinstance(config, ScreenConfig):  # copies are as cold as their heads: they take turns with them
+            self._screens = self._screens or [Screen(head, MAX_SCREENED_ROWS) for head in heads]
+            screens = self._screens
+
+        def call(step: int) -> Any:
+            return launch(
+                config,
+                workload.hidden,
+                heads[step % len(heads)],
+                params[step],
+                workspace=workspace,
+                screen=screens[step % len(heads)],
+                truncation_config=truncation_config,
+            )
+
+        return call
+
+    def _flashinfer_call(self, kind: BatchKind, workload: Workload) -> Call:
+        """The flashinfer path as a server runs it."""
+        heads, params, workspace = self._heads, workload.params(kind), self._workspace_for(None, workload)
+
+        def call(step: int) -> Any:
+            logits = compute_logits(workload.hidden, heads[step % len(heads)], workspace)
+            return draw_with_flashinfer(logits, heads[0].spec, params[step])
+
+        return call
+
+    def _workspace_for(self, config: Config | None, workload: Workload) -> Workspace:
+        """The workspace, a larger one where it is too small; calls keep theirs."""
+        slots = 1 if config is None else slots_for(config, self._heads[0], workload.rows)
+        if self._workspace.slots < slots:
+            self._workspace = Workspace(slots, self.device)
+        return self._workspace

@@ -1,0 +1,159 @@
+"""A simulated device instead of a GPU: the same requests, answered from a JSON file, noise and faults included.
+Everything but measuring is developed and tested on it.
+
+    {"schema": "flashsample-simulated/1", "device": {...}, "env": {...}, "noise": 0.004, "seed": 0,
+     "model": {"us": 300.0, "rugged": 0.05},           times of what is not in costs; left out: such is rejected
+     "costs": {"plain/fused-16x128x128-w4-s6-c1": {"1": 282.0, "16": 285.5}},
+     "faults": {"plain/fused-16x...": "hang" | "crash" | "illegal" | "wrong" | "biased" | a reason},
+     "baselines": false, "busy": 0, "clock": 1980.0, "seconds_per_round": 0.0}
+
+The keys of costs and faults are ``labels.label_of``. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from ..files import BadFileError, parse_json, read_plain
+from .errors import REASONS, IncorrectTokens
+
+SCHEMA = "flashsample-simulated/1"
+MAX_BYTES = 1 << 26
+NOISE = 0.004
+
+COMPILING_FAULTS = ("compile", "shared_memory", "registers", "slow_compile")
+TRIAL_FAULTS = ("hang", "crash", "illegal", "wrong", "runtime", "timeout")
+RACE_FAULTS = ("hang in race", "crash in race")
+
+
+class SimulatedDeviceError(ValueError):
+    """A file that describes no device; the message is one line."""
+
+
+def load(path: str) -> dict[str, Any]:
+    """Raises SimulatedDeviceError."""
+    try:
+        data = parse_json(read_plain(path, MAX_BYTES), MAX_BYTES)
+    except BadFileError as error:
+        raise SimulatedDeviceError(f"no simulated device in {path}: {error}") from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise SimulatedDeviceError(f"{path} is no {SCHEMA}")
+    for name in ("device", "env"):
+        if not isinstance(data.get(name), dict):
+            raise SimulatedDeviceError(f"{path} has no object {name!r}")
+    return data
+
+
+class SimulatedWorker:
+    """Answers what ``MeasuringWorker`` and ``CompilingWorker`` answer."""
+
+    note: Callable[[str], None]
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data, self.costs, self.faults = data, data.get("costs", {}), data.get("faults", {})
+        self.noise = float(data.get("noise", NOISE))
+        self._random = random.Random(data.get("seed", 0))
+        self._lost = False
+        self._racing: dict[str, dict[str, Any]] = {}
+
+    @classmethod
+    def make(cls, spec: dict[str, Any]) -> SimulatedWorker:
+        return cls(load(spec["file"]))
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return getattr(self, f"_{request['op']}")(request)
+
+    def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"device": self.data["device"], "env": self.data["env"], "busy": self.data.get("busy", 0)}
+
+    def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"copies": 1}
+
+    def _compile(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._fail_as_told(request["label"], COMPILING_FAULTS)
+        return {"seconds": {"compile": 0.0}, "shared": 0, "registers": 0, "spilled": 0}
+
+    def _baselines(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"available": bool(self.data.get("baselines"))}
+
+    def _trial(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.note(request["label"])
+        self._fail_as_told(request["label"], TRIAL_FAULTS)
+        return {"us": {str(rows): self._sample(request["label"], rows) for rows in request["sizes"]}}
+
+    def _setup(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._racing, failed = {}, {}
+        for one in request["contenders"]:
+            self.note(one["name"])
+            label = one.get("label") or one["name"]
+            try:
+                self._fail_as_told(label, RACE_FAULTS)
+                self._true_us(label, request["rows"])
+                self._racing[one["name"]] = {"label": label, "rows": request["rows"]}
+            except ValueError as error:
+                failed[one["name"]] = {"reason": "runtime", "detail": str(error), "fatal": False}
+        return {"failed": failed}
+
+    def _rounds(self, request: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(float(self.data.get("seconds_per_round", 0.0)) * request["rounds"])
+        samples = {
+            name: [self._sample(**self._racing[name]) for _ in range(request["rounds"])] for name in request["names"]
+        }
+        return {"samples": samples, "clocks": [float(self.data.get("clock", 1980.0))] * request["rounds"]}
+
+    def _gtest(self, request: dict[str, Any]) -> dict[str, Any]:
+        biased = self.faults.get(request["label"]) == "biased"
+        return {"p": 1e-12 if biased else 0.5, "draws": request["draws"]}
+
+    def _fail_as_told(self, label: str, faults: tuple[str, ...]) -> None:
+        fault = self.faults.get(label)
+        if fault not in faults:
+            return
+        if fault.startswith("hang"):
+            time.sleep(1e6)
+        if fault == "slow_compile":
+            time.sleep(float(self.data.get("slow_compile", 1.0)))
+            return
+        if fault.startswith("crash"):
+            os._exit(139)
+        if fault == "illegal":
+            self._lost = True
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if fault == "wrong":
+            raise IncorrectTokens("3 of 13 tokens differ from the reference")
+        assert fault in REASONS, fault
+        if fault in ("shared_memory", "registers"):
+            raise RuntimeError(f"simulated: out of resource: {fault.replace('_', ' ')}")
+        raise RuntimeError("simulated: ptxas failed" if fault == "compile" else f"simulated: {fault}")
+
+    def _sample(self, label: str, rows: int) -> float:
+        return self._true_us(label, rows) * math.exp(self._random.gauss(0.0, self.noise))
+
+    def _true_us(self, label: str, rows: int) -> float:
+        """A batch size without a cost has that of the next larger one, or of the largest."""
+        costs = self.costs.get(label)
+        if costs:
+            sizes = sorted(map(int, costs))
+            return float(costs[str(next((size for size in sizes if size >= rows), sizes[-1]))])
+        model = self.data.get("model")
+        if model is None:
+            raise ValueError(f"{label} has no cost")
+        rugged, seed = float(model.get("rugged", 0.05)), self.data.get("seed", 0)
+        # What a configuration costs is mostly the sum of what its parts cost: a search can learn it.
+        parts = [_hashed(f"{seed} {place} {part}") for place, part in enumerate(re.split("[-x]", label))]
+        share = 0.85 * sum(parts) / len(parts) + 0.15 * _hashed(f"{seed} {label}")
+        return float(model["us"]) * (1.0 + rows / float(model.get("rows", 256.0))) * (1.0 + rugged * share)
+
+
+def _hashed(text: str) -> float:
+    """A number from 0 to 1."""
+    return zlib.crc32(text.encode()) / 2**32

@@ -1,0 +1,559 @@
+"""``tune show | explain | diff | merge | lint``: what is done with tables without a GPU. Loads no torch.
+
+Tables are read through ``load_table`` alone, which is bounded and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table as Grid
+
+from ..defaults import HeadFacts, default_config, defaults_digest, family_of
+from ..files import write_whole
+from ..kernels.config import ScreenConfig
+from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, SamplingPath, path_of
+from ..tables.fingerprint import installed_fingerprints
+from ..tables.lookup import (
+    COMPARED,
+    FILE_VARIABLE,
+    Found,
+    Target,
+    bucket_for,
+    find,
+    folders,
+    load_table,
+    match,
+    unsupported_config,
+)
+from ..tables.schema import ITEMSIZE, Device, Entry, HeadShape, Kept, Table, file_name
+from .errors import OK, WRONG
+from .labels import DEVICES, GEMM, key_of, known_device
+from .race import GAIN_TOLERANCE, Policy, gains_apart
+
+CONFIDENT = 1.96  # standard errors: 95 % of the differences of equal times are smaller
+DISPATCHED_ROWS = 512  # ``dispatch.DENSE_ROWS``, whose module loads torch: larger batches take the built-in choice
+KEPT_ERROR = Policy().error  # relative, of the times of kept sizes: tables do not have it, and a race ends at this
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a table says of one size. entry: the evidence; where kept, the built-in choice with its time alone, or with
+    what the log of the run has. config: None for a kept choice of a device without built-in ones."""
+
+    kind: BatchKind
+    entry: Entry
+    kept: bool
+    config: Config | None
+
+    @property
+    def rows(self) -> int:
+        return self.entry.rows
+
+    @property
+    def us(self) -> float:
+        return self.entry.us
+
+    @property
+    def gemm_us(self) -> float:
+        """Of the GEMM alone in the same race; 0 where it did not run."""
+        return self.entry.others.get(GEMM, 0.0)
+
+    @property
+    def takes(self) -> str:
+        key = key_of(self.config) if self.config is not None else "unknown"
+        flashinfer = "; flashinfer where no row has a seed" if self.entry.flashinfer else ""
+        return f"built-in: {key}" if self.kept else key + flashinfer
+
+    def beyond_noise(self, other: Decision) -> bool:
+        """Whether the times are further apart than their noise explains."""
+        return abs(other.us - self.us) > CONFIDENT * math.hypot(self.entry.se, other.entry.se)
+
+
+def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
+    """Every size that was measured, by kind. logged: what the log of the run has of sizes."""
+    known = {(entry.kind, entry.rows, entry.us): entry for entry in logged}
+    for kind in BATCH_KINDS:
+        kept = table.kept.get(str(kind), Kept(rows=[], us=[]))
+        gemm_us = kept.gemm_us or [0.0] * len(kept.rows)
+        times = {rows: (us, gemm) for rows, us, gemm in zip(kept.rows, kept.us, gemm_us, strict=True)}
+        for rows in table.sizes(str(kind)):
+            entry = table.entry(str(kind), rows)
+            if entry is not None:
+                yield Decision(kind, entry, False, entry.launch)
+                continue
+            us, gemm = times[rows]
+            config = builtin_config(*device_and_head(table), rows, kind)
+            path = path_of(config).value if config is not None else "built-in"
+            others = {GEMM: gemm} if gemm else {}
+            entry = Entry(kind=str(kind), rows=rows, path=path, config={}, us=us, default_us=us, others=others)
+            entry = msgspec.structs.replace(known.get((str(kind), rows, us), entry), se=KEPT_ERROR * us)
+            yield Decision(kind, entry, True, config)
+
+
+def device_and_head(table: Table) -> tuple[Device, HeadShape]:
+    """Of a tuned table, which has both."""
+    assert table.device is not None and table.head is not None
+    return table.device, table.head
+
+
+def read(file: str | os.PathLike[str]) -> Table:
+    """Raises ValueError for a file that is no table."""
+    table, reason = load_table(file)
+    if table is None:
+        raise ValueError(f"{file}: {reason}")
+    return table
+
+
+def head_line(head: HeadShape) -> str:
+    softcap = ", softcap" if head.softcap else ""
+    return f"{head.vocab} x {head.hidden} {head.dtype}, tp {head.tp}{softcap}"
+
+
+def screen_line(table: Table) -> str:
+    """What a screen of this head costs, and which kinds have one; empty for a table without any."""
+    kinds = [name for name in table.kinds if KIND_NAMES[name].screen]
+    if not kinds:
+        return ""
+    size, rows = screen_cost(table)
+    memory = f"{size / 1e9:.2f} GB beside the head, for up to {rows} rows" if size else "of unknown size"
+    return f"screen: {memory} ({', '.join(kinds)})"
+
+
+def screen_cost(table: Table) -> tuple[int, int]:
+    """Bytes of a screen, and the rows that it is for; 0 where the table does not say."""
+    cost = table.measure.get("screen")
+    size, rows = (cost.get("bytes"), cost.get("rows")) if isinstance(cost, dict) else (None, None)
+    return (size, rows) if isinstance(size, int) and isinstance(rows, int) else (0, 0)
+
+
+def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) -> Config | None:
+    """What such a batch takes without a table; None for a device without built-in choices."""
+    family = family_of(device.cc)
+    if family is None:
+        return None
+    return default_config(HeadFacts(family, ITEMSIZE[head.dtype], head.vocab, head.hidden), rows, kind)
+
+
+def _same_kernels(table: Table) -> bool:
+    installed = installed_fingerprints()
+    sources = {path: hashes.get("src") for path, hashes in table.kernels.items()}
+    return bool(sources) and all(source == installed.get(path) for path, source in sources.items())
+
+
+def _same_defaults(table: Table) -> bool:
+    device, head = device_and_head(table)
+    family = family_of(device.cc)
+    return family is not None and table.defaults == defaults_digest(family, ITEMSIZE[head.dtype])
+
+
+class _Output(Console):
+    """As wide as what it prints, but on a terminal."""
+
+    def __init__(self) -> None:
+        width = None if sys.stdout.isatty() else 1000
+        super().__init__(width=width, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would exit with 1
+
+
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Grid:
+    """left: the columns that are text."""
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=None)
+    for column in columns:
+        grid.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
+    """Print a table for people. kind: this one alone."""
+    table, console = read(file), _Output()
+    if as_json:
+        facts = {"file": file, "notes": table.notes, "kernels_as_installed": _same_kernels(table)}
+        print(json.dumps(facts | {"table": json.loads(table.dumps())}, indent=2))
+        return
+    device, head = device_and_head(table)
+    console.print(f"{device.name} (compute capability {device.cc}, {device.sms} SMs), head {head_line(head)}")
+    versions = ", ".join(f"{name} {version}" for name, version in (table.tool | table.env).items())
+    console.print(f"effort {table.effort}; {versions}")
+    console.print(f"kernels: {'as installed here' if _same_kernels(table) else 'not those installed here (stale)'}")
+    console.print(f"built-in choices: {'as installed here' if _same_defaults(table) else 'not those installed here'}")
+    for line in (screen_line(table), *(f"note: {note}" for note in table.notes)):
+        if line:
+            console.print(line)
+    columns = ("rows", "us", "+-", "default", "gain", "takes", "tied", "others")
+    for name in [str(each) for each in BATCH_KINDS if str(each) in table.kinds and kind in (None, str(each))]:
+        lines = [_shown(one) for one in decisions(table) if str(one.kind) == name]
+        console.print(f"\n{name}")
+        console.print(_grid(columns, lines, ("takes", "others")))
+    if table.rejected and kind is None:
+        reasons = sorted(table.rejected.items(), key=lambda item: -item[1])
+        console.print(f"\nrejected: {', '.join(f'{count} {reason}' for reason, count in reasons)}")
+
+
+def _shown(one: Decision) -> tuple[str, ...]:
+    entry = one.entry
+    return (
+        str(one.rows),
+        f"{one.us:.1f}",
+        f"{entry.se:.2f}" if entry.n else "",
+        f"{entry.default_us:.1f}" if entry.default_us else "",
+        f"{entry.gain:.1%}" if entry.default else "",
+        one.takes,
+        str(len(entry.tied) or ""),
+        ", ".join(f"{name} {us:.1f}" for name, us in entry.others.items()),
+    )
+
+
+def explain(
+    file: str | None, device_name: str | None, head: HeadShape | None, rows: int, kind: str | None, as_json: bool
+) -> None:
+    """Print what a batch takes, from which table, and why; of all kinds as a server with default settings would, or of
+    one. file: a table; None for the one that a server with such a device and head would find."""
+    warnings: list[str] = []
+    if file is not None:
+        if device_name is not None or head is not None:
+            raise ValueError("a table and --device or a head are given; expected one or the other")
+        table = read(file)
+        device, head = device_and_head(table)
+        # As on the machine that it was measured on, with the kernels that are installed here.
+        how, differs = match(table, Target(device, head, table.env))
+        assert how is not None, "a table is for its own device and head"
+        found: Found | None = Found(table, file, "the named file", how, differs)
+    else:
+        if device_name is None or head is None:
+            raise ValueError("no table is given; expected one, or --device and a head to look for one")
+        target = _target_named(device_name, head)
+        device = target.device
+        found, warnings = find(target)
+    # A server with default settings has a screen where a tuned table says that it wins; a batch that cannot have it
+    # (logprobs, a large top-k) is of the kinds without one.
+    screened = found is not None and any(isinstance(one.config, ScreenConfig) for one in decisions(found.table))
+    kinds = [each for each in BATCH_KINDS if screened or not each.screen] if kind is None else [KIND_NAMES[kind]]
+    kinds.sort(key=lambda each: not each.screen)
+    batches = [_explained(found, device, head, rows, each) for each in kinds]
+    if as_json:
+        about = {"file": found and found.file, "match": found and found.match, "source": found and found.source}
+        facts = {"rows": rows, **about, "screen": screened, "batches": batches, "warnings": warnings}
+        print(json.dumps(facts, indent=2))
+        return
+    console = _Output()
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if found is None:
+        places = ", ".join(str(folder) for folder, _ in folders(os.environ))
+        console.print(f"table     none: {file_name(device.name, head)} is not in {places}")
+    else:
+        because = f": {'; '.join(found.differs)}" if found.differs else ""
+        console.print(f"table     {found.file} ({found.match}{because}; {found.source})")
+    console.print(f"for       {device.name}, head {head_line(head)}")
+    if kind is not None:
+        _print_batch(console, batches[0])
+        return
+    with_screen = "keeps a screen, for this table says that it wins" if screened else "keeps no screen"
+    console.print(f"batch     {rows} rows; a server with default settings {with_screen}")
+    lines = [(b["kind"], f"{b['us']:.1f}" if b.get("us") else "", str(b["takes"]), b["why"]) for b in batches]
+    console.print(_grid(("kind", "us", "takes", "why"), lines, ("kind", "takes", "why")))
+
+
+def _target_named(name: str, head: HeadShape) -> Target:
+    """Of a machine that is not at hand: its device is what the nearest table of that name says, or what is known of it;
+    its versions are those that are installed here."""
+    env: dict[str, str] = {}
+    for package in COMPARED:
+        try:
+            env[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    known = DEVICES.get(name) or known_device(name) or Device(name=name, cc="0.0", sms=0, l2_mb=0, smem_optin=0)
+    named = os.environ.get(FILE_VARIABLE)
+    paths = [named] if named else []
+    paths += [str(folder / file_name(known.name, head)) for folder, _ in folders(os.environ)]
+    for path in paths:
+        table, _ = load_table(path)
+        if table is not None and table.device is not None and table.device.name == known.name:
+            return Target(table.device, head, table.env | env)
+    return Target(known, head, env)
+
+
+def _explained(found: Found | None, device: Device, head: HeadShape, rows: int, kind: BatchKind) -> dict[str, Any]:
+    """The choice of one batch as ``DispatchTable`` makes it, and why."""
+    facts: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
+    if found is None:
+        return facts | _builtin_choice(device, head, rows, kind, "the built-in choice, without a table")
+    if rows > DISPATCHED_ROWS:
+        why = f"the built-in choice: a table serves batches of {DISPATCHED_ROWS} rows or fewer"
+        return facts | _builtin_choice(device, head, rows, kind, why)
+    table, reasons = found.table, []
+    served: BatchKind = kind
+    while True:
+        sizes = table.sizes(str(served))
+        size = bucket_for(sizes, rows)
+        entry = table.entry(str(served), size) if size is not None else None
+        unsupported = unsupported_config(entry.launch, device, head.dtype, served) if entry is not None else None
+        if unsupported is not None:
+            reasons.append(f"size {size} of {served} cannot be used: {unsupported}")
+        elif size is not None:
+            break
+        default = builtin_config(device, head, rows, served)
+        if isinstance(default, ScreenConfig):
+            why = f"the built-in choice, the screened path: the table has nothing of {served} for it"
+            return facts | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
+        if served.fallback is None:
+            measured = ", ".join(map(str, table.sizes(str(kind)))) or "none"
+            why = f"the built-in choice: no size from {rows} to {2 * rows} in its tile class (measured: {measured})"
+            return facts | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
+        served = served.fallback
+    why = "its own size" if size == rows else f"size {size}, the next one of its tile class, at most twice it"
+    why += "" if served == kind else f", of {served} (there is none of {kind})"
+    one = next(one for one in decisions(table) if (one.kind, one.rows) == (served, size))
+    evidence = {name: value for name, value in msgspec.to_builtins(one.entry).items() if name not in ("kind", "rows")}
+    facts |= evidence | {"size": size, "of": str(served)}
+    if one.kept:
+        return facts | _builtin_choice(device, head, rows, served, f"the built-in choice, confirmed: {why}")
+    assert one.config is not None
+    return facts | {"takes": one.takes, "config": dataclasses.asdict(one.config), "why": "; ".join([why, *reasons])}
+
+
+def _builtin_choice(device: Device, head: HeadShape, rows: int, kind: BatchKind, why: str) -> dict[str, Any]:
+    config = builtin_config(device, head, rows, kind)
+    if config is None:
+        return {"takes": "the built-in choice", "why": why}
+    return {"takes": key_of(config), "path": path_of(config).value, "config": dataclasses.asdict(config), "why": why}
+
+
+def _print_batch(console: Console, facts: dict[str, Any]) -> None:
+    console.print(f"batch     {facts['rows']} rows, {facts['kind']}: {facts['why']}")
+    console.print(f"takes     {facts['takes']}")
+    if facts.get("us"):
+        clock = f", {facts['clock_mhz']:.0f} MHz" if facts.get("clock_mhz") else ""
+        noise = f" +- {facts.get('se', 0.0):.2f} us ({facts['n']} samples{clock})" if "n" in facts else " us"
+        console.print(f"expected  {facts['us']:.1f}{noise}")
+    if facts.get("default"):
+        gain = facts.get("gain", 0.0)
+        console.print(f"default   {facts.get('default_us', 0.0):.1f} us ({facts['default']}); gain {gain:.1%}")
+    if facts.get("tied"):
+        console.print(f"tied      {'; '.join(facts['tied'])}")
+    if facts.get("others"):
+        console.print(f"others    {', '.join(f'{name} {us:.1f} us' for name, us in facts['others'].items())}")
+    if facts.get("checked"):
+        console.print(f"checked   {facts['checked']}")
+
+
+def _paired(a: Table, b: Table) -> Iterator[tuple[BatchKind, int, Decision | None, Decision | None]]:
+    """Every size that either table has, in their order."""
+    first, second = ({(one.kind, one.rows): one for one in decisions(table)} for table in (a, b))
+    for kind, rows in sorted(first.keys() | second.keys(), key=lambda at: (BATCH_KINDS.index(at[0]), at[1])):
+        yield kind, rows, first.get((kind, rows)), second.get((kind, rows))
+
+
+def _require_same_head(a: Table, b: Table, file_a: str, file_b: str) -> None:
+    if a.head != b.head:
+        heads = [head_line(device_and_head(table)[1]) for table in (a, b)]
+        raise ValueError(f"{file_a} is for head {heads[0]}, {file_b} for {heads[1]}")
+
+
+def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -> None:
+    """Print what two tables of one head say differently, and whether their noise explains it. every: also the sizes
+    that they agree on."""
+    a, b = read(file_a), read(file_b)
+    _require_same_head(a, b, file_a, file_b)
+    sizes = []
+    for kind, rows, mine, theirs in _paired(a, b):
+        line: dict[str, Any] = {"kind": str(kind), "rows": rows, "a": mine and mine.takes, "b": theirs and theirs.takes}
+        if mine is not None and theirs is not None and mine.us and theirs.us:
+            line["ratio"] = theirs.us / mine.us
+            line["se"] = line["ratio"] * math.hypot(mine.entry.se / mine.us, theirs.entry.se / theirs.us)
+            line["within_noise"] = not mine.beyond_noise(theirs)
+        sizes.append(line)
+    environment = _environment(a, b)
+    if as_json:
+        print(json.dumps({"environment": environment, "sizes": sizes}, indent=2))
+        return
+    console = _Output()
+    for name, (first, second) in environment.items():
+        console.print(f"{name}: {first} -> {second}")
+    both = [line for line in sizes if line["a"] is not None and line["b"] is not None]
+    for line in sizes:
+        same = line["a"] == line["b"]
+        choice = "same choice" if same else f"{line['a']} -> {line['b']}"
+        place = f"{line['kind']} {line['rows']}:"
+        if line not in both:
+            console.print(f"{place:20} only in {'B' if line['a'] is None else 'A'}: {line['a'] or line['b']}")
+        elif every or not same or not line.get("within_noise", True):
+            times = "no times"
+            if "ratio" in line:
+                faster = "B slower" if line["ratio"] > 1 else "B faster"
+                noise = "within noise" if line["within_noise"] else faster
+                times = f"us B/A {line['ratio']:.4f} +- {line['se']:.4f}, {noise}"
+            console.print(f"{place:20} {times}; {choice}")
+    changed = sum(line["a"] != line["b"] for line in both)
+    apart = sum(not line.get("within_noise", True) for line in both)
+    console.print(
+        f"{len(both)} sizes in both: {changed} with another choice, {apart} with a time beyond noise "
+        f"({CONFIDENT} combined standard errors)"
+    )
+
+
+def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
+    """What differs beside the sizes: {name: [in A, in B]}."""
+    both: list[dict[str, Any]] = []
+    for table in (a, b):
+        device, _ = device_and_head(table)
+        kernels = {f"kernels of {path}": hashes.get("src", "")[:19] for path, hashes in table.kernels.items()}
+        facts = {"device": device.name, "SMs": device.sms, "effort": table.effort, "built-in choices": table.defaults}
+        both.append(facts | table.tool | table.env | kernels | table.measure)
+    first, second = both
+    names = [*first, *(name for name in second if name not in first)]
+    return {name: [first.get(name), second.get(name)] for name in names if first.get(name) != second.get(name)}
+
+
+def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
+    """Write two tables of one device and head as one. out: a file or, for the name that servers look for, a folder.
+    strict: raise ValueError where a size has another choice in B."""
+    a, b = read(file_a), read(file_b)
+    _require_same_head(a, b, file_a, file_b)
+    if a.device != b.device:
+        raise ValueError(f"{file_a} is for {a.device}, {file_b} for {b.device}")
+    if a.defaults != b.defaults:
+        raise ValueError("the tables were measured against different built-in choices; tune anew instead")
+    for path in a.kernels.keys() & b.kernels.keys():
+        if a.kernels[path].get("src") != b.kernels[path].get("src"):
+            raise ValueError(f"the tables were measured with different kernels ({path}); tune anew instead")
+    for kind, rows, mine, theirs in _paired(a, b):
+        if strict and mine is not None and theirs is not None and mine.takes != theirs.takes:
+            raise ValueError(f"{kind} {rows} takes {mine.takes} in A and {theirs.takes} in B (--strict)")
+    merged, taken, added = joined(a, b)
+    out = out / merged.file_name if out.is_dir() else out
+    try:
+        write_whole(out, merged.dumps())
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror or error}") from None
+    total = len(list(decisions(merged)))
+    print(f"{out}: {total} sizes, {taken} of them better in {file_b}, {added} only there")
+
+
+def joined(a: Table, b: Table) -> tuple[Table, int, int]:
+    """The table with every size of either; where both have one, that of ``a`` unless that of ``b`` is faster beyond
+    noise. Also how many of ``b`` were faster, and how many only ``b`` has."""
+    chosen: list[Decision] = []
+    taken = added = 0
+    for _, _, mine, theirs in _paired(a, b):
+        if mine is None or (theirs is not None and 0 < theirs.us < mine.us and mine.beyond_noise(theirs)):
+            assert theirs is not None
+            taken, added = taken + (mine is not None), added + (mine is None)
+            chosen.append(theirs)
+        else:
+            chosen.append(mine)
+    kept: dict[str, dict[int, tuple[float, float]]] = {}
+    for one in chosen:
+        if one.kept:
+            kept.setdefault(str(one.kind), {})[one.rows] = (one.us, one.gemm_us)
+    merged = msgspec.structs.replace(
+        a,
+        entries=[one.entry for one in chosen if not one.kept],
+        kept={kind: kept_of(times) for kind, times in kept.items()},
+        kernels=b.kernels | a.kernels,
+        measure={name: b.measure[name] for name in ("screen",) if name in b.measure} | a.measure,
+        effort=a.effort if a.effort == b.effort else "mixed",
+        rejected={reason: max(a.rejected.get(reason, 0), count) for reason, count in (a.rejected | b.rejected).items()},
+        provenance={
+            "complete": all(table.provenance.get("complete") is True for table in (a, b)),
+            "a": _flat(a.provenance),
+            "b": _flat(b.provenance),
+        },
+    )
+    return merged, taken, added
+
+
+def kept_of(times: dict[int, tuple[float, float]]) -> Kept:
+    """times: by size, of the built-in choice and of the GEMM beside it, 0 where that did not run."""
+    sizes = sorted(times)
+    gemm_us = [times[rows][1] for rows in sizes]
+    return Kept(rows=sizes, us=[times[rows][0] for rows in sizes], gemm_us=gemm_us if any(gemm_us) else [])
+
+
+def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
+    """What fits one level deeper: merging again and again must not nest without end."""
+    return {name: value for name, value in provenance.items() if not isinstance(value, dict | list)}
+
+
+def lint(files: Sequence[str]) -> int:
+    """Print whether tables are fit to be shipped. Returns the exit code."""
+    wrong = 0
+    for file in files:
+        errors, notes = check(file)
+        for line in (*(f"error: {error}" for error in errors), *notes):
+            print(f"{file}: {line}")
+        wrong += bool(errors)
+    print(f"{len(files) - wrong} of {len(files)} tables are well-formed")
+    return WRONG if wrong else OK
+
+
+def check(file: str) -> tuple[list[str], list[str]]:
+    """What is wrong with ``file``, and what is worth knowing."""
+    table, reason = load_table(file)
+    if table is None:
+        return [str(reason)], []
+    return list(_errors(table, Path(file))), list(_notes(table))
+
+
+def _errors(table: Table, path: Path) -> Iterator[str]:
+    device, head = device_and_head(table)
+    if path.read_bytes() != table.dumps().encode():
+        yield "it is not in its canonical form (an entry per line, by kind and size; one final newline)"
+    if path.name != table.file_name:
+        yield f"its name is not {table.file_name}: no folder is searched for another one"
+    if not table.entries and not table.kept:
+        yield "it has no sizes"
+    for entry in table.entries:
+        kind, place = KIND_NAMES[entry.kind], f"{entry.kind} {entry.rows}"
+        config, key = entry.launch, key_of(entry.launch)
+        if (reason := unsupported_config(config, device, head.dtype, kind)) is not None:
+            yield f"{place} takes {key}, which cannot run: {reason}"
+        if entry.n < 2:
+            yield f"{place}: n is {entry.n}; expected 2 or more samples"
+        if entry.us <= 0:
+            yield f"{place}: us is {entry.us}; expected its time"
+        elif entry.default and entry.default_us <= 0:
+            yield f"{place}: default_us is {entry.default_us}; expected the built-in choice's time"
+        elif entry.default and gains_apart(entry.gain, entry.us, entry.default_us) > GAIN_TOLERANCE:
+            yield f"{place}: gain is {entry.gain}; its times give {1 - entry.us / entry.default_us:.3f}"
+        if entry.flashinfer and (kind != BatchKind(truncate=True) or head.tp > 1):
+            yield f"{place}: flashinfer is true; it serves truncated batches, tp 1"
+        if key in entry.tied:
+            yield f"{place}: tied names {key}, which it takes"
+        if not entry.flashinfer and _same_defaults(table) and config == builtin_config(device, head, entry.rows, kind):
+            yield f"{place} takes the built-in choice: it belongs to the kept sizes"
+    for name, kept in table.kept.items():
+        if kept.rows != sorted(kept.rows):
+            yield f"kept.{name}: rows are {kept.rows}; expected them ascending"
+
+
+def _notes(table: Table) -> Iterator[str]:
+    yield from (f"note: {note}" for note in table.notes)
+    installed = installed_fingerprints()
+    measured = {path_of(entry.launch).value for entry in table.entries} | table.kernels.keys()
+    for path in sorted(measured & {path.value for path in SamplingPath}):
+        if table.kernels.get(path, {}).get("src") != installed.get(path):
+            yield f"stale: the kernels of {path} have changed since it was measured"
+    if table.defaults and not _same_defaults(table):
+        yield "stale: the built-in choices have changed since it was measured"
+    if screen_line(table) and not screen_cost(table)[0]:
+        yield "note: measure.screen is missing: what memory a screen takes"
+    missing = [str(kind) for kind in BATCH_KINDS if kind.fallback is None and str(kind) not in table.kinds]
+    if missing:
+        yield f"note: no sizes for {', '.join(missing)}"

@@ -1,0 +1,155 @@
+"""What the step is timed on: a head of the real shape, and batches whose logits look like a model's.
+
+A logit is ``-slope * log(rank)`` of its id plus Gaussian noise. Three directions in the head hold the rank's share for
+three profiles (peaked, typical, flat), and a row's hidden state has one of them: the rows of a batch differ, as
+requests do. How long a truncated row takes depends on its profile; how many groups a screen leaves to rescore, on the
+profile, the temperature and the lengths of hidden states and of the head's rows. So the directions are spread over all
+channels, as a model's are: one large channel would leave an INT8 copy of the head nothing of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
+from ..kinds import BatchKind
+from ..model_config import VOCAB_MULTIPLE
+from ..selfcheck import pack_bits
+from ..tables.schema import HeadShape
+from .baselines import OFFSETS_PER_CALL, BaselineBatch
+from .timing import MAX_CALLS
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SOFTCAP = 30.0  # of heads that have one: its value moves no time
+
+# Profile: slope, and deviation of the noise.
+PROFILES = {"typical": (1.2, 2.0), "peaked": (2.5, 3.0), "flat": (0.0, 1.0)}
+TRUNCATIONS = ((50, 0.9), (20, 0.95), (0, 0.95))  # top-k (0: off) and top-p, row by row
+SCREENED_TRUNCATIONS = ((50, 0.9), (20, 0.95), (40, 1.0))  # of a batch that a screen can help
+PENALISED = 200  # tokens with a penalty, per row
+BIASED = 20
+ALLOWED = 0.1  # share of the vocabulary that a grammar allows
+# Temperatures of the rows of a batch with a screen, in turn: the colder, the more groups are left to rescore.
+TEMPERATURES = (0.8, 1.0, 0.6, 0.3)
+REACH = 0.5  # of a hidden state along its profile's direction, per root of its size; the rest of it is noise
+CHUNK_IDS = 16_384
+
+
+def make_head(shape: HeadShape, weight: torch.Tensor) -> LMHead:
+    return LMHead(weight, vocab_size=shape.vocab, softcap=SOFTCAP if shape.softcap else None)
+
+
+def weight_shape(shape: HeadShape) -> tuple[int, int]:
+    """Of a weight as servers hold it: a vocabulary that is no multiple of 8 is padded."""
+    rows = shape.vocab if shape.vocab % 8 == 0 else -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return rows, shape.hidden
+
+
+def make_weight(rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``[rows, hidden]``, rows of length 1 and, for ids of a high rank, up to twice that."""
+    generator = torch.Generator(device).manual_seed(1)
+    weight = torch.empty(rows, hidden, dtype=dtype, device=device)
+    rank = torch.randperm(rows, device=device, generator=generator) + 1
+    slopes = torch.tensor([slope for slope, _ in PROFILES.values()], device=device)
+    shares = -rank.float().log()[:, None] * slopes / (REACH * hidden**0.5)
+    along = directions(hidden, device)
+    for first in range(0, rows, CHUNK_IDS):
+        ids = slice(first, min(first + CHUNK_IDS, rows))
+        noise = torch.randn(ids.stop - first, hidden, device=device, generator=generator) / hidden**0.5
+        weight[ids] = noise.addmm_(shares[ids], along)
+    return weight
+
+
+def directions(hidden: int, device: torch.device) -> torch.Tensor:
+    """``[profiles, hidden]`` of length 1, at right angles: signs that change every 1, 2, 4 channels."""
+    channel = torch.arange(hidden, device=device)
+    bits = torch.stack([channel >> place & 1 for place in range(len(PROFILES))])
+    return (1.0 - 2.0 * bits) / hidden**0.5
+
+
+class Workload:
+    """Batches of ``rows`` rows of one head. Each round of a race has hidden states and noise of its own, the same in
+    every process: how long a row takes depends on them, so what is measured again is measured on them.
+
+    hidden: ``[B, D]``. profile: ``[B]``, places in ``PROFILES``. position: ``[MAX_CALLS, B]``, of each call of a graph.
+    """
+
+    def __init__(self, head: LMHead, rows: int) -> None:
+        weight = head.weight
+        device, self.rows, self.vocab = weight.device, rows, head.vocab_size
+        self.hidden = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device=device)
+        row = torch.arange(rows, device=device)
+        self.profile = row % len(PROFILES)
+        deviations = torch.tensor([deviation for _, deviation in PROFILES.values()], device=device)
+        self._deviation = deviations[self.profile][:, None]
+        self._along = REACH * weight.shape[1] ** 0.5 * directions(weight.shape[1], device)[self.profile]
+        self.seed = row * 7919
+        self.position = torch.empty(MAX_CALLS, rows, dtype=torch.int64, device=device)
+        self._offset = torch.empty(MAX_CALLS, 1, dtype=torch.int64, device=device)
+        self._params: dict[BatchKind, list[BatchParams]] = {}
+        self.refresh(0)
+
+    def refresh(self, index: int) -> None:
+        """The inputs of round ``index``, in place."""
+        device = self.hidden.device
+        generator = torch.Generator(device).manual_seed(index)
+        noise = torch.randn(self.hidden.shape, device=device, generator=generator) * self._deviation
+        self.hidden.copy_(noise + self._along)
+        steps = index * MAX_CALLS + torch.arange(MAX_CALLS, device=device)[:, None]
+        self.position.copy_(steps.expand_as(self.position))
+        self._offset.copy_(steps * OFFSETS_PER_CALL)
+
+    def params(self, kind: BatchKind) -> list[BatchParams]:
+        """Of the calls of a graph, one after the other."""
+        if kind not in self._params:
+            temperature, edits = self._temperature(kind), self._edits if kind.edit else None
+            truncation = self._truncation(kind) if kind.truncate else None
+            self._params[kind] = [
+                BatchParams(temperature, self.seed, position, truncation, edits, all_greedy=kind.greedy)
+                for position in self.position
+            ]
+        return self._params[kind]
+
+    def for_baselines(self, heads: list[LMHead], kind: BatchKind) -> BaselineBatch:
+        """heads: copies, read in turns."""
+        limits = self._truncation(kind)
+        return BaselineBatch(
+            hidden=self.hidden,
+            weights=[head.weight for head in heads],
+            softcap=heads[0].softcap,
+            temperature=self._temperature(kind),
+            top_k=limits.top_k,
+            top_p=limits.top_p,
+            seed=torch.tensor([1234], device=self.hidden.device),
+            offset=self._offset,
+        )
+
+    def _temperature(self, kind: BatchKind) -> torch.Tensor:
+        if kind.screen and not kind.greedy:
+            place = torch.arange(self.rows, device=self.hidden.device) % len(TEMPERATURES)
+            return torch.tensor(TEMPERATURES, device=self.hidden.device)[place]
+        return torch.full((self.rows,), 0.0 if kind.greedy else 1.0, device=self.hidden.device)
+
+    def _truncation(self, kind: BatchKind) -> Truncation:
+        limits = SCREENED_TRUNCATIONS if kind.screen else TRUNCATIONS
+        row = torch.arange(self.rows, device=self.hidden.device)
+        per_row = torch.tensor(limits, device=self.hidden.device)[row % len(limits)]
+        top_k, top_p = per_row[:, 0].int().contiguous(), per_row[:, 1].float().contiguous()
+        max_top_k = max(limits)[0] if min(limits)[0] else None
+        return Truncation(top_k, top_p, torch.zeros_like(top_p), max_top_k=max_top_k)
+
+    @functools.cached_property
+    def _edits(self) -> LogitEdits:
+        """Penalties of tokens seen, a grammar's mask and a few biases, in every row."""
+        device, shape = self.hidden.device, (self.rows, self.vocab)
+        generator = torch.Generator(device).manual_seed(2)
+        seen = torch.randint(self.vocab, (self.rows, min(PENALISED, self.vocab)), device=device, generator=generator)
+        return LogitEdits(
+            additive=torch.zeros(shape, device=device).scatter_(1, seen, -0.5),
+            scaling=torch.ones(shape, device=device).scatter_(1, seen, 1.1),
+            mask=pack_bits(torch.rand(shape, device=device, generator=generator) < ALLOWED),
+            bias=torch.zeros(shape, device=device).scatter_(1, seen[:, :BIASED], 2.0),
+            rows=torch.full((self.rows,), int(sum(Edit)), dtype=torch.int32, device=device),
+        )
