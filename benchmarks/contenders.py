@@ -1,118 +1,276 @@
-"""Everything that benchmarks/kernels.py may race: our paths through the public API, and the rivals."""
+"""What the benchmarks race: every path of ours through the public API, and every way to get tokens without us."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from rivals import TOP_K, TOP_P, Contender, Inputs, rivals
-from sgl_flashsample.kernels.features import Truncation
-from sgl_flashsample.kernels.head import LMHead, Workspace
-from sgl_flashsample.kernels.lm_head_sample import num_parts
-from sgl_flashsample.kernels.sample_logits import num_read_parts
+from common import DEVICE, DRY_RUN, Batch, Shape, reason_of
 
-from sgl_flashsample import Screen, tuned
-from sgl_flashsample.api import BatchParams, sample
-from sgl_flashsample.work import ANY_BATCH, Path
+import sgl_flashsample
+from sgl_flashsample.autotune import baselines
+from sgl_flashsample.autotune.timing import Call
+from sgl_flashsample.kernels.params import Edit
+from sgl_flashsample.kinds import BatchKind, SamplingPath
 
-OURS = ("fused", "logits", "screened")
-PATHS = ("gemm", *OURS, "flashinfer_gumbel", "flashinfer_topk_topp", "multinomial_compiled", "exp_race")
-MODES = ("plain", "trunc", "greedy")
-MOST_SCREENED = 64  # rows of the largest batch with a screen
-STEPS = 4  # calls per replay, each with noise of its own
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """D hidden elements, V ids; a final softcap or None."""
-
-    hidden: int
-    vocab: int
-    softcap: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.hidden}x{self.vocab}"
+OURS = tuple(map(str, (SamplingPath.FUSED, SamplingPath.LOGITS, SamplingPath.SCREENED)))
+PICKED, PICKED_WITH_SCREEN = "picked", "picked with screen"  # the path that a batch takes by itself
+SCREENED = (str(SamplingPath.SCREENED), PICKED_WITH_SCREEN)
+NOTHING = baselines.NOTHING  # the mode of what draws no token
+READ = "read"  # a kernel that reads as many bytes as the head has, and does nothing else
+BASELINES = (baselines.GEMM, baselines.ARGMAX, baselines.MULTINOMIAL, baselines.EXPONENTIAL, baselines.FLASHINFER)
+MAX_SCREENED_ROWS = 64
+MAX_SMALL_TOP_K = 64
+EAGER = "eager"  # of a baseline that no CUDA graph can hold: it is timed with its host time
+MIN_SLOTS, SLOTS_PER_ROW = 1 << 16, 1024  # of a workspace: more than any configuration needs
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What is raced."""
+class Mode:
+    """What every row of a batch asks for. truncation: top_k (0: off), top_p, min_p. edits: fields of ``LogitEdits``."""
+
+    truncation: tuple[int, float, float] | None = None
+    edits: tuple[str, ...] = ()
+    greedy: bool = False
+    logprob: bool = False
+    temperature: float = 1.0
+
+    @property
+    def kind(self) -> BatchKind:
+        return BatchKind(self.truncation is not None, bool(self.edits), self.greedy)
+
+
+ALL_EDITS = ("additive", "scaling", "mask", "bias")
+MODES = {
+    "plain": Mode(),
+    "greedy": Mode(greedy=True, temperature=0.0),
+    "logprob": Mode(logprob=True),
+    "k20p95": Mode((20, 0.95, 0.0)),
+    "k50p90": Mode((50, 0.9, 0.0)),
+    "p90": Mode((0, 0.9, 0.0)),
+    "minp05": Mode((0, 1.0, 0.05)),
+    "k1000": Mode((1000, 1.0, 0.0)),
+    "penalties": Mode(edits=("additive", "scaling")),
+    "bias": Mode(edits=("bias",)),
+    "bitmask": Mode(edits=("mask",)),
+    "edits": Mode(edits=ALL_EDITS),
+    "edits+k50p90": Mode((50, 0.9, 0.0), ALL_EDITS),
+    "T0.7": Mode(temperature=0.7),
+    "T0.6 k20p95": Mode((20, 0.95, 0.0), temperature=0.6),
+    "T0.6 k50p90": Mode((50, 0.9, 0.0), temperature=0.6),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What is raced: paths (ours and baselines) and modes. tuned: with the tuned table that a server would find, not
+    the built-in choices. compared: an older tree of the project whose paths are raced too."""
 
     paths: tuple[str, ...]
     modes: tuple[str, ...]
-    dry: bool
-
-    def has(self, contender: Contender) -> bool:
-        return contender.path in self.paths and (contender.path == "gemm" or contender.mode in self.modes)
+    tuned: bool = False
+    compared: Path | None = None
 
 
-def our_config(path: Path, head: LMHead, rows: int, work: tuned.Work) -> str:
-    """The shape of the launch, and whether a batch of this size takes this path by itself (with a screen, if it is the
-    screened one)."""
-    if path is Path.SCREENED:
-        shape, work = tuned.Shape.of(head), work.with_screen
-        config = str(tuned.screen_of(shape, rows, work))
-        return config + ("; picked by the table" if path is tuned.path_of(shape, rows, work) else "")
-    if path is Path.FUSED:
-        config = str(tuned.tile_for(head, rows, work))
-    else:
-        config = str(tuned.read_for(head.weight.device, head.vocab_size, rows, work))
-    return config + ("; picked by the table" if path is tuned.path_for(head, rows, work) else "")
+@dataclasses.dataclass(frozen=True)
+class Entrant:
+    """One way to do a step. form: how, where a path has several, or its configuration. picked: a batch takes it by
+    itself. older: of the older tree."""
+
+    path: str
+    mode: str
+    form: str
+    call: Call
+    picked: bool = False
+    older: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{'older ' * self.older}{self.path} {self.mode}: {self.form}"
 
 
-def ours(inputs: Inputs, head: LMHead, wanted: Wanted) -> Iterator[Contender]:
-    rows, device = inputs.hidden.shape[0], inputs.hidden.device
-    slots = [1]
-    for work in tuned.Work:
-        slots.append(num_parts(head, rows, tuned.tile_for(head, rows, work)) * rows)
-        reader = tuned.read_for(device, head.vocab_size, rows, work)
-        slots.append(num_read_parts(head.vocab_size, rows, reader, device) * rows)
-    workspace = Workspace(max(slots), device)
-    truncation = Truncation(
-        torch.full((rows,), TOP_K, dtype=torch.int32, device=device),
-        torch.full((rows,), TOP_P, device=device),
-        torch.zeros(rows, device=device),
-    )
-    screen = Screen(head, rows) if rows <= MOST_SCREENED and Path.SCREENED in wanted.paths else None
-    for mode in MODES:
-        temperature = torch.full((rows,), 0.0 if mode == "greedy" else 1.0, device=device)
-        kept = truncation if mode == "trunc" else None
-        greedy = mode == "greedy"
-        params = [
-            BatchParams(temperature, inputs.seed, position, kept, all_greedy=greedy) for position in inputs.position
+class Tree:
+    """The public API of one tree of the project, for one head. An older tree is imported under another name, so that
+    both run in one process: its modules import each other by relative names only.
+
+    tuned: of ``Selection``. rows: of the largest batch. screened_rows: of the largest batch with a screen.
+    """
+
+    def __init__(self, weight: torch.Tensor, softcap: float | None, rows: int, *, tuned: bool, folder: Path | None):
+        self._api = sgl_flashsample if folder is None else import_tree(folder)
+        self.is_older = folder is not None
+        # The name that dispatch tables, and what belongs to them, had before.
+        self._has_choices = hasattr(self._api, "Choices")
+        self.head = self._api.LMHead(weight, softcap=softcap)
+        self.table = self._table(tuned)
+        self.screened_rows = min(rows, MAX_SCREENED_ROWS)
+        self.workspace = self._api.Workspace(4096 if DRY_RUN else max(MIN_SLOTS, SLOTS_PER_ROW * rows), DEVICE)
+
+    @functools.cached_property
+    def screen(self) -> Any:
+        return self._api.Screen(self.head, self.screened_rows)
+
+    def _module(self, name: str) -> Any:
+        return importlib.import_module(f"{self._api.__name__}.{name}")
+
+    def _table(self, tuned: bool) -> Any:
+        if tuned:
+            resolved = self._api.resolve(self.head)
+            return resolved.choices if self._has_choices else resolved.dispatch
+        if self._has_choices:
+            return self._module("choices").choices_for(self.head)
+        return self._module("dispatch").default_table(self.head)
+
+    def _config(self, mode: Mode, rows: int, path: str | None, screened: bool) -> Any:
+        """What such a batch takes, on ``path`` if that is given."""
+        if self._has_choices:
+            work = self._module("work").Work.of(*mode.kind[:3])
+            work = work.with_screen if screened else work
+            return self.table.on(self._path(path), rows, work) if path else self.table.pick(rows, work)
+        kind = self._module("kinds").BatchKind(*mode.kind[:3], screened)
+        return self.table.lookup_on(self._path(path), rows, kind) if path else self.table.lookup(rows, kind)
+
+    def _path(self, path: str) -> Any:
+        return (self._api.Path if self._has_choices else self._api.SamplingPath)(path)
+
+    def _label(self, config: Any) -> str:
+        return self._module("autotune.names" if self._has_choices else "autotune.labels").key_of(config)
+
+    def labels(self, rows: int, selection: Selection) -> tuple[str, ...]:
+        """Of all configurations that batches of ``rows`` rows are raced with."""
+        return tuple(
+            self._label(self._config(MODES[mode], rows, path if path in OURS else None, path in SCREENED))
+            for mode in selection.modes
+            for path in selection.paths
+            if path not in BASELINES
+        )
+
+    def _params(self, batch: Batch, mode: Mode) -> list[Any]:
+        """``BatchParams`` of each call of a graph."""
+        api, truncation, edits = self._api, None, None
+        if mode.truncation is not None:
+            top_k, top_p, min_p = mode.truncation
+            limit = {"largest_top_k" if self._has_choices else "max_top_k": top_k or None}
+            truncation = api.Truncation(batch.full(top_k, torch.int32), batch.full(top_p), batch.full(min_p), **limit)
+        if mode.edits:
+            flags = sum(Edit[name.upper()] for name in mode.edits)  # a server always says which row has which edits
+            given = {name: getattr(batch.edits, name) for name in mode.edits}
+            edits = api.LogitEdits(**given, rows=batch.full(flags, torch.int32))
+        temperature = batch.full(mode.temperature)
+        return [
+            api.BatchParams(temperature, batch.seed, position, truncation, edits, mode.greedy)
+            for position in batch.position
         ]
-        work = tuned.Work.of(kept is not None, False, greedy)
-        paths = ANY_BATCH if screen is None else (*ANY_BATCH, Path.SCREENED)
-        for path in paths:
-            config = our_config(path, head, rows, work)
 
-            def draw(step: int, params=params, path=path) -> torch.Tensor:
-                options = {"workspace": workspace, "path": path, "screen": screen}
-                return sample(inputs.hidden, head, params[step], **options).token_ids
+    def entrant(self, batch: Batch, mode_name: str, path: str) -> Entrant:
+        """path: of ``OURS``, ``PICKED`` or ``PICKED_WITH_SCREEN``."""
+        mode, screened = MODES[mode_name], path in SCREENED
+        forced = path if path in OURS else None
+        config, picked = (self._config(mode, batch.rows, which, screened) for which in (forced, None))
+        options: dict[str, Any] = {
+            "path": None if forced is None else self._path(forced),
+            "return_logprob": mode.logprob,
+            "workspace": self.workspace,
+            "screen": self.screen if screened else None,
+            "choices" if self._has_choices else "table": self.table,
+        }
+        params, sample = self._params(batch, mode), self._api.sample
 
-            yield Contender(str(path), mode, config, draw)
+        def call(step: int) -> torch.Tensor:
+            return sample(batch.hidden, self.head, params[step], **options).token_ids
 
-
-def contenders(inputs: Inputs, flashinfer: Any, wanted: Wanted) -> list[Contender]:
-    head = LMHead(inputs.weight, softcap=inputs.softcap)
-
-    def compiled(function: Callable) -> Callable:
-        return function if wanted.dry else torch.compile(function, dynamic=False, fullgraph=True)
-
-    return [
-        found for found in [*ours(inputs, head, wanted), *rivals(inputs, flashinfer, compiled)] if wanted.has(found)
-    ]
+        return Entrant(path, mode_name, self._label(config), call, config == picked, self.is_older)
 
 
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+def import_tree(folder: Path) -> Any:
+    """The package in ``folder``, a checkout or what a wheel unpacks to, under another name."""
+    name = "sgl_flashsample_older"
+    if name not in sys.modules:
+        package = folder.resolve() / "sgl_flashsample"
+        # In a checkout, kernels/ and autotune/ lie beside the package.
+        locations = [str(package), str(package.parent)]
+        spec = importlib.util.spec_from_file_location(
+            name, package / "__init__.py", submodule_search_locations=locations
+        )
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except OSError as error:
+            del sys.modules[name]
+            raise ValueError(f"{folder} holds no package sgl_flashsample: {error.strerror}") from None
+    return sys.modules[name]
 
 
-def steps_of(contender: Contender) -> Callable[[], None]:
-    def call() -> None:
-        for step in range(STEPS):
-            contender.draw(step)
+def trees(shape: Shape, weight: torch.Tensor, rows: int, selection: Selection) -> list[Tree]:
+    """This one and, if that is asked for, the older one. rows: of the largest batch."""
+    folders = [None, *([selection.compared] if selection.compared is not None else [])]
+    return [Tree(weight, shape.softcap, rows, tuned=selection.tuned, folder=folder) for folder in folders]
 
-    return call
+
+def entrants(ours: Sequence[Tree], batch: Batch, flashinfer: Any, selection: Selection) -> list[Entrant]:
+    """All that ``selection`` asks for and that supports such a batch. flashinfer: ``import_flashinfer()`` or None."""
+    entered = []
+    for mode in selection.modes:
+        for path in selection.paths:
+            if path in BASELINES or (path in SCREENED and _is_unscreened(batch, MODES[mode], path)):
+                continue
+            entered += [tree.entrant(batch, mode, path) for tree in ours]
+    if not any(path in BASELINES for path in selection.paths):
+        return entered
+    return entered + [one for one in _baselines(batch, flashinfer, selection.modes) if one.path in selection.paths]
+
+
+def _is_unscreened(batch: Batch, mode: Mode, path: str) -> bool:
+    """Whether no screen serves such a batch; by itself, one with a large top-k, or without one, does not ask for it."""
+    top_k = mode.truncation[0] if mode.truncation is not None else 1
+    asks = path == SamplingPath.SCREENED or 1 <= top_k <= MAX_SMALL_TOP_K
+    return batch.rows > MAX_SCREENED_ROWS or mode.logprob or not asks
+
+
+def _baselines(batch: Batch, flashinfer: Any, modes: Sequence[str]) -> Iterator[Entrant]:
+    """Without edits: with penalties, a grammar or a bias no other sampler draws from the GEMM's logits."""
+    compiled = None if DRY_RUN else functools.partial(torch.compile, dynamic=False, fullgraph=True)
+    draws = {"plain": baselines.PLAIN, "greedy": baselines.GREEDY}
+    gemm = next(baselines.baselines(batch.for_baselines(0, 1.0)))
+    yield Entrant(gemm.name, NOTHING, gemm.form, gemm.call)
+    for mode in modes:
+        truncation = MODES[mode].truncation
+        if MODES[mode].edits or MODES[mode].logprob or MODES[mode].temperature not in (0.0, 1.0):
+            continue
+        top_k, top_p, min_p = truncation or (0, 1.0, 0.0)
+        if min_p and flashinfer is not None:
+            yield _min_p_baseline(batch, flashinfer, mode)
+            continue
+        wanted = draws.get(mode, baselines.TRUNCATED)
+        for one in baselines.baselines(batch.for_baselines(top_k, top_p), flashinfer=flashinfer, compile=compiled):
+            if one.draws == wanted:
+                yield Entrant(one.name, mode, one.form, one.call)
+
+
+def _min_p_baseline(batch: Batch, flashinfer: Any, mode: str) -> Entrant:
+    inputs, truncation = batch.for_baselines(0, 1.0), MODES[mode].truncation
+    assert truncation is not None
+    min_p, weight = batch.full(truncation[2]), batch.head.weight
+
+    def call(step: int) -> torch.Tensor:
+        probabilities = torch.softmax(torch.nn.functional.linear(batch.hidden, weight).float(), -1)
+        noise = {"deterministic": True, "seed": inputs.seed, "offset": inputs.offset[step]}
+        return flashinfer.min_p_sampling_from_probs(probabilities, min_p, **noise)
+
+    return Entrant(baselines.FLASHINFER, mode, "softmax, then min-p", call)
+
+
+def import_flashinfer() -> tuple[Any, str | None]:
+    """``flashinfer.sampling``, or None and the reason why it is not there."""
+    try:
+        return baselines.import_flashinfer(), None
+    except Exception as error:  # its import looks for compilers and GPUs
+        return None, reason_of(error)

@@ -1,201 +1,152 @@
-"""The plots of benchmarks/report.py: SVG that takes the page's colour of text, and PNG on white."""
+"""The plots of the pages: of the kernels, from a result of kernels.py, and of the servers. PNG on white."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
-from report import MODES, Result, flops, moved_bytes, name_of
+from tables import GEMM, MODES, NOTHING, PATHS, READ, SAMPLINGS, Cell, Results, summary_rows
 
-INK = "#010203"  # becomes currentColor in SVG
+INK = "black"
 # Colours of Okabe and Ito, told apart with any colour vision; markers and dashes say the same again.
 STYLES = {
-    "gemm": (INK, "s", "--"),
+    GEMM: (INK, "s", "--"),
     "fused": ("#0072B2", "o", "-"),
     "logits": ("#009E73", "D", "-"),
     "screened": ("#56B4E9", "P", "-"),
-    "flashinfer_gumbel": ("#D55E00", "^", "-."),
-    "flashinfer_topk_topp": ("#CC79A7", "v", "-."),
-    "multinomial_compiled": ("#E69F00", "x", ":"),
-    "exp_race": ("#808080", "+", ":"),
+    "gemm+flashinfer": ("#D55E00", "^", "-."),
+    "gemm+multinomial": ("#E69F00", "x", ":"),
+    "gemm+exponential": ("#808080", "+", ":"),
+    "gemm+argmax": ("#CC79A7", "v", "-."),
 }
-SETTINGS = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "flashsample",
-    "font.size": 9,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-}
-PNG_DPI = 120
-Shape = tuple[int, int]
-Points = list[tuple[float, float, float]]  # x, y, half the height of the band around it
+PNG_DPI = 90
+BF16, TOKEN = 2, 8  # bytes of a weight and of a hidden state, of a token
+Point = tuple[float, float, float]  # x, y, half the height of the band around it
 
 
-@dataclasses.dataclass(frozen=True)
-class Plot:
-    slug: str
-    title: str
-    svg: str
-    png: bytes
+def moved_bytes(cell: Cell) -> int:
+    return cell.hidden * cell.vocab * BF16 + cell.batch * (cell.hidden * BF16 + TOKEN)
 
 
-def _batches(result: Result, shape: Shape, mode: str, path: str) -> Iterator[tuple[int, dict]]:
-    """Batch size and row, ascending."""
-    found = {key[2]: row for key, row in result.rows.items() if (*key[:2], *key[3:]) == (*shape, mode, path)}
-    yield from sorted(found.items())
+def flops(cell: Cell) -> int:
+    return 2 * cell.batch * cell.hidden * cell.vocab
 
 
-def _time(result: Result, shape: Shape, mode: str, path: str) -> Points:
-    return [(batch, row["us"], row["us_spread"]) for batch, row in _batches(result, shape, mode, path)]
+def _time(cell: Cell, row: dict) -> Point:
+    return cell.batch, row["us"], row["us_spread"]
 
 
-def _over_floor(result: Result, shape: Shape, mode: str, path: str) -> Points:
-    points = []
-    for batch, row in _batches(result, shape, mode, path):
-        floor = result.floor_us(shape, batch)
-        points.append((batch, row["us"] / floor, row["us_spread"] / floor))
-    return points
+def _over_floor(cell: Cell, row: dict) -> Point:
+    floor = cell.floor or float("nan")
+    return cell.batch, row["us"] / floor, row["us_spread"] / floor
 
 
-def _sampling_share(result: Result, shape: Shape, mode: str, path: str) -> Points:
-    points = []
-    for batch, row in _batches(result, shape, mode, path):
-        gemm = result.us(shape, batch, mode, "gemm")
-        if gemm is not None and path != "gemm":
-            points.append((batch, 100 * (row["us"] - gemm) / row["us"], 100 * row["us_spread"] / row["us"]))
-    return points
+def _sampling_share(cell: Cell, row: dict) -> Point:
+    gemm = cell.us(NOTHING, GEMM) or float("nan")
+    return cell.batch, 100 * (row["us"] - gemm) / row["us"], 100 * row["us_spread"] / row["us"]
 
 
-def _rate(result: Result, shape: Shape, mode: str, path: str) -> Points:
-    points = []
-    for batch, row in _batches(result, shape, mode, path):
-        done, spread = flops(shape, batch), row["us_spread"] / row["us"]
-        rate = done / row["us"] / 1e6
-        points.append((done / moved_bytes(shape, batch), rate, rate * spread))
-    return points
+def _rate(cell: Cell, row: dict) -> Point:
+    rate = flops(cell) / row["us"] / 1e6
+    return flops(cell) / moved_bytes(cell), rate, rate * row["us_spread"] / row["us"]
 
 
-def _draw_floor(axes: Axes, result: Result, shape: Shape, mode: str) -> None:
-    batches = sorted({key[2] for key in result.rows if key[:2] == shape and key[3] == mode})
-    axes.plot(batches, [result.floor_us(shape, batch) for batch in batches], color=INK, linewidth=0.8)
-
-
-def _draw_one(axes: Axes, result: Result, shape: Shape, mode: str) -> None:
-    axes.axhline(1.0, color=INK, linewidth=0.8)
-
-
-def _draw_zero(axes: Axes, result: Result, shape: Shape, mode: str) -> None:
-    axes.axhline(0.0, color=INK, linewidth=0.8)
-
-
-def _draw_roofs(axes: Axes, result: Result, shape: Shape, mode: str) -> None:
-    intensities = [x for path in result.paths(shape, mode) for x, _, _ in _rate(result, shape, mode, path)]
-    ceiling = result.env.get("matmul_tflop_s") or float("inf")
-    ends = [min(intensities), max(intensities)]
-    ridge = ceiling / result.floor_tb_s
-    ends[1:1] = [ridge] if ends[0] < ridge < ends[1] else []
-    axes.plot(ends, [min(ceiling, x * result.floor_tb_s) for x in ends], color=INK, linewidth=0.8)
+def _roof(cell: Cell, tflop_s: float) -> float:
+    """TFLOP/s that the matrix rate and the floor allow; ``tflop_s`` is the former."""
+    return min(tflop_s, flops(cell) / (cell.floor or float("nan")) / 1e6)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One figure: a column per shape, a row per mode. note: what the thin line is."""
+    """One figure: a column per head, a row per mode. line: of the thin line, which ``note`` explains; None for the
+    roofs. top: where the axis ends."""
 
-    slug: str
     title: str
     x: str
     y: str
     note: str
-    points: Callable[[Result, Shape, str, str], Points]
-    line: Callable[[Axes, Result, Shape, str], None]
-    modes: tuple[str, ...]
-    log_y: bool
-    top: float | None = None  # where the axis ends; above it are batches that arithmetic bounds, or slow rivals
+    point: Callable[[Cell, dict], Point]
+    line: Callable[[Cell], float] | None
+    log_y: bool = False
+    top: float | None = None
+    modes: tuple[str, ...] = tuple(MODES)
 
 
-EVERY_MODE = tuple(MODES)
 ROWS = "rows of the batch"
-KINDS = (
-    Kind("time", "Time of the last step", ROWS, "microseconds", "floor", _time, _draw_floor, EVERY_MODE, True),
-    Kind(
-        "floor",
-        "Ratio to the floor, up to 1.6",
-        ROWS,
-        "time / floor",
-        "1: the floor",
-        _over_floor,
-        _draw_one,
-        EVERY_MODE,
-        False,
-        1.6,
-    ),
-    Kind(
-        "share",
-        "Share of sampling: what the time exceeds the bare GEMM by",
-        ROWS,
-        "% of the time",
-        "0: the GEMM alone",
-        _sampling_share,
-        _draw_zero,
-        EVERY_MODE,
-        False,
-    ),
-    Kind(
-        "roofline",
+SHARE = "Share of sampling: what the time exceeds the bare GEMM by"
+KINDS = {
+    "time": Kind("Time of the last step", ROWS, "microseconds", "floor", _time, lambda cell: cell.floor or 0.0, True),
+    "floor": Kind("Over the floor", ROWS, "time / floor", "1: the floor", _over_floor, lambda cell: 1.0, top=1.6),
+    "share": Kind(SHARE, ROWS, "% of the time", "0: the GEMM alone", _sampling_share, lambda cell: 0.0),
+    "roofline": Kind(
         "Roofline",
         "floating-point operations per byte",
         "TFLOP/s",
         "measured read bandwidth and matrix rate",
         _rate,
-        _draw_roofs,
-        ("plain",),
+        None,
         True,
+        modes=("plain",),
     ),
-)
+}
 
 
-def _figure(result: Result, kind: Kind) -> Figure:
-    modes = [mode for mode in kind.modes if next(result.ordered(mode), None) is not None]
-    shapes = result.shapes
-    figure = Figure(figsize=(1.2 + 2.6 * len(shapes), 1.3 + 2.3 * len(modes)), layout="constrained")
-    grid = figure.subplots(len(modes), len(shapes), squeeze=False)
+def _draw(axes: Axes, kind: Kind, cells: list[Cell], mode: str, tflop_s: float, shown: dict[str, Line2D]) -> None:
+    line = [kind.line(cell) if kind.line is not None else _roof(cell, tflop_s) for cell in cells]
+    rows_of = {path: [row for cell in cells if (row := cell.row(mode, path)) is not None] for path in STYLES}
+    drawn_line = False
+    for path, rows in rows_of.items():
+        if not rows:
+            continue
+        here = [cell for cell in cells if cell.row(mode, path) is not None]
+        x, y, band = zip(*(kind.point(cell, row) for cell, row in zip(here, rows, strict=True)), strict=True)
+        if not drawn_line and len(here) == len(cells):
+            axes.plot(x, line, color=INK, linewidth=0.8)
+            drawn_line = True
+        colour, marker, dash = STYLES[path]
+        drawn = axes.plot(x, y, dash, color=colour, marker=marker, markersize=4, linewidth=1.4)[0]
+        low, high = ([value + sign * half for value, half in zip(y, band, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+        shown.setdefault(PATHS[path], drawn)
+    axes.set_xscale("log", base=2 if kind.x == ROWS else 10)
+    if kind.x == ROWS:
+        ticks = [cell.batch for cell in cells][::2]
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    if kind.log_y:
+        axes.set_yscale("log", base=10)
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    else:
+        axes.set_ylim(top=kind.top)
+    axes.tick_params(which="both", labelsize=7)
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.set_title(f"{cells[0].head}\n{MODES[mode]}", fontsize=8)
+
+
+def _figure(results: Results, kind: Kind) -> Figure:
+    data = results.data("kernels")
+    assert data is not None
+    heads: dict[str, list[Cell]] = {}
+    for cell in sorted(results.cells, key=lambda cell: cell.batch):
+        heads.setdefault(cell.head, []).append(cell)
+    modes = [mode for mode in kind.modes if any(mode in cell.modes for cell in results.cells)]
+    figure = Figure(figsize=(1.2 + 2.6 * len(heads), 1.3 + 2.3 * len(modes)), layout="constrained")
+    grid = figure.subplots(len(modes), len(heads), squeeze=False)
     shown: dict[str, Line2D] = {}
     for mode, line in zip(modes, grid, strict=True):
-        for shape, axes in zip(shapes, line, strict=True):
-            if not result.paths(shape, mode):
-                axes.set_axis_off()
-                continue
-            kind.line(axes, result, shape, mode)
-            for path in result.paths(shape, mode):
-                colour, marker, dash = STYLES[path]
-                points = kind.points(result, shape, mode, path)
-                if not points:
-                    continue
-                x, y, band = zip(*points, strict=True)
-                drawn = axes.plot(x, y, dash, color=colour, marker=marker, markersize=4, linewidth=1.4)[0]
-                low, high = ([value + sign * half for value, half in zip(y, band, strict=True)] for sign in (-1, 1))
-                axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-                shown.setdefault(name_of(path, mode), drawn)
-            axes.set_xscale("log", base=2 if kind.x == ROWS else 10)
-            if kind.x == ROWS:
-                ticks = sorted({key[2] for key in result.rows if key[:2] == shape})[::2]
-                axes.set_xticks(ticks, [str(tick) for tick in ticks])
-            if kind.log_y:
-                axes.set_yscale("log", base=10)
-                axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter("")
+        for cells, axes in zip(heads.values(), line, strict=True):
+            here = [cell for cell in cells if mode in cell.modes and cell.row(NOTHING, READ) is not None]
+            if here:
+                _draw(axes, kind, here, mode, data["env"].get("matmul_tflop_s") or float("inf"), shown)
             else:
-                axes.set_ylim(top=kind.top)
-            axes.tick_params(which="both", labelsize=7)
-            axes.grid(alpha=0.25, linewidth=0.5)
-            axes.set_title(f"D={shape[0]}, V={shape[1]}\n{MODES.get(mode, mode)}", fontsize=8)
+                axes.set_axis_off()
     for axes in grid[-1]:
         axes.set_xlabel(kind.x, fontsize=8)
     for axes in grid[:, 0]:
@@ -205,19 +156,39 @@ def _figure(result: Result, kind: Kind) -> Figure:
     return figure
 
 
-def _inline(svg: str) -> str:
-    """What a page can hold: no prologue, no metadata, text in the page's colour."""
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
-    return svg.replace(INK, "currentColor")
+def summary(results: Results) -> Figure | None:
+    """Microseconds per token of servers, stock and ours: a panel per model and batch size."""
+    found = summary_rows(results)
+    panels = sorted({(model, batch) for (model, _), by_batch in found.items() for batch in by_batch})
+    panels = [panel for panel in panels if panel[1] in (panels[0][1], panels[-1][1])]
+    if not panels:
+        return None
+    figure = Figure(figsize=(0.6 + 2.4 * len(panels), 2.6), layout="constrained")
+    for axes, (model, batch) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        rows = {sampling: us[batch] for (name, sampling), us in found.items() if name == model and batch in us}
+        for place, (label, colour) in enumerate((("stock SGLang", "#808080"), ("flashsample", "#0072B2"))):
+            x = [row + 0.4 * place - 0.2 for row in range(len(rows))]
+            axes.bar(x, [us[place] for us in rows.values()], 0.38, color=colour, label=label)
+        axes.set_xticks(
+            range(len(rows)),
+            [SAMPLINGS[sampling].replace("temperature ", "T=").replace(", ", "\n") for sampling in rows],
+            fontsize=7,
+        )
+        axes.set_title(f"{model}, batch of {batch}", fontsize=9)
+    figure.axes[0].set_ylabel("us per token")
+    figure.axes[0].legend(fontsize=7, loc="lower right")
+    return figure
 
 
-def draw(result: Result) -> list[Plot]:
-    drawn = []
-    with matplotlib.rc_context(SETTINGS):
-        for kind in KINDS:
-            figure = _figure(result, kind)
-            svg, png = io.StringIO(), io.BytesIO()
-            figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-            figure.savefig(png, format="png", dpi=PNG_DPI, facecolor="white")
-            drawn.append(Plot(kind.slug, kind.title, _inline(svg.getvalue()), png.getvalue()))
+def draw(results: Results) -> dict[str, bytes]:
+    """A PNG of each of ``KINDS`` where kernels were measured; "summary" where servers were."""
+    figures = {f"kernels-{name}": _figure(results, kind) for name, kind in KINDS.items()} if results.cells else {}
+    if (bars := summary(results)) is not None:
+        figures["summary"] = bars
+    drawn = {}
+    with matplotlib.rc_context({"font.size": 9}):
+        for name, figure in figures.items():
+            png = io.BytesIO()
+            figure.savefig(png, format="png", dpi=PNG_DPI, facecolor="white", metadata={"Software": None})
+            drawn[name] = png.getvalue()
     return drawn

@@ -1,38 +1,46 @@
-"""Time per output token of a real SGLang server, stock and with our backend, side by side on one GPU.
+"""Time per output token of real SGLang servers, stock and with our backend, side by side on one GPU.
 
-    python benchmarks/serve.py --out benchmarks/results/h200-serve.json
+    python benchmarks/serve.py --out benchmarks/results/h200-serve.json --models qwen3-1.7b
 
-Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the
-GPU alone. Every cell is measured stock, ours, stock, ours, ... stock, so that drift falls on both. TPOT is the
-time between a short and a long answer to the same batch, divided by the tokens between them: no prefill, no
-HTTP. Medians. ``--screen``: both servers are ours, one without a screen and one with; seeded requests are compared too.
-``--alone``: ours, with no other server on the host, and of it the host time that the sampler takes in each step.
+Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the GPU
+alone. Every cell is measured stock, ours, stock, ours, ... stock, so that drift falls on both. TPOT is the time between
+a short and a long answer to the same batch, divided by the tokens between them: no prefill, no HTTP. Medians, and half
+the distance between the quartiles. Host time is the server's own metric ``sglang:flashsample_host_seconds``.
+
+stock    stock SGLang and our backend
+screen   our backend without a screen and with one; answers to seeded requests are compared too
+host     our backend alone on the host: microseconds of the sampler's host time per step
+profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``)
+
+``--only`` runs some of the sections, stock by default, and ``--keep`` leaves the other rows in the file. ``--fast``:
+three samplings, three batch sizes, two pairs. ``--python`` names the interpreter that has SGLang, ``--set`` changes its
+environment. The file is written after each cell; no cell begins after ``--limit``. What fails is recorded in
+``env.not_run``; logs of the servers are under ``--logs``.
 """
 
 from __future__ import annotations
 
-import argparse
+import concurrent.futures
 import contextlib
-import datetime
-import importlib.metadata
 import json
+import os
 import random
 import re
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import step_profile
-from sgl_flashsample.autotune import measure
+from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
 
+from sgl_flashsample.autotune.timing import Timing
 from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import Server
+from sgl_flashsample.demo.server import Server, ServerError
 
-MODELS = ["qwen3-1.7b", "qwen3-8b"]
-BATCHES = [1, 8, 32, 64]
 # A list of objects that no answer of a benchmark's length ends; numbers, words and fixed text in turn.
 JSON_SCHEMA = {
     "type": "array",
@@ -48,8 +56,8 @@ JSON_SCHEMA = {
     },
 }
 TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
-# {name: (sampling parameters, other fields of the request)}
-SAMPLING: dict[str, tuple[dict, dict]] = {
+Request = tuple[dict[str, Any], dict[str, Any]]  # sampling parameters, other fields
+SAMPLINGS: dict[str, Request] = {
     "t1": ({"temperature": 1.0}, {}),
     "trunc": (TRUNCATED, {}),
     "greedy": ({"temperature": 0.0}, {}),
@@ -58,257 +66,338 @@ SAMPLING: dict[str, tuple[dict, dict]] = {
     "logprob": ({"temperature": 1.0}, {"return_logprob": True}),
     "top-logprobs": ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 5}),
 }
+BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
 PROMPT_TOKENS = 32
 SHORT, LONG = 8, 200
+HOST_TOKENS, SHORT_ANSWERS = 600, 20  # of an answer whose steps' host time is taken; answers of SHORT tokens
+COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
+PROFILED_BATCH, PROFILED_STEPS, PREFILL_SECONDS = 32, 40, 0.3
 CACHE_TOKENS = 65536
 SERVER_ARGUMENTS = [
-    *("--load-format", "dummy", "--attention-backend", "triton", "--random-seed", "1"),
-    *("--mem-fraction-static", "0.3", "--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
+    *("--load-format", "dummy", "--attention-backend", "triton", "--random-seed", "1", "--enable-metrics"),
+    *("--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
     *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune", "--disable-radix-cache"),
 ]
 # What is compared, the baseline first: {name: (--sampling-backend, environment)}
-BACKENDS = {"stock": ("flashinfer", {}), "flashsample": ("flashsample", {})}
-SCREENS = {
-    "screen off": ("flashsample", {"FLASHSAMPLE_SCREEN": "off"}),
-    "screen on": ("flashsample", {"FLASHSAMPLE_SCREEN": "on"}),
-}
-COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
-ALONE_TOKENS = 600  # of an answer whose steps' host time is taken
+OURS = "flashsample"
+Backends = dict[str, tuple[str, dict[str, str]]]
+BACKENDS: Backends = {"stock": ("flashinfer", {}), OURS: (OURS, {})}
+SCREENS: Backends = {f"screen {mode}": (OURS, {"FLASHSAMPLE_SCREEN": mode}) for mode in ("off", "on")}
+METRICS_SECONDS = 0.3  # after which the next step brings the counters up to date
 
 
-def generate(server: Server, batch: int, sampling: tuple[dict, dict], tokens: int) -> float:
+class Counters(NamedTuple):
+    """Since the server's start. rows: {path: rows}."""
+
+    rows: dict[str, float]
+    host_seconds: float
+    host_steps: float
+
+
+def generate(server: Server, batch: int, request: Request, tokens: int) -> float:
     """Seconds for ``batch`` fresh random prompts to be answered with ``tokens`` tokens each."""
-    params, fields = sampling
+    params, fields = request
     prompts = [[random.randrange(1000, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
     started = time.perf_counter()
     answers = server.generate(
         input_ids=prompts, sampling_params={**params, "max_new_tokens": tokens, "ignore_eos": True}, **fields
     )
     seconds = time.perf_counter() - started
-    assert all(len(answer["output_ids"]) == tokens for answer in answers)
+    lengths = {len(answer["output_ids"]) for answer in answers}
+    if lengths != {tokens}:
+        raise ServerError(f"answers have {sorted(lengths)} tokens; expected {tokens}")
     return seconds
 
 
-def tpot_us(server: Server, batch: int, sampling: tuple[dict, dict]) -> float:
-    short = generate(server, batch, sampling, SHORT)
-    return (generate(server, batch, sampling, LONG) - short) / (LONG - SHORT) * 1e6
+def tpot_us(server: Server, batch: int, request: Request) -> float:
+    short = generate(server, batch, request, SHORT)
+    return (generate(server, batch, request, LONG) - short) / (LONG - SHORT) * 1e6
 
 
-def counted(server: Server) -> tuple[dict[str, int], float, int]:
-    """Rows per path, microseconds of host time in the sampler, and the batches that took them: from the newest line
-    with counters in our server's log."""
-    time.sleep(0.3)
-    generate(server, 1, SAMPLING["greedy"], 2)  # a step after the interval: the line is written
-    line = (server.log_lines("] flashsample: ") or [""])[-1]
-    counts = {"fused": 0, "native": 0}
-    for path, rows in re.findall(r"(fused|native)[^;]*? ([\d,]+) rows", line):
-        counts[path] += int(rows.replace(",", ""))
-    host = re.search(r"host ([\d.]+) us per batch over ([\d,]+) batches", line)
-    batches = int(host[2].replace(",", "")) if host else 0
-    return counts, float(host[1]) * batches if host else 0.0, batches
+def counters(server: Server) -> Counters:
+    time.sleep(0 if DRY_RUN else METRICS_SECONDS)
+    generate(server, 1, SAMPLINGS["greedy"], 2)
+    text = server.metrics()
+    rows: dict[str, float] = {}
+    for path, value in re.findall(r'^sglang:flashsample_rows_total\{[^}]*path="([^"]*)"[^}]*\} (\S+)$', text, re.M):
+        rows[path] = rows.get(path, 0.0) + float(value)
+    host = [
+        sum(map(float, re.findall(rf"^sglang:flashsample_host_seconds_{which}(?:\{{[^}}]*\}})? (\S+)$", text, re.M)))
+        for which in ("sum", "count")
+    ]
+    return Counters(rows, *host)
 
 
-def check_capacity(server: Server) -> None:
-    """A server that found too little memory would run a large batch in several pieces."""
-    found = re.findall(r"max_total_num_tokens=(\d+)", server.log_text())
-    if not found or int(found[-1]) != CACHE_TOKENS:
-        raise RuntimeError(f"the server has room for {found[-1:]} tokens; expected {CACHE_TOKENS} (see {server.log})")
+def host_us(before: Counters, after: Counters) -> float:
+    steps = max(1.0, after.host_steps - before.host_steps)
+    return round((after.host_seconds - before.host_seconds) / steps * 1e6, 1)
 
 
-def seeded(server: Server, batch: int, sampling: tuple[dict, dict]) -> list[list[int]]:
+def seeded(server: Server, batch: int, request: Request) -> list[list[int]]:
     """The tokens of prompts and seeds that are the same each time."""
     prompts = [[1000 + 7 * row + 3 * place for place in range(PROMPT_TOKENS)] for row in range(batch)]
-    params = {**sampling[0], "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
+    params = {**request[0], "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
     rows = [params | {"sampling_seed": row} for row in range(batch)]
-    answers = server.generate(input_ids=prompts, sampling_params=rows, **sampling[1])
-    return [answer["output_ids"] for answer in answers]
+    return [a["output_ids"] for a in server.generate(input_ids=prompts, sampling_params=rows, **request[1])]
 
 
-@contextlib.contextmanager
-def made_model(name: str) -> Iterator[Path]:
-    """A folder with what a server needs of the model besides weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
-        (model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[name])))
-        markov.write_tokenizer(model, markov.SIZES[name].vocab_size)  # grammars are made of its tokens
-        yield model
+class PretendedServer:
+    """For a dry run: answers at once."""
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.steps = log, 0
+
+    start = wait_until_ready = stop = lambda self: None
+
+    def log_text(self) -> str:
+        return f"max_total_num_tokens={CACHE_TOKENS}"
+
+    def generate(self, *, input_ids: list, sampling_params: Any, **fields: Any) -> list[dict[str, Any]]:
+        params = sampling_params if isinstance(sampling_params, dict) else sampling_params[0]
+        self.steps += params["max_new_tokens"]
+        time.sleep(2e-5 * params["max_new_tokens"])
+        return [{"output_ids": [0] * params["max_new_tokens"]} for _ in input_ids]
+
+    def metrics(self) -> str:
+        rows = f'sglang:flashsample_rows_total{{path="fused",reason=""}} {self.steps}\n'
+        seconds = f"sglang:flashsample_host_seconds_sum {self.steps * 40e-6}\n"
+        return f"{rows}sglang:flashsample_host_seconds_count {self.steps}\n{seconds}"
 
 
-def server_of(model: Path, backend: str, environment: dict[str, str], log: Path) -> Server:
-    """Not started yet. Its counters are in the log five times a second."""
-    variables = {"FLASHSAMPLE_LOG_SECONDS": "0.2"} | environment
-    return Server(model, SERVER_ARGUMENTS, backend=backend, log=log, environment=variables)
+class ModelRun:
+    """The servers of one model, and what is asked of them. rows, not_run: for the result file."""
 
+    def __init__(self, name: str, options: Any, started: float) -> None:
+        self.name, self.options, self._started = name, options, started
+        self.not_run: list[dict[str, Any]] = []
 
-def measure_model(
-    name: str,
-    batches: list[int],
-    samplings: list[str],
-    pairs: int,
-    log_folder: Path,
-    profiles: dict | None,
-    backends: dict[str, tuple[str, dict[str, str]]],
-) -> Iterator[list[dict]]:
-    """The rows of one cell after the other."""
-    baseline, subject = backends
-    with made_model(name) as model:
-        servers = {}
-        try:
-            for label, (backend, environment) in backends.items():
-                started = time.monotonic()
-                log = log_folder / f"{name}-{label.replace(' ', '-')}.log"
-                servers[label] = server_of(model, backend, environment, log)
-                servers[label].start()
-                servers[label].wait_until_ready()  # one after the other: each measures the memory that is free
-                check_capacity(servers[label])
-                for sampling in samplings:  # compiles what the first such request compiles
-                    generate(servers[label], 2, SAMPLING[sampling], 4)
-                print(f"{name} {label}: ready after {time.monotonic() - started:.0f} s", flush=True)
-            stock, ours = servers[baseline], servers[subject]
-            for sampling in samplings:
-                request = SAMPLING[sampling]
-                for batch in batches:
-                    for server in servers.values():
-                        generate(server, batch, request, SHORT)
-                    before, host_before, batches_before = counted(ours)
-                    samples: dict[str, list[float]] = {baseline: [tpot_us(stock, batch, request)], subject: []}
-                    for _ in range(pairs):
-                        samples[subject].append(tpot_us(ours, batch, request))
-                        samples[baseline].append(tpot_us(stock, batch, request))
-                    after, host_after, batches_after = counted(ours)
-                    host_us = (host_after - host_before) / max(1, batches_after - batches_before)
-                    used = {path: after[path] - before[path] for path in after}
-                    used["fused"] -= 2  # the two tokens that counted itself asks for
-                    total = sum(used.values())
-                    rows: list[dict] = []
-                    for label, values in samples.items():
-                        shares = {path: round(count / total, 4) for path, count in used.items()}
-                        rows.append(
-                            {
-                                "model": name,
-                                "tp": 1,
-                                "batch": batch,
-                                "sampling": sampling,
-                                "backend": label,
-                                "tpot_us": round(statistics.median(values), 1),
-                                "tpot_us_all": [round(value, 1) for value in values],
-                                "path_share": shares if label == subject else {label: 1.0},
-                                "host_us": round(host_us, 1) if label == subject else None,
-                            }
-                        )
-                    if backends is SCREENS and batch in COMPARED_BATCHES:
-                        one, other = (seeded(server, batch, request) for server in servers.values())
-                        rows[-1]["same_answers"] = sum(a == b for a, b in zip(one, other, strict=True))
-                    ours_us, stock_us = (statistics.median(samples[key]) for key in (subject, baseline))
-                    same = rows[-1].get("same_answers")
+    @contextlib.contextmanager
+    def servers(self, backends: Backends) -> Iterator[dict[str, Server]]:
+        """Started and ready, one after the other: each measures the memory that is free. Raises ServerError."""
+        running: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            model, size = Path(folder), markov.SIZES[self.name]
+            (model / "config.json").write_text(json.dumps(markov.config(size)))
+            if not DRY_RUN:
+                markov.write_tokenizer(model, size.vocab_size)  # grammars are made of its tokens
+            try:
+                for label, (backend, variables) in backends.items():
+                    began = time.monotonic()
+                    log = self.options.logs / f"{self.name}-{label.replace(' ', '-')}.log"
+                    running[label] = self.make_server(model, backend, variables, log)
+                    running[label].start()
+                    running[label].wait_until_ready()
+                    self._check_capacity(running[label])
+                    for sampling in self.options.samplings:  # compiles what the first such request compiles
+                        generate(running[label], 2, SAMPLINGS[sampling], 4)
+                    print(f"{self.name} {label}: ready after {time.monotonic() - began:.0f} s", flush=True)
+                yield running
+            finally:
+                for server in running.values():
+                    server.stop()
+
+    def make_server(self, model: Path, backend: str, variables: dict[str, str], log: Path) -> Any:
+        if DRY_RUN:
+            return PretendedServer(log)
+        share = ["--mem-fraction-static", str(self.options.memory_share)]
+        return Server(
+            model,
+            [*SERVER_ARGUMENTS, *share],
+            backend=backend,
+            log=log,
+            launcher=(self.options.python, "-m", "sglang.launch_server"),
+            environment={"FLASHSAMPLE_LOG_SECONDS": "0.2"} | variables | self.options.set,
+        )
+
+    def _check_capacity(self, server: Server) -> None:
+        """A server with too little memory would run a large batch in several pieces."""
+        capacities = re.findall(r"max_total_num_tokens=(\d+)", server.log_text())
+        if not capacities or int(capacities[-1]) != CACHE_TOKENS:
+            raise ServerError(
+                f"the server has room for {capacities[-1:]} tokens; expected {CACHE_TOKENS} (--memory-share)"
+            )
+
+    def cells(self, batches: tuple[int, ...] | list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Sampling, batch size and the fields of a row; ends at the limit."""
+        for sampling in self.options.samplings:
+            for batch in batches:
+                if time.monotonic() - self._started > self.options.limit:
+                    print(f"out of time before {self.name} {sampling} B={batch}", flush=True)
+                    return
+                yield sampling, batch, {"model": self.name, "sampling": sampling, "batch": batch}
+
+    def compare(self, section: str, backends: Backends) -> Iterator[list[dict[str, Any]]]:
+        """The rows of one cell after the other, of the baseline and of what is compared with it."""
+        baseline, subject = backends
+        with self.servers(backends) as servers:
+            for sampling, batch, about in self.cells(self.options.batches):
+                try:
+                    yield self._cell(section, servers, baseline, subject, sampling, batch, about)
+                except (ServerError, OSError) as error:
+                    self.not_run.append({"section": section, **about, "reason": reason_of(error)})
+                    print(f"{about}: {reason_of(error)}", flush=True)
+
+    def _cell(
+        self,
+        section: str,
+        servers: dict[str, Server],
+        baseline: str,
+        subject: str,
+        sampling: str,
+        batch: int,
+        about: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        request, other, ours = SAMPLINGS[sampling], servers[baseline], servers[subject]
+        for server in servers.values():
+            generate(server, batch, request, SHORT)
+        before = counters(ours)
+        samples = {baseline: [tpot_us(other, batch, request)], subject: list[float]()}
+        for _ in range(self.options.pairs):
+            samples[subject].append(tpot_us(ours, batch, request))
+            samples[baseline].append(tpot_us(other, batch, request))
+        after = counters(ours)
+        served = {path: rows - before.rows.get(path, 0.0) for path, rows in after.rows.items()}
+        rows = []
+        for label, values in samples.items():
+            timing = Timing.of(values)
+            row = about | {"section": section, "backend": label, "tpot_us": round(timing.us, 1)}
+            rows.append(row | {"spread_us": round(timing.spread, 1), "samples": [round(value, 1) for value in values]})
+        total = max(1.0, sum(served.values()))
+        rows[-1]["paths"] = {path: round(count / total, 3) for path, count in served.items() if count}
+        rows[-1]["host_us"] = host_us(before, after)
+        if section == "screen" and batch in COMPARED_BATCHES:
+            one, another = (seeded(server, batch, request) for server in servers.values())
+            rows[-1]["same_answers"] = sum(a == b for a, b in zip(one, another, strict=True))
+        us = [row["tpot_us"] for row in rows]
+        print(
+            f"{self.name} {sampling:12} B={batch:<3} {baseline} {us[0]:7.0f} us, {subject} {us[1]:7.0f} us, "
+            f"ratio {us[1] / us[0]:.3f}, {rows[-1]['paths']}, host {rows[-1]['host_us']:.0f} us",
+            flush=True,
+        )
+        return rows
+
+    def host(self) -> Iterator[list[dict[str, Any]]]:
+        """Microseconds of the sampler's host time per step, of our server alone: in long answers, whose batches stay as
+        they are, and in short ones, whose steps are hardly ever replayed."""
+        for screen in self.options.screens:
+            label = f"{OURS} screen {screen}"
+            with self.servers({label: (OURS, {"FLASHSAMPLE_SCREEN": screen})}) as servers:
+                server = servers[label]
+                for sampling, batch, about in self.cells(self.options.batches):
+                    request, row = SAMPLINGS[sampling], about | {"section": "host", "screen": screen}
+                    generate(server, batch, request, LONG)  # compiles, and captures this batch's steps
+                    for which, tokens, answers in (
+                        ("host_us", HOST_TOKENS, 1),
+                        ("host_us_short", SHORT, SHORT_ANSWERS),
+                    ):
+                        before = counters(server)
+                        for _ in range(answers):
+                            generate(server, batch, request, tokens)
+                        row[which] = host_us(before, counters(server))
                     print(
-                        f"{name} {sampling:12} B={batch:<3} {baseline} {stock_us:7.0f} us, "
-                        f"{subject} {ours_us:7.0f} us, "
-                        + (f"{same} answers the same, " if same is not None else "")
-                        + f"ratio {ours_us / stock_us:.3f}, fused {used['fused'] / total:.3f}, host {host_us:.0f} us",
+                        f"{self.name} screen {screen:4} {sampling:12} B={batch:<3} host {row['host_us']:.0f} us per "
+                        f"step, {row['host_us_short']:.0f} us in short answers",
                         flush=True,
                     )
-                    yield rows
-            if profiles is not None:
+                    yield [row]
+
+    def profile(self) -> Iterator[list[dict[str, Any]]]:
+        """Calls per decode step, stock and ours."""
+        with self.servers(BACKENDS) as servers:
+            for sampling, batch, about in self.cells([PROFILED_BATCH]):
                 for label, server in servers.items():
-                    folder = log_folder / f"{name}-{label.replace(' ', '-')}-trace"
-                    for sampling in samplings:
-                        server.profile(folder / sampling, steps=40)
-                        generate(server, 32, SAMPLING[sampling], 80)
-                        profiles.setdefault(name, {}).setdefault(sampling, {})[label] = step_profile.summarise(
-                            folder / sampling
-                        )
-        finally:
-            for server in servers.values():
-                server.stop()
+                    row = about | {"section": "profile", "backend": label}
+                    if not DRY_RUN:
+                        folder = self.options.logs / f"{self.name}-{label}-trace" / sampling
+                        with concurrent.futures.ThreadPoolExecutor(1) as asking:
+                            answer = asking.submit(generate, server, batch, SAMPLINGS[sampling], HOST_TOKENS)
+                            time.sleep(PREFILL_SECONDS)  # only decode steps are profiled
+                            server.profile(folder, steps=PROFILED_STEPS)
+                            answer.result()
+                        row |= step_profile.summarise(folder, PROFILED_STEPS)
+                    yield [row]
+
+    def run(self, section: str) -> Iterator[list[dict[str, Any]]]:
+        """The rows of one cell after the other. A server that does not start or ends is recorded."""
+        sections = {
+            "stock": lambda: self.compare("stock", BACKENDS),
+            "screen": lambda: self.compare("screen", SCREENS),
+            "host": self.host,
+            "profile": self.profile,
+        }
+        try:
+            yield from sections[section]()
+        except (ServerError, OSError, TimeoutError) as error:
+            self.not_run.append({"section": section, "model": self.name, "reason": reason_of(error)})
+            print(f"{section} {self.name}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
 
 
-def measure_host(
-    name: str, batches: list[int], samplings: list[str], log_folder: Path, screen: str
-) -> Iterator[list[dict]]:
-    """Microseconds of the sampler's host time per step, of our server alone: in long answers, whose batches stay as
-    they are, and in answers of ``SHORT`` tokens, whose steps are hardly ever replayed."""
-    log = log_folder / f"{name}-alone-screen-{screen}.log"
-    with made_model(name) as model, server_of(model, "flashsample", {"FLASHSAMPLE_SCREEN": screen}, log) as server:
-        check_capacity(server)
-        for sampling in samplings:
-            for batch in batches:
-                generate(server, batch, SAMPLING[sampling], LONG)  # compiles, and captures this batch's steps
-                found = {}
-                for which, tokens, answers in (("host_us", ALONE_TOKENS, 1), ("host_us_short", SHORT, 20)):
-                    _, before, batches_before = counted(server)
-                    for _ in range(answers):
-                        generate(server, batch, SAMPLING[sampling], tokens)
-                    _, after, batches_after = counted(server)
-                    found[which] = round((after - before) / max(1, batches_after - batches_before), 1)
-                about = {"model": name, "tp": 1, "batch": batch, "sampling": sampling, "screen": screen}
-                print(
-                    f"{name} screen {screen:4} {sampling:12} B={batch:<3} host {found['host_us']:.0f} us per step, "
-                    f"{found['host_us_short']:.0f} us in short answers",
-                    flush=True,
-                )
-                yield [about | {"backend": "flashsample", **found}]
+SECTIONS = ("stock", "screen", "host", "profile")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--models", nargs="+", choices=markov.SIZES, default=MODELS)
-    parser.add_argument("--samplings", nargs="+", choices=SAMPLING, default=list(SAMPLING))
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--pairs", type=int, default=3, help="measurements of ours per cell; stock gets one more")
-    parser.add_argument("--profile", type=Path, help="also trace decode steps at batch 32 and write their call counts")
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
-    parser.add_argument("--screen", action="store_true", help="compare our server without a screen and with one")
-    parser.add_argument("--alone", choices=["auto", "on", "off"], help="host time of our server alone, its screen so")
+def versions(python: str, variables: dict[str, str]) -> dict[str, str]:
+    """Of what the servers run, as their interpreter has them. Raises ValueError where SGLang is not there."""
+    code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+    done = subprocess.run([python, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+    try:
+        installed = {name.lower(): version for name, version in json.loads(done.stdout).items() if name}
+    except ValueError:
+        raise ValueError(f"{python} does not run: {done.stderr.strip().splitlines()[-1:]}") from None
+    names = ("sglang", "flashinfer-python", "sgl-flashsample", "torch", "triton", "transformers")
+    if "sglang" not in installed and not DRY_RUN:
+        raise ValueError(f"{python} has no sglang; name another interpreter with --python")
+    return {name: installed.get(name, "none") for name in names}
+
+
+def parse() -> Any:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=["stock"])
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
+    parser.add_argument("--models", nargs="+", choices=markov.SIZES, default=["qwen3-1.7b"])
+    parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS)
+    parser.add_argument("--batches", type=int, nargs="+")
+    parser.add_argument("--pairs", type=int, help="measurements of ours per cell, 3 by default; stock gets one more")
+    parser.add_argument("--screens", nargs="+", choices=("auto", "on", "off"), default=["auto"], help="of host")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that has SGLang and the plugin")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="environment of the servers")
+    parser.add_argument("--memory-share", type=float, default=0.55, help="--mem-fraction-static of each server")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no further cell begins")
     options = parser.parse_args()
-    if options.alone and (options.screen or options.profile):
-        parser.error("--alone measures one server by itself; expected neither --screen nor --profile")
+    options.samplings = options.samplings or list(FAST_SAMPLINGS if options.fast else SAMPLINGS)
+    options.batches = options.batches or list(FAST_BATCHES if options.fast else BATCHES)
+    options.pairs = options.pairs or (2 if options.fast or DRY_RUN else 3)
+    if any("=" not in text for text in options.set):
+        parser.error(f"--set is {options.set}; expected NAME=VALUE")
+    options.set = dict(text.split("=", 1) for text in options.set)
+    return options
 
+
+def main() -> int:
+    options, started = parse(), time.monotonic()
     random.seed(1)
-    environment = measure.environment()
-    environment |= {
-        "sglang": importlib.metadata.version("sglang"),
-        "flashinfer": importlib.metadata.version("flashinfer-python"),
-        "sgl-flashsample": importlib.metadata.version("sgl-flashsample"),
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
-        "server_arguments": SERVER_ARGUMENTS,
-        "tokens": {"prompt": PROMPT_TOKENS, "short": SHORT, "long": ALONE_TOKENS if options.alone else LONG},
-    }
-    rows, runs = [], {}
-    if options.keep and options.out.exists():
-        kept = json.loads(options.out.read_text())
-        rows = [
-            row
-            for row in kept["rows"]
-            if row["model"] not in options.models
-            or row["sampling"] not in options.samplings
-            or row.get("screen") != options.alone
-        ]
-        runs = kept["env"].get("runs", {})
-    profiles: dict | None = {} if options.profile else None
-    backends = SCREENS if options.screen else BACKENDS
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        env = new_env() | {"servers": versions(options.python, options.set), "not_run": []}
+        kept = read_result(options.out, "serve.py") if options.keep and options.out.exists() else {}
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    arguments = [*SERVER_ARGUMENTS, "--mem-fraction-static", str(options.memory_share)]
+    env |= {"server_arguments": arguments, "tokens": {"prompt": PROMPT_TOKENS, "short": SHORT, "long": LONG}}
+    about = {"date": today(), "command": command_line(), "sglang": env["servers"]["sglang"]}
+    result: dict[str, Any] = {"env": env, "runs": [*kept.get("runs", []), about], "rows": kept.get("rows", [])}
     for name in options.models:
-        asked = (name, options.batches, options.samplings)
-        if options.alone:
-            cells = measure_host(*asked, options.logs, options.alone)
-        else:
-            cells = measure_model(*asked, options.pairs, options.logs, profiles, backends)
-        run = {"command": environment["command"], "date": environment["date"], "gpu": environment["nvidia_smi"]}
-        environment["runs"] = runs
-        for cell in cells:  # what ends a run leaves the file with all that it has measured
-            rows += cell
-            runs[f"{name}, {cell[0]['sampling']}"] = run
-            options.out.write_text(json.dumps({"env": environment, "rows": rows}, indent=1) + "\n")
-    if options.profile:
-        if options.keep and options.profile.exists():
-            kept = json.loads(options.profile.read_text())["calls_per_step"]
-            profiles = kept | {name: kept.get(name, {}) | own for name, own in profiles.items()}
-        options.profile.write_text(json.dumps({"env": environment, "calls_per_step": profiles}, indent=1) + "\n")
+        for section in options.only:
+            run = ModelRun(name, options, started)
+            for rows in run.run(section):  # what ends a run leaves the file with all that it has measured
+                new = [row | {"run": len(result["runs"]) - 1} for row in rows]
+                keys = ("section", "model", "sampling", "batch", "backend", "screen")
+                replaced = {tuple(map(row.get, keys)) for row in new}
+                result["rows"] = [row for row in result["rows"] if tuple(map(row.get, keys)) not in replaced] + new
+                write_result(options.out, result)
+            env["not_run"] += run.not_run
+    write_result(options.out, result)
+    return 1 if env["not_run"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

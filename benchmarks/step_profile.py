@@ -23,8 +23,9 @@ LAUNCHING = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
 
 
-def summarise(folder: Path, wait_seconds: float = 60.0) -> dict[str, Any]:
-    """Calls and kernel time per step in the one trace in ``folder``; a step is one CUDA-graph launch."""
+def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str, Any]:
+    """Calls and kernel time per step in the one trace in ``folder``, of ``steps`` decode steps. Raises TimeoutError
+    where there is no whole one."""
     deadline = time.monotonic() + wait_seconds
     while not (traces := sorted(folder.rglob("*.trace.json.gz"))):
         if time.monotonic() > deadline:
@@ -36,21 +37,22 @@ def summarise(folder: Path, wait_seconds: float = 60.0) -> dict[str, Any]:
             break
         except (EOFError, ValueError, OSError):
             time.sleep(1.0)
+    else:
+        raise TimeoutError(f"the trace in {folder} is not complete")
     counts = Counter(event["name"] for event in events if event.get("ph") == "X")
-    steps = counts["cudaGraphLaunch"]
-    summary: dict[str, Any] = {"steps": steps}
+    summary: dict[str, Any] = {"steps": steps, "graph_launches": round(counts["cudaGraphLaunch"] / steps, 2)}
     for title, names in (
         ("synchronising", SYNCHRONISING),
         ("driver_allocating", ALLOCATING),
         ("launches", LAUNCHING),
         ("new_tensors", TENSORS),
     ):
-        summary[title] = round(sum(counts[name] for name in names) / max(steps, 1), 2)
+        summary[title] = round(sum(counts[name] for name in names) / steps, 2)
     kernels: Counter[str] = Counter()
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             kernels[event["name"][:60]] += event["dur"]
-    summary["gpu_busy_us"] = round(sum(kernels.values()) / max(steps, 1), 1)
-    summary["longest_kernels_us"] = {name: round(us / max(steps, 1), 1) for name, us in kernels.most_common(12)}
-    summary |= {name: round(counts[name] / max(steps, 1), 2) for name in (*SYNCHRONISING, *ALLOCATING) if counts[name]}
+    summary["gpu_busy_us"] = round(sum(kernels.values()) / steps, 1)
+    summary["longest_kernels_us"] = {name: round(us / steps, 1) for name, us in kernels.most_common(12)}
+    summary |= {name: round(counts[name] / steps, 2) for name in (*SYNCHRONISING, *ALLOCATING) if counts[name]}
     return summary

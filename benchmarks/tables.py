@@ -1,31 +1,33 @@
-"""The README's result tables, from the committed result files.
+"""The tables of the pages, from the files in ``results/`` and nothing else. Needs no torch.
 
-python benchmarks/tables.py            prints them
-python benchmarks/tables.py --write    puts them between their markers in README.md
+A result file is ``<gpu>-<benchmark>.json``: ``h200-kernels.json``, ``h100-serve.json``; ``parity.json`` is of a CPU. A
+table that has no file says so, and a GPU that was not measured is left out.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import functools
 import json
-import re
 import statistics
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-SAMPLING_NAMES = {
-    "t1": "temperature 1",
-    "trunc": "temperature 0.7, top_p 0.9, top_k 50",
-    "penalty": "the same with frequency_penalty 0.5, repetition_penalty 1.1",
-    "json": "the same with a JSON schema",
-    "logprob": "temperature 1, logprobs",
-    "top-logprobs": "temperature 1, 5 top logprobs",
-    "greedy": "greedy",
+RESULTS = Path(__file__).resolve().parent / "results"
+GPUS = {"h200": "H200", "h100": "H100"}  # the names of files and of pages; others follow, as their files are called
+NOT_MEASURED = "Not measured."
+OURS, SCREENED = ("fused", "logits"), "screened"
+GEMM, READ, NOTHING = "gemm", "read", "nothing"
+PATHS = {
+    **{path: path for path in (*OURS, SCREENED)},
+    GEMM: "GEMM alone (draws nothing)",
+    "gemm+argmax": "GEMM, argmax",
+    "gemm+multinomial": "GEMM, softmax and multinomial under torch.compile",
+    "gemm+exponential": "GEMM, exponential race (SGLang's default)",
+    "gemm+flashinfer": "GEMM, FlashInfer",
 }
-NOT_MEASURED = "not measured yet"
-# Modes of features.py, in words.
-TRUNCATIONS = {
+MODES = {
     "plain": "temperature 1",
     "greedy": "greedy",
     "logprob": "temperature 1, logprob",
@@ -34,388 +36,556 @@ TRUNCATIONS = {
     "p90": "top_p 0.9",
     "minp05": "min_p 0.05",
     "k1000": "top_k 1000",
-}
-EDITS = {
     "penalties": "penalties (additive and scaling)",
     "bias": "logit bias",
     "bitmask": "grammar bitmask",
-    "edits": "all of these",
-    "edits+k50p90": "all of these, top_k 50, top_p 0.9",
+    "edits": "penalties, bias and grammar",
+    "edits+k50p90": "penalties, bias and grammar, top_k 50, top_p 0.9",
+    "T0.7": "temperature 0.7",
+    "T0.6 k20p95": "temperature 0.6, top_k 20, top_p 0.95",
+    "T0.6 k50p90": "temperature 0.6, top_k 50, top_p 0.9",
 }
+EDITED = ("penalties", "bias", "bitmask", "edits", "edits+k50p90")
+SAMPLINGS = {
+    "t1": "temperature 1",
+    "trunc": "temperature 0.7, top_p 0.9, top_k 50",
+    "greedy": "greedy",
+    "penalty": "the same with frequency_penalty 0.5, repetition_penalty 1.1",
+    "json": "the same with a JSON schema",
+    "logprob": "temperature 1, logprobs",
+    "top-logprobs": "temperature 1, 5 top logprobs",
+}
+# Sections of tuning.py, in words.
+TUNING = {
+    "runs": "a run, and a second one",
+    "resume": "a run that is killed, and goes on",
+    "agreement": "two independent runs",
+    "regret": "the search's choice over the best of a sweep",
+    "sweep": "between the measured sizes, against the default",
+    "replay": "measured again in a fresh process",
+}
+SUMMARY_BATCHES = (1, 16, 64, 256)
+SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
+SUMMARY_MODES = ("plain", "k50p90", "p90", "minp05", "edits", "logprob")
 
 
-OURS = ("fused", "logits", "screened", "gemm")  # paths of kernels.py that are no rival
+@dataclasses.dataclass(frozen=True)
+class Table:
+    head: list[str]
+    rows: list[list[str]]
+
+    @property
+    def markdown(self) -> str:
+        lines = [self.head, ["---"] * len(self.head), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def serve_table(path: Path = RESULTS / "h200-serve.json") -> str:
-    """Time per output token, stock and ours, per model, sampling and batch."""
-    if not path.exists():
-        return NOT_MEASURED
-    rows = json.loads(path.read_text())["rows"]
-    batches = sorted({row["batch"] for row in rows})
-    cell = {(row["model"], row["sampling"], row["batch"], row["backend"]): row for row in rows}
-    lines = ["| model, sampling | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
-    lines.append("|---" * (len(batches) + 1) + "|")
-    for model in dict.fromkeys(row["model"] for row in rows):
-        for sampling, name in SAMPLING_NAMES.items():
-            values, shares = [], []
-            for batch in batches:
-                pair = [cell.get((model, sampling, batch, backend)) for backend in ("stock", "flashsample")]
-                if None in pair:
-                    values.append("")
+def grid(corner: str, rows: dict[Any, str], columns: dict[Any, str], cell: Callable[[Any, Any], str]) -> Table | None:
+    """A line per row and a cell per column; rows without a word are left out. rows, columns: {key: name}."""
+    lines = [[name, *(cell(row, column) for column in columns)] for row, name in rows.items()]
+    lines = [line for line in lines if any(line[1:])]
+    return Table([corner, *columns.values()], lines) if lines else None
+
+
+def sizes(batches: Iterable[int]) -> dict[int, str]:
+    return {batch: f"B={batch}" for batch in sorted(set(batches))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What was raced together: everything of one head and batch size."""
+
+    hidden: int
+    vocab: int
+    batch: int
+    rows: dict[tuple[str, str], dict[str, Any]]  # mode, path
+
+    @property
+    def head(self) -> str:
+        return f"{self.vocab:,} x {self.hidden:,}"
+
+    def row(self, mode: str, path: str) -> dict[str, Any] | None:
+        return self.rows.get((NOTHING if path in (GEMM, READ) else mode, path))
+
+    def us(self, mode: str, path: str) -> float | None:
+        row = self.row(mode, path)
+        return row["us"] if row is not None else None
+
+    @property
+    def floor(self) -> float | None:
+        """Microseconds that reading the head once takes."""
+        return self.us(NOTHING, READ)
+
+    @property
+    def modes(self) -> list[str]:
+        return list(dict.fromkeys(mode for mode, _ in self.rows if mode != NOTHING))
+
+    def picked(self, mode: str, *, screen: bool = False) -> dict[str, Any] | None:
+        """The row of the path that a batch takes by itself. screen: where its head has one, if that is the screened
+        path."""
+        paths = (SCREENED,) if screen else OURS
+        rows = [row for path in paths if (row := self.row(mode, path)) is not None and row.get("picked")]
+        return rows[0] if rows else None
+
+    def fastest(self, mode: str, paths: Iterable[str]) -> dict[str, Any] | None:
+        rows = [row for path in paths if (row := self.row(mode, path)) is not None]
+        return min(rows, key=lambda row: row["us"]) if rows else None
+
+    def fastest_baseline(self, mode: str) -> dict[str, Any] | None:
+        """Of those that draw."""
+        return self.fastest(mode, [path for path in PATHS if path not in (*OURS, SCREENED, GEMM)])
+
+
+class Results:
+    """The result files of one GPU; each is read when it is first asked for."""
+
+    def __init__(self, gpu: str, folder: Path = RESULTS) -> None:
+        self.gpu, self.folder = gpu, folder
+
+    def file(self, benchmark: str) -> Path:
+        return self.folder / (f"{self.gpu}-{benchmark}.json" if self.gpu else f"{benchmark}.json")
+
+    @functools.cache  # noqa: B019 (one process, a few files)
+    def data(self, benchmark: str) -> dict[str, Any] | None:
+        """None where it was not measured. Raises ValueError for a file that is no result."""
+        file = self.file(benchmark)
+        if not file.exists():
+            return None
+        try:
+            data = json.loads(file.read_text())
+            env = data["env"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no result: {type(error).__name__}: {error}") from None
+        if env.get("device") == "cpu" and self.gpu:
+            raise ValueError(f"{file} is of a dry run; expected a measured result")
+        return data
+
+    def section(self, benchmark: str, name: str) -> dict[str, Any] | None:
+        data = self.data(benchmark)
+        return data["sections"].get(name) if data is not None else None
+
+    def serve_rows(self, section: str) -> list[dict[str, Any]]:
+        data = self.data("serve")
+        return [row for row in data["rows"] if row["section"] == section] if data is not None else []
+
+    @functools.cached_property
+    def cells(self) -> list[Cell]:
+        data, cells = self.data("kernels"), dict[tuple[int, int, int], Cell]()
+        for row in data["rows"] if data is not None else ():
+            key = row["D"], row["V"], row["B"]
+            cells.setdefault(key, Cell(*key, {})).rows[row["mode"], row["path"]] = row
+        return list(cells.values())
+
+    def about(self, benchmark: str, section: str | None = None) -> str:
+        """One line: on what and how a table was made."""
+        data = self.data(benchmark)
+        assert data is not None
+        env = data["env"]
+        runs: list[dict[str, Any]] = [env]
+        if "runs" in data:
+            used = {row["run"] for row in data["rows"] if section in (None, row["section"])}
+            runs = [data["runs"][place] for place in sorted(used)]
+        elif section is not None and (part := self.section(benchmark, section)) is not None:
+            runs = [part] if "command" in part else list(part.values())
+        versions = [f"{name} {env[key]}" for name, key in (("torch", "torch"), ("Triton", "triton")) if env.get(key)]
+        sglang = dict.fromkeys(run["sglang"] for run in runs if run.get("sglang"))
+        versions += [f"SGLang {version}" for version in sglang]
+        flashinfer = env.get("flashinfer") or env.get("servers", {}).get("flashinfer-python")
+        versions += [f"FlashInfer {flashinfer}"] if flashinfer not in (None, "none") else []
+        commands = dict.fromkeys(f"`{run['command']}` on {run['date']}" for run in runs)
+        gaps = list(dict.fromkeys(f"{gap.get('path') or gap}: {gap['reason']}" for gap in env.get("not_run", [])))
+        line = f"**{', '.join([env['device'], *versions])}**; {'; '.join(commands)}."
+        return line + (f" Not run: {'; '.join(gaps[:5])}." if gaps else "")
+
+
+def gpus(folder: Path = RESULTS) -> list[str]:
+    """Those with a result file; the ones that ``GPUS`` names first."""
+    names = {file.name.partition("-")[0] for file in folder.glob("*-*.json")}
+    return [gpu for gpu in GPUS if gpu in names] + sorted(names - GPUS.keys())
+
+
+def ratio(row: dict[str, Any] | None, ours: float) -> str:
+    return "" if row is None else f"{row['us'] / ours:.2f}"
+
+
+def kernels(results: Results) -> Table | None:
+    """The whole last step on the path that a batch takes by itself, beside the floor and the fastest baselines."""
+    head = ["V x D, B", "floor", "GEMM alone", "temperature 1 (over floor; over GEMM; path)", "with a screen"]
+    head += ["fastest baseline (of ours)", "greedy (baseline of ours)", "top_k 50, top_p 0.9 (baseline of ours)"]
+    rows = []
+    for cell in results.cells:
+        plain, floor, gemm = cell.picked("plain"), cell.floor, cell.us(NOTHING, GEMM)
+        if plain is None or floor is None or gemm is None:
+            continue
+        us, screened, baseline = plain["us"], cell.picked("plain", screen=True), cell.fastest_baseline("plain")
+        line = [f"{cell.head}, {cell.batch}", f"{floor:.0f}", f"{gemm:.0f}"]
+        line.append(f"{us:.0f} ({us / floor:.3f}; {us / gemm:.3f}; {plain['path']})")
+        line.append("" if screened is None else f"{screened['us']:.0f} ({screened['us'] / floor:.3f})")
+        line.append(
+            "" if baseline is None else f"{PATHS[baseline['path']]} {baseline['us']:.0f} ({ratio(baseline, us)})"
+        )
+        for mode in ("greedy", "k50p90"):
+            taken, other = cell.picked(mode), cell.fastest_baseline(mode)
+            line.append("" if taken is None else f"{taken['us']:.0f} ({ratio(other, taken['us']) or 'none'})")
+        rows.append(line)
+    return Table(head, rows) if rows else None
+
+
+def kernels_faster(results: Results) -> Table | None:
+    """Whatever draws a token faster than the path that a batch takes by itself, our other path among it; the worst
+    first."""
+    lines = []
+    for cell in results.cells:
+        for mode in cell.modes:
+            picked = cell.picked(mode)
+            for path in PATHS if picked is not None else ():
+                row = cell.row(mode, path)
+                if picked is None or row is None or path in (GEMM, SCREENED) or row["us"] >= picked["us"]:
                     continue
-                stock, ours = (row["tpot_us"] for row in pair if row)
-                values.append(f"{stock:.0f} → {ours:.0f} ({ours / stock:.3f})")
-                shares.append(pair[1]["path_share"]["fused"] if pair[1] else 0.0)
-            if not shares:
-                continue
-            by = " (SGLang's sampler)" if max(shares) < 0.5 else ""
-            lines.append(f"| {model}, {name}{by} | " + " | ".join(values) + " |")
-    return "\n".join(lines)
+                within = picked["us"] - row["us"] <= row["us_spread"] + picked["us_spread"]
+                line = [f"{cell.head}, {cell.batch}", MODES[mode], f"{PATHS[path]} {row['us']:.1f}"]
+                line += [f"{picked['path']} {picked['us']:.1f}", f"{picked['us'] / row['us']:.3f}"]
+                lines.append((picked["us"] / row["us"], [*line, "yes" if within else ""]))
+    head = ["V x D, B", "sampling", "faster, us", "taken, us", "taken over faster", "within the spread"]
+    rows = [line for _, line in sorted(lines, key=lambda one: -one[0])]
+    return Table(head, rows or [["none", *[""] * (len(head) - 1)]]) if results.cells else None
 
 
-def kernel_table(path: Path = RESULTS / "h200-kernels.json") -> str:
-    """The whole last step in microseconds on the path that the built-in table picks, beside the floor, the GEMM and the
-    strongest rival."""
-    if not path.exists():
-        return NOT_MEASURED
-    result = json.loads(path.read_text())
-    found: dict[tuple, dict[str, dict]] = {}
-    for row in result["rows"]:
-        found.setdefault((row["D"], row["V"], row["B"]), {}).setdefault(row["mode"], {})[row["path"]] = row
-    lines = ["| V x D, B | floor | GEMM alone | temperature 1 (over floor; over GEMM) | its strongest rival |"]
-    lines[0] += " greedy (rival over it) | top_k 50, top_p 0.9 (rival over it) |"
-    lines.append("|---" * 7 + "|")
-    for (hidden, vocab, batch), modes in found.items():
-        floor = hidden * vocab * 2 / result["floor_tb_s"] / 1e6
-        gemm = modes["plain"]["gemm"]["us"]
-        (plain, rival), greedy, truncated = (_ours_and_rival(modes[mode]) for mode in ("plain", "greedy", "trunc"))
-        ours = plain["us"]
-        cells = [
-            f"{floor:.0f}",
-            f"{gemm:.0f}",
-            f"{ours:.0f} ({ours / floor:.3f}; {ours / gemm:.3f}), `{plain['path']}`",
+class Features:
+    """What features.py has measured. Times are of the median profile, ratios of the worst."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.rows = {(row["profile"], row["B"], row["path"], row["mode"]): row for row in data["rows"]}
+        self.profiles = list(dict.fromkeys(key[0] for key in self.rows))
+        self.batches = sizes(key[1] for key in self.rows)
+        self.modes = [mode for mode in MODES if any(key[3] == mode for key in self.rows)]
+
+    def rows_of(self, batch: int, path: str, mode: str) -> list[dict[str, Any]]:
+        keys = [(profile, batch, path, mode) for profile in self.profiles]
+        return [self.rows[key] for key in keys if key in self.rows]
+
+    def us(self, batch: int, path: str, mode: str) -> float | None:
+        return statistics.median(us) if (us := [row["us"] for row in self.rows_of(batch, path, mode)]) else None
+
+    def over_plain(self, batch: int, mode: str) -> float | None:
+        """Less the time to read the edits."""
+        rows = [
+            (row, self.rows.get((row["profile"], batch, "picked", "plain")))
+            for row in self.rows_of(batch, "picked", mode)
         ]
-        cells.append(f"{rival['us']:.0f} ({rival['us'] / ours:.2f} of ours), {rival['path']}")
-        for own, other in (greedy, truncated):
-            cells.append(f"{own['us']:.0f} ({other['us'] / own['us']:.2f})")
-        lines.append(f"| {vocab} x {hidden}, {batch} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        over = [(row["us"] - row.get("bytes_us", 0.0)) / plain["us"] for row, plain in rows if plain is not None]
+        return max(over, default=None)
+
+    def baseline_over(self, batch: int, mode: str) -> float | None:
+        """What the fastest baseline takes over ours."""
+        ratios = []
+        for row in self.rows_of(batch, "picked", mode):
+            others = [self.rows.get((row["profile"], batch, path, mode)) for path in PATHS]
+            times = [other["us"] for other in others if other is not None]
+            ratios += [min(times) / row["us"]] if times else []
+        return min(ratios) if ratios else None
 
 
-def _ours_and_rival(paths: dict[str, dict]) -> tuple[dict, dict]:
-    """The row of the path that the built-in table picks, and the fastest of the others."""
-    own = next(row for row in paths.values() if "picked by the table" in row["config"])
-    return own, min((row for path, row in paths.items() if path not in OURS), key=lambda row: row["us"])
+def features_table(results: Results, edited: bool) -> Table | None:
+    """Per mode, with edits or without them, and batch size: over plain, the fastest baseline over it, the time to read
+    the edits, and with a screen."""
+    if (data := results.data("features")) is None:
+        return None
+    features = Features(data)
+
+    def words(mode: str, batch: int) -> str:
+        us, screened = (features.us(batch, path, mode) for path in ("picked", "picked with screen"))
+        bytes_us = [row["bytes_us"] for row in features.rows_of(batch, "picked", mode) if "bytes_us" in row]
+        over, baseline = features.over_plain(batch, mode), features.baseline_over(batch, mode)
+        notes = [f"{over:.3f}"] if over else []
+        notes += [f"baseline {baseline:.2f}"] if baseline else []
+        notes += [f"{statistics.median(bytes_us):.1f} us to read"] if bytes_us else []
+        notes += [f"with a screen {screened:.0f}"] if screened else []
+        return f"{us:.0f} ({'; '.join(notes)})" if us else ""
+
+    rows = {mode: MODES[mode] for mode in features.modes if (mode in EDITED) is edited}
+    return grid("us (over plain; ...)", rows, features.batches, words)
 
 
-def _features(path: Path) -> tuple[dict[tuple, dict], list[str], list[int], list[dict]]:
-    """{(profile, batch, path, mode): row}, profiles and batches in order, and the counts of searches."""
-    result = json.loads(path.read_text())
-    rows = {(row["profile"], row["B"], row["path"], row["mode"]): row for row in result["rows"]}
-    return rows, list(dict.fromkeys(key[0] for key in rows)), sorted({key[1] for key in rows}), result["rounds"]
+def searches(results: Results) -> Table | None:
+    """Share of truncated rows that took a search, per profile, and the tokens compared with the reference."""
+    if (data := results.data("features")) is None:
+        return None
+    counts = {(row["profile"], row["mode"]): row for row in data["searches"]}
+
+    def words(profile: str, mode: str) -> str:
+        if mode in MODES:
+            return f"{counts[profile, mode]['searched'] / counts[profile, mode]['rows']:.2%}"
+        of_profile = [row for row in data["searches"] if row["profile"] == profile]
+        return ", ".join(str(sum(row[key] for row in of_profile)) for key in ("compared", "different", "near_ties"))
+
+    columns = {mode: name for mode, name in MODES.items() if any(key[1] == mode for key in counts)}
+    profiles = {key[0]: key[0] for key in counts}
+    return grid("rows searched", profiles, columns | {"": "compared, different, near-ties"}, words)
 
 
-def _rivals_us(rows: dict[tuple, dict], profile: str, batch: int, mode: str) -> list[float]:
-    """What GEMM and sampling take without us, for each way to do it that was measured."""
-    keys = [(profile, batch, path, mode) for path in ("flashinfer", "torch")]
-    return [rows[key]["us"] for key in keys if key in rows]
+def screened_speed(results: Results) -> Table | None:
+    """The screened path beside the fused one, over the floor, with the groups that it read."""
+    if (section := results.section("screened", "speed")) is None:
+        return None
+    measured = {(row["B"], row["profile"], row["path"], row["mode"]): row for row in section["rows"]}
+
+    def words(key: tuple[int, str], mode: str) -> str:
+        row, fused, floor = (measured.get((*key, *one)) for one in ((SCREENED, mode), ("fused", mode), (READ, NOTHING)))
+        if row is None or fused is None or floor is None:
+            return ""
+        over = [row["us"] / other["us"] for other in (fused, floor)]
+        return f"{row['us']:.0f} ({over[0]:.3f}; {over[1]:.3f}; {row['groups_read']})"
+
+    columns = {key[3]: MODES[key[3]] for key in measured if key[2] == SCREENED}
+    corner = "us (over fused; over the floor; groups read): B, profile"
+    return grid(corner, {key[:2]: f"{key[0]}, {key[1]}" for key in measured}, columns, words)
 
 
-def truncation_table(path: Path = RESULTS / "h200-features.json") -> str:
-    """Per mode and batch: the median profile's time, and the worst profile's ratios to plain and to the rival."""
-    if not path.exists():
-        return NOT_MEASURED
-    rows, profiles, batches, _ = _features(path)
-    lines = ["| us (over plain; rival over it) | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
-    lines.append("|---" * (len(batches) + 1) + "|")
-    for mode, name in TRUNCATIONS.items():
-        cells = []
-        for batch in batches:
-            found = [rows[profile, batch, "fused", mode] for profile in profiles]
-            rivals = [
-                min(us) / row["us"]
-                for profile, row in zip(profiles, found, strict=True)
-                if (us := _rivals_us(rows, profile, batch, mode))
-            ]
-            rival = f"; {min(rivals):.2f}" if rivals else ""
-            over = max(row["over_plain"] for row in found)
-            cells.append(f"{statistics.median(row['us'] for row in found):.0f} ({over:.3f}{rival})")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def screened_tokens(results: Results) -> Table | None:
+    """Tokens of the screened path that are not the fused one's, and groups that each row left to be decided."""
+    if (section := results.section("screened", "tokens")) is None:
+        return None
+    measured = {(row["head"], row["temperature"], row["truncated"]): row for row in section["rows"]}
+
+    def words(kind: str, column: tuple[float, bool]) -> str:
+        row = measured[kind, *column]
+        left = f"; {row['left']:.2%}" if row["truncated"] else ""
+        return "{rows:,}; {different} ({no_near_tie} no near-tie); {candidates_per_row}".format(**row) + left
+
+    columns = {key[1:]: f"T={key[1]:g}{', truncated' * key[2]}" for key in measured}
+    corner = "rows; different; candidate groups per row; left to a search"
+    return grid(corner, {key[0]: key[0] for key in measured}, columns, words)
 
 
-def edits_table(path: Path = RESULTS / "h200-features.json") -> str:
-    """Per kind of edit and batch: the median profile's time, what of it reading the edits takes at the speed of the
-    head, and the worst profile's ratio to plain without that."""
-    if not path.exists():
-        return NOT_MEASURED
-    rows, profiles, batches, _ = _features(path)
-    lines = ["| us (their bytes; over plain without them) | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
-    lines.append("|---" * (len(batches) + 1) + "|")
-    for mode, name in EDITS.items():
-        cells = []
-        for batch in batches:
-            found = [rows[profile, batch, "fused", mode] for profile in profiles]
-            plain = [rows[profile, batch, "fused", "plain"]["us"] for profile in profiles]
-            net = max((row["us"] - row["extra_bytes_us"]) / us for row, us in zip(found, plain, strict=True))
-            extra = statistics.median(row["extra_bytes_us"] for row in found)
-            cells.append(f"{statistics.median(row['us'] for row in found):.0f} ({extra:.1f}; {net:.3f})")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def screened_distribution(results: Results) -> Table | None:
+    section = results.section("screened", "distribution")
+    if section is None:
+        return None
+    line = ["{V:,}", "{draws:,}", "{total_variation:.6f}", "{by_chance:.6f}", "{deviations_from_chance:+.1f}"]
+    head = ["ids", "draws", "total variation", "by chance alone", "deviations from that"]
+    return Table(head, [[cell.format(**section) for cell in line]])
 
 
-def searched_table(path: Path = RESULTS / "h200-features.json") -> str:
-    """Share of rows that took a search, per shape of the distribution, and the tokens compared with the reference."""
-    if not path.exists():
-        return NOT_MEASURED
-    _, profiles, _, rounds = _features(path)
-    names = {mode: name for mode, name in (TRUNCATIONS | EDITS).items() if mode in {row["mode"] for row in rounds}}
-    lines = ["| rows searched | " + " | ".join(names.values()) + " | tokens compared, different, near-ties |"]
-    lines.append("|---" * (len(names) + 2) + "|")
-    for profile in profiles:
-        found = {row["mode"]: row for row in rounds if row["profile"] == profile}
-        cells = [f"{100 * found[mode]['searched'] / found[mode]['rows']:.2f} %" for mode in names]
-        sums = (sum(row[key] for row in found.values()) for key in ("compared", "differ_from_reference", "near_ties"))
-        lines.append(f"| {profile} | " + " | ".join(cells) + " | " + ", ".join(map(str, sums)) + " |")
-    return "\n".join(lines)
+def hot(results: Results) -> Table | None:
+    """A screened step, without what a hot vocabulary could spare it, and what the sizing model makes of that."""
+    section = results.section("screened", "hot")
+    if section is None:
+        return None
+    rows = []
+    for row in section["rows"]:
+        us, read, sized = row["us"], row["groups_read"], row["sized"]
+        line = [f"{row['B']}, {row['temperature']:g}"]
+        line += [f"{us[name]:.1f} ({read[name]})" for name in ("screened", "winner known")]
+        words = f"{sized['hot_groups']} groups, {sized['hit']:.0%} of the tokens: {sized['saves_us']:.2f} us"
+        rows.append([*line, f"{us['first pass']:.1f}", words])
+    head = ["B, temperature", "screened, us (groups read)", "winner known before (groups read)"]
+    return Table([*head, "first pass alone", "best number of hot groups"], rows)
 
 
-def profile_table(path: Path = RESULTS / "h200-step-profile.json") -> str:
-    """Calls of one decode step at batch 32, stock and ours."""
-    lines = ["| per decode step, B=32, temperature 1 | stock | ours |", "|---|---|---|"]
+def serve(results: Results) -> Table | None:
+    """Time per output token, stock and ours, per model, sampling and batch size."""
+    return _pairs(results, "stock", "stock", "flashsample", _pair_words)
+
+
+def _pair_words(stock: dict[str, Any], ours: dict[str, Any]) -> str:
+    spread = max(stock["spread_us"], ours["spread_us"])
+    over = ours["tpot_us"] / stock["tpot_us"]
+    return f"{stock['tpot_us']:.0f} → {ours['tpot_us']:.0f} ({over:.3f}; ± {spread:.0f})"
+
+
+def serve_screen(results: Results) -> Table | None:
+    """Time per output token of our server with a screen, over that without one."""
+
+    def words(off: dict[str, Any], on: dict[str, Any]) -> str:
+        same = f"; {on['same_answers']} of {on['batch']} answers the same" if "same_answers" in on else ""
+        return f"{on['tpot_us']:.0f} ({on['tpot_us'] / off['tpot_us']:.3f}{same})"
+
+    return _pairs(results, "screen", "screen off", "screen on", words)
+
+
+def _pairs(results: Results, section: str, one: str, other: str, words: Callable[[dict, dict], str]) -> Table | None:
+    rows = results.serve_rows(section)
+    measured = {(row["model"], row["sampling"], row["batch"], row["backend"]): row for row in rows}
+    native = {key[:2] for key, row in measured.items() if row.get("paths", {"fused": 1.0}).get("fused", 0.0) < 0.5}
+
+    def cell(key: tuple[str, str], batch: int) -> str:
+        before, after = (measured.get((*key, batch, label)) for label in (one, other))
+        return words(before, after) if before is not None and after is not None else ""
+
+    keys = dict.fromkeys(
+        (row["model"], sampling) for sampling in SAMPLINGS for row in rows if row["sampling"] == sampling
+    )
     names = {
-        "launches": "kernel launches and copies beside the CUDA graph",
+        key: f"{key[0]}, {SAMPLINGS[key[1]]}{', by the sampler of SGLang' * (key in native)}"
+        for key in sorted(keys, key=lambda key: key[0])
+    }
+    return grid("us per token", names, sizes(row["batch"] for row in rows), cell)
+
+
+def serve_host(results: Results) -> Table | None:
+    """Host time in our sampler per step: in long answers, and in short ones."""
+    rows = results.serve_rows("host")
+    measured = {(row["model"], row["screen"], row["sampling"], row["batch"]): row for row in rows}
+
+    def words(key: tuple[str, str, str], batch: int) -> str:
+        row = measured.get((*key, batch))
+        return f"{row['host_us']:.0f} ({row['host_us_short']:.0f})" if row is not None else ""
+
+    names = {key[:3]: f"{key[0]}, screen {key[1]}, {SAMPLINGS[key[2]]}" for key in measured}
+    return grid("host us per step (in short answers)", names, sizes(row["batch"] for row in rows), words)
+
+
+def serve_profile(results: Results) -> Table | None:
+    """Calls of one decode step, stock and ours."""
+    measured = {(r["model"], r["sampling"], r["backend"]): r for r in results.serve_rows("profile") if "steps" in r}
+    names = {
+        "graph_launches": "CUDA graphs",
+        "launches": "kernel launches and copies beside them",
         "synchronising": "synchronising calls",
         "driver_allocating": "allocations from the driver",
         "new_tensors": "tensors from PyTorch's allocator",
         "gpu_busy_us": "GPU busy, us",
     }
-    for model, samplings in json.loads(path.read_text())["calls_per_step"].items():
-        stock, ours = (samplings["t1"][backend] for backend in ("stock", "flashsample"))
-        lines += [f"| {model}: {name} | {stock[key]:g} | {ours[key]:g} |" for key, name in names.items()]
-    return "\n".join(lines)
+
+    def words(name: str, key: tuple[str, str]) -> str:
+        pair = [measured.get((*key, label)) for label in ("stock", "flashsample")]
+        return " → ".join(f"{row[name]:g}" for row in pair if row is not None)
+
+    columns = {key[:2]: f"{key[0]}, {SAMPLINGS[key[1]]}, B={row['batch']}" for key, row in measured.items()}
+    return grid("per decode step, stock → ours", names, columns, words)
 
 
-def tuning_table(path: Path = RESULTS / "h200-tuning.json") -> str:
+def tuning(results: Results) -> Table | None:
     """What the autotuner promises and what was measured of it, a line per section and head."""
-    if not path.exists():
-        return NOT_MEASURED
-    sections = json.loads(path.read_text())["sections"]
-    lines = ["| | head | measured |", "|---|---|---|"]
-    for section, (name, words) in TUNING.items():
-        for head, found in sections.get(section, {}).items():
-            lines.append(f"| {name} | {head.replace('x', ' x ')} | {words(found)} |")
-    return "\n".join(lines)
-
-
-def _runs_words(found: dict) -> str:
-    return "; ".join(
-        f"{effort} {run['seconds']:.0f} s ({run['trials']} configurations, {run['buckets']} buckets), again "
-        f"{run['again_seconds']:.0f} s, file {'untouched' if run['untouched'] else 'CHANGED'}"
-        for effort, run in found.items()
-        if isinstance(run, dict)
-    )
-
-
-def _resume_words(found: dict) -> str:
-    again = found["buckets_done_again"] + found["trials_done_again"]
-    return (
-        f"killed after {found['killed_after_seconds']:.0f} s and {found['finished_when_killed']} of {found['buckets']} "
-        f"buckets: {found['kept']} kept as they were, {again} finished things done again; "
-        f"{found['resumed_seconds']:.0f} s more"
-    )
-
-
-def _agreement_words(found: dict) -> str:
-    worst = max((abs(one["off"]) for one in found["differing"]), default=0.0)
-    return (
-        f"{found['same']} of {found['places']} the same; of the others {found['inside']} within the tie band for "
-        f"certain, {found['open']} undecided, {found['outside']} outside (largest difference {worst:.1%})"
-    )
-
-
-def _regret_words(found: dict) -> str:
-    cells = (f"{100 * one['off']:.2f} ± {100 * one['se']:.2f} % at {one['batch']}" for one in found["buckets"])
-    return f"{', '.join(cells)} ({found['tried_by_the_search']} of {found['space']} configurations tried)"
-
-
-def _sweep_words(found: dict) -> str:
-    slower = ", ".join(f"{one['work']} {one['batch']} by {one['off']:.1%}" for one in found["raced"] if one["slower"])
-    ratios = [one["off"] for one in found["raced"]]
-    times = f" and take {1 + min(ratios):.3f} to {1 + max(ratios):.3f} of its time" if ratios else ""
-    failed = f"; {len(found['failed'])} could not be raced" if found["failed"] else ""
-    return (
-        f"{len(ratios)} of {found['places']} places differ from the default{times}; slower beyond noise: "
-        f"{slower or 'none'}{failed}"
-    )
-
-
-def _replay_words(found: dict) -> str:
-    if not found["buckets"]:
-        return found["message"]
-    return (
-        f"{found['message']}; off by at most {found['worst_off']:.1%}, beside the GEMM "
-        f"{found['worst_off_beside_gemm']:.1%}; {found['seconds']:.0f} s"
-    )
-
-
-# Sections of tuning.py, in words.
-TUNING = {
-    "runs": ("a run, and a second one", _runs_words),
-    "resume": ("a run that is killed, and goes on", _resume_words),
-    "agreement": ("two independent runs", _agreement_words),
-    "regret": ("the search's choice over the best of a sweep", _regret_words),
-    "sweep": ("between the buckets, against the default", _sweep_words),
-    "replay": ("measured again in a fresh process", _replay_words),
-}
-
-
-def host_table(path: Path = RESULTS / "h200-serve-host.json") -> str:
-    """Host time in our sampler, per batch."""
-    if not path.exists():
-        return NOT_MEASURED
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["host_us"] is not None]
-    cell = {(row["sampling"], row["batch"]): row["host_us"] for row in rows}
-    batches = sorted({row["batch"] for row in rows})
-    lines = ["| us of host time per batch | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
-    lines.append("|---" * (len(batches) + 1) + "|")
-    for sampling in dict.fromkeys(row["sampling"] for row in rows):
-        cells = " | ".join(f"{cell[sampling, batch]:.0f}" for batch in batches)
-        lines.append(f"| {SAMPLING_NAMES[sampling]} | {cells} |")
-    return "\n".join(lines)
-
-
-def screened_table(path: Path = RESULTS / "h200-screened.json") -> str:
-    """The screened path beside the fused one, GEMM and FlashInfer, and the floor."""
-    section = _section(path, "speed")
-    if section is None:
-        return NOT_MEASURED
-    cell = {(row["B"], row["path"], row["mode"]): row for row in section["rows"]}
-    rivals: dict[int, float] = {}  # the fastest of its forms
-    for row in section["rows"]:
-        if row["path"] == "flashinfer_gumbel":
-            rivals[row["B"]] = min(row["us"], rivals.get(row["B"], row["us"]))
-    limited = [mode for mode in dict.fromkeys(row["mode"] for row in section["rows"]) if ", k=" in mode]
-    lines = ["| B | fused | screened, temperature 1 | temperature 0.7 | greedy | " + " | ".join(limited) + " |"]
-    lines.append("|---" * (5 + len(limited)) + "|")
-    for batch in dict.fromkeys(row["B"] for row in section["rows"]):
-        cells = [f"{cell[batch, 'fused', 'T=1']['us']:.0f}"]
-        for mode in ("T=1", "T=0.7", "greedy"):
-            own, fused = cell[batch, "screened", mode], cell[batch, "fused", mode]
-            over = [f"{own['over_floor']:.3f} of the floor", f"{own['us'] / fused['us']:.3f} of fused"]
-            if mode == "T=1" and batch in rivals:
-                over.append(f"FlashInfer {rivals[batch] / own['us']:.2f}")
-            cells.append(f"{own['us']:.0f} ({'; '.join(over)}; {own['groups_read']} groups read)")
-        for mode in limited:
-            own, fused = cell[batch, "screened", mode], cell[batch, "fused", mode]
-            cells.append(f"{own['us']:.0f} ({own['us'] / fused['us']:.3f} of fused; {own['rows_left']} rows left)")
-        lines.append(f"| {batch} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def hot_bound_table(path: Path = RESULTS / "h200-hot-bound.json") -> str:
-    """What a screened step takes, without what a hot set could spare it, and what the sizing model makes of that."""
-    if not path.exists():
-        return NOT_MEASURED
-    lines = [
-        "| B, temperature | screened, us (groups) | told the leaders (groups) | first pass alone | best hot set |",
-        "|---|---|---|---|---|",
+    data = results.data("tuning")
+    if data is None:
+        return None
+    rows = [
+        [name, head.replace("x", " x "), measured["summary"]]
+        for section, name in TUNING.items()
+        for head, measured in data["sections"].get(section, {}).items()
     ]
-    for row in json.loads(path.read_text())["rows"]:
-        us, read, sized = row["us"], row["groups_read"], row["sized"]
-        cells = [f"{row['B']}, {row['temperature']:g}"]
-        cells += [f"{us[name]:.1f} ({read[name]:.0f})" for name in ("screened", "leader known")]
-        cells += [f"{us['first pass']:.1f}"]
-        cells += [f"{sized['hot_groups']} groups, {sized['hit']:.0%} of the tokens: {sized['saves_us']:.2f} us"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return Table(["", "head", "measured"], rows)
 
 
-def screened_serve_table(path: Path = RESULTS / "h200-serve-screen.json") -> str:
-    """Time per output token of our server with a screen, and over that without one."""
-    if not path.exists():
-        return NOT_MEASURED
-    rows = json.loads(path.read_text())["rows"]
-    cell = {(row["model"], row["sampling"], row["batch"], row["backend"]): row for row in rows}
-    batches = dict.fromkeys(row["batch"] for row in rows)
-    lines = ["| model, sampling | " + " | ".join(f"B={batch}" for batch in batches) + " |"]
-    lines.append("|---" * (len(batches) + 1) + "|")
-    for model, sampling in dict.fromkeys((row["model"], row["sampling"]) for row in rows):
-        cells = []
-        for batch in batches:
-            off, on = (cell.get((model, sampling, batch, f"screen {state}")) for state in ("off", "on"))
-            if off is None or on is None:
-                cells.append("")
-                continue
-            same = f"; {on['same_answers']} of {batch} answers the same" if "same_answers" in on else ""
-            cells.append(f"{on['tpot_us']:.0f} us ({on['tpot_us'] / off['tpot_us']:.3f}{same})")
-        lines.append(f"| {model}, {SAMPLING_NAMES[sampling]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def parity(results: Results) -> Table | None:
+    """Each feature, and each pair of them; a feature by itself on the diagonal."""
+    data = Results("", results.folder).data("parity")
+    if data is None:
+        return None
+    words = {tuple(row["features"]): row["result"] for row in data["rows"]}
+    names = [features[0] for features in words if len(features) == 1]
+    rows = []
+    for place, name in enumerate(names):
+        line = [words.get((other, name), "") for other in names[:place]] + [words[name,]]
+        rows.append([name, *line, *[""] * (len(names) - len(line))])
+    return Table(["", *names], rows)
 
 
-def screened_tokens_table(path: Path = RESULTS / "h200-screened.json") -> str:
-    """Tokens of the screened path that are not the fused one's, and groups that each row left to be decided."""
-    section = _section(path, "tokens")
-    if section is None:
-        return NOT_MEASURED
-    kinds = dict.fromkeys(row["kind"] for row in section["rows"])
-    columns = dict.fromkeys((row["temperature"], row["limited"]) for row in section["rows"])
-    cell = {(row["kind"], row["temperature"], row["limited"]): row for row in section["rows"]}
-    names = (f"T={value:g}" + (", top-k and top-p" if limited else "") for value, limited in columns)
-    lines = ["| rows; different; candidates per row | " + " | ".join(names) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
-    for kind in kinds:
-        cells = [cell[kind, *column] for column in columns]
-        left = [f"; {row['left']:.2%} left" if row["limited"] else "" for row in cells]
-        words = (
-            f"{row['rows']:,}; {row['different']}; {row['candidates_per_row']}{rest}"
-            for row, rest in zip(cells, left, strict=True)
-        )
-        lines.append(f"| {kind} | " + " | ".join(words) + " |")
-    return "\n".join(lines)
+def summary_kernels(results: Results) -> Table | None:
+    """Of the first head: a few batch sizes, ours beside the fastest way without us."""
+    head = ["us, LM head to token", *(MODES[mode] for mode in ("plain", "k50p90", "greedy")), "with a screen"]
+    rows = []
+    for cell in results.cells:
+        if (cell.hidden, cell.vocab) != (results.cells[0].hidden, results.cells[0].vocab):
+            continue
+        if cell.batch in SUMMARY_BATCHES:
+            line = [f"{GPUS.get(results.gpu, results.gpu)}, {cell.head}, B={cell.batch}"]
+            for mode in ("plain", "k50p90", "greedy"):
+                taken, other = cell.picked(mode), cell.fastest_baseline(mode)
+                us = [row["us"] for row in (other, taken) if row is not None]
+                line.append(f"{us[0]:.0f} → {us[1]:.0f} ({us[1] / us[0]:.2f})" if len(us) == 2 else "")
+            screened = cell.picked("plain", screen=True)
+            rows.append([*line, "" if screened is None else f"{screened['us']:.0f}"])
+    return Table(head, rows) if rows else None
 
 
-def _section(path: Path, name: str) -> dict | None:
-    return json.loads(path.read_text())["sections"].get(name) if path.exists() else None
+def summary_rows(results: Results) -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
+    """{(model, sampling): {batch size: microseconds per token, stock and ours}} of the usual samplings."""
+    times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for row in results.serve_rows("stock"):
+        if row["sampling"] in SUMMARY_SAMPLINGS:
+            by_batch = times.setdefault((row["model"], row["sampling"]), {})
+            by_batch.setdefault(row["batch"], {})[row["backend"]] = row["tpot_us"]
+    pairs = {
+        key: {batch: (us["stock"], us["flashsample"]) for batch, us in sorted(by_batch.items()) if len(us) == 2}
+        for key, by_batch in times.items()
+    }
+    return {key: by_batch for key, by_batch in pairs.items() if by_batch}
 
 
-TABLES = {
-    "serve": serve_table,
-    "kernel": kernel_table,
-    "truncation": truncation_table,
-    "edits": edits_table,
-    "searched": searched_table,
-    "profile": profile_table,
-    "tuning": tuning_table,
-    "host": host_table,
-    "screened": screened_table,
-    "screened-tokens": screened_tokens_table,
-    "screened-serve": screened_serve_table,
-    "hot-bound": hot_bound_table,
+def summary_serve(results: Results) -> Table | None:
+    """Time per output token of the smallest and the largest batch, and tokens per second of that, stock and ours."""
+    lines = []
+    for (model, sampling), by_batch in summary_rows(results).items():
+        line, batches = [f"{GPUS.get(results.gpu, results.gpu)}, {model}, {SAMPLINGS[sampling]}"], sorted(by_batch)
+        for batch in (batches[0], batches[-1]):
+            stock, ours = by_batch[batch]
+            line.append(f"B={batch}: {stock:.0f} → {ours:.0f} ({ours / stock:.3f})")
+        speeds = [f"{batches[-1] / us * 1e6:,.0f}" for us in by_batch[batches[-1]]]
+        lines.append([*line, " → ".join(speeds)])
+    head = ["us per token, stock → ours", "smallest batch", "largest batch", "tokens/s of the largest batch"]
+    return Table(head, lines) if lines else None
+
+
+def summary_features(results: Results) -> Table | None:
+    """A few features: ours without and with a screen, beside the fastest way without us."""
+    if (data := results.data("features")) is None:
+        return None
+    features = Features(data)
+
+    def words(mode: str, batch: int) -> str:
+        screened, over = features.us(batch, "picked with screen", mode), features.baseline_over(batch, mode)
+        us = features.us(batch, "picked", mode)
+        text = f"{us:.0f}" + (f", with a screen {screened:.0f}" if screened else "") if us else ""
+        return text + (f" (baseline {over:.2f} times as long)" if over else "")
+
+    rows = {
+        mode: f"{GPUS.get(results.gpu, results.gpu)}, {MODES[mode]}" for mode in SUMMARY_MODES if mode in features.modes
+    }
+    columns = {batch: name for batch, name in features.batches.items() if batch in SUMMARY_BATCHES}
+    return grid("us, LM head to token", rows, columns, words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One place on a page. benchmark, part: whose file, and which of its sections, the line above the table is about.
+    brief: without that line, all GPUs in one table."""
+
+    table: Callable[[Results], Table | None]
+    benchmark: str
+    part: str | None = None
+    brief: bool = False
+
+    def markdown(self, folder: Path = RESULTS) -> str:
+        names = [""] if self.benchmark == "parity" else gpus(folder)
+        tables = [(one, table) for one in (Results(name, folder) for name in names) if (table := self.table(one))]
+        if self.brief and tables:
+            longest = max((table for _, table in tables), key=lambda table: len(table.head))
+            rows = [row + [""] * (len(longest.head) - len(row)) for _, table in tables for row in table.rows]
+            return Table(longest.head, rows).markdown
+        blocks = [f"{results.about(self.benchmark, self.part)}\n\n{table.markdown}" for results, table in tables]
+        return "\n\n".join(blocks) or NOT_MEASURED
+
+
+SECTIONS = {
+    "serve": Section(serve, "serve", "stock"),
+    "serve-screen": Section(serve_screen, "serve", "screen"),
+    "serve-host": Section(serve_host, "serve", "host"),
+    "serve-profile": Section(serve_profile, "serve", "profile"),
+    "kernels": Section(kernels, "kernels"),
+    "kernels-faster": Section(kernels_faster, "kernels"),
+    "features-truncations": Section(lambda results: features_table(results, edited=False), "features"),
+    "features-edits": Section(lambda results: features_table(results, edited=True), "features"),
+    "features-searches": Section(searches, "features"),
+    "screened": Section(screened_speed, "screened", "speed"),
+    "screened-tokens": Section(screened_tokens, "screened", "tokens"),
+    "screened-distribution": Section(screened_distribution, "screened", "distribution"),
+    "hot": Section(hot, "screened", "hot"),
+    "tuning": Section(tuning, "tuning"),
+    "parity": Section(parity, "parity"),
+    "summary-kernels": Section(summary_kernels, "kernels", brief=True),
+    "summary-serve": Section(summary_serve, "serve", "stock", brief=True),
+    "summary-features": Section(summary_features, "features", brief=True),
 }
-
-
-def filled(readme: str) -> str:
-    """``readme`` with each table between its markers."""
-    for name, table in TABLES.items():
-        marked = f"<!-- {name}-table -->\n{table()}\n<!-- end -->"
-        readme, found = re.subn(rf"<!-- {name}-table -->.*?<!-- end -->", lambda _, m=marked: m, readme, flags=re.S)
-        if found != 1:
-            raise ValueError(f"README.md has {found} places for the {name} table; expected one")
-    return readme
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update README.md")
-    options = parser.parse_args()
-    readme = ROOT / "README.md"
-    if options.write:
-        readme.write_text(filled(readme.read_text()))
-    else:
-        print("\n\n".join(table() for table in TABLES.values()))
-
-
-if __name__ == "__main__":
-    main()

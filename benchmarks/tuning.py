@@ -6,13 +6,13 @@ runs       wall time of `tune run`, from empty caches; a second one does nothing
 resume     a run that is killed in the middle and started again: what is kept, what is done again
 agreement  two independent runs: where they differ, both choices race each other
 regret     a part of the space, swept, against what the search chooses in it
-sweep      batch sizes at and between the buckets: the tuned choice against the built-in default
+sweep      batch sizes at and between the measured ones: the tuned choice against the built-in one
 replay     `tune verify` in a fresh process
 
-``--only`` runs some of them and ``--keep`` leaves the others in the file as they are. What one section has tuned lies
-under --work and is used by the next; one that runs alone tunes for itself. A call ends within --limit seconds: a
-section that does not is not written, and goes on in the next call. ``--surface`` takes a recorded cost surface instead
-of a GPU: that tests the benchmark, and measures nothing.
+``--only`` runs some of them and ``--keep`` leaves the others in the file. What one section has tuned lies under --work
+and is used by the next; one that runs alone tunes for itself. A call ends within --limit seconds: a section that does
+not is not written, and goes on in the next call. ``--fast``: quick runs alone, of six sections those that race nothing
+for long (runs, resume, replay). ``--dry-run`` takes a simulated device: that tests the benchmark, and measures nothing.
 """
 
 from __future__ import annotations
@@ -20,33 +20,39 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
+import functools
 import hashlib
 import json
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_flashsample.autotune import measure
-from sgl_flashsample.autotune.names import key_of
-from sgl_flashsample.autotune.plan import BUCKETS, EFFORTS, LARGEST_SCREENED, Plan
-from sgl_flashsample.autotune.progress import Plain
-from sgl_flashsample.autotune.race import t_quantile
+import msgspec
+from common import DRY_RUN, Ratio, command_line, make_parser, new_env, read_result, reason_of, today, write_result
+
+from sgl_flashsample.autotune.cli import sizes_of
+from sgl_flashsample.autotune.labels import config_of, contender, kernel_kind, key_of
+from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, SIZES, Plan, StudyKey
+from sgl_flashsample.autotune.pool import PoolError, WorkerProcess, ask_once, visible_gpu
+from sgl_flashsample.autotune.progress import ConsoleProgress
+from sgl_flashsample.autotune.race import Policy, robust_mean, t_quantile
 from sgl_flashsample.autotune.run import Options
 from sgl_flashsample.autotune.run import run as tune
-from sgl_flashsample.autotune.search_commands import batches_of
-from sgl_flashsample.autotune.trials import config_of, read
-from tables import tuning_table
-from tuning_races import Bench, Deadline, PartPlan, RaceError, Ratio, best_by_half, compare, median, served, tie_band
-
-from sgl_flashsample.table import Bucket, HeadShape, Table
-from sgl_flashsample.work import Work
+from sgl_flashsample.autotune.space import FUSED, Space
+from sgl_flashsample.autotune.trials import read_events
+from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.dispatch import DispatchTable
+from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config, path_of
+from sgl_flashsample.tables.lookup import Found, Match, Target, dispatch_of
+from sgl_flashsample.tables.schema import ITEMSIZE, HeadShape, Table
 
 BETWEEN = (*range(1, 17), 20, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 129, 200, 256, 257, 384, 511, 512)
 AGREEMENT_ROUNDS, SWEEP_ROUNDS, REGRET_ROUNDS = 30, 25, 60
@@ -55,57 +61,113 @@ ALPHA = 0.05  # of everything that one section finds
 PART_SECONDS = 240.0  # of a run in a part of the space
 RESERVE = 20.0  # seconds of a call that stay for ending it
 POLL_SECONDS = 0.01
+SETUP_SECONDS, EACH_SECONDS, ROUNDS_SECONDS = 30.0, 8.0, 60.0
+POLICY = Policy()
+VERDICTS = ("inside", "open", "outside")
+TUNE = [sys.executable, "-m", "sgl_flashsample.cli", "tune"]
+# For a dry run: times of a model, noise and all.
+SIMULATED = {
+    "schema": "flashsample-simulated/1",
+    "device": {"name": "NVIDIA H200", "cc": "9.0", "sms": 132, "l2_mb": 50, "smem_optin": 232448},
+    "env": {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
+    "noise": 0.003,
+    "model": {"us": 300.0, "rugged": 0.2},
+    "costs": {"gemm": {"64": 320.0}},
+    "seconds_per_round": 0.002,
+}
 
 
 class SectionError(RuntimeError):
     """Why a section has no result; one line."""
 
 
+class RaceError(SectionError):
+    """The process that measures could not; one line."""
+
+
+class PartPlan(Plan):
+    """Of a plan, one study: a plain draw on the fused path of up to 16 rows, with one shape of its loops."""
+
+    STUDY = StudyKey(FUSED, PLAIN, 16)
+    FIXED = {"flatten": (True,)}  # noqa: RUF012
+    SIZES = (1, 8, 16)
+
+    @property
+    def kinds(self) -> tuple[BatchKind, ...]:
+        return (self.STUDY.kind,)
+
+    @functools.cached_property
+    def studies(self) -> list[StudyKey]:
+        return [self.STUDY]
+
+    def space(self, key: StudyKey) -> Space:
+        return Part(**{field.name: getattr(super(PartPlan, self).space(key), field.name) for field in FIELDS})
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(Space):
+    """A space cut to what can be swept."""
+
+    @functools.cached_property
+    def axes(self) -> dict[str, tuple[Any, ...]]:
+        return {**super().axes, **PartPlan.FIXED}
+
+
+FIELDS = dataclasses.fields(Space)
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One head of one call. folder: of this head, where tables and logs are kept between calls."""
+    """One head of one call. folder: of this head, where tables and logs are kept between calls. until: the end of the
+    call, by ``time.monotonic``."""
 
     head: HeadShape
     folder: Path
-    deadline: Deadline
-    surface: str | None = None
+    until: float
+    simulated: str | None = None
     efforts: tuple[str, ...] = ("quick", "full")
     effort: str = "full"
-    batch_sizes: tuple[int, ...] | None = None
-    kill_after: int = 20
+    sizes: tuple[int, ...] | None = None
+    kill_after: int = 2 * len(SIZES)
     between: tuple[int, ...] = BETWEEN
     table: Path | None = None
 
-    def cache(self, name: str) -> Path:
-        """Triton's, of the run in folder ``name``."""
-        return self.folder / name / "triton"
+    @property
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    def require_time(self) -> None:
+        """Raises SectionError where the call must end."""
+        if self.left <= RESERVE:
+            raise SectionError("out of time between two races; the next call begins the section again")
+
+    def environment(self, name: str) -> dict[str, str]:
+        """With Triton's cache of the run in folder ``name``."""
+        return {"TRITON_CACHE_DIR": str(self.folder / name / "triton")}
 
     def command(self, name: str, effort: str) -> list[str]:
         shape = ["--vocab", str(self.head.vocab), "--hidden", str(self.head.hidden), "--dtype", self.head.dtype]
-        found = [*TUNE, "run", *shape, "--effort", effort, "--out", str(self.folder / name), "--json"]
-        found += ["--batch-sizes", ",".join(map(str, self.batch_sizes))] if self.batch_sizes else []
-        return found + (["--surface", self.surface] if self.surface else [])
+        command = [*TUNE, "run", *shape, "--effort", effort, "--out", str(self.folder / name), "--json"]
+        command += ["--batch-sizes", ",".join(map(str, self.sizes))] if self.sizes else []
+        return command + (["--simulated", self.simulated] if self.simulated else [])
 
     def tune(self, name: str, effort: str) -> tuple[dict[str, Any], float]:
-        """What `tune run` says, and its seconds. A run that is killed by the deadline is resumed by the next call.
-        Raises SectionError."""
+        """What `tune run` says, and its seconds. A run that is killed by the limit is resumed by the next call. Raises
+        SectionError."""
         began = time.monotonic()
-        said = self.call(self.command(name, effort), self.cache(name), self.folder / f"{name}.log")
+        said = self.call(self.command(name, effort), name, self.folder / f"{name}.log")
         if not said.get("file"):
             raise SectionError(said.get("message") or f"no table; see {self.folder / name}.log")
         return said, time.monotonic() - began
 
-    def call(self, command: list[str], cache: Path, log: Path) -> dict[str, Any]:
+    def call(self, command: list[str], name: str, log: Path) -> dict[str, Any]:
         """The JSON that ``command`` prints. Raises SectionError."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        variables = {**os.environ, **self.environment(name)}
         with log.open("ab") as errors:
             try:
                 done = subprocess.run(
-                    command,
-                    env=environment(cache),
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    timeout=max(1.0, self.deadline.left),
+                    command, env=variables, stdout=subprocess.PIPE, stderr=errors, timeout=max(1.0, self.left)
                 )
             except subprocess.TimeoutExpired:
                 raise SectionError(f"out of time, as far as it came in {self.folder}; the next call goes on") from None
@@ -115,70 +177,150 @@ class Setting:
             raise SectionError(f"exit code {done.returncode}; see {log}") from None
 
     def table_at(self, name: str) -> Table:
-        (path,) = (self.folder / name).glob("fs1,*.json")
+        (path,) = (self.folder / name).glob("fs*.json")
         return Table.loads(path.read_text())
 
-    def wanted(self) -> tuple[Table, Path, Path]:
-        """The table that is put to the test, its file and the cache of its kernels: as given, or the first run's, which
-        is made if it is not there."""
+    def wanted(self) -> tuple[Table, Path, str]:
+        """The table that is put to the test, its file and the run whose kernels are compiled: as given, or the first
+        run's, which is made if it is not there."""
         if self.table is not None:
-            return Table.loads(self.table.read_text()), self.table, self.folder / "triton"
+            return Table.loads(self.table.read_text()), self.table, "given"
         said, _ = self.tune(self.effort, self.effort)
-        return self.table_at(self.effort), Path(said["file"]), self.cache(self.effort)
+        return self.table_at(self.effort), Path(said["file"]), self.effort
 
-    def bench(self, cache: Path) -> contextlib.AbstractContextManager[Bench]:
-        return Bench.of(self.head, self.surface, self.folder / "races.log", cache)
+    @contextlib.contextmanager
+    def racing(self, name: str) -> Iterator[Racer]:
+        """name: of the run whose kernels are compiled."""
+        spec = {"worker": "simulated", "file": self.simulated} if self.simulated else {"worker": "measuring"}
+        variables = {} if self.simulated else {"CUDA_VISIBLE_DEVICES": visible_gpu(0), **self.environment(name)}
+        process = WorkerProcess(spec, self.folder / "races.log", variables)
+        try:
+            yield Racer(self.head, process)
+        finally:
+            process.end()
 
-    def started_afresh(self, name: str) -> None:
+    def start_afresh(self, name: str) -> None:
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def plan(self, table: Table) -> Plan:
-        return Plan(table.device, table.head, EFFORTS["full"])
+    def events(self, name: str, event: str) -> list[dict[str, Any]]:
+        """Of the log of the run in folder ``name``; none where it does not exist yet."""
+        logs = (self.folder / name).glob("*.trials.jsonl")
+        return [line for log in logs for line in read_events(log) if line.get("event") == event]
 
 
-TUNE = [sys.executable, "-m", "sgl_flashsample.cli", "tune"]
+@dataclasses.dataclass(frozen=True)
+class Racer:
+    """Asks one process that measures, as the autotuner's, and waits."""
+
+    head: HeadShape
+    process: WorkerProcess
+
+    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        try:
+            answer = ask_once(self.process, request, seconds)
+        except PoolError as error:
+            raise RaceError(str(error)) from None
+        if "error" in answer:
+            raise RaceError(f"{request['op']}: {answer['error']['detail']}")
+        return answer
+
+    def race(
+        self, kind: BatchKind, rows: int, configs: Sequence[Config], rounds: int
+    ) -> tuple[dict[str, list[float]], list[float]]:
+        """Microseconds of each by its key, and the clock, round by round. Raises RaceError where one cannot run."""
+        raced = [
+            {"name": key_of(config), **contender(config, kernel_kind(kind, path_of(config)))}
+            for config in dict.fromkeys(configs)
+        ]
+        request = {"op": "setup", "head": msgspec.to_builtins(self.head), "kind": str(kind), "rows": rows}
+        failed = self._ask(request | {"contenders": raced}, SETUP_SECONDS + EACH_SECONDS * len(raced))["failed"]
+        if failed:
+            name, error = next(iter(failed.items()))
+            raise RaceError(f"{kind} {rows}: {name}: {error['detail']}")
+        names = [one["name"] for one in raced]
+        answer = self._ask({"op": "rounds", "names": names, "rounds": rounds, "first": 0}, ROUNDS_SECONDS)
+        return answer["samples"], answer["clocks"]
 
 
-def environment(cache: Path) -> dict[str, str]:
-    return {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+def dispatch_for(table: Table) -> DispatchTable:
+    """What a server with ``table`` launches."""
+    device, head = table.device, table.head
+    assert device is not None and head is not None
+    found = Found(table, "", "", Match.EXACT)
+    plan = Plan(device, head, EFFORTS["full"])
+    facts = HeadFacts(plan.family, ITEMSIZE[head.dtype], head.vocab, head.hidden)
+    return dispatch_of(found, Target(device, head, {}), facts)[0]
+
+
+def places(table: Table) -> set[tuple[BatchKind, int]]:
+    """Kind and size of each decision."""
+    return {(KIND_NAMES[kind], rows) for kind in table.kinds for rows in table.sizes(kind)}
+
+
+def tie_band(us: float) -> float:
+    """What the tuner takes as equal, relative."""
+    return max(POLICY.tie, POLICY.tie_us / us)
+
+
+def best_by_half(samples: Mapping[str, Sequence[float]], clocks: Sequence[float], choice: str) -> tuple[str, Ratio]:
+    """The fastest by the even rounds, and ``choice`` over it by the odd ones: the luck that makes one of many look best
+    does not count for it."""
+    mean = {name: robust_mean([math.log(us) for us in values[::2]])[0] for name, values in samples.items()}
+    best = min(mean, key=lambda name: (mean[name], name))
+    if best == choice:
+        return best, Ratio(0.0, 0.0, 0.0, 0.0)
+    return best, Ratio.of(samples[choice][1::2], samples[best][1::2], clocks[1::2])
+
+
+def compared(
+    kind: BatchKind, rows: int, name: str, other: str, samples: Mapping[str, Sequence[float]], ratio: Ratio
+) -> dict[str, Any]:
+    """A row of a result: two configurations in one race. ratio: of the first to the other."""
+    us, other_us = (round(statistics.median(samples[key]), 3) for key in (name, other))
+    names = {"config": name, "us": us, "other": other, "other_us": other_us}
+    return {"kind": str(kind), "batch": rows, **names, **ratio.rounded}
 
 
 def runs(setting: Setting) -> dict[str, Any]:
-    found = {}
+    by_effort = {}
     for effort in setting.efforts:
-        setting.started_afresh(effort)
+        setting.start_afresh(effort)
         said, seconds = setting.tune(effort, effort)
         path = Path(said["file"])
-        before = digest(path), path.stat().st_mtime_ns
+        before = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns
         again, again_seconds = setting.tune(effort, effort)
         table = setting.table_at(effort)
-        found[effort] = {
+        by_effort[effort] = {
             "seconds": round(seconds, 1),
             "status": said["status"],
             "budget": EFFORTS[effort].budget,
             "trials": table.provenance.get("trials"),
-            "buckets": count_of(table),
-            "rejected": len(table.rejected),
+            "sizes": len(places(table)),
+            "rejected": sum(table.rejected.values()),
             "again_seconds": round(again_seconds, 1),
             "again_status": again["status"],
-            "untouched": before == (digest(path), path.stat().st_mtime_ns),
+            "untouched": before == (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns),
         }
-    return found
+    summary = (
+        f"{effort} {run['seconds']:.0f} s ({run['trials']} configurations, {run['sizes']} batch sizes), again "
+        f"{run['again_seconds']:.0f} s, file {'untouched' if run['untouched'] else 'CHANGED'}"
+        for effort, run in by_effort.items()
+    )
+    return {"summary": "; ".join(summary), **by_effort}
 
 
 def resume(setting: Setting) -> dict[str, Any]:
-    """Killed once so many buckets are in the log, whatever it was doing then."""
+    """Killed once so many sizes are in the log, whatever it was doing then."""
     name, effort = "resume", setting.efforts[0]
-    setting.started_afresh(name)
+    setting.start_afresh(name)
     setting.folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with (setting.folder / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen(
-            setting.command(name, effort), env=environment(setting.cache(name)), stdout=subprocess.DEVNULL, stderr=log
-        )
+        variables = {**os.environ, **setting.environment(name)}
+        process = subprocess.Popen(setting.command(name, effort), env=variables, stdout=subprocess.DEVNULL, stderr=log)
         try:
-            while process.poll() is None and len(of_kind(setting.folder / name, "bucket")) < setting.kill_after:
-                if setting.deadline.left <= 0:
+            while process.poll() is None and len(setting.events(name, "decided")) < setting.kill_after:
+                if setting.left <= 0:
                     raise SectionError("out of time before the run was killed")
                 time.sleep(POLL_SECONDS)
             killed = process.poll() is None
@@ -187,111 +329,115 @@ def resume(setting: Setting) -> dict[str, Any]:
             process.wait()
     killed_seconds = time.monotonic() - began
     if not killed:
-        raise SectionError(f"the run was over before {setting.kill_after} buckets were finished; lower --kill-after")
-    before = {kind: of_kind(setting.folder / name, kind) for kind in ("bucket", "trial", "gtest")}
+        raise SectionError(f"the run was over before {setting.kill_after} sizes were decided; lower --kill-after")
+    kinds = ("decided", "trial", "gtest")
+    before = {kind: setting.events(name, kind) for kind in kinds}
     left_behind = setting.table_at(name)  # raises for a file that is no whole table
     said, seconds = setting.tune(name, effort)
-    after = {kind: of_kind(setting.folder / name, kind) for kind in before}
-    table = setting.table_at(name)
+    table, after = setting.table_at(name), {kind: setting.events(name, kind) for kind in kinds}
+    dispatch = dispatch_for(table)
+
+    def is_kept(entry: dict[str, Any]) -> bool:
+        config = config_of(entry["path"], entry["config"])
+        return dispatch.lookup(entry["rows"], KIND_NAMES[entry["kind"]]) == config
+
+    decided = before["decided"]
+    kept = sum(is_kept(event["entry"]) for event in decided)
+    again = {f"{kind}_done_again": done_again(after[kind]) for kind in kinds}
+    sizes = len(places(table))
     return {
+        "summary": f"killed after {killed_seconds:.0f} s and {len(decided)} of {sizes} batch sizes: {kept} kept as "
+        f"they were, {sum(again.values())} finished things done again; {seconds:.0f} s more",
         "effort": effort,
         "killed_after_seconds": round(killed_seconds, 1),
         "resumed_seconds": round(seconds, 1),
         "status": said["status"],
-        "finished_when_killed": len(before["bucket"]),
-        "in_the_table_when_killed": count_of(left_behind),
-        "kept": sum(
-            table.classes.get(event["work"], {}).get(event["batch"]) == Bucket(**event["bucket"])
-            for event in before["bucket"]
-        ),
-        "buckets": count_of(table),
-        **{f"{kind}s_done_again": done_again(after[kind]) for kind in before},
+        "finished_when_killed": len(decided),
+        "in_the_table_when_killed": len(places(left_behind)),
+        "kept": kept,
+        "sizes": sizes,
+        **again,
     }
+
+
+def done_again(events: Sequence[dict[str, Any]]) -> int:
+    """How many events are about what an earlier one was about."""
+
+    def about(event: dict[str, Any]) -> str:
+        entry = event.get("entry", {})
+        named = (event.get("study"), event.get("config"), event.get("label"), entry.get("kind"), entry.get("rows"))
+        return json.dumps(named)
+
+    return len(events) - len(set(map(about, events)))
 
 
 def agreement(setting: Setting) -> dict[str, Any]:
-    first, _, cache = setting.wanted()
+    first, _, compiled = setting.wanted()
     _, seconds = setting.tune("again", setting.effort)
-    second, plan = setting.table_at("again"), setting.plan(first)
-    places = {(work, rows) for table in (first, second) for work, buckets in table.classes.items() for rows in buckets}
+    second = setting.table_at("again")
+    one, other = dispatch_for(first), dispatch_for(second)
+    decided = sorted(places(first) | places(second), key=lambda place: (str(place[0]), place[1]))
     same, differing = 0, []
-    with setting.bench(cache) as bench:
-        for work, rows in sorted(places):
-            one, other = (served(table, plan, rows, Work(work)) for table in (first, second))
-            if one == other:
+    with setting.racing(compiled) as racer:
+        for kind, rows in decided:
+            pair = [one.lookup(rows, kind), other.lookup(rows, kind)]
+            if pair[0] == pair[1]:
                 same += 1
                 continue
-            in_time(setting)
-            samples, clocks = bench.race(Work(work), rows, [one, other], AGREEMENT_ROUNDS)
-            ours, theirs = samples[key_of(one)], samples[key_of(other)]
-            ratio, band = compare(ours, theirs, clocks), tie_band(min(median(ours), median(theirs)))
-            differing.append(
-                {
-                    "work": work,
-                    "batch": rows,
-                    "first": key_of(one),
-                    "second": key_of(other),
-                    "first_us": median(ours),
-                    "second_us": median(theirs),
-                    "band": round(band, 5),
-                    "verdict": ratio.against(band),
-                    **rounded(ratio),
-                }
-            )
+            setting.require_time()
+            samples, clocks = racer.race(kind, rows, pair, AGREEMENT_ROUNDS)
+            names = [key_of(config) for config in pair]
+            ratio = Ratio.of(samples[names[0]], samples[names[1]], clocks)
+            row = compared(kind, rows, names[0], names[1], samples, ratio)
+            band = tie_band(min(row["us"], row["other_us"]))
+            differing.append(row | {"band": round(band, 5), "verdict": ratio.against(band)})
     verdicts = {verdict: sum(one["verdict"] == verdict for one in differing) for verdict in VERDICTS}
-    return {
-        "second_seconds": round(seconds, 1),
-        "places": len(places),
-        "same": same,
-        **verdicts,
-        "differing": differing,
-    }
-
-
-VERDICTS = ("inside", "open", "outside")
+    worst = max((abs(one["off"]) for one in differing), default=0.0)
+    summary = (
+        f"{same} of {len(decided)} the same; of the others {verdicts['inside']} within the tie band for certain, "
+        f"{verdicts['open']} undecided, {verdicts['outside']} outside (largest difference {worst:.1%})"
+    )
+    about = {"second_seconds": round(seconds, 1), "places": len(decided), "same": same}
+    return {"summary": summary, **about, **verdicts, "differing": differing}
 
 
 def regret(setting: Setting) -> dict[str, Any]:
     """The sweep ranks all of the part by its screening; the fastest of them and the search's choice then race."""
     chosen = _tune_part(setting, "part-search", "full")
     _tune_part(setting, "part-sweep", "exhaustive")
-    space = PartPlan(chosen.device, chosen.head, EFFORTS["full"]).space(PartPlan.STUDY)
-    trials = of_kind(setting.folder / "part-sweep", "trial")
+    device, head, kind = chosen.device, chosen.head, PartPlan.STUDY.kind
+    assert device is not None and head is not None
+    space = PartPlan(device, head, EFFORTS["full"]).space(PartPlan.STUDY)
+    trials = setting.events("part-sweep", "trial")
     timed = [trial for trial in trials if trial["us"]]
-    tried = len(of_kind(setting.folder / "part-search", "trial"))
-    found = []
-    with setting.bench(setting.cache("part")) as bench:
-        for rows, bucket in chosen.classes[PartPlan.STUDY.work].items():
-            if rows not in PartPlan.BUCKETS:
-                continue
-            in_time(setting)
-            probe = str(min(map(int, timed[0]["us"]), key=lambda size, rows=rows: abs(size - rows)))
-            ranked = sorted(timed, key=lambda trial, probe=probe: trial["us"][probe])[:RACED]
-            choice = chosen.configs[bucket.use].launch
-            assert choice is not None
-            raced = [choice, *(config_of(trial["path"], trial["config"]) for trial in ranked)]
-            samples, clocks = bench.race(PartPlan.STUDY.work, rows, raced, REGRET_ROUNDS)
+    dispatch, sizes = dispatch_for(chosen), []
+    with setting.racing("part-sweep") as racer:
+        for rows in (rows for rows in chosen.sizes(str(kind)) if rows in PartPlan.SIZES):
+            setting.require_time()
+            choice = dispatch.lookup(rows, kind)
+            raced = [choice, *(config_of(PartPlan.STUDY.path, trial["config"]) for trial in _fastest(timed, rows))]
+            samples, clocks = racer.race(kind, rows, raced, REGRET_ROUNDS)
             best, ratio = best_by_half(samples, clocks, key_of(choice))
-            found.append(
-                {
-                    "batch": rows,
-                    "choice": key_of(choice),
-                    "choice_us": median(samples[key_of(choice)]),
-                    "best": best,
-                    "best_us": median(samples[best]),
-                    "raced": len(samples),
-                    **rounded(ratio),
-                }
-            )
+            row = compared(kind, rows, key_of(choice), best, samples, ratio)
+            sizes.append(row | {"raced": len(samples)})
+    tried = len(setting.events("part-search", "trial"))
+    cells = (f"{100 * one['off']:.2f} ± {100 * one['se']:.2f} % at {one['batch']}" for one in sizes)
     return {
+        "summary": f"{', '.join(cells)} ({tried} of {len(space.points)} configurations tried)",
         "study": str(PartPlan.STUDY),
         "fixed": {name: list(values) for name, values in PartPlan.FIXED.items()},
         "space": len(space.points),
         "swept": len(trials),
         "timed": len(timed),
         "tried_by_the_search": tried,
-        "buckets": found,
+        "sizes": sizes,
     }
+
+
+def _fastest(trials: list[dict[str, Any]], rows: int) -> list[dict[str, Any]]:
+    """By their screening at the size nearest to ``rows``."""
+    nearest = str(min(map(int, trials[0]["us"]), key=lambda size: abs(size - rows)))
+    return sorted(trials, key=lambda trial: trial["us"][nearest])[:RACED]
 
 
 def _tune_part(setting: Setting, name: str, effort: str) -> Table:
@@ -300,69 +446,58 @@ def _tune_part(setting: Setting, name: str, effort: str) -> Table:
         setting.head,
         setting.folder / name,
         effort=effort,
-        budget=max(1.0, min(PART_SECONDS, setting.deadline.left - 60.0)),
-        surface=setting.surface,
-        rivals=False,
-        buckets=PartPlan.BUCKETS,
+        budget=max(1.0, min(PART_SECONDS, setting.left - 60.0)),
+        simulated=setting.simulated,
+        baselines="off",
+        sizes=PartPlan.SIZES,
         plan=PartPlan,
     )
-    with (setting.folder / f"{name}.log").open("a") as log, _environ(environment(setting.cache("part"))):
-        result = tune(options, Plain(log))
+    before = dict(os.environ)
+    os.environ.update(setting.environment("part-sweep"))
+    try:
+        with ConsoleProgress(quiet=True) as progress:
+            result = tune(options, progress)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     if result.status not in ("done", "up to date"):
         raise SectionError(f"{name}: {result.message}")
     return setting.table_at(name)
 
 
-@contextlib.contextmanager
-def _environ(values: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def sweep(setting: Setting) -> dict[str, Any]:
-    table, path, cache = setting.wanted()
-    plan = setting.plan(table)
-    sizes = [(work, rows) for work in plan.works for rows in setting.between]
-    places = [
-        (work, rows, served(table, plan, rows, work))
-        for work, rows in sizes
-        if not work.screened or rows <= LARGEST_SCREENED
+    table, path, compiled = setting.wanted()
+    dispatch = dispatch_for(table)
+    kinds = [KIND_NAMES[kind] for kind in table.kinds]
+    tried = [(kind, rows) for kind in kinds for rows in setting.between if not kind.screen or rows <= MAX_SCREENED_ROWS]
+    differing = [
+        place for place in tried if dispatch.lookup(place[1], place[0]) != dispatch.default(place[1], place[0])
     ]
-    differing = [place for place in places if place[2] != plan.default(place[1], place[0])]
-    found, failed = [], []
-    with setting.bench(cache) as bench:
-        for work, rows, tuned in differing:
-            in_time(setting)
-            default = plan.default(rows, work)
+    raced, failed = [], []
+    with setting.racing(compiled) as racer:
+        for kind, rows in differing:
+            setting.require_time()
+            tuned, default = dispatch.lookup(rows, kind), dispatch.default(rows, kind)
             try:
-                samples, clocks = bench.race(work, rows, [tuned, default], SWEEP_ROUNDS)
+                samples, clocks = racer.race(kind, rows, [tuned, default], SWEEP_ROUNDS)
             except RaceError as error:
                 failed.append(str(error))
                 continue
-            ratio = compare(samples[key_of(tuned)], samples[key_of(default)], clocks)
-            found.append(
-                {
-                    "work": work.value,
-                    "batch": rows,
-                    "tuned": key_of(tuned),
-                    "tuned_us": median(samples[key_of(tuned)]),
-                    "default_us": median(samples[key_of(default)]),
-                    "slower": slower(ratio, len(clocks), len(differing)),
-                    **rounded(ratio),
-                }
-            )
+            ratio = Ratio.of(samples[key_of(tuned)], samples[key_of(default)], clocks)
+            row = compared(kind, rows, key_of(tuned), key_of(default), samples, ratio)
+            raced.append(row | {"slower": slower(ratio, len(clocks), len(differing))})
+    slow = ", ".join(f"{one['kind']} {one['batch']} by {one['off']:.1%}" for one in raced if one["slower"]) or "none"
+    ratios = [1 + one["off"] for one in raced]
+    times = f" and take {min(ratios):.3f} to {max(ratios):.3f} of its time" if ratios else ""
+    summary = f"{len(raced)} of {len(tried)} places differ from the default{times}; slower beyond noise: {slow}"
     return {
+        "summary": summary + (f"; {len(failed)} could not be raced" if failed else ""),
         "table": path.name,
-        "places": len(places),
-        "as_the_default": len(places) - len(differing),
-        "slower": sum(one["slower"] for one in found),
+        "places": len(tried),
+        "as_the_default": len(tried) - len(differing),
+        "slower": sum(one["slower"] for one in raced),
         "failed": failed,
-        "raced": found,
+        "raced": raced,
     }
 
 
@@ -372,21 +507,16 @@ def slower(ratio: Ratio, rounds: int, races: int) -> bool:
 
 
 def replay(setting: Setting) -> dict[str, Any]:
-    _, path, cache = setting.wanted()
-    command = [*TUNE, "verify", str(path), "--json", *(["--surface", setting.surface] if setting.surface else [])]
+    _, path, compiled = setting.wanted()
+    command = [*TUNE, "verify", str(path), "--json"]
+    command += ["--simulated", setting.simulated] if setting.simulated else []
     began = time.monotonic()
-    said = setting.call(command, cache, setting.folder / "verify.log")
-    rows = said["buckets"]
-    return {
-        "seconds": round(time.monotonic() - began, 1),
-        "table": path.name,
-        "code": said["code"],
-        "message": said["message"],
-        "worst_off": max((abs(row["off"]) for row in rows), default=None),
-        "worst_off_beside_gemm": max((abs(row["off_gemm"]) for row in rows), default=None),
-        "problems": sum(bool(row["problem"]) for row in rows),
-        "buckets": rows,
+    said = setting.call(command, compiled, setting.folder / "verify.log")
+    worst = {
+        f"worst_{name}": max((abs(row[name]) for row in said["sizes"]), default=None) for name in ("off", "off_gemm")
     }
+    seconds = round(time.monotonic() - began, 1)
+    return {"summary": f"{said['message']}; {seconds:.0f} s", "seconds": seconds, "table": path.name, **worst, **said}
 
 
 SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
@@ -397,66 +527,7 @@ SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "sweep": sweep,
     "replay": replay,
 }
-
-
-def in_time(setting: Setting) -> None:
-    """Raises SectionError where the call must end."""
-    if setting.deadline.left <= RESERVE:
-        raise SectionError("out of time between two races; the next call begins the section again")
-
-
-def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Events of the one log in ``folder``; none where it does not exist yet."""
-    return [event for log in folder.glob("*.trials.jsonl") for event in read(log) if event.get("kind") == kind]
-
-
-def done_again(events: Sequence[dict[str, Any]]) -> int:
-    """How many events are about what an earlier one was about."""
-    about = [json.dumps([event.get(name) for name in ("work", "batch", "config", "label")]) for event in events]
-    return len(about) - len(set(about))
-
-
-def count_of(table: Table) -> int:
-    return sum(map(len, table.classes.values()))
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def rounded(ratio: Ratio) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in dataclasses.asdict(ratio).items()}
-
-
-def kept(out: Path, device: str | None) -> dict[str, Any]:
-    """The results in ``out`` so far. Raises ValueError where they cannot be added to."""
-    try:
-        result = json.loads(out.read_text())
-        known = result["env"].get("device")
-        assert isinstance(result["sections"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
-        raise ValueError(f"{out} is no result of benchmarks/tuning.py to keep") from None
-    if known != device:
-        raise ValueError(f"{out} is of {known}; expected {device}")
-    return result
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write, after every section")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
-    parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not measured now")
-    parser.add_argument("--heads", nargs="+", type=head_of, default=[HeadShape(151936, 4096, "bf16")], metavar="VxD")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-tuning")
-    parser.add_argument("--limit", type=float, default=570.0, help="seconds of this call (default: 570)")
-    parser.add_argument("--table", type=Path, help="of sweep and replay, instead of the one that is tuned here")
-    parser.add_argument("--efforts", nargs="+", choices=EFFORTS, default=["quick", "full"], help="of runs and resume")
-    parser.add_argument("--effort", choices=EFFORTS, default="full", help="of the others (default: full)")
-    parser.add_argument("--batch-sizes", type=batches_of, help="buckets to tune, instead of the tuner's ten")
-    parser.add_argument("--between", type=batches_of, default=BETWEEN, help="batch sizes of sweep")
-    parser.add_argument("--kill-after", type=int, default=2 * len(BUCKETS), help="finished buckets (default: 20)")
-    parser.add_argument("--surface", help="a recorded cost surface instead of a GPU")
-    return parser.parse_args()
+FAST = ("runs", "resume", "replay")
 
 
 def head_of(text: str) -> HeadShape:
@@ -464,55 +535,68 @@ def head_of(text: str) -> HeadShape:
     vocab, _, hidden = text.partition("x")
     if not (vocab.isdigit() and hidden.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is no head; expected such as 151936x4096")
-    return HeadShape(int(vocab), int(hidden), "bf16")
+    return HeadShape(vocab=int(vocab), hidden=int(hidden), dtype="bf16")
+
+
+def parse() -> Any:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION")
+    parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not measured now")
+    parser.add_argument("--heads", nargs="+", type=head_of, default=[head_of("151936x4096")], metavar="VxD")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-tuning")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds of this call (default: 570)")
+    parser.add_argument("--table", type=Path, help="of sweep and replay, instead of the one that is tuned here")
+    parser.add_argument("--efforts", nargs="+", choices=EFFORTS, help="of runs and resume (default: quick full)")
+    parser.add_argument("--effort", choices=EFFORTS, help="of the others (default: full)")
+    parser.add_argument("--batch-sizes", dest="sizes", type=sizes_of, help="sizes to tune, instead of the tuner's ten")
+    parser.add_argument("--between", type=sizes_of, default=BETWEEN, help="batch sizes of sweep")
+    parser.add_argument("--kill-after", type=int, default=2 * len(SIZES), help="decided sizes (default: 20)")
+    options = parser.parse_args()
+    quick = options.fast or DRY_RUN
+    options.only = options.only or list(FAST if options.fast else SECTIONS)
+    options.efforts = tuple(options.efforts or (("quick",) if quick else ("quick", "full")))
+    options.effort = options.effort or ("quick" if quick else "full")
+    return options
 
 
 def main() -> None:
-    options, deadline = parse(), time.monotonic()
-    deadline = Deadline(deadline + options.limit)
-    env: dict[str, Any] = {"surface": Path(options.surface).name} if options.surface else measure.environment()
-    result: dict[str, Any] = {"sections": {}}
-    try:
-        if options.keep and options.out.exists():
-            result = kept(options.out, env.get("device"))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
-    about = {"date": datetime.date.today().isoformat(), "command": " ".join(["python", *words])}
-    result["env"] = env | about
+    options, started = parse(), time.monotonic()
+    env, simulated = new_env(), None
+    if DRY_RUN:
+        options.work = Path(tempfile.mkdtemp(prefix="flashsample-tuning-"))
+        simulated, env["device"] = str(options.work / "device.json"), "simulated"
+        Path(simulated).write_text(json.dumps(SIMULATED))
+    result: dict[str, Any] = {"env": env, "sections": {}}
+    if options.keep and options.out.exists():
+        try:
+            kept = read_result(options.out, "tuning.py")
+            if kept["env"].get("device") != env["device"]:
+                raise ValueError(f"{options.out} is of {kept['env'].get('device')}; expected {env['device']}")
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        result["sections"] = kept["sections"]
     failed = []
     for head in options.heads:
         name = f"{head.vocab}x{head.hidden}"
-        fields = ("surface", "effort", "batch_sizes", "kill_after", "between", "table")
-        setting = Setting(
-            head,
-            options.work / name,
-            deadline,
-            efforts=tuple(options.efforts),
-            **{field: getattr(options, field) for field in fields},
-        )
+        fields = ("efforts", "effort", "sizes", "kill_after", "between", "table")
+        given = {field: getattr(options, field) for field in fields}
+        setting = Setting(head, options.work / name, started + options.limit, simulated, **given)
         for section in options.only:
             began = time.monotonic()
             try:
-                found = SECTIONS[section](setting)
-            except RuntimeError as error:
-                failed.append(f"{section} {name}: {error}")
+                measured = SECTIONS[section](setting)
+            except Exception as error:  # the next section may do
+                words = str(error) if isinstance(error, SectionError) else reason_of(error)
+                failed.append(f"{section} {name}: {words}")
                 print(failed[-1], flush=True)
                 continue
+            about = {"date": today(), "command": command_line()}
             took = {"section_seconds": round(time.monotonic() - began, 1)}
-            result["sections"].setdefault(section, {})[name] = found | took | about
-            save(result, options.out)
-            print(f"{section} {name}: {took['section_seconds']} s", flush=True)
-    if options.out.exists():
-        print(tuning_table(options.out))
+            result["sections"].setdefault(section, {})[name] = measured | took | about
+            result["sections"] = {part: result["sections"][part] for part in SECTIONS if part in result["sections"]}
+            write_result(options.out, result)
+            print(f"{section} {name}: {measured['summary']} ({took['section_seconds']} s)", flush=True)
     sys.exit(f"error: {len(failed)} sections have no result: {'; '.join(failed)}" if failed else 0)
-
-
-def save(result: dict[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(out)
 
 
 if __name__ == "__main__":
