@@ -42,34 +42,33 @@ if INTERPRETED:
     interpreter.patch()
 
 
-# Files whose tests share what takes long to make: one worker of pytest-xdist runs such a file. Longest first.
-TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_package.py", "test_warmup.py"]
+# Files whose tests share what takes long to make: each runs on one worker of pytest-xdist. Longest first.
+TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_package.py"]
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            name = nodeid.partition("::")[0].rpartition("/")[2]
-            return name if name in TOGETHER else nodeid
-
-    return Scheduling(config, log)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also the tests marked `full`")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: exhaustive (all combinations, releases, targets); runs only with --full")
+    config.addinivalue_line("markers", "slow: takes seconds; `make test-fast` leaves it out")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(TOGETHER)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    if torch.cuda.is_available():
-        for item in items:  # `pytest -m gpu` runs every test that uses the device, where the device is a GPU
-            if "device" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.gpu)
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    place = {name: number for number, name in enumerate(TOGETHER)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    on_gpu = torch.cuda.is_available()
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        if item.path.name in place:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        if on_gpu and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)  # `pytest -m gpu` runs every test that uses the device
+        if not on_gpu and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "full" in item.keywords and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="exhaustive: runs with --full"))
 
 
 @pytest.fixture(autouse=True)

@@ -16,16 +16,16 @@ from sgl_flashsample.demo import cpu_platform, markov
 from sgl_flashsample.demo.server import SGLANG_LAUNCH_SERVER, Server
 
 CUDA = torch.cuda.is_available()
-VERSIONS_FOLDER = Path(sys.prefix) / "sglang-versions"  # other releases, unpacked by `make test`
+VERSIONS_FOLDER = Path(sys.prefix) / "sglang-versions"  # other releases, from `make test-full`
 
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
 
 
 def version_path(version: str) -> Path:
-    """The folder of another SGLang release; skips the test where `make test` has not unpacked it."""
+    """The folder of another SGLang release; skips the test where `make test-full` has not fetched it."""
     folder = VERSIONS_FOLDER / version
     if not folder.is_dir():
-        pytest.skip(f"SGLang {version} is not unpacked in {VERSIONS_FOLDER}")
+        pytest.skip(f"SGLang {version} is not in {VERSIONS_FOLDER}")
     return folder
 
 

@@ -1,0 +1,226 @@
+"""Races, G-tests and what of them goes into a table: the second half of a run, on a device simulated here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+from tune_examples import (
+    DEFAULT,
+    ENV,
+    FULL,
+    GREEDY,
+    H200,
+    HEAD,
+    OTHER,
+    PLAIN,
+    QUICK,
+    SCREENED,
+    TRUNCATE,
+    context_of,
+    finish,
+    simulated_device,
+)
+
+from sgl_flashsample.autotune.decide import FLASHINFER_LABEL, MAX_TRIES, Decider
+from sgl_flashsample.autotune.labels import key_of, label_of
+from sgl_flashsample.autotune.plan import EFFORTS, Plan
+from sgl_flashsample.autotune.race import GAIN_TOLERANCE, RECORDED_ROUNDS, gains_apart
+from sgl_flashsample.autotune.simulated import SimulatedWorker
+from sgl_flashsample.autotune.tables import check
+from sgl_flashsample.autotune.writer import TableWriter
+from sgl_flashsample.tables.lookup import load_table
+from sgl_flashsample.tables.schema import Table
+
+
+class Decided:
+    """The races of ``kinds``, over. asked: every request. table: as it was written."""
+
+    def __init__(self, folder, kinds, finalists=(), *, plan=QUICK, sizes=(1,), log=(), alter=None, left=None, **device):
+        class Part(Plan):
+            pass
+
+        Part.kinds = tuple(kinds)
+        plan = Part(H200, HEAD, plan.effort, sizes)
+        self.asked, self.notes = [], []
+        self.writer = TableWriter(folder, plan, ENV, flashinfer=bool(device.pop("flashinfer", False)))
+        self.context = context_of(plan, note=self.notes.append, rejected=self.writer.rejected)
+        self.context.log.events += log
+        if left is not None:
+            self.context.left = left
+        worker = SimulatedWorker(simulated_device(**device))
+        worker.note = lambda text: None
+        decider = Decider(self.context, self.writer, lambda rows, kind: list(finalists), lambda: True)
+
+        def answer(request, answer):
+            self.asked.append(request)
+            return alter(request, answer) if alter else answer
+
+        for job in decider.jobs():
+            finish(job, worker, answer)
+        self.done, self.path = decider.done, self.writer.path
+
+    @property
+    def table(self) -> Table:
+        table, reason = load_table(self.path)
+        assert table is not None, reason
+        return table
+
+
+def test_the_fastest_is_stored_with_its_evidence_and_a_size_that_keeps_the_default_with_its_times(tmp_path):
+    costs = {label_of(OTHER, PLAIN): {"1": 250.0}, label_of(QUICK.default(64, PLAIN), PLAIN): {"64": 200.0}}
+    costs |= {"gemm": {"64": 320.0}, label_of(DEFAULT, PLAIN): {"1": 300.0}}
+    decided = Decided(tmp_path, [PLAIN], [OTHER], sizes=(1, 64), costs=costs)
+    (entry,), kept = decided.table.entries, decided.table.kept["plain"]
+    assert entry.launch == OTHER and (entry.kind, entry.rows, entry.default) == ("plain", 1, key_of(DEFAULT))
+    assert entry.us == pytest.approx(250.0, rel=0.01) and entry.gain == pytest.approx(1 / 6, abs=0.02)
+    assert entry.n == RECORDED_ROUNDS and 0 < entry.se < 2.5 and entry.clock_mhz == 1980.0
+    assert entry.checked == "tokens, g-test" and set(entry.others) == {"gemm", "gemm+flashinfer"}
+    assert kept.rows == [64] and kept.us == pytest.approx([200.0], rel=0.01)
+    assert kept.gemm_us == pytest.approx([320.0], rel=0.01)
+    assert decided.table.defaults == QUICK.defaults_digest
+    assert check(str(decided.path))[0] == []
+
+
+def test_what_loses_its_g_test_is_refused_and_the_next_best_takes_its_place(tmp_path):
+    third = next(c for c in QUICK.space(QUICK.studies[0]).first() if c not in (OTHER, DEFAULT))
+    costs = {label_of(OTHER, PLAIN): {"1": 200.0}, label_of(third, PLAIN): {"1": 250.0}}
+    decided = Decided(tmp_path, [PLAIN, GREEDY], [OTHER, third], costs=costs, faults={label_of(OTHER, PLAIN): "biased"})
+    assert [entry.launch for entry in decided.table.entries] == [third, third]
+    assert decided.table.rejected == {"incorrect": 1}
+    tested = [request["label"] for request in decided.asked if request["op"] == "gtest"]
+    assert tested == [label_of(OTHER, PLAIN), label_of(third, PLAIN)], "greedy batches have the kernels of plain ones"
+
+
+def test_what_fails_in_a_race_is_left_out_and_a_default_that_does_is_a_failure(tmp_path):
+    def fail(request, answer):
+        names = [one["name"] for one in request.get("contenders", ())]
+        error = {"reason": "runtime", "detail": "the process ended", "fatal": True}
+        return {**answer, "failed": {key_of(DEFAULT): error}} if key_of(DEFAULT) in names else answer
+
+    decided = Decided(tmp_path, [PLAIN], [OTHER], alter=fail)
+    (entry,) = decided.table.entries
+    assert entry.launch == OTHER and entry.default == "" and entry.gain == 0.0
+    assert decided.context.failed_defaults == [f"{label_of(DEFAULT, PLAIN)}: runtime: the process ended"]
+    again = Decided(tmp_path, [GREEDY], [OTHER], log=decided.context.log.events)
+    assert again.context.failed_defaults == decided.context.failed_defaults, "a later run knows"
+
+
+@pytest.mark.parametrize("contradicting", [1, MAX_TRIES], ids=["once", "always"])
+def test_a_race_whose_times_contradict_its_rounds_is_run_again(tmp_path, contradicting):
+    """As where a GPU is slower in the race than when the times are taken that are recorded."""
+    races = []
+
+    def alter(request, answer):
+        if request["op"] == "rounds" and request["rounds"] == RECORDED_ROUNDS and request["first"] == 0:
+            races.append(request)
+            if len(races) <= contradicting:
+                answer["samples"][key_of(DEFAULT)] = [260.0] * RECORDED_ROUNDS
+        return answer
+
+    costs = {label_of(OTHER, PLAIN): {"1": 250.0}, label_of(DEFAULT, PLAIN): {"1": 300.0}}
+    decided = Decided(tmp_path, [PLAIN], [OTHER], alter=alter, costs=costs)
+    (entry,) = decided.table.entries
+    repeats = [line for line in decided.notes if "its times contradict its rounds; again" in line]
+    assert entry.launch == OTHER and len(repeats) == len(races) - 1 == min(contradicting, MAX_TRIES - 1)
+    assert (gains_apart(entry.gain, entry.us, entry.default_us) <= GAIN_TOLERANCE) == (contradicting == 1)
+    errors, _ = check(str(decided.path))
+    assert any("its times give" in error for error in errors) == (contradicting > 1), "it is not published unseen"
+
+
+def test_recorded_times_are_of_the_rounds_and_the_company_in_which_they_are_measured_again(tmp_path):
+    decided = Decided(tmp_path, [PLAIN], [OTHER], costs={label_of(OTHER, PLAIN): {"1": 250.0}})
+    *_, last = [request for request in decided.asked if request["op"] == "rounds"]
+    assert (last["first"], last["rounds"]) == (0, RECORDED_ROUNDS)
+    assert last["names"] == [key_of(OTHER), key_of(DEFAULT), "gemm", "gemm+flashinfer"]
+
+
+def test_with_a_screen_what_is_fastest_without_one_races_too(tmp_path):
+    screened = QUICK.default(1, SCREENED)
+    costs = {label_of(OTHER, PLAIN): {"1": 250.0}, label_of(screened, SCREENED): {"1": 160.0}}
+    table = Decided(tmp_path, [PLAIN, SCREENED], [OTHER], costs=costs).table
+    assert table.kept["plain+screen"].us == pytest.approx([160.0], rel=0.01)
+    costs[label_of(screened, SCREENED)] = {"1": 400.0}
+    decided = Decided(tmp_path, [PLAIN, SCREENED], [], costs=costs | {label_of(DEFAULT, PLAIN): {"1": 250.0}})
+    entry = decided.table.entry("plain+screen", 1)
+    assert entry.launch == DEFAULT and entry.others["screened"] == pytest.approx(400.0, rel=0.02)
+    assert decided.table.measure["screen"] == Plan(H200, HEAD, QUICK.effort, (1,)).screen
+
+
+@pytest.mark.parametrize("us, taken", [(150.0, True), (299.0, False)])
+@pytest.mark.parametrize("fault", [None, "biased"])
+def test_flashinfer_is_chosen_only_where_it_was_allowed_is_certainly_faster_and_draws_right(tmp_path, us, taken, fault):
+    device = {"costs": {"flashinfer": {"1": us}}, "faults": {FLASHINFER_LABEL: fault} if fault else {}}
+    device["model"] = {"us": 300.0, "rugged": 0.0}
+    decided = Decided(tmp_path, [TRUNCATE, PLAIN], flashinfer=True, **device)
+    table = decided.table
+    chosen = [entry for entry in table.entries if entry.flashinfer]
+    assert [(entry.kind, entry.launch) for entry in chosen] == (
+        [("truncate", QUICK.default(1, TRUNCATE))] if taken and not fault else []
+    )
+    assert table.measure["allowed"] == "flashinfer"
+    if fault and taken:
+        assert any("FlashInfer is not chosen: its G-test gives p = 1.0e-12" in line for line in decided.notes)
+    refused = Decided(tmp_path, [TRUNCATE], **device)
+    assert not any(entry.flashinfer for entry in refused.table.entries) and "allowed" not in refused.table.measure
+
+
+def test_what_lies_between_two_sizes_gets_one_of_its_own_where_it_matters(tmp_path):
+    """At 160 rows what 256 rows use would be far slower than the default."""
+    default = FULL.default(160, PLAIN)
+    fast_at_256 = next(c for c in FULL.space(FULL.studies[3]).first() if c != default)
+    costs = {label_of(default, PLAIN): {"160": 200.0, "256": 400.0}}
+    costs[label_of(fast_at_256, PLAIN)] = {"64": 300.0, "256": 300.0}
+    device = {"costs": costs, "model": {"us": 500.0, "rugged": 0.05}}
+    decided = Decided(tmp_path, [PLAIN], [fast_at_256], plan=FULL, sizes=(64, 256), **device)
+    assert decided.table.sizes("plain") == [64, 160, 256] and 160 in decided.table.kept["plain"].rows
+    (event,) = decided.context.log.of("transfer")
+    assert event["inserted"] and event["regret"] == pytest.approx(0.5, abs=0.02)
+    again = Decided(tmp_path, [PLAIN], plan=FULL, sizes=(64, 256), log=decided.context.log.events, **device)
+    assert again.asked == [] and again.done == 2, "what a log says is not raced again"
+
+
+def test_a_decision_of_another_effort_or_without_flashinfer_is_not_recalled(tmp_path):
+    events = Decided(tmp_path, [PLAIN], [OTHER]).context.log.events
+    assert Decided(tmp_path, [PLAIN], [OTHER], log=events).done == 1
+    assert not Decided(tmp_path, [PLAIN], log=events, left=lambda: 0.0, plan=FULL).done
+    assert not Decided(tmp_path, [PLAIN], log=events, left=lambda: 0.0, flashinfer=True).done
+    broken = [{**event, "entry": {"kind": "plain"}} for event in events if event["event"] == "decided"]
+    assert not Decided(tmp_path, [PLAIN], log=broken, left=lambda: 0.0).done
+
+
+def test_sizes_that_were_there_stay_until_they_are_decided_anew_and_only_while_nothing_else_has_changed(tmp_path):
+    first = Decided(tmp_path, [PLAIN], [OTHER], sizes=(1, 64), costs={label_of(OTHER, PLAIN): {"1": 250.0}}).table
+    second = Decided(tmp_path, [PLAIN], sizes=(1, 2)).table
+    assert second.sizes("plain") == [1, 2, 64] and second.entry("plain", 1) is None, "1 is decided anew"
+    assert second.entry("plain", 64) == first.entry("plain", 64)
+    for change in ({"defaults": "sha256:0"}, {"env": {**ENV, "triton": "3.7.0"}}, {"kernels": {"fused": {"src": "x"}}}):
+        path = tmp_path / first.file_name
+        path.write_text(msgspec.structs.replace(first, **change).dumps())
+        assert Decided(tmp_path, [PLAIN], sizes=(2,)).table.sizes("plain") == [2]
+
+
+def test_a_table_is_up_to_date_at_its_effort_and_below_for_the_sizes_that_it_has(tmp_path):
+    decided = Decided(tmp_path, [PLAIN], sizes=(1, 64))
+    decided.writer.provenance = {"complete": True}
+    decided.writer.write()
+
+    def up_to_date(effort="quick", sizes=(1,), kinds=(PLAIN,), **changes):
+        class Part(Plan):
+            pass
+
+        Part.kinds = kinds
+        return TableWriter(tmp_path, Part(H200, HEAD, EFFORTS[effort], sizes), **{"env": ENV} | changes).up_to_date()
+
+    assert up_to_date() and up_to_date(sizes=(1, 64))
+    assert not up_to_date(effort="full") and not up_to_date(sizes=(1, 2)) and not up_to_date(kinds=(PLAIN, SCREENED))
+    assert not up_to_date(flashinfer=True) and not up_to_date(env={**ENV, "torch": "2.12.0"})
+    decided.writer.provenance = {"complete": False}
+    decided.writer.write()
+    assert not up_to_date()
+
+
+def test_a_policy_is_tighter_the_more_looks_it_takes():
+    assert EFFORTS["quick"].policy.looks < EFFORTS["full"].policy.looks
+    assert dataclasses.replace(EFFORTS["full"].policy, most=60).looks > EFFORTS["full"].policy.looks

@@ -1,0 +1,286 @@
+"""Whole runs over a simulated device, with processes that crash, hang and are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+from tune_examples import (
+    DEFAULT,
+    ENV,
+    HEAD,
+    OTHER,
+    PLAIN,
+    QUICK,
+    SIZES,
+    TRUNCATE,
+    Notes,
+    events_of,
+    simulated_device,
+    tune,
+)
+from tuned_tables import make_entry
+
+from sgl_flashsample.autotune import pool, search
+from sgl_flashsample.autotune.labels import config_of, label_of
+from sgl_flashsample.autotune.plan import Plan
+from sgl_flashsample.autotune.pool import Pool, WorkerProcess, work_until
+from sgl_flashsample.autotune.run import TuneError
+from sgl_flashsample.autotune.tables import decisions
+from sgl_flashsample.autotune.trials import log_of, read_events
+from sgl_flashsample.autotune.verify import verify
+from sgl_flashsample.kinds import KIND_NAMES
+from sgl_flashsample.tables.lookup import load_table
+from sgl_flashsample.tables.schema import config_fields
+
+pytestmark = pytest.mark.slow
+
+PLANNED = {(str(kind), rows) for kind in QUICK.kinds for rows in QUICK.sizes_of(kind) if rows in SIZES}
+
+
+def sizes_in(table) -> set[tuple[str, int]]:
+    return {(str(one.kind), one.rows) for one in decisions(table)}
+
+
+def test_a_run_finds_the_fastest_and_a_second_one_does_nothing(tmp_path, simulated):
+    device = simulated(costs={label_of(OTHER, PLAIN): {"1": 250.0, "16": 250.0}})
+    result = tune(tmp_path, device)
+    assert (result.code, result.status) == (0, "done")
+    assert result.path.name == "fs2,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=bf16.json"
+    table, _ = load_table(result.path)
+    assert table == result.table and not table.notes and sizes_in(table) == PLANNED
+    assert table.entry("plain", 1).launch == table.entry("greedy", 1).launch == OTHER
+    assert table.provenance["complete"] is True and table.effort == "quick"
+    assert f"{len(table.entries)} of {len(PLANNED)} improved, by up to" in result.message
+    before = result.path.stat().st_mtime_ns
+    again = tune(tmp_path, device)
+    assert (again.code, again.status) == (0, "up to date") and result.path.stat().st_mtime_ns == before
+    assert tune(tmp_path, device, force=True, sizes=(1,)).status == "done"
+
+
+def test_the_built_in_choice_stays_where_nothing_is_faster_and_that_is_a_result(tmp_path, simulated):
+    sizes = [(kind, rows) for kind in QUICK.kinds for rows in QUICK.sizes_of(kind) if rows in SIZES]
+    costs = {label_of(QUICK.default(rows, kind), kind): {str(rows): 200.0} for kind, rows in sizes}
+    result = tune(tmp_path, simulated(costs=costs))
+    assert result.code == 0 and "the built-in choice won everywhere" in result.message
+    assert result.table.entries == [] and sizes_in(result.table) == PLANNED
+
+
+FAULTS = {
+    "shared_memory": "shared_memory",
+    "registers": "registers",
+    "compile": "compile",
+    "wrong": "incorrect",
+    "illegal": "runtime",
+    "crash": "runtime",
+    "biased": "incorrect",
+    "crash in race": "runtime",
+    "hang": "timeout",
+}
+
+
+def test_configurations_that_fail_are_rejected_with_their_reasons_and_the_run_goes_on(tmp_path, simulated, monkeypatch):
+    monkeypatch.setattr(search, "TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr(pool, "START_SECONDS", 3.0)
+    studies = [key for key in QUICK.studies if key.path == "fused" and key.block_b == 16]
+    places = [(key, place) for place in (1, 2, 3) for key in studies]
+    faults = {
+        label_of(QUICK.seeds(key)[place], key.kind): fault for fault, (key, place) in zip(FAULTS, places, strict=False)
+    }
+    # Without their faults they would win.
+    result = tune(tmp_path, simulated(faults=faults, costs={label: {"1": 100.0} for label in faults}), sizes=(1,))
+    assert (result.code, result.status) == (0, "done")
+    rejected = {}
+    for event in (*events_of(result, "trial"), *events_of(result, "refused")):
+        if event["reason"]:
+            label = label_of(config_of(event["path"], event["config"]), KIND_NAMES[event["kind"]])
+            rejected[label] = event["reason"]
+            assert event["detail"]
+    assert rejected == {label: FAULTS[fault] for label, fault in faults.items()}
+    assert sum(result.table.rejected.values()) == len(FAULTS)
+    assert all(one.us > 150.0 for one in decisions(result.table))
+
+
+def test_a_default_that_draws_wrong_tokens_makes_the_run_fail(tmp_path, simulated):
+    result = tune(tmp_path, simulated(faults={label_of(DEFAULT, PLAIN): "wrong"}), sizes=(1,))
+    assert result.code == 1 and "a built-in configuration failed" in result.message
+    assert result.table.entry("plain", 1).default == ""
+
+
+@pytest.mark.full
+def test_a_full_run_agrees_with_an_exhaustive_one_within_a_percent_and_with_another_full_one(tmp_path, simulated):
+    class Part(Plan):
+        kinds = (PLAIN, TRUNCATE)  # thousands of configurations less
+
+    device = simulated(model={"us": 300.0, "rugged": 0.2}, noise=0.002)
+    options = {"sizes": (64,), "baselines": "off", "plan": Part}
+    oracle, first, second = (
+        {one.kind: one for one in decisions(tune(tmp_path / name, device, effort=effort, **options).table)}
+        for name, effort in (("a", "exhaustive"), ("b", "full"), ("c", "full"))
+    )
+    for kind in Part.kinds:
+        best, one, other = oracle[kind], first[kind], second[kind]
+        assert max(one.us, other.us) <= best.us * 1.01, kind
+        # Either may have chosen a configuration that ties with its best one.
+        assert one.takes == other.takes or abs(one.us / other.us - 1) < 0.015, kind
+
+
+def test_a_device_that_cannot_be_used_is_one_line(tmp_path, simulated):
+    with pytest.raises(TuneError, match=r"does not answer: .* no simulated device in "):
+        tune(tmp_path, str(tmp_path / "missing.json"))
+    with pytest.raises(TuneError, match="noisy GPU: others use 90 %"):
+        tune(tmp_path, simulated(busy=90))
+    with pytest.raises(TuneError, match=r"has compute capability 7\.5; expected 8\.0 or newer"):
+        tune(tmp_path, simulated(device={**simulated_device()["device"], "cc": "7.5"}))
+    assert tune(tmp_path, simulated(busy=90), allow_busy=True, sizes=(1,)).status == "done"
+
+
+def test_times_that_scatter_too_much_are_a_table_and_an_exit_code(tmp_path, simulated):
+    result = tune(tmp_path, simulated(noise=0.2), sizes=(1,))
+    assert (result.code, result.status) == (2, "noisy GPU") and result.path.exists()
+
+
+def test_ctrl_c_keeps_what_is_finished_and_the_next_run_does_the_rest(tmp_path, simulated):
+    result = tune(tmp_path, simulated(), Notes(interrupt="greedy"))
+    assert (result.code, result.status) == (0, "interrupted") and result.table.provenance["complete"] is False
+    done = sizes_in(result.table)
+    assert done and done < PLANNED
+    again = tune(tmp_path, simulated())
+    decided = [(event["entry"]["kind"], event["entry"]["rows"]) for event in events_of(again, "decided")]
+    assert again.status == "done" and len(decided) == len(set(decided)) == len(PLANNED), "nothing is decided twice"
+    kept = {(one.kind, one.rows): one for one in decisions(again.table)}
+    assert all(kept[one.kind, one.rows] == one for one in decisions(result.table))
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    shape = ["--vocab", "151936", "--hidden", "4096", "--effort", "quick"]
+    command = [sys.executable, "-c", "import sys; from sgl_flashsample.autotune.cli import main; sys.exit(main())"]
+    return subprocess.Popen([*command, "run", *shape, *arguments], stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_run_loses_at_most_the_race_in_flight_and_its_workers_end_with_it(tmp_path, simulated):
+    sizes = ",".join(map(str, SIZES))
+    arguments = ["--batch-sizes", sizes, "--simulated", simulated(seconds_per_round=0.01)]
+    process = start(*arguments, "--out", str(tmp_path / "out"))
+    for line in process.stderr:
+        if "truncate" in line:
+            break
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    workers = [f"/proc/{pid}" for pid in children.stdout.split()]
+    until = time.monotonic() + 5
+    while any(map(os.path.exists, workers)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert workers and not any(map(os.path.exists, workers))
+    (log,) = (tmp_path / "out").glob("*.trials.jsonl")
+    with log.open("a") as file:
+        file.write('{"event": "decided", "en')  # the line that it was writing
+    assert sum(event.get("event") == "decided" for event in read_events(log)) >= 6
+    result = tune(tmp_path, simulated())
+    assert result.status == "done" and len(events_of(result, "decided")) == len(PLANNED)
+    trials = [json.dumps([event["kind"], event["path"], event["config"]]) for event in events_of(result, "trial")]
+    assert len(trials) == len(set(trials)), "nothing is measured twice"
+
+
+def test_the_time_is_kept_and_what_is_done_by_then_is_a_table(tmp_path, simulated):
+    began = time.monotonic()
+    result = tune(tmp_path, simulated(seconds_per_round=0.05), budget=2.0)
+    assert time.monotonic() - began < 6
+    assert result.code == 0 and result.status in ("done", "out of time")
+
+
+def test_several_gpus_share_the_work_and_find_the_same(tmp_path, simulated):
+    device = simulated(costs={label_of(OTHER, PLAIN): {"1": 250.0}})
+    result = tune(tmp_path, device, gpus=3, sizes=(1, 64))
+    assert result.status == "done" and result.table.provenance["gpus"] == 3
+    assert result.table.entry("plain", 1).launch == OTHER
+    assert len(list((tmp_path / "out" / "logs").glob("worker-*.log"))) == 3
+
+
+def test_a_log_of_other_versions_is_set_aside(tmp_path, simulated):
+    tune(tmp_path, simulated(), sizes=(1,))
+    notes = Notes()
+    result = tune(tmp_path, simulated(env=ENV | {"triton": "3.7.0"}), notes, sizes=(1,))
+    assert result.status == "done" and any("is kept as" in line for line in notes.lines)
+
+
+def test_whatever_lies_in_the_folder_a_run_goes_on(tmp_path, simulated):
+    """Tables of other devices are where a search begins; what is none is not read, and nothing waits for it."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    own = folder / "fs2,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=bf16.json"
+    minimal = {"schema": "flashsample-tune/2", "device": simulated_device()["device"]}
+    minimal["head"] = {"vocab": HEAD.vocab, "hidden": HEAD.hidden, "dtype": "bf16", "tp": 1, "softcap": False}
+    minimal["entries"] = [{"kind": "plain", "rows": 1, "path": "fused", "config": config_fields(OTHER)}]
+    own.write_text(json.dumps(minimal))
+    other = folder / "fs2,device=NVIDIA_H100,V=1,D=16,tp=1,w=bf16.json"
+    other.write_text(json.dumps(minimal))
+    os.mkfifo(folder / "fs2,device=pipe,V=1,D=16,tp=1,w=bf16.json")
+    (folder / "fs2,device=folder.json").mkdir()
+    (folder / "fs2,device=deep.json").write_text("[" * 10_000)
+    os.mkfifo(log_of(own))
+    result = tune(tmp_path, simulated(), sizes=(1,))
+    assert result.status == "done" and sizes_in(result.table) >= {("plain", 1)}
+
+
+def test_a_process_that_cannot_start_is_named_and_one_that_ends_too_often_is_given_up(tmp_path, monkeypatch):
+    process = WorkerProcess({"worker": "simulated", "file": "/nonexistent"}, tmp_path / "log")
+    answers = []
+
+    def job():
+        answers.append((yield {"op": "hello"}, 5.0))
+
+    workers = Pool([process])
+    workers.add(job())
+    work_until([workers], lambda: bool(answers))
+    workers.end()
+    assert "no simulated device in /nonexistent" in answers[0]["error"]["detail"]
+    monkeypatch.setattr(pool, "MAX_STARTS", 1)
+    with pytest.raises(pool.PoolError, match="the simulated process ended 1 times; its output is in "):
+        process.start()
+
+
+# --- verify
+
+
+def test_verify_passes_what_is_as_recorded_and_names_what_is_not(tmp_path, simulated):
+    recorded = {"noise": 0.002, "costs": {"gemm": {"64": 320.0}, label_of(OTHER, PLAIN): {"1": 250.0}}}
+    result = tune(tmp_path, simulated(**recorded), sizes=(1, 64))
+    table = result.table
+    code, line, replayed = verify(table, simulated(**recorded), Notes())
+    assert (code, len(replayed)) == (0, len(sizes_in(table))) and "none slower than the default" in line
+    assert {(one.kind, one.rows) for one in replayed} == sizes_in(table), "entries and kept sizes"
+    slower = recorded | {"model": {"us": 330.0, "rugged": 0.08}}
+    code, line, replayed = verify(table, simulated(**slower), Notes())
+    assert code == 1 and "from the recorded time" in line
+    kept = next(one for one in replayed if one.kind in table.kept and one.rows in table.kept[one.kind].rows)
+    assert kept.off == pytest.approx(0.1, abs=0.02) and kept.reason
+    slow = {**recorded, "costs": recorded["costs"] | {label_of(DEFAULT, PLAIN): {"1": 200.0}}}
+    code, line, _ = verify(table, simulated(**slow), Notes())
+    assert code == 1 and "slower than the default" in line
+    code, line, _ = verify(table, simulated(device=simulated_device()["device"] | {"name": "NVIDIA H100"}), Notes())
+    assert code == 2 and "the table is for NVIDIA H200, this is NVIDIA H100" in line
+
+
+def test_verify_passes_a_device_that_is_slower_as_a_whole(tmp_path, simulated):
+    """Power and heat move a large batch and the GEMM beside it alike."""
+    result = tune(tmp_path, simulated(noise=0.002), sizes=(64,))
+    code, _, replayed = verify(result.table, simulated(noise=0.002, model={"us": 330.0, "rugged": 0.08}), Notes())
+    assert code == 0 and all(one.off > 0.05 and abs(one.off_gemm) < 0.03 for one in replayed)
+
+
+def test_verify_names_what_fails_and_what_has_no_time(tmp_path, simulated):
+    result = tune(tmp_path, simulated(costs={label_of(OTHER, PLAIN): {"1": 250.0}}), sizes=(1,))
+    device = simulated(costs={label_of(OTHER, PLAIN): {"1": 250.0}}, faults={label_of(OTHER, PLAIN): "crash in race"})
+    _, _, replayed = verify(result.table, device, Notes())
+    assert next(one.reason for one in replayed if one.kind == "plain") == "runtime: the process ended: exit code 139"
+    untimed = msgspec.structs.replace(result.table, entries=[make_entry("plain", 1, OTHER)], kept={})
+    _, line, _ = verify(untimed, simulated(), Notes())
+    assert "the table has no time of it" in line

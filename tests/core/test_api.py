@@ -1,0 +1,230 @@
+"""The public functions: every path draws the reference's tokens, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from core_examples import ROWS, UNSCREENED, VOCAB, assert_reference, example
+from kernel_cases import expected, make_case, reference, take
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sgl_flashsample
+from sgl_flashsample import LMHead, SamplingPath, Screen, Workspace, argmax, sample, sample_from_logits
+from sgl_flashsample.dispatch import default_table, make_workspace
+from sgl_flashsample.kernels.params import Edit
+from sgl_flashsample.kinds import CONFIGS, KIND_NAMES
+
+ALL, GREEDY = KIND_NAMES["edit+truncate"], KIND_NAMES["greedy"]
+
+
+@pytest.mark.parametrize("options", [{"padding": 7}, {"softcap": 4.0, "logit_scale": 0.5}], ids=["padded", "softcap"])
+@pytest.mark.parametrize("kind", UNSCREENED, ids=str)
+@pytest.mark.parametrize("path", [*map(str, CONFIGS), "from logits"])
+def test_every_path_draws_the_references_tokens(device, path, kind, options):
+    case = example(device, kind, **options)
+    head, want = case.head, expected(case)
+    if path == "from logits":
+        transforms = {"vocab_size": VOCAB, "softcap": head.softcap, "logit_scale": head.logit_scale}
+        before = case.raw.clone()
+        output = sample_from_logits(case.raw, case.params, return_logprob=True, **transforms)
+        assert torch.equal(case.raw, before)
+    elif path == "screened":
+        output = sample(case.hidden, head, case.params, path=path, screen=Screen(head, ROWS))
+    else:
+        output = sample(case.hidden, head, case.params, path=path, return_logprob=True)
+    assert_reference(output.token_ids, case)
+    assert (output.token_ids.dtype, output.scores.dtype) == (torch.int64, torch.float32)
+    assert (output.logprobs is None) == (path == "screened")
+    if output.logprobs is not None:
+        certain = ~want.near_tie
+        torch.testing.assert_close(output.logprobs.double()[certain], want.logprob_low[certain], rtol=0, atol=1e-4)
+
+
+def test_a_path_is_named_by_its_word_and_another_word_is_refused_with_the_list(device):
+    case = example(device)
+    drawn = [sample(case.hidden, case.head, case.params, path=path) for path in ("logits", SamplingPath.LOGITS)]
+    assert torch.equal(drawn[0].token_ids, drawn[1].token_ids)
+    with pytest.raises(ValueError, match=r"'gemm'.*fused.*logits.*screened.*flashinfer"):
+        sample(case.hidden, case.head, case.params, path="gemm")
+
+
+@pytest.mark.parametrize(
+    "path, options, reason",
+    [
+        ("logits", {"logits_dtype": torch.float32}, "its GEMM gives torch.bfloat16, the head's logits are"),
+        ("flashinfer", {"logits_dtype": torch.float32}, "its GEMM gives torch.bfloat16, the head's logits are"),
+        ("screened", {"logit_scale": -1.0}, r"its logit_scale is -1\.0, the bound needs a positive one"),
+    ],
+)
+def test_a_path_that_cannot_serve_a_head_says_why_and_the_head_is_served_all_the_same(device, path, options, reason):
+    case = make_case(ROWS, VOCAB, device, dtype=torch.bfloat16, **options)
+    with pytest.raises(ValueError, match=f"path is '{path}', which cannot serve this head: {reason}"):
+        sample(case.hidden, case.head, case.params, path=path)
+    assert_reference(sample(case.hidden, case.head, case.params).token_ids, case)
+
+
+def test_arguments_that_do_not_fit_are_named(device):
+    case = example(device, ALL)
+    states, head, params = case.hidden, case.head, case.params
+    limits, edits = params.truncation, params.edits
+    other = default_table(LMHead(head.weight[:32]))
+    for hidden, changes, options, message in [
+        (states[:, :16], {}, {}, r"hidden is \(9, 16\).*expected \[B, 32\]"),
+        (states[:, :16], {}, {"path": "logits"}, r"hidden is \(9, 16\).*expected \[B, 32\]"),
+        (states.half(), {}, {}, r"hidden is .*float16.*expected \[B, 32\] torch.float32"),
+        (states.T.contiguous().T, {}, {}, "hidden is on .* with strides"),
+        (states, {"seed": params.seed.float()}, {}, "seed is"),
+        (states, {"temperature": params.temperature[:2]}, {}, r"temperature is \(2,\)"),
+        (states, {"truncation": dataclasses.replace(limits, top_k=limits.top_k.long())}, {}, "top_k is .*int64"),
+        (states, {"edits": dataclasses.replace(edits, bias=edits.bias[:, 1:])}, {}, r"bias is \(9, 599\)"),
+        (states, {}, {"table": other}, r"table is for HeadFacts\(.*vocab_size=32.*expected one for the head's Head"),
+        (states, {}, {"workspace": Workspace(1, device)}, "workspace has 1 slots"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            sample(hidden, head, dataclasses.replace(params, **changes), **options)
+    with pytest.raises(ValueError, match=r"logits is \(9, 600\).*expected \[B, 601 or more\]"):
+        sample_from_logits(torch.zeros(9, 600, device=device), params, vocab_size=601)
+    with pytest.raises(ValueError, match="hidden is"):
+        argmax(states[:, 1:], head)
+    with pytest.raises(ValueError, match="table is for"):
+        argmax(states, head, table=other)
+
+
+def test_logits_may_be_of_any_dtype_at_any_place_and_of_a_shard(device):
+    params = example(device).params
+    logits = torch.randn(ROWS, 1000, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)[:, 3:703]
+    want = reference(logits.double(), params)
+    whole = sample_from_logits(logits, params, workspace=Workspace(512 * ROWS, device))
+    assert torch.equal(whole.token_ids[~want.near_tie], want.token[~want.near_tie])
+    low, high = (sample_from_logits(logits[:, a:b], params, vocab_start=a) for a, b in ((0, 304), (304, 700)))
+    assert torch.equal(torch.where(high.scores > low.scores, high.token_ids, low.token_ids), whole.token_ids)
+
+
+class Allocations(TorchDispatchMode):
+    """bytes: of the memory of each new tensor; of views and of tensors without elements none."""
+
+    MAKERS = ("empty", "new_", "zeros", "ones", "full", "arange", "clone", "_to_copy", "rand", "mm.default")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+        made = operator(*arguments, **(keywords or {}))
+        if str(operator).removeprefix("aten.").startswith(self.MAKERS) and made.untyped_storage().nbytes():
+            self.bytes.append(made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("kind", ["plain", "edit+truncate"])
+@pytest.mark.parametrize("path", CONFIGS)
+def test_with_a_workspace_nothing_is_allocated_but_what_is_returned(device, path, kind):
+    case = example(device, KIND_NAMES[kind])
+    options = {"workspace": make_workspace(case.head, ROWS), "screen": Screen(case.head, ROWS), "path": path}
+    first, few = sample(case.hidden, case.head, case.params, **options), take(case.params, torch.arange(3))
+    with Allocations() as allocated:
+        again = sample(case.hidden[:3], case.head, few, **options)
+    assert sorted(allocated.bytes) == [4 * 3, 8 * 3]
+    assert torch.equal(again.token_ids, first.token_ids[:3])
+
+
+def test_a_table_keeps_no_head_in_memory(device):
+    case = example(device)
+    weight, table = case.head.weight, default_table(case.head)
+    head = LMHead(weight)
+    sample(case.hidden, head, case.params, table=table)
+    gone = weakref.ref(head)
+    del head
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("rows, vocab, hidden", [(1, 17, 32), (3, 601, 40), (17, 515, 33)])
+def test_argmax_is_the_first_maximum_with_and_without_a_screen(device, rows, vocab, hidden):
+    case = make_case(rows, vocab, device, "greedy", torch.float32, hidden=hidden)
+    weight, half = case.head.weight, vocab // 2
+    weight[half : 2 * half] = weight[:half].clone()  # every logit is there twice
+    wanted = torch.argmax(case.edited, -1).tolist()
+    assert expected(case).token.tolist() == wanted
+    workspace = make_workspace(case.head, rows)
+    for screen in (None, Screen(case.head, rows)):
+        assert argmax(case.hidden, case.head, screen=screen, workspace=workspace).tolist() == wanted
+    assert argmax(case.hidden, weight).tolist() == wanted, "a weight is a head"
+    with Allocations() as allocated:
+        argmax(case.hidden, case.head, workspace=workspace)
+    assert sorted(allocated.bytes) == [4 * rows, 8 * rows], "what greedy rows have in common is made once"
+
+
+def test_argmax_is_of_the_models_own_logits(device):
+    """Padding, scale and softcap included, and rounded: two sums that differ by less than bfloat16 can tell tie."""
+    weight = torch.full((73, 32), -1.0, dtype=torch.bfloat16, device=device)
+    weight[40], weight[50], weight[64:] = 1.0, 1.0, 100.0
+    weight[50, 0] = 1.0078125  # its sum, 32.0078125, rounds to 32
+    states = torch.ones(1100, 32, dtype=torch.bfloat16, device=device)
+    for options, wanted in [
+        ({}, 64),
+        ({"vocab_size": 64}, 40),
+        ({"vocab_size": 64, "logits_dtype": torch.float32}, 50),
+        ({"vocab_size": 64, "logit_scale": 0.5, "softcap": 20.0}, 40),
+    ]:
+        head = LMHead(weight, **options)
+        for screen in (None, Screen(head, 2)):
+            assert argmax(states[:2], head, screen=screen).tolist() == [wanted] * 2
+    assert argmax(states, weight).tolist() == [64] * 1100, "more rows than there were zeros for"
+
+
+def test_a_batch_of_no_rows_has_no_tokens(device):
+    case = example(device, rows=0)
+    tokens = [sample(case.hidden, case.head, case.params, path=path).token_ids for path in ("fused", "logits")]
+    for none in (*tokens, argmax(case.hidden, case.head, screen=Screen(case.head, 1))):
+        assert none.shape == (0,) and none.dtype is torch.int64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", CONFIGS)
+def test_a_captured_graph_follows_its_truncation_and_its_edits(device, path):
+    case = make_case(ROWS, VOCAB, device, "edit+truncate", torch.bfloat16)
+    options = {"path": path, "workspace": Workspace(10_000, device), "return_logprob": path != "screened"}
+    options["screen"] = Screen(case.head, ROWS)
+    eager = sample(case.hidden, case.head, case.params, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = sample(case.hidden, case.head, case.params, **options)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(output.token_ids, eager.token_ids)
+        assert output.logprobs is None or torch.equal(output.logprobs, eager.logprobs)
+    case.params.truncation.top_k.fill_(1)
+    case.params.edits.bias.zero_()[:, 41] = 1000.0
+    case.params.edits.rows.fill_(int(Edit.BIAS))
+    graph.replay()
+    assert output.token_ids.tolist() == [41] * ROWS
+
+
+@pytest.mark.gpu
+def test_an_argmax_that_is_captured_first_leaves_nothing_behind_for_others(device):
+    case = example(device, GREEDY, 5000)  # no other test has as many rows
+    wanted = sample(case.hidden, case.head, case.params).token_ids  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = argmax(case.hidden, case.head)
+    assert torch.equal(argmax(case.hidden, case.head), wanted)
+    graph.replay()
+    assert torch.equal(captured, wanted)
+
+
+def test_importing_the_package_loads_neither_torch_nor_triton():
+    code = (
+        "import sys, sgl_flashsample; print([m for m in ('torch', 'triton', 'optuna', 'sglang') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert all(getattr(sgl_flashsample, name) is not None for name in sgl_flashsample.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = sgl_flashsample.nonsense

@@ -1,0 +1,132 @@
+"""What is compiled ahead is what batches launch afterwards: all of it and nothing else, two at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.full
+
+# Triton's front door needs a process whose Triton is not the interpreter. Its driver and its compiler are stand-ins:
+# the one says sm90, the other takes down what it is asked for.
+SCRIPT = """
+import contextlib, io, itertools, json, logging, os, sys, threading
+import torch, triton, triton.compiler
+from triton.backends.compiler import GPUTarget
+root, V, anywhere = json.loads(sys.argv[1])
+sys.path.insert(0, root)
+try:
+    import sgl_flashsample.kernels
+except ImportError:
+    import sgl_flashsample
+    sgl_flashsample.__path__.append(root)
+from sgl_flashsample import BatchParams, LMHead, LogitEdits, Screen, Truncation, defaults, sample, selfcheck
+from sgl_flashsample.kernels.launch import compiling_only
+
+class Driver:
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+together = threading.Barrier(2)
+
+def compiler(src, target, options, **more):
+    if threading.current_thread() is not threading.main_thread() and next(calls) < 2:
+        together.wait(120)  # raises unless another kernel is compiled at the same time
+    if how == "broken":
+        raise RuntimeError("no compiler")
+    asked.append(src.name)
+    return object()
+
+triton.compiler.compile = compiler
+triton.runtime.driver.set_active(Driver())
+os.sched_getaffinity = lambda process: {0, 1}
+defaults.family_of_device = lambda device: "sm90"
+modules = [module for name, module in sys.modules.items() if name.startswith("sgl_flashsample.kernels.")]
+for module in modules:
+    if hasattr(module, "resident_programs"):
+        module.resident_programs = lambda device, ctas_per_sm: 132 * ctas_per_sm
+kernels = [value for module in modules for value in vars(module).values() if isinstance(value, triton.JITFunction)]
+
+def moved(tensor):
+    # The same values; anywhere: at an address that is no multiple of 16.
+    if not anywhere:
+        return tensor
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+def batches():
+    # Of each kind one, as SGLang makes them.
+    for rows in (1, 9, 17, 33, 65):
+        hidden, ids = torch.zeros(rows, 64, dtype=torch.bfloat16), moved(torch.zeros(rows, dtype=torch.int64))
+        ones, flags = moved(torch.ones(rows)), moved(torch.zeros(rows, dtype=torch.int32))
+        wide, words = torch.zeros(rows, V), torch.zeros(rows, -(-V // 32), dtype=torch.int32)
+        edits = [None, LogitEdits(additive=wide, rows=flags), LogitEdits(mask=wide.bool(), rows=flags)]
+        edits.append(LogitEdits(scaling=moved(wide), mask=words, bias=wide, rows=flags))
+        truncations = [None, Truncation(flags, ones, ones), Truncation(flags, ones, ones, 20)]
+        for truncation, edit in itertools.product(truncations, edits):
+            for return_logprob, greedy in ((False, False), (True, False), (False, True)):
+                yield hidden, BatchParams(ones, ids, ids, truncation, edit, all_greedy=greedy), return_logprob
+
+head = LMHead(torch.zeros(V, 64, dtype=torch.bfloat16))
+screen, results = Screen(head, 65), {}
+for how in ("ahead", "never", "no bool masks", "no screen", "broken", "another triton"):
+    asked, calls, log = [], itertools.count(), io.StringIO()
+    logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(message)s", stream=log, force=True)
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    if how == "another triton":
+        del triton.AsyncCompileMode
+    screens = () if how == "no screen" else (screen,)
+    if how != "never":
+        selfcheck.compile_ahead([head], 65, bool_masks=how != "no bool masks", screens=screens)
+    ahead, asked = asked, []
+    try:
+        with contextlib.nullcontext() if how == "broken" else compiling_only():
+            for hidden, params, return_logprob in batches():
+                for used in {*screens, None}:  # also while the screen serves nothing
+                    sample(hidden, head, params, return_logprob=return_logprob, screen=used)
+    except RuntimeError as error:
+        asked.append(str(error))
+    results[how] = ahead, asked, log.getvalue()
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(
+    scope="module", params=[(1_008, False), (1_009, True)], ids=["whole groups", "odd widths and addresses"]
+)
+def results(request) -> dict[str, tuple[list[str], list[str], str]]:
+    """Per case the kernels compiled ahead, those that batches still compile after that, and the log."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", SCRIPT, json.dumps([str(request.config.rootpath), *request.param])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_batches_need_and_nothing_else_is_compiled_ahead_and_two_at_a_time(results):
+    ahead, later, log = results["ahead"]
+    assert later == [] and log == ""
+    assert sorted(ahead) == sorted(results["never"][1])
+    assert {"lm_head_sample_kernel", "sample_logits_kernel", "screen_head_kernel"} <= set(ahead)
+
+
+def test_kernels_for_bool_masks_and_of_a_screen_are_compiled_ahead_only_when_asked_for(results):
+    ahead, later, _ = results["no bool masks"]
+    assert len(ahead) + len(later) == len(results["ahead"][0]) and later
+    ahead, later, _ = results["no screen"]
+    assert later == [] and "screen_head_kernel" not in ahead
+
+
+def test_a_triton_without_parallel_compilation_compiles_at_the_first_launch_and_nobody_is_warned(results):
+    ahead, later, log = results["another triton"]
+    assert ahead == [] and len(later) == len(results["ahead"][0])
+    assert log.startswith("DEBUG flashsample: kernels are not compiled ahead: AttributeError")
+
+
+def test_a_kernel_that_does_not_compile_is_reported_where_it_is_launched(results):
+    assert results["broken"] == [[], ["no compiler"], ""]

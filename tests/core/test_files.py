@@ -1,0 +1,113 @@
+"""Files that others may have put there are read in bounds; files of ours are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from sgl_flashsample.files import BadFileError, one_line, parse_json, read_plain, write_whole
+
+
+def test_a_plain_file_within_its_bound_is_read_and_nothing_else_is_waited_for(tmp_path, monkeypatch):
+    file = tmp_path / "text"
+    file.write_text("é" * 50)
+    assert read_plain(file, 100) == "é" * 50
+    with pytest.raises(BadFileError, match="it has 100 bytes; expected 99 or fewer"):
+        read_plain(file, 99)
+    status = os.stat(file)
+    file.unlink()
+    os.mkfifo(file)  # between the look at the file and the reading of it
+    monkeypatch.setattr(os, "stat", lambda path: status)
+    assert read_plain(file, 100) == ""
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[" + "1," * 50 + "1]", "it is longer than 100 bytes"),
+        ('"' + "é" * 60 + '"', "it is longer than 100 bytes"),
+        ('{"a": {"b": 1, "b": 1}}', "the key 'b' is there twice in one object"),
+        ("[-Infinity]", "it has the number -Infinity; expected finite ones"),
+        ("[1", "it is not JSON: "),
+        ("", "it is not JSON: Expecting value"),
+    ],
+    ids=range(6),
+)
+def test_json_is_parsed_within_its_bound(text, message):
+    with pytest.raises(BadFileError) as caught:
+        parse_json(text, 100)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_json_of_any_depth_and_length_of_number_is_an_answer():
+    assert parse_json('{"a": [1, {"b": 2.5}]}', 30) == {"a": [1, {"b": 2.5}]}
+    for text, message in (("[" * 90_000, "it is nested too deeply"), ("9" * 5000, "it is not JSON: Exceeds the limit")):
+        with pytest.raises(BadFileError, match=message):
+            parse_json(text, 100_000)
+
+
+def test_a_line_is_short_and_printable():
+    assert one_line("a\nb\x1b[2J\u202e") == "a b [2J "
+    assert one_line("x" * 500) == "x" * 117 + "..." and one_line("x" * 500, 300) == "x" * 297 + "..."
+
+
+def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    for text in ("one é\n", "two"):
+        write_whole(file, text)
+        assert file.read_text(encoding="utf-8") == text
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(file, "three \ud800")
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(file, "three")
+    assert file.read_text() == "two" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_plain_file_is_not_replaced(tmp_path, make):
+    make(tmp_path / "there")
+    with pytest.raises(ValueError, match="there is not a plain file"):
+        write_whole(tmp_path / "there", "text")
+    assert os.listdir(tmp_path) == ["there"]
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
+def test_a_file_has_the_mode_that_the_process_gives_its_files(tmp_path, umask, mode):
+    code = "import sys; from sgl_flashsample.files import write_whole; write_whole(sys.argv[1], 'x')"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True, umask=umask)
+    assert stat.S_IMODE(os.stat(tmp_path / "file").st_mode) == mode
+
+
+def test_the_process_keeps_its_umask_while_files_are_written(tmp_path, monkeypatch):
+    """It is one for all threads: in a moment with another one, files of other threads may be anybody's to write."""
+    asked = []
+    monkeypatch.setattr(os, "umask", lambda mask: asked.append(mask) or 0o022)
+    write_whole(tmp_path / "file", "x")
+    assert asked == []
+
+
+@pytest.mark.full
+def test_other_threads_files_keep_their_mode_while_files_are_written(tmp_path):
+    stop, modes, path = threading.Event(), set(), tmp_path / "other"
+
+    def create() -> None:
+        while not stop.is_set():
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o666))
+            modes.add(stat.S_IMODE(os.stat(path).st_mode))
+            path.unlink()
+
+    before = os.umask(0o022)
+    thread = threading.Thread(target=create)
+    thread.start()
+    for _ in range(1000):
+        write_whole(tmp_path / "file", "x")
+    stop.set()
+    thread.join()
+    os.umask(before)
+    assert modes == {0o644}

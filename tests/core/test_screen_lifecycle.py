@@ -1,0 +1,164 @@
+"""A screen serves the head that it is a copy of, as long as that holds what it held, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from core_examples import ROWS, VOCAB, example
+
+from sgl_flashsample import LMHead, Screen, sample
+from sgl_flashsample.kernels.int8_head import MAX_HIDDEN
+from sgl_flashsample.kernels.workspace import ScreenCounter
+from sgl_flashsample.screen import UnwrittenScreen
+
+HIDDEN = 32
+
+
+def assert_drawn_without(screen: Screen, case, head: LMHead) -> None:
+    """Batches of ``head`` have their tokens, of which the screen knows nothing."""
+    assert not screen.serves(head)
+    drawn = sample(case.hidden, head, case.params, screen=screen).token_ids
+    assert torch.equal(drawn, sample(case.hidden, head, case.params, path="fused").token_ids)
+    assert screen.closed or screen.counters[ScreenCounter.ROWS] == 0
+
+
+def assert_drawn_with(screen: Screen, case, head: LMHead) -> None:
+    assert screen.serves(head)
+    drawn = sample(case.hidden, head, case.params, screen=screen, path="screened").token_ids
+    assert torch.equal(drawn, sample(case.hidden, head, case.params, path="fused").token_ids)
+
+
+def test_a_freed_heads_screen_does_not_serve_the_next_head_at_its_address():
+    """As after unloading a model and loading another one of its shape: PyTorch's allocators give the block out again,
+    and a weight that nobody has written to has version 0."""
+    memory = np.random.default_rng(0).integers(-1, 2, (VOCAB, HIDDEN)).astype(np.float32)
+    first = LMHead(torch.from_numpy(memory))
+    screen, address = Screen(first, ROWS), first.weight.data_ptr()
+    assert screen.serves(first)
+    del first
+    memory[:] = memory[::-1].copy()
+    second = LMHead(torch.from_numpy(memory))
+    assert (second.weight.data_ptr(), second.weight._version) == (address, 0)
+    assert_drawn_without(screen, example(torch.device("cpu")), second)
+
+
+@pytest.mark.gpu
+def test_a_freed_heads_screen_does_not_serve_the_next_head_of_the_caching_allocator(device):
+    first = LMHead(torch.zeros(4096, 1024, device=device))
+    screen, address = Screen(first, ROWS), first.weight.data_ptr()
+    del first
+    second = LMHead(torch.ones(4096, 1024, device=device))
+    assert second.weight.data_ptr() == address and not screen.serves(second)
+
+
+def test_a_screen_keeps_no_memory_of_its_head_alive():
+    memory = np.zeros((VOCAB, HIDDEN), np.float32)
+    head = LMHead(torch.from_numpy(memory))
+    screen, gone = Screen(head, ROWS), weakref.ref(memory)
+    del memory, head
+    gc.collect()
+    assert gone() is None and not screen.closed
+
+
+def swap_data(weight):
+    weight.data = weight.data.clone()
+
+
+WRITES = {
+    "in place": lambda weight: weight.mul_(2),
+    "through a view": lambda weight: weight[5:6].zero_(),
+    "another .data": swap_data,
+    "another storage": lambda weight: weight.set_(weight.clone()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_is_noticed_and_a_rebuild_serves_again_in_place(device, write):
+    case = example(device)
+    screen = Screen(case.head, ROWS)
+    copy = screen.int8_head.weight.data_ptr()
+    write(case.head.weight)
+    assert_drawn_without(screen, case, case.head)
+    screen.rebuild(case.head)
+    assert_drawn_with(screen, case, case.head)
+    assert screen.int8_head.weight.data_ptr() == copy, "captured graphs read it there"
+
+
+def test_a_screen_serves_the_heads_of_its_weight_and_no_other(device):
+    head = example(device).head
+    screen = Screen(head, ROWS)
+    assert screen.serves(LMHead(head.weight, softcap=5.0, logit_scale=0.5)), "the copy is of the weight alone"
+    for other in (
+        LMHead(head.weight.clone()),
+        LMHead(head.weight[: VOCAB - 5]),  # begins where the copied one does
+        LMHead(head.weight, vocab_size=VOCAB - 5),
+        LMHead(head.weight[:, : HIDDEN - 16]),
+        LMHead(head.weight, logit_scale=-1.0),
+    ):
+        assert not screen.serves(other)
+    with pytest.raises(ValueError, match=r"head is \(600, 32, 32, torch.float16.*expected the screen's \(600, 32"):
+        screen.rebuild(LMHead(head.weight.half()))
+    assert screen.serves(head), "as before"
+
+
+def test_a_weight_whose_writes_pytorch_does_not_count_needs_a_caller_that_announces_them(device):
+    with torch.inference_mode():
+        case = example(device)
+        with pytest.raises(ValueError, match=r"torch.inference_mode\(\).*expected announces_writes=True"):
+            Screen(case.head, ROWS)
+        screen = Screen(case.head, ROWS, announces_writes=True)
+        assert screen.serves(case.head)
+        screen.invalidate()
+        case.head.weight.mul_(-1)
+        assert_drawn_without(screen, case, case.head)
+        screen.rebuild(case.head)
+        assert_drawn_with(screen, case, case.head)
+
+
+def test_a_rebuild_that_fails_leaves_nothing_that_serves(device, monkeypatch):
+    head = example(device).head
+    screen = Screen(head, ROWS)
+    monkeypatch.setattr(screen.int8_head, "rebuild", lambda head: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        screen.rebuild(head)
+    assert not screen.serves(head)
+
+
+def test_a_closed_screen_holds_no_memory_and_serves_nothing(device):
+    case = example(device)
+    screen = Screen(case.head, ROWS)
+    held = weakref.ref(screen.int8_head.weight)
+    screen.close()
+    gc.collect()
+    assert held() is None
+    assert_drawn_without(screen, case, case.head)
+    with pytest.raises(ValueError, match="the screen is closed; expected a new one"):
+        screen.rebuild(case.head)
+
+
+@pytest.mark.parametrize("vocab, hidden, rows", [(1, 8, 1), (127, 33, 3), (503, 72, 65)])
+def test_what_a_screen_will_hold_is_known_to_the_byte(device, vocab, hidden, rows):
+    head = LMHead(torch.ones(vocab + 3, hidden, dtype=torch.bfloat16, device=device), vocab_size=vocab)
+    screen = Screen(head, rows)
+    assert Screen.bytes_for(head, rows) == screen.num_bytes > screen.int8_head.num_bytes
+    assert not UnwrittenScreen(head, rows).serves(head)
+    large = LMHead(torch.empty(151_936, 4096, dtype=torch.bfloat16, device="meta"))
+    assert 0.5 < Screen.bytes_for(large, 32) / (large.weight.numel() * 2) < 0.52, "the copy is half, the scratch little"
+
+
+@pytest.mark.parametrize(
+    "head, rows, message",
+    [
+        (LMHead(torch.zeros(32, 8), logit_scale=-1.0), 1, "cannot be screened: its logit_scale is -1.0"),
+        (LMHead(torch.zeros(1, MAX_HIDDEN + 1)), 1, f"cannot be screened: its hidden size is {MAX_HIDDEN + 1}"),
+        (LMHead(torch.zeros(32, 8)), 0, "max_rows is 0; expected 1 or more"),
+    ],
+    ids=["negative scale", "wide", "no rows"],
+)
+def test_a_screen_that_cannot_be_says_why(head, rows, message):
+    with pytest.raises(ValueError, match=message):
+        Screen(head, rows)

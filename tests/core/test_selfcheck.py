@@ -1,0 +1,256 @@
+"""The check of a starting server: right kernels pass, wrong ones are named, and what is wrong alone is taken out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from core_examples import LONG, ON_PATH, READ, ROWS, TILE, UNSCREENED, VOCAB, WIDE, example, table_of
+from kernel_cases import edited_ref
+
+from sgl_flashsample import BatchParams, LMHead, Screen, sample, selfcheck
+from sgl_flashsample.dispatch import default_table
+from sgl_flashsample.kernels import rng
+from sgl_flashsample.kernels.config import ScreenConfig
+from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES, PLAIN, BatchKind
+
+SCREENED = KIND_NAMES["plain+screen"]
+KIND_ON_PATH = {"fused": PLAIN, "logits": PLAIN, "screened": SCREENED}
+
+
+@pytest.fixture
+def head(device):
+    return example(device).head
+
+
+@pytest.fixture
+def normal_weight(device):
+    """As a model's: dot products that sums round."""
+    return torch.randn(700, 48, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def screen_for(kind: BatchKind, head: LMHead, rows: int) -> Screen | None:
+    return Screen(head, rows) if kind.screen else None
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Makes launches with a configuration draw the token after the right one, draw with another noise, leave another
+    logit behind, or raise. kinds: of the batches for which it does."""
+
+    def break_it(config, how="shift", kinds=BATCH_KINDS):
+        launch = selfcheck.launch
+
+        def broken_launch(used, hidden, head, params, **keywords):
+            kind = BatchKind(params.truncation is not None, params.edits is not None)
+            wrong = used == config and kind in {other.unscreened for other in kinds}
+            with monkeypatch.context() as patched:
+                if wrong and how == "noise":
+                    patched.setattr(rng, "SAMPLE", tl.constexpr(rng.SAMPLE.value + 3))
+                output = launch(used, hidden, head, params, **keywords)
+            if not wrong or how == "noise":
+                return output
+            if how == "raise":
+                raise RuntimeError("out of resource: shared memory\nmore")
+            if how == "logit":
+                keywords["workspace"].last_buffer.logits[0, 3] += 1
+                return output
+            return output._replace(token_ids=(output.token_ids + 1) % head.vocab_size)
+
+        monkeypatch.setattr(selfcheck, "launch", broken_launch)
+
+    return break_it
+
+
+@pytest.mark.parametrize(
+    "options, chunk, config",
+    [
+        ({}, 97, TILE),
+        ({"vocab_size": 601}, 64, READ),
+        ({"softcap": 5.0, "logit_scale": 0.5}, 5000, WIDE),
+        pytest.param({"softcap": 5.0, "logit_scale": 0.5}, 97, LONG, marks=pytest.mark.full),
+        ({"vocab_start": 320}, 97, LONG),
+    ],
+    ids=["whole", "padded", "softcap", "softcap, read", "shard"],
+)
+def test_right_kernels_pass_whatever_the_head_and_the_chunk_of_the_reference(normal_weight, options, chunk, config):
+    head = LMHead(normal_weight, **options)
+    table = table_of(head, UNSCREENED, {1: config})
+    assert selfcheck.compare_with_reference(head, 1, chunk, table=table, screen=Screen(head, 1)) is None
+
+
+@pytest.mark.full
+def test_right_kernels_pass_at_every_size_of_batch(normal_weight):
+    head = LMHead(normal_weight)
+    table = table_of(head, UNSCREENED, dict(enumerate((TILE, READ, WIDE, LONG), 1)))
+    assert selfcheck.compare_with_reference(head, 70, table=table, screen=Screen(head, 40)) is None
+
+
+def test_a_dead_head_of_zeros_does_not_stop_a_server(device):
+    assert selfcheck.compare_with_reference(LMHead(torch.zeros(700, 48, device=device)), 4) is None
+
+
+def test_every_choice_of_every_kind_is_drawn_with_as_batches_draw(head, monkeypatch):
+    """With and without logprobs, and truncated ones also on the whole vocabulary: its size is compiled in."""
+    drawn, launch = set(), selfcheck.launch
+
+    def note(config, hidden, own, params, **keywords):
+        kind = BatchKind(params.truncation is not None, params.edits is not None, params.all_greedy)
+        kind = kind._replace(screen=isinstance(config, ScreenConfig)).launched(config)
+        drawn.add((kind, config, own.vocab_size, keywords["return_logprob"]))
+        return launch(config, hidden, own, params, **keywords)
+
+    monkeypatch.setattr(selfcheck, "launch", note)
+    monkeypatch.setattr(selfcheck, "MAX_IDS", 128)
+    table, wanted = table_of(head, UNSCREENED, {1: TILE, 2: READ}), set()
+    assert selfcheck.compare_with_reference(head, 2, table=table, screen=Screen(head, 2)) is None
+    cut = 128 + VOCAB % 16  # the last group is as full as the whole vocabulary's
+    for kind in BATCH_KINDS:
+        for rows in (1, 2):
+            config = table.lookup(rows, kind)
+            sizes = {cut, VOCAB} if kind.truncate and config == table.lookup(1, kind) else {cut}
+            logprobs = (False,) if isinstance(config, ScreenConfig) else (False, True)
+            wanted |= {(kind.launched(config), config, size, one) for size in sizes for one in logprobs}
+    assert drawn == wanted
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize("path", ON_PATH)
+def test_kernels_with_another_noise_are_caught_on_every_path(head, broken, path, rows):
+    """A configuration that single rows alone take is drawn with more of them: the right token of one row, greedy or
+    peaked, says nothing of the noise."""
+    config, kind = ON_PATH[path], KIND_ON_PATH[path]
+    broken(config, how="noise", kinds=[kind])
+    table, screen = table_of(head, [kind], {rows: config}), screen_for(kind, head, ROWS)
+    (line,) = selfcheck.refuse_wrong(head, ROWS, table, screen=screen).refused
+    assert f"tokens differ from the reference with {config} ({kind})" in line
+
+
+@pytest.mark.parametrize(
+    "path, kind",
+    [(path, kind) for path in ("fused", "logits") for kind in UNSCREENED[:4]]
+    + [("screened", kind) for kind in BATCH_KINDS[5:9]],
+    ids=str,
+)
+def test_a_launch_that_draws_another_token_is_named_with_its_configuration_and_its_kind(head, broken, path, kind):
+    config = ON_PATH[path]
+    broken(config, kinds=[kind])
+    reason = selfcheck.compare_with_reference(
+        head, 3, table=table_of(head, [kind], {3: config}), screen=screen_for(kind, head, 3)
+    )
+    assert f"tokens differ from the reference with {config} ({kind})" in reason
+
+
+@pytest.mark.parametrize("path", ON_PATH)
+def test_a_launch_that_leaves_another_logit_to_a_truncation_is_named(head, broken, path):
+    kind = KIND_NAMES["truncate"]._replace(screen=path == "screened")
+    broken(ON_PATH[path], how="logit")
+    reason = selfcheck.compare_with_reference(
+        head, 1, table=table_of(head, [kind], {1: ON_PATH[path]}), screen=screen_for(kind, head, 1)
+    )
+    assert reason.startswith("logits of 1 of 4 rows differ from the reference with")
+
+
+@pytest.mark.parametrize("how", ["shift", "raise"])
+@pytest.mark.parametrize("path", ON_PATH)
+def test_a_tuned_configuration_that_fails_gives_its_batches_back_and_is_named(head, broken, path, how):
+    config, kind = ON_PATH[path], KIND_ON_PATH[path]
+    table, screen = table_of(head, [kind], {1: config, 2: WIDE}), screen_for(kind, head, 3)
+    if how == "shift":
+        assert selfcheck.refuse_wrong(head, 2, table, screen=screen) == selfcheck.Checked(table, None, ())
+    broken(config, how=how)
+    checked = selfcheck.refuse_wrong(head, 2, table, screen=screen)
+    assert checked.reason is None and checked.unscreened is None
+    (line,) = checked.refused
+    assert line.endswith(f"with {config} ({kind})") and "\n" not in line
+    assert ("tokens differ" if how == "shift" else "RuntimeError: out of resource: shared memory with") in line
+    assert checked.table.lookup(1, kind) == table.default(1, kind) and checked.table.lookup(2, kind) == WIDE
+
+
+def test_a_configuration_is_taken_out_of_the_kinds_that_launch_it_and_left_to_the_others(head, broken):
+    broken(TILE, kinds=[PLAIN])
+    table = table_of(head, UNSCREENED, {1: TILE})
+    checked = selfcheck.refuse_wrong(head, 1, table)
+    assert checked.reason is None and len(checked.refused) == 1
+    for kind in UNSCREENED:
+        kept = kind.truncate or kind.edit
+        assert checked.table.lookup(1, kind) == (TILE if kept else table.default(1, kind))
+
+
+def test_a_built_in_choice_of_the_fused_pass_that_fails_is_a_reason_not_to_serve(head, broken):
+    default = default_table(head).lookup(1)
+    broken(default)
+    checked = selfcheck.refuse_wrong(head, 9, default_table(head))
+    assert "tokens differ" in checked.reason and str(default) in checked.reason and checked.refused == ()
+    broken(TILE)  # and where it would have to take the place of a tuned one
+    checked = selfcheck.refuse_wrong(head, 1, table_of(head, [PLAIN], {1: TILE}))
+    assert str(default) in checked.reason and len(checked.refused) == 1 and str(TILE) in checked.refused[0]
+
+
+def test_a_built_in_screen_that_fails_switches_the_screen_off_and_nothing_else(head, broken, monkeypatch):
+    table, screen = table_of(head, UNSCREENED, {1: TILE}), Screen(head, 1)
+    broken(table.lookup(1, SCREENED), kinds=[SCREENED])
+    reasons = [selfcheck.refuse_wrong(head, 1, table, screen=screen)]
+
+    def full(*arguments, **keywords):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(selfcheck, "Screen", full)  # for the check's own copy
+    reasons.append(selfcheck.refuse_wrong(head, 1, table, screen=screen))
+    for checked, words in zip(reasons, ("tokens differ", "OutOfMemoryError: CUDA out of memory."), strict=True):
+        assert checked.reason is None and checked.refused == ()
+        assert words in checked.unscreened and "with ScreenConfig(" in checked.unscreened
+        assert checked.table.screened_rows(1) == 0
+        assert checked.table.lookup(1, SCREENED) == TILE == checked.table.lookup(1)
+
+
+@pytest.mark.parametrize("bool_mask", [False, True], ids=["bits", "bools"])
+def test_edits_of_every_kind_are_all_in_the_first_row_and_are_what_the_reference_says(device, bool_mask):
+    case, row = example(device, rows=16), torch.arange(16, device=device)
+    edits, edited = selfcheck.edits_of_every_kind(row, case.head, bool_mask=bool_mask)
+    assert edits.mask_is_bool == bool_mask and sorted(edits.rows.tolist()) == list(range(16)) and edits.rows[0] == 15
+    wanted = edited(case.edited)
+    columns = {name: getattr(edits, name)[:, :VOCAB] for name in ("additive", "scaling", "bias")}
+    if bool_mask:
+        columns["mask"] = edits.mask[:, :VOCAB]
+    assert torch.equal(wanted, edited_ref(case.edited, dataclasses.replace(edits, **columns)))
+    params = BatchParams(row * 0.0, row, row, edits=edits)
+    assert torch.equal(sample(case.hidden, case.head, params).token_ids, wanted.argmax(-1))
+
+
+def test_bits_are_packed_in_the_order_of_ids():
+    allowed = torch.rand(3, 75, generator=torch.Generator().manual_seed(0)) < 0.5
+    words = selfcheck.pack_bits(allowed)
+    assert words.shape == (3, 3) and words.dtype is torch.int32
+    assert [[int(word[i // 32]) >> (i % 32) & 1 for i in range(75)] for word in words] == allowed.int().tolist()
+
+
+def test_a_reader_takes_its_logits_from_the_vendors_gemm(normal_weight):
+    """So its reference starts there, too; a fused pass may add up in another order, and has room for that."""
+    head = LMHead(normal_weight)
+    fused, read = (selfcheck.expect(head, 3, PLAIN, reads=reads, table=default_table(head)) for reads in (False, True))
+    assert torch.equal(read.low, read.high) and torch.equal(read.logits, (read.hidden @ head.weight.T).double())
+    assert (fused.low < fused.high).any() and ((fused.low <= read.logits) & (read.logits <= fused.high)).all()
+
+
+def test_nothing_is_compiled_ahead_where_kernels_are_interpreted(head, monkeypatch):
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(selfcheck, "launch", lambda *arguments, **keywords: pytest.fail("launched"))
+    selfcheck.compile_ahead([head], 64, screens=[Screen(head, 64)])
+
+
+@pytest.mark.gpu
+def test_the_check_compiles_nothing_that_was_not_compiled_ahead(device, monkeypatch):
+    compiled = []
+    head = LMHead(torch.randn(50_257, 80, device=device, dtype=torch.bfloat16))  # another hidden size than elsewhere
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, src, cache_hit, **more: compiled.append((src.name, cache_hit))
+    )
+    selfcheck.compile_ahead([head, LMHead(head.weight[: selfcheck.MAX_IDS])], 65)
+    assert compiled
+    compiled.clear()
+    assert selfcheck.compare_with_reference(head, 65) is None and compiled == []

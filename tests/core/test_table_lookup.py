@@ -1,0 +1,347 @@
+"""Where a tuned table is found, how well it has to fit, what batches take then, and that nothing else in its place does
+any harm."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from core_examples import READ, ROWS, SCREEN, TILE, UNSCREENED, VOCAB, assert_reference, example
+from kernel_cases import take
+from tuned_tables import CPU, H200, HEAD, make_entry, make_table, table_for_this_machine
+
+from sgl_flashsample import LMHead, defaults, load_table, resolve, sample
+from sgl_flashsample.dispatch import default_table
+from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
+from sgl_flashsample.kinds import KIND_NAMES, PLAIN
+from sgl_flashsample.tables import lookup
+from sgl_flashsample.tables.fingerprint import installed_fingerprints, kernel_fingerprint
+from sgl_flashsample.tables.lookup import Match, Target, bucket_for, find, match, unsupported_config
+from sgl_flashsample.tables.schema import MAX_BYTES, HeadShape, Kept
+
+replace = msgspec.structs.replace
+TABLE = make_table()
+TARGET = Target(H200, HEAD, dict(TABLE.env))
+STALE = replace(TABLE, env=TABLE.env | {"triton": "3.7.0"})
+H100 = replace(H200, name="NVIDIA H100 80GB HBM3")
+A100 = replace(H200, name="NVIDIA A100", cc="8.0")
+SCREENED_KERNELS = TABLE.kernels | {"screened": {"src": kernel_fingerprint("screened")}}
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """The folders of the lookup order, empty, and the environment that names them."""
+    made = {name: tmp_path / name for name in ("first", "second", "cache/flashsample", "shipped")}
+    for folder in made.values():
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(lookup, "SHIPPED", made["shipped"])
+    environ = {
+        lookup.FOLDERS_VARIABLE: os.pathsep.join(str(made[name]) for name in ("first", "second")),
+        "SGLANG_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    return made, environ
+
+
+def put(folder: Path, table=TABLE, name=None) -> str:
+    path = folder / (name or table.file_name)
+    path.write_text(table.dumps())
+    return str(path)
+
+
+# How well a table fits.
+
+KERNELS_CHANGED = "the kernels have changed since"
+
+
+@pytest.mark.parametrize(
+    "changes, wanted, reason",
+    [
+        ({}, Match.EXACT, ""),
+        ({"env": TABLE.env | {"triton": "3.6.1"}}, Match.COMPATIBLE, "triton is 3.6.0, it was 3.6.1"),
+        ({"env": TABLE.env | {"torch": "2.11.0+cu130"}}, Match.COMPATIBLE, "torch is 2.11.0, it was 2.11.0+cu130"),
+        ({"env": TABLE.env | {"driver": "590.1"}}, Match.COMPATIBLE, "driver is 580.82.07, it was 590.1"),
+        ({"env": TABLE.env | {"flashinfer": "0.7"}}, Match.EXACT, ""),
+        ({"env": TABLE.env | {"triton": "3.7.0"}}, Match.STALE, "triton is 3.6.0, it was 3.7.0"),
+        ({"env": TABLE.env | {"cuda": "12.8"}}, Match.STALE, "cuda is 13.0, it was 12.8"),
+        ({"env": {}}, Match.STALE, "triton is 3.6.0, it was unknown"),
+        ({"kernels": TABLE.kernels | {"logits": {"src": "sha256:0"}}}, Match.STALE, KERNELS_CHANGED),
+        ({"kernels": {"fused": TABLE.kernels["fused"]}}, Match.STALE, KERNELS_CHANGED),  # and has readers
+        ({"kernels": {}}, Match.STALE, KERNELS_CHANGED),
+        ({"defaults": "sha256:0"}, Match.STALE, "the built-in choices have changed since"),
+        ({"device": H100}, Match.FAMILY, "it is for NVIDIA H100 80GB HBM3 (132 SMs), not NVIDIA H200"),
+        ({"device": replace(H200, sms=66)}, Match.FAMILY, "(66 SMs), not NVIDIA H200 (132 SMs)"),
+        ({"device": A100}, None, "it is for NVIDIA A100, not NVIDIA H200"),
+        ({"head": replace(HEAD, tp=2)}, None, "it is for 128256 x 4096 bf16 tp 2, not 128256 x 4096"),
+        ({"head": replace(HEAD, softcap=True)}, None, "bf16 tp 1 with softcap, not"),
+    ],
+)
+def test_a_table_is_exact_compatible_stale_of_the_family_or_a_miss(changes, wanted, reason):
+    how, differs = match(replace(TABLE, **changes), TARGET)
+    assert how is wanted
+    assert reason in "; ".join(differs) and bool(differs) == bool(reason)
+
+
+def test_a_table_is_stale_once_a_built_in_choice_of_its_family_has_changed(builtin_files):
+    for family, wanted in (("sm80", Match.EXACT), ("sm90", Match.STALE)):
+        builtin_files(f"builtin-{family}-2byte.json", lambda line: line.replace('"stages": 5', '"stages": 4'))
+        assert match(TABLE, TARGET)[0] is wanted
+
+
+@pytest.mark.parametrize(
+    "config, device, kind, reason",
+    [
+        (TileConfig(16, 128, 256, 4, 3), H200, "plain", None),
+        (TileConfig(16, 128, 256, 4, 4), H200, "plain", "294912 bytes of shared memory; 232448 are there"),
+        (TileConfig(16, 128, 256, 4, 4), replace(H200, smem_optin=0), "plain", None),
+        (TileConfig(16, 128, 64, 4, 3), A100, "plain", "tma is on; expected it off for compute capability 8.0"),
+        (TileConfig(16, 128, 64, 4, 3, tma=False), A100, "plain", None),
+        (TileConfig(256, 32, 16, 4, 1), H200, "truncate", "block_b is 256; expected 128 or fewer with a truncation"),
+        (TileConfig(256, 32, 16, 4, 1), H200, "edit", None),
+        (ReadConfig(256, 32, 4), H200, "edit+truncate", "block_b is 256; expected 128 or fewer with a truncation"),
+        (ScreenConfig(8, 64, 256, 4, 4, rescore_d=256), H200, "plain+screen", None),
+        (ScreenConfig(8, 64, 256, 4, 4), H200, "plain", "is for batches with a screen; expected another path"),
+        (ScreenConfig(8, 64, 256, 4, 12), H200, "plain+screen", "245760 bytes of shared memory; 232448 are there"),
+        (ScreenConfig(8, 64, 256, 4, 4, rescore_d=512), H200, "plain+screen", "327680 bytes of shared memory"),
+        (ScreenConfig(8, 64, 64, 4, 2), A100, "plain+screen", "tma is on; expected it off for compute capability 8.0"),
+    ],
+    ids=range(13),
+)
+def test_a_configuration_that_cannot_run_on_a_device_is_known_without_compiling_it(config, device, kind, reason):
+    said = unsupported_config(config, device, "bf16", KIND_NAMES[kind])
+    assert said is None if reason is None else reason in said
+
+
+@pytest.mark.parametrize(
+    "sizes, served",
+    [
+        # Exact, else the next one up: never across 16, 32 or 64 rows, never more than twice the batch.
+        ([1, 4, 16], {1: 1, 2: 4, 3: 4, 4: 4, 5: None, 7: None, 8: 16, 15: 16, 16: 16, 17: None}),
+        ([24, 64], {15: None, 16: None, 17: 24, 24: 24, 25: None, 32: None, 33: 64, 64: 64, 65: None}),
+        ([128, 200, 512], {64: None, 65: 128, 128: 128, 129: 200, 201: None, 255: None, 256: 512, 512: 512, 513: None}),
+        ([], {1: None, 512: None}),
+    ],
+    ids=str,
+)
+def test_a_batch_is_served_by_its_size_or_the_next_one_within_its_tile_class_and_twice_its_rows(sizes, served):
+    assert {batch: bucket_for(sizes, batch) for batch in served} == served
+
+
+# Where it is looked for.
+
+
+def test_the_named_file_wins_then_the_folders_then_the_cache_then_what_is_shipped(folders):
+    made, environ = folders
+    for name in ("shipped", "cache/flashsample", "second", "first"):
+        path = put(made[name])
+        found, warnings = find(TARGET, environ=environ)
+        assert found.file == path and warnings == []
+    named = put(made["first"].parent, STALE, "any name.json")
+    environ[lookup.FILE_VARIABLE] = named
+    found, _ = find(TARGET, environ=environ)
+    assert (found.file, found.match) == (named, Match.STALE), "who names a file wants that file"
+    assert find(TARGET, file=path, environ=environ)[0].file == path
+
+
+def test_a_table_as_measured_wins_over_a_stale_one_wherever_they_are(folders):
+    made, environ = folders
+    first, _ = put(made["first"], STALE), put(made["second"], STALE)
+    assert find(TARGET, environ=environ)[0].file == first
+    fresh = put(made["shipped"])
+    assert find(TARGET, environ=environ)[0].file == fresh
+
+
+def test_a_stale_table_is_used_only_if_all_it_has_could_run_here(folders):
+    made, environ = folders
+    entries = [make_entry("plain", 1, TileConfig(16, 128, 256, 4, 4)), *TABLE.entries[2:]]
+    put(made["first"], replace(STALE, entries=entries))
+    found, warnings = find(TARGET, environ=environ)
+    assert found is None
+    assert "it is stale, and its configuration for plain 1 cannot run here: its buffers take" in warnings[0]
+    put(made["first"], replace(TABLE, entries=entries))
+    assert find(TARGET, environ=environ)[0].match is Match.EXACT, "measured here: the rest of it is of use"
+
+
+def test_a_table_of_another_gpu_is_used_only_when_that_is_allowed_and_never_one_of_another_capability(folders):
+    made, environ = folders
+    other = replace(TABLE, device=H100)
+    path = put(made["second"], other)
+    assert find(TARGET, environ=environ) == (None, []), "under its own name it is nobody's business"
+    renamed = put(made["first"], other, TABLE.file_name)
+    found, (line,) = find(TARGET, environ=environ)
+    assert found is None
+    assert line.startswith(f"{renamed}: it is for NVIDIA H100") and "FLASHSAMPLE_ALLOW_FAMILY=1" in line
+    os.remove(renamed)
+    put(made["first"], replace(TABLE, device=A100))
+    environ[lookup.FAMILY_VARIABLE] = "1"
+    assert find(TARGET, environ=environ)[0].file == path
+    mine = put(made["shipped"], STALE)
+    assert find(TARGET, environ=environ)[0].file == mine, "a stale one of this GPU is nearer"
+
+
+def test_a_folder_that_was_named_and_is_not_there_is_said_and_the_others_are_searched(folders, monkeypatch):
+    made, environ = folders
+    path = put(made["shipped"])
+    environ[lookup.FOLDERS_VARIABLE] = os.pathsep.join([str(made["first"] / "nothing"), "", str(made["second"])])
+    found, warnings = find(TARGET, environ=environ)
+    assert found.file == path
+    assert warnings == [f"FLASHSAMPLE_TUNED_DIR: {made['first'] / 'nothing'} is not a folder"]
+    monkeypatch.setenv("HOME", "/home/me")
+    assert lookup.user_folder({}) == Path("/home/me/.cache/sglang/flashsample"), "SGLang's own"
+
+
+# What else may be in the place of a table.
+
+
+def huge(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse: reading it would take the memory of the machine
+
+
+OTHER_HEAD = make_table(head=HeadShape(vocab=8, hidden=8, dtype="bf16")).dumps()
+BUILT_IN = (defaults.SHIPPED / "builtin-sm90-2byte.json").read_text()
+BAD = {
+    "a folder": (Path.mkdir, "it is not a plain file"),
+    "a pipe that nobody writes to": (os.mkfifo, "it is not a plain file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is not a plain file"),
+    "a loop of links": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+    "a link to nothing": (lambda path: path.symlink_to("nothing"), "No such file or directory"),
+    "a terabyte": (huge, f"it has {1 << 40} bytes; expected {MAX_BYTES} or fewer"),
+    "nothing in it": (Path.touch, "it is not JSON: Expecting value"),
+    "binary": (lambda path: path.write_bytes(b"\x7fELF\xff\xfe"), "it is not UTF-8 text (byte 4)"),
+    "another's JSON": (lambda path: path.write_text('{"16": {"BLOCK_SIZE_M": 16}}'), "schema is None"),
+    "half of it": (lambda path: path.write_text(TABLE.dumps()[:900]), "it is not JSON"),
+    "another head's": (lambda path: path.write_text(OTHER_HEAD), "it is for 8 x 8 bf16"),
+    "built-in choices": (lambda path: path.write_text(BUILT_IN), "it holds built-in choices, not tuned ones"),
+}
+
+
+@pytest.mark.parametrize("make, message", BAD.values(), ids=BAD)
+def test_a_bad_file_is_a_miss_with_one_line_at_once_and_the_next_place_serves(folders, make, message):
+    made, environ = folders
+    path, shipped = made["first"] / TABLE.file_name, put(made["shipped"])
+    make(path)
+    started = time.monotonic()
+    for file, variables in ((path, environ | {lookup.FOLDERS_VARIABLE: ""}), (None, environ)):
+        found, (line,) = find(TARGET, file=file, environ=variables)
+        assert found.file == shipped
+        assert line.startswith(f"{path}: ") and message in line and line.isprintable()
+    assert time.monotonic() - started < 1
+
+
+def test_whatever_reading_raises_is_a_miss(tmp_path, monkeypatch):
+    path, link = put(tmp_path), tmp_path / "link"
+    link.symlink_to(path)
+    assert load_table(link) == (TABLE, None), "a link to a table is one"
+    assert load_table("\0")[0] is None
+    monkeypatch.setattr(lookup.Table, "loads", lambda text: (_ for _ in ()).throw(MemoryError("no\nmore")))
+    assert load_table(path) == (None, "MemoryError: no more")
+    monkeypatch.setattr(os, "open", lambda *arguments: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    assert load_table(path) == (None, "Permission denied")
+
+
+# What batches take then.
+
+
+def own_table(head: LMHead, **changes):
+    """A table for this machine's device and this head."""
+    table = make_table(lookup.device_of(head.weight.device), lookup.head_shape_of(head), env=lookup.environment())
+    entries = [make_entry("edit", 16, TILE), make_entry("plain", 16, TILE), make_entry("plain", 64, READ)]
+    kept = {"plain": Kept(rows=[4, 32], us=[1.0, 2.0])}
+    return replace(table, **({"entries": entries, "kept": kept} | changes))
+
+
+@pytest.fixture
+def head(device):
+    return example(device).head
+
+
+def test_a_resolved_table_serves_its_sizes_and_the_built_in_choices_serve_the_rest(folders, head, monkeypatch):
+    for name, value in folders[1].items():
+        monkeypatch.setenv(name, value)
+    none = resolve(head)
+    assert none.found is None and none.warnings == ()
+    assert none.line().startswith("no tuned table for ") and none.line().endswith("built-in choices for all batches")
+    path = put(folders[0]["second"], own_table(head))
+    resolved = resolve(head)
+    assert (resolved.found.match, resolved.warnings) == (Match.EXACT, ())
+    for rows in range(1, 140):
+        default = default_table(head).lookup(rows)
+        wanted = TILE if 8 <= rows <= 16 else READ if 33 <= rows <= 64 else default
+        assert resolved.dispatch.lookup(rows) == resolved.dispatch.lookup(rows, KIND_NAMES["greedy"]) == wanted
+        assert resolved.dispatch.is_measured(rows, PLAIN) == (rows in (2, 3, 4, *range(8, 65)))
+    assert resolved.line() == (
+        f"tuned table {path} (exact, FLASHSAMPLE_TUNED_DIR): 3 choices of its own, 2 built-in ones confirmed; "
+        "not measured: plain 1, 5-7, 65-512; truncate 1-512; edit 1-7, 17-512; edit+truncate 1-512; "
+        "greedy 1, 5-7, 65-512"
+    )
+
+
+def test_a_table_with_screened_kinds_leaves_those_without_a_screen_alone(head, tmp_path):
+    table, kind = own_table(head), KIND_NAMES["plain+screen"]
+    older = resolve(head, file=put(tmp_path, table, "older")).dispatch
+    screened = [make_entry("plain+screen", 8, SCREEN), make_entry("plain+screen", 16, TILE)]
+    newer = replace(table, entries=[*table.entries, *screened], kernels=SCREENED_KERNELS)
+    resolved = resolve(head, file=put(tmp_path, newer, "newer"))
+    assert resolved.found.match is Match.EXACT and resolved.warnings == ()
+    assert [resolved.dispatch.lookup(rows, kind) for rows in (4, 8, 9, 16)] == [SCREEN, SCREEN, TILE, TILE]
+    assert [one.screened_rows(512, measured=True) for one in (resolved.dispatch, older)] == [8, 0]
+    for kind in UNSCREENED:
+        assert all(resolved.dispatch.lookup(rows, kind) == older.lookup(rows, kind) for rows in range(1, 140))
+    assert "; plain+screen 1-3, " in resolved.line() and "edit+screen" not in resolved.line()
+
+
+def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, tmp_path):
+    path = put(tmp_path, own_table(head, kernels=TABLE.kernels | {"fused": {"src": "sha256:0"}}))
+    resolved = resolve(head, file=path)
+    assert resolved.found.match is Match.STALE and resolved.dispatch.lookup(16) == TILE
+    (line,) = resolved.warnings
+    assert line.startswith(f"{path} is stale ({KERNELS_CHANGED})") and "tune verify" in line
+
+
+def test_entries_that_cannot_run_here_are_left_to_the_built_in_choice_with_one_warning(head, tmp_path):
+    entries = [make_entry("edit", 16, TILE), make_entry("edit+truncate", 16, ReadConfig(256, 32, 4))]
+    table = own_table(head, entries=[*entries, make_entry("plain", 16, SCREEN)], kernels=SCREENED_KERNELS)
+    resolved = resolve(head, file=put(tmp_path, table))
+    for kind in (PLAIN, KIND_NAMES["edit+truncate"]):
+        assert resolved.dispatch.lookup(16, kind) == default_table(head).lookup(16, kind)
+    assert resolved.dispatch.lookup(16, KIND_NAMES["edit"]) == TILE
+    (line,) = resolved.warnings
+    assert "not used, edit+truncate 16: block_b is 256" in line and "plain 16: it is for batches with a screen" in line
+
+
+def test_the_sizes_that_a_table_gives_to_flashinfer_are_those_of_truncated_batches(head, tmp_path):
+    kinds = {"edit+truncate": 16, "plain": 16, "truncate": 2}
+    entries = [make_entry(kind, rows, TILE, flashinfer=True) for kind, rows in kinds.items()]
+    entries += [make_entry("truncate", rows, READ) for rows in (1, 16)]
+    resolved = resolve(head, file=put(tmp_path, own_table(head, entries=entries)))
+    assert resolved.dispatch.flashinfer == {2} and resolved.dispatch.lookup(2, KIND_NAMES["truncate"]) == TILE
+    assert resolved.line().endswith("; FlashInfer draws truncated batches of 2 rows without seeds")
+
+
+def test_a_tuned_table_of_this_machine_draws_the_references_tokens(device, head, tmp_path, launched):
+    table = table_for_this_machine(device, lookup.head_shape_of(head))
+    resolved = resolve(head, file=put(tmp_path, table))
+    assert resolved.found.match is Match.EXACT and resolved.warnings == ()
+    for entry in table.entries:
+        if entry.rows <= ROWS:
+            case = example(device, KIND_NAMES[entry.kind])
+            params = take(case.params, torch.arange(entry.rows))
+            drawn = sample(case.hidden[: entry.rows], case.head, params, table=resolved.dispatch)
+            assert_reference(drawn.token_ids, case)
+            assert launched.pop() == entry.launch
+
+
+def test_what_is_looked_for_is_this_machine_and_this_head(head, tmp_path):
+    assert lookup.device_of(torch.device("cpu")) == CPU
+    assert set(lookup.environment()) >= {"triton", "torch", "cuda"}
+    assert Target(CPU, HEAD, {}).kernels == installed_fingerprints()
+    shape = HeadShape(vocab=VOCAB, hidden=32, dtype="fp32")
+    assert lookup.head_shape_of(head) == shape
+    assert lookup.head_shape_of(LMHead(head.weight, softcap=2.0)) == replace(shape, softcap=True)
+    other_logits = LMHead(head.weight.half(), logits_dtype=torch.float32)  # no table is measured for such a head
+    resolved = resolve(other_logits, file=put(tmp_path, own_table(head)))
+    assert resolved.found is None and "logits in another dtype" in resolved.line()

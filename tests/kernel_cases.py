@@ -1,0 +1,377 @@
+"""What the kernel tests draw from: batches whose arithmetic is exact, the three paths as one function, and the token
+that each row must get."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig, TruncationConfig
+from sgl_flashsample.kernels.int8_head import Int8Head
+from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_splits
+from sgl_flashsample.kernels.params import BatchParams, Edit, LMHead, LogitEdits, LogitsSpec, Truncation
+from sgl_flashsample.kernels.reference import (
+    Reference,
+    edit_logits_ref,
+    logits_ref,
+    sample_ref,
+    truncated_sample_ref,
+)
+from sgl_flashsample.kernels.sample_logits import num_read_splits, sample_logits
+from sgl_flashsample.kernels.screened_sample import screened_sample
+from sgl_flashsample.kernels.workspace import ScreenWorkspace, Workspace
+
+CUDA = torch.cuda.is_available()
+PATHS = ("fused", "logits", "screened")
+KINDS = ("plain", "greedy", "edit", "truncate", "edit+truncate")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+Config = TileConfig | ReadConfig | ScreenConfig
+
+# Interpreted, a program costs milliseconds: large tiles, few of them; several splits, so that they are joined.
+if CUDA:
+    TILE = TileConfig(16, 128, 64, 4, 3)
+    READ = ReadConfig(1, 512, 1, stages=2)
+    SCREEN = ScreenConfig(16, 128, 128, 4, 3)
+    TRUNCATION = TruncationConfig()
+else:
+    TILE = TileConfig(16, 512, 64, 4, 1, ctas_per_sm=6, tma=False, reduce_rows=64)
+    READ = ReadConfig(16, 512, 4, ctas_per_sm=6, reduce_rows=64)
+    SCREEN = ScreenConfig(16, 1024, 64, 4, 1, ctas_per_sm=3, tma=False, chunk=100, rescore_d=64)
+    TRUNCATION = TruncationConfig(2, 4, 2**16, search_splits=2, search_warps=4, window=2, gather=64)
+LISTED = dataclasses.replace(SCREEN, listed=True, early=True, rescore_v=32)
+
+
+def config_of(path: str, vocab: int) -> Config:
+    """The configuration that tests draw with when they ask for none."""
+    config: Config = {"fused": TILE, "logits": READ, "screened": SCREEN}[path]
+    if CUDA or vocab < 10_000:
+        return config
+    config = dataclasses.replace(config, block_v=2**15)
+    if isinstance(config, ScreenConfig):
+        return dataclasses.replace(config, chunk=4096, rescore_v=256, rescore_d=32, block_d=32)
+    return dataclasses.replace(config, block_d=32) if isinstance(config, TileConfig) else config
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One batch. raw: ``[B, rows of the weight]``, what a GEMM would hand to the logits path, in rows that are apart
+    and not aligned. edited: ``[B, V]`` float64, the exact logits after the edits."""
+
+    hidden: torch.Tensor
+    head: LMHead
+    params: BatchParams
+
+    @functools.cached_property
+    def raw(self) -> torch.Tensor:
+        dots = self.hidden.double() @ self.head.weight.double().T
+        dtype = self.head.weight.dtype if self.head.logits_dtype is None else torch.float32
+        rows = torch.full((len(dots), dots.shape[1] + 3), float("nan"), dtype=dtype, device=dots.device)
+        rows[:, : dots.shape[1]] = dots
+        return rows[:, : dots.shape[1]]
+
+    @functools.cached_property
+    def edited(self) -> torch.Tensor:
+        head = self.head
+        logits = logits_ref(
+            self.hidden,
+            head.weight[: head.vocab_size],
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+            logits_dtype=head.logits_dtype,
+        )
+        return logits if self.params.edits is None else edited_ref(logits, self.params.edits, head.vocab_start)
+
+    @property
+    def softcap_error(self) -> float:
+        """How far a float32 soft cap may be off."""
+        return 0.0 if self.head.softcap is None else self.head.softcap * 2.0**-20
+
+    @property
+    def limited(self) -> torch.Tensor:
+        """``[B]`` bool: sampled rows that a truncation limits."""
+        return limited_rows(self.params, self.head.vocab_size)
+
+    def with_params(self, **changes) -> Case:
+        return dataclasses.replace(self, params=dataclasses.replace(self.params, **changes))
+
+    def rows(self, index: torch.Tensor) -> Case:
+        """The batch of these rows, in this order."""
+        return Case(self.hidden[index].contiguous(), self.head, take(self.params, index))
+
+
+def limited_rows(params: BatchParams, vocab: int) -> torch.Tensor:
+    if params.truncation is None:
+        return torch.zeros_like(params.temperature, dtype=torch.bool)
+    limits = params.truncation
+    use_k = (limits.top_k >= 1) & (limits.top_k < vocab)
+    return (use_k | (limits.top_p < 1) | (limits.min_p > 0)) & (params.temperature > 0)
+
+
+def take(params: BatchParams, index: torch.Tensor) -> BatchParams:
+    def rows_of(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        taken = {name: field[index].contiguous() for name, field in fields.items() if isinstance(field, torch.Tensor)}
+        return dataclasses.replace(value, **taken)
+
+    truncation, edits = (None if value is None else rows_of(value) for value in (params.truncation, params.edits))
+    return dataclasses.replace(rows_of(params), truncation=truncation, edits=edits)
+
+
+# --- making batches -------------------------------------------------------------------------------------------------
+
+
+def make_case(
+    num_rows: int,
+    vocab: int,
+    device: torch.device,
+    kind: str = "plain",
+    dtype: torch.dtype = torch.float16,
+    *,
+    hidden: int = 32,
+    seed: int = 0,
+    padding: int = 0,
+    **head_options,
+) -> Case:
+    """A batch of this kind whose dot products no order of summation rounds and that every dtype holds: logits of a
+    deviation of about 2.5, with ties in 2-byte dtypes, and no two roundings to choose from. padding: rows behind the
+    vocabulary whose logits would win."""
+    g = torch.Generator().manual_seed(seed + vocab)
+    steps = {torch.float32: 256, torch.float16: 32, torch.bfloat16: 4}[dtype]
+    states = torch.randint(-2, 3, (num_rows, hidden), generator=g).to(dtype)
+    most = max(1, round(0.55 * steps))
+    weight = (torch.randint(-most, most + 1, (vocab + padding, hidden), generator=g) / steps).to(dtype)
+    weight[vocab:] *= 8
+    head = LMHead(weight.to(device), vocab_size=vocab, **head_options)
+    params = make_params(num_rows, head.spec, device, kind, seed)
+    return Case(states.to(device), head, params)
+
+
+def rounding_case(num_rows: int, vocab: int, device: torch.device, dtype: torch.dtype, hidden: int = 80) -> Case:
+    """Gaussian hidden states and weights: sums that are rounded, and by their order."""
+    g = torch.Generator().manual_seed(vocab)
+    states = torch.randn(num_rows, hidden, generator=g).to(dtype).to(device)
+    weight = (torch.randn(vocab, hidden, generator=g) * 3 / hidden**0.5).to(dtype).to(device)
+    head = LMHead(weight)
+    return Case(states, head, make_params(num_rows, head.spec, device))
+
+
+def spelled_out(values: list[float], num_rows: int, device: torch.device, temperature: float = 1.0) -> Case:
+    """The same float32 logits in every row, and rows that differ in their position alone."""
+    weight = torch.zeros(len(values), 16, device=device)
+    weight[:, 0] = torch.tensor(values, device=device)
+    hidden = torch.zeros(num_rows, 16, device=device)
+    hidden[:, 0] = 1.0
+    params = BatchParams(
+        torch.full((num_rows,), temperature, device=device),
+        torch.full((num_rows,), 3, device=device),
+        torch.arange(num_rows, device=device),
+    )
+    return Case(hidden, LMHead(weight), params)
+
+
+def ties_apart(num_rows: int, device: torch.device) -> tuple[Case, torch.Tensor]:
+    """A batch whose largest logits are 200 equal ones, each in a block of groups of its own; and their ids."""
+    values = torch.zeros(200 * 128)
+    tied = torch.arange(200) * 128 + 5
+    values[tied] = 4.0
+    return spelled_out(values.tolist(), num_rows, device), tied.to(device)
+
+
+def make_params(num_rows: int, spec: LogitsSpec, device: torch.device, kind: str = "plain", seed: int = 0):
+    """Temperatures from 0.3 to 2, every fifth row greedy but not the first, seeds and positions of every size."""
+    g = torch.Generator().manual_seed(seed)
+    temperature = 0.3 + 1.7 * torch.rand(num_rows, generator=g)
+    temperature[4::5] = 0.0
+    if kind == "greedy":
+        temperature.zero_()
+    return BatchParams(
+        temperature.to(device),
+        torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=g).to(device),
+        torch.randint(0, 2**40, (num_rows,), generator=g).to(device),
+        truncation=mixed_limits(num_rows, spec.vocab_size, device) if "truncate" in kind else None,
+        edits=mixed_edits(num_rows, spec.vocab_end, device) if "edit" in kind else None,
+        all_greedy=kind == "greedy",
+    )
+
+
+def mixed_limits(num_rows: int, vocab: int, device: torch.device) -> Truncation:
+    """Every combination of top-k (small and large), top-p and min-p in turn, and none, in all the spellings of off."""
+    g = torch.Generator().manual_seed(num_rows * 7 + vocab)
+    row = torch.arange(num_rows)
+    combination = (row + 3) % 8  # top-k and top-p first
+    off = torch.tensor([0, -1, vocab, 2**30])[row // 8 % 4]
+    small = torch.randint(1, max(2, min(vocab, 40)), (num_rows,), generator=g)
+    large = torch.randint(65, 300, (num_rows,), generator=g).clamp(max=max(1, vocab - 1))
+    top_k = torch.where(combination & 1 > 0, torch.where(row % 3 == 1, large, small), off)
+    top_p = torch.where(combination & 2 > 0, 0.05 + 0.93 * torch.rand(num_rows, generator=g), 1.0)
+    min_p = torch.where(combination & 4 > 0, 0.01 + 0.5 * torch.rand(num_rows, generator=g), 0.0)
+    return Truncation(top_k.int().to(device), top_p.to(device), min_p.to(device))
+
+
+def limits(
+    num_rows: int, device: torch.device, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, **options
+) -> Truncation:
+    """The same limits for every row."""
+    return Truncation(
+        torch.full((num_rows,), top_k, dtype=torch.int32, device=device),
+        torch.full((num_rows,), top_p, device=device),
+        torch.full((num_rows,), min_p, device=device),
+        **options,
+    )
+
+
+def limits_by_row(each: list[dict], device: torch.device) -> Truncation:
+    """One row per entry, with its limits."""
+    rows = [limits(1, device, **limit) for limit in each]
+    return Truncation(*(torch.cat([getattr(row, name) for row in rows]) for name in ("top_k", "top_p", "min_p")))
+
+
+def mixed_edits(
+    num_rows: int, width: int, device: torch.device, *, bool_mask: bool = False, seed: int = 0
+) -> LogitEdits:
+    """Every combination of edits in turn, all of them in row 0. In eighths, so that only a scaling rounds."""
+    g = torch.Generator().manual_seed(num_rows + width + seed)
+    shape = (num_rows, width)
+    additive = torch.where(torch.rand(shape, generator=g) < 0.3, -torch.randint(0, 24, shape, generator=g) / 8, 0.0)
+    additive[torch.rand(shape, generator=g) < 0.05] = float("-inf")
+    scaling = torch.where(torch.rand(shape, generator=g) < 0.3, torch.randint(9, 16, shape, generator=g) / 8, 1.0)
+    bias = torch.where(torch.rand(shape, generator=g) < 0.2, torch.randint(-40, 40, shape, generator=g) / 8, 0.0)
+    allowed = torch.rand(shape, generator=g) < 0.6
+    flags = (15 - torch.arange(num_rows) % 16).int()
+    mask = ~allowed if bool_mask else pack_bits(allowed)
+    return LogitEdits(*(tensor.to(device) for tensor in (additive, scaling, mask, bias, flags)))
+
+
+def pack_bits(allowed: torch.Tensor) -> torch.Tensor:
+    """``[B, V]`` bool to a grammar's words: bit i % 32 of word i // 32 is set where token i is allowed."""
+    padded = torch.nn.functional.pad(allowed, (0, -allowed.shape[1] % 32))
+    words = (
+        padded.view(len(allowed), padded.shape[1] // 32, 32).long() << torch.arange(32, device=allowed.device)
+    ).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+# --- what must be drawn ---------------------------------------------------------------------------------------------
+
+
+def edited_ref(logits: torch.Tensor, edits: LogitEdits, vocab_start: int = 0) -> torch.Tensor:
+    """The reference's ``[B, V]`` float64 logits after each row's own edits."""
+    columns = slice(vocab_start, vocab_start + logits.shape[1])
+    flags = torch.full((len(logits),), 15, device=logits.device) if edits.rows is None else edits.rows
+
+    def applied(flag: Edit, tensor: torch.Tensor | None, nothing: float | bool) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        return torch.where((flags & flag != 0)[:, None], tensor[:, columns], nothing)
+
+    allowed = None
+    if edits.mask is not None and edits.mask.dtype is torch.bool:
+        allowed = ~edits.mask
+    elif edits.mask is not None:
+        ids = torch.arange(columns.stop, device=logits.device)
+        words = torch.nn.functional.pad(edits.mask, (0, 1), value=-1)
+        word = words[:, (ids // 32).clamp(max=words.shape[1] - 1)]
+        allowed = (word >> (ids % 32)) & 1 != 0
+    return edit_logits_ref(
+        logits,
+        additive=applied(Edit.ADDITIVE, edits.additive, 0.0),
+        scaling=applied(Edit.SCALING, edits.scaling, 1.0),
+        allowed=applied(Edit.MASK, allowed, True),
+        bias=applied(Edit.BIAS, edits.bias, 0.0),
+    ).double()
+
+
+def expected(case: Case) -> Reference:
+    """From exact logits: rows without limits as ``sample_ref`` has them, the others as ``truncated_sample_ref``. A row
+    without a token has the first id, and is no near-tie."""
+    return reference(case.edited, case.params, case.head.vocab_start, case.softcap_error)
+
+
+def reference(logits: torch.Tensor, params: BatchParams, vocab_start: int = 0, error: float = 0.0) -> Reference:
+    """error: how far each of the ``[B, V]`` logits may be off."""
+    values = (params.temperature, params.seed, params.position)
+    want = sample_ref(logits, logits - error, logits + error, *values, vocab_start=vocab_start)
+    limited = limited_rows(params, logits.shape[1])
+    if limited.any():
+        index = limited.nonzero()[:, 0]
+        some, cut = take(params, index), params.truncation
+        drawn = truncated_sample_ref(
+            logits[index],
+            some.temperature,
+            some.seed,
+            some.position,
+            *(tensor[index] for tensor in (cut.top_k, cut.top_p, cut.min_p)),
+        )
+        fields = (f.name for f in dataclasses.fields(Reference))
+        want = Reference(*(getattr(want, name).index_copy(0, index, getattr(drawn, name)) for name in fields))
+    empty = ~(logits > float("-inf")).any(1)
+    return dataclasses.replace(want, token=torch.where(empty, vocab_start, want.token), near_tie=want.near_tie & ~empty)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What one call gives. status: per row 0 without a truncation, 1 answered in one pass, more after a search; None of
+    batches without a truncation."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor | None
+    scores: torch.Tensor
+    status: torch.Tensor | None
+    workspace: Workspace
+    screen: ScreenWorkspace | None = None
+
+
+def draw(
+    path: str,
+    case: Case,
+    config: Config | None = None,
+    *,
+    logprobs: bool | None = None,
+    workspace: Workspace | None = None,
+    int8_head: Int8Head | None = None,
+    screen: ScreenWorkspace | None = None,
+    truncation_config: TruncationConfig = TRUNCATION,
+) -> Drawn:
+    """Draw the batch on this path. logprobs: asked for unless False, where the path has them."""
+    hidden, head, params = case.hidden, case.head, case.params
+    num_rows, device, vocab = len(hidden), hidden.device, head.vocab_size
+    config = config_of(path, vocab) if config is None else config
+    options = {"return_logprob": logprobs is not False, "truncation_config": truncation_config}
+    if path == "screened":
+        int8_head = Int8Head(head) if int8_head is None else int8_head
+        if screen is None:
+            screen = ScreenWorkspace(int8_head.num_groups, int8_head.weight.shape[1], max(1, num_rows), device)
+        workspace = Workspace(1, device) if workspace is None else workspace
+        options = {"workspace": screen, "head_workspace": workspace, "truncation_config": truncation_config}
+        output = screened_sample(hidden, head, int8_head, params, config, **options)
+    elif path == "logits":
+        if workspace is None:
+            workspace = Workspace(num_read_splits(vocab, max(1, num_rows), config, device) * max(1, num_rows), device)
+        output = sample_logits(case.raw, head.spec, params, config, workspace=workspace, **options)
+    else:
+        if workspace is None:
+            workspace = Workspace(num_splits(head, max(1, num_rows), config) * max(1, num_rows), device)
+        output = lm_head_sample(hidden, head, params, config, workspace=workspace, **options)
+    status = None
+    if params.truncation is not None and num_rows:
+        assert workspace.last_buffer is not None
+        status = workspace.last_buffer.status[:num_rows].clone()
+    return Drawn(*output, status, workspace, screen)
+
+
+def assert_equal_to_reference(case: Case, drawn: Drawn, max_near_ties: float = 0.1) -> None:
+    """Tokens are the reference's but for near-ties, of which there are no more than this share; logprobs and statuses
+    agree with it."""
+    want, head = expected(case), case.head
+    certain = ~want.near_tie
+    assert torch.equal(drawn.token_ids[certain], want.token[certain])
+    assert want.near_tie.double().mean().item() <= max_near_ties
+    assert ((drawn.token_ids >= head.vocab_start) & (drawn.token_ids < head.vocab_start + head.vocab_size)).all()
+    if drawn.status is not None:
+        assert torch.equal(drawn.status > 0, case.limited), "only rows with limits are drawn by them"
+    if drawn.logprobs is not None:
+        same = (drawn.token_ids == want.token) & (case.edited > float("-inf")).any(1)
+        room = 1e-4 + 4 * case.softcap_error / torch.where(case.params.temperature > 0, case.params.temperature, 1.0)
+        assert ((drawn.logprobs.double() - want.logprob_low).abs() <= room)[same].all()

@@ -1,0 +1,106 @@
+"""Every built-in choice compiled to real machine code, without a GPU and through its own launcher: it fits the device
+and spills no register. By default of sm90 and the first choice of each kind; all of all devices with ``--full``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILE_TARGETS = Path(__file__).parent.parent / "compile_targets.py"
+# Bytes of shared memory per program that a device of each compute capability offers.
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# Bytes of local memory per thread. Of its own accord ptxas stops at 128 registers and spills a few words; with that
+# limit given, it spills none. The search runs in few rows and waits for memory rather than for registers.
+SPILLS = {"sample_truncated_kernel": 16, "draw_rescored_kernel": 32, "search_truncated_kernel": 256}
+SPILLS |= {"rescore_groups_kernel": 16, "read_groups_kernel": 16}
+EVERYWHERE = {"lm_head_sample_kernel", "sample_logits_kernel", "sample_truncated_kernel", "search_truncated_kernel"}
+EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kernel", "rescore_groups_kernel"}
+EVERYWHERE |= {"bound_truncated_kernel", "list_ids_kernel", "verify_ids_kernel", "read_groups_kernel"}
+EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel"}
+
+
+def printed_by(*arguments: object):
+    """What ``compile_targets.py`` says, in a process whose Triton is not the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(COMPILE_TARGETS), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_fits(found: list[dict], capability: int) -> None:
+    assert {used["kernel"] for used in found} == EVERYWHERE
+    for kind in ("plain", "edit", "truncate", "edit+truncate"):
+        for path, suffix in (("fused", ""), ("logits", ""), ("screened", "+screen")):
+            assert any(used["launch"].startswith(f"{path}, {kind}{suffix}, ") for used in found), (path, kind)
+    for used in found:
+        allowed = SPILLS.get(used["kernel"], 0)
+        assert used["spilled"] <= allowed, f"{used} spills on sm{capability}"
+        assert used["shared"] <= SHARED[capability], f"{used} does not fit on sm{capability}"
+
+
+def assert_barriers_agree(found: list[dict]) -> None:
+    """What other programs raise meanwhile is not loaded by each thread for itself: threads that see different values
+    take different branches around the same barrier. A program without a list looks once, before there is a branch."""
+    rescored = [used for used in found if used["kernel"] == "rescore_groups_kernel"]
+    for listed in (True, False):
+        loads = [used["loads"] for used in rescored if f"listed={listed}" in used["launch"]]
+        assert loads and all(("threshold" in one) != listed for one in loads), listed
+        assert all(("group_list" in one) for one in loads)
+
+
+@pytest.mark.slow
+def test_the_first_choice_of_every_kind_fits_an_sm90_and_spills_nothing():
+    found = printed_by("resources", 90)
+    assert_fits(found, 90)
+    assert_barriers_agree(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", SHARED)
+def test_every_built_in_choice_with_everything_it_is_for_fits_its_device_and_spills_nothing(capability):
+    """Also with logprobs, a softcap, a ragged vocabulary, fp16 and fp32."""
+    found = printed_by("resources", capability, "--full")
+    assert_fits(found, capability)
+    for words in ("logprobs", "softcap", "ragged", "fp16", "torch.float32"):
+        assert any(words in used["launch"] for used in found), words
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[str, list[str]]:
+    """About a thousand launches with arguments of every kind, one after the other, in one process."""
+    return printed_by("keys", 90)
+
+
+def test_no_launch_is_given_a_binary_that_triton_would_not_have_taken(launches):
+    """Types, values of 1, multiples of 16, alignments, sizes beyond int32, and what is None."""
+    assert len(launches["made"]) > 500
+    assert launches["mistaken"] == []
+
+
+def test_what_is_compiled_ahead_serves_every_batch_size_and_views_at_odd_addresses(launches):
+    assert launches["late"] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature at an odd address", "seed at", "position at", "2 rows", "17 rows", "again"]
+)
+def test_another_batch_does_not_compile_another_kernel(launches, name):
+    assert not [one for one in launches["made"] if f", {name}" in one]
+
+
+def test_a_kernel_has_the_same_name_in_the_cache_on_disk_whichever_was_launched_first():
+    """So that one process finds what another has compiled. And a constant that two modules name alike has one value:
+    Triton orders a kernel's constants by name, and by address where names are the same."""
+    found = printed_by("names", 90)
+    keys = found[0]["keys"]
+    assert set(keys) == EVERYWHERE and len(set(keys.values())) == len(keys)
+    assert len(found) >= 5 and all(other["keys"] == keys for other in found[1:])
+    for constants in found[0]["constants"].values():
+        assert all(len(values) == 1 for values in constants.values()), constants
+    assert any(found[0]["constants"].values())

@@ -1,0 +1,85 @@
+"""Single hardware instructions against float64, within the errors that their docstrings state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from sgl_flashsample.kernels import intrinsics
+
+
+@triton.jit
+def _map_kernel(x_ptr, out_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=1.0)
+    if FUNCTION == "log2":
+        y = intrinsics.log2(x)
+    elif FUNCTION == "square":
+        y = intrinsics.mul_rn(x, x)
+    elif FUNCTION == "reciprocal":
+        y = intrinsics.reciprocal(x)
+    elif FUNCTION == "clamp01":
+        y = intrinsics.clamp01(x)
+    elif FUNCTION == "ordered":
+        y = intrinsics.float_to_ordered(x)
+    else:
+        y = intrinsics.ordered_to_float(intrinsics.float_to_ordered(x))
+    tl.store(out_ptr + offs, y, mask=offs < n)
+
+
+def mapped(x: torch.Tensor, function: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.empty_like(x, dtype=dtype)
+    _map_kernel[(triton.cdiv(x.numel(), 4096),)](x, out, x.numel(), FUNCTION=function, BLOCK=4096)
+    return out.double() if dtype is torch.float32 else out
+
+
+def normal_numbers(device) -> torch.Tensor:
+    """Of every exponent, and many around 1."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.arange(-126, 127).repeat(200)
+    wide = torch.ldexp(torch.rand(exponents.shape, generator=generator) + 1.0, exponents)
+    return torch.cat([wide, torch.rand(50_000, generator=generator) * 1.5 + 0.5]).to(device)
+
+
+def test_log2_errs_by_two_to_the_minus_22_absolute_around_1_and_relative_elsewhere(device):
+    x = normal_numbers(device)
+    want = torch.log2(x.double())
+    room = torch.where((x >= 0.5) & (x <= 2.0), torch.ones_like(want), want.abs()) * 2.0**-22
+    assert ((mapped(x, "log2") - want).abs() <= room).all()
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_log2_of_zero_is_minus_infinity(device):
+    assert mapped(torch.zeros(1, device=device), "log2").item() == float("-inf")
+
+
+def test_reciprocals_are_within_an_ulp(device):
+    x = normal_numbers(device)
+    x = x[x < 2.0**125]  # the reciprocal of larger ones is not normal
+    want = 1.0 / x.double()
+    assert ((mapped(x, "reciprocal") - want).abs() <= want * 2.0**-23).all()
+
+
+def test_products_are_rounded_by_themselves(device):
+    x = normal_numbers(device)
+    x = x[(x > 2.0**-60) & (x < 2.0**60)]
+    assert torch.equal(mapped(x, "square"), (x * x).double())
+
+
+def test_clamp01_moves_into_0_to_1_and_nan_to_0(device):
+    inf = float("inf")
+    x = torch.tensor([-inf, -1.0, -0.0, 0.0, 2.0**-126, 0.5, 1.0, 1.5, inf, float("nan")], device=device)
+    want = torch.tensor([0.0, 0.0, 0.0, 0.0, 2.0**-126, 0.5, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
+    assert torch.equal(mapped(x, "clamp01"), want)
+
+
+def test_floats_as_integers_keep_their_order_and_come_back(device):
+    inf = float("inf")
+    x = torch.cat([normal_numbers(device), torch.tensor([0.0, 2.0**-149, inf, 3.4e38], device=device)])
+    x = torch.cat([x, -x]).sort().values
+    keys = mapped(x, "ordered", torch.int32)
+    assert ((keys[1:] > keys[:-1]) == (x[1:] > x[:-1]))[x[1:] != x[:-1]].all()
+    assert (keys[1:] >= keys[:-1])[x[1:] != 0].all(), "but for the two zeros"
+    assert torch.equal(mapped(x, "back"), x.double())

@@ -1,0 +1,182 @@
+"""Values that launchers are given: what they refuse, by name and with what was expected, and what they know of
+themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig, TruncationConfig
+from sgl_flashsample.kernels.lm_head_sample import num_splits, workspace_slots
+from sgl_flashsample.kernels.params import BatchParams, Edit, LMHead, LogitEdits, LogitsSpec, supports_tma
+from sgl_flashsample.kernels.sample_logits import num_read_splits, read_slots
+from sgl_flashsample.kernels.workspace import Workspace, num_group_blocks
+
+TILE = TileConfig(16, 64, 32, 4, 2)
+READ = ReadConfig(16, 64, 4)
+SCREEN = ScreenConfig(16, 64, 32, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"vocab_size": 11}, "vocab_size is 11; expected 1 to the head's 10 rows"),
+        ({"vocab_size": -1}, "vocab_size is -1; expected 1 to"),
+        ({"vocab_start": 8}, "vocab_start is 8; expected a multiple of 16"),
+        ({"vocab_start": 2**31}, "ids reach 2147483658; expected them below 2\\*\\*31"),
+        ({"softcap": 0.0}, "softcap is 0.0; expected a positive number"),
+        ({"softcap": float("nan")}, "softcap is nan; expected a positive number"),
+        ({"logits_dtype": torch.int8}, "logits_dtype is torch.int8; expected bfloat16, float16 or float32"),
+        ({"weight": torch.zeros(10, 4, 2)}, r"weight is \(10, 4, 2\) .*; expected \[V, D\]"),
+        ({"weight": torch.zeros(16, 10).T}, "weight has strides .*; expected rows that are contiguous"),
+        (
+            {"weight": torch.zeros(10, 4, dtype=torch.int8)},
+            "weight is .*int8; expected .* bfloat16, float16 or float32",
+        ),
+    ],
+)
+def test_a_bad_head_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        LMHead(**({"weight": torch.zeros(10, 4)} | options))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"vocab_size": 0}, "vocab_size is 0; expected 1 or more"),
+        ({"vocab_start": 8}, "vocab_start is 8; expected a multiple of 16, 0 or more"),
+        ({"vocab_start": -16}, "vocab_start is -16; expected a multiple of 16, 0 or more"),
+        ({"vocab_size": 2**31}, "ids reach 2147483648; expected them below 2\\*\\*31"),
+        ({"softcap": -1.0}, "softcap is -1.0; expected a positive number or None"),
+        ({"rounding": torch.int8}, "rounding is torch.int8; expected bfloat16, float16 or float32"),
+    ],
+)
+def test_bad_logits_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        LogitsSpec(**({"vocab_size": 10} | options))
+
+
+@pytest.mark.parametrize(
+    "config, field, value, expectation",
+    [
+        (TILE, "block_v", 48, "a power of two of at least 32"),
+        (TILE, "block_b", 8, "a power of two of at least 16"),
+        (TILE, "stages", 0, "an integer of at least 1"),
+        (TILE, "num_warps", 3, "a power of two of at least 1"),
+        (READ, "block_v", 16, "a power of two of at least 32"),
+        (READ, "block_b", 3, "a power of two of at least 1"),
+        (READ, "min_splits", 513, "512 or fewer"),
+        (READ, "ctas_per_sm", 1.5, "an integer of at least 1"),
+        (SCREEN, "block_v", 48, "a power of two of at least 32"),
+        (SCREEN, "block_b", 256, "128 or fewer"),
+        (SCREEN, "chunk", 8, "16 or more"),
+        (SCREEN, "rescore_warps", 16, "8 or fewer"),
+        (SCREEN, "rescore_stages", 0, "an integer of at least 1"),
+        (SCREEN, "rescore_v", 8, "a power of two of at least 16"),
+        (TruncationConfig(), "splits", 32, "16 or fewer"),
+        (TruncationConfig(), "search_splits", 3, "a power of two of at least 1"),
+        (TruncationConfig(), "block", 4, "a power of two of at least 8"),
+        (TruncationConfig(), "candidate_groups", 1024, "512 or fewer"),
+        (TruncationConfig(), "window", 2.0, "a power of two of at least 1"),
+    ],
+)
+def test_a_bad_config_names_the_field_and_what_was_expected(config, field, value, expectation):
+    with pytest.raises(ValueError, match=f"{type(config).__name__}.{field} is {value}; expected {expectation}"):
+        dataclasses.replace(config, **{field: value})
+
+
+@pytest.mark.parametrize("config", [TILE, READ])
+def test_one_launch_reduces_no_more_rows_at_a_time_than_a_tile_has(config):
+    with pytest.raises(ValueError, match="reduce_rows is 32; expected at most block_b, 16, with one launch"):
+        dataclasses.replace(config, reduce_rows=32, one_launch=True)
+    assert dataclasses.replace(config, reduce_rows=32).reduce_rows == 32
+
+
+def test_configs_that_differ_in_nothing_that_is_compiled_share_a_binary():
+    """And those that differ in anything else do not."""
+    launch_only = {TileConfig: {"ctas_per_sm": 3, "reduce_rows": 4}}
+    launch_only[ReadConfig] = {"ctas_per_sm": 3, "reduce_rows": 4, "min_splits": 9}
+    for config in (TILE, READ):
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            changed = launch_only[type(config)].get(field.name, not value if isinstance(value, bool) else 2 * value)
+            other = dataclasses.replace(config, **{field.name: changed})
+            assert (other.compiled == config.compiled) == (field.name in launch_only[type(config)]), field.name
+    one = dataclasses.replace(TILE, one_launch=True)
+    assert dataclasses.replace(one, reduce_rows=4).compiled != one.compiled, "its own program reduces"
+
+
+def test_the_edits_that_are_given_are_known():
+    tensor, word = torch.zeros(1, 32), torch.zeros(1, 1, dtype=torch.int32)
+    assert LogitEdits().given == Edit(0)
+    assert LogitEdits(additive=tensor, bias=tensor).given == Edit.ADDITIVE | Edit.BIAS
+    assert LogitEdits(scaling=tensor, mask=word).given == Edit.SCALING | Edit.MASK
+    assert not LogitEdits(mask=word).mask_is_bool and LogitEdits(mask=word.bool()).mask_is_bool
+    assert not LogitEdits(scaling=tensor).mask_is_bool
+
+    def is_edited(edits: LogitEdits | None) -> bool:
+        return BatchParams(tensor, tensor, tensor, edits=edits).is_edited
+
+    assert not is_edited(None) and not is_edited(LogitEdits()) and is_edited(LogitEdits(mask=word))
+
+
+def test_edits_of_a_shard_need_the_columns_of_the_ids_before_it():
+    edits = LogitEdits(bias=torch.zeros(2, 400))
+    spec = LogitsSpec(400, vocab_start=160)
+    row = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"bias is \(2, 400\).*expected contiguous \(2, 560\)"):
+        BatchParams(torch.ones(2), row, row, edits=edits).check("hidden", torch.zeros(2, 16), spec)
+
+
+def test_a_scale_that_is_an_integer_is_a_float_to_the_kernels():
+    """Another type would compile another kernel."""
+    row = torch.zeros(1, dtype=torch.int64)
+    params, filler = BatchParams(torch.ones(1), row, row), torch.zeros(1)
+    features = params.operands(LogitsSpec(16, logit_scale=7, softcap=11), filler, filler.int())
+    assert (features.logit_scale, features.softcap) == (7.0, 11.0)
+    assert isinstance(features.logit_scale, float) and isinstance(features.softcap, float)
+
+
+def test_a_head_says_what_its_logits_are_and_what_can_address_it():
+    head = LMHead(torch.zeros(40, 24, dtype=torch.bfloat16), 37, 32, 0.5, 20.0, torch.float32)
+    assert head.spec == LogitsSpec(37, 32, 0.5, 20.0, torch.float32)
+    assert (head.spec.num_groups, head.spec.vocab_end) == (3, 69)
+    assert head.rounding is torch.float32 and not head.gemm_gives_logits
+    assert LMHead(head.weight).rounding is torch.bfloat16 and LMHead(head.weight).gemm_gives_logits
+    assert head.supports_tma and supports_tma(torch.zeros(3, 4)) and not supports_tma(torch.zeros(3, 5))
+    assert not supports_tma(torch.zeros(3, 8)[:, 1:5])
+    odd = LMHead(torch.zeros(40, 25, dtype=torch.bfloat16))
+    both = dataclasses.replace(TILE, tma=True, hidden_tma=True)
+    hidden = torch.zeros(2, 24, dtype=torch.bfloat16)
+    assert head.without_unsupported_tma(both, hidden) == both
+    assert odd.without_unsupported_tma(both, hidden) == dataclasses.replace(both, tma=False)
+    shifted = torch.zeros(2, 40, dtype=torch.bfloat16)[:, 1:25]
+    assert head.without_unsupported_tma(both, shifted) == dataclasses.replace(both, hidden_tma=False)
+    assert head.weight_operand(TILE) is head.weight_operand(TILE), "a descriptor is made once"
+    assert head.weight_operand(dataclasses.replace(TILE, tma=False)) is head.weight
+
+
+@pytest.mark.parametrize("max_rows", [1, 15, 16, 17, 64, 100])
+def test_a_workspace_of_so_many_slots_serves_every_batch_up_to_its_size(device, max_rows):
+    head = LMHead(torch.zeros(5003, 16, device=device))
+    tile, read = dataclasses.replace(TILE, ctas_per_sm=7), dataclasses.replace(READ, ctas_per_sm=7, min_splits=3)
+    rows = range(1, max_rows + 1)
+    assert workspace_slots(head, max_rows, tile) == max(num_splits(head, n, tile) * n for n in rows)
+    assert read_slots(5003, max_rows, read, device) == max(num_read_splits(5003, n, read, device) * n for n in rows)
+    assert all(num_read_splits(5003, n, read, device) >= 3 for n in rows)
+
+
+def test_room_for_a_gemm_has_rows_at_multiples_of_16_and_grows_by_doubling(device):
+    workspace = Workspace(1, device)
+    first = workspace.gemm(3, 50_257, torch.float16)
+    assert first.shape == (3, 50_257) and first.stride() == (50_272, 1) and first.dtype is torch.float16
+    assert workspace.gemm(2, 50_257, torch.float16).data_ptr() == first.data_ptr()
+    workspace.gemm(4, 50_257, torch.float16)
+    assert workspace.gemm(6, 50_257, torch.float16).untyped_storage().nbytes() == 6 * 50_272 * 2
+    assert workspace.gemm(1, 32, torch.float16).stride() == (32, 1), "another width starts anew"
+
+
+def test_blocks_of_groups_are_a_power_of_two_of_128_ids():
+    assert [num_group_blocks(vocab) for vocab in (1, 128, 129, 1000, 151_936)] == [1, 1, 2, 8, 2048]

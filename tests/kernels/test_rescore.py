@@ -1,0 +1,534 @@
+"""The second pass of the screened path: what it reads, in whichever order; and, of truncated rows, each launch against
+its definition."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_cases import (
+    CUDA,
+    LISTED,
+    SCREEN,
+    TRUNCATION,
+    Case,
+    assert_equal_to_reference,
+    draw,
+    expected,
+    limits,
+    make_case,
+    make_params,
+    rounding_case,
+    take,
+)
+
+from sgl_flashsample.kernels import rescore, screened_sample
+from sgl_flashsample.kernels.config import ScreenConfig
+from sgl_flashsample.kernels.int8_head import Int8Head
+from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
+from sgl_flashsample.kernels.reference import truncated_sample_ref
+from sgl_flashsample.kernels.rescore import RescorePass, list_groups, read_groups
+from sgl_flashsample.kernels.screen import quantize_hidden, screen_head
+from sgl_flashsample.kernels.screened_truncated import bound_truncated, draw_rescored, list_ids, verify_ids
+from sgl_flashsample.kernels.workspace import ID_ROWS, LogitsBuffer, ScreenCounter, ScreenWorkspace
+
+INF = float("inf")
+in_chunks_and_listed = pytest.mark.parametrize("config", [SCREEN, LISTED], ids=["chunks", "listed"])
+
+
+def counted(drawn) -> dict[ScreenCounter, int]:
+    return dict(zip(ScreenCounter, drawn.screen.operands.counters.tolist(), strict=True))
+
+
+def ordered(x: torch.Tensor) -> torch.Tensor:
+    """float32 to int32 in the same order."""
+    bits = x.float().view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+# --- what is read ---------------------------------------------------------------------------------------------------
+
+
+@in_chunks_and_listed
+def test_where_every_group_could_win_every_group_is_read_and_the_token_is_right(device, config):
+    case = make_case(17, 1003, device, hidden=64)
+    copy = Int8Head(case.head)
+    copy.operands.error.fill_(1e6)
+    drawn = draw("screened", case, config, int8_head=copy)
+    assert_equal_to_reference(case, drawn)
+    counts = counted(drawn)
+    assert counts[ScreenCounter.ROW_BLOCKS] == counts[ScreenCounter.MANY_CANDIDATES] == 2
+    assert counts[ScreenCounter.ROWS] == 17 and counts[ScreenCounter.CERTIFIED_ROWS] == 0
+    assert counts[ScreenCounter.GROUPS] == 63 * 2
+    assert counts[ScreenCounter.CANDIDATES] == 63 * 17
+
+
+def test_neither_the_order_of_the_list_nor_who_reads_an_entry_matters_even_where_scores_tie(device, monkeypatch):
+    case = make_case(17, 703, device, "greedy", torch.bfloat16)
+    case.hidden[:, 1:] = 0  # few different logits: the best is everywhere
+    fused, in_order = draw("fused", case), draw("screened", case, LISTED)
+    shifts: list[int] = []
+
+    def shuffled(num_rows, vocab_size, params, workspace, config, **options):
+        list_groups(num_rows, vocab_size, params, workspace, config, **options)
+        screen, num_groups = workspace.operands, workspace.num_groups
+        for block in range(-(-num_rows // config.rescore_tile.block_b)):
+            entries = screen.group_list[block * num_groups :][: int(screen.num_flagged[block])]
+            entries.copy_(entries.flip(0).roll(shifts[-1]))
+            place = screen.group_place[block * num_groups :]
+            place[entries.long()] = torch.arange(len(entries), dtype=torch.int32, device=device)
+
+    monkeypatch.setattr(rescore, "list_groups", shuffled)
+    for shift in (0, 5):
+        shifts.append(shift)
+        drawn = draw("screened", case, LISTED)
+        assert torch.equal(drawn.token_ids, fused.token_ids)
+        assert torch.equal(drawn.scores, in_order.scores)
+
+
+@in_chunks_and_listed
+def test_what_is_read_first_spares_what_is_worse(device, config):
+    case = rounding_case(4, 2000, device, torch.bfloat16, hidden=64)
+    head = LMHead(torch.cat([case.hidden / 5, case.head.weight]))  # the first group holds what each state points to
+    case = dataclasses.replace(case, head=head).with_params(temperature=torch.ones(4, device=device))
+    copy = Int8Head(head)
+    copy.operands.error.mul_(20)  # little is ruled out before its turn
+    drawn = draw("screened", case, dataclasses.replace(config, rescore_v=32), int8_head=copy)
+    assert torch.equal(drawn.token_ids, draw("fused", case).token_ids)
+    counts = counted(drawn)
+    assert counts[ScreenCounter.CANDIDATES] >= 25, counts
+    if not CUDA:  # there, programs run at the same time
+        assert counts[ScreenCounter.GROUPS] <= counts[ScreenCounter.CANDIDATES] // 2, counts
+
+
+def test_few_groups_are_read_and_the_counters_say_how_many(device):
+    case = rounding_case(8, 4000, device, torch.bfloat16, hidden=256)
+    case = case.with_params(temperature=torch.ones(8, device=device))
+    counts = counted(draw("screened", case))
+    assert counts[ScreenCounter.ROW_BLOCKS] == 1 and counts[ScreenCounter.ROWS] == 8
+    assert counts[ScreenCounter.CANDIDATES] >= 8 and counts[ScreenCounter.GROUPS] <= 60
+    assert counts[ScreenCounter.GROUPS] <= counts[ScreenCounter.CANDIDATES]
+    peaked = dataclasses.replace(case, hidden=case.head.weight[100:900:100] * 8)
+    counts = counted(draw("screened", peaked))
+    assert counts[ScreenCounter.CERTIFIED_ROWS] == 8, "nothing comes near the one id that a state points to"
+    assert counts[ScreenCounter.GROUPS] == 8 and counts[ScreenCounter.MANY_CANDIDATES] == 0
+
+
+def test_edits_do_not_make_every_group_a_candidate_and_a_row_without_a_token_reads_nothing(device):
+    case = make_case(17, 1900, device, "edit", hidden=64, seed=6)
+    counts = counted(draw("screened", case))
+    assert counts[ScreenCounter.GROUPS] < 17 * 119 / 4
+    masked = case.with_params(
+        edits=dataclasses.replace(
+            case.params.edits, mask=torch.ones(17, 1900, dtype=torch.bool, device=device), rows=None
+        )
+    )
+    counts = counted(draw("screened", masked))
+    assert counts[ScreenCounter.GROUPS] == 0 and counts[ScreenCounter.CERTIFIED_ROWS] == 17
+
+
+# --- truncated rows, launch by launch -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Stage:
+    """A batch of ``num_rows`` truncated rows, of which the last is greedy, and made-up results of the launches before
+    the one under test."""
+
+    case: Case
+    workspace: ScreenWorkspace
+    buffer: LogitsBuffer
+    config: ScreenConfig = SCREEN
+
+    @property
+    def arguments(self) -> tuple[int, int, BatchParams, ScreenWorkspace]:
+        return len(self.case.hidden), self.case.head.vocab_size, self.case.params, self.workspace
+
+    def rows_of_groups(self, name: str) -> torch.Tensor:
+        """``[B, G]`` of a tensor of that layout."""
+        num_rows, groups = len(self.case.hidden), self.workspace.num_groups
+        return getattr(self.workspace.operands, name)[: num_rows * groups].view(num_rows, groups)
+
+    @property
+    def score_hi(self) -> torch.Tensor:
+        """``[G, B]``."""
+        num_rows, groups = len(self.case.hidden), self.workspace.num_groups
+        return self.workspace.operands.score_hi[: num_rows * groups].view(groups, num_rows)
+
+    @property
+    def threshold(self) -> torch.Tensor:
+        key = self.workspace.operands.threshold
+        return torch.where(key < 0, key ^ 0x7FFFFFFF, key).view(torch.float32)
+
+    @property
+    def peaks(self) -> torch.Tensor:
+        """``[B, G]`` float32, the true largest logits."""
+        return padded(self.case.edited).amax(-1).float()
+
+
+def padded(logits: torch.Tensor) -> torch.Tensor:
+    """``[B, G, 16]``, -inf beyond the vocabulary."""
+    return torch.nn.functional.pad(logits, (0, -logits.shape[1] % 16), value=-INF).view(len(logits), -1, 16)
+
+
+@pytest.fixture
+def stage(device) -> Stage:
+    num_rows, vocab = 7, 1003
+    case = make_case(num_rows, vocab, device, dtype=torch.float32, seed=12)
+    temperature = torch.linspace(0.6, 1.4, num_rows, device=device)
+    temperature[-1] = 0.0
+    top_k = torch.tensor([3, 40, 64, 0, 100, 5, 5], dtype=torch.int32, device=device)
+    cut = dataclasses.replace(limits(num_rows, device, top_p=0.9), top_k=top_k)
+    case = case.with_params(temperature=temperature, truncation=cut)
+    copy = Int8Head(case.head)
+    workspace = ScreenWorkspace(copy.num_groups, copy.weight.shape[1], num_rows, device)
+    workspace.operands.max_logit_lo.fill_(-55.0)  # of rows that are not truncated, nothing is written
+    quantize_hidden(case.hidden, workspace, SCREEN)
+    screen_head(case.head, copy, num_rows, case.params, workspace, SCREEN)
+    buffer = LogitsBuffer(num_rows, vocab, torch.float32, device)
+    buffer.logits.fill_(-77.0)
+    buffer.group_max.fill_(-77.0)
+    return Stage(case, workspace, buffer)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_bound_is_what_as_many_blocks_of_groups_as_are_wanted_are_above(stage, again):
+    """``top_k`` of them where that is small, else as many as the draw has room for; a few more, for the bound is found
+    by bisection. Rows that are not truncated keep their threshold."""
+    greedy_before = stage.threshold[-1].item()
+    bound_truncated(*stage.arguments, stage.buffer, SCREEN, TRUNCATION, again=again)
+    lo = stage.rows_of_groups("max_logit_lo")[:-1]
+    blocks = torch.nn.functional.pad(lo, (0, -lo.shape[1] % 8), value=-INF).view(len(lo), -1, 8).amax(-1)
+    above = (blocks > stage.threshold[:-1, None]).sum(1).tolist()
+    small = TRUNCATION.candidate_groups // 2
+    for k, num_above in zip(stage.case.params.truncation.top_k.tolist(), above, strict=False):
+        wanted = k if 1 <= k <= small else small
+        assert num_above == blocks.shape[1] or wanted <= num_above <= wanted + wanted // 4 + 4, (k, num_above)
+    assert above[0] < 10 and above[5] < 11, "few where few are wanted"
+    assert stage.threshold[-1].item() == greedy_before
+    started = torch.full_like(stage.buffer.group_max, -77.0 if again else -INF)
+    started[-1] = -77.0
+    assert torch.equal(stage.buffer.group_max, started)
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_groups_are_listed_once_per_block_of_rows_if_any_of_its_rows_flags_them(device, certain):
+    num_rows, vocab = 20, 1003  # two blocks of rows
+    case = make_case(num_rows, vocab, device, dtype=torch.float32)
+    case = case.with_params(truncation=dataclasses.replace(limits(num_rows, device, top_k=5)))
+    workspace = ScreenWorkspace(63, 32, num_rows, device)
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(num_rows, 63, generator=generator).to(device)
+    values[:, ::9] = -INF
+    workspace.operands.score_hi.copy_(values.T.flatten())
+    workspace.operands.max_logit_lo.copy_(values.flatten())
+    threshold = torch.full((num_rows,), 1.0, device=device)
+    threshold[3] = -INF  # a group that has no token is not flagged all the same
+    threshold[17] = values[17, 5]  # reached, not passed
+    workspace.operands.threshold.copy_(ordered(threshold))
+    workspace.operands.candidates.zero_()
+    list_groups(num_rows, vocab, case.params, workspace, SCREEN, certain=certain)
+    flags = (values >= threshold[:, None]) & (values > -INF)
+    if certain:
+        flags &= (case.params.temperature > 0)[:, None]
+    for block in range(2):
+        rows = flags[16 * block : 16 * block + 16]
+        count = int(workspace.operands.num_flagged[block])
+        listed = workspace.operands.group_list[block * 63 :][:count].tolist()
+        assert sorted(listed) == rows.any(0).nonzero()[:, 0].tolist()
+        place = workspace.operands.group_place[block * 63 :]
+        assert [int(place[group]) for group in listed] == list(range(count))
+    assert torch.equal(workspace.operands.candidates, flags.sum(1).int())
+
+
+@pytest.mark.parametrize("which", RescorePass)
+def test_groups_are_read_for_the_rows_that_need_them_and_for_no_others(stage, which):
+    """Certain groups are not to be read again, and what they reach is what they are."""
+    num_rows = len(stage.case.hidden)
+    stage.workspace.operands.threshold.copy_(ordered(stage.peaks.topk(3).values[:, -1] - 0.5))
+    lo_before, hi_before = stage.rows_of_groups("max_logit_lo").clone(), stage.score_hi.clone()
+    needs = stage.case.limited
+    certain = which is RescorePass.CERTAIN_GROUPS
+    if certain:
+        flags = (lo_before >= stage.threshold[:, None])[needs].any(0)
+        assert 3 <= flags.sum() < 40
+        read = flags[None] & needs[:, None]
+    else:
+        needs = torch.tensor([True, False, True, False, False, True, False], device=needs.device)
+        stage.buffer.status.copy_(torch.where(needs, -1, 1))
+        read = needs[:, None].expand(-1, 63)
+    read_groups(stage.case.hidden, stage.case.head, stage.case.params, stage.workspace, SCREEN, stage.buffer, which)
+    left = stage.buffer.logits.view(num_rows, -1, 16)
+    assert torch.equal(left[read].double(), padded(stage.case.edited)[read])
+    assert (left[~read] == -77.0).all() and (stage.buffer.group_max[~read] == -77.0).all()
+    assert torch.equal(stage.buffer.group_max[read], stage.peaks[read])
+    changed = read if certain else torch.zeros_like(read)
+    lo, hi = stage.rows_of_groups("max_logit_lo"), stage.score_hi.T
+    assert torch.equal(lo[changed], stage.peaks[changed]) and torch.equal(lo[~changed], lo_before[~changed])
+    assert (hi[changed] == -INF).all() and torch.equal(hi[~changed], hi_before.T[~changed])
+    assert not stage.workspace.operands.num_flagged.any() and not stage.workspace.operands.arrived.any()
+    wanted = int(read.any(0).sum())
+    assert stage.workspace.operands.counters[ScreenCounter.GROUPS] == wanted
+
+
+def test_ids_that_could_reach_the_threshold_are_listed_and_their_groups_ruled_out(stage):
+    num_rows, vocab = len(stage.case.hidden), stage.case.head.vocab_size
+    threshold = stage.peaks.topk(5).values[:, -1] - 0.01
+    stage.workspace.operands.threshold.copy_(ordered(threshold))
+    stage.workspace.operands.candidates.zero_()
+    hi_before = stage.score_hi.T.clone()
+    id_hi = stage.workspace.operands.id_hi[: vocab * num_rows].view(vocab, num_rows).T.float()
+    list_ids(num_rows, vocab, stage.case.params, stage.workspace, SCREEN)
+    possible = (hi_before >= threshold[:, None]) & stage.case.limited[:, None]
+    reaching = (id_hi >= threshold[:, None]) & possible.repeat_interleave(16, 1)[:, :vocab]
+    count = int(stage.workspace.operands.num_ids)
+    listed = stage.workspace.operands.ids[:count].tolist()
+    assert count >= 5 and sorted(listed) == reaching.any(0).nonzero()[:, 0].tolist()
+    assert (stage.score_hi.T[possible] == -INF).all()
+    assert torch.equal(stage.score_hi.T[~possible], hi_before[~possible])
+    assert torch.equal(stage.workspace.operands.candidates, possible.sum(1).int())
+
+
+def test_an_id_that_does_reach_the_threshold_brings_its_group_back(stage):
+    num_rows, vocab = len(stage.case.hidden), stage.case.head.vocab_size
+    threshold = stage.peaks.topk(5).values[:, -1]  # reached, not passed
+    stage.workspace.operands.threshold.copy_(ordered(threshold))
+    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(0))[:400].int().to(threshold.device)
+    stage.workspace.operands.ids[:400], stage.workspace.operands.num_ids[:] = ids, 400
+    stage.score_hi.fill_(-INF)
+    verify_ids(stage.case.hidden, stage.case.head, stage.case.params, stage.workspace, SCREEN)
+    listed = torch.zeros(vocab, dtype=torch.bool, device=ids.device)
+    listed[ids.long()] = True
+    reaches = listed & (stage.case.edited >= threshold.double()[:, None]) & stage.case.limited[:, None]
+    back = torch.nn.functional.pad(reaches, (0, -vocab % 16)).view(num_rows, -1, 16).any(-1)
+    assert 3 <= back.sum() < 30
+    assert torch.equal(stage.score_hi.T, torch.where(back, INF, -INF))
+    assert not stage.workspace.operands.num_ids.any() and not stage.workspace.operands.ids_arrived.any()
+
+
+def rescored(case: Case, threshold: torch.Tensor, width: float, dtype=torch.float32) -> Stage:
+    """Groups that reach the threshold in the buffer, ends of every group's mass ``width`` to either side of it."""
+    num_rows, vocab, device = len(case.hidden), case.head.vocab_size, case.hidden.device
+    workspace = ScreenWorkspace(-(-vocab // 16), 32, num_rows, device)
+    made = Stage(case, workspace, LogitsBuffer(num_rows, vocab, dtype, device))
+    workspace.operands.threshold.copy_(ordered(threshold))
+    logits = padded(case.edited)
+    mass = (logits / case.params.temperature.double().clamp(min=1e-3)[:, None, None]).logsumexp(-1)
+    made.rows_of_groups("lse_lo").copy_(mass - width)
+    made.rows_of_groups("lse_hi").copy_(mass + width)
+    read = made.peaks >= threshold[:, None]
+    made.buffer.logits.copy_(torch.where(read[..., None], logits, 99.0).flatten(1))  # what was not read is anything
+    made.buffer.group_max.copy_(torch.where(read, made.peaks, -INF))
+    return made
+
+
+def drawn_from(made: Stage) -> tuple[SampleOutput, torch.Tensor]:
+    num_rows, vocab, params, workspace = made.arguments
+    output = SampleOutput.empty(num_rows, made.case.hidden.device, False)
+    output.token_ids.fill_(-7)
+    draw_rescored(output, vocab, params, workspace, made.buffer, SCREEN, TRUNCATION)
+    return output, made.buffer.status[:num_rows]
+
+
+@in_chunks_and_listed
+def test_the_token_is_of_the_groups_that_are_not_ruled_out(stage, config):
+    """Of a row without limits the best of them; of the others, their logits into the buffer and nothing else."""
+    num_rows, vocab = len(stage.case.hidden), stage.case.head.vocab_size
+    best = stage.peaks[-1].argmax()
+    stage.score_hi[best, :] = -INF
+    stage.workspace.operands.threshold.copy_(ordered(stage.peaks.topk(4).values[:, -1] - 0.5))
+    flagged = (stage.threshold[:, None] <= stage.score_hi.T).any(0)
+    assert 4 <= flagged.sum() < 60
+    logits = padded(stage.case.edited)
+    output = rescore.rescore_groups(
+        stage.case.hidden, stage.case.head, stage.case.params, stage.workspace, config, stage.buffer
+    )
+    allowed = torch.where(flagged[:, None], logits[-1], -INF).flatten()
+    assert output.token_ids[-1] == allowed.argmax() and output.scores[-1] == allowed.max()
+    left, limited = stage.buffer.logits.view(num_rows, -1, 16), stage.case.limited
+    assert (left[:, ~flagged] == -77.0).all() and (left[~limited] == -77.0).all()
+    written = (left != -77.0).any(-1)
+    assert torch.equal(left[written].double(), logits[written])
+    assert written[limited][:, flagged].float().mean() > 0.8, "but for those that what was read has ruled out"
+    assert vocab == allowed.isfinite().numel() - (-vocab % 16)
+
+
+def test_rescored_groups_decide_a_token_only_where_they_are_certain_to(stage):
+    """Narrow ends of the mass decide nearly all rows, ends that are far apart few; what is decided is right. A top-k
+    that is not small, or none, is decided where top-p or min-p ask for less than was rescored."""
+    num_rows = 14
+    case = stage.case.rows(torch.arange(num_rows, device=stage.case.hidden.device) % 6)
+    cut, device = case.params.truncation, case.hidden.device
+    cut = dataclasses.replace(cut, top_p=torch.where(torch.arange(num_rows, device=device) < 7, 0.9, 0.3))
+    case = case.with_params(truncation=cut, position=torch.arange(num_rows, device=device))
+    want = expected(case)
+    threshold = case.edited.topk(64).values[:, -1].float()
+    decided = {}
+    for width in (1e-4, 3.0):
+        output, status = drawn_from(rescored(case, threshold, width))
+        answered = (status == 1) & ~want.near_tie
+        assert ((status == 1) | (status == -1)).all()
+        assert torch.equal(output.token_ids[answered], want.token[answered])
+        decided[width] = int((status == 1).sum())
+    assert decided[3.0] < decided[1e-4] and decided[1e-4] > num_rows // 2, decided
+
+
+def test_small_limits_of_every_kind_are_drawn_as_the_reference_does(stage):
+    """All that a small top-k leaves was rescored, and the mass is known: no row is left."""
+    device, num_rows = stage.case.hidden.device, 24
+    row = torch.arange(num_rows, device=device)
+    case = stage.case.rows(row % 6).with_params(position=row)
+    cut = limits(num_rows, device, top_k=20)
+    top_p, min_p = torch.where(row % 4 < 2, 0.6, 1.0), torch.where(row % 2 == 0, 0.25, 0.0)
+    case = case.with_params(truncation=dataclasses.replace(cut, top_p=top_p, min_p=min_p))
+    threshold = case.edited.topk(24).values[:, -1].float() - 0.01
+    output, status = drawn_from(rescored(case, threshold, 1e-6))
+    want = expected(case)
+    certain = ~want.near_tie
+    assert (status == 1).float().mean() > 0.9 and certain.float().mean() > 0.8
+    assert torch.equal(output.token_ids[certain], want.token[certain])
+
+
+def test_rows_without_a_limit_keep_the_token_that_they_have(stage):
+    output, status = drawn_from(rescored(stage.case, stage.peaks.amax(1) - 2, 1e-4))
+    assert output.token_ids[-1].item() == -7 and status[-1].item() == 0
+    assert (output.token_ids[:-1] >= 0).all()
+
+
+def test_an_unread_token_that_min_p_allows_leaves_the_row_to_the_search(device):
+    """Logits in two bytes, and a threshold between two of them: the lower one, 2, may be in a group that was not read,
+    and it is just what min-p allows, e^-2 of the largest, 4. 64 groups are above, so that the draw finds enough."""
+    values = torch.full((80, 16), -30.0)
+    values[:70, 0] = 4.0 - torch.arange(70) / 64
+    values[75, 3] = 2.0
+    values = values.flatten().bfloat16().float()
+    weight = torch.zeros(1280, 16, dtype=torch.bfloat16, device=device)
+    weight[:, 0] = values
+    hidden = torch.zeros(1, 16, dtype=torch.bfloat16, device=device)
+    hidden[:, 0] = 1.0
+    num_rows, head = 800, LMHead(weight)
+    params = dataclasses.replace(
+        make_params(num_rows, head.spec, device),
+        temperature=torch.ones(num_rows, device=device),
+        truncation=limits(num_rows, device, min_p=torch.tensor(-2.0).exp().item()),
+    )
+    case = Case(hidden.expand(num_rows, -1), head, params)
+    case = case.rows((expected(case).token == 75 * 16 + 3).nonzero()[:4, 0])
+    num_rows = len(case.hidden)
+    assert num_rows >= 3
+    threshold = torch.full((num_rows,), 2.005, device=device)
+    output, status = drawn_from(rescored(case, threshold, 1e-4, torch.bfloat16))
+    assert ((status == -1) | (output.token_ids == 75 * 16 + 3)).all()
+
+
+def test_the_draw_of_rescored_groups_is_the_reference_of_what_was_left(stage):
+    """Small top-k alone: whatever the mass may be."""
+    device = stage.case.hidden.device
+    case = stage.case.with_params(truncation=limits(7, device, top_k=20))
+    threshold = case.edited.topk(20).values[:, -1].float() - 0.01
+    output, status = drawn_from(rescored(case, threshold, INF))
+    assert (status[:-1] == 1).all()
+    some = take(case.params, torch.arange(6, device=device))
+    cut = some.truncation
+    rows = (some.temperature, some.seed, some.position, cut.top_k, cut.top_p, cut.min_p)
+    want = truncated_sample_ref(case.edited[:6], *rows)
+    assert torch.equal(output.token_ids[:6][~want.near_tie], want.token[~want.near_tie])
+
+
+# --- truncated rows, all launches together --------------------------------------------------------------------------
+
+
+def screened(num_rows: int, vocab: int, device, spread: float = 1.0, wider: float = 1.0, hidden: int = 128, **limit):
+    """Rows with the same limits on logits of a deviation of 3 x ``spread``, and what the screen makes of them where its
+    bound is ``wider`` than it need be: the fused pass's tokens."""
+    case = rounding_case(num_rows, vocab, device, torch.bfloat16, hidden=hidden)
+    case = dataclasses.replace(case, hidden=case.hidden * spread)
+    case = case.with_params(
+        temperature=torch.ones(num_rows, device=device), truncation=limits(num_rows, device, **limit)
+    )
+    copy = Int8Head(case.head)
+    copy.operands.error.mul_(wider)
+    drawn = draw("screened", case, int8_head=copy)
+    assert torch.equal(drawn.token_ids, draw("fused", case).token_ids)
+    return drawn, counted(drawn)[ScreenCounter.GROUPS]
+
+
+@pytest.mark.slow
+def test_a_small_top_k_is_answered_from_a_part_of_the_head(device):
+    drawn, groups = screened(3, 16_000, device, top_k=20)
+    assert (drawn.status == 1).all()
+    assert groups < 1000 / 2, "of 1000 groups, for 3 rows together"
+
+
+@pytest.mark.slow
+def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(device, monkeypatch):
+    """The bound again, with these groups read: half the room between the two."""
+    _, groups = screened(1, 20_000, device, wider=8, top_k=8)
+    bound = screened_sample.bound_truncated
+    monkeypatch.setattr(screened_sample, "bound_truncated", lambda *given, again=False: again or bound(*given))
+    assert groups < screened(1, 20_000, device, wider=8, top_k=8)[1] / 2
+
+
+@pytest.mark.slow
+def test_ids_are_verified_one_by_one_and_bring_back_the_groups_that_they_reach_for(device):
+    """A batch of ID_ROWS rows is answered from fewer bytes of the head than a larger one, which reads groups."""
+    groups = []
+    for num_rows in (ID_ROWS, ID_ROWS + 1):
+        case = rounding_case(num_rows, 8000, device, torch.bfloat16, hidden=96)
+        temperature = (torch.arange(num_rows, device=device) < 3).float()
+        case = case.with_params(temperature=temperature, truncation=limits(num_rows, device, top_k=6))
+        copy = Int8Head(case.head)
+        copy.operands.error.mul_(6)
+        drawn = draw("screened", case, int8_head=copy)
+        assert torch.equal(drawn.token_ids, draw("fused", case).token_ids)
+        groups.append(counted(drawn)[ScreenCounter.GROUPS])
+    assert groups[0] < 0.7 * groups[1], groups
+
+
+@pytest.mark.slow
+def test_limits_are_answered_where_few_tokens_matter_and_else_from_the_whole_head(device):
+    assert (screened(4, 6000, device, top_k=20, top_p=0.95)[0].status == 1).float().mean() >= 0.75
+    assert (screened(4, 6000, device, top_k=20, top_p=0.95, min_p=0.01)[0].status == 1).all(), "of what top-k leaves"
+    assert (screened(2, 16_000, device, spread=2.0, min_p=0.2)[0].status == 1).all()
+    assert (screened(2, 16_000, device, spread=3.0, top_p=0.5)[0].status == 1).any()
+    flat, groups = screened(2, 6000, device, spread=0.1, top_p=0.9)
+    assert (flat.status > 1).all() and groups >= 375, "all of the head is read where all of it matters"
+
+
+@pytest.mark.slow
+def test_a_row_that_is_left_does_not_make_the_others_read_more(device):
+    case = rounding_case(2, 6000, device, torch.bfloat16, hidden=128)
+    case.hidden[1] *= 0.1
+    case = case.with_params(temperature=torch.ones(2, device=device), truncation=limits(2, device, top_k=10))
+    few = draw("screened", case)
+    case.params.truncation.top_k[1], case.params.truncation.top_p[1] = 0, 0.9
+    left = draw("screened", case)
+    assert left.status[0] == 1 < left.status[1] and left.token_ids[0] == few.token_ids[0]
+    assert counted(left)[ScreenCounter.GROUPS] >= 375 > counted(few)[ScreenCounter.GROUPS]
+
+
+@pytest.mark.slow
+def test_a_bound_that_is_wide_is_late_and_not_wrong(device):
+    drawn, _ = screened(8, 6000, device, wider=12, hidden=96, top_k=8, top_p=0.04)
+    assert (drawn.status > 1).any(), "their mass is not known well enough"
+    assert (drawn.status == 1).any(), "the largest logit is allowed whatever the mass is"
+
+
+@pytest.mark.slow
+def test_what_min_p_allows_below_the_groups_that_the_draw_has_room_for_is_drawn_too(device):
+    """The screen promises less of a logit than it turns out to be: what min-p allows may lie above what no other group
+    reaches and yet below the last group that the draw has looked at."""
+    for wider in (1, 20):
+        drawn, _ = screened(6, 16_000, device, spread=0.5, wider=wider, hidden=64, min_p=0.05)
+        assert (drawn.status > 1).any(), "too many groups, and so the whole head"
+
+
+@pytest.mark.slow
+def test_a_workspace_that_counts_elsewhere_counts_there(device):
+    counters = torch.full((len(ScreenCounter),), 100, dtype=torch.int64, device=device)
+    case = make_case(3, 500, device)
+    screen = ScreenWorkspace(32, 32, 3, device, counters)
+    draw("screened", case, screen=screen)
+    assert counters[ScreenCounter.ROWS] == 103 and counters[ScreenCounter.ROW_BLOCKS] == 101
+    assert screen.num_bytes > 0 and LogitsSpec(500).num_groups == screen.num_groups

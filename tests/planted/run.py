@@ -1,0 +1,154 @@
+"""Proves the tests: plants one defect at a time into a copy of the repository, and runs the tests that must fail.
+
+    python tests/planted/run.py [--only WORDS ...] [--json FILE] [--sound]
+
+Defects are listed in ``defects.toml``. A defect is caught if every test that it names fails with it; one that is named
+and passes, or that cannot be run, is reported. ``--sound`` first runs the named tests without any defect: they must
+pass. Prints a table; ends with 1 unless all is as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_name("defects.toml")
+SECONDS = 900  # a defect may make a kernel search for ever
+NOTHING_COLLECTED = (2, 3, 4, 5)  # pytest's exit codes for what says nothing about a defect
+
+
+@dataclasses.dataclass(frozen=True)
+class Defect:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """passed: named tests that do not fail. error: why nothing is known, or an empty string."""
+
+    name: str
+    caught: bool
+    passed: list[str]
+    error: str
+    seconds: float
+
+
+def defects(path: Path = LIST) -> list[Defect]:
+    return [Defect(**fields) for fields in tomllib.loads(path.read_text())["defect"]]
+
+
+def copy_of_repository(folder: Path) -> Path:
+    """What git knows or would know, laid out as an installed package is: Python takes it, not the original."""
+    copy = folder / "repository"
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    for name in names:
+        if name and (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    for package in ("kernels", "autotune"):
+        (copy / "sgl_flashsample" / package).symlink_to(Path("..") / package)
+    return copy
+
+
+def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
+    """Exit code and output of pytest in the copy; a process that was ended has a negative code."""
+    environment = dict(os.environ, PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1")
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return -1, "took too long"
+    return done.returncode, done.stdout + done.stderr
+
+
+def failures(output: str) -> set[str]:
+    """Node ids of what failed, without their messages."""
+    return set(re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\[\s]+(?:\[.*?\])?)?)(?: - .*)?$", output, re.MULTILINE))
+
+
+def plant(copy: Path, defect: Defect) -> Outcome:
+    started = time.monotonic()
+    path = copy / defect.file
+    text = path.read_text()
+    if text.count(defect.old) != 1:
+        error = f"its text occurs {text.count(defect.old)} times in {defect.file}"
+        return Outcome(defect.name, False, [], error, 0.0)
+    path.write_text(text.replace(defect.old, defect.new))
+    try:
+        code, output = run_tests(copy, defect.tests)
+    finally:
+        path.write_text(text)
+    failed = failures(output)
+    passed = [test for test in defect.tests if not any(one == test or one.startswith(test) for one in failed)]
+    error = ""
+    if code < 0:  # the defect took the interpreter down, or never ended: noticed, whatever was printed
+        passed = []
+    elif code in NOTHING_COLLECTED and not failed:
+        error = f"pytest ended with {code}: {output.strip().splitlines()[-1:]}"
+    caught = not passed and not error
+    return Outcome(defect.name, caught, passed, error, time.monotonic() - started)
+
+
+def unsound(copy: Path, chosen: list[Defect]) -> Iterator[str]:
+    """Named tests that fail without any defect."""
+    tests = sorted({test for defect in chosen for test in defect.tests})
+    code, output = run_tests(copy, tests)
+    yield from sorted(failures(output))
+    if code not in (0, 1):
+        yield f"pytest ended with {code}: {output.strip()[-500:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="WORDS", help="defects whose name or file contains any of these")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there")
+    parser.add_argument("--sound", action="store_true", help="also run the named tests without a defect")
+    arguments = parser.parse_args()
+    chosen = [
+        defect
+        for defect in defects()
+        if not arguments.only or any(words in defect.name or words in defect.file for words in arguments.only)
+    ]
+    wrong, outcomes = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of_repository(Path(folder))
+        if arguments.sound:
+            wrong = list(unsound(copy, chosen))
+            for test in wrong:
+                print(f"fails without a defect: {test}", flush=True)
+        for defect in chosen:
+            outcome = plant(copy, defect)
+            outcomes.append(outcome)
+            verdict = "caught" if outcome.caught else "NOT CAUGHT"
+            print(f"{verdict:10} {outcome.seconds:5.0f} s  {defect.file}: {defect.name}", flush=True)
+            for line in [*(f"passes: {test}" for test in outcome.passed), *([outcome.error] if outcome.error else [])]:
+                print(f"{'':20}{line}", flush=True)
+    caught = sum(outcome.caught for outcome in outcomes)
+    print(f"{caught} of {len(outcomes)} caught")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    return 0 if caught == len(outcomes) and not wrong else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

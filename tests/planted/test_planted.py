@@ -1,0 +1,41 @@
+"""The list of planted defects fits the code: what is changed is there, and so are the tests that must notice."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import run as planted
+
+DEFECTS = planted.defects()
+
+
+def test_names_are_unique_and_there_is_one_of_every_kernel():
+    names = [defect.name for defect in DEFECTS]
+    assert len(set(names)) == len(names) >= 40
+    kernels = {path.name for path in (planted.ROOT / "kernels").glob("*.py") if "_kernel(" in path.read_text()}
+    assert kernels <= {Path(defect.file).name for defect in DEFECTS}
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_defect_can_be_planted_and_names_tests_that_exist(defect):
+    text = (planted.ROOT / defect.file).read_text()
+    assert text.count(defect.old) == 1, f"expected once in {defect.file}"
+    assert defect.new != defect.old and defect.tests
+    if defect.file.endswith(".py"):
+        ast.parse(text.replace(defect.old, defect.new))
+    for test in defect.tests:
+        file, _, function = test.partition("::")
+        source = (planted.ROOT / file).read_text()
+        assert f"def {function.partition('[')[0]}(" in source, test
+
+
+def test_failures_are_read_from_what_pytest_prints():
+    printed = """
+FAILED tests/a.py::test_one - AssertionError: assert [1] == [2]
+FAILED tests/a.py::test_two[x - y]
+ERROR tests/b.py - ImportError: cannot import name 'x'
+1 failed
+"""
+    assert planted.failures(printed) == {"tests/a.py::test_one", "tests/a.py::test_two[x - y]", "tests/b.py"}

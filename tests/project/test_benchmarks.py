@@ -1,0 +1,464 @@
+"""The benchmarks: every script runs without a GPU, what it concludes follows from its times, and the pages say what the
+result files say."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import gzip
+import importlib
+import json
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT / "benchmarks"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run is interpreted")
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Callable[[str], types.ModuleType]]:
+    """Imports a script. None of their names stays behind: another package may be called ``kernels``."""
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module
+    sys.path.remove(str(FOLDER))
+    for name in SCRIPTS:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def dry_run(tmp_path) -> Callable[..., dict]:
+    """Runs a script with ``--dry-run``; returns what it wrote to ``out.json``."""
+
+    def run(script: str, *arguments: str, code: int = 0) -> dict:
+        out = tmp_path / "out.json"
+        command = [sys.executable, str(FOLDER / f"{script}.py"), "--dry-run", "--out", str(out), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+        return json.loads(out.read_text())
+
+    return run
+
+
+# --- every script runs
+
+
+@no_gpu
+@pytest.mark.slow
+def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_beside_it(dry_run, tmp_path, load):
+    """The older tree is this one: each cell has both times, and all tokens are the same."""
+    contenders, kernels = load("contenders"), load("kernels")
+    result = dry_run("kernels", "--modes", "plain", "greedy")
+    found = {(row["mode"], row["path"]): row for row in result["rows"]}
+    assert found.keys() >= {(mode, path) for mode in ("plain", "greedy") for path in contenders.OURS}
+    assert found.keys() >= {("nothing", "gemm"), ("plain", "gemm+exponential"), ("greedy", "gemm+argmax")}
+    ours = [row for row in result["rows"] if row["path"] in contenders.OURS]
+    assert all(row["same_tokens"] == row["B"] for row in ours)
+    assert {row["path"] for row in ours if row.get("picked")} == {"fused", "screened"}
+    assert all(gap["reason"] for gap in result["env"]["not_run"])
+
+    arguments = result["env"]["arguments"]
+    assert kernels.resumed(tmp_path / "out.json", arguments, "cpu") == result
+    with pytest.raises(ValueError, match=r"has arguments .*; expected"):
+        kernels.resumed(tmp_path / "out.json", arguments | {"modes": ["edits"]}, "cpu")
+    with pytest.raises(ValueError, match="has device cpu; expected NVIDIA H200"):
+        kernels.resumed(tmp_path / "out.json", arguments, "NVIDIA H200")
+
+    arguments = ("--paths", "fused", "--modes", "plain", "edits", "--rounds", "3")
+    rows = dry_run("kernels", "--compare-with", str(ROOT), *arguments)["rows"]
+    assert {(row["path"], row["mode"]) for row in rows} == {("fused", "plain"), ("fused", "edits")}
+    for row in rows:
+        assert row["older_form"] == row["form"] and row["same_tokens"] == row["B"]
+        assert row["ratio"]["low"] <= row["ratio"]["off"] <= row["ratio"]["high"]
+
+
+def check_features(result: dict, modes: set[str], profiles: set[str]) -> None:
+    assert {(row["profile"], row["mode"]) for row in result["rows"] if row["path"] == "picked"} == {
+        (profile, mode) for profile in profiles for mode in modes
+    }
+    screened = {row["mode"] for row in result["rows"] if row["path"] == "picked with screen"}
+    assert screened == modes - {"logprob", "p90", "minp05", "k1000"}, "what no screen helps does not ask for one"
+    assert result["searches"] and not any(row["different"] for row in result["searches"])
+
+
+@no_gpu
+@pytest.mark.slow
+def test_the_feature_benchmark_times_features_and_compares_tokens_with_the_reference(dry_run):
+    modes = ("plain", "k50p90", "p90", "edits")
+    check_features(dry_run("features", "--profiles", "typical", "--modes", *modes), set(modes), {"typical"})
+
+
+@no_gpu
+@pytest.mark.full
+def test_the_feature_benchmark_knows_every_feature(dry_run, load):
+    check_features(dry_run("features"), set(load("features").FEATURES), set(load("common").PROFILES))
+
+
+@no_gpu
+@pytest.mark.slow
+def test_the_screened_benchmark_compares_tokens_and_tells_a_step_its_winners(dry_run, load):
+    screened = load("screened")
+    sections = dry_run("screened", "--only", "tokens", "distribution", "hot")["sections"]
+    rows = sections["tokens"]["rows"]
+    assert {row["head"] for row in rows} == set(screened.HEADS)
+    assert {row["truncated"] for row in rows} == {False, True}
+    assert not any(row["different"] for row in rows) and all(row["candidates_per_row"] >= 1.0 for row in rows)
+    assert 0.0 < sections["distribution"]["total_variation"] < 1.0
+    for row in sections["hot"]["rows"]:
+        read = row["groups_read"]
+        assert row["same_tokens"] and row["B"] <= read["winner known"] <= read["screened"]
+
+
+@no_gpu
+@pytest.mark.full
+def test_the_screened_benchmark_races_the_fused_path_and_keeps_other_sections(dry_run):
+    before = dry_run("screened", "--only", "distribution")["sections"]
+    sections = dry_run("screened", "--only", "speed", "--keep")["sections"]
+    assert sections["distribution"] == before["distribution"]
+    assert {row["path"] for row in sections["speed"]["rows"]} >= {"gemm", "fused", "screened"}
+    assert all(row["rows_left"] == 0 for row in sections["speed"]["rows"] if row["path"] == "screened")
+
+
+@no_gpu
+@pytest.mark.slow
+def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
+    arguments = ("--fast", "--samplings", "t1", "--batches", "1", "8")
+    result = dry_run("serve", "--only", "stock", "screen", "host", "profile", *arguments)
+    pairs = {(row["section"], row["batch"], row["backend"]): row for row in result["rows"] if "tpot_us" in row}
+    labels = {"stock": ("stock", "flashsample"), "screen": ("screen off", "screen on")}
+    assert pairs.keys() == {(s, batch, label) for s, names in labels.items() for label in names for batch in (1, 8)}
+    assert all(len(row["samples"]) == 3 - (row["backend"] in ("flashsample", "screen on")) for row in pairs.values())
+    assert pairs["screen", 8, "screen on"]["same_answers"] == 8
+    host = [row for row in result["rows"] if row["section"] == "host"]
+    assert [row["host_us"] for row in host] == [40.0, 40.0] and result["env"]["servers"]["sgl-flashsample"]
+    kept = dry_run("serve", "--only", "host", "--keep", *arguments)
+    assert len(kept["rows"]) == len(result["rows"]) and len(kept["runs"]) == 2, "replaced, not added"
+    assert {row["run"] for row in kept["rows"] if row["section"] == "host"} == {1}
+
+
+@no_gpu
+@pytest.mark.slow
+def test_the_tuning_benchmark_runs_the_tuner(dry_run):
+    arguments = ("--batch-sizes", "1,64", "--kill-after", "3")
+    sections = dry_run("tuning", "--only", "runs", *arguments)["sections"]
+    quick = sections["runs"]["151936x4096"]["quick"]
+    assert quick["untouched"] and (quick["status"], quick["again_status"]) == ("done", "up to date")
+
+
+# --- what follows from times
+
+
+def race_of(load, calls: dict[str, Callable], unusual: dict[str, str]):
+    """Entrants by "path mode: form"; without a GPU each is timed by the clock of the host."""
+    head = types.SimpleNamespace(weight=torch.zeros(4, 4))
+    batch = types.SimpleNamespace(head=head, refresh=lambda index: None)
+    entrant = load("contenders").Entrant
+    entrants = []
+    for name, call in calls.items():
+        words, _, form = name.removeprefix("older ").partition(": ")
+        entrants.append(entrant(*words.split(), form, call, older=name.startswith("older ")))
+    return load("racing").Race(batch, entrants, unusual, None)
+
+
+@no_gpu
+def test_a_row_is_the_fastest_form_of_a_path_and_what_cannot_run_is_recorded(load):
+    def fail(step: int) -> None:
+        raise RuntimeError("no kernel image\nand more")
+
+    calls = {
+        "gemm+x plain: slow": lambda step: time.sleep(0.02),
+        "gemm+x plain: fast": lambda step: time.sleep(0.001),
+        "gemm+x plain: broken": fail,
+        "gemm+y plain: unknown": lambda step: None,
+        "fused plain: tile": lambda step: time.sleep(0.002),
+        "older fused plain: tile": lambda step: None,
+    }
+    race = race_of(load, calls, {"gemm+y plain: unknown": "it cannot", "gemm+x plain: fast": "eager"})
+    race.run(3)
+    rows = {row["path"]: row for row in race.rows({"B": 2})}
+    assert rows.keys() == {"gemm+x", "fused"} and rows["gemm+x"]["form"] == "fast, without a graph"
+    assert 1000 < rows["gemm+x"]["us"] < rows["fused"]["us"] < 20_000
+    gaps = {gap["path"]: gap["reason"] for gap in race.gaps({"B": 2})}
+    assert gaps == {"gemm+x plain: broken": "RuntimeError: no kernel image", "gemm+y plain: unknown": "it cannot"}
+    race.run(5, ["gemm+x plain: fast", "fused plain: tile"])
+    assert race.timing("fused plain: tile").n == 8 and race.timing("gemm+x plain: slow").n == 3
+    assert race.ratio("gemm+x plain: fast", "fused plain: tile", 0.05).high < 0
+    assert race.ratio("gemm+x plain: fast", "gemm+x plain: broken", 0.05) is None
+
+
+@no_gpu
+def test_a_race_that_breaks_ends_neither_the_run_nor_the_record(load):
+    racing, contenders = load("racing"), load("contenders")
+    env: dict = {}
+    session = racing.Session([], [], contenders.Selection(("fused",), ("plain",)), env)
+    batch = types.SimpleNamespace(head=None)
+    assert session.race([], batch, 3, {"B": 2}) == []
+    (gap,) = env["not_run"]
+    assert (gap["B"], gap["path"]) == (2, "all") and gap["reason"].startswith("AttributeError")
+
+
+def test_a_comparison_fails_for_what_is_slower_for_certain_and_for_nothing_else(load):
+    def row(off: float, half: float, same: int = 4) -> dict:
+        ratio = {"off": off, "se": 0.001, "low": off - half, "high": off + half}
+        about = {"D": 8, "V": 9, "B": 4, "mode": "plain", "path": "fused", "us": 3.0, "form": "a", "older_form": "b"}
+        return about | {"older_us": 2.0, "ratio": ratio, "same_tokens": same}
+
+    judge = load("kernels").judge
+    text, fine = judge([row(-0.02, 0.001), row(0.009, 0.004), row(0.012, 0.004), {"path": "gemm"}])
+    assert (
+        fine and "3 cells of both trees: 0 slower by more than 1% for certain, 1 perhaps; 0 of 12 tokens differ" in text
+    )
+    text, fine = judge([row(0.015, 0.004), row(0.0, 0.001, same=3)])
+    assert not fine and "1 slower by more than 1% for certain, 0 perhaps; 1 of 8 tokens differ" in text
+    assert "D=8 V=9 B=4 fused plain: 3.0 us, was 2.0 (+1.1% to +1.9%; a, was b)" in text
+    assert not judge([])[1], "nothing compared is nothing shown"
+
+
+def test_a_hot_vocabulary_is_sized_by_what_a_known_winner_saves_and_what_a_group_costs(load):
+    screened = load("screened")
+    us = {"screened": 160.0, "winner known": 150.0, "first pass": 145.0}
+    hits = screened.zipf(1000)
+    sized = screened.sized(us, (0.03, 0.015), hits)
+    by_hand = [-10.0 * hits[size] + 0.015 * size for size in range(1001)]
+    best = min(range(1001), key=lambda size: by_hand[size])
+    assert 0 < sized["hot_groups"] == best < 1000
+    assert sized["saves_us"] == round(-by_hand[best], 3) and sized["saves"] == round(-by_hand[best] / 160.0, 5)
+    nothing = screened.sized(us | {"winner known": 160.0}, (0.03, 0.015), hits)
+    assert nothing["hot_groups"] == 0 and nothing["saves_us"] == 0
+
+
+METRICS = """\
+# HELP sglang:flashsample_rows_total Rows sampled, per path and reason
+sglang:flashsample_rows_total{path="fused",reason=""} 90.0
+sglang:flashsample_rows_total{path="native",reason="top_logprobs"} 6.0
+sglang:flashsample_rows_total{path="native",reason="beams"} 4.0
+sglang:flashsample_rows_created{path="fused",reason=""} 1.7e+09
+sglang:flashsample_host_seconds_count{engine="0"} 20.0
+sglang:flashsample_host_seconds_sum{engine="0"} 0.001
+"""
+
+
+def test_a_servers_metrics_say_which_path_served_and_what_a_step_takes_of_the_host(load):
+    serve = load("serve")
+    answer = [{"output_ids": [0, 0]}]
+    server = types.SimpleNamespace(metrics=lambda: METRICS, generate=lambda **fields: answer)
+    found = serve.counters(server)
+    assert found == serve.Counters({"fused": 90.0, "native": 10.0}, 0.001, 20.0)
+    assert serve.host_us(serve.Counters({}, 0.0004, 10.0), found) == 60.0
+    with pytest.raises(serve.ServerError, match=r"answers have \[2\] tokens; expected 5"):
+        serve.generate(server, 1, serve.SAMPLINGS["t1"], 5)
+
+
+def test_a_trace_says_what_a_step_asks_of_cuda(load, tmp_path):
+    names = ["cudaGraphLaunch"] * 4 + ["cudaLaunchKernel"] * 6 + ["aten::item", "aten::empty", "aten::empty_like"]
+    events = [{"ph": "X", "name": name} for name in names]
+    events += [{"ph": "X", "cat": "kernel", "name": "mm", "dur": 30.0}, {"ph": "i", "name": "aten::item"}]
+    summarise = load("step_profile").summarise
+    with pytest.raises(TimeoutError, match="no trace appeared"):
+        summarise(tmp_path, 2, wait_seconds=0)
+    (tmp_path / "a.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    step = summarise(tmp_path, 2)
+    wanted = {
+        "graph_launches": 2.0,
+        "launches": 3.0,
+        "synchronising": 0.5,
+        "new_tensors": 1.0,
+        "driver_allocating": 0.0,
+    }
+    assert {name: step[name] for name in wanted} == wanted and step["gpu_busy_us"] == 15.0
+
+
+def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_path):
+    serve = load("serve")
+
+    class Failing(serve.PretendedServer):
+        def generate(self, *, input_ids, sampling_params, **fields):
+            if len(input_ids) == 8:
+                raise serve.ServerError("out of memory")
+            return super().generate(input_ids=input_ids, sampling_params=sampling_params, **fields)
+
+    class Run(serve.ModelRun):
+        make_server = staticmethod(lambda model, backend, variables, log: Failing(log))
+
+    names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 1, "limit": 60, "logs": tmp_path}
+    run = Run("tiny", types.SimpleNamespace(**names), time.monotonic())
+    assert [rows[0]["batch"] for rows in run.run("stock")] == [1, 4]
+    assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(8, "ServerError: out of memory")]
+    run = Run("tiny", types.SimpleNamespace(**names | {"limit": 0}), time.monotonic())
+    assert list(run.run("stock")) == [], "no cell begins after the limit"
+
+
+# --- files and pages
+
+
+def test_a_result_file_has_one_row_per_line(load, tmp_path):
+    common = load("common")
+    rows = [{"us": 1.5, "path": "fused"}, {"us": 2.0, "path": "logits"}]
+    data = {"env": {"device": "x", "not_run": []}, "sections": {"a": {"rows": rows, "D": 3}}, "rows": rows}
+    common.write_result(tmp_path / "new" / "r.json", data)
+    text = (tmp_path / "new" / "r.json").read_text()
+    assert json.loads(text) == data == common.read_result(tmp_path / "new" / "r.json", "x.py")
+    lines = [line.strip(" ,") for line in text.splitlines()]
+    assert lines.count('{"us": 1.5, "path": "fused"}') == 2 and '"env": {"device": "x", "not_run": []}' in lines
+
+
+@pytest.mark.parametrize("text, complaint", [(None, "No such file"), ("{", "is no result"), ("[]", "has no env")])
+def test_what_is_no_result_is_named_in_one_line(load, tmp_path, text, complaint):
+    if text is not None:
+        (tmp_path / "r.json").write_text(text)
+    with pytest.raises(ValueError, match=complaint) as raised:
+        load("common").read_result(tmp_path / "r.json", "kernels.py")
+    assert "\n" not in str(raised.value)
+
+
+# V x D, B, mode: microseconds per path. Something that draws is faster than what is taken in one cell: at 128 rows the
+# logits path, which is not.
+TIMES = {
+    (151936, 4096, 1, "plain"): {"fused": 280.0, "logits": 310.0, "screened": 160.0, "gemm+flashinfer": 350.0},
+    (151936, 4096, 1, "greedy"): {"fused": 279.0, "gemm+argmax": 306.9},
+    (151936, 4096, 1, "nothing"): {"gemm": 300.0, "read": 275.0},
+    (151936, 4096, 128, "plain"): {"fused": 380.0, "logits": 330.0, "gemm+flashinfer": 400.0},
+    (151936, 4096, 128, "nothing"): {"gemm": 310.0, "read": 275.0},
+}
+ENV = {"torch": "2.11", "triton": "3.6", "date": "2026-01-02", "command": "python benchmarks/x.py", "not_run": []}
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    """A folder with kernels and servers of an H200, servers of an H100, and a parity of two features."""
+    rows = [
+        {"D": d, "V": v, "B": b, "mode": mode, "path": path, "us": us, "us_spread": 0.1, "form": path}
+        | ({"picked": True} if path in ("fused", "screened") else {})
+        for (v, d, b, mode), times in TIMES.items()
+        for path, us in times.items()
+    ]
+
+    def serve(us: float) -> list[dict]:
+        about = {
+            "model": "m",
+            "sampling": "t1",
+            "section": "stock",
+            "spread_us": 3.0,
+            "paths": {"fused": 1.0},
+            "run": 0,
+        }
+        backends = {"stock": 1000.0, "flashsample": us}
+        return [about | {"batch": b, "backend": n, "tpot_us": t} for b in (1, 64) for n, t in backends.items()]
+
+    parity = [(["greedy"], "exact"), (["json"], "law"), (["greedy", "json"], "exact")]
+    runs = [{"date": "2026-01-03", "command": "python benchmarks/serve.py", "sglang": "0.5.17"}]
+    files = {
+        "h200-kernels": {"env": ENV | {"device": "NVIDIA H200"}, "rows": rows},
+        "h200-serve": {"env": ENV | {"device": "NVIDIA H200"}, "runs": runs, "rows": serve(900.0)},
+        "h100-serve": {"env": ENV | {"device": "NVIDIA H100"}, "runs": runs, "rows": serve(950.0)},
+        "parity": {"env": ENV | {"device": "cpu"}, "rows": [{"features": f, "result": r} for f, r in parity]},
+    }
+    for name, data in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def lines_of(load, results: Path, name: str) -> list[str]:
+    return load("tables").SECTIONS[name].markdown(results).splitlines()
+
+
+def test_the_kernel_table_has_what_a_batch_takes_beside_the_floor_and_the_fastest_baseline(load, results):
+    line = lines_of(load, results, "kernels")[4]
+    assert line == (
+        "| 151,936 x 4,096, 1 | 275 | 300 | 280 (1.018; 0.933; fused) | 160 (0.582) | GEMM, FlashInfer 350 (1.25) "
+        "| 279 (1.10) |  |"
+    )
+    assert lines_of(load, results, "kernels")[0] == (
+        "**NVIDIA H200, torch 2.11, Triton 3.6**; `python benchmarks/x.py` on 2026-01-02."
+    )
+
+
+def test_what_is_faster_than_what_is_taken_is_named_and_nothing_else(load, results):
+    rows = lines_of(load, results, "kernels-faster")[4:]
+    assert rows == ["| 151,936 x 4,096, 128 | temperature 1 | logits 330.0 | fused 380.0 | 1.152 |  |"]
+
+
+def test_summaries_have_all_gpus_in_one_table_and_full_tables_one_each(load, results):
+    summary = lines_of(load, results, "summary-serve")
+    assert [line.split(" | ")[0] for line in summary[2:]] == ["| H200, m, temperature 1", "| H100, m, temperature 1"]
+    assert summary[2].endswith("| B=1: 1000 → 900 (0.900) | B=64: 1000 → 900 (0.900) | 64,000 → 71,111 |")
+    whole = load("tables").SECTIONS["serve"].markdown(results)
+    assert whole.count("| m, temperature 1 |") == 2 and "1000 → 950 (0.950; ± 3)" in whole
+    assert "**NVIDIA H100, torch 2.11, Triton 3.6, SGLang 0.5.17**; `python benchmarks/serve.py`" in whole
+
+
+def test_the_parity_table_has_each_feature_and_each_pair_once(load, results):
+    assert lines_of(load, results, "parity")[2:] == [
+        "|  | greedy | json |",
+        "| --- | --- | --- |",
+        "| greedy | exact |  |",
+        "| json | exact | law |",
+    ]
+
+
+def test_a_page_gets_its_tables_between_its_markers(load, results, tmp_path):
+    report = load("report")
+    page = "a\n<!-- results:tuning -->\nold\n<!-- end -->\nb\n<!-- results:parity -->\n<!-- end -->\n"
+    filled = report.filled(page, results)
+    assert filled.startswith(
+        "a\n<!-- results:tuning -->\nNot measured.\n<!-- end -->\nb\n<!-- results:parity -->\n**cpu,"
+    )
+    assert report.filled(filled, results) == filled
+    with pytest.raises(ValueError, match="results:tunes is no table"):
+        report.filled(page.replace("tuning", "tunes"), results)
+    (results / "h200-kernels.json").write_text(json.dumps({"env": {"device": "cpu"}, "rows": []}))
+    with pytest.raises(ValueError, match="is of a dry run"):
+        load("tables").SECTIONS["kernels"].markdown(results)
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_the_pages_say_what_the_result_files_say(load, page):
+    report, text = load("report"), (ROOT / page).read_text()
+    assert report.filled(text) == text, "run `python benchmarks/report.py --write`"
+    names = set(load("tables").SECTIONS)
+    shown = {name for name in names if f"<!-- results:{name} -->" in text}
+    summaries = {name for name in names if name.startswith("summary-")}
+    assert shown == (summaries if page == "README.md" else names - summaries)
+
+
+def test_committed_results_are_of_gpus_and_of_this_format(load):
+    tables = load("tables")
+    for gpu in tables.gpus():
+        for benchmark in ("kernels", "features", "screened", "serve", "tuning"):
+            data = tables.Results(gpu).data(benchmark)
+            assert data is None or data["env"].keys() >= {"device", "torch", "triton", "date", "command"}
+
+
+def test_the_plots_are_of_every_gpu_that_was_measured(load, results):
+    pytest.importorskip("matplotlib")
+    written = {path.name: path.read_bytes() for path in load("report").write_plots(results)}
+    kinds = {f"h200-kernels-{name}.png" for name in ("time", "floor", "share", "roofline")}
+    assert written.keys() == kinds | {"summary.png"}
+    assert all(png.startswith(b"\x89PNG") for png in written.values())
+
+
+def test_the_tables_name_everything_that_is_measured(load):
+    tables, contenders, serve = load("tables"), load("contenders"), load("serve")
+    assert set(tables.MODES) == set(contenders.MODES) and set(tables.SAMPLINGS) == set(serve.SAMPLINGS)
+    assert set(tables.PATHS) == {*contenders.OURS, *contenders.BASELINES}
+    assert set(tables.EDITED) == {name for name, mode in contenders.MODES.items() if mode.edits}
+    assert set(tables.TUNING) == set(load("tuning").SECTIONS)
+
+
+def test_scripts_import_each_other_in_no_circle():
+    def imported(name: str) -> set[str]:
+        nodes = list(ast.walk(ast.parse((FOLDER / f"{name}.py").read_text())))
+        names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        return names & set(SCRIPTS)
+
+    graphlib.TopologicalSorter({name: imported(name) for name in SCRIPTS}).prepare()  # raises for a circle

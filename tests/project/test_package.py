@@ -1,0 +1,122 @@
+"""What an installation puts where: the wheel that the sdist gives, and an editable install."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sgl_flashsample import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("package")
+
+
+def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of the checkout, so that no build folder appears in it."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    """Built from the sdist, not from the checkout: nothing that it needs is missing there."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"README.md", "LICENSE", "pyproject.toml"} <= names
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_every_module_and_table_and_nothing_but_sgl_flashsample(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert {name.split("/")[0] for name in names} == {"sgl_flashsample"}
+    for folder, package in (("sgl_flashsample", ""), ("kernels", "kernels/"), ("autotune", "autotune/")):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert f"sgl_flashsample/{package}{path.relative_to(ROOT / folder).as_posix()}" in names
+    tables = {path.name for path in (ROOT / "sgl_flashsample" / "tables").glob("*.json")}
+    assert tables and {f"sgl_flashsample/tables/{name}" for name in tables} <= names
+    assert "sgl_flashsample/py.typed" in names
+    assert all(name.endswith((".py", "py.typed", ".txt", ".json")) for name in names)
+
+
+def test_metadata_name_license_entry_points_and_light_bounded_dependencies(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        info = next(name for name in archive.namelist() if name.endswith("/METADATA"))
+        text = archive.read(info).decode()
+        points = archive.read(info.replace("METADATA", "entry_points.txt")).decode()
+    assert f"Name: sgl-flashsample\nVersion: {__version__}\n" in text
+    assert "License-Expression: Apache-2.0" in text
+    requirements = [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("Requires-Dist")]
+    needed = {re.split("[<>=]", line)[0]: line for line in requirements if "extra ==" not in line}
+    assert sorted(needed) == ["msgspec", "numpy", "torch", "triton"]
+    assert all(re.search("<[0-9.]+", line) for line in needed.values()), "untested minors are not installed"
+    for extra in ("sglang", "flashinfer", "tune", "test"):
+        assert f"Provides-Extra: {extra}" in text
+    assert "flashsample = sgl_flashsample.sglang.plugin:register" in points
+    assert "sgl-flashsample = sgl_flashsample.cli:main" in points
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_an_installation_puts_only_sgl_flashsample_into_site_packages(source, wheel, tmp_path, editable):
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
+    if editable:
+        # No isolation: the build backend comes from the environment that runs the tests.
+        backend = str(importlib.metadata.distribution("setuptools").locate_file(""))
+        run(*install, "--no-build-isolation", "--ignore-installed", "-e", source, PYTHONPATH=backend)
+    else:
+        run(*install, wheel)
+    site = next((environment / "lib").glob("python*/site-packages"))
+    assert all("sgl_flashsample" in path.name for path in site.iterdir() if path.name != "__pycache__")
+    code = "import sgl_flashsample as s, importlib.util as u; print(s.__version__, u.find_spec('kernels'))"
+    code += "; [print(u.find_spec(f'sgl_flashsample.{n}').name) for n in ('kernels', 'autotune', 'sglang', 'tables')]"
+    printed = run(python, "-c", code, cwd=tmp_path).split()
+    assert printed[:2] == [__version__, "None"] and len(printed) == 6
+    assert "serve" in run(environment / "bin" / "sgl-flashsample", "--help")
+
+
+def test_beside_what_is_installed_here_an_installation_changes_no_version(wheel):
+    # With no index to get any from, pip succeeds only if the installed dependencies already do.
+    report = run(sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "-q", "--report", "-", wheel)
+    assert {item["metadata"]["name"] for item in json.loads(report)["install"]} <= {"sgl-flashsample"}
+
+
+def test_the_folders_refuse_to_be_imported_under_their_generic_names():
+    for name in ("kernels", "autotune"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert f"this folder is sgl_flashsample.{name}" in done.stderr

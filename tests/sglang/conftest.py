@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from head_states import Processor, hidden_states
+from sglang_batches import Configuration, CountingHead, ModelRunner, ScheduleBatch, make_samplers, sampling_info
+
+from sgl_flashsample.sglang.hooks import StepHooks
+from sgl_flashsample.sglang.runtime import Runtime
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"one_rank", "starting"} & set(getattr(item, "fixturenames", ())):  # imports SGLang, or checks kernels
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The seconds that ``time.monotonic`` and ``time.perf_counter`` give, in a list of one."""
+    now = [100.0]
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(f"time.{name}", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def server_config(monkeypatch) -> types.SimpleNamespace:
+    """SGLang's modules in which we look up a server's settings are pretended. The settings are those of a plain server;
+    a test may change them."""
+    space = types.SimpleNamespace
+    config = space(
+        parallel=space(tp_size=1, pp_size=1, tp_rank=0, pp_rank=0, enable_dp_attention=False),
+        exec=space(
+            deterministic=space(enable_deterministic_inference=False, rl_on_policy_target=None),
+            dllm=space(dllm_algorithm=None),
+            features=space(enable_custom_logit_processor=False),
+            graph=space(cuda_graph_config=space(decode=space(backend="full")), enable_torch_compile=False),
+            kernel=space(grammar_backend="xgrammar"),
+            overlap=space(enable_two_batch_overlap=False),
+        ),
+        spec=space(speculative_algorithm=None),
+        disagg=space(enable_pdmux=False),
+        flags=space(capture=space(enable_torch_compile=False)),
+        device=space(random_seed=1234),
+        observability=space(enable_metrics=False),
+        lora=space(enable_lora=None, lora_target_modules=None),
+        model=space(
+            model_path="model",
+            weight_cache_mode="off",
+            remote_instance_weight_loader_start_seed_via_transfer_engine=False,
+            remote_instance_weight_loader_backend="nccl",
+        ),
+        environ=space(),
+    )
+    contents = {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.layers": {},
+        "sglang.srt.runtime_context": {f"get_{name}": (lambda part=part: part) for name, part in vars(config).items()},
+        "sglang.srt.environ": {"envs": config.environ},
+        "sglang.srt.layers.sampler": {"SGLANG_RETURN_ORIGINAL_LOGPROB": False},
+        "sglang.srt.layers.logits_processor": {
+            "LogitsProcessor": Processor,
+            "should_apply_lm_head_quant_method": lambda head, method: method is not None,
+        },
+    }
+    for name, attributes in contents.items():
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    return config
+
+
+@pytest.fixture
+def runtime(server_config) -> Runtime:
+    """Of a server in which nothing stands against the fused pass."""
+    return Runtime(None)
+
+
+@pytest.fixture
+def one_rank(monkeypatch) -> None:
+    """SGLang's code runs without a server: a configuration, and one rank."""
+    import sglang.srt.layers.sampler as sglang_sampler
+    import sglang.srt.sampling.sampling_batch_info as batch_info
+
+    import sgl_flashsample.sglang.sampler as our_sampler
+
+    configuration = Configuration()
+    for module in (sglang_sampler, batch_info, our_sampler):
+        for name in ("get_exec", "get_parallel", "get_server_args"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda: configuration)
+    monkeypatch.setattr(sglang_sampler, "is_dp_attention_enabled", lambda: False)
+    monkeypatch.setattr(sglang_sampler.Sampler, "_sync_token_ids_across_tp", lambda *arguments: None)
+
+
+@pytest.fixture
+def runners(one_rank) -> tuple[ModelRunner, ModelRunner]:
+    """Ours and stock."""
+    ours, stock = make_samplers()
+    return ModelRunner(ours, StepHooks(ours.runtime)), ModelRunner(stock)
+
+
+@pytest.fixture
+def head(device) -> CountingHead:
+    return CountingHead(device)
+
+
+@pytest.fixture
+def info_of(device, one_rank):
+    """SGLang's SamplingBatchInfo of requests."""
+    kept = []  # penalizers refer to the batch weakly
+
+    def make(requests):
+        kept.append(ScheduleBatch(requests, device))
+        return sampling_info(kept[-1])
+
+    return make
+
+
+@pytest.fixture
+def hidden(device):
+    """Hidden states for the ``head``."""
+
+    def make(rows: int, seed: int = 3) -> torch.Tensor:
+        return hidden_states(device, rows, seed, torch.float32)
+
+    return make

@@ -1,0 +1,188 @@
+"""What a server hands to the SGLang layer, made without SGLang: requests, an LM head with its LogitsProcessor, hidden
+states; and CUDA graphs that need no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sgl_flashsample.defaults import HeadFacts, default_config_on
+from sgl_flashsample.dispatch import DispatchTable
+from sgl_flashsample.kinds import BATCH_KINDS, SamplingPath
+from sgl_flashsample.sglang.batch import TOP_K_OFF, Batch
+from sgl_flashsample.sglang.head import CudaCapture, HeadState
+from sgl_flashsample.sglang.runtime import Runtime
+from sgl_flashsample.sglang.screen_lifecycle import HeadScreen
+
+CPU = torch.device("cpu")
+VOCAB, WIDTH, PADDING = 600, 32, 8
+SCREENED_ROWS = 8  # rows of the largest batch that the screen of ``make_state`` serves
+
+SAMPLING_DEFAULTS = {
+    "temperature": 1.0,
+    "top_k": TOP_K_OFF,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "max_new_tokens": 128,
+    "logit_bias": None,
+    "sampling_seed": None,
+    "n": 1,
+}
+
+
+def request(
+    rid: str = "r", *, processor: str | None = None, mask: bool = False, prompt: Sequence[int] = (5, 300), **params: Any
+) -> types.SimpleNamespace:
+    """A request as SGLang's scheduler holds it, with sampling parameters as SGLang normalises them: greedy is
+    ``top_k=1``."""
+    return types.SimpleNamespace(
+        rid=rid,
+        sampling_params=types.SimpleNamespace(**(SAMPLING_DEFAULTS | params)),
+        custom_logit_processor=processor,
+        return_sampling_mask=mask,
+        origin_input_ids=list(prompt),
+    )
+
+
+def make_batch(*rows: dict[str, Any], device: torch.device = CPU) -> Batch:
+    """One request for each row, named r0, r1, ...; a row is the arguments of ``request``."""
+    requests = [request(**{"rid": f"r{place}", **row}) for place, row in enumerate(rows)]
+    return Batch.of_requests(requests, 1, True, device)
+
+
+def mixed_temperatures(device: torch.device, num_rows: int = 6) -> Batch:
+    """A greedy row, and sampled ones from temperature 0.3 on."""
+    rows = [{"temperature": 0.3 * place} if place else {"top_k": 1} for place in range(num_rows)]
+    return make_batch(*rows, device=device)
+
+
+class Processor:
+    """What is read of SGLang's LogitsProcessor."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.logit_scale = self.final_logit_softcapping = None
+        self.vocab_size = VOCAB
+        self.use_fp32_lm_head = self.do_tensor_parallel_all_gather = self.return_full_logits = False
+        vars(self).update(attributes)
+
+    def forward(self) -> None: ...
+
+    def _get_logits(self) -> None: ...
+
+    def _compute_lm_head(self) -> None: ...
+
+
+def make_head(weight: torch.Tensor, **attributes: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(weight=weight, quant_method=None, **attributes)
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """bfloat16 is wrong in Triton's interpreter."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def weights(device: torch.device, seed: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(VOCAB + PADDING, WIDTH, generator=generator).to(device, dtype or dtype_on(device))
+
+
+def hidden_states(
+    device: torch.device, num_rows: int = 6, seed: int = 5, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, WIDTH, generator=generator).to(device, dtype or dtype_on(device))
+
+
+def screening_table(facts: HeadFacts) -> DispatchTable:
+    """A tuned table that has found the screened path faster for every batch of up to ``SCREENED_ROWS`` rows."""
+    sizes = range(1, SCREENED_ROWS + 1)
+    kinds = [kind for kind in BATCH_KINDS if kind.screen]
+    tuned = {kind: {n: default_config_on(facts, SamplingPath.SCREENED, n, kind) for n in sizes} for kind in kinds}
+    return DispatchTable(facts, tuned)
+
+
+def make_state(
+    device: torch.device,
+    seed: int = 0,
+    *,
+    screened: bool = False,
+    capture: CountingCapture | None = None,
+    dtype: torch.dtype | None = None,
+    **processor: Any,
+) -> HeadState:
+    """A head whose batches take the screen where it has one. capture: of step graphs, where it has them."""
+    state = HeadState(Processor(**processor), make_head(weights(device, seed, dtype)), capture)
+    state.table = screening_table(HeadFacts.of(state.head))
+    state.use_step_graphs = capture is not None
+    if screened:
+        state.screen = HeadScreen(state.head, SCREENED_ROWS, counter_seconds=0.0)
+    return state
+
+
+def write_unseen(state: HeadState, values: torch.Tensor) -> None:
+    """As SGLang's weight loaders write: PyTorch does not count it."""
+    version = state.lm_head.weight._version
+    state.lm_head.weight.data.copy_(values)
+    assert state.lm_head.weight._version == version
+
+
+def serve(runtime: Runtime, *states: HeadState) -> None:
+    """Let these be the heads of the server, as if it had prepared them."""
+    for state in states:
+        runtime._heads[id(state.processor), id(state.lm_head)] = state
+
+
+def is_serving(state: HeadState) -> bool:
+    return state.screen is not None and state.screen.serving(state.head) is not None
+
+
+@dataclasses.dataclass
+class CountedGraph:
+    """A CUDA graph; without one, it runs the launches again, into the tensors of the first run, as a graph would."""
+
+    capture: CountingCapture
+    launches: Callable[[], Any]
+    out: Any
+    graph: Any
+
+    def replay(self) -> None:
+        self.capture.replays += 1
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        for kept, new in zip(self.out, self.launches(), strict=True):
+            if kept is not None:
+                kept.copy_(new)
+
+
+class CountingCapture:
+    """``head.CudaCapture`` on a GPU, and what stands for it elsewhere. pools: that it has been asked for. graphs: that
+    it has captured. replays: of all of them."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.pools = self.replays = 0
+        self.graphs: list[CountedGraph] = []
+        self._cuda = CudaCapture(device) if device.type == "cuda" else None
+
+    def new_pool(self) -> Any:
+        self.pools += 1
+        return self.pools if self._cuda is None else self._cuda.new_pool()
+
+    def __call__(self, launches: Callable[[], Any], pool: Any) -> tuple[CountedGraph, Any]:
+        graph, out = (None, launches()) if self._cuda is None else self._cuda(launches, pool)
+        self.graphs.append(CountedGraph(self, launches, out, graph))
+        return self.graphs[-1], out
+
+
+def settle(device: torch.device) -> None:
+    """Let what the device was asked for arrive."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()

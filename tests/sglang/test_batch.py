@@ -1,0 +1,346 @@
+"""One batch: parameters per row through filters and merges, who serves each row and why, seeds, and edits."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from head_states import make_batch, request
+
+from sgl_flashsample.kernels.params import Edit
+from sgl_flashsample.sglang.batch import (
+    TOP_K_OFF,
+    Batch,
+    Routing,
+    SampleIndices,
+    edits_of,
+    native_reason,
+    request_seed,
+    routing_of,
+)
+
+GREEDY, TEMPERED = {"top_k": 1}, {"top_k": 1, "temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({}, None),
+        ({"temperature": 0.2, "top_k": 2, "top_p": 0.99, "min_p": 0.01}, None),
+        ({"top_k": 1, "top_p": 0.5, "min_p": 0.1}, None),
+        ({"frequency_penalty": 0.1, "repetition_penalty": 1.1, "min_new_tokens": 1, "logit_bias": {}}, None),
+        ({"beam_width": None, "sampling_seed": 3, "n": 4}, None),
+        ({"processor": "x"}, "custom_logit_processor"),
+        ({"mask": True}, "sampling_mask"),
+        ({"beam_width": 2}, "beam_search"),
+        ({"processor": "x", "mask": True, "beam_width": 2}, "custom_logit_processor"),
+    ],
+)
+def test_each_feature_that_is_not_fused_has_its_reason(fields, reason):
+    assert native_reason(request(**fields), custom_processors=True) == reason
+
+
+def test_a_custom_processor_counts_only_where_the_server_runs_them():
+    assert native_reason(request(processor="x"), custom_processors=False) is None
+
+
+def test_what_a_row_asks_for_is_on_the_device_as_it_asked():
+    """SGLang sets temperature 1 for a greedy request; here greedy rows have temperature 0."""
+    row = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.25, "sampling_seed": 11}
+    tensors = make_batch(GREEDY, row).tensors
+    assert tensors.temperature.tolist() == pytest.approx([0.0, 0.7])
+    assert tensors.top_k.tolist() == [1, 5]
+    assert tensors.top_p.tolist() == pytest.approx([1.0, 0.9])
+    assert tensors.min_p.tolist() == [0.0, 0.25]
+    assert tensors.seed[1] == 11
+    dtypes = [torch.float32, torch.int64, torch.int32, torch.float32, torch.float32]
+    assert [tensor.dtype for tensor in tensors] == dtypes
+
+
+def distinct_rows(start: int, num_rows: int) -> list[dict]:
+    """Rows that share no parameter."""
+    return [
+        {"temperature": n / 8, "top_k": 10 + n, "top_p": 1 - n / 32, "min_p": n / 64, "sampling_seed": 100 + n}
+        | {"mask": n % 2 == 1, "logit_bias": {} if n % 3 == 0 else None}
+        for n in range(start, start + num_rows)
+    ]
+
+
+def test_filters_and_merges_keep_every_row_with_all_its_parameters():
+    rows = distinct_rows(1, 6)
+    first, second = make_batch(*rows[:4]), make_batch(*rows[4:])
+    merged = first.keep([2, 0], torch.tensor([2, 0])).followed_by(second.keep([1], torch.tensor([1])))
+    want = make_batch(rows[2], rows[0], rows[5])
+    assert merged.rows == want.rows and len(merged) == 3
+    for name, tensor in merged.tensors._asdict().items():
+        assert torch.equal(tensor, getattr(want.tensors, name)), name
+    assert first.rows == make_batch(*rows[:4]).rows, "the batch of a forward under way does not change"
+    assert first.keep([], torch.tensor([], dtype=torch.int64)).rows == ()
+
+
+def test_a_row_knows_what_sglangs_sampler_would_need_for_it_alone():
+    rows = make_batch({}, {"top_p": 0.9}, {"top_k": 5}, GREEDY, {"min_p": 0.1}).rows
+    top_p, top_k, min_p = (True, False, False), (False, True, False), (False, False, True)
+    assert [row.needs for row in rows] == [(False,) * 3, top_p, top_k, top_k, min_p]
+
+
+@pytest.mark.parametrize(
+    "fields, edits",
+    [
+        ({}, Edit(0)),
+        ({"frequency_penalty": 0.1}, Edit.ADDITIVE),
+        ({"presence_penalty": -0.1}, Edit.ADDITIVE),
+        ({"min_new_tokens": 1}, Edit.ADDITIVE),
+        ({"repetition_penalty": 1.1}, Edit.SCALING),
+        ({"logit_bias": {}}, Edit.BIAS),
+        (
+            {"logit_bias": {"1": 2.0}, "repetition_penalty": 0.9, "presence_penalty": 1.0},
+            Edit.ADDITIVE | Edit.SCALING | Edit.BIAS,
+        ),
+    ],
+)
+def test_a_row_knows_what_sglang_changes_in_its_logits(fields, edits):
+    assert make_batch(fields).rows[0].edits == edits
+
+
+def test_a_truncation_ends_with_the_last_row_that_has_one():
+    batch = make_batch({}, {"top_p": 0.5, "top_k": 7}, {"min_p": 0.25}, GREEDY | {"top_p": 0.5})
+    assert batch.num_truncated == 2 and batch.truncation is not None
+    assert batch.truncation.top_k.tolist() == [TOP_K_OFF, 7, TOP_K_OFF, 1]
+    assert batch.truncation.top_p.tolist() == [1.0, 0.5, 1.0, 0.5]
+    assert batch.truncation.min_p.tolist() == [0.0, 0.0, 0.25, 0.0]
+    rest = batch.keep([0, 3], torch.tensor([0, 3]))
+    assert rest.truncation is None and rest.num_truncated == 0, "a greedy row has none"
+
+
+@pytest.mark.parametrize(
+    "rows, max_top_k",
+    [
+        ([{"top_k": 5}, {"top_k": 33}, {}, GREEDY], 64),
+        ([{"top_k": 5}, {"top_k": 8, "top_p": 0.5}], 8),
+        ([{"top_k": 5}, {"top_p": 0.5}], None),
+    ],
+)
+def test_the_largest_top_k_is_known_where_every_truncated_row_has_one(rows, max_top_k):
+    """Rounded up to a power of two: batches that differ below that share CUDA graphs."""
+    assert make_batch(*rows).truncation.max_top_k == max_top_k
+
+
+@pytest.mark.parametrize(
+    "rows, all_greedy, distribution_only",
+    [
+        ([GREEDY, TEMPERED], True, False),
+        ([GREEDY, {}], False, False),
+        ([{"top_k": 5}, {"top_p": 0.5}], False, True),
+        ([{"top_k": 5}, {"top_p": 0.5}, {}], False, False),
+        ([{"top_k": 5}, {"top_p": 0.5, "sampling_seed": 0}], False, False),
+        ([{"top_k": 5}, {"top_p": 0.5, "min_p": 0.1}], False, False),
+        ([{"top_k": 5}, {"top_k": 1}], False, False),
+    ],
+)
+def test_what_holds_for_the_whole_batch(rows, all_greedy, distribution_only):
+    batch = make_batch(*rows)
+    assert (batch.all_greedy, batch.distribution_only) == (all_greedy, distribution_only)
+    positions = torch.arange(len(rows))
+    params = batch.params(positions, None)
+    assert (params.all_greedy, params.distribution_only) == (all_greedy, distribution_only)
+    assert (params.temperature, params.seed) == (batch.tensors.temperature, batch.tensors.seed)
+    assert params.position is positions and params.truncation is batch.truncation
+
+
+def test_a_tempered_greedy_row_needs_sglangs_logprob_only_beside_sampled_rows():
+    assert make_batch(TEMPERED, TEMPERED).logprob_reasons == (None, None)
+    assert make_batch(TEMPERED, {}).logprob_reasons == ("greedy_logprob_at_temperature", None)
+    assert make_batch(GREEDY, {}).logprob_reasons == (None, None)
+
+
+# Seeds.
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
+def test_a_request_draws_with_the_seed_that_it_gave(seed):
+    assert request_seed(1, request(sampling_seed=seed)) == seed
+    assert make_batch({"sampling_seed": seed}).tensors.seed.tolist() == [seed]
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**70, -(2**63) - 1])
+def test_an_oversized_seed_still_fits_a_device_tensor(seed):
+    make_batch({"sampling_seed": seed})
+
+
+def test_requests_without_a_seed_have_one_of_the_servers_seed_and_their_id():
+    assert request_seed(1, request("a")) == request_seed(1, request("a", temperature=0.5))
+    seeds = {request_seed(server, request(rid)) for server in (1, 2) for rid in ("a", "b", "c")}
+    assert len(seeds) == 6
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+def seeds_of(indices: SampleIndices, **params) -> list[int]:
+    """Of one request with n samples: SGLang makes n requests with new ids."""
+    requests = [request(f"new id {place}", **params) for place in range(params["n"])]
+    return [request_seed(1, each, indices.of(each)) for each in requests]
+
+
+def test_the_samples_of_a_seeded_request_are_the_same_again_and_differ_from_each_other():
+    indices = SampleIndices()
+    first = seeds_of(indices, sampling_seed=5, n=3)
+    assert seeds_of(indices, sampling_seed=5, n=3) == first and len(set(first)) == 3
+    assert first[0] == 5, "the first sample is the answer of a request with n = 1"
+    assert not set(seeds_of(indices, sampling_seed=6, n=3)) & set(first)
+    assert seeds_of(SampleIndices(), sampling_seed=5, n=3) == first, "also by another server"
+
+
+def test_samples_of_several_requests_may_come_in_turns():
+    indices = SampleIndices()
+    kinds = [{"prompt": (1, 2)}, {"prompt": (1, 3)}, {"prompt": (1, 2), "sampling_seed": 8}]
+    turns = [[indices.of(request(**{"sampling_seed": 5, "n": 2} | kind)) for kind in kinds] for _ in range(4)]
+    assert turns == [[0] * 3, [1] * 3, [0] * 3, [1] * 3]
+
+
+def test_a_sample_keeps_its_index_when_it_is_scheduled_again():
+    indices = SampleIndices()
+    first, second = request(sampling_seed=5, n=2), request(sampling_seed=5, n=2)
+    assert [indices.of(each) for each in (first, first, second, first, second)] == [0, 0, 1, 0, 1]
+
+
+def test_what_has_no_samples_of_its_own_takes_no_index():
+    """The request with which SGLang fills the prefix cache before the n samples of a prompt draws no token."""
+    indices = SampleIndices()
+    for each in (request(n=2), request(sampling_seed=5), request(sampling_seed=5, n=2, max_new_tokens=0)):
+        assert indices.of(each) == 0
+    assert seeds_of(indices, sampling_seed=5, n=2)[0] == 5
+
+
+def test_only_so_many_prompts_are_remembered(monkeypatch):
+    monkeypatch.setattr(SampleIndices, "MAX_PROMPTS", 2)
+    indices = SampleIndices()
+    for prompt in ((1,), (2,), (3,)):
+        indices.of(request(prompt=prompt, sampling_seed=5, n=2))
+    assert [indices.of(request(prompt=prompt, sampling_seed=5, n=2)) for prompt in ((3,), (1,))] == [1, 0]
+
+
+# Routing.
+
+NO_LOGPROBS = (False, None, None, False)
+
+
+def route(batch: Batch, grammars=None, logprobs=NO_LOGPROBS, fuse_grammars: bool = True) -> Routing:
+    return routing_of(batch, types.SimpleNamespace(grammars=grammars), *logprobs, fuse_grammars)
+
+
+BEAM = {"beam_width": 2}
+AT_TEMPERATURE = "greedy_logprob_at_temperature"
+
+
+@pytest.mark.parametrize(
+    "rows, grammars, logprobs, reasons",
+    [
+        ([{}, GREEDY], None, NO_LOGPROBS, (None, None)),
+        ([{}, GREEDY], [None, object()], NO_LOGPROBS, (None, None)),
+        ([{}, BEAM], None, NO_LOGPROBS, (None, "beam_search")),
+        ([BEAM, {}], [object(), object()], NO_LOGPROBS, ("beam_search", None)),
+        ([TEMPERED, {}], None, (False, [0, 2], [None, [1]], True), (None, None)),  # nobody asked for logprobs
+        ([TEMPERED, {}], None, (True, [0, 0], [None, None], False), (AT_TEMPERATURE, None)),
+        ([GREEDY, {}], None, (True, [0, 0], [None, None], False), (None, None)),
+        ([TEMPERED, TEMPERED], None, (True, None, None, False), (None, None)),
+        ([TEMPERED, {}], None, (True, [0, 2], [None, None], False), (AT_TEMPERATURE, "top_logprobs")),
+        ([TEMPERED, {}], None, (True, [0, 0], [None, []], False), (AT_TEMPERATURE, "token_ids_logprobs")),
+        ([BEAM, {}], None, (True, None, None, True), ("beam_search", "original_logprobs")),
+    ],
+)
+def test_each_row_is_fused_unless_something_stands_against_that_row(rows, grammars, logprobs, reasons):
+    assert route(make_batch(*rows), grammars, logprobs).reasons == reasons
+
+
+def test_rows_with_a_grammar_are_sglangs_once_grammars_cannot_be_fused():
+    batch = make_batch(BEAM, {})
+    assert route(batch, [object(), object()], fuse_grammars=False).reasons == ("beam_search", "grammar")
+    assert route(batch, [object(), None], fuse_grammars=False).reasons == ("beam_search", None)
+
+
+def test_a_batch_that_stays_as_it_is_has_one_routing_for_all_its_steps():
+    batch, grammars = make_batch({}, {}), [None, object()]
+    first = route(batch, grammars, (True, [0, 0], [None, [1]], False))
+    assert route(batch, [None, object()], (True, [0, 0], [None, [2]], False)) is first
+    others = [
+        route(batch, None, (True, [0, 0], [None, [1]], False)),
+        route(batch, [object(), None], (True, [0, 0], [None, [1]], False)),
+        route(batch, grammars, (True, [0, 1], [None, [1]], False)),
+        route(batch, grammars, (True, [0, 0], [None, None], False)),
+        route(batch, grammars, NO_LOGPROBS),
+        route(batch, grammars, (True, None, None, False)),
+        route(batch, grammars, (True, [0, 0], [None, [1]], False), fuse_grammars=False),
+        route(batch),
+        route(make_batch({}, {}), grammars, (True, [0, 0], [None, [1]], False)),
+    ]
+    assert len({id(each) for each in [first, *others]}) == len(others) + 1
+
+
+def test_a_routing_names_what_serves_each_row_and_counts_it():
+    routing = Routing(("grammar", None, "beam_search", None, "grammar"))
+    assert routing.native == (0, 2, 4) and not routing.all_native
+    assert routing.labels == ["native:grammar", "fused", "native:beam_search", "fused", "native:grammar"]
+    assert routing.counts == {("fused", ""): 2, ("native", "grammar"): 2, ("native", "beam_search"): 1}
+    whole = Routing.whole("inactive", 3)
+    assert whole.all_native and whole.counts == {("native", "inactive"): 3}
+
+
+# Edits.
+
+
+class Info:
+    """SGLang's SamplingBatchInfo, as far as edits look. Its penalties are those of the step in which it is asked."""
+
+    def __init__(self, num_rows: int, grammars=None, *, overlap: bool = False, mask: torch.Tensor | None = None):
+        self.grammars, self.grammar_mask, self.mask = grammars, None, mask
+        self.logit_bias = torch.zeros(num_rows, 8)
+        self.acc_additive_penalties = self.acc_scaling_penalties = None
+        self.penalizer_orchestrator = None if overlap else types.SimpleNamespace(is_required=True)
+        if overlap:
+            self.update_penalties()
+
+    def update_penalties(self):
+        self.acc_additive_penalties, self.acc_scaling_penalties = torch.zeros(2, 8), torch.ones(2, 8)
+
+    def update_regex_vocab_mask(self):
+        self.masked = [grammar is not None for grammar in self.grammars]
+        mask = torch.zeros(len(self.grammars), 1, dtype=torch.int32) if self.mask is None else self.mask
+        self.grammar_mask = types.SimpleNamespace(vocab_mask=mask)
+
+
+PENALISED, BIASED = {"frequency_penalty": 1.0}, {"logit_bias": {"3": 1.0}}
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+def test_edits_are_given_and_flagged_where_a_fused_row_has_them(overlap):
+    grammar, info = object(), Info(2, [None, None], overlap=overlap)
+    for rows, grammars, given, flags in (
+        ([{}, GREEDY], [None, None], Edit(0), None),
+        ([{}, PENALISED], [None, None], Edit.ADDITIVE | Edit.SCALING, [0, Edit.ADDITIVE]),
+        ([BIASED, {}], [None, None], Edit.BIAS, [Edit.BIAS, 0]),
+        ([{}, BIASED], [None, grammar], Edit.MASK | Edit.BIAS, [0, Edit.MASK | Edit.BIAS]),
+        ([PENALISED | BEAM, BIASED], [grammar, None], Edit.BIAS, [0, Edit.BIAS]),
+    ):
+        batch, info.grammars = make_batch(*rows), grammars
+        routing = route(batch, grammars)
+        edits = edits_of(batch, routing, info)
+        assert (edits.given if edits is not None else Edit(0)) == given
+        assert flags is None or edits.rows.tolist() == [int(flag) for flag in flags]
+        if edits is not None:
+            again = edits_of(batch, routing, info)
+            assert again.rows is edits.rows, "made once for all steps of the batch"
+    assert info.grammar_mask is None and (overlap or info.acc_additive_penalties is None), "the whole batch's stay"
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(2, 1), torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2).int()])
+def test_a_grammar_whose_mask_is_in_no_known_form_is_refused(mask):
+    batch, grammars = make_batch({}, {}), [None, object()]
+    with pytest.raises(ValueError, match=r"a grammar's mask is .*; expected"):
+        edits_of(batch, route(batch, grammars), Info(2, grammars, mask=mask))
+
+
+def test_a_batch_is_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_batch({}).rows = ()

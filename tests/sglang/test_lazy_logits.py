@@ -1,0 +1,135 @@
+"""The carrier: logits in name, hidden states in fact, computed for whoever reads them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_flashsample.sglang.lazy_logits import LazyLogits, plain
+
+WEIGHT = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Compute:
+    """Counts how often the logits are really computed."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, hidden):
+        self.calls += 1
+        return hidden @ WEIGHT.T
+
+
+@pytest.fixture
+def hidden():
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def compute():
+    return Compute()
+
+
+@pytest.fixture
+def lazy(hidden, compute):
+    return LazyLogits(hidden, 50, "source", compute)
+
+
+def test_looks_like_float32_logits_without_computing_them(lazy, compute, hidden):
+    assert isinstance(lazy, torch.Tensor)
+    assert (lazy.shape, lazy.dtype, lazy.device) == ((6, 50), torch.float32, hidden.device)
+    assert len(lazy) == 6
+    assert "not computed" in repr(lazy)
+    assert compute.calls == 0
+
+
+@pytest.mark.parametrize("cut", [slice(0, 4), slice(None, 2), slice(3, None), slice(None), slice(0, 0)])
+def test_a_slice_of_rows_stays_lazy_and_carries_those_rows(lazy, compute, hidden, cut):
+    piece = lazy[cut]
+    assert isinstance(piece, LazyLogits)
+    assert torch.equal(piece.hidden, hidden[cut])
+    assert piece.source == "source"
+    assert compute.calls == 0
+    assert torch.equal(piece.dense(), hidden[cut] @ WEIGHT.T)
+
+
+READERS = {
+    "argmax": lambda z: torch.argmax(z, -1),
+    "method": lambda z: z.softmax(-1),
+    "row index": lambda z: z[torch.tensor([0, 3])],
+    "column index": lambda z: z[:, 3],
+    "step": lambda z: z[::2],
+    "arithmetic": lambda z: z / torch.full((6, 1), 0.5),
+    "clone": lambda z: z.clone(),
+    "to": lambda z: z.to(torch.float64),
+    "contiguous": lambda z: z.contiguous(),
+    "cat": lambda z: torch.cat([z, z]),
+    "dlpack": lambda z: torch.from_dlpack(z),
+    "numpy": lambda z: torch.from_numpy(np.asarray(z)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_whoever_reads_it_gets_the_logits(lazy, hidden, reader, inference):
+    with torch.inference_mode(inference):
+        got = READERS[reader](lazy)
+        want = READERS[reader](hidden @ WEIGHT.T)
+    assert not isinstance(got, LazyLogits)
+    torch.testing.assert_close(got, want)
+
+
+def test_writing_into_it_changes_the_logits_that_later_readers_see(lazy, compute, hidden):
+    want = hidden @ WEIGHT.T
+    lazy.add_(1.0)
+    lazy.div_(2.0)
+    lazy[:] = torch.softmax(lazy, -1)
+    lazy.index_fill_(1, torch.tensor([4]), -1.0)
+    want = torch.softmax((want + 1.0) / 2.0, -1).index_fill_(1, torch.tensor([4]), -1.0)
+    torch.testing.assert_close(lazy.dense(), want)
+    assert compute.calls == 1
+    assert lazy.is_dense
+
+
+def test_a_slice_after_a_write_sees_the_write(lazy):
+    lazy.zero_()
+    assert not isinstance(lazy[:3], LazyLogits)
+    assert torch.equal(lazy[:3], torch.zeros(3, 50))
+
+
+def test_memory_is_that_of_the_computed_logits_and_never_null(lazy):
+    """Triton's launcher asks for the pointer; a null pointer there is an illegal access."""
+    assert lazy.data_ptr() == lazy.dense().data_ptr() != 0
+
+
+def test_it_survives_the_rebuilds_that_sglang_makes_of_its_output(lazy):
+    @dataclasses.dataclass
+    class Output:
+        next_token_logits: torch.Tensor
+        hidden_states: torch.Tensor | None = None
+
+    rebuilt = dataclasses.replace(Output(lazy), hidden_states=None)
+    assert rebuilt.next_token_logits is lazy
+    assert copy.copy(rebuilt).next_token_logits is lazy
+
+
+def test_plain_gives_ordinary_tensors_back_as_they_are(lazy, hidden):
+    assert plain(hidden) is hidden
+    assert plain(None) is None
+    assert type(plain(lazy)) is torch.Tensor
+
+
+def test_the_logits_of_some_rows_are_computed_for_these_alone_and_are_the_callers(lazy, hidden):
+    rows = torch.tensor([4, 1])
+    for _ in range(2):
+        logits = lazy.logits_of(rows)
+        torch.testing.assert_close(logits, (hidden @ WEIGHT.T)[rows])
+        logits.zero_()
+    lazy.add_(1.0)
+    with pytest.raises(AssertionError, match="may have changed them"):
+        lazy.logits_of(rows)

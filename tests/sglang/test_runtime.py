@@ -1,0 +1,652 @@
+"""The plugin without a server: what it declines and why, what it counts, how a server starts, and what a failure of
+ours costs."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import types
+
+import msgspec
+import pytest
+import torch
+from head_states import Processor, hidden_states, make_batch, make_head, make_state, settle, weights
+from serving import needs_sglang
+from sglang_batches import SteadyServer, request
+from tuned_tables import table_for_this_machine
+
+from sgl_flashsample import dispatch, selfcheck
+from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.dispatch import DispatchTable, default_table
+from sgl_flashsample.kernels.params import LMHead
+from sgl_flashsample.kernels.rng import NOISE_ABI
+from sgl_flashsample.kernels.workspace import ScreenCounter
+from sgl_flashsample.kinds import BATCH_KINDS, PLAIN
+from sgl_flashsample.sglang import hooks, metrics, plugin, support
+from sgl_flashsample.sglang import runtime as runtime_module
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Routing
+from sgl_flashsample.sglang.head import HeadState
+from sgl_flashsample.sglang.hooks import StepHooks
+from sgl_flashsample.sglang.metrics import LOG_SECONDS_VARIABLE, DeviceCounters, Metrics
+from sgl_flashsample.sglang.runtime import Runtime
+from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
+from sgl_flashsample.tables import lookup
+from sgl_flashsample.tables.schema import Entry
+
+
+def set_to(config: types.SimpleNamespace, path: str, value: object) -> None:
+    """Set ``config.a.b`` for the path "a.b"."""
+    *parts, name = path.split(".")
+    for part in parts:
+        config = getattr(config, part)
+    setattr(config, name, value)
+
+
+# What is not served.
+
+
+@pytest.mark.parametrize(
+    "path, value, words",
+    [
+        ("exec.kernel.grammar_backend", "outlines", None),
+        ("exec.graph.cuda_graph_config", None, None),
+        ("exec.graph.cuda_graph_config.decode.backend", "disabled", None),
+        ("spec.speculative_algorithm", "EAGLE", "speculative decoding"),
+        ("parallel.tp_size", 2, "tensor parallelism"),
+        ("parallel.pp_size", 2, "pipeline parallelism"),
+        ("parallel.enable_dp_attention", True, "DP attention"),
+        ("exec.deterministic.enable_deterministic_inference", True, "deterministic inference"),
+        ("exec.deterministic.rl_on_policy_target", "fsdp", "on-policy RL logprobs"),
+        ("exec.dllm.dllm_algorithm", "LowConfidence", "diffusion LLM"),
+        ("disagg.enable_pdmux", True, "PD multiplexing"),
+        ("exec.overlap.enable_two_batch_overlap", True, "two-batch overlap"),
+        ("exec.graph.enable_torch_compile", True, "torch.compile"),
+        ("flags.capture.enable_torch_compile", True, "torch.compile"),
+        ("exec.graph.cuda_graph_config.decode.backend", "breakable", "a decode graph that is not a full one"),
+    ],
+)
+def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(server_config, path, value, words):
+    set_to(server_config, path, value)
+    reason = None if words is None else f"{words} is not served yet"
+    assert support.unsupported_server() == Runtime(None).inactive_reason == reason
+
+
+CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLANG_SANITIZE_NAN_LOGITS")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_server_that_looks_for_nan_in_its_logits_keeps_its_sampler(server_config, name):
+    """Not every release has each of these settings: here, none but the one that is set."""
+    assert support.unsupported_server() is None
+    setting = types.SimpleNamespace(get=lambda: False)
+    setattr(server_config.environ, name, setting)
+    assert support.unsupported_server() is None
+    setting.get = lambda: True
+    assert Runtime(None).inactive_reason == f"{name} is not served yet"
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_sglang_has_settings_that_look_for_nan():
+    from sglang.srt.environ import envs
+
+    assert sum(hasattr(envs, name) for name in CHECKS) >= 2
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, None),
+        ({"lora.enable_lora": True}, "LoRA adapters may reach the LM head"),
+        ({"lora.enable_lora": True, "lora.lora_target_modules": ["all"]}, "LoRA adapters may reach the LM head"),
+        ({"lora.enable_lora": True, "lora.lora_target_modules": ["q_proj", "lm_head"]}, "LoRA adapters may reach"),
+        ({"lora.enable_lora": True, "lora.lora_target_modules": {"q_proj"}}, None),
+        ({"model.weight_cache_mode": "attach"}, "shared with other processes"),
+        ({"model.remote_instance_weight_loader_start_seed_via_transfer_engine": True}, "may write to the weights"),
+        ({"model.remote_instance_weight_loader_backend": "transfer_engine"}, "may write to the weights"),
+    ],
+    ids=str,
+)
+def test_a_server_in_which_others_change_the_head_has_no_screen(server_config, monkeypatch, changes, words):
+    for path, value in changes.items():
+        set_to(server_config, path, value)
+    reason = Runtime(None).no_screen_reason
+    assert (words is None and reason is None) or words in reason
+    monkeypatch.setenv(SCREEN_VARIABLE, "off")
+    assert Runtime(None).no_screen_reason == "FLASHSAMPLE_SCREEN is off"
+
+
+class OtherProcessor(Processor):
+    def _compute_lm_head(self): ...
+
+
+WEIGHT = torch.zeros(104, 16)
+
+
+@pytest.mark.parametrize(
+    "processor, lm_head, words",
+    [
+        (OtherProcessor(vocab_size=100), make_head(WEIGHT), "has its own _compute_lm_head"),
+        (Processor(), make_head(WEIGHT, set_lora=1, apply_lora=1), "LoRA"),
+        (Processor(), types.SimpleNamespace(), "no two-dimensional weight"),
+        (Processor(), make_head(torch.zeros(4, 4, 4)), "no two-dimensional weight"),
+        (Processor(), types.SimpleNamespace(weight=WEIGHT, quant_method=object()), "quantised (object)"),
+        (Processor(), make_head(WEIGHT.to(torch.int8)), "torch.int8"),
+        (Processor(), make_head(torch.zeros(16, 104).T), "not contiguous"),
+        (Processor(), make_head(WEIGHT, use_intel_amx_backend=True), "AMX"),
+        (Processor(), make_head(WEIGHT.bfloat16()), "bfloat16 is wrong in Triton's interpreter"),
+        (Processor(do_tensor_parallel_all_gather=True), make_head(WEIGHT), "gathered over ranks"),
+        (Processor(return_full_logits=True), make_head(WEIGHT), "full logits"),
+        (Processor(vocab_size=200), make_head(WEIGHT), "200 ids, the LM head 104 rows"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_head_that_cannot_be_fused_has_its_reason_in_words(server_config, processor, lm_head, words):
+    assert words in support.unsupported_head(processor, lm_head)
+
+
+def test_an_ordinary_head_is_served(server_config, device):
+    assert support.unsupported_head(Processor(vocab_size=100), make_head(WEIGHT.to(device))) is None
+
+
+def test_a_device_without_kernels_has_its_reason_in_words(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "Triton's interpreter is off (TRITON_INTERPRET=1)" in support.unsupported_device(torch.device("cpu"))
+    assert "the device is meta; CUDA is needed" in support.unsupported_device(torch.device("meta"))
+
+
+def test_a_server_whose_configuration_cannot_be_read_is_left_to_sglang(server_config):
+    del server_config.exec.dllm
+    assert "configuration cannot be read" in Runtime(None).inactive_reason
+
+
+# A head follows its model.
+
+
+def test_a_head_follows_its_model(device):
+    state = make_state(device)
+    first = state.head
+    state.update(1)
+    assert state.head is first
+    assert (first.vocab_size, first.softcap, first.logit_scale) == (600, None, None)
+    state.processor.logit_scale, state.processor.final_logit_softcapping = 0.5, 30.0
+    state.update(1)
+    assert (state.head.logit_scale, state.head.softcap) == (0.5, 30.0)
+    state.lm_head.weight = weights(device, 1)
+    state.processor.final_logit_softcapping, state.processor.vocab_size = 0, 599  # SGLang: no softcap
+    state.update(1)
+    assert state.head.weight.data_ptr() == state.lm_head.weight.data_ptr()
+    assert (state.head.softcap, state.head.vocab_size) == (None, 599)
+
+
+def test_a_head_that_changes_its_shape_gives_up_its_tuned_table(device):
+    state = make_state(device)
+    tuned = state.table
+    state.processor.final_logit_softcapping = 30.0
+    state.update(1)
+    assert state.table is tuned
+    state.lm_head.weight = torch.zeros(608, 48, device=device, dtype=state.head.weight.dtype)
+    state.update(1)
+    assert state.table is default_table(state.head) is not tuned
+
+
+@pytest.mark.parametrize("option", ["use_fp32_lm_head", "use_fp32_lm_head_output"])
+def test_a_float32_head_option_keeps_the_accumulator(device, option):
+    lm_head = make_head(torch.zeros(104, 16, dtype=torch.float16, device=device))
+    assert HeadState(Processor(vocab_size=100), lm_head).head.rounding == torch.float16
+    assert HeadState(Processor(vocab_size=100, **{option: True}), lm_head).head.rounding == torch.float32
+
+
+def test_a_workspace_grows_only_for_a_larger_batch_and_goes_on_counting(device):
+    state = make_state(device)
+    state.update(3)
+    first = state.workspace
+    state.update(512)
+    assert state.workspace is first
+    state.update(600)
+    assert state.workspace is not first and state.workspace.searched is first.searched
+    assert state.workspace.slots >= dispatch.slots_for(state.table.lookup(600), state.head, 600)
+
+
+# What a server counts.
+
+FUSED, MIXED = Routing((None,) * 500), Routing((None, "top_logprobs", "top_logprobs"))
+
+
+def test_metrics_sum_batches_and_rows_per_path_and_reason():
+    counted = Metrics(prometheus=False)
+    counted.add_batch(MIXED, 0, None)
+    counted.flush()
+    for _ in range(3):
+        counted.add_batch(FUSED, 0, None)
+    counted.flush()
+    assert counted.summary() == "fused 1,501 rows in 4 batches; native (top_logprobs) 2 rows in 1 batches"
+
+
+def test_metrics_say_how_many_truncated_rows_took_a_search():
+    counted = Metrics(prometheus=False)
+    counted.add_batch(FUSED, 0, None)
+    counted.flush()
+    assert counted.summary() == "fused 500 rows in 1 batches", "no truncated row, no word of them"
+    counted.add_batch(FUSED, 400, None)
+    counted.add_searched(3)
+    counted.flush()
+    assert counted.summary().endswith("; truncated 400 rows, 3 searched")
+
+
+def test_metrics_say_what_a_batch_of_fused_rows_takes_of_the_hosts_time(clock):
+    counted = Metrics(prometheus=False)
+    counted.add_batch(FUSED, 0, clock[0] - 30e-6)
+    counted.add_batch(FUSED, 0, clock[0] - 55e-6)
+    counted.add_batch(MIXED, 0, None)
+    counted.flush()
+    assert counted.summary().endswith("; host 42.5 us/batch over 2 batches")
+
+
+SCREENED = {ScreenCounter.ROW_BLOCKS: 4, ScreenCounter.ROWS: 40, ScreenCounter.GROUPS: 18}
+SCREENED |= {ScreenCounter.CANDIDATES: 60, ScreenCounter.CERTIFIED_ROWS: 30, ScreenCounter.MANY_CANDIDATES: 1}
+
+
+def test_metrics_say_how_far_a_screen_could_tell():
+    counted = Metrics(prometheus=False)
+    counted.add_screened([0] * len(ScreenCounter), paused=False)
+    assert counted.summary() == "", "nothing was screened, no word of it"
+    counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused=False)
+    line = "screened 40 rows, 75.0 % certified, 1.5 candidate groups/row, 4.5 groups read/block of rows, 1/4 over limit"
+    assert counted.summary() == line
+    counted.add_screened([0] * len(ScreenCounter), paused=True)
+    assert counted.summary() == f"{line}, paused"
+
+
+@pytest.fixture
+def prometheus(monkeypatch):
+    """The value of a metric; None where it has none."""
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    for kind in ("Counter", "Gauge", "Summary"):
+        made = getattr(client, kind)
+        monkeypatch.setattr(client, kind, lambda *args, made=made, **kw: made(*args, registry=registry, **kw))
+    return lambda name, **labels: registry.get_sample_value(f"sglang:flashsample_{name}", labels)
+
+
+def test_prometheus_has_the_same_numbers(prometheus):
+    counted = Metrics(prometheus=True)
+    for routing in (FUSED, MIXED):
+        counted.add_batch(routing, 7, 0.0)
+    counted.flush()
+    counted.add_searched(3)
+    fused, native = {"path": "fused", "reason": ""}, {"path": "native", "reason": "top_logprobs"}
+    assert [prometheus("rows_total", **each) for each in (fused, native)] == [501, 2]
+    assert [prometheus("batches_total", **each) for each in (fused, native)] == [2, 1]
+    assert [prometheus(f"{name}_rows_total") for name in ("truncated", "searched")] == [14, 3]
+    assert prometheus("host_seconds_count") == 2 and prometheus("host_seconds_sum") > 0
+    for paused in (True, True, False):
+        counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused)
+        assert prometheus("screen_paused") == paused
+    for counter, number in SCREENED.items():
+        assert prometheus(f"screen_{counter.name.lower()}_total") == 3 * number
+
+
+def test_counters_on_the_device_are_asked_at_most_once_per_interval_and_never_waited_for(device, clock):
+    on_device = torch.tensor([5, 0], device=device)
+    counters = DeviceCounters(on_device, 10.0)
+    assert counters.new() == (0, 0), "the copy has just been started"
+    settle(device)
+    on_device += torch.tensor([2, 1], device=device)
+    assert counters.new() == (5, 0)
+    clock[0] += 9
+    assert counters.new() == (0, 0)
+    clock[0] += 1
+    assert counters.new() == (0, 0)
+    settle(device)
+    assert [counters.new(), counters.new()] == [(2, 1), (0, 0)]
+
+
+def test_a_copy_that_has_not_arrived_is_left_alone(device):
+    counters = DeviceCounters(torch.tensor([5], device=device), 0.0)
+    counters.new()
+    settle(device)
+    counters._arrived = types.SimpleNamespace(query=lambda: False, record=None)
+    assert [counters.new(), counters.new()] == [(0,), (0,)]
+    counters._arrived = types.SimpleNamespace(query=lambda: True, record=lambda: None)
+    assert [counters.new(), counters.new()] == [(5,), (0,)]
+
+
+def test_metrics_reach_the_log_once_per_interval_and_prometheus_more_often(monkeypatch, clock, caplog):
+    monkeypatch.setenv(LOG_SECONDS_VARIABLE, "10")
+    counted = Metrics(prometheus=False)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        flushed = []
+        for _ in range(80):
+            clock[0] += 0.25
+            flushed.append(counted.add_batch(FUSED, 0, None))
+            if flushed[-1]:
+                counted.flush()
+    assert flushed == [False, True] * 40 and metrics.FLUSH_SECONDS == 0.5
+    assert [record.message for record in caplog.records] == [
+        "flashsample: fused 20,000 rows in 40 batches",
+        "flashsample: fused 40,000 rows in 80 batches",
+    ]
+
+
+@pytest.mark.parametrize("text", ["0", "0.25", "1e3", None, "nan", "inf", "-1", "often", ""])
+def test_the_interval_is_the_environments_or_after_one_warning_the_default(monkeypatch, caplog, text):
+    monkeypatch.delenv(LOG_SECONDS_VARIABLE, raising=False)
+    if text is not None:
+        monkeypatch.setenv(LOG_SECONDS_VARIABLE, text)
+    good = {"0": 0.0, "0.25": 0.25, "1e3": 1000.0}
+    seconds, counted = good.get(text, 60.0), Metrics(prometheus=False)
+    assert (counted.log_seconds, counted.read_seconds) == (seconds, min(seconds, 1.0))
+    warning = f"flashsample: FLASHSAMPLE_LOG_SECONDS is '{text}'; expected seconds, as a number"
+    assert [record.message for record in caplog.records] == ([] if text is None or text in good else [warning])
+
+
+@needs_sglang
+def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, monkeypatch):
+    monkeypatch.setenv(LOG_SECONDS_VARIABLE, "0")
+    state = make_state(device)
+    server = SteadyServer(device, state, [{"top_k": 4, "temperature": 1.0}, {"temperature": 1.0}])
+    for _ in range(3):
+        server.step()
+        state.workspace.searched += 4
+        settle(device)
+    summary = server.runtime.metrics.summary()
+    assert "; truncated 3 rows, 4 searched; " in summary, "those that had arrived before the last step"
+
+
+# How a server starts.
+
+
+class TorchProcessor(Processor, torch.nn.Module):
+    """A LogitsProcessor that modules can hold."""
+
+    def __init__(self, **attributes):
+        torch.nn.Module.__init__(self)
+        Processor.__init__(self, **attributes)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.logits_processor = TorchProcessor(vocab_size=100)
+        self.lm_head = torch.nn.Linear(16, 104, bias=False, device=device)
+        self.lm_head.quant_method = None
+
+
+@pytest.fixture
+def starting(server_config, runtime, monkeypatch, tmp_path) -> Runtime:
+    """A runtime whose heads are checked with small batches alone, and that finds no table of this machine's user."""
+    monkeypatch.setattr(runtime_module, "MAX_INTERPRETED_ROWS", 4)
+    monkeypatch.setattr(runtime_module, "MAX_COMPILED_ROWS", 4)
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    return runtime
+
+
+def prepared(runtime: Runtime, lm_head, vocab: int = 100) -> HeadState | None:
+    return runtime.head_for(Processor(vocab_size=vocab), lm_head, starting=True)
+
+
+def load(runtime: Runtime, device, **attributes) -> None:
+    """SGLang has loaded a model."""
+    runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=Model(device))
+    vars(runner).update(attributes)
+    StepHooks(runtime).load_model(None, runner)
+
+
+def test_a_generating_model_is_prepared_and_a_line_says_so(starting, device, caplog):
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        load(starting, device)
+    assert len(starting.heads) == 1
+    line = caplog.records[-1].message
+    assert re.match(r"flashsample 0\.\S+ with SGLang \S+: fused sampling active, LM head 104 x 16 float32, ", line)
+    assert f", noise {NOISE_ABI}, kernels compiled and checked in " in line
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"is_generation": False}, {"is_draft_worker": True}], ids=["embedding", "draft"]
+)
+def test_a_model_that_samples_nothing_here_compiles_nothing_and_has_no_screen(starting, device, caplog, attributes):
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        load(starting, device, **attributes)
+    assert starting.heads == [] and not caplog.records and starting.inactive_reason is None
+
+
+@pytest.fixture
+def tuned_file(tmp_path, monkeypatch, device):
+    """A table for a head of 100 x 16 on this machine, and that head."""
+    lm_head = make_head(torch.randn(100, 16, generator=torch.Generator().manual_seed(0)).to(device))
+    table = table_for_this_machine(device, lookup.head_shape_of(LMHead(lm_head.weight)))
+    table = msgspec.structs.replace(table, entries=[entry for entry in table.entries if entry.kind == "plain"])
+    file = tmp_path / "table.json"
+    file.write_text(table.dumps())
+    monkeypatch.setenv(lookup.FILE_VARIABLE, str(file))
+    return file, table, lm_head
+
+
+def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(starting, tuned_file, caplog):
+    file, _, lm_head = tuned_file
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = prepared(starting, lm_head)
+    assert state.table.is_measured(4, PLAIN)
+    line, about_screen = [record.message for record in caplog.records]
+    assert line.startswith(f"flashsample: tuned table {file} (exact, the named file): 5 choices of its own, ")
+    assert about_screen.startswith("flashsample: screen not built: ")
+
+
+def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_warning(
+    starting, tuned_file, caplog, monkeypatch
+):
+    _, table, lm_head = tuned_file
+    entry: Entry = next(entry for entry in table.entries if entry.rows == 4)
+    differ = selfcheck.difference
+    monkeypatch.setattr(
+        selfcheck,
+        "difference",
+        lambda expected, config, **options: "off" if config == entry.launch else differ(expected, config, **options),
+    )
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = prepared(starting, lm_head)
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith("flashsample: 1 tuned configs failed the self-check; using defaults: off with ")
+    assert str(entry.launch) in warning
+    assert state.table.lookup(4) == default_table(state.head).lookup(4) and state.table.is_measured(2, PLAIN)
+    assert starting.inactive_reason is None
+
+
+def test_a_bad_table_is_one_warning_and_the_built_in_choices(starting, tuned_file, caplog):
+    file, _, lm_head = tuned_file
+    file.write_text(file.read_text()[:500])
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = prepared(starting, lm_head)
+    built_in = DispatchTable(HeadFacts.of(state.head))
+    assert all(state.table.lookup(n, kind) == built_in.lookup(n, kind) for n in range(1, 20) for kind in BATCH_KINDS)
+    levels = [record.levelno for record in caplog.records]
+    assert levels == [logging.WARNING, logging.INFO, logging.INFO], "the bad table, the choices, the screen"
+    assert caplog.records[0].message.startswith(f"flashsample: {file}: ")
+    assert "built-in choices for all batches" in caplog.records[1].message
+
+
+def test_a_head_whose_built_in_kernels_fail_is_sglangs_with_one_warning(starting, device, monkeypatch, caplog):
+    monkeypatch.setattr(selfcheck, "difference", lambda *arguments, **options: "3 of 4 tokens differ")
+    assert prepared(starting, make_head(weights(device)), 600) is None and starting.heads == []
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "not active, SGLang's own sampler serves everything: 3 of 4 tokens differ with " in warning
+
+
+def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting, device, monkeypatch):
+    processor, lm_head = Processor(), make_head(weights(device))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert starting.head_for(processor, lm_head) is None
+    assert starting.head_for(processor, lm_head) is not None
+
+
+@needs_sglang
+def test_a_step_has_the_tuned_table_its_workspace_and_says_when_all_its_rows_are_greedy(device, one_rank, monkeypatch):
+    state, seen = make_state(device), []
+    sample = dispatch.sample
+
+    def noted(hidden, head, params, **options):
+        seen.append((params.all_greedy, options["table"], options["workspace"]))
+        return sample(hidden, head, params, **options)
+
+    monkeypatch.setattr("sgl_flashsample.sglang.sampler.sample", noted)
+    for temperatures in ((1.0, 0.0), (0.0, 0.0)):
+        SteadyServer(device, state, [{"temperature": each} for each in temperatures]).step()
+    assert seen == [(greedy, state.table, state.workspace) for greedy in (False, True)]
+
+
+SCREENS = [
+    (ScreenMode.ON, None, True, "screen built: "),
+    (ScreenMode.ON, "the hook is missing", True, "screen not built: the hook is missing"),
+    (ScreenMode.ON, None, False, "screen not built: the model shows its LM head only after the memory is shared out"),
+    (ScreenMode.AUTO, None, True, "screen not built: no tuned table says that it is faster here"),
+]
+
+
+@pytest.mark.parametrize("mode, reason, starts, words", SCREENS, ids=[f"{row[0]} {row[1:3]}" for row in SCREENS])
+def test_one_line_says_what_screen_was_built_or_why_not(starting, device, caplog, mode, reason, starts, words):
+    starting.screen_mode, starting.no_screen_reason = mode, reason
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = starting.head_for(Processor(), make_head(weights(device)), starting=starts)
+    (record,) = [record for record in caplog.records if "flashsample: screen" in record.message]
+    assert words in record.message and state.has_screen == ("screen built" in words)
+    assert record.levelno == (logging.WARNING if mode is ScreenMode.ON and not state.has_screen else logging.INFO)
+    if state.has_screen:
+        screen, weight = state.screen, state.head.weight
+        share = 100 * screen.num_bytes / (weight.numel() * weight.element_size())
+        assert f"screen built: {screen.num_bytes:,} bytes, {share:.1f} % of the LM head's, " in record.message
+        assert record.message.endswith(f"for batches of up to {screen.rows} rows")
+
+
+def test_a_screen_whose_kernels_fail_at_start_is_given_back(starting, device, monkeypatch, caplog):
+    def fails(*arguments, **options):
+        raise RuntimeError("out of registers")
+
+    starting.screen_mode = ScreenMode.ON
+    monkeypatch.setattr(dispatch, "screened_sample", fails)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = prepared(starting, make_head(weights(device)), 600)
+    assert state is not None and state.screen is None
+    (line,) = [record.message for record in caplog.records if "flashsample: screen" in record.message]
+    assert "screen not built: its kernels fail here: " in line and "out of registers" in line
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["a hook does not land", "no screen is wanted"])
+def test_a_server_without_hooks_of_weight_changes_has_no_screen(server_config, monkeypatch, wanted):
+    module = types.ModuleType("sampler")
+    module.FlashSampler = lambda runtime: runtime
+    monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
+    monkeypatch.setenv(SCREEN_VARIABLE, "on" if wanted else "off")
+    monkeypatch.setattr(plugin, "_runtime", None)
+    monkeypatch.setattr(plugin.versions, "unsupported_version", lambda version: None)
+    monkeypatch.setattr(hooks, "install", lambda runtime: None)
+    monkeypatch.setattr(hooks, "install_weight_hooks", lambda runtime: "SGLang did not apply the hook on X")
+    made = plugin.make_sampler()
+    assert plugin.make_sampler() is made and made.inactive_reason is None
+    assert made.no_screen_reason == ("SGLang did not apply the hook on X" if wanted else "FLASHSAMPLE_SCREEN is off")
+
+
+# What a failure costs.
+
+
+class Failing:
+    """Draws that fail from some number of rows on."""
+
+    def __init__(self, monkeypatch, error: Exception, rows: int = 1) -> None:
+        self.error, self.rows, self.failed = error, rows, 0
+        self._sample = dispatch.sample
+        monkeypatch.setattr("sgl_flashsample.sglang.sampler.sample", self)
+
+    def __call__(self, hidden, *arguments, **options):
+        if len(hidden) >= self.rows:
+            self.failed += 1
+            raise self.error
+        return self._sample(hidden, *arguments, **options)
+
+
+@pytest.fixture
+def path_of_a_batch(runners, head, info_of, hidden):
+    """Draws a batch of as many rows with both servers, which must draw the same, from logits with a bias. The path of
+    all its rows."""
+
+    def draw(num_rows: int) -> str:
+        states = hidden(num_rows)
+        requests = [request(f"r{n}", temperature=0, logit_bias={"17": 2.0}) for n in range(num_rows)]
+        got, output = runners[0].sample(head.lazy(states), info_of(requests))
+        want, _ = runners[1].sample(head.logits(states), info_of(requests))
+        assert got.tolist() == want.tolist()
+        (path,) = set(output.customized_info["flashsample_path"])
+        return path
+
+    return draw
+
+
+@needs_sglang
+def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_ones_stay_fused(
+    path_of_a_batch, runners, monkeypatch, caplog
+):
+    failing = Failing(monkeypatch, torch.OutOfMemoryError("no memory"), rows=4)
+    with caplog.at_level(logging.WARNING, "sgl_flashsample"):
+        paths = {num_rows: path_of_a_batch(num_rows) for num_rows in (2, 5, 6, 4, 3)}
+    assert paths == dict.fromkeys((2, 3), "fused") | dict.fromkeys((4, 5, 6), "native:out_of_memory")
+    assert failing.failed == 2, "6 rows are not tried after 5, 4 are"
+    failing.rows = 100
+    assert [path_of_a_batch(num_rows) for num_rows in (3, 4, 5)] == ["fused", *["native:out_of_memory"] * 2]
+    assert runners[0].sampler.runtime.inactive_reason is None
+    assert [record.message for record in caplog.records] == [
+        f"flashsample: no memory for a batch of {rows} rows: SGLang's own sampler takes batches of this size or more"
+        for rows in (5, 4)
+    ]
+
+
+@needs_sglang
+def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_a_batch, runners, monkeypatch, caplog):
+    failing = Failing(monkeypatch, ZeroDivisionError("no such kernel"))
+    with caplog.at_level(logging.WARNING, "sgl_flashsample"):
+        assert [path_of_a_batch(2) for _ in range(3)] == ["native:error", "native:inactive", "native:inactive"]
+    assert failing.failed == 1
+    assert runners[0].sampler.runtime.inactive_reason == "ZeroDivisionError: no such kernel"
+    (record,) = caplog.records
+    assert record.message.startswith("flashsample: off, SGLang's own sampler takes over: ZeroDivisionError: ")
+
+
+@needs_sglang
+def test_a_batch_whose_rows_are_not_known_is_sglangs(path_of_a_batch, runners, head, info_of, hidden):
+    states, info = hidden(2), info_of([request("a", temperature=0), request("b", temperature=0)])
+    for unknown in (None, make_batch({})):
+        setattr(info, BATCH_ATTRIBUTE, unknown)
+        _, output = runners[0].sample(head.lazy(states), info)
+        assert output.customized_info == {"flashsample_path": ["native:unknown_rows"] * 2}
+    assert path_of_a_batch(2) == "fused"
+
+
+def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_scheduler(runtime):
+    info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: "something"})
+    broken = types.SimpleNamespace(reqs=[object()], device="cpu")  # a request without the attributes we read
+    StepHooks(runtime).from_schedule_batch(None, info, broken, 100)
+    assert getattr(info, BATCH_ATTRIBUTE) is None
+    assert "from_schedule_batch: AttributeError" in runtime.inactive_reason
+
+
+@pytest.mark.parametrize("hook", ["get_logits", "load_model"])
+def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(runtime, hook):
+    """Metadata and model runners without the attributes we read: an SGLang that is not the one we know."""
+    step_hooks = StepHooks(runtime)
+    if hook == "load_model":
+        step_hooks.load_model("result", object())
+    else:
+        logits = step_hooks.get_logits(
+            lambda *arguments: "sglang's", Processor(), torch.zeros(2, 16), make_head(WEIGHT), object()
+        )
+        assert logits == "sglang's"
+    assert runtime.inactive_reason.startswith(f"{hook}: AttributeError")
+
+
+def test_logits_with_an_embedding_bias_are_sglangs(runtime, device):
+    logits = StepHooks(runtime).get_logits(
+        lambda *arguments: arguments[4], Processor(), hidden_states(device), make_head(WEIGHT), object(), "a bias"
+    )
+    assert logits == "a bias" and runtime.inactive_reason is None

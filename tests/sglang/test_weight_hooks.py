@@ -1,0 +1,262 @@
+"""Weights that SGLang changes while it serves: no screen serves a copy of what was there before, none is rebuilt in a
+decode step, and a failure of ours costs SGLang nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from head_states import hidden_states, is_serving, make_state, serve, weights, write_unseen
+from serving import needs_sglang, version_path
+
+from sgl_flashsample.screen import Screen
+from sgl_flashsample.sglang import hooks, versions
+from sgl_flashsample.sglang.hooks import MANAGER, READING_METHODS, UPDATER, WRITING_METHODS, StepHooks, WeightHooks
+from sgl_flashsample.sglang.runtime import Runtime
+
+
+class Manager:
+    """SGLang's SchedulerWeightUpdaterManager, as far as hooks see it. during: called in the middle of an update."""
+
+    def __init__(self, during=lambda: None):
+        self.offload_tags, self._session, self.during = set(), None, during
+
+    def update(self, request):
+        self.during()
+        return "updated"
+
+    def release(self, request):
+        self.offload_tags |= set(request.tags)
+
+    def resume(self, request):
+        self.offload_tags -= set(request.tags)
+
+    def begin(self, request):
+        self._session = "open"
+
+    def end(self, request):
+        self.during()
+        self._session = None
+
+
+def call(runtime: Runtime, manager: Manager, name: str, **fields):
+    request = types.SimpleNamespace(**fields)
+    return WeightHooks(runtime).manager_call(getattr(Manager, name), manager, request)
+
+
+@pytest.fixture
+def state(runtime, device):
+    """A head with a screen that the runtime serves."""
+    made = make_state(device, screened=True)
+    serve(runtime, made)
+    return made
+
+
+def step(runtime: Runtime, state, mode: str) -> None:
+    """A step of the server begins: "decode", or "extend" for a prefill."""
+    is_mode = {f"is_{name}": (lambda name=name: mode == name) for name in ("decode", "extend", "target_verify")}
+    metadata = types.SimpleNamespace(
+        forward_mode=types.SimpleNamespace(**is_mode, is_split_prefill=lambda: False),
+        extend_return_logprob=False,
+        is_prefill_only=False,
+    )
+    hidden = hidden_states(state.lm_head.weight.device, 2)
+    assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is state
+
+
+def is_a_copy(state) -> bool:
+    """Whether the screen that serves is a copy of what the head holds."""
+    screen = state.screen.serving(state.head)
+    copy = Screen(state.head, 1, announces_writes=True)
+    return screen is not None and torch.equal(screen.int8_head.weight, copy.int8_head.weight)
+
+
+def test_an_update_invalidates_before_it_writes_and_renews_after(runtime, state, device):
+    seen = []
+
+    def during():
+        seen.append(is_serving(state))
+        write_unseen(state, weights(device, 1))
+
+    assert call(runtime, Manager(during), "update") == "updated"
+    assert seen == [False] and is_a_copy(state)
+
+
+def test_an_update_that_fails_in_the_middle_is_raised_and_leaves_a_copy_of_what_is_there(runtime, state, device):
+    def during():
+        write_unseen(state, weights(device, 1))
+        raise RuntimeError("connection lost")
+
+    with pytest.raises(RuntimeError, match="connection lost"):
+        call(runtime, Manager(during), "update")
+    assert is_a_copy(state)
+
+
+def test_weights_that_come_in_parts_are_copied_by_the_next_prefill_and_by_no_decode_step(runtime, state):
+    manager = Manager()
+    for _ in range(3):
+        call(runtime, manager, "update", flush_cache=False)
+        step(runtime, state, "decode")
+        assert not is_serving(state)
+    step(runtime, state, "extend")
+    assert is_serving(state)
+    call(runtime, manager, "update", flush_cache=False)
+    call(runtime, manager, "update", flush_cache=True)
+    assert is_serving(state), "the last part of an update flushes the cache"
+
+
+def test_nothing_is_copied_while_a_session_is_open(runtime, state):
+    manager = Manager()
+    for name in ("begin", "update"):
+        call(runtime, manager, name, flush_cache=True)
+        step(runtime, state, "extend")
+        assert not is_serving(state), "weights are also written without a call"
+    call(runtime, manager, "end")
+    assert is_serving(state)
+
+
+def test_released_memory_is_freed_and_taken_again_after_all_of_it_is_back(runtime, state, device):
+    manager, screen = Manager(), state.screen.serving(state.head)
+    call(runtime, manager, "release", tags=["weights", "kv_cache"])
+    assert screen.closed
+    call(runtime, manager, "resume", tags=["weights"])
+    call(runtime, manager, "update", flush_cache=True)
+    step(runtime, state, "extend")
+    assert not is_serving(state), "SGLang must find the memory of its KV cache free"
+    write_unseen(state, weights(device, 1))
+    call(runtime, manager, "resume", tags=["kv_cache"])
+    assert is_a_copy(state)
+
+
+def test_a_release_of_other_memory_keeps_the_copy(runtime, state):
+    manager, screen = Manager(), state.screen.serving(state.head)
+    call(runtime, manager, "release", tags=["kv_cache"])
+    assert not screen.closed
+    call(runtime, manager, "resume", tags=["kv_cache"])
+    assert state.screen.serving(state.head) is screen
+
+
+def test_weights_that_are_only_read_leave_the_screen_alone(runtime, state):
+    seen = []
+    manager = Manager(lambda: seen.append(is_serving(state)))
+    for action in ("snapshot", "compare", "checksum", "reset_tensors"):
+        call(runtime, manager, "update", action=action)
+    assert seen == [True, True, True, False]
+
+
+def test_weights_that_sglang_writes_in_a_step_are_copied_by_the_next_prefill(runtime, state):
+    assert WeightHooks(runtime).updater_call("updater", "path") is None, "SGLang's arguments are its own"
+    step(runtime, state, "decode")
+    assert not is_serving(state)
+    step(runtime, state, "extend")
+    assert is_serving(state)
+
+
+def test_weights_that_load_after_the_start_are_copied_then(runtime, state, monkeypatch):
+    monkeypatch.setattr(runtime, "prepare_model", lambda model: None)
+    runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=None, startup_weight_load=object())
+    StepHooks(runtime).load_model(None, runner)
+    step(runtime, state, "extend")
+    assert not is_serving(state), "a graph is captured with weights that mean nothing"
+    WeightHooks(runtime).late_load(None, runner)
+    assert is_serving(state)
+
+
+def test_a_copy_that_cannot_be_made_anew_is_not_said_to_be(runtime, state, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        call(runtime, Manager(), "update")
+        monkeypatch.setattr(Screen, "rebuild", lambda self, head: 1 / 0)
+        call(runtime, Manager(), "update")
+        call(runtime, Manager(), "update")
+    first, *others = [record.message for record in caplog.records]
+    assert first.startswith("flashsample: screen rebuilt for new weights in ")
+    assert others == ["flashsample: screen off: ZeroDivisionError: division by zero"]
+    assert not is_serving(state)
+
+
+def test_a_failure_of_ours_never_reaches_sglang_and_switches_the_screen_off(runtime, state, caplog):
+    manager = Manager()
+    del manager.offload_tags  # an SGLang that we do not know
+    assert call(runtime, manager, "update") == "updated"
+    assert not state.has_screen
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "flashsample: screen off: weights_changed: AttributeError: 'Manager' object has no attribute 'offload_tags'"
+    ]
+
+
+# What is hooked.
+
+SESSIONS = {"begin_weight_update", "end_weight_update", "finalize_startup_weight_load"}  # not in 0.5.17
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_every_target_of_this_sglang_is_known():
+    targets, reason = hooks.weight_targets()
+    assert reason is None
+    methods = {target.rpartition(".")[2] for target in targets}
+    assert methods >= WRITING_METHODS[MANAGER][0] | WRITING_METHODS[UPDATER][0] | SESSIONS
+    assert [versions.unsupported_target(target) for target in versions.HOOK_TARGETS] == [None] * 7
+
+
+INSTALL = """
+import types
+from sgl_flashsample.sglang import hooks
+targets, reason = hooks.weight_targets()
+assert reason is None, reason
+for install in (hooks.install, hooks.install_weight_hooks):
+    reason = install(types.SimpleNamespace())
+    assert reason is None, reason
+print(*(target.rpartition(".")[2] for target in targets))
+"""
+
+
+@pytest.mark.full
+@needs_sglang
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU machine has one SGLang")
+@pytest.mark.parametrize("version", [None, "0.5.17", "0.5.23"])
+def test_every_hook_lands_in_every_known_sglang(version, tmp_path):
+    """In a process of its own, whose SGLang is that version's."""
+    from sgl_flashsample.demo import cpu_platform
+
+    environment = cpu_platform.environment(tmp_path)
+    if version is not None:
+        environment["PYTHONPATH"] = f"{version_path(version)}:{environment.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALL], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    hooked = set(done.stdout.split())
+    assert hooked >= WRITING_METHODS[MANAGER][0]
+    assert hooked >= SESSIONS if version != "0.5.17" else not SESSIONS & hooked
+
+
+@pytest.fixture
+def classes(monkeypatch) -> dict[str, type]:
+    """SGLang's classes that change weights, with the methods that we know."""
+
+    def known(path):
+        required, possible = WRITING_METHODS[path]
+        return {name: (lambda self: None) for name in required | possible | READING_METHODS}
+
+    kinds = {path: type("Kind", (), known(path)) for path in WRITING_METHODS}
+    monkeypatch.setattr(hooks.pkgutil, "resolve_name", lambda path: kinds.get(path, print))
+    return kinds
+
+
+def test_a_class_with_a_method_that_we_do_not_know_means_no_screen(classes):
+    targets, reason = hooks.weight_targets()
+    assert reason is None and targets[f"{MANAGER}.release_memory_occupation"] == "manager_call"
+    assert not READING_METHODS & {target.rpartition(".")[2] for target in targets}
+    classes[UPDATER].stream_weights = lambda self: None
+    assert hooks.weight_targets() == ({}, f"{UPDATER} has stream_weights, which may change weights")
+
+
+def test_a_class_without_a_method_that_we_know_means_no_screen(classes):
+    del classes[MANAGER].resume_memory_occupation
+    assert hooks.weight_targets() == ({}, f"{MANAGER} has no resume_memory_occupation")

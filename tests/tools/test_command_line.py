@@ -1,0 +1,174 @@
+"""The command line, as a person meets it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sgl_flashsample import __version__
+from sgl_flashsample.demo import server as servers
+from sgl_flashsample.hot_vocab import HotVocab
+from sgl_flashsample.sglang import versions
+
+EVERYTHING = "torch,triton,numpy,msgspec,sglang"
+ONE_TOKEN = HotVocab.of_ids(np.bincount([5], minlength=640)).dumps()
+
+
+def test_help_needs_nothing_but_python_and_names_every_command(command):
+    shown = command("--help", hidden=EVERYTHING)
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert all(f"\n    {word} " in shown.stdout for word in ("serve", "tune", "trace", "doctor", "demo"))
+    assert command("--version", hidden=EVERYTHING).stdout == f"sgl-flashsample {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["serve"], ["--model-path", "--tuned FILE", "--flashsample-screen"]),
+        (
+            ["serve"],
+            [f"FLASHSAMPLE_{name} " for name in ("LOG_SECONDS", "TUNED", "TUNED_DIR", "ALLOW_FAMILY", "TRACE")],
+        ),
+        (["trace"], ["text", "ids", "show", "merge", "FLASHSAMPLE_TRACE"]),
+        (["trace", "text"], ["AutoTokenizer", "--vocab", "--name", "--out", "--json"]),
+        (["trace", "ids"], ["output_ids", "--model"]),
+        (["doctor"], ["--json"]),
+        (["demo"], ["--port", "--size", "--folder"]),
+        (["tune"], ["plan", "run", "verify", "explain"]),
+    ],
+)
+def test_each_command_has_a_help_of_its_own(run, arguments, words):
+    code, out, _ = run(*arguments, "--help")
+    assert code == 0
+    assert all(word in out for word in words)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "the following arguments are required: command (see `sgl-flashsample --help`)"),
+        (["nonsense"], "invalid choice"),
+        (["doctor", "--yaml"], "unrecognized arguments: --yaml"),
+        (["serve", "--model-path", "x", "--sampling-backend", "flashinfer"], "serve sets --sampling-backend itself"),
+        (["serve", "--sampling-backend=pytorch"], "serve sets --sampling-backend itself"),
+        (["serve", "--model-path", "x", "--tuned"], "--tuned has no value; expected the path of a table"),
+        (["serve", "--tuned=", "--model-path", "x"], "--tuned has no value; expected the path of a table"),
+        (["serve", "--tuned", "a", "--tuned=b"], "--tuned is given twice"),
+        (["serve", "--flashsample-screen"], "--flashsample-screen has no value; expected auto, on or off"),
+        (["serve", "--flashsample-screen=yes"], "--flashsample-screen is 'yes'; expected auto, on or off"),
+        (["tune", "show", "nothing.json"], "nothing.json: No such file or directory"),
+        (["demo", "--size", "huge"], "unknown size 'huge'; sizes are tiny"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_two(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, hidden, advice",
+    [
+        ("serve --model-path m", "sglang", "sglang is not installed: pip install 'sgl-flashsample[sglang]'"),
+        ("demo", "safetensors", "safetensors is not installed: pip install 'sgl-flashsample[sglang]'"),
+        ("demo", "torch", "torch is not installed: pip install 'sgl-flashsample'"),
+        (
+            "trace text --tokenizer t",
+            "tokenizers",
+            "tokenizers is not installed: pip install 'sgl-flashsample[sglang]'",
+        ),
+        ("trace show hot.json", "numpy", "numpy is not installed: pip install 'sgl-flashsample'"),
+        ("tune show t.json", "triton", "triton is not installed: pip install 'sgl-flashsample'"),
+    ],
+)
+def test_a_missing_package_is_one_line_that_says_what_brings_it(command, tmp_path, arguments, hidden, advice):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "tokenizer.json").write_text("{}")
+    done = command(*arguments.split(), hidden=hidden, cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert done.stderr == f"error: {advice}\n"
+
+
+def test_token_counts_are_shown_without_torch(command, tmp_path):
+    (tmp_path / "hot.json").write_text(ONE_TOKEN)
+    done = command("trace", "show", "hot.json", hidden="torch,sglang,scipy", cwd=tmp_path)
+    assert done.returncode == 0 and "1 tokens counted" in done.stdout
+
+
+def test_an_interruption_is_one_line_and_exit_code_130(run, monkeypatch):
+    def interrupted(file):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HotVocab, "load", interrupted)
+    assert run("trace", "show", "x") == (130, "", "error: interrupted\n")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    (tmp_path / "hot.json").write_text(ONE_TOKEN)
+    shown = [sys.executable, "-m", "sgl_flashsample.cli", "trace", "show", "hot.json"]
+    signals = {"preexec_fn": lambda: signal.signal(signal.SIGPIPE, signal.SIG_IGN)}
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(shown, stdout=write, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path, **signals)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_server_that_does_not_start_is_one_line_and_exit_code_one(run, monkeypatch):
+    def fails(server):
+        raise servers.ServerError("the server ended with code 1: ValueError: no such model")
+
+    monkeypatch.setattr(servers.Server, "start", fails)
+    code, _, err = run("demo")
+    assert (code, err) == (1, "error: the server ended with code 1: ValueError: no such model\n")
+
+
+# --- serve
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """The commands that would have replaced this process."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: commands.append(arguments))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(versions, "entry_point_found", lambda: True)
+    for name in ("FLASHSAMPLE_TUNED", "FLASHSAMPLE_SCREEN"):
+        monkeypatch.setenv(name, "before")  # also puts it back
+    return commands
+
+
+def test_serve_passes_every_argument_to_sglang_with_the_backend_added(run, executed):
+    run("serve", "--model-path", "m", "--tp-size", "2", "--weird=1")
+    arguments = ["--model-path", "m", "--tp-size", "2", "--weird=1"]
+    assert [command[1:] for command in executed] == [
+        ["-m", "sglang.launch_server", *arguments, "--sampling-backend", "flashsample"]
+    ]
+    assert os.environ["FLASHSAMPLE_TUNED"] == os.environ["FLASHSAMPLE_SCREEN"] == "before"
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize(
+    "option, variable, value",
+    [("--tuned", "FLASHSAMPLE_TUNED", "t.json"), ("--flashsample-screen", "FLASHSAMPLE_SCREEN", "on")],
+)
+def test_options_of_ours_reach_the_server_through_its_environment(run, executed, option, variable, value, place):
+    for given in ([option, value], [f"{option}={value}"]):
+        arguments = ["--model-path", "m"]
+        run("serve", *arguments[:place], *given, *arguments[place:])
+        assert executed[-1][3:] == ["--model-path", "m", "--sampling-backend", "flashsample"]
+        assert os.environ[variable] == (os.path.abspath(value) if option == "--tuned" else value)
+
+
+def test_serve_without_the_entry_point_says_what_to_install(run, executed, monkeypatch):
+    monkeypatch.setattr(versions, "entry_point_found", lambda: False)
+    code, _, err = run("serve", "--model-path", "m")
+    assert code == 1 and "no entry point 'flashsample'" in err and "pip install sgl-flashsample" in err
+    assert not executed

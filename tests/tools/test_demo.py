@@ -1,0 +1,189 @@
+"""The demonstration: a checkpoint whose distribution is known, a server as a child process, and what ``make`` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_flashsample.demo import bootstrap, markov
+from sgl_flashsample.demo.server import Server, ServerError, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --- the checkpoint
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-llama-tied", "tiny-softcap", "tiny-granite"])
+def test_a_written_checkpoint_loads_with_the_same_truth_and_passes_its_embedding_through(tmp_path, name):
+    safetensors = pytest.importorskip("safetensors.torch")
+    size = markov.SIZES[name]
+    written, loaded = markov.write(tmp_path, size), markov.MarkovModel.load(tmp_path)
+    tokens = torch.arange(0, size.vocab_size, 37)
+    assert torch.equal(written.logits(tokens), loaded.logits(tokens))
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in tensors) is not size.tied
+    to_residual = [tensor for key, tensor in tensors.items() if key.endswith(("o_proj.weight", "down_proj.weight"))]
+    assert len(to_residual) == 2 * size.num_hidden_layers and not any(tensor.any() for tensor in to_residual)
+    hidden = torch.nn.functional.rms_norm(tensors["model.embed_tokens.weight"][tokens], (size.hidden_size,), eps=1e-6)
+    head = tensors["model.embed_tokens.weight" if size.tied else "lm_head.weight"]
+    logits = hidden.double() @ head.double().T / (size.logits_scaling or 1.0)
+    if size.softcap:
+        logits = size.softcap * torch.tanh(logits / size.softcap)
+    torch.testing.assert_close(loaded.logits(tokens), logits, rtol=0, atol=1e-5)
+
+
+def test_contexts_are_peaked_zipf_like_and_flat_and_their_tokens_share_a_distribution():
+    model = markov.build(markov.SIZES["tiny"])
+    members = [(model.context == context).nonzero()[:, 0] for context in range(markov.CONTEXTS)]
+    top = model.distribution(torch.stack([tokens[0] for tokens in members])).amax(-1)
+    assert (top[0::4] > 0.8).all()
+    assert ((top[1::4] > 0.05) & (top[1::4] < 0.6)).all()
+    assert (top[3::4] < 0.02).all()
+    assert torch.equal(*model.logits(members[5][[0, 3]]))
+
+
+def test_a_second_write_keeps_the_files_and_another_size_replaces_them(tmp_path):
+    pytest.importorskip("safetensors")
+    markov.write(tmp_path, markov.SIZES["tiny"])
+    before = (tmp_path / "model.safetensors").stat().st_mtime_ns
+    markov.write(tmp_path, markov.SIZES["tiny"])
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == before
+    markov.write(tmp_path, dataclasses.replace(markov.SIZES["tiny"], vocab_size=512))
+    assert markov.MarkovModel.load(tmp_path).head.shape[0] == 512
+
+
+def test_every_size_has_a_config_that_names_its_dimensions():
+    for name, size in markov.SIZES.items():
+        assert markov.config(size)["hidden_size"] == size.hidden_size, name
+        assert size.hidden_size % markov.CONTEXTS == 0
+
+
+# --- the server
+
+
+def port_of(server: Server, option: str) -> int:
+    return int(server.command[server.command.index(option) + 1])
+
+
+def test_no_port_of_a_server_is_one_that_the_system_hands_out_to_others_meanwhile(tmp_path):
+    server = Server(tmp_path, ["--tp", "1"], backend=None, log=tmp_path / "log")
+    first_of_others = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [port_of(server, option) for option in ("--port", "--nccl-port")]
+    assert ports[0] == server.port != ports[1]
+    assert all(1024 <= port < first_of_others for port in ports)
+    chosen = Server(tmp_path, ["--nccl-port", "1234"], backend="pytorch", log=tmp_path / "log")
+    assert chosen.command.count("--nccl-port") == 1 and port_of(chosen, "--nccl-port") == 1234
+    assert chosen.command[-2:] == ["--sampling-backend", "pytorch"]
+
+
+def test_a_taken_port_is_said_before_anything_starts(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        taken.listen()
+        server = Server(tmp_path, [], backend=None, log=tmp_path / "log", port=taken.getsockname()[1])
+        with pytest.raises(ServerError, match=f"port {server.port} is taken"):
+            server.start()
+
+
+def stand_in(code: str) -> list[str]:
+    """A server that runs ``code``, with its port in ``port``."""
+    return [sys.executable, "-c", f"import sys; port = int(sys.argv[sys.argv.index('--port') + 1])\n{code}"]
+
+
+def test_a_server_that_dies_at_start_is_reported_with_its_last_error(tmp_path):
+    launcher = stand_in("print('ValueError: no such model'); print('bye'); sys.exit(3)")
+    with (
+        pytest.raises(ServerError, match="ended with code 3: ValueError: no such model"),
+        Server(tmp_path, [], backend=None, log=tmp_path / "log", launcher=launcher),
+    ):
+        pass
+
+
+ANSWERS = """
+import http.server, json
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(200, b"up 1")
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.answer(400 if "bad" in body else 200, json.dumps({"path": self.path, "body": body}).encode())
+    def answer(self, code, data):
+        self.send_response(code); self.end_headers(); self.wfile.write(data)
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_requests_and_their_answers_and_no_process_is_left(tmp_path):
+    child = "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    launcher = stand_in(f"{child}\nprint('flashsample', child.pid, flush=True)\n{ANSWERS}")
+    with Server(tmp_path, [], backend=None, log=tmp_path / "log", launcher=launcher) as server:
+        assert server.generate(text="a") == {"path": "/generate", "body": {"text": "a"}}
+        assert server.chat(n=1) == {"path": "/v1/chat/completions", "body": {"model": "default", "n": 1}}
+        assert server.post("/flush_cache") == {"path": "/flush_cache", "body": {}}
+        assert server.metrics() == "up 1"
+        with pytest.raises(ServerError, match="/generate answered 400: "):
+            server.generate(bad=True)
+        (line,) = server.log_lines("flashsample")
+        assert line in server.log_text()
+    status = Path(f"/proc/{line.split()[1]}/stat")  # of the server's child
+    for _ in range(50):
+        if not status.exists() or status.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("a child of the server is left")
+
+
+@pytest.mark.parametrize("message", ["code: -98, name: EADDRINUSE", "[Errno 98] ... address already in use"])
+def test_a_server_that_finds_a_port_taken_is_started_once_more_with_others(tmp_path, message):
+    ports = (
+        "with open('ports', 'a+') as file: print(*sys.argv, file=file); file.seek(0); starts = len(file.readlines())"
+    )
+    fails = f"if starts <= int(sys.argv[-1]): sys.exit({message!r})"
+    launcher = stand_in(f"import os; os.chdir({str(tmp_path)!r})\n{ports}\n{fails}\n{ANSWERS}")
+    with Server(tmp_path, ["--fails", "1"], backend=None, log=tmp_path / "log", launcher=launcher) as server:
+        assert server.metrics() == "up 1"
+    first, second = (re.findall(r"--(?:nccl-)?port (\d+)", line) for line in (tmp_path / "ports").open())
+    assert len(first) == len(second) == 2 and not set(first) & set(second)
+    (tmp_path / "ports").unlink()
+    with (
+        pytest.raises(ServerError, match=re.escape(message)),
+        Server(tmp_path, ["--fails", "2"], backend=None, log=tmp_path / "log", launcher=launcher),
+    ):
+        pass
+
+
+# --- make
+
+
+@pytest.mark.parametrize(
+    "gpu, cores, workers, threads",
+    [(False, 1, None, None), (False, 2, 2, 1), (False, 16, 4, 4), (True, 16, None, None)],
+)
+def test_make_test_uses_the_cores_that_there_are_and_does_not_share_a_gpu(monkeypatch, gpu, cores, workers, threads):
+    called = []
+    monkeypatch.setattr(bootstrap, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(subprocess, "call", lambda command, env, cwd: called.append((command[1:], env)) or 7)
+    assert bootstrap.run_tests(["-k", "some"], {}) == 7
+    ((command, environment),) = called
+    assert command[-2:] == ["-k", "some"]
+    assert command[:2] == (["-n", str(workers)] if workers else ["-k", "some"])
+    assert environment.get("OMP_NUM_THREADS") == (str(threads) if threads else None)
+
+
+def test_make_has_every_target_and_a_mistake_is_one_line():
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"\$\(BOOTSTRAP\) ([\w-]+)", makefile) == list(bootstrap.TARGETS)
+    command = [sys.executable, bootstrap.__file__, "tset"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"error: unknown target 'tset'; expected one of {', '.join(bootstrap.TARGETS)}\n"

@@ -1,0 +1,129 @@
+"""``sgl-flashsample doctor``: each finding with its remedy, whatever is broken; and what it asks about SGLang."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+
+import pytest
+from serving import needs_sglang
+
+from sgl_flashsample import doctor, selfcheck
+from sgl_flashsample.sglang import versions
+
+
+@pytest.fixture
+def no_hook_targets(monkeypatch):
+    """SGLang is not imported for them, which takes long."""
+    monkeypatch.setattr(versions, "HOOK_TARGETS", {})
+
+
+@pytest.mark.slow
+def test_all_is_well_here(command):
+    done = command("doctor")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    lines = done.stdout.splitlines()
+    for level, what in (("ok", "Python 3."), ("ok", "torch 2."), ("ok", "triton 3."), ("ok", "self-test: ")):
+        assert any(line.startswith(f"{level:8}{what}") for line in lines)
+    assert not any(line.startswith("problem") for line in lines)
+
+
+def test_a_bare_python_is_told_what_to_install(command):
+    done = command("doctor", hidden="torch,triton,numpy,msgspec")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("ok      Python 3.")
+    for name in ("torch", "triton", "numpy", "msgspec"):
+        assert f"problem {name} " in done.stdout
+    assert "-> install torch again" in done.stdout
+
+
+def test_a_package_that_breaks_at_import_is_a_finding_also_as_json(command, tmp_path):
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise ImportError('compiled for another Python\\nmore')")
+    done = command("doctor", "--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    problem = next(finding for finding in json.loads(done.stdout) if finding["level"] == "problem")
+    version = importlib.metadata.version("numpy")
+    what = f"numpy {version} does not import: ImportError: compiled for another Python"
+    assert problem == {"level": "problem", "what": what, "advice": "install numpy again"}
+
+
+@pytest.mark.parametrize(
+    "requirement, level, what, advice",
+    [
+        ("numpy<99,>=1.26", "ok", "numpy ", ""),
+        ("numpy", "ok", "numpy ", ""),
+        ("numpy<1.27,>=1.26", "note", "is newer than what was tested", "pip install 'numpy<1.27,>=1.26'"),
+        ("numpy>=99.0", "problem", "is older than 99.0", "pip install 'numpy>=99.0'"),
+        ("no-such_package<2,>=1", "problem", "no-such_package is not installed", "pip install 'no-such_package<2,>=1'"),
+    ],
+)
+def test_a_version_outside_of_the_tested_range_is_said(requirement, level, what, advice):
+    finding = doctor.check_package(requirement)
+    assert finding.level == level
+    assert what in finding.what and advice in finding.advice
+
+
+def test_the_tested_range_is_that_of_this_package():
+    findings = [finding.what for finding in doctor.check_packages()]
+    names = ("Python", "torch", "triton", "msgspec", "numpy")
+    assert sorted(what.split()[0] for what in findings) == sorted(names)
+
+
+@pytest.mark.parametrize("reason, level", [(None, "ok"), ("3 of 8 tokens differ", "problem")])
+def test_the_self_test_says_how_the_kernels_differ(monkeypatch, reason, level):
+    checked = []
+    monkeypatch.setattr(selfcheck, "compare_with_reference", lambda head, rows: checked.append(head) or reason)
+    (finding,) = doctor.check_kernels()
+    assert finding.level == level and (reason or "configurations draw the reference's tokens") in finding.what
+    (head,) = checked
+    assert head.vocab_size > 2048, "a small top-k is drawn otherwise from fewer ids"
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_are_made(monkeypatch, no_hook_targets):
+    def fails(head, rows):
+        raise RuntimeError("mask has unsupported dtype\nand more")
+
+    monkeypatch.setattr(selfcheck, "compare_with_reference", fails)
+    findings = list(doctor.findings())
+    assert any(finding.what.startswith("SGLang ") for finding in findings)
+    assert findings[-1].level == "problem"
+    assert findings[-1].what == "check_kernels failed: RuntimeError: mask has unsupported dtype"
+
+
+@needs_sglang
+def test_an_sglang_that_would_not_use_the_plugin_has_its_remedies(monkeypatch):
+    monkeypatch.setattr(versions, "HOOK_TARGETS", {"json.loads": ("s",), "json.nothing": ("self",)})
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    monkeypatch.setattr(versions, "entry_point_found", lambda: False)
+    monkeypatch.setattr(versions, "sglang_version", lambda: "0.4.0")
+    problems = [finding for finding in doctor.check_sglang() if finding.level == "problem"]
+    for problem, word in zip(
+        problems, ("SGLang 0.4.0", "not find the plugin", "SGLANG_PLUGINS=other", "json.nothing"), strict=True
+    ):
+        assert word in problem.what
+    assert all(problem.advice for problem in problems)
+
+
+# --- which SGLang
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.19", "0.5.21.post1", "0.5.23"])
+def test_known_sglang_versions_are_accepted(version):
+    assert versions.unsupported_version(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.6.0", "1.0", "unknown", "not installed"])
+def test_an_unknown_sglang_version_is_named_with_those_that_are_known(version, monkeypatch):
+    reason = versions.unsupported_version(version)
+    assert f"SGLang {version} is not among the known versions 0.5.17 to 0.5.23" in reason
+    monkeypatch.setenv(versions.ANY_VERSION_VARIABLE, "1")
+    assert versions.unsupported_version(version) is None
+
+
+def test_a_hook_target_that_is_missing_or_changed_is_named(monkeypatch):
+    targets = {"json.nothing": ("self",), "json.loads": ("s", "strict"), "json.dumps": ("obj",)}
+    monkeypatch.setattr(versions, "HOOK_TARGETS", targets)
+    assert "json.nothing is missing" in versions.unsupported_target("json.nothing")
+    assert "json.loads has parameters s, " in versions.unsupported_target("json.loads")
+    assert versions.unsupported_target("json.dumps") is None

@@ -1,0 +1,419 @@
+"""Token counts: ranked and added up as counted, one text for one count, one line for whatever is wrong in a file, and
+the sizing model against cases that are known in closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sgl_flashsample.hot_vocab import (
+    GROUP_SIZE,
+    LINE_IDS,
+    MAX_BYTES,
+    MAX_TOKENS,
+    Costs,
+    HotVocab,
+    HotVocabError,
+    Sizing,
+    fit,
+    groups_of,
+)
+
+V = 50257
+
+
+def zipf_counts(vocab: int, seed: int = 0) -> np.ndarray:
+    """``[V]``, counts that fall as 1 / rank, of ids in random order."""
+    return 10 * vocab // (1 + np.random.default_rng(seed).permutation(vocab))
+
+
+IDS = zipf_counts(V)
+PER_GROUP = np.pad(IDS, (0, -V % 16)).reshape(-1, 16).sum(1)
+COUNTS = HotVocab.of_ids(IDS, "a model", "text: a.txt")
+TEXT = COUNTS.dumps()
+SMALL = HotVocab.of_ids(zipf_counts(1100), "m", "server").dumps()
+
+
+def same(a: HotVocab, b: HotVocab) -> bool:
+    return (a.digest, a.name, a.source, a.by_token) == (b.digest, b.name, b.source, b.by_token)
+
+
+def changed(place: str, value: Any, text: str = TEXT) -> str:
+    """The file's text with ``value`` at ``place``, a dotted path; ``...`` takes the entry away."""
+    data = json.loads(text)
+    *parents, last = place.split(".")
+    at = data
+    for name in parents:
+        at = at[int(name)] if isinstance(at, list) else at[name]
+    if value is ...:
+        del at[last]
+    else:
+        at[int(last) if isinstance(at, list) else last] = value
+    return json.dumps(data)
+
+
+# --- what it says
+
+
+@pytest.mark.parametrize("vocab", [1, 127, 129, 50257, 151936, 151937])
+def test_every_id_is_counted_in_its_group_also_in_a_ragged_last_one(vocab):
+    per_id = np.zeros(vocab, dtype=np.int64)
+    for count, token in ((3, 0), (5, vocab // 2), (7, vocab - 1)):
+        per_id[token] = count
+    counts = HotVocab.of_ids(per_id)
+    want = np.zeros(-(-vocab // 16), dtype=np.int64)
+    for token in per_id.nonzero()[0]:
+        want[token // 16] += per_id[token]
+    assert GROUP_SIZE == 16
+    assert np.array_equal(counts.counts, want) and counts.num_groups == len(want)
+    assert (counts.counted, counts.seen) == (per_id.sum(), np.count_nonzero(want))
+
+
+def test_the_hit_curve_is_the_share_of_the_tokens_in_the_most_frequent_groups_and_bends_down():
+    ordered = np.sort(PER_GROUP)[::-1]
+    want = [0.0, *(np.cumsum(ordered) / ordered.sum())]
+    assert COUNTS.hits.tolist() == pytest.approx(want, rel=1e-12)
+    assert COUNTS.counts[COUNTS.ranked].tolist() == ordered.tolist()
+    steps = np.diff(COUNTS.hits)
+    assert steps.min() >= 0 and np.diff(steps).max() <= 1e-15
+    equal = HotVocab.of_ids(np.bincount([0, 0, 16, 16, 40], minlength=100))
+    assert equal.ranked.tolist() == [0, 1, 2, 3, 4, 5, 6], "of equals, the lower id first"
+
+
+def test_groups_for_a_coverage_are_the_fewest():
+    for share in (0.0, 0.1, 0.5, 0.95, 1.0):
+        groups = COUNTS.groups_for(share)
+        assert COUNTS.hits[groups] >= share
+        assert groups == 0 or COUNTS.hits[groups - 1] < share
+    with pytest.raises(ValueError, match=r"coverage is 1\.5; expected a share from 0 to 1"):
+        COUNTS.groups_for(1.5)
+
+
+def test_single_ids_cover_at_least_what_as_many_ids_in_groups_do():
+    covered = np.cumsum(np.sort(IDS)[::-1]) / IDS.sum()
+    assert list(COUNTS.by_token) == [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+    for size, share in COUNTS.by_token.items():
+        assert share == pytest.approx(covered[size - 1], abs=1e-6)
+        assert share >= COUNTS.hits[size // 16] - 1e-6
+
+
+def test_what_has_not_been_seen_is_estimated_from_what_was_seen_once():
+    """Tokens drawn from a known distribution: the estimate is near the true share of the groups that none was of."""
+    weights = 1 / np.arange(1, 2001)
+    weights /= weights.sum()
+    drawn = np.random.default_rng(1).choice(2000, 5000, p=weights) * 16
+    counts = HotVocab.of_ids(np.bincount(drawn, minlength=32000))
+    missing = weights[counts.counts == 0].sum()
+    assert missing > 0.03
+    assert counts.unseen == pytest.approx(missing, rel=0.15)
+    for tokens, least in ((3, 0.3), (1, 1.0)):  # few tokens prove little
+        assert HotVocab.of_ids(np.bincount([0] * tokens, minlength=100)).unseen >= least
+
+
+def test_counts_add_up_with_their_sources_and_only_of_one_vocabulary():
+    other = HotVocab.of_ids(np.bincount([5, 5, 50256], minlength=V), "another", "server")
+    both = COUNTS.plus(other)
+    assert np.array_equal(both.counts, COUNTS.counts + other.counts)
+    assert (both.name, both.source, both.by_token) == ("a model", "text: a.txt + server", {})
+    assert both.plus(other).source == both.source, "each source once"
+    assert HotVocab.loads(both.dumps()).digest == both.digest
+    many = both
+    for place in range(60):
+        many = many.plus(dataclasses.replace(other, source=f"a long name of a file, number {place}"))
+    assert HotVocab.loads(many.dumps()).source.endswith("...")
+    with pytest.raises(HotVocabError, match="one is of 50257 ids, the other of 50256"):
+        COUNTS.plus(HotVocab.of_ids(IDS[:-1]))
+
+
+@pytest.mark.parametrize(
+    "vocab, counts, message",
+    [
+        (0, [], "vocab is 0; expected 1 to"),
+        (33, [1, 2], "counts are of 2 groups; expected 3"),
+        (32, [5, -1], "a count is -1; expected 0 or more"),
+        (32, [0, 0], "0 tokens are counted; expected 1 to"),
+        (32, [MAX_TOKENS, 1], "9007199254740992 tokens are counted"),
+    ],
+)
+def test_counts_that_do_not_fit_are_refused(vocab, counts, message):
+    with pytest.raises(HotVocabError, match=message):
+        HotVocab(vocab, np.array(counts))
+
+
+# --- its file
+
+
+def test_what_is_written_is_read_back_and_written_the_same():
+    assert same(HotVocab.loads(TEXT), COUNTS) and HotVocab.loads(TEXT).notes == ()
+    assert HotVocab.loads(TEXT).dumps() == TEXT
+    backwards = dict(reversed(json.loads(TEXT).items()))
+    assert HotVocab.loads(json.dumps(backwards)).dumps() == TEXT
+
+
+def test_a_changed_group_changes_the_line_of_its_ids_and_the_digest_and_empty_lines_are_left_out():
+    counts = COUNTS.counts.copy()
+    counts[3 * LINE_IDS // 16 + 5] += 1
+    other = dataclasses.replace(COUNTS, counts=counts).dumps()
+    lines = [a.split('"')[1] for a, b in zip(TEXT.splitlines(), other.splitlines(), strict=True) if a != b]
+    assert lines == ["counted", "digest", str(3 * LINE_IDS)]
+    one = HotVocab.of_ids(np.bincount([5 * LINE_IDS + 17], minlength=V))
+    assert list(json.loads(one.dumps())["counts"]) == [str(5 * LINE_IDS)]
+    assert HotVocab.loads(one.dumps()).counts.nonzero()[0].tolist() == [5 * LINE_IDS // 16 + 1]
+    assert dataclasses.replace(COUNTS, name="other", source="", by_token={}).digest == COUNTS.digest
+    assert dataclasses.replace(COUNTS, counts=np.roll(COUNTS.counts, 1)).digest != COUNTS.digest
+
+
+def test_a_field_of_a_later_release_is_ignored_with_a_note():
+    later = HotVocab.loads(changed("bigrams", [1, 2]))
+    assert same(later, COUNTS)
+    assert later.notes == ("bigrams is not known to this release and is ignored",)
+    assert same(HotVocab.loads(changed("schema", "flashsample-hot/2.7")), COUNTS)
+
+
+@pytest.mark.parametrize(
+    "place, value, message",
+    [
+        ("schema", "flashsample-hot/1", "Expected `str` matching regex '^flashsample-hot/2"),
+        ("schema", ..., "missing required field `schema`"),
+        ("group_size", 32, "group_size is 32; expected 16, the ids of one noise value"),
+        ("vocab", 0, "Expected `int` >= 1 - at `$.vocab`"),
+        ("vocab", 50200, "counts.50176 has 6 counts; expected 2, and a first id that is a multiple of 1024"),
+        ("counts.3072", [1], "counts.3072 has 1 counts; expected 64"),
+        ("counts.3073", [1] * 64, "counts.3073 has 64 counts; expected 64, and a first id"),
+        ("counts.1048576", [1] * 64, "counts.1048576 has 64 counts; expected 0"),
+        ("counts.03072", [1] * 64, "Expected `int`, got `str` - at `key` in `$.counts`"),
+        ("counts.3072.5", -1, "Expected `int` >= 0"),
+        ("counts.3072.5", 0.5, "Expected `int`, got `float`"),
+        ("counts.3072.5", 1 << 60, "Expected `int` <= 9007199254740991"),
+        ("counted", 5, "counted and digest are not those of its counts"),
+        ("digest", "sha256:0", "it is damaged, or was changed by hand"),
+        ("name", "two\nlines", "expected 300 printable characters"),
+        ("source", "x" * 301, "Expected `str` of length <= 300 - at `$.source`"),
+        ("by_token.1e3", 0.5, "Expected `int`, got `str` - at `key` in `$.by_token`"),
+        ("by_token.50258", 0.5, "by_token has 50258 ids; expected 50257 or fewer"),
+        ("by_token.256", 1.5, "Expected `float` <= 1.0"),
+    ],
+)
+def test_whatever_is_wrong_is_named_in_one_line(place, value, message):
+    with pytest.raises(HotVocabError) as caught:
+        HotVocab.loads(changed(place, value))
+    assert message in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_counts_that_could_not_be_read_back_are_not_written():
+    for wrong in ({"name": "two\nlines"}, {"source": "x" * 301}, {"by_token": {0: 0.5}}, {"by_token": {1: 2.0}}):
+        with pytest.raises(HotVocabError):
+            dataclasses.replace(COUNTS, **wrong).dumps()
+
+
+def test_a_file_that_is_none_is_named_and_nothing_is_waited_for(tmp_path):
+    good, pipe, long, binary = (tmp_path / name for name in ("good", "pipe", "long", "binary"))
+    good.write_text(TEXT)
+    os.mkfifo(pipe)
+    long.write_text(" " * (MAX_BYTES + 1))
+    binary.write_bytes(b"{\xff}")
+    assert same(HotVocab.load(good), COUNTS)
+    for file, message in (
+        (tmp_path / "nothing", "No such file or directory"),
+        (tmp_path, "it is not a plain file"),
+        (pipe, "it is not a plain file"),
+        (long, f"it has {MAX_BYTES + 1} bytes; expected {MAX_BYTES} or fewer"),
+        (binary, "it is not UTF-8 text (byte 1)"),
+    ):
+        with pytest.raises(HotVocabError) as caught:
+            HotVocab.load(file)
+        assert str(caught.value) == f"{file}: {message}"
+
+
+def in_bounds(text: str) -> bool:
+    """Whether ``text`` is read; what is read is as bounded as it claims, and what is not has one line that says why."""
+    try:
+        counts = HotVocab.loads(text)
+    except HotVocabError as error:
+        assert str(error).isprintable() and 0 < len(str(error)) < 700
+        return False
+    assert len(counts.counts) == groups_of(counts.vocab)
+    assert sorted(counts.ranked) == list(range(counts.num_groups))
+    assert 0 <= counts.hits[1] <= counts.hits[-1] == 1
+    assert all(0 <= share <= 1 and 1 <= ids <= counts.vocab for ids, share in counts.by_token.items())
+    assert same(HotVocab.loads(counts.dumps()), counts)
+    return True
+
+
+def signed(data: Any) -> str:
+    """With the sum and the digest of the changed counts, where they have one."""
+    try:
+        counts = np.zeros(groups_of(data["vocab"]), dtype=np.int64)
+        for first, line in data["counts"].items():
+            counts[int(first) // 16 : int(first) // 16 + len(line)] = line
+        data |= {"counted": int(counts.sum()), "digest": HotVocab(data["vocab"], counts).digest}
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError):
+        pass
+    return json.dumps(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.floats(allow_nan=False) | st.text(max_size=400),
+    lambda inner: st.lists(inner, max_size=70) | st.dictionaries(st.text(max_size=5), inner, max_size=5),
+    max_leaves=80,
+)
+FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@FUZZ
+@given(st.lists(st.tuples(st.integers(0, len(SMALL.encode()) - 1), st.integers(0, 7)), min_size=1, max_size=20))
+def test_flipped_bits_are_noticed_or_harmless(flips):
+    data = bytearray(SMALL.encode())
+    for place, bit in flips:
+        data[place] ^= 1 << bit
+    text = data.decode(errors="replace")
+    if in_bounds(text):
+        assert HotVocab.loads(text).digest == HotVocab.loads(SMALL).digest
+
+
+@FUZZ
+@given(st.sampled_from([*sorted(json.loads(SMALL)), "counts.0", "counts.1024"]), JSON, st.booleans())
+def test_a_part_that_is_anything_else_is_refused_or_in_bounds_even_if_signed(place, value, sign):
+    text = changed(place, value, SMALL)
+    in_bounds(signed(json.loads(text)) if sign else text)
+
+
+def test_deep_long_and_strange_texts_are_refused_in_one_line():
+    for text in ("[" * 100_000, '{"counts":' * 5000, "NaN", '{"a": 1, "a": 2}', "1" * 5000, "\ud800", "", "[1e999]"):
+        assert not in_bounds(text)
+    assert not in_bounds(TEXT.replace('"vocab"', '"name": "",\n "vocab"'))
+    assert not in_bounds(TEXT[: len(TEXT) // 2])
+
+
+# --- how many groups to read in full
+
+G = 9496  # groups of 151,936 ids
+COSTS = Costs(fixed_us=12.0, hot_us=0.0273, screened_us=0.0137, hit_us=3.0, miss_us=11.0)
+
+
+def zipf_shares(num_groups: int, exponent: float) -> np.ndarray:
+    return np.arange(1, num_groups + 1) ** -exponent
+
+
+def hit_curve(shares) -> np.ndarray:
+    cumulative = np.concatenate([[0.0], np.cumsum(np.sort(shares)[::-1])])
+    return cumulative / cumulative[-1]
+
+
+HITS = hit_curve(zipf_shares(G, 1.0))
+
+
+def test_the_cost_is_that_of_the_definition():
+    for hot in (0, 1, 512, G - 1, G):
+        read = 0.0273 * hot + 0.0137 * (G - hot)
+        want = 12.0 + read + HITS[hot] * 3.0 + (1 - HITS[hot]) * 11.0
+        assert Sizing(COSTS, HITS).us[hot] == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("exponent", [0.6, 0.8, 1.0, 1.3, 2.0])
+@pytest.mark.parametrize("num_groups", [64, 3142, G])
+def test_on_a_zipf_curve_the_optimum_is_the_closed_form(exponent, num_groups):
+    """The share of rank r is r^-s / Z: it has come down to (hot - screened) / (miss - hit) at r = (ratio / Z)^(1/s)."""
+    shares = zipf_shares(num_groups, exponent)
+    ratio = (COSTS.miss_us - COSTS.hit_us) / (COSTS.hot_us - COSTS.screened_us)
+    closed = min(num_groups, math.floor((ratio / shares.sum()) ** (1 / exponent)))
+    model = Sizing(COSTS, hit_curve(shares))
+    assert closed > 10
+    assert model.stationary() == model.best() == closed
+
+
+COEFFICIENT = st.floats(0, 100, allow_nan=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=120).filter(lambda shares: sum(shares) > 0.1),
+    st.tuples(*[COEFFICIENT] * 5),
+)
+def test_the_first_order_condition_finds_what_trying_every_size_finds(shares, values):
+    model = Sizing(Costs(*values), hit_curve(shares))
+    best = model.us[model.best()]
+    assert model.us[model.stationary()] <= best + 1e-9 * max(*values, 1.0) * len(shares)
+    assert best == min(model.us)
+
+
+def test_nothing_and_all_cost_what_was_measured():
+    inner = Sizing(COSTS, HITS).best()
+    assert 0 < inner < G
+    least = Sizing(COSTS, HITS).us[inner]
+    for name, size in (("none_us", 0), ("all_us", G)):
+        for measured, best in ((least - 0.1, size), (least + 0.1, inner)):
+            model = Sizing(dataclasses.replace(COSTS, **{name: measured}), HITS)
+            assert (model.best(), model.us[size]) == (best, measured)
+
+
+SIZES = [16, 64, 256, 700, 1024, 2048, 4096, 8000]
+
+
+def samples(sizes=SIZES, noise=0.0):
+    generator = random.Random(0)
+    return [(size, Sizing(COSTS, HITS).us[size] + generator.gauss(0, noise)) for size in sizes]
+
+
+def test_a_fit_of_exact_times_gives_the_coefficients_back():
+    ends = [(0, 100.0), (0, 102.0), (G, 250.0)]  # kept apart
+    fitted = fit([*samples(), *ends], HITS, screened_us=COSTS.screened_us, hit_us=COSTS.hit_us)
+    for name, want in (dataclasses.asdict(COSTS) | {"none_us": 101.0, "all_us": 250.0}).items():
+        assert getattr(fitted.costs, name) == pytest.approx(want, rel=1e-8)
+    assert fitted.rms_us < 1e-9 and fitted.worst_us < 1e-9
+    assert fitted.spare == len(SIZES) - 3
+
+
+def test_what_whole_steps_cannot_tell_apart_changes_no_prediction_and_no_optimum():
+    unknown = fit(samples(), HITS)
+    assert unknown.costs.screened_us == unknown.costs.hit_us == 0.0
+    for fitted in (unknown, fit(samples(), HITS, screened_us=0.02, hit_us=5.0)):
+        model = Sizing(fitted.costs, HITS)
+        assert model.us[1:G].tolist() == pytest.approx(Sizing(COSTS, HITS).us[1:G].tolist(), rel=1e-9)
+        assert model.best() == Sizing(COSTS, HITS).best()
+
+
+def test_a_fit_says_how_far_off_it_is_and_its_optimum_costs_hardly_more():
+    fitted = fit(samples(SIZES * 20, noise=0.5), HITS)
+    assert fitted.rms_us == pytest.approx(0.5, rel=0.2)
+    assert fitted.rms_us < fitted.worst_us < 2.5
+    truth = Sizing(COSTS, HITS)
+    assert truth.us[Sizing(fitted.costs, HITS).best()] < truth.us.min() + 0.3
+    bent = [(size, us + 4 * (size == 1024)) for size, us in samples()]
+    assert fit(bent, HITS).worst_us > 2
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ([], "samples are of 0 sizes between 0 and 9496; expected 3 or more"),
+        ([(0, 5.0), (G, 5.0), (9, 5.0), (10, 5.0)], "samples are of 2 sizes"),
+        ([(9, 5.0)] * 10, "samples are of 1 sizes"),
+        ([(G - 3, 5.0), (G - 2, 6.0), (G - 1, 7.0), (G - 1, 8.0)], "not all where the hit curve is straight"),
+        ([(-1, 5.0)], "samples have H = -1; expected 0 to 9496"),
+        ([(G + 1, 5.0)], "samples have H = 9497; expected 0 to 9496"),
+        ([(9, math.nan)], "samples have nan us at H = 9; expected a positive number"),
+        ([(9, 0.0)], "samples have 0.0 us at H = 9; expected a positive number"),
+    ],
+)
+def test_samples_that_determine_nothing_are_refused(given, message):
+    straight_at_the_end = np.minimum(HITS, HITS[G - 10])
+    with pytest.raises(ValueError, match=message):
+        fit(given, straight_at_the_end)
+
+
+@pytest.mark.parametrize("name", ["fixed_us", "hot_us", "none_us"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_cost_that_is_no_number_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}; expected a finite number of microseconds"):
+        dataclasses.replace(COSTS, **{name: value})

@@ -1,0 +1,78 @@
+"""The LM head of a model: from its config, or as it is spelled out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sgl_flashsample.model_config import HeadError, head_of, shard_of
+from sgl_flashsample.tables.schema import HeadShape
+
+QWEN3_8B = {"vocab_size": 151936, "hidden_size": 4096, "torch_dtype": "bfloat16"}
+GEMMA = {"vocab_size": 262144, "hidden_size": 3840, "final_logit_softcapping": 30.0, "torch_dtype": None}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text: str | None = None, **values) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(values) if text is None else text)
+        return str(tmp_path / "config.json")
+
+    return write
+
+
+def test_a_head_is_read_from_a_models_folder_or_config_and_what_is_given_beats_it(config, tmp_path):
+    path = config(**QWEN3_8B, time_step_limit=[0.0, float("inf")])  # as configs of state-space models have it
+    assert head_of(path) == head_of(str(tmp_path)) == HeadShape(vocab=151936, hidden=4096, dtype="bf16")
+    given = HeadShape(vocab=1000, hidden=64, dtype="fp16", softcap=True)
+    assert head_of(path, 1000, 64, "float16", True) == given
+    assert head_of(None, 1000, 64, "half", True) == given
+    assert head_of(None, 1000, 64) == HeadShape(vocab=1000, hidden=64, dtype="bf16")
+
+
+def test_a_head_within_a_model_that_also_sees_and_its_softcap(config):
+    path = config(text_config=GEMMA, torch_dtype="float16", hidden_size=1)
+    assert head_of(path) == HeadShape(vocab=262144, hidden=3840, dtype="fp16", softcap=True)
+    assert not head_of(path, softcap=False).softcap
+
+
+def test_a_shard_is_cut_as_servers_cut_it(config):
+    assert (shard_of(151936, 1), shard_of(151936, 2), shard_of(50257, 4)) == (151936, 75968, 12576)
+    assert head_of(config(**QWEN3_8B), tp=2) == HeadShape(vocab=75968, hidden=4096, dtype="bf16", tp=2)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "is no config: Expecting value"),
+        ("[]", "is no config: it holds a list"),
+        ("[" * 100_000, "is no config: "),
+        ("\xff", "is no config: "),
+        ('{"vocab_size": "many"}', "has no integer vocab_size"),
+        ('{"vocab_size": 5}', "has no integer hidden_size"),
+        ('{"vocab_size": 5, "hidden_size": true}', "has no integer hidden_size"),
+        ('{"vocab_size": 5, "hidden_size": 64, "dtype": "int8"}', "--dtype is 'int8'; expected bf16, fp16 or fp32"),
+        (" " * (1 << 22) + "{}", "expected 4194304 or fewer"),
+    ],
+    ids=str.strip,
+)
+def test_a_config_that_is_none_is_one_line(config, text, message):
+    with pytest.raises(HeadError) as error:
+        head_of(config(text))
+    assert message in str(error.value) and str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"model": None}, "give a model's folder or config.json, or --vocab and --hidden"),
+        ({"model": "/nonexistent/model"}, "/nonexistent/model is neither a model's folder nor a config.json"),
+        ({"model": None, "vocab": 0, "hidden": 64}, "--vocab is 0; expected an integer from 1 to 16777216"),
+        ({"model": None, "vocab": 640, "hidden": 8}, "--hidden is 8; expected an integer from 16 to 16777216"),
+        ({"model": None, "vocab": 640, "hidden": 64, "tp": 0}, "--tp is 0; expected an integer from 1 to 16777216"),
+    ],
+)
+def test_a_head_that_is_none_is_one_line(arguments, message):
+    with pytest.raises(HeadError, match=message):
+        head_of(**arguments)
