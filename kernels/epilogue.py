@@ -18,7 +18,7 @@ import triton.language as tl
 
 from . import rng
 from .intrinsics import LN_2, LOG2_E, clamp01, log2, mul_rn, reciprocal
-from .params import Edit
+from .params import PER_ROW, Edit
 from .workspace import MAX_TOP_GROUPS
 
 # Bound of a logit, so that logit / temperature stays finite.
@@ -31,6 +31,7 @@ _ADDITIVE = tl.constexpr(int(Edit.ADDITIVE))
 _SCALING = tl.constexpr(int(Edit.SCALING))
 _MASK = tl.constexpr(int(Edit.MASK))
 _BIAS = tl.constexpr(int(Edit.BIAS))
+_PER_ROW = tl.constexpr(PER_ROW)
 
 
 @triton.jit
@@ -67,12 +68,11 @@ def bound_logits(logits, valid):
 
 @triton.jit
 def load_edit_flags(edits, given_edits, offs_b, mask_b):
-    """``[BLOCK_B]`` int32: the ``Edit`` flags of each row; none without edits."""
+    """``[BLOCK_B]`` int32: the ``Edit`` flags of each row; none without edits. given_edits: of ``FeatureOperands``."""
     flags = tl.zeros(offs_b.shape, tl.int32)
     if edits is not None:
         flags += given_edits
-        if edits.rows is not None:
-            flags &= tl.load(edits.rows + offs_b, mask=mask_b, other=0)
+        flags &= tl.load(edits.rows + offs_b, mask=mask_b & ((given_edits & _PER_ROW) != 0), other=-1)
     return flags
 
 

@@ -70,7 +70,7 @@ def lm_head_sample_kernel(
     hidden_stride,
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # Edit flags
+    given_edits,  # of FeatureOperands
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
@@ -180,7 +180,7 @@ def lm_head_sample_kernel(
         KEEP_MASS,
         TOP_GROUPS,
     )
-    if output is not None:
+    if TILE.one_launch and not TRUNCATE:
         draw_if_last(
             splits,
             temperature_ptr,

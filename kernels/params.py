@@ -34,6 +34,9 @@ class Edit(enum.IntFlag):
     BIAS = 8
 
 
+PER_ROW = 16  # beside the flags of the edits that are given: each row has flags of its own
+
+
 def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
 ) -> None:
@@ -92,7 +95,7 @@ class Truncation:
 
 class EditOperands(NamedTuple):
     """Pointers as in ``LogitEdits``, and the distance of their rows in elements. What is not given is any pointer of
-    its type, which no flag reads; ``rows`` may be None."""
+    its type, which no flag reads: with a None inside, Triton 3.6 cannot compare the whole with None."""
 
     rows: Any
     additive: Any
@@ -152,13 +155,13 @@ class LogitEdits:
             pointers.append(filler if tensor is None else tensor)
             strides.append(columns if tensor is None else tensor.stride(0))
         words = cdiv(width, 32) if self.mask is None else self.mask.shape[1]
+        pointers.insert(0, integers if self.rows is None else self.rows)
         variant = (
             self.mask_is_bool,
-            self.rows is None,
-            _alignment(*pointers, *(() if self.rows is None else (self.rows,))),
+            _alignment(*pointers),
             *((size == 1, size % 16 == 0, size < 2**31) for size in (*strides, words)),
         )
-        return EditOperands._make((self.rows, *pointers, *strides, words)), variant
+        return EditOperands._make((*pointers, *strides, words)), variant
 
     def check(self, num_rows: int, width: int, like: torch.Tensor) -> None:
         """Raise ValueError unless there is a row of each edit per row of the batch. width: as in ``operands``."""
@@ -185,7 +188,7 @@ class FeatureOperands(NamedTuple):
     edits: EditOperands | None
     logit_scale: float | None
     softcap: float | None
-    given_edits: int  # ``Edit`` flags
+    given_edits: int  # ``Edit`` flags, and ``PER_ROW``
     variant: Hashable  # what of all these a compiled kernel depends on
 
 
@@ -227,12 +230,12 @@ class BatchParams:
         edits, edit_variant, given = None, None, 0
         if self.edits is not None:
             edits, edit_variant = self.edits.operands(spec.vocab_end, floats, integers)
-            given = int(self.edits.given)
+            given = self.edits.given | (0 if self.edits.rows is None else PER_ROW)
         # An integer would compile another kernel than a float.
         scale = None if spec.logit_scale is None else float(spec.logit_scale)
         softcap = None if spec.softcap is None else float(spec.softcap)
         variant = (truncation_variant, edit_variant, scale is None, softcap is None)
-        return FeatureOperands(truncation, edits, scale, softcap, given, variant)
+        return FeatureOperands(truncation, edits, scale, softcap, int(given), variant)
 
     def check(self, name: str, rows: torch.Tensor, spec: LogitsSpec) -> None:
         """Raise ValueError unless there is one value per row of ``rows``, which messages call ``name``."""

@@ -292,7 +292,7 @@ def rescore_groups_kernel(
     hidden_stride,
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # Edit flags
+    given_edits,  # of FeatureOperands
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
@@ -456,7 +456,7 @@ def read_groups_kernel(
     hidden_stride,
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # Edit flags
+    given_edits,  # of FeatureOperands
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,

@@ -63,7 +63,7 @@ def sample_logits_kernel(
     raw_stride,
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # Edit flags
+    given_edits,  # of FeatureOperands
     # constexpr
     ALL_GREEDY: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
@@ -175,7 +175,7 @@ def sample_logits_kernel(
         KEEP_MASS,
         TOP_GROUPS,
     )
-    if output is not None:
+    if TILE.one_launch and not TRUNCATE:
         draw_if_last(
             splits,
             temperature_ptr,

@@ -147,7 +147,7 @@ def screen_head_kernel(
     stride,  # of weight and limbs
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # Edit flags
+    given_edits,  # of FeatureOperands
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,

@@ -228,7 +228,7 @@ def verify_ids_kernel(
     hidden_stride,
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # Edit flags
+    given_edits,  # of FeatureOperands
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,

@@ -81,6 +81,14 @@ def no_half_of_sglang():
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def no_memory_of_the_device_is_kept():
+    """Several processes may share a GPU."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

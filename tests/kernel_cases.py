@@ -157,11 +157,17 @@ def rounding_case(num_rows: int, vocab: int, device: torch.device, dtype: torch.
     return Case(states, head, make_params(num_rows, head.spec, device))
 
 
-def spelled_out(values: list[float], num_rows: int, device: torch.device, temperature: float = 1.0) -> Case:
-    """The same float32 logits in every row, and rows that differ in their position alone."""
-    weight = torch.zeros(len(values), 16, device=device)
+def spelled_out(
+    values: list[float],
+    num_rows: int,
+    device: torch.device,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """The same logits in every row, which ``dtype`` has, and rows that differ in their position alone."""
+    weight = torch.zeros(len(values), 16, device=device, dtype=dtype)
     weight[:, 0] = torch.tensor(values, device=device)
-    hidden = torch.zeros(num_rows, 16, device=device)
+    hidden = torch.zeros(num_rows, 16, device=device, dtype=dtype)
     hidden[:, 0] = 1.0
     params = BatchParams(
         torch.full((num_rows,), temperature, device=device),

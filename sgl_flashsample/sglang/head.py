@@ -39,7 +39,7 @@ class HeadState:
 
     table: what batches of this head take. screen: where the head has one. use_step_graphs: whether batches that stay as
     they are become CUDA graphs. As of the last ``update``: head, workspace, serving_screen (None where the screen does
-    not serve).
+    not serve), graphs (None where there are none yet, or what they were made of has changed).
     """
 
     def __init__(self, processor: Any, lm_head: Any, capture: Capture | None = None) -> None:
@@ -53,7 +53,7 @@ class HeadState:
         self._workspace_rows = 0
         self._too_large: int | None = None  # rows of the smallest batch that found no memory
         self._searched: DeviceCounters | None = None
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._capture = capture
         self._fingerprint = self._current_fingerprint()
         self.head = self._current_head()
@@ -64,7 +64,7 @@ class HeadState:
         costs the host about a microsecond."""
         fingerprint = self._current_fingerprint()
         if fingerprint != self._fingerprint:
-            self._graphs = None
+            self.graphs = None
             self.head = self._current_head()
             if HeadFacts.of(self.head) != self.table.facts:
                 self.table = default_table(self.head)
@@ -75,15 +75,19 @@ class HeadState:
             searched = self._workspace.searched if self._workspace is not None else None
             self._workspace = make_workspace(self.head, rows, searched, self.table)
             self._workspace_rows = rows
-            self._graphs = None
+            self.graphs = None
         serving = None if self.screen is None else self.screen.serving(self.head)
         if serving is not self.serving_screen:
-            self.serving_screen, self._graphs = serving, None
+            self.serving_screen, self.graphs = serving, None
 
     @property
     def workspace(self) -> Workspace:
         assert self._workspace is not None, "update comes first"
         return self._workspace
+
+    def is_current(self) -> bool:
+        """Whether the model is as it was at the last ``update``."""
+        return self._current_fingerprint() == self._fingerprint
 
     def _current_fingerprint(self) -> tuple:
         """Changes with what ``head`` is made of, and when somebody writes to the weight, as far as PyTorch knows."""
@@ -118,11 +122,11 @@ class HeadState:
             kind = BatchKind(batch.truncation is not None, edits is not None)
             if self.table.takes_flashinfer(len(batch), kind):
                 return None
-        if self._graphs is None:
+        if self.graphs is None:
             if self._capture is None:
                 self._capture = CudaCapture(self.head.weight.device)
-            self._graphs = StepGraphs(self.workspace, MAX_COMPILED_ROWS, self.head.weight.device, self._capture)
-        return self._graphs
+            self.graphs = StepGraphs(self.workspace, MAX_COMPILED_ROWS, self.head.weight.device, self._capture)
+        return self.graphs
 
     def fits(self, num_rows: int) -> bool:
         """Whether no batch of this size or a smaller one has run out of memory."""
@@ -147,12 +151,12 @@ class HeadState:
         ``renew_screen``."""
         if self.screen is not None:
             self.screen.invalidate()
-            self.serving_screen = self._graphs = None
+            self.serving_screen = self.graphs = None
 
     def free_screen(self) -> None:
         """Give the memory of the screen back, until ``renew_screen``. Waits for the device."""
         if self.screen is not None:
-            self.serving_screen = self._graphs = None
+            self.serving_screen = self.graphs = None
             self.screen.free(self.head)
 
     def renew_screen(self) -> None:
@@ -170,7 +174,7 @@ class HeadState:
             assert self.screen is not None
             logger.warning("flashsample: screen off: %s", reason)
             self.screen.stop()
-            self.serving_screen = self._graphs = None
+            self.serving_screen = self.graphs = None
 
     def newly_searched(self, counter_seconds: float) -> int:
         """Rows that took a search over their logits since the last call, as far as that is known without waiting; read
@@ -231,6 +235,12 @@ class _KeyedGraphs:
         self.captured: list[_Captured] = []
         self.slot = 0
 
+    def replay_next(self) -> SampleOutput:
+        captured = self.captured[self.slot]
+        self.slot = (self.slot + 1) % SLOTS
+        captured.graph.replay()
+        return captured.out
+
 
 class StepGraphs:
     """The draws of a batch that stays as it is, as CUDA graphs: a step then costs the host one launch, however many
@@ -256,6 +266,8 @@ class StepGraphs:
         self._waiting = 0
         self._batch_key: tuple[Hashable, ...] = ()
         self._failed = False
+        # Of the batch, without edits and logprobs: the graphs of (hidden states, positions), by address.
+        self._repeatable: dict[tuple[int, int], _KeyedGraphs] = {}
         self._graphs: collections.OrderedDict[tuple[Hashable, ...], _KeyedGraphs] = collections.OrderedDict()
 
     def step(
@@ -272,7 +284,7 @@ class StepGraphs:
         if self._failed:
             return None
         if batch is not self._batch:
-            self._batch, self._waiting = batch, PATIENCE
+            self._batch, self._waiting, self._repeatable = batch, PATIENCE, {}
         if self._waiting:
             if self._waiting > 1 or len(batch) > self._max_rows:
                 self._waiting = max(1, self._waiting - 1)
@@ -298,10 +310,19 @@ class StepGraphs:
                 logger.warning("flashsample: CUDA graphs off: %s: %s", type(error).__name__, error)
                 return None
             graphs.captured.append(_Captured(graph, out, self._workspace.last_buffer))
-        captured = graphs.captured[graphs.slot]
-        graphs.slot = (graphs.slot + 1) % SLOTS
-        captured.graph.replay()
-        return captured.out
+        if edits is None and not return_logprob and len(graphs.captured) == SLOTS:
+            self._repeatable[hidden.data_ptr(), positions.data_ptr()] = graphs
+        return graphs.replay_next()
+
+    def can_repeat(self, hidden: torch.Tensor, positions: torch.Tensor) -> bool:
+        """Whether ``repeat`` would draw from them."""
+        return (hidden.data_ptr(), positions.data_ptr()) in self._repeatable
+
+    def repeat(self, hidden: torch.Tensor, positions: torch.Tensor) -> SampleOutput | None:
+        """The next step of the batch that was stepped last, without edits and logprobs; None where these tensors have
+        come too seldom for that."""
+        graphs = self._repeatable.get((hidden.data_ptr(), positions.data_ptr()))
+        return None if graphs is None else graphs.replay_next()
 
     def _load(self, batch: Batch) -> None:
         """Copy the parameters of ``batch`` to where the graphs read them."""

@@ -59,6 +59,13 @@ class Metrics:
             self._new_host.append(now - started)
         return now >= self._next_flush
 
+    def add_repeated(self, routing: Routing, num_truncated: int, seconds: list[float]) -> None:
+        """Count batches of one routing, all fused. seconds: of the host, for each; num_truncated: in each."""
+        waiting = self._waiting.get(id(routing))
+        self._waiting[id(routing)] = (routing, len(seconds) + (0 if waiting is None else waiting[1]))
+        self._new_truncated += num_truncated * len(seconds)
+        self._new_host += seconds
+
     def flush(self) -> None:
         """Bring everything that was counted into the totals, to Prometheus and, at its interval, into the log."""
         exported = self._prometheus

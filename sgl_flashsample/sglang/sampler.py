@@ -29,6 +29,7 @@ from .batch import (
 )
 from .head import HeadState
 from .lazy_logits import LazyLogits, plain
+from .repeat import RepeatedStep
 from .runtime import Runtime
 
 _NO_PENALIZERS = types.SimpleNamespace(is_required=False, filter=lambda keep_indices: None)
@@ -59,12 +60,16 @@ class Unserved(Exception):
 
 
 class FlashSampler(Sampler):
-    """Serves each row from its hidden state when nothing stands against it, else through ``super()``."""
+    """Serves each row from its hidden state when nothing stands against it, else through ``super()``.
+
+    repeated: what the next step is compared with first, or None.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
         self.runtime = runtime
         self.native_backend = _native_backend()
+        self.repeated: RepeatedStep | None = None
 
     def forward(
         self,
@@ -77,6 +82,12 @@ class FlashSampler(Sampler):
         **kwargs: Any,
     ) -> torch.Tensor:
         started = time.perf_counter()
+        if self.repeated is not None:
+            token_ids = self.repeated.step(started, logits_output, sampling_info, return_logprob, positions, kwargs)
+            if token_ids is not None:
+                return token_ids
+            self.repeated.count()
+            self.repeated = None
         call = Call(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
         num_rows = logits_output.next_token_logits.shape[0]
@@ -92,6 +103,8 @@ class FlashSampler(Sampler):
             _compute_logits(logits_output, sampling_info, preprocess)
             token_ids = self._native(*call, **kwargs)
         self.runtime.count(logits_output, batch, routing, token_ids, started)
+        if not return_logprob:
+            self.repeated = RepeatedStep.after(self.runtime, logits_output, batch, routing, positions)
         return token_ids
 
     def compute_logprobs_only(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> None:

@@ -173,8 +173,9 @@ def test_room_for_a_gemm_has_rows_at_multiples_of_16_and_grows_by_doubling(devic
     first = workspace.gemm(3, 50_257, torch.float16)
     assert first.shape == (3, 50_257) and first.stride() == (50_272, 1) and first.dtype is torch.float16
     assert workspace.gemm(2, 50_257, torch.float16).data_ptr() == first.data_ptr()
-    workspace.gemm(4, 50_257, torch.float16)
-    assert workspace.gemm(6, 50_257, torch.float16).untyped_storage().nbytes() == 6 * 50_272 * 2
+    second = workspace.gemm(4, 50_257, torch.float16)
+    assert second.shape == (4, 50_257) and second.untyped_storage().nbytes() == 6 * 50_272 * 2
+    assert workspace.gemm(6, 50_257, torch.float16).data_ptr() == second.data_ptr()
     assert workspace.gemm(1, 32, torch.float16).stride() == (32, 1), "another width starts anew"
 
 

@@ -257,6 +257,48 @@ def test_upper_scores_and_thresholds_enclose_those_of_the_reference(device, conf
     assert (threshold >= low - 0.01).all()
 
 
+def known_exactly(device, **limit) -> tuple[Case, ScreenWorkspace, torch.Tensor]:
+    """Rows with these limits on logits that the screen knows to the bit: of a head of zeros, and so their biases. What
+    the first pass leaves, and the logits in float64. A low temperature makes scores of thousands of these."""
+    num_rows, vocab = 6, 400
+    bias = (4 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(3))).to(device)
+    case = Case(
+        torch.zeros(num_rows, 32, device=device),
+        LMHead(torch.zeros(vocab, 32, device=device)),
+        BatchParams(
+            torch.tensor([1.0, 0.01] * 3, device=device),
+            *(torch.arange(num_rows, device=device) for _ in range(2)),
+            limits(num_rows, device, **limit) if limit else None,
+            LogitEdits(bias=bias),
+        ),
+    )
+    return case, screened(case, SCREEN)[0], bias.double()
+
+
+def room_of_float32(values: torch.Tensor) -> torch.Tensor:
+    """What two float32 scores or log-masses of the same logits may be apart, by the proof at the head of screen.py."""
+    return 2 * (2.0**-15 + 2.0**-23 * values.abs())
+
+
+def test_scores_have_room_for_float32_where_the_bound_of_the_logits_has_none(device):
+    case, workspace, logits = known_exactly(device)
+    noise = group_noise_ref(case.params.seed, case.params.position, logits.shape[1], 0)
+    score = group_scores_ref(logits, case.params.temperature, noise)
+    score_hi = workspace.operands.score_hi.view(score.shape[::-1]).T.double()
+    threshold = ordered_to_float(workspace.operands.threshold).double()
+    assert (score_hi >= score + room_of_float32(score)).all()
+    assert (threshold <= score.amax(1) - room_of_float32(score.amax(1))).all()
+
+
+def test_masses_have_room_for_float32_where_the_bound_of_the_logits_has_none(device):
+    case, workspace, logits = known_exactly(device, top_k=5)
+    noiseless = torch.zeros(len(logits), workspace.num_groups, device=device)
+    mass = group_scores_ref(logits, case.params.temperature, noiseless)
+    lse_hi, lse_lo = (getattr(workspace.operands, name).view_as(mass).double() for name in ("lse_hi", "lse_lo"))
+    assert (lse_hi >= mass + room_of_float32(mass)).all()
+    assert (lse_lo <= mass - room_of_float32(mass)).all()
+
+
 def test_what_lies_beyond_the_vocabulary_raises_no_threshold_and_writes_nothing(device):
     """Every logit is far below zero, what padding would have; the last tile of the screen reaches beyond the head."""
     num_rows, vocab = 5, 96

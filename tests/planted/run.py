@@ -2,9 +2,9 @@
 
     python tests/planted/run.py [--only WORDS ...] [--json FILE] [--sound]
 
-Defects are listed in ``defects.toml``. A defect is caught if every test that it names fails with it; one that is named
-and passes, or that cannot be run, is reported. ``--sound`` first runs the named tests without any defect: they must
-pass. Prints a table; ends with 1 unless all is as it must be.
+Defects are listed in ``defects*.toml``. A defect is caught if every test that it names fails with it, or if they do not
+end; one that is named and passes, or that cannot be run, is reported. ``--sound`` first runs the named tests without
+any defect: they must pass. Prints a table; ends with 1 unless all is as it must be.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIST = Path(__file__).with_name("defects.toml")
-SECONDS = 900  # a defect may make a kernel search for ever
+LISTS = sorted(Path(__file__).parent.glob("defects*.toml"))
+SECONDS = 150  # for the tests of one defect, which may make a kernel search for ever
 NOTHING_COLLECTED = (2, 3, 4, 5)  # pytest's exit codes for what says nothing about a defect
 
 
@@ -49,8 +49,8 @@ class Outcome:
     seconds: float
 
 
-def defects(path: Path = LIST) -> list[Defect]:
-    return [Defect(**fields) for fields in tomllib.loads(path.read_text())["defect"]]
+def defects() -> list[Defect]:
+    return [Defect(**fields) for path in LISTS for fields in tomllib.loads(path.read_text())["defect"]]
 
 
 def copy_of_repository(folder: Path) -> Path:
@@ -67,14 +67,14 @@ def copy_of_repository(folder: Path) -> Path:
     return copy
 
 
-def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
-    """Exit code and output of pytest in the copy; a process that was ended has a negative code."""
+def run_tests(copy: Path, tests: list[str], seconds: float | None = None) -> tuple[int, str]:
+    """Exit code and output of pytest in the copy; a process that was ended, or took longer, has a negative code."""
     environment = dict(os.environ, PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1")
     environment.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
         return -1, "took too long"
@@ -95,7 +95,7 @@ def plant(copy: Path, defect: Defect) -> Outcome:
         return Outcome(defect.name, False, [], error, 0.0)
     path.write_text(text.replace(defect.old, defect.new))
     try:
-        code, output = run_tests(copy, defect.tests)
+        code, output = run_tests(copy, defect.tests, SECONDS)
     finally:
         path.write_text(text)
     failed = failures(output)

@@ -175,12 +175,14 @@ class ModelRunner:
 
 class SteadyServer:
     """A server that draws the same batch step by step, at the same addresses. rows: the sampling parameters of each
-    request, or other arguments of ``request``. paths: what served each row of the last step."""
+    request, or other arguments of ``request``. reports: whether each step reports its paths. paths: what served each
+    row of the last step, where that is reported."""
 
-    def __init__(self, device: torch.device, state: HeadState, rows: Sequence[dict]) -> None:
+    def __init__(self, device: torch.device, state: HeadState, rows: Sequence[dict], reports: bool = True) -> None:
         self.device, self.state, self.sampler = device, state, make_samplers()[0]
         self.runtime: Runtime = self.sampler.runtime
         serve(self.runtime, state)
+        self.runtime.report_path = reports
         self.runner = ModelRunner(self.sampler, StepHooks(self.runtime))
         self.paths: list[str] = []
         self.hidden = hidden_states(device, len(rows))
@@ -197,7 +199,7 @@ class SteadyServer:
         self.positions += 1
         lazy = LazyLogits(self.hidden, VOCAB, self.state, self._logits)
         tokens, output = self.runner.sample(lazy, self.info, return_logprob, positions=self.positions)
-        self.paths = output.customized_info["flashsample_path"]
+        self.paths = (output.customized_info or {}).get("flashsample_path", [])
         return tokens.tolist()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -249,7 +249,7 @@ def test_a_copy_for_which_there_is_no_memory_leaves_the_head_without_a_screen(st
     monkeypatch.setattr(screen_lifecycle, "Screen", no_memory)
     state.renew_screen()
     assert tokens(state) == unscreened[0] and not state.has_screen
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if record.name == "sgl_flashsample"]
     assert record.message == "flashsample: screen off: OutOfMemoryError: no memory for a copy"
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import logging
 import re
+import types
 import weakref
 from collections.abc import Callable
 
@@ -31,7 +32,7 @@ from sgl_flashsample.defaults import HeadFacts
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, LogitsSpec, SampleOutput
 from sgl_flashsample.kernels.workspace import ScreenCounter, Workspace
-from sgl_flashsample.sglang import head
+from sgl_flashsample.sglang import head, repeat
 from sgl_flashsample.sglang.batch import Batch
 from sgl_flashsample.sglang.head import PATIENCE, SLOTS, HeadState, StepGraphs
 
@@ -318,10 +319,10 @@ SOON = 1 + SLOTS  # steps until all that come are replayed, where patience is sh
 class Pair:
     """A server that replays and one that launches."""
 
-    def __init__(self, device, capture, rows, screened: bool) -> None:
+    def __init__(self, device, capture, rows, screened: bool, reports: bool) -> None:
         self.capture = capture
-        self.replaying = SteadyServer(device, make_state(device, screened=screened, capture=capture), rows)
-        self.launching = SteadyServer(device, make_state(device, screened=screened), rows)
+        self.replaying = SteadyServer(device, make_state(device, screened=screened, capture=capture), rows, reports)
+        self.launching = SteadyServer(device, make_state(device, screened=screened), rows, reports)
 
     def settle(self) -> None:
         """Let one server's steps become replays, and the other one's follow without drawing."""
@@ -329,6 +330,11 @@ class Pair:
             self.replaying.step()
         self.launching.positions += SOON
         assert self.capture.replays == SLOTS
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the next step may be a repeated one."""
+        return self.replaying.sampler.repeated is not None
 
     def step(self, **arguments) -> bool:
         """One step of both, which must draw the same. Whether it was replayed."""
@@ -341,20 +347,27 @@ class Pair:
 @pytest.fixture
 def pair(device, one_rank, monkeypatch):
     monkeypatch.setattr(head, "PATIENCE", 1)
+    monkeypatch.setattr(repeat, "FULL_STEP_SECONDS", 1000.0)
 
-    def make(kind: str = "plain", screened: bool = True) -> Pair:
-        return Pair(device, CountingCapture(device), KINDS[kind], screened)
+    def make(kind: str = "plain", screened: bool = True, repeated: bool = True) -> Pair:
+        """repeated: replayed steps may be repeated; else they report their paths, and none is."""
+        return Pair(device, CountingCapture(device), KINDS[kind], screened, reports=not repeated)
 
     return make
+
+
+repeated_or_not = pytest.mark.parametrize("repeated", [False, True], ids=["in full", "repeated"])
 
 
 @needs_sglang
 @pytest.mark.parametrize("screened", [False, True], ids=["no screen", "screen"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_replayed_steps_draw_what_launches_draw(pair, kind, screened):
-    both = pair(kind, screened)
+@repeated_or_not
+def test_replayed_steps_draw_what_launches_draw(pair, kind, screened, repeated):
+    both = pair(kind, screened, repeated)
     both.settle()
-    assert all(both.step() for _ in range(SLOTS))
+    for _ in range(SLOTS):
+        assert both.repeats == repeated and both.step()
 
 
 CHANGES: dict[str, Callable[[SteadyServer], object]] = {
@@ -380,8 +393,9 @@ CHANGES: dict[str, Callable[[SteadyServer], object]] = {
 
 @needs_sglang
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_noticed_at_the_next_step(pair, name):
-    both = pair(screened=name.startswith(("weight", "screen")))
+@repeated_or_not
+def test_a_change_is_noticed_at_the_next_step(pair, name, repeated):
+    both = pair(screened=name.startswith(("weight", "screen")), repeated=repeated)
     both.settle()
     for server in (both.replaying, both.launching):
         CHANGES[name](server)
@@ -389,8 +403,9 @@ def test_a_change_is_noticed_at_the_next_step(pair, name):
 
 
 @needs_sglang
-def test_another_batch_at_the_same_place_draws_its_own_tokens_at_the_next_step(pair):
-    both = pair()
+@repeated_or_not
+def test_another_batch_at_the_same_place_draws_its_own_tokens_at_the_next_step(pair, repeated):
+    both = pair(repeated=repeated)
     both.settle()
     for server in (both.replaying, both.launching):
         server.take([{"rid": "another", "temperature": 1.0}, {"rid": "one more", "temperature": 0.5}])
@@ -407,20 +422,54 @@ def test_steps_with_logprobs_are_drawn_with_them_and_others_go_on(pair):
 
 @needs_sglang
 @pytest.mark.parametrize("kind", ["plain", "truncated"])
-def test_every_step_is_counted_once_whether_launched_or_replayed(pair, kind):
-    both = pair(kind, screened=False)
+@repeated_or_not
+def test_every_step_is_counted_once_whether_launched_or_replayed(pair, kind, repeated):
+    both = pair(kind, screened=False, repeated=repeated)
     both.settle()
-    metrics = both.replaying.runtime.metrics
+    metrics, steps = both.replaying.runtime.metrics, SOON + 4
+    for _ in range(3):
+        both.replaying.step()
+    both.replaying.step(return_logprob=True)  # in full
     for _ in range(2):
         metrics.flush()  # nothing twice
-    truncated = f"; truncated {2 * SOON} rows, 0 searched" if kind == "truncated" else ""
-    assert metrics.summary().startswith(f"fused {2 * SOON} rows in {SOON} batches{truncated}; ")
-    assert re.search(rf"; host [\d.]+ us/batch over {SOON} batches$", metrics.summary())
+    truncated = f"; truncated {2 * steps} rows, 0 searched" if kind == "truncated" else ""
+    assert metrics.summary().startswith(f"fused {2 * steps} rows in {steps} batches{truncated}; ")
+    assert re.search(rf"; host [\d.]+ us/batch over {steps} batches$", metrics.summary())
 
 
 @needs_sglang
-def test_a_replay_that_fails_leaves_this_step_and_all_others_to_sglang(pair, caplog):
-    both = pair("greedy", screened=False)
+def test_after_a_while_a_step_is_served_in_full(pair, monkeypatch):
+    """Counters, the log and a screen's pause have waited for it."""
+    both = pair(screened=False)
+    both.settle()
+    assert both.repeats
+    monkeypatch.setattr(repeat, "FULL_STEP_SECONDS", 0.0)
+    both.step(return_logprob=True)
+    metrics = both.replaying.runtime.metrics
+    for steps in range(1, 4):
+        assert both.step() and both.repeats
+        metrics.flush()
+        assert f"in {SOON + 1 + steps} batches" in metrics.summary()
+
+
+@needs_sglang
+@pytest.mark.parametrize("name", ["counted tokens", "penalties", "reported paths"])
+def test_what_must_be_seen_of_every_step_is_not_repeated(pair, name):
+    both = pair(screened=False, repeated=name != "reported paths")
+    if name == "counted tokens":
+        both.replaying.runtime.token_counts = types.SimpleNamespace(add=lambda *tokens: None)
+    if name == "penalties":
+        both.replaying.take([{"frequency_penalty": 0.5}] * 2)
+    for _ in range(SETTLED):
+        both.replaying.step()
+        assert not both.repeats
+    assert both.capture.replays or name == "penalties", "their tensors move with each step"
+
+
+@needs_sglang
+@repeated_or_not
+def test_a_replay_that_fails_leaves_this_step_and_all_others_to_sglang(pair, caplog, repeated):
+    both = pair("greedy", screened=False, repeated=repeated)
     both.settle()
 
     def fails():
@@ -429,9 +478,11 @@ def test_a_replay_that_fails_leaves_this_step_and_all_others_to_sglang(pair, cap
     for graph in both.capture.graphs:
         graph.replay = fails
     server, greedy = both.replaying, both.launching
-    assert server.step() == greedy.step() and server.paths == ["native:error"] * 2
-    assert server.step() == greedy.step() and server.paths == ["native:inactive"] * 2
-    assert server.runtime.inactive_reason == "RuntimeError: no such graph"
+    assert server.step() == greedy.step()
+    assert repeated or server.paths == ["native:error"] * 2
+    assert server.step() == greedy.step()
+    assert repeated or server.paths == ["native:inactive"] * 2
+    assert server.runtime.inactive_reason == "RuntimeError: no such graph" and not both.repeats
 
 
 # On a GPU.
