@@ -569,7 +569,16 @@ class Section:
         return "\n\n".join(blocks) or NOT_MEASURED
 
 
-SECTIONS = {
+class Picture:
+    """The plot of the README, where it has been drawn."""
+
+    def markdown(self, folder: Path = RESULTS) -> str:
+        there = (folder / "summary.png").exists()
+        return "![Time per token, less is better](benchmarks/results/summary.png)" if there else NOT_MEASURED
+
+
+SECTIONS: dict[str, Section | Picture] = {
+    "summary-picture": Picture(),
     "serve": Section(serve, "serve", "stock"),
     "serve-screen": Section(serve_screen, "serve", "screen"),
     "serve-host": Section(serve_host, "serve", "host"),

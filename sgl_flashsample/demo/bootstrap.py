@@ -22,7 +22,9 @@ LOG = ROOT / ".cache" / "setup.log"
 CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
     Path(__file__).with_name(name) for name in ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")
 )
-OTHER_SGLANG_VERSIONS = ("0.5.17", "0.5.23")  # test-full runs these too, beside the installed one
+# test-full runs these too, beside the installed ones.
+OTHER_SGLANG_VERSIONS = ("0.5.17", "0.5.23")
+OLDEST_TRITON = "3.6.0"
 MAX_TEST_WORKERS = 4  # each may hold gigabytes
 # Target -> the environment that it needs, each with all of the one before, and what pytest is told.
 ENVIRONMENTS = ("demo", "test", "full")
@@ -106,17 +108,21 @@ def install(environment, gpu):
     needed = project["build-system"]["requires"] + project["project"]["dependencies"]
     if environment != "demo":
         extras = project["project"]["optional-dependencies"]
-        needed += [one for extra in ("tune", "test") for one in extras[extra] if not one.startswith("sgl-flashsample")]
+        needed += [
+            one for extra in ("tune", "bench", "test") for one in extras[extra] if not one.startswith("sgl-flashsample")
+        ]
     pip("PyTorch, Triton and what SGLang imports", "-r", CPU_REQUIREMENTS, *needed)
     without_dependencies = ("-r", CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, "-e", ROOT)
     pip("SGLang and this package", "--no-deps", "--no-build-isolation", *without_dependencies)
-    for version in OTHER_SGLANG_VERSIONS if environment == "full" else ():
-        folder = VENV / "sglang-versions" / version
-        if not folder.is_dir():
-            partial = folder.with_suffix(".partial")
-            shutil.rmtree(str(partial), ignore_errors=True)
-            pip("SGLang {}, beside it".format(version), "--no-deps", "--target", partial, "sglang==" + version)
-            partial.rename(folder)
+    if environment == "full":
+        for package, version in (*(("sglang", one) for one in OTHER_SGLANG_VERSIONS), ("triton", OLDEST_TRITON)):
+            folder = VENV / (package + "-versions") / version
+            if not folder.is_dir():
+                partial = folder.with_suffix(".partial")
+                shutil.rmtree(str(partial), ignore_errors=True)
+                what = "{} {}, beside it".format(package, version)
+                pip(what, "--no-deps", "--target", partial, "{}=={}".format(package, version))
+                partial.rename(folder)
 
 
 def fingerprint(gpu):

@@ -24,9 +24,11 @@ EVERYWHERE |= {"bound_truncated_kernel", "list_ids_kernel", "verify_ids_kernel",
 EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel"}
 
 
-def printed_by(*arguments: object):
-    """What ``compile_targets.py`` says, in a process whose Triton is not the interpreter."""
+def printed_by(*arguments: object, path: str = ""):
+    """What ``compile_targets.py`` says, in a process whose Triton is not the interpreter. path: where modules are
+    looked for first."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": path} if path else {}
     command = [sys.executable, str(COMPILE_TARGETS), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -69,6 +71,15 @@ def test_every_built_in_choice_with_everything_it_is_for_fits_its_device_and_spi
     assert_fits(found, capability)
     for words in ("logprobs", "softcap", "ragged", "fp16", "torch.float32"):
         assert any(words in used["launch"] for used in found), words
+
+
+@pytest.mark.full
+def test_the_oldest_supported_triton_compiles_every_built_in_choice():
+    folders = list(Path(sys.prefix, "triton-versions").glob("[0-9]*"))
+    if not folders:
+        pytest.skip("needs the environment of `make test-full`")
+    found = printed_by("resources", 90, "--full", path=str(folders[0]))
+    assert {used["kernel"] for used in found} == EVERYWHERE
 
 
 @pytest.fixture(scope="module")
