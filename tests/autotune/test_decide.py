@@ -191,10 +191,14 @@ def test_a_decision_of_another_effort_or_without_flashinfer_is_not_recalled(tmp_
 
 
 def test_sizes_that_were_there_stay_until_they_are_decided_anew_and_only_while_nothing_else_has_changed(tmp_path):
-    first = Decided(tmp_path, [PLAIN], [OTHER], sizes=(1, 64), costs={label_of(OTHER, PLAIN): {"1": 250.0}}).table
-    second = Decided(tmp_path, [PLAIN], sizes=(1, 2)).table
-    assert second.sizes("plain") == [1, 2, 64] and second.entry("plain", 1) is None, "1 is decided anew"
-    assert second.entry("plain", 64) == first.entry("plain", 64)
+    costs = {label_of(OTHER, PLAIN): {"1": 250.0}, label_of(QUICK.default(64, PLAIN), PLAIN): {"64": 200.0}}
+    first = Decided(tmp_path, [PLAIN], [OTHER], sizes=(1, 64), costs=costs).table
+    assert first.entry("plain", 1) is not None and first.kept["plain"].rows == [64]
+    second = Decided(tmp_path, [PLAIN], sizes=(2,)).table
+    assert second.entry("plain", 1) == first.entry("plain", 1)
+    assert second.kept["plain"].rows == [2, 64] and second.kept["plain"].us[1] == first.kept["plain"].us[0]
+    third = Decided(tmp_path, [PLAIN], sizes=(1,)).table
+    assert third.kept["plain"].rows == [1, 2, 64] and third.entries == [], "1 is decided anew"
     for change in ({"defaults": "sha256:0"}, {"env": {**ENV, "triton": "3.7.0"}}, {"kernels": {"fused": {"src": "x"}}}):
         path = tmp_path / first.file_name
         path.write_text(msgspec.structs.replace(first, **change).dumps())

@@ -7,7 +7,16 @@ import random
 
 import pytest
 
-from sgl_flashsample.autotune.race import Candidate, Policy, Race, judge, kept_rounds, preference_of, t_quantile
+from sgl_flashsample.autotune.race import (
+    Candidate,
+    Policy,
+    Race,
+    judge,
+    kept_rounds,
+    preference_of,
+    robust_mean,
+    t_quantile,
+)
 
 POLICY = Policy()
 
@@ -116,6 +125,13 @@ def test_rounds_at_a_low_clock_do_not_count():
     candidates = [Candidate("d", (0,)), Candidate("a", (1,))]
     assert judge(candidates, samples, [1980.0, 1000.0] * 4, "d", POLICY).winner == "a"
     assert judge(candidates, samples, [1980.0] * 8, "d", POLICY).winner == "d"
+
+
+def test_a_spike_moves_a_mean_by_four_deviations_of_one_value_however_large_it_is():
+    values = [0.99, 1.01, 0.98, 1.02, 1.0, 1.01, 0.99]
+    mean, error = robust_mean([*values, 2.0])
+    assert 1.0 < mean < 1.02 and error < 0.02
+    assert robust_mean([*values, 1000.0]) == (mean, error)
 
 
 def test_without_a_default_the_preference_alone_decides_among_equals():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tune_examples import (
     DEFAULT,
+    EDIT,
     FULL,
     PLAIN,
     QUICK,
@@ -22,16 +23,16 @@ from tune_examples import (
 )
 
 from sgl_flashsample.autotune.decide import Decider
-from sgl_flashsample.autotune.labels import kernel_kind
+from sgl_flashsample.autotune.labels import config_of, kernel_kind
 from sgl_flashsample.autotune.plan import StudyKey
 from sgl_flashsample.autotune.search import PROBATION, Search
-from sgl_flashsample.autotune.space import FUSED, Limits, Space
+from sgl_flashsample.autotune.space import FUSED, LOGITS, Limits, Space
 from sgl_flashsample.autotune.space import SCREENED as SCREENED_PATH
 from sgl_flashsample.autotune.study import LARGE_PROMISE, MIN_PROMISE, Study, finished_study
 from sgl_flashsample.autotune.trials import TrialLog, read_events
 from sgl_flashsample.autotune.writer import TableWriter
 from sgl_flashsample.kernels.config import TileConfig
-from sgl_flashsample.kinds import path_of
+from sgl_flashsample.kinds import KIND_NAMES, BatchKind, Config, path_of
 from sgl_flashsample.tables.schema import config_fields
 
 SPACE = FULL.space(StudyKey(FUSED, PLAIN, 16))
@@ -218,6 +219,10 @@ def test_what_races_in_any_case_is_compiled_beside_the_races_unless_a_trial_has_
             assert (path_of(default), str(config_fields(default)), str(kernels)) in asked, (kind, rows)
 
 
+def asked_of(pool: InstantPool) -> list[tuple[Config, BatchKind]]:
+    return [(config_of(one["path"], one["config"]), KIND_NAMES[one["kind"]]) for one in pool.asked]
+
+
 @pytest.mark.parametrize(
     "answer, reason",
     [
@@ -232,9 +237,10 @@ def test_what_a_compiler_says_against_a_configuration_keeps_it_from_the_gpu(answ
     while len(compilers.asked) < 40:
         search.fill()
         compilers.reply()
-    defaults = [one for one in gpu.asked if "spilled" in answer and reason == "registers"]
     assert set(search.context.rejected.values()) == {reason}
-    assert len(gpu.asked) == len(defaults), "a built-in choice that spills is measured: it is what a server runs"
+    built_in = [one for one in asked_of(compilers) if search.context.is_default(*one)]
+    measured = built_in if reason == "registers" else []
+    assert built_in and asked_of(gpu) == measured, "a built-in choice is what a server runs, though it spills"
 
 
 def test_a_search_whose_time_is_over_waits_for_no_compiler():
@@ -243,6 +249,22 @@ def test_a_search_whose_time_is_over_waits_for_no_compiler():
     assert not search.finished
     search.stop()
     assert search.finished
+
+
+def test_finalists_are_the_fastest_of_the_studies_that_serve_a_batch_unless_they_are_far_behind():
+    search, best = Search(context_of(FULL), None), {}
+    for key, times in (
+        (StudyKey(FUSED, PLAIN, 16), [300.0, 330.0, 310.0, 320.0]),  # the last but one of them is one too many
+        (StudyKey(FUSED, PLAIN, 128), [200.0]),  # for larger batches
+        (StudyKey(LOGITS, PLAIN, 0), [360.0, 340.0]),  # the first is far behind
+        (StudyKey(FUSED, EDIT, 16), [200.0]),
+    ):
+        best[key] = list(itertools.islice(search.studies[key].space.points, len(times)))
+        for config, us in zip(best[key], times, strict=True):
+            search.tell(key, config, dict.fromkeys(FULL.probes(key), us), None)
+    tiles, readers = best[StudyKey(FUSED, PLAIN, 16)], best[StudyKey(LOGITS, PLAIN, 0)]
+    assert FULL.effort.finalists == 3
+    assert search.finalists(16, PLAIN) == [tiles[0], tiles[2], tiles[3], readers[1]]
 
 
 # --- the log

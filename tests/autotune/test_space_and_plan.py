@@ -22,11 +22,20 @@ from tune_examples import (
 
 from sgl_flashsample.autotune.labels import config_of, key_of, label_of
 from sgl_flashsample.autotune.plan import EFFORTS, KINDS, Plan, StudyKey, midpoint
-from sgl_flashsample.autotune.space import FUSED, LOGITS, SCREEN_CLASSES, TILE_CLASSES, Limits, Space
+from sgl_flashsample.autotune.space import (
+    FUSED,
+    LOGITS,
+    LOGITS_AXES,
+    SCREEN_CLASSES,
+    TILE_CLASSES,
+    Limits,
+    Space,
+    space_hash,
+)
 from sgl_flashsample.autotune.space import SCREENED as SCREENED_PATH
 from sgl_flashsample.defaults import HeadFacts, default_config
 from sgl_flashsample.kernels.config import LIMBS, ReadConfig, ScreenConfig, TileConfig
-from sgl_flashsample.kinds import BATCH_KINDS, path_of
+from sgl_flashsample.kinds import BATCH_KINDS, CONFIGS, path_of
 from sgl_flashsample.tables.lookup import buffer_bytes
 from sgl_flashsample.tables.schema import HeadShape, config_fields
 
@@ -49,10 +58,33 @@ def test_every_configuration_of_a_space_can_run_by_arithmetic_and_is_found_again
             assert buffer_bytes(config, 2) <= LIMITS.shared_memory
         if isinstance(config, TileConfig):
             assert config.ctas_per_sm * buffer_bytes(config, 2) <= LIMITS.shared_memory
+            assert config.block_b * config.block_v <= (64 if space.edit else 128) * 32 * config.num_warps, "registers"
         if isinstance(config, ScreenConfig):
             screening = config.stages * (config.block_v + config.block_b * LIMBS) * config.block_d
             assert config.ctas_per_sm * screening <= LIMITS.shared_memory
+            assert config.block_b * LIMBS * config.block_v <= 64 * 32 * config.num_warps, "two bounds of each logit"
+        elif space.truncate or config.block_b > 16:
+            assert not config.one_launch, "one program would reduce what many can"
     assert len({key_of(config) for config in space.points}) == len(space.points), "keys tell them apart"
+
+
+@pytest.mark.parametrize(
+    "path, fixed",
+    [(FUSED, {"tma"}), (LOGITS, {"reduce_rows"}), (SCREENED_PATH, {"flatten", "tma", "chunk"})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_search_varies_every_field_of_a_configuration_but_what_is_known_without_one(path, fixed):
+    tried = [config for space in SPACES if space.path == path for config in space.points]
+    values = {
+        field.name: {getattr(config, field.name) for config in tried} for field in dataclasses.fields(CONFIGS[path])
+    }
+    assert {name for name, tried in values.items() if len(tried) == 1} == fixed
+
+
+def test_the_hash_of_a_space_is_of_the_values_of_its_own_axes(monkeypatch):
+    before = {path: space_hash(path) for path in CONFIGS}
+    monkeypatch.setitem(LOGITS_AXES["stages"], 4, {"stages": 4})
+    assert {path for path in CONFIGS if space_hash(path) != before[path]} == {LOGITS}
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)

@@ -23,6 +23,7 @@ from sgl_flashsample.kinds import CONFIGS, KIND_NAMES
 ALL, GREEDY = KIND_NAMES["edit+truncate"], KIND_NAMES["greedy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"padding": 7}, {"softcap": 4.0, "logit_scale": 0.5}], ids=["padded", "softcap"])
 @pytest.mark.parametrize("kind", UNSCREENED, ids=str)
 @pytest.mark.parametrize("path", [*map(str, CONFIGS), "from logits"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -11,6 +13,18 @@ import threading
 import pytest
 
 from sgl_flashsample.files import BadFileError, one_line, parse_json, read_plain, write_whole
+
+
+@contextlib.contextmanager
+def at_once():
+    """Fails where what is done waits for somebody."""
+    before = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("it waits"))
+    signal.alarm(2)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_plain_file_within_its_bound_is_read_and_nothing_else_is_waited_for(tmp_path, monkeypatch):
@@ -22,8 +36,9 @@ def test_a_plain_file_within_its_bound_is_read_and_nothing_else_is_waited_for(tm
     status = os.stat(file)
     file.unlink()
     os.mkfifo(file)  # between the look at the file and the reading of it
-    monkeypatch.setattr(os, "stat", lambda path: status)
-    assert read_plain(file, 100) == ""
+    with monkeypatch.context() as patched, at_once():
+        patched.setattr(os, "stat", lambda path: status)
+        assert read_plain(file, 100) == ""
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from sgl_flashsample.kernels import rng
 from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES, PLAIN, BatchKind
 
+pytestmark = pytest.mark.slow
 SCREENED = KIND_NAMES["plain+screen"]
 KIND_ON_PATH = {"fused": PLAIN, "logits": PLAIN, "screened": SCREENED}
 

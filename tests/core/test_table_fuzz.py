@@ -19,6 +19,8 @@ from sgl_flashsample.kinds import KIND_NAMES, PLAIN
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.lookup import ResolvedTable, Target
 
+pytestmark = pytest.mark.slow
+
 VALUES = [None, True, False, 0, 1, -1, 2, 3, 16, 24, 1 << 20, 10**40, -(10**40), 0.5, -0.0, 1e300, "", "16", "\n"]
 VALUES += ["é" * 400, "\u202e", [], {}, [[]], {"": {}}, [1] * 5000, "fused", "plain", "screened", "../..", {"a": {}}]
 KEYS = ["fused", "plain", "rows", "1", "-1", "ü", "", "x" * 301, "__class__", "\ud800", "\u202e", "٣"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 COMPILE_TARGETS = Path(__file__).parent.parent / "compile_targets.py"
 # Bytes of shared memory per program that a device of each compute capability offers.
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -56,7 +57,6 @@ def assert_barriers_agree(found: list[dict]) -> None:
         assert all(("group_list" in one) for one in loads)
 
 
-@pytest.mark.slow
 def test_the_first_choice_of_every_kind_fits_an_sm90_and_spills_nothing():
     found = printed_by("resources", 90)
     assert_fits(found, 90)

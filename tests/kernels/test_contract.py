@@ -322,6 +322,7 @@ def test_rows_may_be_further_apart_than_an_int32_counts(device, path, tmp_path):
 # --- shards ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "greedy", "edit"])
 @on_every_path
 def test_the_best_shard_holds_the_token_of_the_whole_vocabulary(device, path, kind):

@@ -11,11 +11,22 @@ import run as planted
 DEFECTS = planted.defects()
 
 
+# Of the package, what decides no token, no path and no answer of a server.
+ASIDE = {"__init__.py", "cli.py", "doctor.py", "model_config.py"}
+
+
 def test_names_are_unique_and_there_is_one_of_every_kernel():
     names = [defect.name for defect in DEFECTS]
     assert len(set(names)) == len(names) >= 40
     kernels = {path.name for path in (planted.ROOT / "kernels").glob("*.py") if "_kernel(" in path.read_text()}
     assert kernels <= {Path(defect.file).name for defect in DEFECTS}
+
+
+def test_there_is_one_of_every_module_of_the_package():
+    package = planted.ROOT / "sgl_flashsample"
+    modules = {path for folder in ("", "sglang", "tables") for path in (package / folder).glob("*.py")}
+    wanted = {str(path.relative_to(planted.ROOT)) for path in modules if path.name not in ASIDE}
+    assert wanted <= {defect.file for defect in DEFECTS}
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)

@@ -18,7 +18,7 @@ import pytest
 from sgl_flashsample import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.xdist_group("package")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("package")]
 
 
 def run(*command: object, cwd: Path | None = None, **environment: str) -> str:

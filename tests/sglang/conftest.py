@@ -96,6 +96,8 @@ def one_rank(monkeypatch) -> None:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda: configuration)
     monkeypatch.setattr(sglang_sampler, "is_dp_attention_enabled", lambda: False)
+    if hasattr(sglang_sampler, "get_tp_group"):  # SGLang 0.5.17
+        monkeypatch.setattr(sglang_sampler, "get_tp_group", lambda: configuration.tp_group)
     monkeypatch.setattr(sglang_sampler.Sampler, "_sync_token_ids_across_tp", lambda *arguments: None)
 
 

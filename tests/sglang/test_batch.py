@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 
 import pytest
 import torch
-from head_states import make_batch, request
+from head_states import CPU, make_batch, request
 
 from sgl_flashsample.kernels.params import Edit
 from sgl_flashsample.sglang.batch import (
@@ -15,11 +16,13 @@ from sgl_flashsample.sglang.batch import (
     Batch,
     Routing,
     SampleIndices,
+    batch_of,
     edits_of,
     native_reason,
     request_seed,
     routing_of,
 )
+from sgl_flashsample.sglang.hooks import StepHooks
 
 GREEDY, TEMPERED = {"top_k": 1}, {"top_k": 1, "temperature": 0.5}
 
@@ -78,6 +81,22 @@ def test_filters_and_merges_keep_every_row_with_all_its_parameters():
         assert torch.equal(tensor, getattr(want.tensors, name)), name
     assert first.rows == make_batch(*rows[:4]).rows, "the batch of a forward under way does not change"
     assert first.keep([], torch.tensor([], dtype=torch.int64)).rows == ()
+
+
+def test_our_batch_follows_sglangs_through_filters_merges_and_copies(runtime):
+    hooks, rows = StepHooks(runtime), distinct_rows(1, 5)
+    info, other, forward = (types.SimpleNamespace() for _ in range(3))
+    for each, its_rows in ((info, rows[:3]), (other, rows[3:])):
+        scheduled = types.SimpleNamespace(reqs=[request(**row) for row in its_rows], device=CPU)
+        hooks.from_schedule_batch(None, each, scheduled, 600)
+    hooks.filter_batch(None, info, [2, 0], torch.tensor([2, 0]))
+    hooks.merge_batch(None, info, other)
+    hooks.copy_for_forward(forward, info)
+    batch, want = batch_of(forward), make_batch(rows[2], rows[0], *rows[3:])
+    assert batch is batch_of(info) and batch.rows == want.rows
+    assert all(map(torch.equal, batch.tensors, want.tensors))
+    hooks.merge_batch(None, info, types.SimpleNamespace())
+    assert batch_of(info) is None, "of some of its rows nothing is known"
 
 
 def test_a_row_knows_what_sglangs_sampler_would_need_for_it_alone():
@@ -177,10 +196,13 @@ def test_requests_without_a_seed_have_one_of_the_servers_seed_and_their_id():
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
 
 
-def seeds_of(indices: SampleIndices, **params) -> list[int]:
+IDS = itertools.count()
+
+
+def seeds_of(indices: SampleIndices, server_seed: int = 1, **params) -> list[int]:
     """Of one request with n samples: SGLang makes n requests with new ids."""
-    requests = [request(f"new id {place}", **params) for place in range(params["n"])]
-    return [request_seed(1, each, indices.of(each)) for each in requests]
+    requests = [request(f"id {next(IDS)}", **params) for _ in range(params["n"])]
+    return [request_seed(server_seed, each, indices.of(each)) for each in requests]
 
 
 def test_the_samples_of_a_seeded_request_are_the_same_again_and_differ_from_each_other():
@@ -189,7 +211,7 @@ def test_the_samples_of_a_seeded_request_are_the_same_again_and_differ_from_each
     assert seeds_of(indices, sampling_seed=5, n=3) == first and len(set(first)) == 3
     assert first[0] == 5, "the first sample is the answer of a request with n = 1"
     assert not set(seeds_of(indices, sampling_seed=6, n=3)) & set(first)
-    assert seeds_of(SampleIndices(), sampling_seed=5, n=3) == first, "also by another server"
+    assert seeds_of(SampleIndices(), 2, sampling_seed=5, n=3) == first, "also by another server"
 
 
 def test_samples_of_several_requests_may_come_in_turns():

@@ -39,6 +39,11 @@ def best(head, states: torch.Tensor, row: int, n: int = 3) -> list[int]:
     return head.logits(states)[row].topk(n).indices.tolist()
 
 
+def forbidden(head, states: torch.Tensor, row: int) -> dict:
+    """Of a request: its first tokens are not the best ones of ``row``, which would end it."""
+    return {"min_new_tokens": 4, "stop_token_ids": best(head, states, row)}
+
+
 def mixed(head, states, disallow) -> list:
     """Fused rows beside one row of every kind that SGLang's sampler processes in its own way."""
     banned = {"token_ids": best(head, states, 1)}  # this processor wants one list for all its rows
@@ -50,12 +55,12 @@ def mixed(head, states, disallow) -> list:
         request("frequency", **GREEDY, frequency_penalty=1.5),
         request("tempered", temperature=0.5, top_k=1),
         request("bias", **GREEDY, logit_bias={"17": 300.0}),
-        request("min new tokens", **GREEDY, min_new_tokens=4, stop_token_ids=best(head, states, 7)),
+        request("min new tokens", **GREEDY, **forbidden(head, states, 7)),
         request("ids logprobs", **GREEDY),
         request("repetition", **GREEDY, repetition_penalty=1.3),
         request("sampled", temperature=0.01),  # as good as greedy; makes the batch one that is not all greedy
         request("grammar too", disallow, grammar=grammar(5, 9, 77), **GREEDY, custom_params=banned),
-        request("frequency too", disallow, **GREEDY, frequency_penalty=1.5, custom_params=banned),
+        request("additive too", disallow, **GREEDY, **forbidden(head, states, 12), custom_params=banned),
         request("bias too", disallow, **GREEDY, logit_bias={"17": 300.0}, custom_params=banned),
         request("repetition too", disallow, **GREEDY, repetition_penalty=1.3, custom_params=banned),
     ]
@@ -171,6 +176,23 @@ def test_a_steady_mixed_step_never_waits_for_the_device(runners, head, disallow,
     assert [len(values) for values in output.next_token_top_logprobs_val] == [
         0 if reason is None else 2 for reason in routing.reasons
     ]
+
+
+def test_sglangs_sampler_is_called_with_what_its_rows_asked_for_and_their_positions(head, info_of, hidden, device):
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+    from sgl_flashsample.sglang.sampler import Call, NativeRows
+
+    states, calls = hidden(4), []
+    info = info_of([request(str(row), mask=row % 2 == 1, **GREEDY) for row in range(4)])
+    output, positions = LogitsProcessorOutput(head.lazy(states)), torch.tensor([10, 20, 30, 40], device=device)
+    call = Call(output, info, True, [0, 2, 3, 1], [None, None, [6], [7]], positions)
+    routing = Routing((None, "sampling_mask") * 2)
+    NativeRows(info, batch_of(info), routing).sample(lambda *arguments: calls.append(arguments), None, call)
+    ((their_output, their_info, *others, their_positions),) = calls
+    torch.testing.assert_close(their_output.next_token_logits, head.logits(states)[[1, 3]])
+    assert len(their_info) == 2
+    assert others == [True, [2, 1], [None, [7]]] and their_positions.tolist() == [20, 40]
 
 
 def cut(info, routing: Routing | None = None, return_logprob: bool = False):

@@ -11,7 +11,7 @@ import types
 import msgspec
 import pytest
 import torch
-from head_states import Processor, hidden_states, make_batch, make_head, make_state, settle, weights
+from head_states import Processor, hidden_states, make_batch, make_head, make_state, serve, settle, weights
 from serving import needs_sglang
 from sglang_batches import SteadyServer, request
 from tuned_tables import table_for_this_machine
@@ -180,6 +180,27 @@ def test_a_head_follows_its_model(device):
     assert (state.head.softcap, state.head.vocab_size) == (None, 599)
 
 
+CHANGES = {
+    "weight": lambda state: vars(state.lm_head).update(weight=state.lm_head.weight.clone()),
+    "logit scale": lambda state: vars(state.processor).update(logit_scale=0.5),
+    "softcap": lambda state: vars(state.processor).update(final_logit_softcapping=30.0),
+    "vocabulary": lambda state: vars(state.processor).update(vocab_size=599),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_change_of_a_model_is_noticed_by_itself(device, name):
+    state = make_state(device)
+
+    def facts(head: LMHead) -> tuple:
+        return head.weight.data_ptr(), head.logit_scale, head.softcap, head.vocab_size
+
+    before = facts(state.head)
+    CHANGES[name](state)
+    state.update(1)
+    assert facts(state.head) == facts(HeadState(state.processor, state.lm_head).head) != before
+
+
 def test_a_head_that_changes_its_shape_gives_up_its_tuned_table(device):
     state = make_state(device)
     tuned = state.table
@@ -207,6 +228,33 @@ def test_a_workspace_grows_only_for_a_larger_batch_and_goes_on_counting(device):
     state.update(600)
     assert state.workspace is not first and state.workspace.searched is first.searched
     assert state.workspace.slots >= dispatch.slots_for(state.table.lookup(600), state.head, 600)
+
+
+STEPS = {
+    "decode": (["decode"], {}, True),
+    "prefill": (["extend"], {}, True),
+    "input logprobs": (["extend"], {"extend_return_logprob": True}, False),
+    "target verify": (["extend", "target_verify"], {}, False),
+    "split prefill": (["extend", "split_prefill"], {}, False),
+    "prefill only": (["extend"], {"is_prefill_only": True}, False),
+    "neither": ([], {}, False),
+    "no rows": (["decode"], {"hidden": lambda hidden: hidden[:0]}, False),
+    "another dtype": (["decode"], {"hidden": torch.Tensor.double}, False),
+    "columns apart": (["decode"], {"hidden": lambda hidden: hidden.T.contiguous().T}, False),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(runtime, device, name):
+    """As SGLang's forward modes are: a verification and a split prefill are prefills too."""
+    modes, given, wanted = STEPS[name]
+    fields = {"extend_return_logprob": False, "is_prefill_only": False, "hidden": lambda hidden: hidden} | given
+    is_mode = {name: lambda name=name: name in modes for name in ("decode", "extend", "target_verify", "split_prefill")}
+    mode = types.SimpleNamespace(**{f"is_{name}": answer for name, answer in is_mode.items()})
+    state, hidden = make_state(device), fields.pop("hidden")(hidden_states(device))
+    serve(runtime, state)
+    metadata = types.SimpleNamespace(forward_mode=mode, **fields)
+    assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is (state if wanted else None)
 
 
 # What a server counts.
@@ -569,12 +617,13 @@ class Failing:
 
 @pytest.fixture
 def path_of_a_batch(runners, head, info_of, hidden):
-    """Draws a batch of as many rows with both servers, which must draw the same, from logits with a bias. The path of
-    all its rows."""
+    """Draws a batch of as many rows with both servers, which must draw the same, every other row from logits with a
+    bias. The path of all its rows."""
 
     def draw(num_rows: int) -> str:
         states = hidden(num_rows)
-        requests = [request(f"r{n}", temperature=0, logit_bias={"17": 2.0}) for n in range(num_rows)]
+        biases = [{"17": 300.0} if n % 2 else None for n in range(num_rows)]
+        requests = [request(f"r{n}", temperature=0, logit_bias=bias) for n, bias in enumerate(biases)]
         got, output = runners[0].sample(head.lazy(states), info_of(requests))
         want, _ = runners[1].sample(head.logits(states), info_of(requests))
         assert got.tolist() == want.tolist()
@@ -621,6 +670,35 @@ def test_a_batch_whose_rows_are_not_known_is_sglangs(path_of_a_batch, runners, h
         _, output = runners[0].sample(head.lazy(states), info)
         assert output.customized_info == {"flashsample_path": ["native:unknown_rows"] * 2}
     assert path_of_a_batch(2) == "fused"
+
+
+@needs_sglang
+@pytest.mark.parametrize("reason", ["unknown_argument", "positions", "logits_computed"])
+def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hidden, monkeypatch, reason):
+    """Of a later SGLang, say: another argument of its sampler, positions of another shape, or a new reader of the
+    logits."""
+    from sglang.srt.layers.sampler import Sampler
+
+    theirs = Sampler.forward
+    monkeypatch.setattr(Sampler, "forward", lambda self, *arguments, argument=None: theirs(self, *arguments))
+    states, info = hidden(2), info_of([request("a", temperature=0), request("b", temperature=0)])
+    sampler = runners[0].sampler
+
+    def call(output, *arguments):
+        *arguments, positions = arguments
+        if reason == "logits_computed":
+            output.next_token_logits.add_(0.0)
+        return sampler(
+            output,
+            *arguments,
+            positions[:1] if reason == "positions" else positions,
+            **({"argument": 1} if reason == "unknown_argument" else {}),
+        )
+
+    runners[0].sampler = call
+    tokens, output = runners[0].sample(head.lazy(states), info)
+    assert output.customized_info == {"flashsample_path": [f"native:{reason}"] * 2}
+    assert tokens.tolist() == head.logits(states).argmax(-1).tolist()
 
 
 def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_scheduler(runtime):

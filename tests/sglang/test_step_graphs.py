@@ -403,13 +403,16 @@ def test_a_change_is_noticed_at_the_next_step(pair, name, repeated):
 
 
 @needs_sglang
+@pytest.mark.parametrize("kind", ["plain", "truncated"])
 @repeated_or_not
-def test_another_batch_at_the_same_place_draws_its_own_tokens_at_the_next_step(pair, repeated):
-    both = pair(repeated=repeated)
+def test_another_batch_at_the_same_place_draws_its_own_tokens_from_the_next_step_on(pair, repeated, kind):
+    both = pair(screened=False, repeated=repeated)
     both.settle()
+    limits = {"top_k": 3} if kind == "truncated" else {}
     for server in (both.replaying, both.launching):
-        server.take([{"rid": "another", "temperature": 1.0}, {"rid": "one more", "temperature": 0.5}])
-    both.step()
+        server.take([{"rid": f"another {row}", "temperature": 5.0} | limits for row in range(2)])
+    for _ in range(SOON + 1):
+        both.step()
 
 
 @needs_sglang

@@ -130,8 +130,8 @@ def test_counts_add_up_with_their_sources_and_only_of_one_vocabulary():
     for place in range(60):
         many = many.plus(dataclasses.replace(other, source=f"a long name of a file, number {place}"))
     assert HotVocab.loads(many.dumps()).source.endswith("...")
-    with pytest.raises(HotVocabError, match="one is of 50257 ids, the other of 50256"):
-        COUNTS.plus(HotVocab.of_ids(IDS[:-1]))
+    with pytest.raises(HotVocabError, match="one is of 50257 ids, the other of 50258"):
+        COUNTS.plus(HotVocab.of_ids(np.append(IDS, 1)))  # of as many groups
 
 
 @pytest.mark.parametrize(
