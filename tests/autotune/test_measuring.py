@@ -114,6 +114,7 @@ def test_wrong_tokens_are_found_before_anything_is_timed(worker, monkeypatch):
         worker.answer(request("trial", TILE, PLAIN, sizes=[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module, why", [("selfcheck", "tokens differ from the reference"), ("autotune.correctness", "fused")]
 )
@@ -149,6 +150,7 @@ def test_truncated_draws_follow_the_truncated_distribution(device):
     assert draws == 100 and 1e-4 < p < 1.0, "1.0 is the p-value of a single cell: nothing tested"
 
 
+@pytest.mark.slow
 def test_draws_of_another_distribution_are_found(small, monkeypatch):
     def even(config, hidden, head, params, **options):
         output = launch(config, hidden, head, params, **options)

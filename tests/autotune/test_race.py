@@ -7,16 +7,7 @@ import random
 
 import pytest
 
-from sgl_flashsample.autotune.race import (
-    Candidate,
-    Policy,
-    Race,
-    judge,
-    kept_rounds,
-    preference_of,
-    robust_mean,
-    t_quantile,
-)
+from sgl_flashsample.autotune.race import Candidate, Policy, Race, judge, kept_rounds, preference_of, t_quantile
 
 POLICY = Policy()
 
@@ -55,6 +46,7 @@ def test_the_default_is_left_for_a_gain_that_is_certain_and_the_gain_is_what_it_
     assert covered >= 97
 
 
+@pytest.mark.slow
 def test_the_true_best_is_eliminated_more_rarely_than_stated_and_never_for_more_than_the_band():
     truth = {name: 300.0 * (1 + 0.001 * i) for i, name in enumerate("abcdefgh")}
     wrong = regret = 0
@@ -125,13 +117,6 @@ def test_rounds_at_a_low_clock_do_not_count():
     candidates = [Candidate("d", (0,)), Candidate("a", (1,))]
     assert judge(candidates, samples, [1980.0, 1000.0] * 4, "d", POLICY).winner == "a"
     assert judge(candidates, samples, [1980.0] * 8, "d", POLICY).winner == "d"
-
-
-def test_a_spike_moves_a_mean_by_four_deviations_of_one_value_however_large_it_is():
-    values = [0.99, 1.01, 0.98, 1.02, 1.0, 1.01, 0.99]
-    mean, error = robust_mean([*values, 2.0])
-    assert 1.0 < mean < 1.02 and error < 0.02
-    assert robust_mean([*values, 1000.0]) == (mean, error)
 
 
 def test_without_a_default_the_preference_alone_decides_among_equals():

@@ -93,6 +93,7 @@ def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_
     assert code == 0 and "servers take it with --tuned FILE; next: " in out
 
 
+@pytest.mark.slow
 def test_a_report_shows_what_decides_in_a_study():
     key = StudyKey(FUSED, PLAIN, 16)
     trials = [

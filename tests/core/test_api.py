@@ -123,6 +123,7 @@ class Allocations(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "edit+truncate"])
 @pytest.mark.parametrize("path", CONFIGS)
 def test_with_a_workspace_nothing_is_allocated_but_what_is_returned(device, path, kind):

@@ -110,6 +110,7 @@ def test_without_a_screen_every_batch_takes_what_it_would_without_one():
             assert without.lookup(rows, kind) == table.lookup(rows, kind.unscreened)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", [TILE, READ, SCREEN], ids=ON_PATH)
 @pytest.mark.parametrize("kind", ["plain", "greedy+screen", "edit", "edit+truncate+screen"])
 def test_a_refusal_gives_a_configuration_back_in_all_kinds_that_launch_it_alike_and_in_no_other(refused, kind):
@@ -162,6 +163,7 @@ def test_a_table_serves_heads_of_its_shape_alone(device, head):
 # What a batch is launched with.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", UNSCREENED, ids=str)
 def test_a_table_of_any_paths_draws_the_references_tokens_in_one_workspace(device, launched, kind):
     case = example(device, kind)
@@ -206,6 +208,7 @@ def test_scratch_has_room_for_the_splits_of_every_tuned_tile(device):
 # When a screen is used.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PLAIN, EDIT, GREEDY], ids=str)
 def test_a_screen_is_used_where_the_table_has_it_and_changes_no_token(device, launched, kind):
     case = example(device, kind)
@@ -220,6 +223,7 @@ def test_a_screen_is_used_where_the_table_has_it_and_changes_no_token(device, la
         assert launched.pop() == config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["truncate", "edit+truncate"])
 def test_a_truncated_batch_is_screened_where_every_such_row_is_known_to_have_a_small_top_k(device, launched, kind):
     case = example(device, KIND_NAMES[kind], rows=3)

@@ -78,6 +78,7 @@ def test_a_change_of_device_code_is_one_of_the_paths_that_import_it_and_of_no_ot
     assert changed_paths(small, module, old, new) == wanted
 
 
+@pytest.mark.slow
 def test_the_installed_kernels_fingerprints_are_of_their_device_code_alone(changed_paths, tmp_path):
     installed = pathlib.Path(kernels.__file__).parent
     found = installed_fingerprints()

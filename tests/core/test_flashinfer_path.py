@@ -61,6 +61,7 @@ def test_a_batch_takes_it_where_table_and_caller_allow_it(head, states, device, 
     assert allowed.gather(1, output.token_ids[:, None]).all()
 
 
+@pytest.mark.slow
 def test_every_other_batch_has_the_tokens_of_our_paths(head, states, device, flashinfer):
     params, table = make_params(device), allowing(head, ROWS)
     edits = LogitEdits(bias=torch.zeros(ROWS, VOCAB, device=device), rows=torch.zeros(ROWS, device=device).int())
@@ -205,6 +206,7 @@ def assert_follows(counts: np.ndarray, truth: np.ndarray) -> None:
     assert stats.power(int(counts.sum()), truth, hotter / hotter.sum(), 1e-6) > 0.99
 
 
+@pytest.mark.slow
 def test_the_truncated_distribution_is_handed_over_whole(device, flashinfer):
     weight = torch.randn(160, 32, generator=torch.Generator().manual_seed(1)).to(device) / 4
     counts, truth = counts_and_truth(LMHead(weight), 3, 4096, 30, 50, 0.95)

@@ -108,6 +108,7 @@ def test_tokens_and_logprobs_equal_the_reference_for_every_shape_and_dtype(devic
     assert_equal_to_reference(case, draw(path, case), 0.7 if num_rows < 9 else 0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows, vocab", [(3, 17), (17, 2003), *([(65, 151_937)] if CUDA else [])])
 @pytest.mark.parametrize("dtype", DTYPES)
 @on_every_path
@@ -139,6 +140,7 @@ HEADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, options",
     [
@@ -204,6 +206,7 @@ if CUDA:
     CONFIGS["screened"] += [dataclasses.replace(SCREEN, **{name: False}) for name in ("flatten", "tma", "prefetch")]
 
 
+@pytest.mark.slow
 @plain_and_all
 @on_every_path
 def test_a_token_does_not_depend_on_the_configuration(device, path, kind):
@@ -433,6 +436,7 @@ def test_an_infinite_logit_wins_and_a_huge_one_is_as_good(device, path, kind):
         assert draw(path, ones).token_ids.tolist() == [77] * num_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, value",
     [*(("plain", value) for value in (float("inf"), float("-inf"), 1e38, -3e38)), ("edit+truncate", float("inf"))],

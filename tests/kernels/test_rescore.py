@@ -64,6 +64,7 @@ def test_where_every_group_could_win_every_group_is_read_and_the_token_is_right(
     assert counts[ScreenCounter.CANDIDATES] == 63 * 17
 
 
+@pytest.mark.slow
 def test_neither_the_order_of_the_list_nor_who_reads_an_entry_matters_even_where_scores_tie(device, monkeypatch):
     case = make_case(17, 703, device, "greedy", torch.bfloat16)
     case.hidden[:, 1:] = 0  # few different logits: the best is everywhere
