@@ -420,7 +420,6 @@ def descriptor(
     known: dict[tuple[int, int], TensorDescriptor], matrix: torch.Tensor, block: tuple[int, int]
 ) -> TensorDescriptor:
     """The descriptor of ``matrix`` for blocks of this shape, made once per matrix: ``known`` keeps it."""
-    found = known.get(block)
-    if found is None:
-        found = known[block] = TensorDescriptor.from_tensor(matrix, list(block))
-    return found
+    if block not in known:
+        known[block] = TensorDescriptor.from_tensor(matrix, list(block))
+    return known[block]

@@ -126,8 +126,8 @@ def sample_ref(
     near_tie |= _overlaps(token_score(low), token_score(high), pick, tolerance)
     local = group * GROUP_SIZE + pick
 
-    def logprob(own: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        return (own * scale).gather(1, local[:, None]).squeeze(1) - torch.logsumexp(others * scale, -1)
+    def logprob(of_token: torch.Tensor, of_all: torch.Tensor) -> torch.Tensor:
+        return (of_token * scale).gather(1, local[:, None]).squeeze(1) - torch.logsumexp(of_all * scale, -1)
 
     return Reference(vocab_start + local, near_tie, logprob(low, high), logprob(high, low))
 
@@ -154,8 +154,8 @@ def _overlaps(low: torch.Tensor, high: torch.Tensor, winner: torch.Tensor, toler
     floor = low.gather(1, winner[:, None])
     slack = tolerance * floor.abs().clamp(min=1.0)
     exact = (low == high) & (low == floor)
-    rival = torch.where(exact, float("-inf"), high).scatter(1, winner[:, None], float("-inf"))
-    return (rival >= floor - slack).any(-1)
+    others = torch.where(exact, float("-inf"), high).scatter(1, winner[:, None], float("-inf"))
+    return (others >= floor - slack).any(-1)
 
 
 def edit_logits_ref(
@@ -230,8 +230,8 @@ def token_scores_ref(
     of_token = gumbel_ref(seed[:, None], position[:, None], ids[None], Stream.SAMPLE, Unit.TOKEN).view_as(tempered)
     group_score = torch.logsumexp(tempered, -1) + of_group
     base = torch.where(group_score > float("-inf"), group_score, 0.0)[..., None]
-    own = torch.exp(-(tempered + of_token - base))
-    time = torch.exp(-(group_score[..., None] - base)) + own - own.amin(-1, keepdim=True)
+    token_time = torch.exp(-(tempered + of_token - base))
+    time = torch.exp(-(group_score[..., None] - base)) + token_time - token_time.amin(-1, keepdim=True)
     score = base - torch.log(time)
     return torch.where(tempered > float("-inf"), score, float("-inf")).view(num_rows, -1)[:, :width]
 
@@ -257,10 +257,10 @@ def truncated_sample_ref(
 
     def first(slack: float) -> tuple[torch.Tensor, torch.Tensor]:
         allowed = allowed_ref(logits, temperature, top_k, top_p, min_p, slack=slack)
-        own = torch.where(allowed, score, float("-inf"))
-        best, token = own.max(-1)
-        rivals = own.scatter(1, token[:, None], float("-inf")).amax(-1)
-        return token, rivals >= best - tolerance * best.abs().clamp(min=1.0)
+        allowed_score = torch.where(allowed, score, float("-inf"))
+        best, token = allowed_score.max(-1)
+        second = allowed_score.scatter(1, token[:, None], float("-inf")).amax(-1)
+        return token, second >= best - tolerance * best.abs().clamp(min=1.0)
 
     token, near_tie = first(0.0)
     for slack in (-1e-5, 1e-5):
@@ -325,11 +325,11 @@ def reduce_splits_ref(
     best = score.amax(0)
     lowest = torch.where(score == best, group, torch.iinfo(group.dtype).max).amin(0)
     split = ((score == best) & (group == lowest)).int().argmax(0)
-    own = logits[split, torch.arange(len(split), device=split.device)].double()
+    of_group = logits[split, torch.arange(len(split), device=split.device)].double()
     token = lowest.long()[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=split.device)
     noise = gumbel_ref(seed[:, None], position[:, None], token, Stream.SAMPLE, Unit.TOKEN)
     greedy = (temperature <= 0)[:, None]
-    perturbed = torch.where(greedy, own, own / temperature.double()[:, None] + noise)
+    perturbed = torch.where(greedy, of_group, of_group / temperature.double()[:, None] + noise)
     perturbed = torch.where(token < vocab_start + vocab_size, perturbed, float("-inf"))
     return token.gather(1, perturbed.argmax(-1, keepdim=True)).squeeze(1)
 

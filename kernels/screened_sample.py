@@ -81,7 +81,7 @@ def screened_sample(
     size = spec.vocab_size
     bound_truncated(num_rows, size, params, workspace, buffer, config, truncation_config)
     read_groups(hidden, head, params, workspace, config, buffer, RescorePass.CERTAIN_GROUPS)
-    bound_truncated(num_rows, size, params, workspace, buffer, config, truncation_config, again=True)
+    bound_truncated(num_rows, size, params, workspace, buffer, config, truncation_config, rescored=True)
     if num_rows <= ID_ROWS:
         list_ids(num_rows, size, params, workspace, config)
         verify_ids(hidden, head, params, workspace, config)

@@ -67,7 +67,7 @@ def _groups_to_find(top_k, vocab_size, CANDIDATES: tl.constexpr):
 @triton.jit(do_not_specialize=["num_groups", "vocab_size"], do_not_specialize_on_alignment=[*ROW_POINTERS])
 def bound_truncated_kernel(
     screen,  # ScreenOperands, with max_logit_lo; out: threshold of truncated rows
-    buffer,  # BufferOperands, out: group_max -inf, as of groups that are not rescored; not AGAIN
+    buffer,  # BufferOperands, out: group_max -inf, as of groups that are not rescored; not RESCORED
     temperature_ptr,  # [B] f32
     truncation,  # TruncationOperands
     num_groups,
@@ -75,7 +75,7 @@ def bound_truncated_kernel(
     # constexpr
     BLOCK_S: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    AGAIN: tl.constexpr,
+    RESCORED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -84,7 +84,7 @@ def bound_truncated_kernel(
     row = tl.program_id(0)
     if (tl.load(temperature_ptr + row) > 0.0) & rows_truncated(truncation, row, True, vocab_size):
         max_logit_lo = screen.max_logit_lo + row.to(tl.int64) * num_groups
-        if not AGAIN:
+        if not RESCORED:
             group_max = buffer.group_max + row.to(tl.int64) * num_groups
             for first in tl.range(0, num_groups, BLOCK_S):
                 groups = first + tl.arange(0, BLOCK_S)
@@ -104,11 +104,12 @@ def bound_truncated(
     config: ScreenConfig,
     truncation_config: TruncationConfig,
     *,
-    again: bool = False,
+    rescored: bool = False,
 ) -> None:
     """Put the thresholds of truncated rows into ``workspace``, and start their rows of ``buffer``.
 
-    again: with the largest logits of some groups known exactly; ``buffer`` stays.
+    rescored: ``rescore_groups`` has put the exact largest logits of some groups into ``workspace``; the rows of
+    ``buffer`` that it filled stay.
     """
     assert params.truncation is not None
     device = params.temperature.device
@@ -127,7 +128,7 @@ def bound_truncated(
         {
             "BLOCK_S": num_group_blocks(buffer.width),
             "CANDIDATES": truncation_config.candidate_groups,
-            "AGAIN": again,
+            "RESCORED": rescored,
             "EARLY": early,
         },
         truncation_config.num_warps,

@@ -1,9 +1,9 @@
-"""The last step, once more: the short way for a batch that stays as it is.
+"""The short way for a step that differs from the one before in hidden states and positions alone.
 
-Between two steps the host does much else, and whatever a step touches, functions and objects, has left its caches by
-then. So where the last step was replayed from a CUDA graph (``head.py``), the next one asks in one place what could
-make it another step, and leaves what can wait (counters, the log, a screen's pause) to a full step, which comes after
-``FULL_STEP_SECONDS`` at the latest. A replayed step takes the host a third less time that way.
+Between two steps the host does much else, and the functions and objects of a step are no longer in its caches. So after
+a step that was replayed from a CUDA graph (``head.py``), the next one checks in one function that nothing else has
+changed and replays the graph. Counters, the log and a screen's pause wait for the next full step, which comes after
+``FULL_STEP_SECONDS`` at the latest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .batch import BATCH_ATTRIBUTE, Batch, Routing
+from .head import HeadState
 from .lazy_logits import LazyLogits
 from .runtime import Runtime
 
@@ -27,7 +28,7 @@ class RepeatedStep:
     def after(
         cls, runtime: Runtime, logits_output: Any, batch: Batch | None, routing: Routing, positions: torch.Tensor
     ) -> RepeatedStep | None:
-        """Of the step that has just been served; None where the next one is to be served in full."""
+        """The short way after the step that has just been served; None where there is none."""
         lazy = logits_output.next_token_logits
         if batch is None or routing.native or routing.edit_kinds or type(lazy) is not LazyLogits:
             return None
@@ -36,10 +37,10 @@ class RepeatedStep:
             return None
         return cls(runtime, lazy.source, batch, routing) if graphs.can_repeat(lazy.hidden, positions) else None
 
-    def __init__(self, runtime: Runtime, state: Any, batch: Batch, routing: Routing) -> None:
+    def __init__(self, runtime: Runtime, state: HeadState, batch: Batch, routing: Routing) -> None:
         self._runtime, self._state, self._graphs = runtime, state, state.graphs
         self._batch, self._routing = batch, routing
-        self._num_rows, self._shape = len(batch), torch.Size([len(batch)])
+        self._shape = torch.Size([len(batch)])
         self._seconds: list[float] = []  # of the host, per step that is not counted yet
         self._until = time.perf_counter() + FULL_STEP_SECONDS
 
@@ -52,11 +53,12 @@ class RepeatedStep:
         positions: torch.Tensor,
         extra: dict[str, Any],
     ) -> torch.Tensor | None:
-        """The token ids of the step that began at ``started`` (``time.perf_counter()``); None where it may be another
-        one than the last. extra: further arguments of the call."""
+        """The token ids of the step that began at ``started`` (``time.perf_counter()``); None where a full step has to
+        serve it. extra: further arguments of the call."""
         state, lazy = self._state, logits_output.next_token_logits
         if (
             started > self._until
+            or self._runtime.inactive_reason is not None
             or getattr(sampling_info, BATCH_ATTRIBUTE, None) is not self._batch
             or sampling_info.grammars
             or return_logprob
@@ -64,7 +66,7 @@ class RepeatedStep:
             or type(lazy) is not LazyLogits
             or lazy.source is not state
             or lazy.is_dense
-            or lazy.hidden.shape[0] != self._num_rows
+            or lazy.hidden.shape[:1] != self._shape
             or positions.shape != self._shape
             or positions.dtype is not torch.int64
             or state.graphs is not self._graphs

@@ -193,12 +193,12 @@ def stage(device) -> Stage:
     return Stage(case, workspace, buffer)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_bound_is_what_as_many_blocks_of_groups_as_are_wanted_are_above(stage, again):
+@pytest.mark.parametrize("rescored", [False, True])
+def test_a_bound_is_what_as_many_blocks_of_groups_as_are_wanted_are_above(stage, rescored):
     """``top_k`` of them where that is small, else as many as the draw has room for; a few more, for the bound is found
     by bisection. Rows that are not truncated keep their threshold."""
     greedy_before = stage.threshold[-1].item()
-    bound_truncated(*stage.arguments, stage.buffer, SCREEN, TRUNCATION, again=again)
+    bound_truncated(*stage.arguments, stage.buffer, SCREEN, TRUNCATION, rescored=rescored)
     lo = stage.rows_of_groups("max_logit_lo")[:-1]
     blocks = torch.nn.functional.pad(lo, (0, -lo.shape[1] % 8), value=-INF).view(len(lo), -1, 8).amax(-1)
     above = (blocks > stage.threshold[:-1, None]).sum(1).tolist()
@@ -208,7 +208,7 @@ def test_a_bound_is_what_as_many_blocks_of_groups_as_are_wanted_are_above(stage,
         assert num_above == blocks.shape[1] or wanted <= num_above <= wanted + wanted // 4 + 4, (k, num_above)
     assert above[0] < 10 and above[5] < 11, "few where few are wanted"
     assert stage.threshold[-1].item() == greedy_before
-    started = torch.full_like(stage.buffer.group_max, -77.0 if again else -INF)
+    started = torch.full_like(stage.buffer.group_max, -77.0 if rescored else -INF)
     started[-1] = -77.0
     assert torch.equal(stage.buffer.group_max, started)
 
@@ -467,7 +467,7 @@ def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(
     """The bound again, with these groups read: half the room between the two."""
     _, groups = screened(1, 20_000, device, wider=8, top_k=8)
     bound = screened_sample.bound_truncated
-    monkeypatch.setattr(screened_sample, "bound_truncated", lambda *given, again=False: again or bound(*given))
+    monkeypatch.setattr(screened_sample, "bound_truncated", lambda *given, rescored=False: rescored or bound(*given))
     assert groups < screened(1, 20_000, device, wider=8, top_k=8)[1] / 2
 
 
