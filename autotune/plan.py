@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from ..defaults import HeadFacts, all_configs, default_config, defaults_digest, family_of
+from ..defaults import HeadTraits, all_configs, default_config, defaults_digest, family_of
 from ..kernels.config import MIN_CHUNK, ReadConfig, ScreenConfig, TileConfig
 from ..kernels.int8_head import MAX_HIDDEN
 from ..kernels.launch import cdiv
@@ -219,7 +219,7 @@ class Plan:
 
     def default(self, rows: int, kind: BatchKind) -> Config:
         """The built-in choice, as its launcher runs it."""
-        config = default_config(HeadFacts(self.family, self.itemsize, self.head.vocab, self.head.hidden), rows, kind)
+        config = default_config(HeadTraits(self.family, self.itemsize, self.head.vocab, self.head.hidden), rows, kind)
         if isinstance(config, TileConfig) and not self.limits.tma:
             return dataclasses.replace(config, tma=False, hidden_tma=False)
         return config

@@ -306,7 +306,7 @@ class _Coordinator:
 def _summary(table: Table) -> str:
     if not table.entries:
         return "the built-in choice won everywhere"
-    total = len(table.entries) + sum(len(kept.rows) for kept in table.kept.values())
+    total = len(table.entries) + sum(len(confirmed.rows) for confirmed in table.confirmed.values())
     best = max(entry.gain for entry in table.entries)
     return f"{len(table.entries)} of {total} improved, by up to {best:.1%}"
 

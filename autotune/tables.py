@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table as Grid
 
-from ..defaults import HeadFacts, default_config, defaults_digest, family_of
+from ..defaults import HeadTraits, default_config, defaults_digest, family_of
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, SamplingPath, path_of
@@ -36,24 +36,25 @@ from ..tables.lookup import (
     match,
     unsupported_config,
 )
-from ..tables.schema import ITEMSIZE, Device, Entry, HeadShape, Kept, Table, file_name
+from ..tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table, file_name
 from .errors import OK, WRONG
 from .labels import DEVICES, GEMM, key_of, known_device
 from .race import GAIN_TOLERANCE, Policy, gains_apart
 
 CONFIDENT = 1.96  # standard errors: 95 % of the differences of equal times are smaller
 DISPATCHED_ROWS = 512  # ``dispatch.DENSE_ROWS``, whose module loads torch: larger batches take the built-in choice
-KEPT_ERROR = Policy().error  # relative, of the times of kept sizes: tables do not have it, and a race ends at this
+CONFIRMED_ERROR = Policy().error  # relative, of the times of confirmed sizes: a table lacks it; a race ends at this
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a table says of one size. entry: the evidence; where kept, the built-in choice with its time alone, or with
-    what the log of the run has. config: None for a kept choice of a device without built-in ones."""
+    """What a table says of one size. entry: the evidence; where the built-in choice was confirmed, that choice and its
+    time, with further evidence only from the log of the run. config: None for a confirmed choice of a device for which
+    this release has no built-in ones."""
 
     kind: BatchKind
     entry: Entry
-    kept: bool
+    confirmed: bool
     config: Config | None
 
     @property
@@ -73,7 +74,7 @@ class Decision:
     def takes(self) -> str:
         key = key_of(self.config) if self.config is not None else "unknown"
         flashinfer = "; flashinfer where no row has a seed" if self.entry.flashinfer else ""
-        return f"built-in: {key}" if self.kept else key + flashinfer
+        return f"built-in: {key}" if self.confirmed else key + flashinfer
 
     def beyond_noise(self, other: Decision) -> bool:
         """Whether the times are further apart than their noise explains."""
@@ -84,9 +85,9 @@ def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
     """Every size that was measured, by kind. logged: what the log of the run has of sizes."""
     known = {(entry.kind, entry.rows, entry.us): entry for entry in logged}
     for kind in BATCH_KINDS:
-        kept = table.kept.get(str(kind), Kept(rows=[], us=[]))
-        gemm_us = kept.gemm_us or [0.0] * len(kept.rows)
-        times = {rows: (us, gemm) for rows, us, gemm in zip(kept.rows, kept.us, gemm_us, strict=True)}
+        confirmed = table.confirmed.get(str(kind), Confirmed(rows=[], us=[]))
+        gemm_us = confirmed.gemm_us or [0.0] * len(confirmed.rows)
+        times = {rows: (us, gemm) for rows, us, gemm in zip(confirmed.rows, confirmed.us, gemm_us, strict=True)}
         for rows in table.sizes(str(kind)):
             entry = table.entry(str(kind), rows)
             if entry is not None:
@@ -97,7 +98,7 @@ def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
             path = path_of(config).value if config is not None else "built-in"
             others = {GEMM: gemm} if gemm else {}
             entry = Entry(kind=str(kind), rows=rows, path=path, config={}, us=us, default_us=us, others=others)
-            entry = msgspec.structs.replace(known.get((str(kind), rows, us), entry), se=KEPT_ERROR * us)
+            entry = msgspec.structs.replace(known.get((str(kind), rows, us), entry), se=CONFIRMED_ERROR * us)
             yield Decision(kind, entry, True, config)
 
 
@@ -142,7 +143,7 @@ def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) 
     family = family_of(device.cc)
     if family is None:
         return None
-    return default_config(HeadFacts(family, ITEMSIZE[head.dtype], head.vocab, head.hidden), rows, kind)
+    return default_config(HeadTraits(family, ITEMSIZE[head.dtype], head.vocab, head.hidden), rows, kind)
 
 
 def _same_kernels(table: Table) -> bool:
@@ -322,7 +323,7 @@ def _explained(found: Found | None, device: Device, head: HeadShape, rows: int, 
     one = next(one for one in decisions(table) if (one.kind, one.rows) == (served, size))
     evidence = {name: value for name, value in msgspec.to_builtins(one.entry).items() if name not in ("kind", "rows")}
     facts |= evidence | {"size": size, "of": str(served)}
-    if one.kept:
+    if one.confirmed:
         return facts | _builtin_choice(device, head, rows, served, f"the built-in choice, confirmed: {why}")
     assert one.config is not None
     return facts | {"takes": one.takes, "config": dataclasses.asdict(one.config), "why": "; ".join([why, *reasons])}
@@ -458,14 +459,14 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
             chosen.append(theirs)
         else:
             chosen.append(mine)
-    kept: dict[str, dict[int, tuple[float, float]]] = {}
+    confirmed: dict[str, dict[int, tuple[float, float]]] = {}
     for one in chosen:
-        if one.kept:
-            kept.setdefault(str(one.kind), {})[one.rows] = (one.us, one.gemm_us)
+        if one.confirmed:
+            confirmed.setdefault(str(one.kind), {})[one.rows] = (one.us, one.gemm_us)
     merged = msgspec.structs.replace(
         a,
-        entries=[one.entry for one in chosen if not one.kept],
-        kept={kind: kept_of(times) for kind, times in kept.items()},
+        entries=[one.entry for one in chosen if not one.confirmed],
+        confirmed={kind: confirmed_of(times) for kind, times in confirmed.items()},
         kernels=b.kernels | a.kernels,
         measure={name: b.measure[name] for name in ("screen",) if name in b.measure} | a.measure,
         effort=a.effort if a.effort == b.effort else "mixed",
@@ -479,11 +480,11 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
     return merged, taken, added
 
 
-def kept_of(times: dict[int, tuple[float, float]]) -> Kept:
+def confirmed_of(times: dict[int, tuple[float, float]]) -> Confirmed:
     """times: by size, of the built-in choice and of the GEMM beside it, 0 where that did not run."""
     sizes = sorted(times)
     gemm_us = [times[rows][1] for rows in sizes]
-    return Kept(rows=sizes, us=[times[rows][0] for rows in sizes], gemm_us=gemm_us if any(gemm_us) else [])
+    return Confirmed(rows=sizes, us=[times[rows][0] for rows in sizes], gemm_us=gemm_us if any(gemm_us) else [])
 
 
 def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
@@ -517,7 +518,7 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
         yield "it is not in its canonical form (an entry per line, by kind and size; one final newline)"
     if path.name != table.file_name:
         yield f"its name is not {table.file_name}: no folder is searched for another one"
-    if not table.entries and not table.kept:
+    if not table.entries and not table.confirmed:
         yield "it has no sizes"
     for entry in table.entries:
         kind, place = KIND_NAMES[entry.kind], f"{entry.kind} {entry.rows}"
@@ -537,10 +538,10 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
         if key in entry.tied:
             yield f"{place}: tied names {key}, which it takes"
         if not entry.flashinfer and _same_defaults(table) and config == builtin_config(device, head, entry.rows, kind):
-            yield f"{place} takes the built-in choice: it belongs to the kept sizes"
-    for name, kept in table.kept.items():
-        if kept.rows != sorted(kept.rows):
-            yield f"kept.{name}: rows are {kept.rows}; expected them ascending"
+            yield f"{place} takes the built-in choice: it belongs to the confirmed sizes"
+    for name, confirmed in table.confirmed.items():
+        if confirmed.rows != sorted(confirmed.rows):
+            yield f"confirmed.{name}: rows are {confirmed.rows}; expected them ascending"
 
 
 def _notes(table: Table) -> Iterator[str]:

@@ -106,7 +106,7 @@ def _wrong_device(table: Table, process: WorkerProcess) -> str | None:
 
 def _replay(recorded: Decision, plan: Plan, process: WorkerProcess) -> Replayed:
     kind, rows, default = recorded.kind, recorded.rows, plan.default(recorded.rows, recorded.kind)
-    config = default if recorded.kept or recorded.config is None else recorded.config
+    config = default if recorded.confirmed or recorded.config is None else recorded.config
     takes_flashinfer = recorded.entry.flashinfer
     untimed = Replayed(str(kind), rows, recorded.us)
     if not recorded.us:

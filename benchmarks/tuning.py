@@ -48,7 +48,7 @@ from sgl_flashsample.autotune.run import Options
 from sgl_flashsample.autotune.run import run as tune
 from sgl_flashsample.autotune.space import FUSED, Space
 from sgl_flashsample.autotune.trials import read_events
-from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config, path_of
 from sgl_flashsample.tables.lookup import Found, Match, Target, dispatch_of
@@ -248,8 +248,8 @@ def dispatch_for(table: Table) -> DispatchTable:
     assert device is not None and head is not None
     found = Found(table, "", "", Match.EXACT)
     plan = Plan(device, head, EFFORTS["full"])
-    facts = HeadFacts(plan.family, ITEMSIZE[head.dtype], head.vocab, head.hidden)
-    return dispatch_of(found, Target(device, head, {}), facts)[0]
+    traits = HeadTraits(plan.family, ITEMSIZE[head.dtype], head.vocab, head.hidden)
+    return dispatch_of(found, Target(device, head, {}), traits)[0]
 
 
 def places(table: Table) -> set[tuple[BatchKind, int]]:

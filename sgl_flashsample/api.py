@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from . import dispatch
-from .defaults import HeadFacts, default_config_on, family_of_device, truncation_config
+from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
 from .dispatch import DispatchTable
 from .kernels.config import ReadConfig
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
@@ -110,8 +110,8 @@ def sample_from_logits(
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap)
     family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
     kind = BatchKind(params.truncation is not None, params.edits is not None)
-    facts = HeadFacts(family, itemsize, size, hidden_size=0)
-    config = default_config_on(facts, SamplingPath.LOGITS, logits.shape[0], kind)
+    traits = HeadTraits(family, itemsize, size, hidden_size=0)
+    config = default_config_on(traits, SamplingPath.LOGITS, logits.shape[0], kind)
     assert isinstance(config, ReadConfig)
     with dispatch.on_device_of(logits):
         return sample_logits(

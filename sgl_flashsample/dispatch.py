@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from .defaults import HeadFacts, default_config, default_config_on, truncation_config
+from .defaults import HeadTraits, default_config, default_config_on, truncation_config
 from .flashinfer_path import FlashInferError, draw_with_flashinfer, give_up, unsupported_batch
 from .kernels.config import DEFAULT_TRUNCATION, ReadConfig, ScreenConfig, TruncationConfig
 from .kernels.launch import is_compiling_only
@@ -46,14 +46,14 @@ class DispatchTable:
 
     def __init__(
         self,
-        facts: HeadFacts,
+        traits: HeadTraits,
         tuned: Tuned | None = None,
         measured: Mapping[BatchKind, Collection[int]] | None = None,
         flashinfer: Collection[int] = (),
         *,
         screening: bool = True,
     ) -> None:
-        self.facts, self.screening = facts, screening
+        self.traits, self.screening = traits, screening
         self.flashinfer = frozenset(flashinfer)
         self._tuned = {kind: dict((tuned or {}).get(kind, {})) for kind in BATCH_KINDS}
         self._measured = {
@@ -76,14 +76,14 @@ class DispatchTable:
     def check(self, head: LMHead) -> None:
         """Raise ValueError unless this is for heads of this shape."""
         if head is not self._checked():
-            if (facts := HeadFacts.of(head)) != self.facts:
-                raise ValueError(f"table is for {self.facts}; expected one for the head's {facts}")
+            if (traits := HeadTraits.of(head)) != self.traits:
+                raise ValueError(f"table is for {self.traits}; expected one for the head's {traits}")
             self._checked = weakref.ref(head)
 
     @functools.cached_property
     def truncation_config(self) -> TruncationConfig:
         """How truncated rows are drawn, on any path."""
-        return truncation_config(self.facts.family, self.facts.itemsize, self.facts.vocab_size)
+        return truncation_config(self.traits.family, self.traits.itemsize, self.traits.vocab_size)
 
     def lookup(self, num_rows: int, kind: BatchKind = PLAIN) -> Config:
         """What a batch takes: a tile of the fused path, a reader of the logits path or, for a kind with a screen, what
@@ -93,11 +93,11 @@ class DispatchTable:
     def lookup_on(self, path: SamplingPath, num_rows: int, kind: BatchKind = PLAIN) -> Config:
         """What a batch takes that is to have this path."""
         config = self.lookup(num_rows, kind)
-        return config if path_of(config) is path else default_config_on(self.facts, path, num_rows, kind)
+        return config if path_of(config) is path else default_config_on(self.traits, path, num_rows, kind)
 
     def default(self, num_rows: int, kind: BatchKind = PLAIN) -> Config:
         """What a batch would take without a tuned table."""
-        return default_config(self.facts, num_rows, kind if self.screening else kind.unscreened)
+        return default_config(self.traits, num_rows, kind if self.screening else kind.unscreened)
 
     def is_measured(self, num_rows: int, kind: BatchKind) -> bool:
         """Whether a tuned table has decided what such a batch takes."""
@@ -156,7 +156,7 @@ class DispatchTable:
         self, tuned: Tuned | None = None, flashinfer: Collection[int] | None = None, screening: bool | None = None
     ) -> DispatchTable:
         return DispatchTable(
-            self.facts,
+            self.traits,
             self._tuned if tuned is None else tuned,
             self._measured,
             self.flashinfer if flashinfer is None else flashinfer,
@@ -165,13 +165,13 @@ class DispatchTable:
 
 
 @functools.lru_cache(maxsize=256)
-def _default_table(facts: HeadFacts) -> DispatchTable:
-    return DispatchTable(facts)
+def _default_table(traits: HeadTraits) -> DispatchTable:
+    return DispatchTable(traits)
 
 
 def default_table(head: LMHead) -> DispatchTable:
     """The built-in choices for ``head``. Raises ValueError on a device without any."""
-    return _default_table(HeadFacts.of(head))
+    return _default_table(HeadTraits.of(head))
 
 
 def unsupported_path(path: SamplingPath, head: LMHead) -> str | None:

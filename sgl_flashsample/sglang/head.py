@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..defaults import HeadFacts
+from ..defaults import HeadTraits
 from ..dispatch import default_table, make_workspace
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.workspace import Workspace
@@ -66,7 +66,7 @@ class HeadState:
         if fingerprint != self._fingerprint:
             self.graphs = None
             self.head = self._current_head()
-            if HeadFacts.of(self.head) != self.table.facts:
+            if HeadTraits.of(self.head) != self.table.traits:
                 self.table = default_table(self.head)
             self._fingerprint = fingerprint
         if num_rows > self._workspace_rows:

@@ -95,7 +95,7 @@ class ResolvedTable:
         if self.found is None:
             return f"no tuned table for {self.about}: built-in choices for all batches"
         table = self.found.table
-        confirmed = sum(len(kept.rows) for kept in table.kept.values())
+        confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
         sizes = self.dispatch.flashinfer
         flashinfer = f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
         return (
@@ -362,22 +362,22 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None) -> Reso
 
     Raises ValueError for a device without kernels.
     """
-    from ..defaults import HeadFacts
+    from ..defaults import HeadTraits
     from ..dispatch import DispatchTable
 
     shape = head_shape_of(head)
     if shape is None:
-        return ResolvedTable(DispatchTable(HeadFacts.of(head)), None, "a head with logits in another dtype", ())
+        return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, "a head with logits in another dtype", ())
     target = Target(device_of(head.weight.device), shape, environment())
     found, warnings = find(target, file)
     about = f"{target.device.name}, head {shape.vocab} x {shape.hidden} {shape.dtype}"
     if found is None:
-        return ResolvedTable(DispatchTable(HeadFacts.of(head)), None, about, tuple(warnings))
-    dispatch, more = dispatch_of(found, target, HeadFacts.of(head))
+        return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, about, tuple(warnings))
+    dispatch, more = dispatch_of(found, target, HeadTraits.of(head))
     return ResolvedTable(dispatch, found, about, (*warnings, *more))
 
 
-def dispatch_of(found: Found, target: Target, facts: Any) -> tuple[DispatchTable, list[str]]:
+def dispatch_of(found: Found, target: Target, traits: Any) -> tuple[DispatchTable, list[str]]:
     """The choices of a table that was found, and a line for what of it is not used."""
     from ..dispatch import DENSE_ROWS, DispatchTable
 
@@ -410,4 +410,4 @@ def dispatch_of(found: Found, target: Target, facts: Any) -> tuple[DispatchTable
             measured.setdefault(kind, set()).update(rows_of_size)
     if unusable:
         warnings.append(f"{found.file}: not used, {'; '.join(sorted(unusable))[:500]}")
-    return DispatchTable(facts, tuned, measured, flashinfer), warnings
+    return DispatchTable(traits, tuned, measured, flashinfer), warnings

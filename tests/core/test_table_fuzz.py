@@ -14,7 +14,7 @@ from kernel_cases import take
 from tuned_tables import table_for_this_machine
 
 from sgl_flashsample import sample
-from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.lookup import ResolvedTable, Target
@@ -104,12 +104,12 @@ def accepted(request, head, tmp_path_factory) -> list[ResolvedTable]:
         if found is not None:
             used += 1
             assert all(note.isprintable() for note in (*found.differs, *found.table.notes)), seed
-            tables.setdefault(repr((found.table.entries, found.table.kept)), found)
+            tables.setdefault(repr((found.table.entries, found.table.confirmed)), found)
     assert time.process_time() - started < 1 + request.param * 6e-3, "none of them may take long"
     assert request.param * 0.1 < used < request.param * 0.9, "both happen, or this tests nothing"
     resolved = []
     for found in list(tables.values())[: request.param // 5]:
-        dispatch, warnings = lookup.dispatch_of(found, target, HeadFacts.of(head))
+        dispatch, warnings = lookup.dispatch_of(found, target, HeadTraits.of(head))
         resolved.append(ResolvedTable(dispatch, found, "this head", tuple(warnings)))
     return resolved
 

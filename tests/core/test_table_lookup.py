@@ -21,7 +21,7 @@ from sgl_flashsample.kinds import KIND_NAMES, PLAIN
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.fingerprint import installed_fingerprints, kernel_fingerprint
 from sgl_flashsample.tables.lookup import Match, Target, bucket_for, find, match, unsupported_config
-from sgl_flashsample.tables.schema import MAX_BYTES, HeadShape, Kept
+from sgl_flashsample.tables.schema import MAX_BYTES, Confirmed, HeadShape
 
 replace = msgspec.structs.replace
 TABLE = make_table()
@@ -250,8 +250,8 @@ def own_table(head: LMHead, **changes):
     """A table for this machine's device and this head."""
     table = make_table(lookup.device_of(head.weight.device), lookup.head_shape_of(head), env=lookup.environment())
     entries = [make_entry("edit", 16, TILE), make_entry("plain", 16, TILE), make_entry("plain", 64, READ)]
-    kept = {"plain": Kept(rows=[4, 32], us=[1.0, 2.0])}
-    return replace(table, **({"entries": entries, "kept": kept} | changes))
+    confirmed = {"plain": Confirmed(rows=[4, 32], us=[1.0, 2.0])}
+    return replace(table, **({"entries": entries, "confirmed": confirmed} | changes))
 
 
 @pytest.fixture
