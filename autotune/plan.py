@@ -28,7 +28,7 @@ from .space import (
 )
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # batches that are decided
-# In the order of their races: what a batch takes without a screen is raced beside what it takes with one.
+# In the order of their races: the choice without a screen also runs in the race with one, so it is decided first.
 _UNSCREENED = ("plain", "greedy", "truncate", "edit", "edit+truncate")
 KINDS = tuple(
     KIND_NAMES[name]

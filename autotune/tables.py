@@ -1,4 +1,4 @@
-"""``tune show | explain | diff | merge | lint``: what is done with tables without a GPU. Loads no torch.
+"""``tune show | explain | diff | merge | lint``: the commands that need no GPU. Loads no torch.
 
 Tables are read through ``load_table`` alone, which is bounded and waits for nothing.
 """
@@ -27,7 +27,7 @@ from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import (
     COMPARED,
     FILE_VARIABLE,
-    Found,
+    TableFile,
     Target,
     bucket_for,
     find,
@@ -148,8 +148,8 @@ def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) 
 
 def _same_kernels(table: Table) -> bool:
     installed = installed_fingerprints()
-    sources = {path: hashes.get("src") for path, hashes in table.kernels.items()}
-    return bool(sources) and all(source == installed.get(path) for path, source in sources.items())
+    measured = {path: hashes.get("src") for path, hashes in table.kernels.items()}
+    return bool(measured) and all(source == installed.get(path) for path, source in measured.items())
 
 
 def _same_defaults(table: Table) -> bool:
@@ -159,7 +159,7 @@ def _same_defaults(table: Table) -> bool:
 
 
 class _Output(Console):
-    """As wide as what it prints, but on a terminal."""
+    """Wraps no lines, except on a terminal."""
 
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else 1000
@@ -233,33 +233,39 @@ def explain(
         # As on the machine that it was measured on, with the kernels that are installed here.
         how, differs = match(table, Target(device, head, table.env))
         assert how is not None, "a table is for its own device and head"
-        found: Found | None = Found(table, file, "the named file", how, differs)
+        table_file: TableFile | None = TableFile(table, file, "the named file", how, differs)
     else:
         if device_name is None or head is None:
             raise ValueError("no table is given; expected one, or --device and a head to look for one")
         target = _target_named(device_name, head)
         device = target.device
-        found, warnings = find(target)
+        table_file, warnings = find(target)
     # A server with default settings has a screen where a tuned table says that it wins; a batch that cannot have it
     # (logprobs, a large top-k) is of the kinds without one.
-    screened = found is not None and any(isinstance(one.config, ScreenConfig) for one in decisions(found.table))
+    screened = table_file is not None and any(
+        isinstance(one.config, ScreenConfig) for one in decisions(table_file.table)
+    )
     kinds = [each for each in BATCH_KINDS if screened or not each.screen] if kind is None else [KIND_NAMES[kind]]
     kinds.sort(key=lambda each: not each.screen)
-    batches = [_explained(found, device, head, rows, each) for each in kinds]
+    batches = [_explained(table_file, device, head, rows, each) for each in kinds]
     if as_json:
-        about = {"file": found and found.file, "match": found and found.match, "source": found and found.source}
+        about = {
+            "file": table_file and table_file.file,
+            "match": table_file and table_file.match,
+            "source": table_file and table_file.source,
+        }
         facts = {"rows": rows, **about, "screen": screened, "batches": batches, "warnings": warnings}
         print(json.dumps(facts, indent=2))
         return
     console = _Output()
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    if found is None:
+    if table_file is None:
         places = ", ".join(str(folder) for folder, _ in folders(os.environ))
         console.print(f"table     none: {file_name(device.name, head)} is not in {places}")
     else:
-        because = f": {'; '.join(found.differs)}" if found.differs else ""
-        console.print(f"table     {found.file} ({found.match}{because}; {found.source})")
+        because = f": {'; '.join(table_file.differs)}" if table_file.differs else ""
+        console.print(f"table     {table_file.file} ({table_file.match}{because}; {table_file.source})")
     console.print(f"for       {device.name}, head {head_line(head)}")
     if kind is not None:
         _print_batch(console, batches[0])
@@ -271,8 +277,8 @@ def explain(
 
 
 def _target_named(name: str, head: HeadShape) -> Target:
-    """Of a machine that is not at hand: its device is what the nearest table of that name says, or what is known of it;
-    its versions are those that are installed here."""
+    """The target of a device that this machine does not have. The device is described by the first table found for its
+    name, else by ``DEVICES``; the versions are those that are installed here."""
     env: dict[str, str] = {}
     for package in COMPARED:
         try:
@@ -290,15 +296,17 @@ def _target_named(name: str, head: HeadShape) -> Target:
     return Target(known, head, env)
 
 
-def _explained(found: Found | None, device: Device, head: HeadShape, rows: int, kind: BatchKind) -> dict[str, Any]:
+def _explained(
+    table_file: TableFile | None, device: Device, head: HeadShape, rows: int, kind: BatchKind
+) -> dict[str, Any]:
     """The choice of one batch as ``DispatchTable`` makes it, and why."""
     facts: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
-    if found is None:
+    if table_file is None:
         return facts | _builtin_choice(device, head, rows, kind, "the built-in choice, without a table")
     if rows > DISPATCHED_ROWS:
         why = f"the built-in choice: a table serves batches of {DISPATCHED_ROWS} rows or fewer"
         return facts | _builtin_choice(device, head, rows, kind, why)
-    table, reasons = found.table, []
+    table, reasons = table_file.table, []
     served: BatchKind = kind
     while True:
         sizes = table.sizes(str(served))
@@ -448,8 +456,8 @@ def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
 
 
 def joined(a: Table, b: Table) -> tuple[Table, int, int]:
-    """The table with every size of either; where both have one, that of ``a`` unless that of ``b`` is faster beyond
-    noise. Also how many of ``b`` were faster, and how many only ``b`` has."""
+    """The table with every size of either; where both have one, the decision of ``a`` stays unless that of ``b`` is
+    faster beyond noise. Also returns how many sizes ``b`` has won, and how many only ``b`` has."""
     chosen: list[Decision] = []
     taken = added = 0
     for _, _, mine, theirs in _paired(a, b):
@@ -488,7 +496,7 @@ def confirmed_of(times: dict[int, tuple[float, float]]) -> Confirmed:
 
 
 def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
-    """What fits one level deeper: merging again and again must not nest without end."""
+    """The members that are no objects or lists: else each merge would nest deeper than the last."""
     return {name: value for name, value in provenance.items() if not isinstance(value, dict | list)}
 
 

@@ -1,4 +1,4 @@
-"""The table as it grows: written whole after every decision, so that whatever ends a run, a complete file is there.
+"""The table as it grows: written as a whole after every decision, so that a complete file is there however a run ends.
 
 A size is stored with its evidence where its winner is not the built-in choice; else it is one of the confirmed sizes.
 """
@@ -72,7 +72,7 @@ class TableWriter:
         self.decided.setdefault(KIND_NAMES[entry.kind], {})[entry.rows] = entry
 
     def is_default(self, entry: Entry) -> bool:
-        """Whether the built-in choice stays."""
+        """Whether the decision is the built-in choice."""
         return not entry.flashinfer and entry.launch == self.plan.default(entry.rows, KIND_NAMES[entry.kind])
 
     def table(self) -> Table:

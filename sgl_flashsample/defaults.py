@@ -2,10 +2,10 @@
 
 They are tables like the tuned ones, ``tables/builtin-*.json``, one per device family and size of a weight element. An
 entry serves batches of up to ``rows`` rows, and the last one larger batches too. The entries of sm90 for 2-byte weights
-are what tuning runs on an H200 have left standing, or put there; all others compile without register spills for their
-device and are not measured.
+are those that tuning runs on an H200 confirmed or chose; all others compile without register spills for their device
+and are not measured.
 
-On a CPU kernels are interpreted: there the configuration is computed, as few programs as the interpreter allows.
+On a CPU kernels are interpreted: there the configuration is computed, for as few programs as the interpreter allows.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SHIPPED = Path(__file__).parent / "tables"
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 INTERPRETED = "interpreted"
-MAX_INTERPRETED_SCREEN_ROWS = 32  # of every kind of batch: no time is lost, and what has a screen is there to be tried
+MAX_INTERPRETED_SCREEN_ROWS = 32  # of a head with a screen: speed does not matter, and the path gets tested
 
 
 class HeadTraits(NamedTuple):
-    """What of a head and its device the built-in choices depend on. family: of the device, or ``INTERPRETED``.
-    has_gemm: a GEMM gives the head's logits as they are to be rounded, and in good time: with rows that are no multiple
-    of 8 elements wide it takes several times as long."""
+    """The properties of a head and its device that the built-in choices depend on. family: of the device, or
+    ``INTERPRETED``. has_gemm: a GEMM rounds logits as the head requires, and is fast: it takes several times as long
+    where the number of logits in a row is no multiple of 8."""
 
     family: str
     itemsize: int  # bytes per weight element
@@ -90,7 +90,7 @@ def defaults_digest(family: str, itemsize: int) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config:
-    """What ``num_rows`` rows of such a batch take."""
+    """The built-in configuration of a batch of ``num_rows`` rows."""
     if traits.family == INTERPRETED:
         screened = kind.screen and num_rows <= MAX_INTERPRETED_SCREEN_ROWS
         return _interpreted(traits, SamplingPath.SCREENED if screened else SamplingPath.FUSED, num_rows)
@@ -105,7 +105,7 @@ def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config
 
 @functools.lru_cache(maxsize=4096)
 def default_config_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kind: BatchKind) -> Config:
-    """What ``num_rows`` rows of such a batch take on this path."""
+    """The built-in configuration of a batch of ``num_rows`` rows on this path."""
     if traits.family == INTERPRETED:
         return _interpreted(traits, path, num_rows)
     kind = kind._replace(greedy=kind.greedy and path is SamplingPath.LOGITS, screen=path is SamplingPath.SCREENED)

@@ -39,8 +39,9 @@ class DispatchTable:
 
     tuned: what differs from the built-in choices. measured: sizes that a tuned table has decided, for the built-in
     choice or another. A greedy batch that was not measured takes what a plain one takes; a batch with a screen that was
-    not measured takes the screened path if the built-in choice is that, else what it would take without. flashinfer:
-    sizes of truncated batches that take the flashinfer path where their caller wants the distribution alone.
+    not measured takes the screened path if that is its built-in choice, else what it would take without a screen.
+    flashinfer: sizes of truncated batches that take the flashinfer path where their caller wants the distribution
+    alone.
     screening: False leaves nothing to the screened path.
     """
 
@@ -74,7 +75,7 @@ class DispatchTable:
         return self._resolve(num_rows, kind.fallback)
 
     def check(self, head: LMHead) -> None:
-        """Raise ValueError unless this is for heads of this shape."""
+        """Raise ValueError unless this table is for heads with the traits of ``head``."""
         if head is not self._checked():
             if (traits := HeadTraits.of(head)) != self.traits:
                 raise ValueError(f"table is for {self.traits}; expected one for the head's {traits}")
@@ -91,7 +92,7 @@ class DispatchTable:
         return self._dense[kind][num_rows] if num_rows <= DENSE_ROWS else self.default(num_rows, kind)
 
     def lookup_on(self, path: SamplingPath, num_rows: int, kind: BatchKind = PLAIN) -> Config:
-        """What a batch takes that is to have this path."""
+        """The configuration of a batch on a given path."""
         config = self.lookup(num_rows, kind)
         return config if path_of(config) is path else default_config_on(self.traits, path, num_rows, kind)
 
@@ -136,8 +137,8 @@ class DispatchTable:
                     yield kind, num_rows, config
 
     def without(self, refused: Config, kind: BatchKind) -> DispatchTable:
-        """The same with the built-in choice wherever ``kind`` takes ``refused``. Greedy batches launch what plain ones
-        do, or nearly, and batches with a screen what those without one do: a refusal of one is a refusal of all."""
+        """The same with the built-in choice wherever ``kind`` takes ``refused``. Greedy and plain batches launch nearly
+        the same kernels, and so do batches with and without a screen: what is refused for one is refused for all."""
         kernels = (kind.truncate, kind.edit)
         tuned = {
             other: {rows: c for rows, c in entries.items() if c != refused or (other.truncate, other.edit) != kernels}
@@ -187,8 +188,8 @@ def make_workspace(
     head: LMHead, max_rows: int, searched: torch.Tensor | None = None, table: DispatchTable | None = None
 ) -> Workspace:
     """Scratch for any batch of 1 to ``max_rows`` rows of ``head``, on the path that it takes: no such batch allocates
-    more, but for the logits of truncated rows. A screen has scratch of its own. searched: a counter to go on with
-    (``Workspace``)."""
+    more, except for the logits of truncated rows. The scratch of a screen is separate. searched: an existing counter to
+    continue (``Workspace``)."""
     configs = {config for _, _, config in (table or default_table(head)).configs_up_to(max_rows, screened=True)}
     slots = max(slots_for(config, head, max_rows) for config in configs)
     workspace = Workspace(slots, head.weight.device, searched)
@@ -317,7 +318,8 @@ def _unsupported_by_screen(screen: Screen | None, head: LMHead, num_rows: int, r
 
 
 def _has_small_top_k(params: BatchParams, config: TruncationConfig) -> bool:
-    """Whether no truncated row is certain to be left to the whole head, after the screen."""
+    """Whether every truncated row has a top-k that the screened path can serve. A row with a larger one would read the
+    whole head after the screen."""
     if params.truncation is None:
         return True
     largest = params.truncation.max_top_k

@@ -1,9 +1,10 @@
-"""The last step, once more: the short way for a batch that stays as it is.
+"""A short way to repeat the last step, for a batch that does not change.
 
-Between two steps the host does much else, and whatever a step touches, functions and objects, has left its caches by
-then. So where the last step was replayed from a CUDA graph (``head.py``), the next one asks in one place what could
-make it another step, and leaves what can wait (counters, the log, a screen's pause) to a full step, which comes after
-``FULL_STEP_SECONDS`` at the latest. A replayed step takes the host a third less time that way.
+Between two steps the host runs much other code, so that all that a step touches, functions and objects, comes from
+memory, not from its caches. So where the last step was replayed from a CUDA graph (``head.py``), the next one checks in
+one place whether anything differs that it depends on, and leaves what can wait (counters, the log, a screen's pause) to
+a full step, which comes after ``FULL_STEP_SECONDS`` at the latest. A replayed step takes the host a third less time
+that way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class RepeatedStep:
     def after(
         cls, runtime: Runtime, logits_output: Any, batch: Batch | None, routing: Routing, positions: torch.Tensor
     ) -> RepeatedStep | None:
-        """Of the step that has just been served; None where the next one is to be served in full."""
+        """For the step that has just been served; None where the next one must be served in full."""
         lazy = logits_output.next_token_logits
         if batch is None or routing.native or routing.edit_kinds or type(lazy) is not LazyLogits:
             return None
@@ -52,8 +53,8 @@ class RepeatedStep:
         positions: torch.Tensor,
         extra: dict[str, Any],
     ) -> torch.Tensor | None:
-        """The token ids of the step that began at ``started`` (``time.perf_counter()``); None where it may be another
-        one than the last. extra: further arguments of the call."""
+        """The token ids of the step that began at ``started`` (``time.perf_counter()``); None where it may differ from
+        the last one. extra: further arguments of the call."""
         state, lazy = self._state, logits_output.next_token_logits
         if (
             started > self._until

@@ -313,7 +313,7 @@ def _check_bounds(where: str, value: Any, depth: int) -> None:
 
 
 def _unknown_fields(data: dict[str, Any]) -> Iterator[str]:
-    """What a later release has added to a well-formed table, but for configurations."""
+    """The fields that a later release has added to a well-formed table, except in configurations."""
     parts: list[tuple[str, type[_Struct], Any]] = [("", Table, data)]
     parts += [("device.", Device, data.get("device")), ("head.", HeadShape, data.get("head"))]
     parts += [(f"entries[{place}].", Entry, entry) for place, entry in enumerate(data.get("entries", []))]

@@ -23,7 +23,7 @@ from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.fingerprint import kernel_fingerprint
-from sgl_flashsample.tables.lookup import Found, Match, Target, dispatch_of, load_table
+from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of, load_table
 from sgl_flashsample.tables.schema import Confirmed, HeadShape, Table
 
 TABLE = make_table()
@@ -253,8 +253,8 @@ LARGE = msgspec.structs.replace(TABLE, entries=[*TABLE.entries, make_entry("plai
 @pytest.mark.parametrize("table", [TABLE, SCREENED, LARGE], ids=["unscreened", "screened", "large"])
 def test_explain_names_what_the_dispatcher_takes(command, tmp_path, table):
     file = put(tmp_path / "table", table)
-    found = Found(load_table(file)[0], str(file), "the named file", Match.EXACT)
-    dispatch, _ = dispatch_of(found, Target(H200, HEAD, {}), TRAITS)
+    table_file = TableFile(load_table(file)[0], str(file), "the named file", Match.EXACT)
+    dispatch, _ = dispatch_of(table_file, Target(H200, HEAD, {}), TRAITS)
     assert tables.DISPATCHED_ROWS == DENSE_ROWS
     for rows in (1, 2, 3, 4, 5, 9, 16, 17, 24, 33, 64, 100, 129, 512, 513, 1024):
         explained = json.loads(command("explain", file, "--batch", rows, "--json")[1])
