@@ -101,7 +101,6 @@ EPILOGUE_BYTES = 8 * 1024
 # Accumulator registers per thread beyond which every variant spills; edits need as many registers again.
 MAX_ACCUMULATORS = 128
 MAX_ACCUMULATORS_EDITED = 64
-MAX_THREADS = 2048  # per multiprocessor
 # Bytes of local memory per thread beyond which a binary is not worth a measurement.
 MAX_SPILLED = 1024
 
@@ -208,11 +207,7 @@ class Space:
             stages = min(stages, config.rescore_stages)
         if stages < MIN_STAGES or self.deepest(config) != config:
             return "shared_memory"
-        if accumulators > most * threads:
-            return "registers"
-        if isinstance(config, TileConfig) and threads * config.ctas_per_sm > MAX_THREADS:
-            return "threads"
-        return "no tensor descriptors" if config.tma and not self.limits.tma else None
+        return "registers" if accumulators > most * threads else None
 
     @property
     def points(self) -> dict[Config, dict[str, Any]]:
