@@ -2,7 +2,7 @@
 
 The tuner times three of them beside the contenders of a race (``GEMM``, ``ARGMAX``, ``FLASHINFER``) and the benchmarks
 all. A baseline may have several forms; which one is the fastest depends on the shape. FlashInfer reads float32 logits
-and nothing else: either the GEMM writes them, or a pass of its own converts.
+and nothing else: either the GEMM writes them, or a further pass converts.
 """
 
 from __future__ import annotations
@@ -130,13 +130,13 @@ def compile_flashinfer(device: torch.device) -> None:
 
 
 class _Gemm:
-    """The GEMM of one batch, in buffers of its own."""
+    """The GEMM of one batch, and the buffers that it writes to."""
 
     def __init__(self, batch: BaselineBatch) -> None:
         self._batch = batch
         shape = (batch.hidden.shape[0], batch.weights[0].shape[0])
         self._logits = torch.empty(shape, dtype=batch.hidden.dtype, device=batch.hidden.device)
-        self._wide: torch.Tensor | None = None
+        self._logits_f32: torch.Tensor | None = None
 
     def __call__(self, step: int) -> torch.Tensor:
         """``[B, V]`` logits in the weight's dtype."""
@@ -145,19 +145,19 @@ class _Gemm:
     def float32(self, step: int) -> torch.Tensor:
         """``[B, V]`` float32 logits that the GEMM writes itself, with the softcap."""
         batch, softcap = self._batch, self._batch.softcap
-        if self._wide is None:
-            self._wide = torch.empty(self._logits.shape, device=self._logits.device)
+        if self._logits_f32 is None:
+            self._logits_f32 = torch.empty(self._logits.shape, device=self._logits.device)
         if batch.hidden.dtype is torch.float32:
-            logits = torch.mm(batch.hidden, self._weight(step).T, out=self._wide)
+            logits = torch.mm(batch.hidden, self._weight(step).T, out=self._logits_f32)
         else:
-            logits = torch.mm(batch.hidden, self._weight(step).T, out_dtype=torch.float32, out=self._wide)
+            logits = torch.mm(batch.hidden, self._weight(step).T, out_dtype=torch.float32, out=self._logits_f32)
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
     def _weight(self, step: int) -> torch.Tensor:
         return self._batch.weights[step % len(self._batch.weights)]
 
 
-# Functions of their own, so that torch.compile sees nothing but them. softcap: None or a constant.
+# Separate functions, so that torch.compile compiles nothing else. softcap: None or a constant.
 def _to_float32(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     logits = logits.float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,6 +1,6 @@
 """The worker that compiles: many such processes fill Triton's cache on disk while another one measures.
 
-It launches what that one will launch, with nothing run, so that the binaries are the same to the last argument.
+It makes the same launches as that one, without running them, so that the binaries are the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .workload import TORCH_DTYPES, make_head, weight_shape
 # Whose shared memory, registers and spills are reported.
 _KERNELS = ("lm_head_sample_kernel", "sample_logits_kernel", "screen_head_kernel", "rescore_groups_kernel")
 # Of the device's memory that heads of all compiling processes and their screens may take; beyond, they compile for a
-# cut head, and the draw of truncated rows, which depends on the vocabulary, is left to the process that measures.
+# shortened head, and the draw of truncated rows, which depends on the vocabulary, is left to the process that measures.
 HEAD_SHARE = 0.45
 
 
@@ -87,8 +87,8 @@ class CompilingWorker:
             whole = first_ids(whole, self.many_ids)
         on_device = torch.empty(whole.weight.shape, dtype=dtype, device=self.device)
         head = dataclasses.replace(whole, weight=on_device)
-        cut = first_ids(head, self.many_ids)
-        self._heads = [head, cut] if cut.vocab_size != head.vocab_size else [head]
+        shortened = first_ids(head, self.many_ids)
+        self._heads = [head, shortened] if shortened.vocab_size != head.vocab_size else [head]
         self._shape, self._screens = shape, {}
 
     def _compile(self, config: Config, kind: BatchKind) -> None:
@@ -116,7 +116,7 @@ class CompilingWorker:
         usage = {"shared": int(metadata.get("shared", 0))}
         cubin = next((path for name, path in metadata_group.items() if name.endswith(".cubin")), None)
         if cubin is not None:
-            # Otherwise a fact less: the measurement will tell.
+            # Where the tool fails, both stay as they are, and the measurement decides.
             with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
                 usage["registers"], usage["spilled"] = register_usage(Path(cubin).read_bytes())
         self._usage |= {name: max(self._usage[name], value) for name, value in usage.items()}

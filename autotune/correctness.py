@@ -1,5 +1,5 @@
-"""Correctness before speed: a configuration is timed only after it has drawn the reference's tokens, and published only
-after many draws of it have followed the distribution.
+"""Correctness before speed: a configuration is timed only after it has drawn the reference's tokens, and written to a
+table only after many of its draws have followed the distribution.
 
 The tokens are compared on the first ids of the head, so many that each program of a large GPU walks several vocabulary
 tiles, and on a few, with the last tile not full; with more and with fewer rows than a block holds.
@@ -31,8 +31,8 @@ MANY_IDS = 40_000
 FEW_IDS = 33 * GROUP_SIZE
 TEST_ROWS = 512
 READ_ROWS = 17  # where the rows of a block do not decide the kernel
-BATCHES = 4  # of the whole head that a screen's tokens are compared with the fused pass's on
-SCORE_TOLERANCE = 1e-4  # what two sums of a logit may move a score by, relative to it or to 1
+BATCHES = 4  # on the whole head, in which a screen's tokens are compared with the fused pass's
+SCORE_TOLERANCE = 1e-4  # by which two orders of a logit's sum may change a score, relative to it or to 1
 MIN_ALLOWED = 16  # tokens of a truncated distribution of the G-test
 MIN_EXPECTED = 10.0  # draws of a cell of the G-test: smaller ones are pooled
 
@@ -52,8 +52,8 @@ def fused_beside(config: ScreenConfig, head: LMHead, kind: BatchKind) -> TileCon
 
 
 def checked_kinds(config: Config, kind: BatchKind) -> list[BatchKind]:
-    """What a check of ``config`` launches it for: a third of the rows are greedy, but greedy batches have a reader of
-    their own, without noise."""
+    """The kinds of batches that a check of ``config`` draws. A third of the rows are greedy in any case, but batches of
+    greedy rows alone have another reader, without noise."""
     kind = kernel_kind(kind, path_of(config))
     own_reader = isinstance(config, ReadConfig) and not (kind.truncate or kind.edit)
     return [kind, kind._replace(greedy=True)] if own_reader else [kind]

@@ -55,9 +55,9 @@ Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
 
 @dataclasses.dataclass
 class Outcome:
-    """A race that is over. configs: of the candidates, by key. samples, clock: of those whose times are recorded,
-    microseconds per round, and the median clock. default: its key, "" where it could not race. flashinfer: whether its
-    path is faster for certain."""
+    """A race that is over. configs: of the candidates, by key. samples: microseconds per round of everything whose
+    times are recorded. clock: the median meanwhile. default: the key of the built-in choice, "" where it could not
+    race. flashinfer: whether the flashinfer path is faster for certain."""
 
     kind: BatchKind
     rows: int
@@ -103,7 +103,7 @@ class Outcome:
 
     @property
     def agrees(self) -> bool:
-        """Whether its recorded times are what its paired rounds say of them."""
+        """Whether the recorded times give the gain that the paired rounds of the race gave."""
         entry = self.entry()
         return gains_apart(entry.gain, entry.us, entry.default_us) <= GAIN_TOLERANCE
 
@@ -175,7 +175,8 @@ class Decider:
         return [entry.se / entry.us for sizes in self.writer.decided.values() for entry in sizes.values()]
 
     def entered(self) -> Iterator[tuple[Config, BatchKind]]:
-        """What races whatever the search has found, race by race, and whose kernels it is."""
+        """The configurations that race whatever the search has found, each with the kind of batch whose kernels it has;
+        in the order of the races."""
         plan = self.context.plan
         for kind in plan.kinds:
             for rows in plan.sizes_of(kind):
@@ -184,7 +185,8 @@ class Decider:
                         yield config, kernel_kind(kind, path_of(config))
 
     def jobs(self) -> Iterable[Job]:
-        """One job per kind of batch: its sizes in order, since each helps the next; then what lies between them."""
+        """One job per kind of batch: its sizes in order, since each decision helps the next; then sizes between
+        them."""
         for kind in self.context.plan.kinds:
             yield self._all_of(kind)
 
@@ -211,8 +213,8 @@ class Decider:
 
     def _allotment(self) -> float:
         """Seconds that one race may take: an equal share of what is left."""
-        left = max(1, self.races - self.done)
-        return len(self.context.gpus.processes) * max(0.0, self.context.left()) / left
+        undecided = max(1, self.races - self.done)
+        return len(self.context.gpus.processes) * max(0.0, self.context.left()) / undecided
 
     def _decide(self, kind: BatchKind, rows: int) -> Steps:
         finalists = self.finalists(rows, kind)
@@ -222,7 +224,7 @@ class Decider:
                 break
             finalists = [config for config in finalists if config != outcome.winner]
         if outcome is not None:
-            self._publish(outcome)
+            self._write(outcome)
 
     def _passes(self, outcome: Outcome) -> Steps:
         """Whether many draws of the winner follow the distribution; of FlashInfer's too, where it has won."""
@@ -310,8 +312,8 @@ class Decider:
         return Race(candidates, key_of(default) if key_of(default) in configs else None, policy)
 
     def _run(self, race: Race, beside: dict[str, list[float]], began: float, allotted: float) -> Steps:
-        """Rounds until the race is decided. Returns what went wrong, None where nothing did. beside: samples of who
-        runs along for its times alone."""
+        """Rounds until the race is decided. Returns what went wrong, None where nothing did. beside: samples of what is
+        timed along without competing."""
         while True:
             names, rounds = race.due()
             if not names:
@@ -351,7 +353,7 @@ class Decider:
         allowed = self.writer.flashinfer and self.flashinfer() and FLASHINFER_LABEL not in self.context.rejected
         return allowed and kind == TRUNCATE
 
-    def _publish(self, outcome: Outcome) -> None:
+    def _write(self, outcome: Outcome) -> None:
         entry = outcome.entry()
         self.writer.add(entry)
         self.context.log.add(
@@ -388,7 +390,7 @@ class Decider:
             )
             self.context.log.add("transfer", kind=str(kind), rows=rows, regret=round(regret, 5), inserted=insert)
             if insert and (yield from self._passes(outcome)):
-                self._publish(outcome)
+                self._write(outcome)
 
     def _is_transferred(self, kind: BatchKind, rows: int) -> bool:
         seen = {(event.get("kind"), event.get("rows")) for event in self.context.log.of("transfer")}

@@ -15,7 +15,7 @@ from ..tables.schema import Device, config_fields
 
 GEMM = "gemm"  # the vendor's alone (``baselines.py``), which draws no token
 
-# What is assumed of a GPU that is not here: shared memory of a program, from the vendor's tables.
+# Used for a GPU that this machine does not have. The shared memory of a program is from the vendor's tables.
 DEVICES = {
     device.name: device
     for device in (
@@ -37,7 +37,7 @@ def _words(name: str) -> set[str]:
     return set(re.split(r"[^a-z0-9]+", name.lower())) - {""}
 
 
-# What a key says in its own way; every other field is said by its name, where it is not as usual.
+# Fields with a fixed place in a key; every other field appears by its name where it differs from its default.
 _SAID = {"block_b", "block_v", "block_d", "num_warps", "stages", "ctas_per_sm", "min_splits", "chunk", "rescore_v"}
 _SAID |= {"rescore_d", "rescore_warps", "rescore_stages", "prefetch", "listed", "early"}
 _WORDS = {("flatten", False): "nested", ("tma", False): "pointers", ("hidden_tma", True): "hidden"}
@@ -69,8 +69,8 @@ def label_of(config: Config, kind: BatchKind) -> str:
 
 
 def kernel_kind(kind: BatchKind, path: str) -> BatchKind:
-    """Whose kernels a batch has on this path, which one study is about: greedy batches have those of plain ones, and
-    batches with a screen have kernels of their own on the screened path alone."""
+    """The kind of batch whose kernels ``kind`` has on this path; a study is of one such kind. Greedy batches have the
+    kernels of plain ones, and a screen makes a difference on the screened path alone."""
     return kind._replace(greedy=False, screen=kind.screen and path == SamplingPath.SCREENED)
 
 

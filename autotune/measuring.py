@@ -33,7 +33,7 @@ from .plan import MAX_SCREENED_ROWS
 from .timing import Call, Contender, Timer, busy_percent, copies_needed
 from .workload import TORCH_DTYPES, Workload, make_head, make_weight, weight_shape
 
-COMPILING_LATE = "compiling late"  # what should have been compiled before it was to be checked
+COMPILING_LATE = "compiling late"  # compilation that a compiling process should have done before the check
 SCREENING_SAMPLES = 3
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from ..defaults import HeadFacts, all_configs, default_config, defaults_digest, family_of
+from ..defaults import HeadTraits, all_configs, default_config, defaults_digest, family_of
 from ..kernels.config import MIN_CHUNK, ReadConfig, ScreenConfig, TileConfig
 from ..kernels.int8_head import MAX_HIDDEN
 from ..kernels.launch import cdiv
@@ -28,7 +28,7 @@ from .space import (
 )
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # batches that are decided
-# In the order of their races: what a batch takes without a screen is raced beside what it takes with one.
+# In the order of their races: the choice without a screen also runs in the race with one, so it is decided first.
 _UNSCREENED = ("plain", "greedy", "truncate", "edit", "edit+truncate")
 KINDS = tuple(
     KIND_NAMES[name]
@@ -219,7 +219,7 @@ class Plan:
 
     def default(self, rows: int, kind: BatchKind) -> Config:
         """The built-in choice, as its launcher runs it."""
-        config = default_config(HeadFacts(self.family, self.itemsize, self.head.vocab, self.head.hidden), rows, kind)
+        config = default_config(HeadTraits(self.family, self.itemsize, self.head.vocab, self.head.hidden), rows, kind)
         if isinstance(config, TileConfig) and not self.limits.tma:
             return dataclasses.replace(config, tma=False, hidden_tma=False)
         return config

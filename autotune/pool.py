@@ -23,7 +23,7 @@ import sgl_flashsample
 # A job yields (request, seconds it may take) and is sent the answer; it ends when it has no more to ask.
 Job = Generator[tuple[dict[str, Any], float], dict[str, Any], None]
 
-# As here, where modules may come from a checkout that is not installed.
+# Imports modules from the same places as this process: they may be in a checkout that is not installed.
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -53,7 +53,8 @@ class WorkerProcess:
         self._is_fresh = False  # started, not asked anything yet
 
     def start(self) -> None:
-        """Start the process, unless it runs: what it imports, it imports beside us. Raises PoolError."""
+        """Start the process, unless it runs. Its imports take their time while this process goes on. Raises
+        PoolError."""
         if self.connection is not None:
             return
         self.starts, self._is_fresh = self.starts + 1, True
@@ -188,8 +189,8 @@ def work_until(pools: list[Pool], finished: Callable[[], bool], tick: Callable[[
                 return
             continue
         connections = [connection for connections, _ in waits for connection in connections]
-        left = min(deadline for _, deadline in waits) - time.monotonic()
-        wait(connections, timeout=max(0.0, min(0.2, left)))
+        seconds = min(deadline for _, deadline in waits) - time.monotonic()
+        wait(connections, timeout=max(0.0, min(0.2, seconds)))
         for pool in pools:
             pool.collect()
         tick()

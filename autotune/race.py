@@ -105,8 +105,8 @@ def judge(
 ) -> Verdict:
     """What follows from the samples so far.
 
-    samples: microseconds per round, ``samples[name][i]`` of round ``i``; who has left has fewer. clocks: MHz per round.
-    default: a candidate's name, or None. last: no more rounds will come (the time is over).
+    samples: microseconds per round, ``samples[name][i]`` of round ``i``; a candidate that has left the race has fewer.
+    clocks: MHz per round. default: a candidate's name, or None. last: no more rounds will come (the time is over).
     """
     rounds = max(len(samples[c.name]) for c in candidates)
     if rounds < 1:
@@ -127,10 +127,11 @@ def judge(
     alive = tuple(c.name for c in running if standings[c.name].low <= band)
     open_ratios = [standings[name] for name in alive if name != leader]
     known = rounds >= policy.least and all(s.ratio_se < policy.error for s in open_ratios)
-    # Who left cannot win, nor who is clearly slower than the leader by more than the band.
+    # A candidate that has left cannot win, nor can one that is certainly slower than the leader, and by more than the
+    # band.
     ties = [c for c in running if c.name in alive and (standings[c.name].ratio <= band or standings[c.name].low <= 0.0)]
     winner, gain, gain_low = _choose(ties, kept, default, policy)
-    # More rounds may still show that the default is slower for certain, or that who seems slower is.
+    # More rounds may still show that the default is certainly slower, or that a candidate that seems slower is.
     doubtful = (winner == default and standings[winner].ratio > band) or any(
         standings[c.name].ratio > band for c in ties
     )
@@ -142,7 +143,8 @@ def judge(
 
 
 def certainly_faster(mine: Sequence[float], than: Sequence[float], clocks: Sequence[float], policy: Policy) -> bool:
-    """Whether the gain over what ran beside it in the same rounds exceeds ``min_gain`` with its whole interval."""
+    """Whether ``mine`` is faster than ``than``, timed in the same rounds, by more than ``min_gain`` with the whole
+    interval."""
     rounds = min(len(mine), len(than))
     counts = kept_rounds(clocks[:rounds], policy.clock)
     kept = [(a, b) for a, b, counted in zip(mine, than, counts, strict=False) if counted]

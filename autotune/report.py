@@ -44,7 +44,7 @@ code{font:12px ui-monospace,monospace}details{margin:6px 0}summary{cursor:pointe
 def page(table: Table, log: Path | None) -> str:
     """The whole page. log: of the trials, None without one."""
     events = read_events(log) if log is not None else []
-    # Of kept sizes, a table has the time and the GEMM's alone.
+    # Of confirmed sizes, a table has the time and the GEMM's alone.
     logged = recalled((event for event in events if event.get("event") == "decided"), entry_of)
     sizes = list(decisions(table, logged))
     kinds = list(dict.fromkeys(one.kind for one in sizes))
@@ -142,7 +142,7 @@ def _grid(rows: Sequence[dict[str, Any]], left: Sequence[str]) -> str:
 
 def _summary(table: Table, sizes: Sequence[Decision]) -> str:
     device, head = device_and_head(table)
-    gains = sorted(one.entry.gain for one in sizes if not one.kept)
+    gains = sorted(one.entry.gain for one in sizes if not one.confirmed)
     line = f"{len(gains)} of {len(sizes)} batch sizes take something else than the built-in choice"
     if gains:
         line += f", by {gains[0]:.1%} to {gains[-1]:.1%} faster (median {gains[len(gains) // 2]:.1%})"

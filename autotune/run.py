@@ -63,7 +63,7 @@ class Options:
     """out: the folder of the table. budget: seconds, None for the effort's own. simulated: the file of a simulated
     device instead of GPUs. compilers: processes, None for the processors but one. baselines: "on" or "off", whether
     FlashInfer is raced; None for the effort's own. sizes: batch sizes, None for the usual ones. flashinfer: not None
-    where its path may be chosen. plan: a part of the plan, for who compares a search with a sweep."""
+    where its path may be chosen. plan: makes the plan; a smaller one serves to compare a search with a sweep."""
 
     head: HeadShape
     out: Path
@@ -150,7 +150,8 @@ class _Coordinator:
 
     def run(self) -> Result:
         options, head = self.options, self.options.head
-        # They import while the device says who it is; where there may be nothing to do, that comes first.
+        # The compiling processes import while the device is asked for its name. Where a table exists there may be
+        # nothing to do, and the device is asked first.
         table_there = any(options.out.glob(file_name("*", head).replace("_", "*", 1)))
         if not table_there:
             self._start_compilers()
@@ -224,7 +225,8 @@ class _Coordinator:
         return device, env
 
     def _prepare_baselines(self) -> None:
-        """FlashInfer compiles for a minute the first time: beside the search, and without it if it takes longer."""
+        """Have FlashInfer compiled beside the search, which takes a minute the first time. If it takes longer, it is
+        not raced."""
 
         def prepare() -> Job:
             answer = yield {"op": "baselines"}, BASELINE_SECONDS
@@ -306,7 +308,7 @@ class _Coordinator:
 def _summary(table: Table) -> str:
     if not table.entries:
         return "the built-in choice won everywhere"
-    total = len(table.entries) + sum(len(kept.rows) for kept in table.kept.values())
+    total = len(table.entries) + sum(len(confirmed.rows) for confirmed in table.confirmed.values())
     best = max(entry.gain for entry in table.entries)
     return f"{len(table.entries)} of {total} improved, by up to {best:.1%}"
 

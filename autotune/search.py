@@ -131,8 +131,9 @@ class Search:
             self.context.gpus.drop_waiting()
 
     def compile_for_races(self, entered: Iterable[tuple[Config, BatchKind]]) -> None:
-        """What will race and was in no trial, in that order, beside the races: else the process that measures would
-        compile it, one by one. entered: configurations, and whose kernels they are."""
+        """Compile, while the races run, what will race and was in no trial: else the process that measures would
+        compile it. entered: configurations in the order of their races, each with the kind of batch whose kernels it
+        has."""
         for config, kind in dict.fromkeys(entered):
             if self.compilers is not None and (config, kind) not in self._compiled:
                 self.compilers.add(self._compiled_as(config, kind))
@@ -237,7 +238,7 @@ class Search:
         self.spent.update(answer.get("seconds", {}))
 
     def tell(self, key: StudyKey, config: Config, us: dict[int, float], error: dict[str, Any] | None) -> None:
-        """What came of one configuration: its times, or an error."""
+        """Record the result of one configuration: its times, or an error."""
         study = self.studies[key]
         reason, detail = (error["reason"], error["detail"]) if error else ("", "")
         study.tell(config, us or None, reason, detail)
@@ -264,7 +265,8 @@ class Search:
         for key, study in self.studies.items():
             if not plan.serves(key, rows, kind):
                 continue
-            # What is fastest without a screen is decided without one: only the best of it runs beside those with one.
+            # The paths without a screen are decided in the races without one: only the best of them runs in a race with
+            # one.
             most = plan.effort.finalists if key.path == SCREENED or not kind.screen else 1
             for config in study.best(rows, most):
                 ranked.append((study.estimate(config, rows), label_of(config, kind), config))

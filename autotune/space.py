@@ -1,7 +1,7 @@
 """What is worth trying: the launch spaces of ``lm_head_sample``, ``sample_logits`` and ``screened_sample``, declared
 once, and what cannot run removed.
 
-A ``Space`` is one path, one kind of batch and, but for the logits path, one tile class (rows of the batch per tile):
+A ``Space`` is one path, one kind of batch and, except on the logits path, one tile class (rows of the batch per tile):
 what one study searches. An axis maps each of its values, which Optuna sees, to the fields of the configuration that it
 sets; what follows from several axes is derived in ``Space.config``. To add a knob, add an axis.
 """
@@ -94,14 +94,13 @@ LAUNCH_AXES = {SCREENED: (("tile",), ("rescore", "ids", "early"))}
 TILE_CLASSES = (16, 32, 64, 128)
 SCREEN_CLASSES = (8, 16, 32, 64)
 MIN_ROWS_FIRST = 64  # rows per tile that a tensor-core instruction takes as its left operand
-MAX_ROWS_ONE_LAUNCH = 16  # rows per tile that one program reduces as fast as a launch of its own
+MAX_ROWS_ONE_LAUNCH = 16  # rows per tile that one program reduces as fast as a separate launch
 MIN_STAGES, MAX_STAGES, MAX_RESCORE_STAGES = 2, 8, 4
 # Shared memory that the epilogue's reductions and layout changes take beside the pipeline's buffers.
 EPILOGUE_BYTES = 8 * 1024
 # Accumulator registers per thread beyond which every variant spills; edits need as many registers again.
 MAX_ACCUMULATORS = 128
 MAX_ACCUMULATORS_EDITED = 64
-MAX_THREADS = 2048  # per multiprocessor
 # Bytes of local memory per thread beyond which a binary is not worth a measurement.
 MAX_SPILLED = 1024
 
@@ -182,7 +181,7 @@ class Space:
         return config if self.unsupported_reason(config) is None else None
 
     def deepest(self, config: TileConfig | ScreenConfig) -> TileConfig | ScreenConfig:
-        """``config`` with pipelines as deep as it has, or as fit; 1 stage where not even that fits. The elements of a
+        """``config`` with its pipelines shortened to what fits in shared memory, to 1 stage at least. The elements of a
         screen are bytes."""
         shared, itemsize = self.limits.shared_memory, self.limits.itemsize
         if isinstance(config, ScreenConfig):
@@ -196,7 +195,7 @@ class Space:
         return dataclasses.replace(config, stages=max(1, stages))
 
     def unsupported_reason(self, config: Config) -> str | None:
-        """Why ``config`` cannot run, or only badly; None where arithmetic has nothing against it."""
+        """Why ``config`` cannot run, or only slowly, by an estimate of what it needs; None where it may run."""
         if isinstance(config, ReadConfig):
             return None
         threads = config.num_warps * 32
@@ -208,11 +207,7 @@ class Space:
             stages = min(stages, config.rescore_stages)
         if stages < MIN_STAGES or self.deepest(config) != config:
             return "shared_memory"
-        if accumulators > most * threads:
-            return "registers"
-        if isinstance(config, TileConfig) and threads * config.ctas_per_sm > MAX_THREADS:
-            return "threads"
-        return "no tensor descriptors" if config.tma and not self.limits.tma else None
+        return "registers" if accumulators > most * threads else None
 
     @property
     def points(self) -> dict[Config, dict[str, Any]]:
@@ -220,7 +215,8 @@ class Space:
         return _points(self)
 
     def launches(self, config: Config) -> Launches | None:
-        """What each of the launches is whose times add up; None where they do not, and outside the space."""
+        """The axis values of each launch, on a path whose launches' times add up. None on other paths, and for a
+        configuration outside the space."""
         point = self.points.get(config)
         if point is None or self.path not in LAUNCH_AXES:
             return None
@@ -233,7 +229,7 @@ class Space:
         return self.config(dict(itertools.chain(*pairs)))
 
     def neighbours(self, config: Config) -> list[Config]:
-        """Those of the space that are one step away on one axis."""
+        """The configurations of the space that are one step away on one axis."""
         point = self.points.get(config)
         if point is None:
             return []

@@ -2,8 +2,8 @@
 
 Optuna's TPE proposes (ask and tell); what is decided is decided elsewhere, in races. The study lives in memory and is
 rebuilt from our own log of trials (``trials.py``): a storage of Optuna's would be a second truth, and its journal does
-not survive a line that was cut short. Spaces of at most ``BRUTE`` configurations are walked, and those that are to be
-tried as a whole.
+not survive a line that was cut short. Spaces of at most ``BRUTE`` configurations, or of no more than the study may try,
+are tried as a whole.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BRUTE = 64
 STARTUP = 12  # trials before the surrogate has a say
 POLISH = 0.6  # share of the trials after which the best are surrounded again: the sampler steps over its neighbours
 LEADERS = 2  # whose neighbours are tried, whatever batch size they lead at
-# Where the times of launches add up: recombinations of known launches that are tried next, per batch size, and how much
-# faster than the best known configuration they have to promise to be; and before all seeds have been tried.
+# Where the times of launches add up: how many recombinations of known launches are tried next per batch size; how much
+# faster than the best known configuration their sum must be; and how much faster while seeds are left to try.
 RECOMBINED, MIN_PROMISE, LARGE_PROMISE = 2, 0.002, 0.02
 MAX_REPEATS = 40  # proposals already known, in a row, after which an unknown one is drawn
 
@@ -166,7 +166,7 @@ class Study:
     def _next_seed(self) -> Config | None:
         while True:
             self._seeds = [config for config in self._seeds if self._is_unknown(config)]
-            begun = bool(self._seeds) and not self._surrounded  # what it was given comes before what promises little
+            begun = bool(self._seeds) and not self._surrounded  # seeds come before recombinations that promise little
             promising = [] if self.brute else self.recombined(LARGE_PROMISE if begun else MIN_PROMISE)
             if promising or self._seeds:
                 return promising[0] if promising else self._seeds.pop(0)
@@ -208,10 +208,10 @@ class Study:
                 self._optuna.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
                 self._tell_trial(trial, None if config is None else self.value(config))
-        left = list(filter(self._is_unknown, self.space.points))
-        if not left:
+        unknown = list(filter(self._is_unknown, self.space.points))
+        if not unknown:
             return None
-        drawn = self._random.choice(left)
+        drawn = self._random.choice(unknown)
         self._asked[drawn] = None
         return drawn
 

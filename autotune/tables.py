@@ -1,4 +1,4 @@
-"""``tune show | explain | diff | merge | lint``: what is done with tables without a GPU. Loads no torch.
+"""``tune show | explain | diff | merge | lint``: the commands that need no GPU. Loads no torch.
 
 Tables are read through ``load_table`` alone, which is bounded and waits for nothing.
 """
@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table as Grid
 
-from ..defaults import HeadFacts, default_config, defaults_digest, family_of
+from ..defaults import HeadTraits, default_config, defaults_digest, family_of
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, SamplingPath, path_of
@@ -27,7 +27,7 @@ from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import (
     COMPARED,
     FILE_VARIABLE,
-    Found,
+    TableFile,
     Target,
     bucket_for,
     find,
@@ -36,24 +36,25 @@ from ..tables.lookup import (
     match,
     unsupported_config,
 )
-from ..tables.schema import ITEMSIZE, Device, Entry, HeadShape, Kept, Table, file_name
+from ..tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table, file_name
 from .errors import OK, WRONG
 from .labels import DEVICES, GEMM, key_of, known_device
 from .race import GAIN_TOLERANCE, Policy, gains_apart
 
 CONFIDENT = 1.96  # standard errors: 95 % of the differences of equal times are smaller
 DISPATCHED_ROWS = 512  # ``dispatch.DENSE_ROWS``, whose module loads torch: larger batches take the built-in choice
-KEPT_ERROR = Policy().error  # relative, of the times of kept sizes: tables do not have it, and a race ends at this
+CONFIRMED_ERROR = Policy().error  # relative, of the times of confirmed sizes: a table lacks it; a race ends at this
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a table says of one size. entry: the evidence; where kept, the built-in choice with its time alone, or with
-    what the log of the run has. config: None for a kept choice of a device without built-in ones."""
+    """What a table says of one size. entry: the evidence; where the built-in choice was confirmed, that choice and its
+    time, with further evidence only from the log of the run. config: None for a confirmed choice of a device for which
+    this release has no built-in ones."""
 
     kind: BatchKind
     entry: Entry
-    kept: bool
+    confirmed: bool
     config: Config | None
 
     @property
@@ -73,7 +74,7 @@ class Decision:
     def takes(self) -> str:
         key = key_of(self.config) if self.config is not None else "unknown"
         flashinfer = "; flashinfer where no row has a seed" if self.entry.flashinfer else ""
-        return f"built-in: {key}" if self.kept else key + flashinfer
+        return f"built-in: {key}" if self.confirmed else key + flashinfer
 
     def beyond_noise(self, other: Decision) -> bool:
         """Whether the times are further apart than their noise explains."""
@@ -84,9 +85,9 @@ def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
     """Every size that was measured, by kind. logged: what the log of the run has of sizes."""
     known = {(entry.kind, entry.rows, entry.us): entry for entry in logged}
     for kind in BATCH_KINDS:
-        kept = table.kept.get(str(kind), Kept(rows=[], us=[]))
-        gemm_us = kept.gemm_us or [0.0] * len(kept.rows)
-        times = {rows: (us, gemm) for rows, us, gemm in zip(kept.rows, kept.us, gemm_us, strict=True)}
+        confirmed = table.confirmed.get(str(kind), Confirmed(rows=[], us=[]))
+        gemm_us = confirmed.gemm_us or [0.0] * len(confirmed.rows)
+        times = {rows: (us, gemm) for rows, us, gemm in zip(confirmed.rows, confirmed.us, gemm_us, strict=True)}
         for rows in table.sizes(str(kind)):
             entry = table.entry(str(kind), rows)
             if entry is not None:
@@ -97,7 +98,7 @@ def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
             path = path_of(config).value if config is not None else "built-in"
             others = {GEMM: gemm} if gemm else {}
             entry = Entry(kind=str(kind), rows=rows, path=path, config={}, us=us, default_us=us, others=others)
-            entry = msgspec.structs.replace(known.get((str(kind), rows, us), entry), se=KEPT_ERROR * us)
+            entry = msgspec.structs.replace(known.get((str(kind), rows, us), entry), se=CONFIRMED_ERROR * us)
             yield Decision(kind, entry, True, config)
 
 
@@ -142,13 +143,13 @@ def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) 
     family = family_of(device.cc)
     if family is None:
         return None
-    return default_config(HeadFacts(family, ITEMSIZE[head.dtype], head.vocab, head.hidden), rows, kind)
+    return default_config(HeadTraits(family, ITEMSIZE[head.dtype], head.vocab, head.hidden), rows, kind)
 
 
 def _same_kernels(table: Table) -> bool:
     installed = installed_fingerprints()
-    sources = {path: hashes.get("src") for path, hashes in table.kernels.items()}
-    return bool(sources) and all(source == installed.get(path) for path, source in sources.items())
+    measured = {path: hashes.get("src") for path, hashes in table.kernels.items()}
+    return bool(measured) and all(source == installed.get(path) for path, source in measured.items())
 
 
 def _same_defaults(table: Table) -> bool:
@@ -158,7 +159,7 @@ def _same_defaults(table: Table) -> bool:
 
 
 class _Output(Console):
-    """As wide as what it prints, but on a terminal."""
+    """Wraps no lines, except on a terminal."""
 
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else 1000
@@ -232,33 +233,39 @@ def explain(
         # As on the machine that it was measured on, with the kernels that are installed here.
         how, differs = match(table, Target(device, head, table.env))
         assert how is not None, "a table is for its own device and head"
-        found: Found | None = Found(table, file, "the named file", how, differs)
+        table_file: TableFile | None = TableFile(table, file, "the named file", how, differs)
     else:
         if device_name is None or head is None:
             raise ValueError("no table is given; expected one, or --device and a head to look for one")
         target = _target_named(device_name, head)
         device = target.device
-        found, warnings = find(target)
+        table_file, warnings = find(target)
     # A server with default settings has a screen where a tuned table says that it wins; a batch that cannot have it
     # (logprobs, a large top-k) is of the kinds without one.
-    screened = found is not None and any(isinstance(one.config, ScreenConfig) for one in decisions(found.table))
+    screened = table_file is not None and any(
+        isinstance(one.config, ScreenConfig) for one in decisions(table_file.table)
+    )
     kinds = [each for each in BATCH_KINDS if screened or not each.screen] if kind is None else [KIND_NAMES[kind]]
     kinds.sort(key=lambda each: not each.screen)
-    batches = [_explained(found, device, head, rows, each) for each in kinds]
+    batches = [_explained(table_file, device, head, rows, each) for each in kinds]
     if as_json:
-        about = {"file": found and found.file, "match": found and found.match, "source": found and found.source}
+        about = {
+            "file": table_file and table_file.file,
+            "match": table_file and table_file.match,
+            "source": table_file and table_file.source,
+        }
         facts = {"rows": rows, **about, "screen": screened, "batches": batches, "warnings": warnings}
         print(json.dumps(facts, indent=2))
         return
     console = _Output()
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    if found is None:
+    if table_file is None:
         places = ", ".join(str(folder) for folder, _ in folders(os.environ))
         console.print(f"table     none: {file_name(device.name, head)} is not in {places}")
     else:
-        because = f": {'; '.join(found.differs)}" if found.differs else ""
-        console.print(f"table     {found.file} ({found.match}{because}; {found.source})")
+        because = f": {'; '.join(table_file.differs)}" if table_file.differs else ""
+        console.print(f"table     {table_file.file} ({table_file.match}{because}; {table_file.source})")
     console.print(f"for       {device.name}, head {head_line(head)}")
     if kind is not None:
         _print_batch(console, batches[0])
@@ -270,8 +277,8 @@ def explain(
 
 
 def _target_named(name: str, head: HeadShape) -> Target:
-    """Of a machine that is not at hand: its device is what the nearest table of that name says, or what is known of it;
-    its versions are those that are installed here."""
+    """The target of a device that this machine does not have. The device is described by the first table found for its
+    name, else by ``DEVICES``; the versions are those that are installed here."""
     env: dict[str, str] = {}
     for package in COMPARED:
         try:
@@ -289,15 +296,17 @@ def _target_named(name: str, head: HeadShape) -> Target:
     return Target(known, head, env)
 
 
-def _explained(found: Found | None, device: Device, head: HeadShape, rows: int, kind: BatchKind) -> dict[str, Any]:
+def _explained(
+    table_file: TableFile | None, device: Device, head: HeadShape, rows: int, kind: BatchKind
+) -> dict[str, Any]:
     """The choice of one batch as ``DispatchTable`` makes it, and why."""
     facts: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
-    if found is None:
+    if table_file is None:
         return facts | _builtin_choice(device, head, rows, kind, "the built-in choice, without a table")
     if rows > DISPATCHED_ROWS:
         why = f"the built-in choice: a table serves batches of {DISPATCHED_ROWS} rows or fewer"
         return facts | _builtin_choice(device, head, rows, kind, why)
-    table, reasons = found.table, []
+    table, reasons = table_file.table, []
     served: BatchKind = kind
     while True:
         sizes = table.sizes(str(served))
@@ -322,7 +331,7 @@ def _explained(found: Found | None, device: Device, head: HeadShape, rows: int, 
     one = next(one for one in decisions(table) if (one.kind, one.rows) == (served, size))
     evidence = {name: value for name, value in msgspec.to_builtins(one.entry).items() if name not in ("kind", "rows")}
     facts |= evidence | {"size": size, "of": str(served)}
-    if one.kept:
+    if one.confirmed:
         return facts | _builtin_choice(device, head, rows, served, f"the built-in choice, confirmed: {why}")
     assert one.config is not None
     return facts | {"takes": one.takes, "config": dataclasses.asdict(one.config), "why": "; ".join([why, *reasons])}
@@ -447,8 +456,8 @@ def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
 
 
 def joined(a: Table, b: Table) -> tuple[Table, int, int]:
-    """The table with every size of either; where both have one, that of ``a`` unless that of ``b`` is faster beyond
-    noise. Also how many of ``b`` were faster, and how many only ``b`` has."""
+    """The table with every size of either; where both have one, the decision of ``a`` stays unless that of ``b`` is
+    faster beyond noise. Also returns how many sizes ``b`` has won, and how many only ``b`` has."""
     chosen: list[Decision] = []
     taken = added = 0
     for _, _, mine, theirs in _paired(a, b):
@@ -458,14 +467,14 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
             chosen.append(theirs)
         else:
             chosen.append(mine)
-    kept: dict[str, dict[int, tuple[float, float]]] = {}
+    confirmed: dict[str, dict[int, tuple[float, float]]] = {}
     for one in chosen:
-        if one.kept:
-            kept.setdefault(str(one.kind), {})[one.rows] = (one.us, one.gemm_us)
+        if one.confirmed:
+            confirmed.setdefault(str(one.kind), {})[one.rows] = (one.us, one.gemm_us)
     merged = msgspec.structs.replace(
         a,
-        entries=[one.entry for one in chosen if not one.kept],
-        kept={kind: kept_of(times) for kind, times in kept.items()},
+        entries=[one.entry for one in chosen if not one.confirmed],
+        confirmed={kind: confirmed_of(times) for kind, times in confirmed.items()},
         kernels=b.kernels | a.kernels,
         measure={name: b.measure[name] for name in ("screen",) if name in b.measure} | a.measure,
         effort=a.effort if a.effort == b.effort else "mixed",
@@ -479,15 +488,15 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
     return merged, taken, added
 
 
-def kept_of(times: dict[int, tuple[float, float]]) -> Kept:
+def confirmed_of(times: dict[int, tuple[float, float]]) -> Confirmed:
     """times: by size, of the built-in choice and of the GEMM beside it, 0 where that did not run."""
     sizes = sorted(times)
     gemm_us = [times[rows][1] for rows in sizes]
-    return Kept(rows=sizes, us=[times[rows][0] for rows in sizes], gemm_us=gemm_us if any(gemm_us) else [])
+    return Confirmed(rows=sizes, us=[times[rows][0] for rows in sizes], gemm_us=gemm_us if any(gemm_us) else [])
 
 
 def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
-    """What fits one level deeper: merging again and again must not nest without end."""
+    """The members that are no objects or lists: else each merge would nest deeper than the last."""
     return {name: value for name, value in provenance.items() if not isinstance(value, dict | list)}
 
 
@@ -517,7 +526,7 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
         yield "it is not in its canonical form (an entry per line, by kind and size; one final newline)"
     if path.name != table.file_name:
         yield f"its name is not {table.file_name}: no folder is searched for another one"
-    if not table.entries and not table.kept:
+    if not table.entries and not table.confirmed:
         yield "it has no sizes"
     for entry in table.entries:
         kind, place = KIND_NAMES[entry.kind], f"{entry.kind} {entry.rows}"
@@ -537,10 +546,10 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
         if key in entry.tied:
             yield f"{place}: tied names {key}, which it takes"
         if not entry.flashinfer and _same_defaults(table) and config == builtin_config(device, head, entry.rows, kind):
-            yield f"{place} takes the built-in choice: it belongs to the kept sizes"
-    for name, kept in table.kept.items():
-        if kept.rows != sorted(kept.rows):
-            yield f"kept.{name}: rows are {kept.rows}; expected them ascending"
+            yield f"{place} takes the built-in choice: it belongs to the confirmed sizes"
+    for name, confirmed in table.confirmed.items():
+        if confirmed.rows != sorted(confirmed.rows):
+            yield f"confirmed.{name}: rows are {confirmed.rows}; expected them ascending"
 
 
 def _notes(table: Table) -> Iterator[str]:

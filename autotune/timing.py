@@ -219,9 +219,9 @@ def _nvml(device: torch.device) -> tuple[Any, Any] | None:
 
 def _ask_nvml(device: torch.device, question: Callable[[Any, Any], float]) -> float:
     """The answer to ``question(nvml, handle)``; 0 where there is none."""
-    found = _nvml(device)
+    nvml_and_handle = _nvml(device)
     try:
-        return float(question(*found)) if found is not None else 0.0
+        return float(question(*nvml_and_handle)) if nvml_and_handle is not None else 0.0
     except Exception:  # this GPU does not say
         return 0.0
 

@@ -1,5 +1,5 @@
-"""The log of a run: one JSON object per line, appended and flushed as things happen, so that a run that was killed goes
-on where it was. A line that was cut short is dropped.
+"""The log of a run: one JSON object per line, appended and flushed as things happen, so that a run that was killed can
+be continued. An incomplete line is dropped.
 
 Events: {"event": "trial", ...} of each configuration of a search, "refused" of one that failed later, "gtest",
 "decided" of each batch size, with its ``Entry``, and "transfer" of what was raced between two sizes.
@@ -36,7 +36,7 @@ class TrialLog:
         elif events:
             path.replace(path.with_suffix(".old"))
             self.note = f"the log of another device, version or space is kept as {path.with_suffix('.old').name}"
-        # Written anew, so that a line that was cut short does not swallow the next one.
+        # Written anew, so that no line is appended to an incomplete one.
         partial = path.with_suffix(".partial")
         lines = [{"identity": identity}, *self.events]
         partial.write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
@@ -60,7 +60,7 @@ class TrialLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, without those that are cut short; nothing where there is no log, or what is no plain file."""
+    """The lines of a log, without the incomplete ones; empty where the log does not exist or is no plain file."""
     try:
         lines = read_plain(path, MAX_BYTES).split("\n")
     except BadFileError:

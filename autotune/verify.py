@@ -1,5 +1,5 @@
-"""``tune verify``: a table against this machine, in a process of its own: are its times what they were, and is what it
-names still no slower than the built-in choice?"""
+"""``tune verify``: times the choices of a table again, in a separate process: do the recorded times still hold, and is
+every choice still no slower than the built-in one?"""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _wrong_device(table: Table, process: WorkerProcess) -> str | None:
 
 def _replay(recorded: Decision, plan: Plan, process: WorkerProcess) -> Replayed:
     kind, rows, default = recorded.kind, recorded.rows, plan.default(recorded.rows, recorded.kind)
-    config = default if recorded.kept or recorded.config is None else recorded.config
+    config = default if recorded.confirmed or recorded.config is None else recorded.config
     takes_flashinfer = recorded.entry.flashinfer
     untimed = Replayed(str(kind), rows, recorded.us)
     if not recorded.us:
@@ -126,7 +126,7 @@ def _replay(recorded: Decision, plan: Plan, process: WorkerProcess) -> Replayed:
     if failed:
         return dataclasses.replace(untimed, error=f"{failed['reason']}: {failed['detail']}")
     names = [one["name"] for one in contenders if one["name"] not in failures]
-    # The recorded times were taken right after a race, on a GPU as hot and as slow as that had made it.
+    # The recorded times were taken right after a race, which had heated and slowed the GPU: so it is loaded first.
     for rounds in (LOAD_ROUNDS, RECORDED_ROUNDS):
         answer = ask_once(process, {"op": "rounds", "names": names, "rounds": rounds, "first": 0}, ROUNDS_SECONDS)
         if "error" in answer:

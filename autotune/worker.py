@@ -2,9 +2,9 @@
 without harm to who asked (``pool.py``).
 
 A request is one JSON object with its name in "op"; the answer is one JSON object, {"error": {"reason", "detail",
-"fatal"}} where there is no result. Before the answer come {"note": text}: what is being worked on, so that who has to
-end this process knows what it died of. The answers are those of ``measuring.py``, ``compiling.py`` or, without a GPU,
-``simulated.py``.
+"fatal"}} where there is no result. Before the answer come {"note": text}: what is being worked on, so that whoever has
+to end this process knows what it was working on. The answers are those of ``measuring.py``, ``compiling.py`` or,
+without a GPU, ``simulated.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A logit is ``-slope * log(rank)`` of its id plus Gaussian noise. Three direction
 three profiles (peaked, typical, flat), and a row's hidden state has one of them: the rows of a batch differ, as
 requests do. How long a truncated row takes depends on its profile; how many groups a screen leaves to rescore, on the
 profile, the temperature and the lengths of hidden states and of the head's rows. So the directions are spread over all
-channels, as a model's are: one large channel would leave an INT8 copy of the head nothing of the others.
+channels, as a model's are: one large channel would take up the range of an INT8 copy, at the cost of all others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .baselines import OFFSETS_PER_CALL, BaselineBatch
 from .timing import MAX_CALLS
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SOFTCAP = 30.0  # of heads that have one: its value moves no time
+SOFTCAP = 30.0  # of heads that have one: times do not depend on its value
 
 # Profile: slope, and deviation of the noise.
 PROFILES = {"typical": (1.2, 2.0), "peaked": (2.5, 3.0), "flat": (0.0, 1.0)}
@@ -70,8 +70,8 @@ def directions(hidden: int, device: torch.device) -> torch.Tensor:
 
 
 class Workload:
-    """Batches of ``rows`` rows of one head. Each round of a race has hidden states and noise of its own, the same in
-    every process: how long a row takes depends on them, so what is measured again is measured on them.
+    """Batches of ``rows`` rows of one head. Each round of a race has other hidden states and noise, the same in every
+    process: how long a row takes depends on them, so what is measured again is measured on them.
 
     hidden: ``[B, D]``. profile: ``[B]``, places in ``PROFILES``. position: ``[MAX_CALLS, B]``, of each call of a graph.
     """

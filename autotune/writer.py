@@ -1,6 +1,6 @@
-"""The table as it grows: written whole after every decision, so that whatever ends a run, a complete file is there.
+"""The table as it grows: written as a whole after every decision, so that a complete file is there however a run ends.
 
-A size is stored with its evidence where its winner is not the built-in choice; else it is one of the kept sizes.
+A size is stored with its evidence where its winner is not the built-in choice; else it is one of the confirmed sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..tables.schema import Entry, Table, file_name
 from .labels import GEMM
 from .plan import RANK, Plan
 from .space import space_hash
-from .tables import kept_of
+from .tables import confirmed_of
 
 MEASURE: dict[str, Any] = {
     "mode": "cuda_graph",
@@ -72,13 +72,13 @@ class TableWriter:
         self.decided.setdefault(KIND_NAMES[entry.kind], {})[entry.rows] = entry
 
     def is_default(self, entry: Entry) -> bool:
-        """Whether the built-in choice stays."""
+        """Whether the decision is the built-in choice."""
         return not entry.flashinfer and entry.launch == self.plan.default(entry.rows, KIND_NAMES[entry.kind])
 
     def table(self) -> Table:
         before = self._before or Table()
-        times: dict[str, dict[int, tuple[float, float]]] = {}  # of the kept sizes, and of their GEMMs
-        for name, old in before.kept.items():
+        times: dict[str, dict[int, tuple[float, float]]] = {}  # of the confirmed sizes, and of their GEMMs
+        for name, old in before.confirmed.items():
             gemm_us = old.gemm_us or [0.0] * len(old.rows)
             times[name] = {rows: (us, gemm) for rows, us, gemm in zip(old.rows, old.us, gemm_us, strict=True)}
         entries = {(entry.kind, entry.rows): entry for entry in before.entries}
@@ -103,7 +103,7 @@ class TableWriter:
             provenance={**self.provenance, "seconds": round(time.time() - self._began, 1)},
             rejected=dict(sorted(collections.Counter(self.rejected.values()).items())),
             entries=list(entries.values()),
-            kept={kind: kept_of(times[kind]) for kind in kinds},
+            confirmed={kind: confirmed_of(times[kind]) for kind in kinds},
         )
 
     def up_to_date(self) -> bool:

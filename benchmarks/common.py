@@ -70,7 +70,7 @@ SHAPES = (
 
 class Batch:
     """Hidden states whose logits are distributed as ``profile`` says (``autotune/workload.py``), and everything that
-    rows may ask for. Rounds have hidden states of their own, calls have noise of their own.
+    rows may ask for. Hidden states differ from round to round, noise from call to call.
 
     hidden: ``[B, D]``. seed: ``[B]`` int64. position: ``[MAX_CALLS, B]`` int64, of each call of a captured graph.
     """

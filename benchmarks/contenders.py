@@ -106,7 +106,7 @@ class Tree:
     def __init__(self, weight: torch.Tensor, softcap: float | None, rows: int, *, tuned: bool, folder: Path | None):
         self._api = sgl_flashsample if folder is None else import_tree(folder)
         self.is_older = folder is not None
-        # The name that dispatch tables, and what belongs to them, had before.
+        # In older trees, dispatch tables and what belongs to them have this name.
         self._has_choices = hasattr(self._api, "Choices")
         self.head = self._api.LMHead(weight, softcap=softcap)
         self.table = self._table(tuned)
@@ -229,7 +229,8 @@ def entrants(ours: Sequence[Tree], batch: Batch, flashinfer: Any, selection: Sel
 
 
 def _is_unscreened(batch: Batch, mode: Mode, path: str) -> bool:
-    """Whether no screen serves such a batch; by itself, one with a large top-k, or without one, does not ask for it."""
+    """Whether no screen serves such a batch. A truncated batch with a large top-k, or with none, is screened only where
+    the path is given."""
     top_k = mode.truncation[0] if mode.truncation is not None else 1
     asks = path == SamplingPath.SCREENED or 1 <= top_k <= MAX_SMALL_TOP_K
     return batch.rows > MAX_SCREENED_ROWS or mode.logprob or not asks

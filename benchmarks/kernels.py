@@ -144,7 +144,7 @@ def main() -> int:
         except ValueError as error:
             sys.exit(f"error: {error}")
         result["rows"] = before["rows"]
-        env["not_run"] = [gap for gap in before["env"]["not_run"] if "B" in gap]  # the others are found anew
+        env["not_run"] = [gap for gap in before["env"]["not_run"] if "B" in gap]  # the others are determined again
     done = {(row["D"], row["V"], row["B"]) for row in result["rows"]}
     todo = {
         shape: [rows for rows in options.batches if (shape.hidden, shape.vocab, rows) not in done]

@@ -60,7 +60,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "logprob": ({}, {"return_logprob": True}),
     "top_logprobs": ({}, {"return_logprob": True, "top_logprobs_num": TOP_LOGPROBS}),
     "token_ids_logprobs": ({}, {"return_logprob": True, "token_ids_logprob": [500, 501]}),
-    "seed": ({}, {}),  # each row its own
+    "seed": ({}, {}),  # another one for each row
 }
 TRUNCATIONS = {"top_k", "top_p", "min_p"}
 NATIVE = ("top_logprobs", "token_ids_logprobs")  # served by SGLang's sampler
@@ -175,7 +175,7 @@ class Parity:
         self.problems: list[str] = []
         self.matrix: dict[tuple[str, ...], str] = {}
         self.seeded: list[tuple[Cell, dict[str, Any], int, list[int]]] = []  # cell, parameters, prompt, answer
-        self.pooled: list[np.ndarray] = []  # of the cells that are too few draws for a test of their own
+        self.pooled: list[np.ndarray] = []  # of the cells with too few draws for a separate test
         self.random = np.random.default_rng(0)
 
     def run(self, cells: list[Cell]) -> None:
@@ -208,10 +208,10 @@ class Parity:
         request = {"input_ids": prompts, "sampling_params": cell.params(self.truth), **cell.fields}
         mine, theirs = (server.generate(**request) for server in (self.ours, self.stock))
         self._paths(cell, mine)
-        for own, other in zip(mine, theirs, strict=True):
-            self._check(own["output_ids"] == other["output_ids"], cell, "other tokens than stock's")
+        for answer, stock_answer in zip(mine, theirs, strict=True):
+            self._check(answer["output_ids"] == stock_answer["output_ids"], cell, "other tokens than stock's")
             for key in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
-                got, want = (flat_logprobs(answer["meta_info"].get(key)) for answer in (own, other))
+                got, want = (flat_logprobs(one["meta_info"].get(key)) for one in (answer, stock_answer))
                 close = len(got) == len(want) and all(map(is_close, got, want))
                 self._check(close, cell, f"other {key} than stock's")
         return "exact"
@@ -257,8 +257,8 @@ class Parity:
 
     def _paths(self, cell: Cell, answers: list[dict]) -> None:
         want = cell.native or "fused"
-        found = {path for answer in answers for path in answer["meta_info"]["flashsample_path"]}
-        self._check(found == {want}, cell, f"served by {found}; expected {want}")
+        paths = {path for answer in answers for path in answer["meta_info"]["flashsample_path"]}
+        self._check(paths == {want}, cell, f"served by {paths}; expected {want}")
 
     def _law(self, cell: Cell, draws: Draws, who: str, pool: bool = False) -> None:
         """Allowed set, distribution and logprobs of the drawn tokens."""

@@ -158,14 +158,14 @@ def _figure(results: Results, kind: Kind) -> Figure:
 
 def summary(results: Results) -> Figure | None:
     """Microseconds per token of servers, stock and ours: a panel per model and batch size."""
-    found = summary_rows(results)
-    panels = sorted({(model, batch) for (model, _), by_batch in found.items() for batch in by_batch})
+    times = summary_rows(results)
+    panels = sorted({(model, batch) for (model, _), by_batch in times.items() for batch in by_batch})
     panels = [panel for panel in panels if panel[1] in (panels[0][1], panels[-1][1])]
     if not panels:
         return None
     figure = Figure(figsize=(0.6 + 2.4 * len(panels), 2.6), layout="constrained")
     for axes, (model, batch) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        rows = {sampling: us[batch] for (name, sampling), us in found.items() if name == model and batch in us}
+        rows = {sampling: us[batch] for (name, sampling), us in times.items() if name == model and batch in us}
         for place, (label, colour) in enumerate((("stock SGLang", "#808080"), ("flashsample", "#0072B2"))):
             x = [row + 0.4 * place - 0.2 for row in range(len(rows))]
             axes.bar(x, [us[place] for us in rows.values()], 0.38, color=colour, label=label)

@@ -1,5 +1,5 @@
-"""Races of ``contenders.py``: everything compiled in parallel into the caches on disk, baselines tried in processes of
-their own, the ceilings of the device measured; then, batch by batch, everyone timed side by side."""
+"""Races of ``contenders.py``: everything compiled in parallel into the caches on disk, baselines tried in separate
+processes, the ceilings of the device measured; then, batch by batch, everyone timed side by side."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def make_tree(weight: torch.Tensor, rows: int, configs: dict[int, ScreenConfig])
     tree = Tree(weight, None, rows, tuned=True, folder=None)
     if configs:
         tuned = {kind: configs for kind in BATCH_KINDS if kind.screen}
-        tree.table = DispatchTable(tree.table.facts, tuned)
+        tree.table = DispatchTable(tree.table.traits, tuned)
     return tree
 
 

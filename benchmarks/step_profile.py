@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# Calls that stop the host, and calls that take memory from the driver. None may be added to a steady step.
+# Calls that make the host wait, and calls that take memory from the driver. None may be added to a steady step.
 SYNCHRONISING = (
     "cudaDeviceSynchronize",
     "cudaStreamSynchronize",

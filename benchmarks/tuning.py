@@ -48,10 +48,10 @@ from sgl_flashsample.autotune.run import Options
 from sgl_flashsample.autotune.run import run as tune
 from sgl_flashsample.autotune.space import FUSED, Space
 from sgl_flashsample.autotune.trials import read_events
-from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config, path_of
-from sgl_flashsample.tables.lookup import Found, Match, Target, dispatch_of
+from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
 from sgl_flashsample.tables.schema import ITEMSIZE, HeadShape, Table
 
 BETWEEN = (*range(1, 17), 20, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 129, 200, 256, 257, 384, 511, 512)
@@ -106,7 +106,7 @@ class PartPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class Part(Space):
-    """A space cut to what can be swept."""
+    """A space reduced to what can be swept."""
 
     @functools.cached_property
     def axes(self) -> dict[str, tuple[Any, ...]]:
@@ -246,10 +246,10 @@ def dispatch_for(table: Table) -> DispatchTable:
     """What a server with ``table`` launches."""
     device, head = table.device, table.head
     assert device is not None and head is not None
-    found = Found(table, "", "", Match.EXACT)
+    table_file = TableFile(table, "", "", Match.EXACT)
     plan = Plan(device, head, EFFORTS["full"])
-    facts = HeadFacts(plan.family, ITEMSIZE[head.dtype], head.vocab, head.hidden)
-    return dispatch_of(found, Target(device, head, {}), facts)[0]
+    traits = HeadTraits(plan.family, ITEMSIZE[head.dtype], head.vocab, head.hidden)
+    return dispatch_of(table_file, Target(device, head, {}), traits)[0]
 
 
 def places(table: Table) -> set[tuple[BatchKind, int]]:

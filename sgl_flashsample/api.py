@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from . import dispatch
-from .defaults import HeadFacts, default_config_on, family_of_device, truncation_config
+from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
 from .dispatch import DispatchTable
 from .kernels.config import ReadConfig
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
@@ -16,7 +16,8 @@ from .kinds import BatchKind, SamplingPath
 from .screen import Screen
 
 _MIN_ZEROS = 1024
-# By device and number of rows. Kept for good: a captured graph reads them wherever they were when it was captured.
+# By device and number of rows. Never freed: a captured graph reads them at the addresses that they had during the
+# capture.
 _zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
 _greedy_params: dict[tuple[torch.device, int], BatchParams] = {}
 
@@ -37,7 +38,7 @@ def sample(
     ``logits = softcap(logit_scale * (hidden @ weight.T))``, rounded to the head's ``logits_dtype``, then edited as
     ``params.edits`` says; the distribution is truncated as ``params.truncation`` says (FlashSampling paper, section 3.2
     and Lemma 4.3; for truncation see ``kernels/truncation_math.py``). Logits are not written to memory, except those of
-    truncated rows, 2 or 4 bytes each. Batches for which a GEMM is faster have it, and one reader of its output.
+    truncated rows, 2 or 4 bytes each. Where a GEMM is faster, the batch takes one, and one kernel reads its output.
 
     Args:
         hidden: ``[B, D]``, contiguous rows, the head's dtype and device.
@@ -48,11 +49,12 @@ def sample(
         workspace: scratch to reuse (``dispatch.make_workspace(head, max_rows, table=table)``); allocated when None. It
             grows with the first larger batch that has a truncation or a GEMM: before a CUDA graph is captured, call
             once with the largest.
-        path: how it is done; the fastest one when None, as ``table`` has it.
+        path: the path to take; None for the one that ``table`` has as the fastest.
         table: which path and configuration a batch takes, ``resolve(head).dispatch`` from a tuned table; the built-in
             choices when None. Resolve once per head: it reads files.
-        screen: ``Screen(head, max_rows)``, kept with the head: batches without logprobs may then be drawn from half the
-            bytes, where ``table`` has that as the fastest. Ignored if stale or too small for the batch.
+        screen: ``Screen(head, max_rows)``, kept with the head: batches without logprobs may then take the screened
+            path, which reads half the bytes, where ``table`` has it as the fastest. Ignored if stale or too small for
+            the batch.
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
     neighbours, tile, shards, path (``SamplingPath.FLASHINFER`` apart), or eager against graph; ids are below
@@ -100,8 +102,8 @@ def sample_from_logits(
         return_logprob: also compute the token's log-probability.
         workspace: scratch to reuse, ``Workspace(512 * B, device)`` for any batch of up to B rows; allocated when None.
 
-    Invariants: those of ``sample``. The same logits, seed and position give the token that ``sample`` draws, but for
-    near-ties: rows whose two best scores are one rounding of a float32 apart, about one in a million.
+    Invariants: as for ``sample``. The same logits, seed and position give the token that ``sample`` draws, except in
+    near-ties: rows whose two best scores differ by one rounding of a float32, about one in a million.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it.
@@ -110,8 +112,8 @@ def sample_from_logits(
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap)
     family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
     kind = BatchKind(params.truncation is not None, params.edits is not None)
-    facts = HeadFacts(family, itemsize, size, hidden_size=0)
-    config = default_config_on(facts, SamplingPath.LOGITS, logits.shape[0], kind)
+    traits = HeadTraits(family, itemsize, size, hidden_size=0)
+    config = default_config_on(traits, SamplingPath.LOGITS, logits.shape[0], kind)
     assert isinstance(config, ReadConfig)
     with dispatch.on_device_of(logits):
         return sample_logits(
@@ -143,9 +145,9 @@ def argmax(
         screen, table, workspace: as for ``sample``.
 
     Returns ``[B]`` int64. The token depends on the row's logits only, not on the batch, the path or the screen. With a
-    ``workspace``, allocates nothing but that and the scores. Usable inside a CUDA graph once a call of the same shapes
-    has compiled the kernels; synchronises in the first call on a device and in the first with more rows than it has
-    zeros for, but never in one that is captured.
+    ``workspace``, allocates only the token ids and the scores. Usable inside a CUDA graph once a call of the same
+    shapes has compiled the kernels; synchronises in the first call on a device and in the first whose rows outnumber
+    the cached zeros, but never in one that is captured.
 
     Raises ValueError for a tensor of the wrong shape, dtype or device, and a table for heads of another shape.
     """
@@ -154,7 +156,7 @@ def argmax(
 
 
 def _greedy_params_for(num_rows: int, device: torch.device) -> BatchParams:
-    """Of ``num_rows`` greedy rows, whose noise nobody looks at."""
+    """The parameters of ``num_rows`` greedy rows. Seeds and positions are 0: greedy rows have no noise."""
     params = _greedy_params.get((device, num_rows))
     if params is None:
         zeros = _zeros_for(num_rows, device)

@@ -227,9 +227,9 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
         raise ValueError("interrupted before any token was counted" if interrupted else "there is no token")
     if options.name is None and model and (path := Path(model)).exists():  # a folder's name, not where it lies
         model = (path if path.is_dir() else path.parent).resolve().name
-    sources = ", ".join("stdin" if file == hot_vocab.STDIN else Path(file).name for file in options.files)
+    origins = ", ".join("stdin" if file == hot_vocab.STDIN else Path(file).name for file in options.files)
     name = model if options.name is None else options.name
-    return hot_vocab.HotVocab.of_ids(id_counts, name, f"{options.action}: {sources}"), interrupted
+    return hot_vocab.HotVocab.of_ids(id_counts, name, f"{options.action}: {origins}"), interrupted
 
 
 def serve(arguments: list[str]) -> int:

@@ -2,10 +2,10 @@
 
 They are tables like the tuned ones, ``tables/builtin-*.json``, one per device family and size of a weight element. An
 entry serves batches of up to ``rows`` rows, and the last one larger batches too. The entries of sm90 for 2-byte weights
-are what tuning runs on an H200 have left standing, or put there; all others compile without register spills for their
-device and are not measured.
+are those that tuning runs on an H200 confirmed or chose; all others compile without register spills for their device
+and are not measured.
 
-On a CPU kernels are interpreted: there the configuration is computed, as few programs as the interpreter allows.
+On a CPU kernels are interpreted: there the configuration is computed, for as few programs as the interpreter allows.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SHIPPED = Path(__file__).parent / "tables"
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 INTERPRETED = "interpreted"
-MAX_INTERPRETED_SCREEN_ROWS = 32  # of every kind of batch: no time is lost, and what has a screen is there to be tried
+MAX_INTERPRETED_SCREEN_ROWS = 32  # of a head with a screen: speed does not matter, and the path gets tested
 
 
-class HeadFacts(NamedTuple):
-    """What of a head and its device the built-in choices depend on. family: of the device, or ``INTERPRETED``.
-    has_gemm: a GEMM gives the head's logits as they are to be rounded, and in good time: with rows that are no multiple
-    of 8 elements wide it takes several times as long."""
+class HeadTraits(NamedTuple):
+    """The properties of a head and its device that the built-in choices depend on. family: of the device, or
+    ``INTERPRETED``. has_gemm: a GEMM rounds logits as the head requires, and is fast: it takes several times as long
+    where the number of logits in a row is no multiple of 8."""
 
     family: str
     itemsize: int  # bytes per weight element
@@ -45,7 +45,7 @@ class HeadFacts(NamedTuple):
     has_gemm: bool = True
 
     @classmethod
-    def of(cls, head: LMHead) -> HeadFacts:
+    def of(cls, head: LMHead) -> HeadTraits:
         """Raises ValueError on a device without built-in choices."""
         weight = head.weight
         family = family_of_device(weight.device)
@@ -89,41 +89,41 @@ def defaults_digest(family: str, itemsize: int) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def default_config(facts: HeadFacts, num_rows: int, kind: BatchKind) -> Config:
-    """What ``num_rows`` rows of such a batch take."""
-    if facts.family == INTERPRETED:
+def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config:
+    """The built-in configuration of a batch of ``num_rows`` rows."""
+    if traits.family == INTERPRETED:
         screened = kind.screen and num_rows <= MAX_INTERPRETED_SCREEN_ROWS
-        return _interpreted(facts, SamplingPath.SCREENED if screened else SamplingPath.FUSED, num_rows)
-    entries = _entries(facts, kind)
+        return _interpreted(traits, SamplingPath.SCREENED if screened else SamplingPath.FUSED, num_rows)
+    entries = _entries(traits, kind)
     if kind.fallback is not None and (not entries or entries[-1].rows < num_rows):
-        return default_config(facts, num_rows, kind.fallback)
+        return default_config(traits, num_rows, kind.fallback)
     entry = _serving(entries, num_rows)
-    if entry.path == SamplingPath.LOGITS and not facts.has_gemm:
-        return default_config_on(facts, SamplingPath.FUSED, num_rows, kind)
+    if entry.path == SamplingPath.LOGITS and not traits.has_gemm:
+        return default_config_on(traits, SamplingPath.FUSED, num_rows, kind)
     return entry.launch
 
 
 @functools.lru_cache(maxsize=4096)
-def default_config_on(facts: HeadFacts, path: SamplingPath, num_rows: int, kind: BatchKind) -> Config:
-    """What ``num_rows`` rows of such a batch take on this path."""
-    if facts.family == INTERPRETED:
-        return _interpreted(facts, path, num_rows)
+def default_config_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kind: BatchKind) -> Config:
+    """The built-in configuration of a batch of ``num_rows`` rows on this path."""
+    if traits.family == INTERPRETED:
+        return _interpreted(traits, path, num_rows)
     kind = kind._replace(greedy=kind.greedy and path is SamplingPath.LOGITS, screen=path is SamplingPath.SCREENED)
-    entries = _entries(facts, kind, path)
+    entries = _entries(traits, kind, path)
     has_fallback = kind.fallback is not None and path is not SamplingPath.SCREENED
     if has_fallback and (not entries or entries[-1].rows < num_rows):
-        return default_config_on(facts, path, num_rows, kind.fallback)
+        return default_config_on(traits, path, num_rows, kind.fallback)
     return _serving(entries, num_rows).launch
 
 
-def _entries(facts: HeadFacts, kind: BatchKind, path: SamplingPath | None = None) -> list[Entry]:
+def _entries(traits: HeadTraits, kind: BatchKind, path: SamplingPath | None = None) -> list[Entry]:
     """The entries for such batches and this head by size. path: None for the fastest one."""
     entries = [
         entry
-        for entry in builtin_table(facts.family, facts.itemsize).entries
+        for entry in builtin_table(traits.family, traits.itemsize).entries
         if entry.kind == str(kind)
         and (not entry.on_request if path is None else entry.path == path)
-        and facts.hidden_size >= entry.min_hidden
+        and traits.hidden_size >= entry.min_hidden
     ]
     return sorted(entries, key=lambda entry: entry.rows)
 
@@ -147,7 +147,7 @@ def all_configs(family: str, itemsize: int) -> list[Config]:
     return list(dict.fromkeys(entry.launch for entry in builtin_table(family, itemsize).entries))
 
 
-def _interpreted(facts: HeadFacts, path: SamplingPath, num_rows: int) -> Config:
+def _interpreted(traits: HeadTraits, path: SamplingPath, num_rows: int) -> Config:
     """Interpreted programs cost milliseconds each: as few as the interpreter's block limit of 2**20 allows."""
 
     def cover(number: int, least: int, most: int) -> int:
@@ -156,11 +156,11 @@ def _interpreted(facts: HeadFacts, path: SamplingPath, num_rows: int) -> Config:
     if path is SamplingPath.LOGITS:
         block_b = cover(num_rows, 1, 64)
         return ReadConfig(
-            block_b, cover(facts.vocab_size, 2 * GROUP_SIZE, 2**20 // block_b), 4, ctas_per_sm=1, reduce_rows=block_b
+            block_b, cover(traits.vocab_size, 2 * GROUP_SIZE, 2**20 // block_b), 4, ctas_per_sm=1, reduce_rows=block_b
         )
-    block_d = cover(facts.hidden_size, 16, 256)
+    block_d = cover(traits.hidden_size, 16, 256)
     block_b = cover(num_rows, 16, 128)
-    block_v = cover(facts.vocab_size, 32, 2**19 // max(block_b, block_d))
+    block_v = cover(traits.vocab_size, 32, 2**19 // max(block_b, block_d))
     if path is SamplingPath.FUSED:
         return TileConfig(block_b, block_v, block_d, 4, 1, flatten=False, tma=False, reduce_rows=block_b)
     return ScreenConfig(

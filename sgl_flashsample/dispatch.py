@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from .defaults import HeadFacts, default_config, default_config_on, truncation_config
+from .defaults import HeadTraits, default_config, default_config_on, truncation_config
 from .flashinfer_path import FlashInferError, draw_with_flashinfer, give_up, unsupported_batch
 from .kernels.config import DEFAULT_TRUNCATION, ReadConfig, ScreenConfig, TruncationConfig
 from .kernels.launch import is_compiling_only
@@ -39,21 +39,22 @@ class DispatchTable:
 
     tuned: what differs from the built-in choices. measured: sizes that a tuned table has decided, for the built-in
     choice or another. A greedy batch that was not measured takes what a plain one takes; a batch with a screen that was
-    not measured takes the screened path if the built-in choice is that, else what it would take without. flashinfer:
-    sizes of truncated batches that take the flashinfer path where their caller wants the distribution alone.
+    not measured takes the screened path if that is its built-in choice, else what it would take without a screen.
+    flashinfer: sizes of truncated batches that take the flashinfer path where their caller wants the distribution
+    alone.
     screening: False leaves nothing to the screened path.
     """
 
     def __init__(
         self,
-        facts: HeadFacts,
+        traits: HeadTraits,
         tuned: Tuned | None = None,
         measured: Mapping[BatchKind, Collection[int]] | None = None,
         flashinfer: Collection[int] = (),
         *,
         screening: bool = True,
     ) -> None:
-        self.facts, self.screening = facts, screening
+        self.traits, self.screening = traits, screening
         self.flashinfer = frozenset(flashinfer)
         self._tuned = {kind: dict((tuned or {}).get(kind, {})) for kind in BATCH_KINDS}
         self._measured = {
@@ -74,16 +75,16 @@ class DispatchTable:
         return self._resolve(num_rows, kind.fallback)
 
     def check(self, head: LMHead) -> None:
-        """Raise ValueError unless this is for heads of this shape."""
+        """Raise ValueError unless this table is for heads with the traits of ``head``."""
         if head is not self._checked():
-            if (facts := HeadFacts.of(head)) != self.facts:
-                raise ValueError(f"table is for {self.facts}; expected one for the head's {facts}")
+            if (traits := HeadTraits.of(head)) != self.traits:
+                raise ValueError(f"table is for {self.traits}; expected one for the head's {traits}")
             self._checked = weakref.ref(head)
 
     @functools.cached_property
     def truncation_config(self) -> TruncationConfig:
         """How truncated rows are drawn, on any path."""
-        return truncation_config(self.facts.family, self.facts.itemsize, self.facts.vocab_size)
+        return truncation_config(self.traits.family, self.traits.itemsize, self.traits.vocab_size)
 
     def lookup(self, num_rows: int, kind: BatchKind = PLAIN) -> Config:
         """What a batch takes: a tile of the fused path, a reader of the logits path or, for a kind with a screen, what
@@ -91,13 +92,13 @@ class DispatchTable:
         return self._dense[kind][num_rows] if num_rows <= DENSE_ROWS else self.default(num_rows, kind)
 
     def lookup_on(self, path: SamplingPath, num_rows: int, kind: BatchKind = PLAIN) -> Config:
-        """What a batch takes that is to have this path."""
+        """The configuration of a batch on a given path."""
         config = self.lookup(num_rows, kind)
-        return config if path_of(config) is path else default_config_on(self.facts, path, num_rows, kind)
+        return config if path_of(config) is path else default_config_on(self.traits, path, num_rows, kind)
 
     def default(self, num_rows: int, kind: BatchKind = PLAIN) -> Config:
         """What a batch would take without a tuned table."""
-        return default_config(self.facts, num_rows, kind if self.screening else kind.unscreened)
+        return default_config(self.traits, num_rows, kind if self.screening else kind.unscreened)
 
     def is_measured(self, num_rows: int, kind: BatchKind) -> bool:
         """Whether a tuned table has decided what such a batch takes."""
@@ -136,8 +137,8 @@ class DispatchTable:
                     yield kind, num_rows, config
 
     def without(self, refused: Config, kind: BatchKind) -> DispatchTable:
-        """The same with the built-in choice wherever ``kind`` takes ``refused``. Greedy batches launch what plain ones
-        do, or nearly, and batches with a screen what those without one do: a refusal of one is a refusal of all."""
+        """The same with the built-in choice wherever ``kind`` takes ``refused``. Greedy and plain batches launch nearly
+        the same kernels, and so do batches with and without a screen: what is refused for one is refused for all."""
         kernels = (kind.truncate, kind.edit)
         tuned = {
             other: {rows: c for rows, c in entries.items() if c != refused or (other.truncate, other.edit) != kernels}
@@ -156,7 +157,7 @@ class DispatchTable:
         self, tuned: Tuned | None = None, flashinfer: Collection[int] | None = None, screening: bool | None = None
     ) -> DispatchTable:
         return DispatchTable(
-            self.facts,
+            self.traits,
             self._tuned if tuned is None else tuned,
             self._measured,
             self.flashinfer if flashinfer is None else flashinfer,
@@ -165,13 +166,13 @@ class DispatchTable:
 
 
 @functools.lru_cache(maxsize=256)
-def _default_table(facts: HeadFacts) -> DispatchTable:
-    return DispatchTable(facts)
+def _default_table(traits: HeadTraits) -> DispatchTable:
+    return DispatchTable(traits)
 
 
 def default_table(head: LMHead) -> DispatchTable:
     """The built-in choices for ``head``. Raises ValueError on a device without any."""
-    return _default_table(HeadFacts.of(head))
+    return _default_table(HeadTraits.of(head))
 
 
 def unsupported_path(path: SamplingPath, head: LMHead) -> str | None:
@@ -187,8 +188,8 @@ def make_workspace(
     head: LMHead, max_rows: int, searched: torch.Tensor | None = None, table: DispatchTable | None = None
 ) -> Workspace:
     """Scratch for any batch of 1 to ``max_rows`` rows of ``head``, on the path that it takes: no such batch allocates
-    more, but for the logits of truncated rows. A screen has scratch of its own. searched: a counter to go on with
-    (``Workspace``)."""
+    more, except for the logits of truncated rows. The scratch of a screen is separate. searched: an existing counter to
+    continue (``Workspace``)."""
     configs = {config for _, _, config in (table or default_table(head)).configs_up_to(max_rows, screened=True)}
     slots = max(slots_for(config, head, max_rows) for config in configs)
     workspace = Workspace(slots, head.weight.device, searched)
@@ -317,7 +318,8 @@ def _unsupported_by_screen(screen: Screen | None, head: LMHead, num_rows: int, r
 
 
 def _has_small_top_k(params: BatchParams, config: TruncationConfig) -> bool:
-    """Whether no truncated row is certain to be left to the whole head, after the screen."""
+    """Whether every truncated row has a top-k that the screened path can serve. A row with a larger one would read the
+    whole head after the screen."""
     if params.truncation is None:
         return True
     largest = params.truncation.max_top_k

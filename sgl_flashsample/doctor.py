@@ -1,4 +1,4 @@
-"""``sgl-flashsample doctor``: what of this machine works with this package, what does not, and what to do about it."""
+"""``sgl-flashsample doctor``: what works with this package on this machine, what does not, and what to do about it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Finding:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Python, and what this package requires: there, in the tested range, importable. By name, so that NumPy is before
-    those that import it, and torch before Triton."""
+    """Python, and what this package requires: installed, in the tested range, importable. Sorted by name: NumPy comes
+    before the packages that import it, and torch before Triton."""
     try:
         package = importlib.metadata.distribution("sgl-flashsample")
         version, requirements = package.version, package.requires or []
@@ -142,12 +142,13 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def findings() -> Iterator[Finding]:
-    """Every check by itself: what breaks one of them is a finding. All but the first need what that looks for."""
+    """Run each check; an exception in one of them becomes a finding. All but the first need the packages that the first
+    one looks for."""
     checks: list[Callable[[], Iterator[Finding]]] = [check_packages, check_device, check_sglang, check_kernels]
     for check in checks:
         made: list[Finding] = []
         try:
-            # What libraries print at import is none of the findings.
+            # Libraries print at import, which must not mix with the findings.
             with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 made.extend(check())
@@ -160,16 +161,16 @@ def findings() -> Iterator[Finding]:
 
 
 def run(as_json: bool = False) -> bool:
-    """Print the findings, as they are made or as JSON. Returns whether one of them stands against serving."""
-    found = []
+    """Print the findings, as they are made or as JSON. Returns whether one of them is a problem."""
+    shown = []
     for finding in findings():
-        found.append(finding)
+        shown.append(finding)
         if not as_json:
             advice = f"\n        -> {finding.advice}" if finding.advice else ""
             print(f"{finding.level:8}{finding.what}{advice}", flush=True)
     if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
-    return any(finding.level == PROBLEM for finding in found)
+        print(json.dumps([dataclasses.asdict(finding) for finding in shown], indent=1))
+    return any(finding.level == PROBLEM for finding in shown)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Files that other programs read or have written, and JSON from elsewhere: read in bounds, written whole."""
+"""Reads files and JSON that other programs have written, within limits; writes files so that no reader sees half of
+one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
-_UMASK = os.umask(0o022)  # asked once, at import: asking sets the mask of all threads for a moment
+_UMASK = os.umask(0o022)  # read once, at import: reading it sets the mask of all threads for a moment
 os.umask(_UMASK)
 
 
@@ -57,12 +58,12 @@ def parse_json(text: str, max_bytes: int) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise BadFileError(f"the key {one_line(ascii(name))} is there twice in one object")
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
 def _refuse(name: str) -> NoReturn:
@@ -70,8 +71,8 @@ def _refuse(name: str) -> NoReturn:
 
 
 def write_whole(file: str | os.PathLike[str], text: str) -> None:
-    """The whole of ``text`` at ``file``, or what was there before. Raises OSError, and ValueError where something that
-    is no plain file is in its place."""
+    """Write ``text`` to ``file``; where that fails, the old content stays. Raises OSError, and ValueError where
+    ``file`` exists and is no plain file."""
     path = Path(file)
     if path.exists() and not path.is_file():
         raise ValueError(f"{file} is not a plain file")

@@ -97,10 +97,10 @@ def draw_with_flashinfer(
 
 def _model_logits(logits: torch.Tensor, spec: LogitsSpec) -> torch.Tensor:
     """``[B, V]`` float32: a GEMM's output scaled and soft-capped, rounded where the model rounds."""
-    wide = logits.float()
+    logits_f32 = logits.float()
     if spec.logit_scale is not None:
-        wide = (wide * spec.logit_scale).to(spec.rounding or logits.dtype).float()
-    return wide if spec.softcap is None else torch.tanh(wide / spec.softcap) * spec.softcap
+        logits_f32 = (logits_f32 * spec.logit_scale).to(spec.rounding or logits.dtype).float()
+    return logits_f32 if spec.softcap is None else torch.tanh(logits_f32 / spec.softcap) * spec.softcap
 
 
 @functools.cache

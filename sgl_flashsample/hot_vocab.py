@@ -3,8 +3,8 @@ in full. Counted from text, from answers, or by a running server (``sglang/token
 
 Drawn tokens are Zipf-like: a small part of the vocabulary carries most of the probability (SIMPLE, arXiv 2512.00719,
 section 5.3). Counts are per group of ``GROUP_SIZE`` ids that share one noise value (``kernels/rng.py``). The share of
-the drawn tokens in the first H groups estimates the paper's average hit ratio (section 5.4); a little high where few
-tokens have ranked the groups, which ``unseen`` tells.
+the drawn tokens in the first H groups estimates the paper's average hit ratio (section 5.4); it is a little too high
+where few tokens were counted, which ``unseen`` shows.
 
 A file says what is fast, never which token is drawn. It is data from elsewhere: everything in it is checked and
 bounded, and what is wrong is named in one line.
@@ -48,8 +48,8 @@ class HotVocabError(ValueError):
 
 
 class _File(msgspec.Struct, kw_only=True):
-    """by_token: number of ids -> share of the tokens that as many most frequent single ids cover. counts: first id of
-    the line -> tokens drawn from each of its groups; a line without any is left out."""
+    """by_token: number of ids -> share of the tokens that so many of the most frequent single ids cover. counts: first
+    id of the line -> tokens drawn from each of its groups; a line without any is left out."""
 
     schema: Annotated[str, Meta(pattern=rf"^{SCHEMA}(\.[0-9]{{1,3}})?$")]
     vocab: Annotated[int, Meta(ge=1, le=MAX_VOCAB)]
@@ -68,8 +68,8 @@ class HotVocab:
 
     vocab: V, ids of the whole vocabulary, not of a shard. counts: ``[G]`` int64, tokens per group. name: of the model
     or tokenizer, "" where unknown. source: what was counted. by_token: for some numbers of ids, the share of the tokens
-    that as many most frequent *ids* cover: what grouping costs. notes: what was ignored while reading. Raises
-    HotVocabError for counts that do not fit V, and where nothing was counted.
+    that so many of the most frequent single ids cover: compared with ``hits``, it tells what grouping costs. notes:
+    what was ignored while reading. Raises HotVocabError for counts that do not fit V, and where nothing was counted.
     """
 
     vocab: int
@@ -144,8 +144,8 @@ class HotVocab:
         different vocabularies."""
         if self.vocab != other.vocab:
             raise HotVocabError(f"one is of {self.vocab} ids, the other of {other.vocab}")
-        sources = dict.fromkeys(filter(None, (*self.source.split(" + "), *other.source.split(" + "))))
-        source = one_line(" + ".join(sources), MAX_TEXT)
+        origins = dict.fromkeys(filter(None, (*self.source.split(" + "), *other.source.split(" + "))))
+        source = one_line(" + ".join(origins), MAX_TEXT)
         return HotVocab(self.vocab, self.counts + other.counts, self.name or other.name, source)
 
     @functools.cached_property
@@ -267,8 +267,8 @@ class Sizing:
         F(H + 1) - F(H) = (hot - screened) - (miss - hit) (a(H + 1) - a(H))                      (for Eq. 11)
 
     a(H + 1) - a(H), the share of the next group, only falls: F is least where that share has come down to
-    (hot - screened) / (miss - hit), the first-order condition (for Eq. 12). H = 0 and H = G leave out a launch and may
-    cost what they like: they are compared as they were measured.
+    (hot - screened) / (miss - hit), the first-order condition (for Eq. 12). At H = 0 and H = G a launch is left out, so
+    that the formula does not hold: their measured times are compared.
 
     hits: ``[G + 1]``, a(0) = 0 to a(G) <= 1, as ``HotVocab.hits``.
     """
@@ -307,8 +307,8 @@ class Sizing:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """rms_us, worst_us: root of the mean square, and largest size, of what the model is off at the samples between
-    H = 0 and H = G. spare: samples beyond the three that always fit exactly; with none, the errors say nothing."""
+    """rms_us, worst_us: root mean square and largest size of the model's error at the samples between H = 0 and H = G.
+    spare: samples beyond the three that always fit exactly; with none, the errors say nothing."""
 
     costs: Costs
     rms_us: float
@@ -452,8 +452,8 @@ def count(files: list[str], vocab: int, read: Callable[[str], Iterable[Portion]]
 
 
 def summary(vocab: HotVocab) -> dict[str, Any]:
-    """What a person asks of token counts, as JSON. by_id, by_group: shares that as many single ids, and as many ids in
-    groups, cover."""
+    """What a person asks of token counts, as JSON. by_id, by_group: the shares of the tokens that so many single ids,
+    and so many ids in whole groups, cover."""
     return {
         "name": vocab.name,
         "source": vocab.source,

@@ -37,11 +37,12 @@ def path_of(config: Config) -> SamplingPath:
 
 
 class BatchKind(NamedTuple):
-    """What decides, beside its size, which configuration is fastest for a batch, and which ones fit the registers.
+    """The properties of a batch, beside its size, that decide which configuration is fastest and which ones fit the
+    registers.
 
-    truncate, edit: some row has top-k, top-p or min-p; penalties, a grammar or a bias. greedy: every row is, without
-    either. screen: the head has a screen (``screen.Screen``) that can serve the batch; it serves truncated rows with a
-    small top-k only.
+    truncate: some row has top-k, top-p or min-p. edit: some row has penalties, a grammar or a bias. greedy: every row
+    is greedy, and the batch has neither. screen: the head has a screen (``screen.Screen``) that can serve the batch; it
+    serves truncated rows with a small top-k only.
     """
 
     truncate: bool = False
@@ -57,8 +58,8 @@ class BatchKind(NamedTuple):
 
     @property
     def fallback(self) -> BatchKind | None:
-        """Whose entries serve where a table has none for this: a batch with a screen is served as without, a greedy
-        one as a plain one."""
+        """The kind whose entries serve where a table has none for this one: a batch with a screen is served as without
+        it, a greedy one as a plain one. None for the other kinds."""
         if self.screen:
             return self._replace(screen=False)
         return self._replace(greedy=False) if self.greedy else None
@@ -68,8 +69,8 @@ class BatchKind(NamedTuple):
         return self._replace(screen=False)
 
     def launched(self, config: Config) -> BatchKind:
-        """The kind whose launches with ``config`` these are, to the last constant: greedy rows change nothing in the
-        fused pass and in a screen, but a reader leaves out the noise."""
+        """One kind for all that launch identical kernels with ``config``: whether all rows are greedy changes nothing
+        in the fused pass and in a screen, but a reader of greedy rows leaves out the noise."""
         if isinstance(config, ScreenConfig):
             return self._replace(greedy=False)
         if isinstance(config, TileConfig):

@@ -31,8 +31,8 @@ def head_of(
     softcap: bool | None = None,
     tp: int = 1,
 ) -> HeadShape:
-    """The head of ``model`` (a folder or a ``config.json``), or its first shard for ``tp`` ranks. What is given
-    explicitly beats the config. Raises HeadError."""
+    """The head of ``model`` (a folder or a ``config.json``), or its first shard for ``tp`` ranks. Explicit arguments
+    take precedence over the config. Raises HeadError."""
     text = _text_config(model) if model else {}
     vocab = text.get("vocab_size") if vocab is None else vocab
     hidden = text.get("hidden_size") if hidden is None else hidden
@@ -50,7 +50,7 @@ def head_of(
 
 
 def shard_of(vocab: int, tp: int) -> int:
-    """Ids of the first of ``tp`` shards, as SGLang cuts a vocabulary; all of it for one."""
+    """The number of ids in the first of ``tp`` shards, as SGLang divides a vocabulary; all of them for one shard."""
     if tp == 1:
         return vocab
     padded = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -58,7 +58,7 @@ def shard_of(vocab: int, tp: int) -> int:
 
 
 def _text_config(model: str) -> dict[str, Any]:
-    """The config's entries; those of its text model where it also sees or hears."""
+    """The config's entries; of a multimodal model, those of its text model."""
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"

@@ -94,14 +94,14 @@ class Screen:
 
 
 class _UnwrittenHead(Int8Head):
-    """The tensors of a copy, with nothing in them."""
+    """The tensors of a copy, allocated but not filled."""
 
     def rebuild(self, head: LMHead) -> None:
         pass
 
 
 class UnwrittenScreen(Screen):
-    """As large as a screen of ``head``, with nothing in it: to weigh it, and to compile kernels for. It serves
+    """As large as a screen of ``head``, but not filled: to tell its size, and to compile kernels for. It serves
     nothing."""
 
     _copy = _UnwrittenHead
@@ -121,6 +121,7 @@ def unsupported_head(head: LMHead) -> str | None:
 
 
 def _layout_of(head: LMHead) -> tuple[int, int, int, torch.dtype, torch.device]:
-    """What of a head a copy and its scratch are made for: ids, hidden size, distance of rows, dtype, device."""
+    """The properties of a head that its copy and scratch are made for: ids, hidden size, distance of rows, dtype,
+    device."""
     weight = head.weight
     return head.vocab_size, weight.shape[1], weight.stride(0), weight.dtype, weight.device

@@ -1,9 +1,9 @@
 """Kernels compiled ahead and compared with their reference on this machine, in seconds: what ``doctor`` and a starting
 server run, and what the tuner asks before it times a configuration.
 
-Compiling one by one, the first start on a machine waits for each kernel. Threads are enough: Triton lets go of Python's
-lock in its passes, in LLVM and around ptxas, four fifths of a compilation. They also work where child processes do not,
-as in SGLang's scheduler, which is a daemon.
+Were kernels compiled one by one, the first start on a machine would wait for each. Threads are enough: Triton lets go
+of Python's lock in its passes, in LLVM and around ptxas, four fifths of a compilation. They also work where child
+processes do not, as in SGLang's scheduler, which is a daemon.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ logger = logging.getLogger("sgl_flashsample")
 MAX_IDS = 40_000
 # Ids that the float64 reference takes at a time: a server that loads its model has little memory to spare.
 CHUNK_IDS = 2_048
-# Rows that a configuration for fewer is checked with: one row alone may be greedy, and tell nothing of the noise.
+# Configurations for fewer rows are checked with so many: a single row may be greedy, which does not test the noise.
 CHECKED_ROWS = 4
 MAX_COMPILING_THREADS = 8
-# Tensor cores cut the sum of so many terms and the accumulator to 24 bits of the largest, each time.
+# Whenever tensor cores add so many terms to the accumulator, they truncate the sum to 24 bits of the largest term.
 _TERMS_AT_ONCE = 16
-_CUT = 2.0**-23
+_ACCUMULATOR_ERROR = 2.0**-23
 
 
 def compile_ahead(
@@ -95,7 +95,7 @@ def launch_once(
     bool_mask: bool = False,
     screen: Screen | None = None,
 ) -> None:
-    """What a batch of this kind launches, with one row: kernels do not depend on the number of rows. screen: of
+    """Launch what a batch of this kind launches, with one row: kernels do not depend on the number of rows. screen: of
     ``head``, for a ``ScreenConfig``."""
     weight = head.weight
     row = torch.zeros(1, dtype=torch.int64, device=weight.device)
@@ -142,9 +142,9 @@ def compare_with_reference(
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """table: what is left of the choices that were checked. reason: why not even the built-in ones can be trusted, or
-    None. refused: of each configuration that was taken out, what was wrong with it. unscreened: why nothing is screened
-    any more, or None."""
+    """table: the choices that were checked, without the refused ones. reason: why not even the built-in ones can be
+    trusted, or None. refused: of each configuration that was taken out, what was wrong with it. unscreened: why nothing
+    is screened any more, or None."""
 
     table: DispatchTable
     reason: str | None
@@ -162,7 +162,7 @@ def refuse_wrong(
 ) -> Checked:
     """``compare_with_reference`` for each configuration by itself: one from a tuned table that fails, or that does not
     compile, gives its batches back to the built-in choice, which is checked in turn. Where a built-in one of the
-    screened path fails, nothing is screened; any other is needed."""
+    screened path fails, nothing is screened. Any other built-in one that fails is a reason not to serve."""
     refused: list[str] = []
     unscreened: str | None = None
     verified: set[tuple[BatchKind, Config]] = set()
@@ -177,7 +177,7 @@ def refuse_wrong(
             if reason is None:
                 verified.add((kind.launched(config), config))
             elif table.lookup(num_rows, kind) != config:
-                continue  # a refusal of plain batches took it from greedy ones
+                continue  # already taken out, by a refusal for another kind
             elif config != table.default(num_rows, kind):
                 table = table.without(config, kind)
                 refused.append(reason)
@@ -223,19 +223,19 @@ class _Check:
         table: DispatchTable,
         screen: Screen | None,
     ) -> None:
-        # The last group is as full as the whole vocabulary's: a reader is compiled for whole groups or for any.
+        # The last group has as many ids as the whole vocabulary's: a reader is compiled for full groups or for any.
         vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
         self.head, self.chunk_ids, self.table = head, chunk_ids, table
-        self.cut = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
+        self.shortened = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
         self.whole_screen = screen
         self.screen, self.screen_error = None, "no screen"
         if screen is not None and (screened_rows := table.screened_rows(max_rows)):
             try:
-                self.screen = Screen(self.cut, max(screened_rows, CHECKED_ROWS), announces_writes=True)
+                self.screen = Screen(self.shortened, max(screened_rows, CHECKED_ROWS), announces_writes=True)
             except Exception as error:  # memory for a second copy, or what else a starting server may lack
                 self.screen_error = first_line(error)
         screens = (screen, self.screen) if self.screen is not None else ()
-        compile_ahead([head, self.cut], max_rows, bool_masks=bool_masks, table=table, screens=screens)
+        compile_ahead([head, self.shortened], max_rows, bool_masks=bool_masks, table=table, screens=screens)
 
     def compare(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
         if kind.truncate and self.head.vocab_start:
@@ -243,13 +243,13 @@ class _Check:
         if isinstance(config, ScreenConfig) and self.screen is None:
             return f"{self.screen_error} with {config} ({kind})"
         reads, rows = isinstance(config, ReadConfig), max(num_rows, CHECKED_ROWS)
-        expected = expect(self.cut, rows, kind, reads=reads, table=self.table, chunk_ids=self.chunk_ids)
+        expected = expect(self.shortened, rows, kind, reads=reads, table=self.table, chunk_ids=self.chunk_ids)
         logprobs = (False,) if kind.screen else (False, True)  # a batch that asks for logprobs is one without a screen
         for return_logprob in logprobs:
             reason = difference(expected, config, return_logprob=return_logprob, screen=self.screen)
             if reason is not None:
                 return f"{reason} with {config} ({kind})"
-        if config == self.table.lookup(1, kind) and kind.truncate and self.cut.vocab_size < self.head.vocab_size:
+        if config == self.table.lookup(1, kind) and kind.truncate and self.shortened.vocab_size < self.head.vocab_size:
             # The draw is compiled for a size of the vocabulary: the first truncated request must not wait for it.
             for return_logprob in logprobs:
                 launch_once(self.head, config, kind, self.table, return_logprob, screen=self.whole_screen)
@@ -330,14 +330,14 @@ def difference(
     want = expected.want
     if params.truncation is not None:
         assert workspace.last_buffer is not None
-        left = _left_logits(expected, workspace.last_buffer, screened=isinstance(config, ScreenConfig))
+        written = _written_logits(expected, workspace.last_buffer, screened=isinstance(config, ScreenConfig))
         limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)
         room = 1e-5 * expected.logits.abs().clamp(min=1.0)
-        inside = (left >= expected.low - room) & (left <= expected.high + room) | (left == expected.logits)
+        inside = (written >= expected.low - room) & (written <= expected.high + room) | (written == expected.logits)
         off = limited & ~inside.all(1)
         if off.any():
             return f"logits of {int(off.sum())} of {num_rows} rows differ from the reference"
-        want = _with_truncated(want, left, limited, params)
+        want = _with_truncated(want, written, limited, params)
     wrong = (token != want.token) & ~want.near_tie
     if wrong.any():
         return f"{int(wrong.sum())} of {num_rows} tokens differ from the reference"
@@ -346,7 +346,7 @@ def difference(
 
 def accumulation_error(terms: int) -> float:
     """Bound on the error of a float32 dot product of ``terms`` terms, in units of the sum of their absolute values."""
-    return max(1.0, terms / _TERMS_AT_ONCE) * _CUT
+    return max(1.0, terms / _TERMS_AT_ONCE) * _ACCUMULATOR_ERROR
 
 
 def edits_of_every_kind(
@@ -413,14 +413,15 @@ def _logits(hidden: torch.Tensor, head: LMHead, chunk_ids: int, perturb: float) 
     )
 
 
-def _left_logits(expected: Expectation, buffer: LogitsBuffer, *, screened: bool) -> torch.Tensor:
-    """``[B, V]`` float64, what a launch has left in ``buffer``; the expectation where a screen has read nothing."""
+def _written_logits(expected: Expectation, buffer: LogitsBuffer, *, screened: bool) -> torch.Tensor:
+    """``[B, V]`` float64, the logits that a launch has written to ``buffer``. screened: such a launch writes only the
+    groups of ids that it rescores; the other groups have the expected logits here."""
     num_rows, size = expected.logits.shape
-    left = buffer.logits[:num_rows, :size].double()
+    logits = buffer.logits[:num_rows, :size].double()
     if screened:
         read = buffer.group_max[:num_rows].repeat_interleave(GROUP_SIZE, 1)[:, :size]
-        left = torch.where(read > float("-inf"), left, expected.logits)
-    return left
+        logits = torch.where(read > float("-inf"), logits, expected.logits)
+    return logits
 
 
 def _truncated_rows(truncation: Truncation, head: LMHead) -> torch.Tensor:
@@ -428,11 +429,12 @@ def _truncated_rows(truncation: Truncation, head: LMHead) -> torch.Tensor:
     return use_k | (truncation.top_p < 1) | (truncation.min_p > 0)
 
 
-def _with_truncated(want: Reference, left: torch.Tensor, limited: torch.Tensor, params: BatchParams) -> Reference:
-    """``want`` with the truncated rows drawn from the logits that they have left."""
+def _with_truncated(want: Reference, logits: torch.Tensor, limited: torch.Tensor, params: BatchParams) -> Reference:
+    """``want``, but with the tokens of truncated rows drawn by the reference from ``logits``. limited: which rows those
+    are."""
     assert params.truncation is not None
     drawn = truncated_sample_ref(
-        torch.where(limited[:, None], left, 0.0),
+        torch.where(limited[:, None], logits, 0.0),
         torch.where(limited, params.temperature, 1.0),
         params.seed,
         params.position,

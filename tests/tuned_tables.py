@@ -10,7 +10,7 @@ from sgl_flashsample.kernels.config import ReadConfig, TileConfig
 from sgl_flashsample.kinds import Config, path_of
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.fingerprint import kernel_fingerprint
-from sgl_flashsample.tables.schema import ITEMSIZE, Device, Entry, HeadShape, Kept, Table, config_fields
+from sgl_flashsample.tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table, config_fields
 
 H200 = Device(name="NVIDIA H200", cc="9.0", sms=132, l2_mb=50, smem_optin=232_448)
 CPU = Device(name="cpu", cc="0.0", sms=0, l2_mb=0, smem_optin=0)
@@ -50,9 +50,9 @@ def make_table(device: Device = H200, head: HeadShape = HEAD, **changes: object)
             measured("plain", 4, read, 287.5),
             measured("plain", 16, fused, 286.0),
         ],
-        kept={
-            "edit+truncate": Kept(rows=[32], us=[345.0]),
-            "plain": Kept(rows=[32, 128], us=[290.0, 353.0], gemm_us=[255.0, 270.5]),
+        confirmed={
+            "edit+truncate": Confirmed(rows=[32], us=[345.0]),
+            "plain": Confirmed(rows=[32, 128], us=[290.0, 353.0], gemm_us=[255.0, 270.5]),
         },
     )
     return msgspec.structs.replace(table, **changes)
@@ -89,6 +89,6 @@ def table_for_this_machine(device: torch.device, head: HeadShape) -> Table:
             for kind, sizes in turns.items()
             for rows, name in sizes.items()
         ],
-        kept={},
+        confirmed={},
         env=lookup.environment(),
     )

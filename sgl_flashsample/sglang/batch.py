@@ -38,7 +38,8 @@ class Row(NamedTuple):
 
     reason: why it needs SGLang's sampler, or None. tempered: greedy with a temperature other than 1, which SGLang
     applies to its logprob only beside sampled rows. needs: ``NEED_FLAGS`` of this request alone. edits: what SGLang
-    changes in its logits, grammars apart. seeded: whether the request gave the seed that its tokens are to be those of.
+    changes in its logits, grammars apart. seeded: whether the request gave a seed, which must give the same tokens each
+    time.
     """
 
     reason: str | None
@@ -51,7 +52,7 @@ class Row(NamedTuple):
 
 
 class RowTensors(NamedTuple):
-    """The same on the device, ``[B]`` each."""
+    """The parameters of the rows on the device, ``[B]`` each."""
 
     temperature: torch.Tensor  # f32, 0 on greedy rows
     seed: torch.Tensor  # i64
@@ -77,7 +78,8 @@ class Batch:
 
     @functools.cached_property
     def distribution_only(self) -> bool:
-        """Whether any noise does: no row is greedy or has a seed, all have top-k or top-p, none has min-p."""
+        """Whether only the distribution of the tokens matters, and FlashInfer can draw them: no row is greedy or has a
+        seed, all have top-k or top-p, none has min-p."""
         return all(
             not row.greedy and not row.seeded and (row.needs[0] or row.needs[1]) and not row.needs[2]
             for row in self.rows
@@ -107,7 +109,8 @@ class Batch:
 
     @functools.cached_property
     def routings(self) -> dict[tuple, Routing]:
-        """The routings made for this batch. They live as long as the batch stays as it is."""
+        """The routings made for this batch, by the key of ``routing_of``. A change of the rows makes a new ``Batch``
+        without any."""
         return {}
 
     def params(self, positions: torch.Tensor, edits: LogitEdits | None) -> BatchParams:
@@ -228,12 +231,12 @@ class SampleIndices:
 
 
 def request_seed(server_seed: int, request: Any, sample_index: int = 0) -> int:
-    """The noise seed of one request: its own, or one that every rank derives alike from the server's seed and the
-    request's id. Two requests never share noise by accident, nor do the n samples of one request."""
-    own = request.sampling_params.sampling_seed
-    if own is not None and sample_index == 0:
-        return (own + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
-    text = f"{server_seed}/{request.rid}" if own is None else f"seed {own}, sample {sample_index}"
+    """The noise seed of one request: the one that it gave, or one that every rank derives alike from the server's seed
+    and the request's id. Two requests never share noise by accident, nor do the n samples of one request."""
+    seed = request.sampling_params.sampling_seed
+    if seed is not None and sample_index == 0:
+        return (seed + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
+    text = f"{server_seed}/{request.rid}" if seed is None else f"seed {seed}, sample {sample_index}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -286,8 +289,8 @@ def routing_of(
     original_logprobs: bool,
     fuse_grammars: bool,
 ) -> Routing:
-    """The routing of this step. A batch that stays as it is has one routing for all its steps: what could tell its
-    steps apart is compared here without a loop over the rows."""
+    """The routing of this step. While the rows of a batch do not change, its steps share one routing: everything else
+    that the routing depends on is compared here, without a loop over the rows."""
     grammars = sampling_info.grammars or ()
     key: tuple = ()  # of a batch without grammars and logprobs
     top: tuple[int, ...] = ()
@@ -333,7 +336,7 @@ def edits_of(batch: Batch, routing: Routing, sampling_info: Any) -> LogitEdits |
 
 
 def _find_edits(batch: Batch, routing: Routing, sampling_info: Any) -> None:
-    """What the rows of a new routing need, onto the routing: its later steps only look."""
+    """Set ``edit_kinds`` and ``edit_rows`` of a new routing; later steps read them."""
     grammars = _fused_grammars(routing, sampling_info) or [None] * len(batch)
     flags = [
         Edit(0) if reason is not None else (row.edits | Edit.MASK if grammar is not None else row.edits)
@@ -356,7 +359,7 @@ def penalties_of(sampling_info: Any) -> tuple[torch.Tensor | None, torch.Tensor 
     """Additive and scaling penalties of the whole batch, ``[B, V]`` each, or None.
 
     Overlap mode has accumulated them on its copy already. Elsewhere the penalizers are asked, on a copy as well:
-    left on the original, the penalties would be applied beside the penalizers that they come from. Additive ones
+    penalties left on the original would be applied a second time, beside the penalizers. Additive ones
     come first in both modes; by themselves, the penalizers have the order of a Python set.
     """
     orchestrator = sampling_info.penalizer_orchestrator

@@ -1,5 +1,4 @@
-"""One LM head that this server fuses: its weights as the model has them now, its dispatch table, workspace, screen and
-CUDA graphs."""
+"""One LM head that this server fuses: its current weights, dispatch table, workspace, screen and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..defaults import HeadFacts
+from ..defaults import HeadTraits
 from ..dispatch import default_table, make_workspace
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.workspace import Workspace
@@ -26,20 +25,21 @@ logger = logging.getLogger("sgl_flashsample")
 MAX_COMPILED_ROWS = 512
 
 SLOTS = 2  # graphs per key, replayed in turn
-# Steps that a batch lasts before its parameters are copied, and that come alike before one is captured: a capture takes
-# longer than a draw.
+# Steps of an unchanged batch before its parameters are copied, and steps with equal keys before one is captured: a
+# capture takes longer than a draw.
 PATIENCE = 4
 MAX_GRAPH_KEYS = 512  # the least recently used are dropped
 
 
 class HeadState:
-    """A LogitsProcessor with its LM head, and what is made from them.
+    """A LogitsProcessor with its LM head, and everything that is derived from them.
 
     SGLang may change either after the start (a new weight tensor, a logit scale set late): ``update`` follows.
 
-    table: what batches of this head take. screen: where the head has one. use_step_graphs: whether batches that stay as
-    they are become CUDA graphs. As of the last ``update``: head, workspace, serving_screen (None where the screen does
-    not serve), graphs (None where there are none yet, or what they were made of has changed).
+    table: what batches of this head take. screen: where the head has one. use_step_graphs: whether steps of unchanged
+    batches are captured as CUDA graphs. As of the last ``update``: head, workspace, serving_screen (None where the
+    screen does not serve), graphs (None where there are none yet, or something that they were captured with has
+    changed).
     """
 
     def __init__(self, processor: Any, lm_head: Any, capture: Capture | None = None) -> None:
@@ -66,7 +66,7 @@ class HeadState:
         if fingerprint != self._fingerprint:
             self.graphs = None
             self.head = self._current_head()
-            if HeadFacts.of(self.head) != self.table.facts:
+            if HeadTraits.of(self.head) != self.table.traits:
                 self.table = default_table(self.head)
             self._fingerprint = fingerprint
         if num_rows > self._workspace_rows:
@@ -86,11 +86,13 @@ class HeadState:
         return self._workspace
 
     def is_current(self) -> bool:
-        """Whether the model is as it was at the last ``update``."""
+        """Whether ``head`` still describes the model: the weight's address and version (PyTorch's count of its writes),
+        and the processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``."""
         return self._current_fingerprint() == self._fingerprint
 
     def _current_fingerprint(self) -> tuple:
-        """Changes with what ``head`` is made of, and when somebody writes to the weight, as far as PyTorch knows."""
+        """Changes when an attribute that ``head`` is made of changes, and with each write to the weight that PyTorch
+        counts."""
         processor = self.processor
         weight = self._parameters.get("weight")  # as an attribute of a module it is looked up in Python
         if weight is None:
@@ -191,14 +193,14 @@ class Graph(Protocol):
 
 
 class Capture(Protocol):
-    """``CudaCapture``, or what stands for it."""
+    """``CudaCapture``, or a substitute for it."""
 
     def new_pool(self) -> Any: ...
     def __call__(self, launches: Callable[[], Any], pool: Any) -> tuple[Graph, Any]: ...
 
 
 class CudaCapture:
-    """Records launches on a stream of its own, without waiting for anything that runs.
+    """Records launches on a separate stream, without waiting for anything that runs.
 
     One per head: PyTorch keeps a cuBLAS workspace for each stream that has run a GEMM, and has 32 streams in all.
     """
@@ -228,7 +230,7 @@ class _Captured(NamedTuple):
 
 
 class _KeyedGraphs:
-    """For one key: how many steps are to come before one is captured, the graphs, and which of them is next."""
+    """The graphs of one key. waiting: steps to come before one is captured. slot: the place of the next graph."""
 
     def __init__(self) -> None:
         self.waiting = PATIENCE
@@ -243,13 +245,13 @@ class _KeyedGraphs:
 
 
 class StepGraphs:
-    """The draws of a batch that stays as it is, as CUDA graphs: a step then costs the host one launch, however many
-    kernels it takes.
+    """The draws of an unchanged batch, as CUDA graphs: a step then costs the host one launch, however many kernels it
+    takes.
 
     A graph reads and writes fixed addresses. Hidden states, positions and edits come at a few addresses in turn, which
     are part of the key of a graph. The parameters of a batch are copied, once, to buffers that all graphs read. The
-    tokens of a graph are overwritten ``SLOTS`` steps later: SGLang has those of a step on the host before it launches
-    the second next.
+    tokens of a graph are overwritten ``SLOTS`` steps later: SGLang copies the tokens of a step to the host before it
+    launches the step after the next.
 
     For one workspace, and the head, table and screen that it was made with. max_rows: larger batches are not replayed.
     """
@@ -279,8 +281,8 @@ class StepGraphs:
         positions: torch.Tensor,  # [B] int64
         return_logprob: bool,
     ) -> SampleOutput | None:
-        """The tokens of one step of ``batch``; None where it is still to be launched. draw: what a graph is made of.
-        The tokens stay until ``SLOTS`` steps later."""
+        """The tokens of one step of ``batch``; None where the caller has to launch it. draw: makes the launches that a
+        graph captures. The tokens stay until ``SLOTS`` steps later."""
         if self._failed:
             return None
         if batch is not self._batch:
@@ -319,8 +321,8 @@ class StepGraphs:
         return (hidden.data_ptr(), positions.data_ptr()) in self._repeatable
 
     def repeat(self, hidden: torch.Tensor, positions: torch.Tensor) -> SampleOutput | None:
-        """The next step of the batch that was stepped last, without edits and logprobs; None where these tensors have
-        come too seldom for that."""
+        """The next step of the batch that was stepped last, without edits and logprobs; None unless ``step`` has served
+        this batch from all ``SLOTS`` graphs for the addresses of these tensors."""
         graphs = self._repeatable.get((hidden.data_ptr(), positions.data_ptr()))
         return None if graphs is None else graphs.replay_next()
 
@@ -353,7 +355,7 @@ class StepGraphs:
 
 
 def _places(edits: LogitEdits | None) -> tuple[Hashable, ...]:
-    """Where a graph reads its edits, and as what."""
+    """Address, shape, strides and dtype of each tensor of the edits, on which a captured graph depends."""
     if edits is None:
         return ()
     tensors = (edits.additive, edits.scaling, edits.mask, edits.bias, edits.rows)

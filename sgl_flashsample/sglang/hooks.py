@@ -176,7 +176,7 @@ MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 LATE_LOAD = f"{_RUNNER}.finalize_startup_weight_load"  # not in 0.5.17
 
-# Methods that leave other weights behind, or none: those of all known versions, and those of some.
+# Methods after which the weights are others, or are gone: of all known versions, and of some of them.
 WRITING_METHODS = {
     MANAGER: (
         {
@@ -216,8 +216,8 @@ WEIGHTS_TAG = "weights"  # SGLang's GPU_MEMORY_TYPE_WEIGHTS
 
 
 class WeightHooks:
-    """The hook functions of weight changes, bound to one Runtime. None of them raises: SGLang would lose an update to
-    it."""
+    """The hook functions of weight changes, bound to one Runtime. None of them raises: an exception would make SGLang's
+    update fail."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -268,8 +268,8 @@ class WeightHooks:
 
 
 def weight_targets() -> tuple[dict[str, str], str | None]:
-    """What to hook in this SGLang, each with the name of its hook in ``WeightHooks``, or why that is not known."""
-    found: dict[str, str] = {}
+    """{target: name of its hook in ``WeightHooks``} for this SGLang; or why the targets are not known."""
+    targets: dict[str, str] = {}
     for path, (required, possible) in WRITING_METHODS.items():
         try:
             kind = pkgutil.resolve_name(path)
@@ -281,13 +281,13 @@ def weight_targets() -> tuple[dict[str, str], str | None]:
         if unknown := methods - required - possible - READING_METHODS:
             return {}, f"{path} has {', '.join(sorted(unknown))}, which may change weights"
         hook = "manager_call" if path == MANAGER else "updater_call"
-        found |= {f"{path}.{name}": hook for name in methods & (required | possible)}
+        targets |= {f"{path}.{name}": hook for name in methods & (required | possible)}
     try:
         pkgutil.resolve_name(LATE_LOAD)
-        found[LATE_LOAD] = "late_load"
+        targets[LATE_LOAD] = "late_load"
     except AttributeError:
         pass
-    return found, None
+    return targets, None
 
 
 def install_weight_hooks(runtime: Runtime) -> str | None:
@@ -295,9 +295,9 @@ def install_weight_hooks(runtime: Runtime) -> str | None:
     landed."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    found, reason = weight_targets()
+    targets, reason = weight_targets()
     if reason is not None:
         return reason
     hooks = WeightHooks(runtime)
     kinds = {"manager_call": HookType.AROUND, "updater_call": HookType.BEFORE, "late_load": HookType.AFTER}
-    return apply_hooks({target: (getattr(hooks, name), kinds[name]) for target, name in found.items()})
+    return apply_hooks({target: (getattr(hooks, name), kinds[name]) for target, name in targets.items()})

@@ -2,7 +2,7 @@
 log and through SGLang's /metrics.
 
 A step only adds to numbers of this process. They reach Prometheus and the log at intervals: between two steps the host
-does much else, and whatever a step touches has left its caches by then.
+runs much other code, so that all that a step touches comes from memory, not from its caches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Metrics:
         self._screened = [0] * len(ScreenCounter)
         self._paused = False
         self._host_batches, self._host_seconds = 0, 0.0
-        self._waiting: dict[int, tuple[Routing, int]] = {}  # batches of a routing that are not in the totals yet
+        self._pending: dict[int, tuple[Routing, int]] = {}  # batches of a routing that are not in the totals yet
         self._new_host: list[float] = []  # seconds of fused batches, likewise
         self._new_truncated = 0
         self._last_log = time.perf_counter()
@@ -51,8 +51,8 @@ class Metrics:
     def add_batch(self, routing: Routing, num_truncated: int, started: float | None) -> bool:
         """Count one batch. started: ``time.perf_counter()`` at its beginning, for batches of fused rows alone. Returns
         whether it is time for ``flush``."""
-        waiting = self._waiting.get(id(routing))
-        self._waiting[id(routing)] = (routing, 1 if waiting is None else waiting[1] + 1)
+        pending = self._pending.get(id(routing))
+        self._pending[id(routing)] = (routing, 1 if pending is None else pending[1] + 1)
         self._new_truncated += num_truncated
         now = time.perf_counter()
         if started is not None:
@@ -61,15 +61,15 @@ class Metrics:
 
     def add_repeated(self, routing: Routing, num_truncated: int, seconds: list[float]) -> None:
         """Count batches of one routing, all fused. seconds: of the host, for each; num_truncated: in each."""
-        waiting = self._waiting.get(id(routing))
-        self._waiting[id(routing)] = (routing, len(seconds) + (0 if waiting is None else waiting[1]))
+        pending = self._pending.get(id(routing))
+        self._pending[id(routing)] = (routing, len(seconds) + (0 if pending is None else pending[1]))
         self._new_truncated += num_truncated * len(seconds)
         self._new_host += seconds
 
     def flush(self) -> None:
         """Bring everything that was counted into the totals, to Prometheus and, at its interval, into the log."""
         exported = self._prometheus
-        for routing, batches in self._waiting.values():
+        for routing, batches in self._pending.values():
             for (path, reason), rows in routing.counts.items():
                 self._batches[path, reason] += batches
                 self._rows[path, reason] += rows * batches
@@ -83,7 +83,7 @@ class Metrics:
             exported.truncated.inc(self._new_truncated)
             for seconds in self._new_host:
                 exported.host_seconds.observe(seconds)
-        self._waiting, self._new_host, self._new_truncated = {}, [], 0
+        self._pending, self._new_host, self._new_truncated = {}, [], 0
         now = time.perf_counter()
         self._next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
         if self._rows and now - self._last_log >= self.log_seconds:
@@ -134,9 +134,9 @@ class Metrics:
 
 
 class DeviceCounters:
-    """How far counters on the device have come, asked without waiting for the device.
+    """Reads counters on the device, without waiting for the device.
 
-    A copy to pinned memory is started at most once in ``interval`` seconds; what it brings is seen by a later call.
+    A copy to pinned memory is started at most once in ``interval`` seconds; a later call sees its values.
     """
 
     def __init__(self, counters: torch.Tensor, interval: float) -> None:
@@ -150,7 +150,7 @@ class DeviceCounters:
         self._seen = self._nothing = (0,) * len(counters)
 
     def new(self) -> tuple[int, ...]:
-        """What each has counted since the last call, as far as it has arrived."""
+        """The increase of each counter since the last call, as far as it has arrived."""
         counted = self._nothing
         if self._copying and (self._arrived is None or self._arrived.query()):
             before, self._seen = self._seen, tuple(self._copy.tolist())

@@ -33,9 +33,9 @@ NATIVE_FEATURES = "custom logit processors, sampling masks, beams, top logprobs 
 class Runtime:
     """State of the fused pass in this process.
 
-    Reasons in words, None while there is none: inactive_reason, why nothing is fused; no_mixing_reason, why no batch is
-    in which some rows need SGLang's sampler; no_grammars_reason, why no row with a grammar is; no_screen_reason, why no
-    head has a screen. weights_settled: nobody is about to change weights.
+    Reasons in words, None while there is none: inactive_reason, why nothing is fused; no_mixing_reason, why batches in
+    which some rows need SGLang's sampler are not fused; no_grammars_reason, why rows with a grammar are not fused;
+    no_screen_reason, why no head has a screen. weights_settled: no change of the weights is under way.
     """
 
     def __init__(self, inactive_reason: str | None) -> None:
@@ -156,7 +156,7 @@ class Runtime:
 
     def head_for(self, processor: Any, lm_head: Any, starting: bool = False) -> HeadState | None:
         """The state of this processor and head; None, with the reason logged once, where SGLang serves them. starting:
-        memory is still to be shared out."""
+        the server has not allocated its KV cache yet."""
         key = (id(processor), id(lm_head))
         if key not in self._heads:
             if _is_capturing():
@@ -180,8 +180,8 @@ class Runtime:
         return None
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
-        """Give ``state`` its table and its screen, as far as they hold on this machine. Returns why its kernels cannot
-        be trusted, or None."""
+        """Give ``state`` its table and its screen, as far as they pass the checks on this machine. Returns why its
+        kernels cannot be trusted, or None."""
         head = state.head
         max_rows = MAX_COMPILED_ROWS if head.weight.is_cuda else MAX_INTERPRETED_ROWS
         resolved = resolve(head)
@@ -210,7 +210,7 @@ class Runtime:
         return None
 
     def _build_screen(self, state: HeadState, table: DispatchTable, max_rows: int, starting: bool) -> str | None:
-        """Build the screen of a head that is to have one; returns why it is not."""
+        """Build the screen of a head; returns why it gets none, or None."""
         try:
             reason = self.no_screen_reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
             if reason is None and not starting:

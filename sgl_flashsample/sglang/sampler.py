@@ -56,11 +56,11 @@ class Call(NamedTuple):
 
 
 class Unserved(Exception):
-    """The whole batch is left to SGLang's sampler, whatever was planned. Its text is the reason, in one word."""
+    """SGLang's sampler has to serve the whole batch. The text is the reason, in one word."""
 
 
 class FlashSampler(Sampler):
-    """Serves each row from its hidden state when nothing stands against it, else through ``super()``.
+    """Serves each row from its hidden state, or through ``super()`` where there is a reason against that.
 
     repeated: what the next step is compared with first, or None.
     """
@@ -97,8 +97,8 @@ class FlashSampler(Sampler):
             if not routing.all_native:
                 assert batch is not None  # else the routing is native
                 token_ids = self._fused(call, batch, routing, preprocess)
-        except Unserved as left:
-            routing = Routing.whole(str(left), num_rows)
+        except Unserved as unserved:
+            routing = Routing.whole(str(unserved), num_rows)
         if token_ids is None:
             _compute_logits(logits_output, sampling_info, preprocess)
             token_ids = self._native(*call, **kwargs)
@@ -146,7 +146,7 @@ class FlashSampler(Sampler):
 
     def _fused(self, call: Call, batch: Batch, routing: Routing, preprocess: Callable | None) -> torch.Tensor:
         """The fused pass over all rows, and SGLang's sampler over the rows that need it. Raises Unserved after a
-        failure, with ``call.logits_output`` as it was."""
+        failure; ``call.logits_output`` is then unchanged."""
         runtime, lazy = self.runtime, call.logits_output.next_token_logits
         try:
             edits = edits_of(batch, routing, call.sampling_info)
@@ -188,7 +188,7 @@ def draw(
     positions: torch.Tensor,  # [B]
     return_logprob: bool,
 ) -> SampleOutput:
-    """One token per row: by a CUDA graph where the batch has stayed as it is for some steps, else by launches. A screen
+    """One token per row: by a CUDA graph where the batch has not changed for some steps, else by launches. A screen
     that fails is given up, and the step drawn without it."""
     state.update(len(batch))
 
@@ -219,13 +219,13 @@ def draw(
 
 
 class NativeRows:
-    """The rows of a mixed batch that need SGLang's sampler, as a batch of their own.
+    """The rows of a mixed batch that need SGLang's sampler, as a separate batch.
 
     Only their logits are computed; SGLang's own code processes and samples them; what it returns is put in place
     among the fused rows, in the form that SGLang gives the whole batch.
 
-    Kept for as long as the batch stays as it is: cutting costs a dozen small kernels, and in SGLang 0.5.17 the host
-    waits for the device while it cuts custom logit processors. ``info`` adds what changes with every step.
+    Kept while the batch does not change: separating the rows costs a dozen small kernels, and in SGLang 0.5.17 the host
+    waits for the device while it separates custom logit processors. ``info`` adds what changes with every step.
     """
 
     def __init__(self, sampling_info: Any, batch: Batch, routing: Routing) -> None:
@@ -239,7 +239,7 @@ class NativeRows:
         settings.filter_batch(list(self.rows), self.index)
         settings.penalizer_orchestrator = settings.acc_additive_penalties = settings.acc_scaling_penalties = None
         settings.grammars = settings.grammar_mask = None
-        # SGLang's flags stay set after the request that needed them has left; these are as for the rows alone.
+        # SGLang's flags stay set after the request that needed them has left; here they are set for these rows alone.
         for name, needs in zip(NEED_FLAGS, zip(*(row.needs for row in rows), strict=True), strict=True):
             setattr(settings, name, any(needs))
         settings.is_any_greedy = any(row.greedy for row in rows)
@@ -255,8 +255,8 @@ class NativeRows:
         grammars = self._pick(sampling_info.grammars or None)
         info.grammars = grammars if grammars and any(grammars) else None
         if return_logprob:
-            # The flag also decides at which temperature SGLang takes the logprobs of greedy rows: beside sampled
-            # rows at their own, else at 1. They are to be what they are in the whole batch.
+            # The flag also decides at which temperature SGLang takes the logprobs of greedy rows: beside sampled rows
+            # at their own, else at 1. So it keeps the value that it has for the whole batch.
             info.is_all_greedy = sampling_info.is_all_greedy
         return info
 

@@ -158,8 +158,8 @@ class PausePolicy:
     depends on the model and the traffic: hidden states with a few very large channels, or many rows at a high
     temperature, can leave so many that one pass over the head is faster. The device counts the groups.
 
-    A block of rows stands for a batch, as it is for almost all screened batches. Where a batch has several blocks, the
-    copy is read once for all of them, and groups that several blocks want come from the cache.
+    Each block of rows counts as one batch, which it is for almost all screened batches. Where a batch has several
+    blocks, the copy is read once for all of them, and groups that several blocks want come from the cache.
     """
 
     def __init__(self, head_bytes: int, copy_bytes: int, group_bytes: int) -> None:

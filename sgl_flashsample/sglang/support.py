@@ -55,7 +55,7 @@ def unsupported_screens() -> str | None:
     lora, model = get_lora(), get_model()
     modules = set(lora.lora_target_modules or ())
     checks = (
-        # Where no modules are named they are those of the adapters.
+        # Where no modules are named, the adapters say which ones they change.
         ("LoRA adapters may reach the LM head", lora.enable_lora and (not modules or modules & {"all", "lm_head"})),
         ("the weights are shared with other processes", model.weight_cache_mode != "off"),
         (

@@ -41,16 +41,16 @@ def installed_fingerprints() -> dict[str, str]:
 
 def _imported_from(folder: pathlib.Path, module: str) -> set[str]:
     """``module`` and what it imports from ``folder``, directly or not."""
-    found: set[str] = set()
+    modules: set[str] = set()
     new = {module}
     while new:
         name = new.pop()
-        found.add(name)
+        modules.add(name)
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.level == 1:
                 names = [alias.name for alias in node.names] if node.module is None else [node.module]
-                new |= set(names) - found
-    return found
+                new |= set(names) - modules
+    return modules
 
 
 def _is_device_code(statement: ast.stmt) -> bool:

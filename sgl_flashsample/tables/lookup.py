@@ -56,7 +56,7 @@ class Match(enum.StrEnum):
     FAMILY = "family"  # another GPU of the same compute capability
 
 
-USED_AS_FOUND = (Match.EXACT, Match.COMPATIBLE)
+FRESH = (Match.EXACT, Match.COMPATIBLE)  # tables whose times still hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,9 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """A table and where it was. source: which place of the lookup order that is. differs: why not ``Match.EXACT``."""
+class TableFile:
+    """A table, the file that holds it and how well it fits. source: the place in the lookup order that the file is in.
+    differs: why ``match`` is not ``Match.EXACT``; empty where it is."""
 
     table: Table
     file: str
@@ -82,34 +83,36 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedTable:
-    """dispatch: what batches take. found: the tuned table behind it, or None. about: what was looked for, in words.
-    warnings: one line for each file that is not used as it is, and why."""
+    """dispatch: what batches take. table_file: the tuned table that the choices come from, or None. about: the device
+    and head that a table was looked for, in words. warnings: a line for each file that is unused, or used in part only,
+    and why."""
 
     dispatch: DispatchTable
-    found: Found | None
+    table_file: TableFile | None
     about: str
     warnings: tuple[str, ...]
 
     def line(self) -> str:
         """One line for a log."""
-        if self.found is None:
+        file = self.table_file
+        if file is None:
             return f"no tuned table for {self.about}: built-in choices for all batches"
-        table = self.found.table
-        confirmed = sum(len(kept.rows) for kept in table.kept.values())
+        table = file.table
+        confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
         sizes = self.dispatch.flashinfer
         flashinfer = f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
         return (
-            f"tuned table {self.found.file} ({self.found.match}, {self.found.source}): {len(table.entries)} choices "
+            f"tuned table {file.file} ({file.match}, {file.source}): {len(table.entries)} choices "
             f"of its own, {confirmed} built-in ones confirmed; not measured: "
             f"{'; '.join(self._unmeasured()) or 'none'}{flashinfer}"
         )
 
     def _unmeasured(self) -> Iterator[str]:
         """Ranges of the batch sizes that take the built-in choice unmeasured, per kind."""
-        measured = set(self.found.table.kinds) if self.found is not None else set()
+        measured = set(self.table_file.table.kinds) if self.table_file is not None else set()
         for kind in BATCH_KINDS:
             if kind.screen and str(kind) not in measured:
-                continue  # of a table that was measured without a screen
+                continue  # the table was measured without a screen
             sizes = [rows for rows in range(1, 513) if not self.dispatch.is_measured(rows, kind)]
             if sizes:
                 yield f"{kind} {ranges_of(sizes)}"
@@ -205,7 +208,7 @@ def buffer_bytes(config: TileConfig | ScreenConfig, itemsize: int) -> int:
 def bucket_for(sizes: Iterable[int], batch: int) -> int | None:
     """The measured size that serves ``batch`` rows: the next one that is not smaller, within the same tile class and
     not more than twice as large; None: the built-in choice does. Reading the head once more, or a tile twice as tall,
-    costs more than any tuning gains, so a measured size never serves across."""
+    costs more than any tuning gains, so a measured size never serves another tile class."""
     least = min((size for size in sizes if size >= batch), default=None)
     if least is None or least > 2 * batch or _tile_class(least) != _tile_class(batch):
         return None
@@ -218,7 +221,7 @@ def _tile_class(batch: int) -> int:
 
 def find(
     target: Target, file: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ
-) -> tuple[Found | None, list[str]]:
+) -> tuple[TableFile | None, list[str]]:
     """The table for ``target``, and a line for each file or folder that was named but is of no use.
 
     ``file``, or ``FLASHSAMPLE_TUNED``, wins if it can be used at all. Of the folders (``folders``), the first that has
@@ -229,22 +232,22 @@ def find(
     family = environ.get(FAMILY_VARIABLE) == "1"
     named = file or environ.get(FILE_VARIABLE)
     if named:
-        found = _try(Path(named), "the named file", target, family, warnings)
-        if found is not None:
-            return found, warnings
-    best: Found | None = None
+        table_file = _try(Path(named), "the named file", target, family, warnings)
+        if table_file is not None:
+            return table_file, warnings
+    best: TableFile | None = None
     for folder, source in folders(environ, warnings):
         for path in _candidates(folder, target, family):
-            found = _try(path, source, target, family, warnings)
-            if found is not None and (best is None or _rank(found) < _rank(best)):
-                best = found
-        if best is not None and best.match in USED_AS_FOUND:
+            table_file = _try(path, source, target, family, warnings)
+            if table_file is not None and (best is None or _rank(table_file) < _rank(best)):
+                best = table_file
+        if best is not None and best.match in FRESH:
             break
     return best, warnings
 
 
-def _rank(found: Found) -> int:
-    return 0 if found.match in USED_AS_FOUND else list(Match).index(found.match)
+def _rank(table_file: TableFile) -> int:
+    return 0 if table_file.match in FRESH else list(Match).index(table_file.match)
 
 
 def folders(environ: Mapping[str, str], warnings: list[str] | None = None) -> Iterator[tuple[Path, str]]:
@@ -264,9 +267,9 @@ def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _candidates(folder: Path, target: Target, family: bool) -> Iterator[Path]:
-    own = file_name(target.device.name, target.head)
-    if os.path.lexists(folder / own):
-        yield folder / own
+    exact_name = file_name(target.device.name, target.head)
+    if os.path.lexists(folder / exact_name):
+        yield folder / exact_name
     if family:
         start, _, end = file_name("*", target.head).partition("_")
         try:
@@ -274,10 +277,11 @@ def _candidates(folder: Path, target: Target, family: bool) -> Iterator[Path]:
                 names = sorted(entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False))
         except OSError:
             return
-        yield from (folder / name for name in names if name != own and name.startswith(start) and name.endswith(end))
+        others = (name for name in names if name != exact_name and name.startswith(start) and name.endswith(end))
+        yield from (folder / name for name in others)
 
 
-def _try(path: Path, source: str, target: Target, family: bool, warnings: list[str]) -> Found | None:
+def _try(path: Path, source: str, target: Target, family: bool, warnings: list[str]) -> TableFile | None:
     table, reason = load_table(path)
     if table is None:
         warnings.append(f"{one_line(str(path), 300)}: {reason}")
@@ -287,16 +291,16 @@ def _try(path: Path, source: str, target: Target, family: bool, warnings: list[s
     if how is None or reason is not None:
         warnings.append(f"{one_line(str(path), 300)}: {reason}")
         return None
-    return Found(table, str(path), source, how, differs)
+    return TableFile(table, str(path), source, how, differs)
 
 
 def _unusable(table: Table, how: Match | None, differs: tuple[str, ...], target: Target, family: bool) -> str | None:
     if how is None or (how is Match.FAMILY and not family):
         allow = f" ({FAMILY_VARIABLE}=1 allows it)" if how is Match.FAMILY else ""
         return f"{differs[0]}{allow}"
-    if how in USED_AS_FOUND:
+    if how in FRESH:
         return None
-    # Measured elsewhere: there it ran, here it must at least be able to.
+    # It was measured elsewhere: its configurations ran there, and must at least be able to run here.
     for entry in table.entries:
         reason = unsupported_config(entry.launch, target.device, target.head.dtype, KIND_NAMES[entry.kind])
         if reason is not None:
@@ -362,42 +366,40 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None) -> Reso
 
     Raises ValueError for a device without kernels.
     """
-    from ..defaults import HeadFacts
+    from ..defaults import HeadTraits
     from ..dispatch import DispatchTable
 
     shape = head_shape_of(head)
     if shape is None:
-        return ResolvedTable(DispatchTable(HeadFacts.of(head)), None, "a head with logits in another dtype", ())
+        return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, "a head with logits in another dtype", ())
     target = Target(device_of(head.weight.device), shape, environment())
-    found, warnings = find(target, file)
+    table_file, warnings = find(target, file)
     about = f"{target.device.name}, head {shape.vocab} x {shape.hidden} {shape.dtype}"
-    if found is None:
-        return ResolvedTable(DispatchTable(HeadFacts.of(head)), None, about, tuple(warnings))
-    dispatch, more = dispatch_of(found, target, HeadFacts.of(head))
-    return ResolvedTable(dispatch, found, about, (*warnings, *more))
+    if table_file is None:
+        return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, about, tuple(warnings))
+    dispatch, more = dispatch_of(table_file, target, HeadTraits.of(head))
+    return ResolvedTable(dispatch, table_file, about, (*warnings, *more))
 
 
-def dispatch_of(found: Found, target: Target, facts: Any) -> tuple[DispatchTable, list[str]]:
-    """The choices of a table that was found, and a line for what of it is not used."""
+def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[DispatchTable, list[str]]:
+    """The choices of a tuned table, and a warning for each reason why a part of it is unused or may be slow."""
     from ..dispatch import DENSE_ROWS, DispatchTable
 
     warnings = []
-    if found.match not in USED_AS_FOUND:
-        advice = (
-            "tune anew" if found.match is Match.FAMILY else "tune anew, or check with `sgl-flashsample tune verify`"
-        )
-        warnings.append(
-            f"{found.file} is {found.match} ({'; '.join(found.differs)}): its choices may be slow; {advice}"
-        )
+    if table_file.match not in FRESH:
+        differs = "; ".join(table_file.differs)
+        advice = "tune anew"
+        advice += "" if table_file.match is Match.FAMILY else ", or check with `sgl-flashsample tune verify`"
+        warnings.append(f"{table_file.file} is {table_file.match} ({differs}): its choices may be slow; {advice}")
     tuned: dict[BatchKind, dict[int, Config]] = {}
     measured: dict[BatchKind, set[int]] = {}
     flashinfer: set[int] = set()
     unusable: set[str] = set()
     for kind in BATCH_KINDS:
-        sizes = found.table.sizes(str(kind))
+        sizes = table_file.table.sizes(str(kind))
         served = [(rows, bucket_for(sizes, rows)) for rows in range(1, DENSE_ROWS + 1)]
         for size in sizes:
-            entry = found.table.entry(str(kind), size)
+            entry = table_file.table.entry(str(kind), size)
             rows_of_size = [rows for rows, bucket in served if bucket == size]
             if entry is not None:
                 config = entry.launch
@@ -409,5 +411,5 @@ def dispatch_of(found: Found, target: Target, facts: Any) -> tuple[DispatchTable
                     flashinfer.update(rows_of_size)
             measured.setdefault(kind, set()).update(rows_of_size)
     if unusable:
-        warnings.append(f"{found.file}: not used, {'; '.join(sorted(unusable))[:500]}")
-    return DispatchTable(facts, tuned, measured, flashinfer), warnings
+        warnings.append(f"{table_file.file}: not used, {'; '.join(sorted(unusable))[:500]}")
+    return DispatchTable(traits, tuned, measured, flashinfer), warnings

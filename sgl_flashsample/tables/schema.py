@@ -1,8 +1,8 @@
 """Tuned tables, ``flashsample-tune/2``: what was measured for one device and one LM head, as JSON for people to read.
 
 A table has one entry per batch kind and size whose fastest configuration differs from the built-in one, with its
-evidence, and one line per kind with the sizes that keep the built-in choice and their times. The built-in choices
-themselves are tables of the same form (``builtin-*.json``).
+evidence, and one line per kind with the sizes at which measurement confirmed the built-in choice, and their times. The
+built-in choices themselves are tables of the same form (``builtin-*.json``).
 
 A table is data from elsewhere: everything in it is checked, its size, depth and numbers are bounded, and what is wrong
 is named in one line. A table decides how the work is cut, never a token. Reading one needs no torch.
@@ -138,7 +138,7 @@ class Entry(_Struct, frozen=True):
         return CONFIGS[SamplingPath(self.path)](**config)
 
 
-class Kept(_Struct, frozen=True):
+class Confirmed(_Struct, frozen=True):
     """Sizes of one kind of batch for which the built-in choice is the fastest, in the order of ``rows``, and its times;
     gemm_us: of the vendor's GEMM alone in the same race, 0 where it did not run."""
 
@@ -179,7 +179,7 @@ class Table(_Struct, frozen=True):
     provenance: Facts = {}
     rejected: Annotated[dict[str, Count], Meta(max_length=64)] = {}
     entries: list[Entry] = []
-    kept: Annotated[dict[str, Kept], Meta(max_length=64)] = {}
+    confirmed: Annotated[dict[str, Confirmed], Meta(max_length=64)] = {}
     notes: Annotated[list[str], Meta(max_length=MAX_NOTES)] = []
 
     @classmethod
@@ -214,15 +214,15 @@ class Table(_Struct, frozen=True):
     @property
     def kinds(self) -> list[str]:
         """The kinds of batches that were measured."""
-        return list(dict.fromkeys([*(entry.kind for entry in self.entries), *self.kept]))
+        return list(dict.fromkeys([*(entry.kind for entry in self.entries), *self.confirmed]))
 
     def entry(self, kind: str, rows: int) -> Entry | None:
         return next((entry for entry in self.entries if (entry.kind, entry.rows) == (kind, rows)), None)
 
     def sizes(self, kind: str) -> list[int]:
         """The batch sizes that were measured, ascending."""
-        kept = self.kept[kind].rows if kind in self.kept else []
-        return sorted({*kept, *(entry.rows for entry in self.entries if entry.kind == kind)})
+        confirmed = self.confirmed[kind].rows if kind in self.confirmed else []
+        return sorted({*confirmed, *(entry.rows for entry in self.entries if entry.kind == kind)})
 
 
 def file_name(device_name: str, head: HeadShape) -> str:
@@ -243,9 +243,9 @@ def _sections(data: dict[str, Any]) -> Iterator[str]:
         if name == "entries":
             lines = ",\n".join(f"  {json.dumps(entry, ensure_ascii=False)}" for entry in value)
             yield f' "entries": [\n{lines}\n ]' if value else ' "entries": []'
-        elif name == "kept":
-            lines = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(kept)}" for kind, kept in sorted(value.items()))
-            yield f' "kept": {{\n{lines}\n }}'
+        elif name == "confirmed":
+            lines = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(sizes)}" for kind, sizes in sorted(value.items()))
+            yield f' "confirmed": {{\n{lines}\n }}'
         else:
             yield f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False, sort_keys=isinstance(value, dict))}"
 
@@ -275,13 +275,17 @@ def _read(data: Any) -> Table:
             raise BadFileError(f"{where} is the second one for {entry.kind} batches of {entry.rows} rows")
         seen.add((entry.kind, entry.rows))
         entries.append(_checked(where, entry, num_sms, notes))
-    for kind, kept in table.kept.items():
-        twice = [rows for rows in kept.rows if (kind, rows) in seen]
-        if twice or len(set(kept.rows)) != len(kept.rows):
-            raise BadFileError(f"kept.{kind} has {(twice or kept.rows)[0]} rows, which are there twice")
-    known = {kind: kept for kind, kept in table.kept.items() if kind in KIND_NAMES}
+    for kind, confirmed in table.confirmed.items():
+        twice = [rows for rows in confirmed.rows if (kind, rows) in seen]
+        if twice or len(set(confirmed.rows)) != len(confirmed.rows):
+            raise BadFileError(f"confirmed.{kind} has {(twice or confirmed.rows)[0]} rows, which are there twice")
+    known = {kind: confirmed for kind, confirmed in table.confirmed.items() if kind in KIND_NAMES}
     return msgspec.structs.replace(
-        table, schema=SCHEMA, entries=entries, kept=known, notes=[one_line(note, 300) for note in notes[:MAX_NOTES]]
+        table,
+        schema=SCHEMA,
+        entries=entries,
+        confirmed=known,
+        notes=[one_line(note, 300) for note in notes[:MAX_NOTES]],
     )
 
 
@@ -309,14 +313,14 @@ def _check_bounds(where: str, value: Any, depth: int) -> None:
 
 
 def _unknown_fields(data: dict[str, Any]) -> Iterator[str]:
-    """What a later release has added to a well-formed table, but for configurations."""
+    """The fields that a later release has added to a well-formed table, except in configurations."""
     parts: list[tuple[str, type[_Struct], Any]] = [("", Table, data)]
     parts += [("device.", Device, data.get("device")), ("head.", HeadShape, data.get("head"))]
     parts += [(f"entries[{place}].", Entry, entry) for place, entry in enumerate(data.get("entries", []))]
-    for kind, kept in data.get("kept", {}).items():
+    for kind, confirmed in data.get("confirmed", {}).items():
         if kind not in KIND_NAMES:
-            yield f"kept.{kind}"
-        parts.append((f"kept.{kind}.", Kept, kept))
+            yield f"confirmed.{kind}"
+        parts.append((f"confirmed.{kind}.", Confirmed, confirmed))
     for where, struct, fields in parts:
         known = {field.name for field in msgspec.structs.fields(struct)}
         yield from (f"{where}{name}" for name in fields or () if name not in known)

@@ -72,13 +72,13 @@ def test_the_fastest_is_stored_with_its_evidence_and_a_size_that_keeps_the_defau
     costs = {label_of(OTHER, PLAIN): {"1": 250.0}, label_of(QUICK.default(64, PLAIN), PLAIN): {"64": 200.0}}
     costs |= {"gemm": {"64": 320.0}, label_of(DEFAULT, PLAIN): {"1": 300.0}}
     decided = Decided(tmp_path, [PLAIN], [OTHER], sizes=(1, 64), costs=costs)
-    (entry,), kept = decided.table.entries, decided.table.kept["plain"]
+    (entry,), confirmed = decided.table.entries, decided.table.confirmed["plain"]
     assert entry.launch == OTHER and (entry.kind, entry.rows, entry.default) == ("plain", 1, key_of(DEFAULT))
     assert entry.us == pytest.approx(250.0, rel=0.01) and entry.gain == pytest.approx(1 / 6, abs=0.02)
     assert entry.n == RECORDED_ROUNDS and 0 < entry.se < 2.5 and entry.clock_mhz == 1980.0
     assert entry.checked == "tokens, g-test" and set(entry.others) == {"gemm", "gemm+flashinfer"}
-    assert kept.rows == [64] and kept.us == pytest.approx([200.0], rel=0.01)
-    assert kept.gemm_us == pytest.approx([320.0], rel=0.01)
+    assert confirmed.rows == [64] and confirmed.us == pytest.approx([200.0], rel=0.01)
+    assert confirmed.gemm_us == pytest.approx([320.0], rel=0.01)
     assert decided.table.defaults == QUICK.defaults_digest
     assert check(str(decided.path))[0] == []
 
@@ -140,7 +140,7 @@ def test_with_a_screen_what_is_fastest_without_one_races_too(tmp_path):
     screened = QUICK.default(1, SCREENED)
     costs = {label_of(OTHER, PLAIN): {"1": 250.0}, label_of(screened, SCREENED): {"1": 160.0}}
     table = Decided(tmp_path, [PLAIN, SCREENED], [OTHER], costs=costs).table
-    assert table.kept["plain+screen"].us == pytest.approx([160.0], rel=0.01)
+    assert table.confirmed["plain+screen"].us == pytest.approx([160.0], rel=0.01)
     costs[label_of(screened, SCREENED)] = {"1": 400.0}
     decided = Decided(tmp_path, [PLAIN, SCREENED], [], costs=costs | {label_of(DEFAULT, PLAIN): {"1": 250.0}})
     entry = decided.table.entry("plain+screen", 1)
@@ -174,7 +174,7 @@ def test_what_lies_between_two_sizes_gets_one_of_its_own_where_it_matters(tmp_pa
     costs[label_of(fast_at_256, PLAIN)] = {"64": 300.0, "256": 300.0}
     device = {"costs": costs, "model": {"us": 500.0, "rugged": 0.05}}
     decided = Decided(tmp_path, [PLAIN], [fast_at_256], plan=FULL, sizes=(64, 256), **device)
-    assert decided.table.sizes("plain") == [64, 160, 256] and 160 in decided.table.kept["plain"].rows
+    assert decided.table.sizes("plain") == [64, 160, 256] and 160 in decided.table.confirmed["plain"].rows
     (event,) = decided.context.log.of("transfer")
     assert event["inserted"] and event["regret"] == pytest.approx(0.5, abs=0.02)
     again = Decided(tmp_path, [PLAIN], plan=FULL, sizes=(64, 256), log=decided.context.log.events, **device)
@@ -193,12 +193,14 @@ def test_a_decision_of_another_effort_or_without_flashinfer_is_not_recalled(tmp_
 def test_sizes_that_were_there_stay_until_they_are_decided_anew_and_only_while_nothing_else_has_changed(tmp_path):
     costs = {label_of(OTHER, PLAIN): {"1": 250.0}, label_of(QUICK.default(64, PLAIN), PLAIN): {"64": 200.0}}
     first = Decided(tmp_path, [PLAIN], [OTHER], sizes=(1, 64), costs=costs).table
-    assert first.entry("plain", 1) is not None and first.kept["plain"].rows == [64]
+    assert first.entry("plain", 1) is not None and first.confirmed["plain"].rows == [64]
     second = Decided(tmp_path, [PLAIN], sizes=(2,)).table
     assert second.entry("plain", 1) == first.entry("plain", 1)
-    assert second.kept["plain"].rows == [2, 64] and second.kept["plain"].us[1] == first.kept["plain"].us[0]
+    assert (
+        second.confirmed["plain"].rows == [2, 64] and second.confirmed["plain"].us[1] == first.confirmed["plain"].us[0]
+    )
     third = Decided(tmp_path, [PLAIN], sizes=(1,)).table
-    assert third.kept["plain"].rows == [1, 2, 64] and third.entries == [], "1 is decided anew"
+    assert third.confirmed["plain"].rows == [1, 2, 64] and third.entries == [], "1 is decided anew"
     for change in ({"defaults": "sha256:0"}, {"env": {**ENV, "triton": "3.7.0"}}, {"kernels": {"fused": {"src": "x"}}}):
         path = tmp_path / first.file_name
         path.write_text(msgspec.structs.replace(first, **change).dumps())

@@ -154,8 +154,8 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_run_does_the_rest(tmp_path, 
     again = tune(tmp_path, simulated())
     decided = [(event["entry"]["kind"], event["entry"]["rows"]) for event in events_of(again, "decided")]
     assert again.status == "done" and len(decided) == len(set(decided)) == len(PLANNED), "nothing is decided twice"
-    kept = {(one.kind, one.rows): one for one in decisions(again.table)}
-    assert all(kept[one.kind, one.rows] == one for one in decisions(result.table))
+    repeated = {(one.kind, one.rows): one for one in decisions(again.table)}
+    assert all(repeated[one.kind, one.rows] == one for one in decisions(result.table))
 
 
 def start(*arguments: str) -> subprocess.Popen:
@@ -256,12 +256,14 @@ def test_verify_passes_what_is_as_recorded_and_names_what_is_not(tmp_path, simul
     table = result.table
     code, line, replayed = verify(table, simulated(**recorded), Notes())
     assert (code, len(replayed)) == (0, len(sizes_in(table))) and "none slower than the default" in line
-    assert {(one.kind, one.rows) for one in replayed} == sizes_in(table), "entries and kept sizes"
+    assert {(one.kind, one.rows) for one in replayed} == sizes_in(table), "entries and confirmed sizes"
     slower = recorded | {"model": {"us": 330.0, "rugged": 0.08}}
     code, line, replayed = verify(table, simulated(**slower), Notes())
     assert code == 1 and "from the recorded time" in line
-    kept = next(one for one in replayed if one.kind in table.kept and one.rows in table.kept[one.kind].rows)
-    assert kept.off == pytest.approx(0.1, abs=0.02) and kept.reason
+    confirmed = next(
+        one for one in replayed if one.kind in table.confirmed and one.rows in table.confirmed[one.kind].rows
+    )
+    assert confirmed.off == pytest.approx(0.1, abs=0.02) and confirmed.reason
     slow = {**recorded, "costs": recorded["costs"] | {label_of(DEFAULT, PLAIN): {"1": 200.0}}}
     code, line, _ = verify(table, simulated(**slow), Notes())
     assert code == 1 and "slower than the default" in line
@@ -281,6 +283,6 @@ def test_verify_names_what_fails_and_what_has_no_time(tmp_path, simulated):
     device = simulated(costs={label_of(OTHER, PLAIN): {"1": 250.0}}, faults={label_of(OTHER, PLAIN): "crash in race"})
     _, _, replayed = verify(result.table, device, Notes())
     assert next(one.reason for one in replayed if one.kind == "plain") == "runtime: the process ended: exit code 139"
-    untimed = msgspec.structs.replace(result.table, entries=[make_entry("plain", 1, OTHER)], kept={})
+    untimed = msgspec.structs.replace(result.table, entries=[make_entry("plain", 1, OTHER)], confirmed={})
     _, line, _ = verify(untimed, simulated(), Notes())
     assert "the table has no time of it" in line

@@ -33,7 +33,7 @@ from sgl_flashsample.autotune.space import (
     space_hash,
 )
 from sgl_flashsample.autotune.space import SCREENED as SCREENED_PATH
-from sgl_flashsample.defaults import HeadFacts, default_config
+from sgl_flashsample.defaults import HeadTraits, default_config
 from sgl_flashsample.kernels.config import LIMBS, ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kinds import BATCH_KINDS, CONFIGS, path_of
 from sgl_flashsample.tables.lookup import buffer_bytes
@@ -126,9 +126,9 @@ def test_each_default_is_tried_by_its_study_and_comes_first(device, head):
 
 
 def test_the_default_is_what_a_server_takes_without_a_table():
-    facts = HeadFacts("sm90", 2, HEAD.vocab, HEAD.hidden)
+    traits = HeadTraits("sm90", 2, HEAD.vocab, HEAD.hidden)
     assert [QUICK.default(rows, kind) for kind in KINDS for rows in QUICK.sizes] == [
-        default_config(facts, rows, kind) for kind in KINDS for rows in QUICK.sizes
+        default_config(traits, rows, kind) for kind in KINDS for rows in QUICK.sizes
     ]
     unaligned = Plan(H200, msgspec.structs.replace(HEAD, hidden=4097), EFFORTS["quick"])
     assert not unaligned.default(1, PLAIN).tma, "as the launcher runs it"

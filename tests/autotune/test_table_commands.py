@@ -17,18 +17,18 @@ import sgl_flashsample
 from sgl_flashsample.autotune import tables
 from sgl_flashsample.autotune.labels import key_of
 from sgl_flashsample.autotune.tables import check, joined
-from sgl_flashsample.defaults import HeadFacts, default_config
+from sgl_flashsample.defaults import HeadTraits, default_config
 from sgl_flashsample.dispatch import DENSE_ROWS
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.fingerprint import kernel_fingerprint
-from sgl_flashsample.tables.lookup import Found, Match, Target, dispatch_of, load_table
-from sgl_flashsample.tables.schema import HeadShape, Kept, Table
+from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of, load_table
+from sgl_flashsample.tables.schema import Confirmed, HeadShape, Table
 
 TABLE = make_table()
 FUSED, READ = "fused-16x128x256-w4-s3-c1", "logits-1x512-w1-s1-c32-p1"
-FACTS = HeadFacts("sm90", 2, HEAD.vocab, HEAD.hidden)
+TRAITS = HeadTraits("sm90", 2, HEAD.vocab, HEAD.hidden)
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +138,7 @@ def test_a_table_with_nothing_but_what_it_must_have_is_a_table(command, tmp_path
         device=H200,
         head=HEAD,
         entries=[make_entry("plain", 4, ReadConfig(1, 512, 1))],
-        kept={"plain": Kept(rows=[1], us=[0.0])},
+        confirmed={"plain": Confirmed(rows=[1], us=[0.0])},
     )
     file = put(tmp_path / minimal.file_name, minimal)
     for arguments in (["show", file], ["explain", file, "--batch", 3], ["diff", file, file], ["merge", file, file]):
@@ -160,8 +160,8 @@ def test_show_prints_every_size_and_whether_kernels_and_built_in_choices_are_tho
     assert "kernels: as installed here" in out and "built-in choices: as installed here" in out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert f"1 284.0 0.40 304.0 7.0% {FUSED} 1 gemm+flashinfer 364.0, logits 299.0" in lines
-    kept = key_of(default_config(FACTS, 128, KIND_NAMES["plain"]))
-    assert f"128 353.0 353.0 built-in: {kept} gemm 270.5" in lines
+    confirmed = key_of(default_config(TRAITS, 128, KIND_NAMES["plain"]))
+    assert f"128 353.0 353.0 built-in: {confirmed} gemm 270.5" in lines
     assert out.index("\nplain\n") < out.index("\nedit+truncate\n")
     assert "rejected: 14 shared_memory" in out and "screen:" not in out
     assert "\nplain\n" not in command("show", file, "--kind", "edit+truncate")[1]
@@ -253,8 +253,8 @@ LARGE = msgspec.structs.replace(TABLE, entries=[*TABLE.entries, make_entry("plai
 @pytest.mark.parametrize("table", [TABLE, SCREENED, LARGE], ids=["unscreened", "screened", "large"])
 def test_explain_names_what_the_dispatcher_takes(command, tmp_path, table):
     file = put(tmp_path / "table", table)
-    found = Found(load_table(file)[0], str(file), "the named file", Match.EXACT)
-    dispatch, _ = dispatch_of(found, Target(H200, HEAD, {}), FACTS)
+    table_file = TableFile(load_table(file)[0], str(file), "the named file", Match.EXACT)
+    dispatch, _ = dispatch_of(table_file, Target(H200, HEAD, {}), TRAITS)
     assert tables.DISPATCHED_ROWS == DENSE_ROWS
     for rows in (1, 2, 3, 4, 5, 9, 16, 17, 24, 33, 64, 100, 129, 512, 513, 1024):
         explained = json.loads(command("explain", file, "--batch", rows, "--json")[1])
@@ -299,8 +299,8 @@ def test_diff_tells_noise_from_a_difference_and_a_changed_choice_from_the_same(c
     other = changed(TABLE, "plain", 1, us=284.9)  # 0.9 of 0.57 combined: less than 1.96
     other = changed(other, "plain", 4, TileConfig(16, 128, 256, 4, 3), us=280.0)
     other = changed(other, "plain", 16, us=289.0)
-    kept = {"plain": Kept(rows=[32], us=[300.0]), "edit+truncate": TABLE.kept["edit+truncate"]}
-    other = msgspec.structs.replace(other, env=other.env | {"triton": "3.7.0"}, effort="quick", kept=kept)
+    confirmed = {"plain": Confirmed(rows=[32], us=[300.0]), "edit+truncate": TABLE.confirmed["edit+truncate"]}
+    other = msgspec.structs.replace(other, env=other.env | {"triton": "3.7.0"}, effort="quick", confirmed=confirmed)
     path = put(tmp_path / "b", other)
     code, out, _ = command("diff", file, path)
     assert code == 0
@@ -308,7 +308,7 @@ def test_diff_tells_noise_from_a_difference_and_a_changed_choice_from_the_same(c
     assert lines["triton"] == "triton: 3.6.0 -> 3.7.0" and lines["effort"] == "effort: full -> quick"
     assert f"us B/A 0.9739 +- 0.0019, B faster; {READ} -> {FUSED}" in lines["plain 4"]
     assert "1.0105 +- 0.0020, B slower; same choice" in lines["plain 16"]
-    assert "1.0345 +- 0.0044, B slower; same choice" in lines["plain 32"], "a kept size has the error of a race"
+    assert "1.0345 +- 0.0044, B slower; same choice" in lines["plain 32"], "a confirmed size has the error of a race"
     assert "only in A: built-in: fused-64" in lines["plain 128"] and "plain 1" not in lines
     assert "6 sizes in both: 1 with another choice, 3 with a time beyond noise (1.96 combined" in out
     assert "us B/A 1.0032 +- 0.0020, within noise; same choice" in command("diff", file, path, "--all")[1]
@@ -330,18 +330,21 @@ def test_diff_of_a_table_with_itself_has_nothing_to_say(command, file):
 def test_merge_takes_the_other_choice_only_where_it_is_better_beyond_noise(command, file, tmp_path):
     other = changed(TABLE, "plain", 1, TileConfig(32, 128, 128, 8, 5), us=283.5)  # better, within noise
     other = changed(other, "plain", 4, TileConfig(16, 128, 256, 4, 3), us=280.0)  # better
-    kept = {"plain": Kept(rows=[2, 128], us=[200.0, 400.0]), "greedy": Kept(rows=[2], us=[281.0], gemm_us=[255.0])}
+    confirmed = {
+        "plain": Confirmed(rows=[2, 128], us=[200.0, 400.0]),
+        "greedy": Confirmed(rows=[2], us=[281.0], gemm_us=[255.0]),
+    }
     entries = [entry for entry in other.entries if (entry.kind, entry.rows) != ("plain", 16)]
     entries.append(make_entry("plain", 32, READ_8, us=250.0, se=0.4, n=9))  # what A keeps is slower
-    other = msgspec.structs.replace(other, entries=entries, kept=kept)
+    other = msgspec.structs.replace(other, entries=entries, confirmed=confirmed)
     path, out = put(tmp_path / "b", other), tmp_path / "c"
     code, said, _ = command("merge", file, path, "-o", out)
     assert code == 0 and said == f"{out}: 9 sizes, 2 of them better in {path}, 2 only there\n"
     merged, _ = load_table(out)
     for rows, table in ((1, TABLE), (4, other), (16, TABLE), (32, other)):
         assert merged.entry("plain", rows) == table.entry("plain", rows)
-    assert merged.kept["plain"] == Kept(rows=[2, 128], us=[200.0, 353.0], gemm_us=[0.0, 270.5])
-    assert merged.kept["greedy"] == other.kept["greedy"] and merged.entry("edit+truncate", 16) is not None
+    assert merged.confirmed["plain"] == Confirmed(rows=[2, 128], us=[200.0, 353.0], gemm_us=[0.0, 270.5])
+    assert merged.confirmed["greedy"] == other.confirmed["greedy"] and merged.entry("edit+truncate", 16) is not None
     assert merged.provenance["a"] == TABLE.provenance and merged.rejected == TABLE.rejected
     again = command("merge", out, out, "-o", out)
     assert again[0] == 0, "merging tables that were merged does not nest without end"
@@ -349,10 +352,12 @@ def test_merge_takes_the_other_choice_only_where_it_is_better_beyond_noise(comma
 
 def test_merge_lets_a_built_in_choice_win_that_has_become_the_fastest():
     faster = msgspec.structs.replace(
-        TABLE, entries=[], kept={"plain": Kept(rows=[1], us=[200.0]), "edit+truncate": Kept(rows=[16], us=[900.0])}
+        TABLE,
+        entries=[],
+        confirmed={"plain": Confirmed(rows=[1], us=[200.0]), "edit+truncate": Confirmed(rows=[16], us=[900.0])},
     )
     merged, taken, added = joined(TABLE, faster)
-    assert (taken, added) == (1, 0) and merged.entry("plain", 1) is None and 1 in merged.kept["plain"].rows
+    assert (taken, added) == (1, 0) and merged.entry("plain", 1) is None and 1 in merged.confirmed["plain"].rows
     assert merged.entry("edit+truncate", 16) == TABLE.entry("edit+truncate", 16)
     merged, taken, added = joined(TABLE, SCREENED)
     assert merged.measure["screen"] == SCREENED.measure["screen"] and (taken, added) == (0, 1)
@@ -402,14 +407,16 @@ def test_lint_passes_a_good_table_and_says_what_is_stale(command, file, tmp_path
         (lambda path: put(path, changed(TABLE, "plain", 1, default_us=0)), "plain 1: default_us is 0.0; expected"),
         (lambda path: put(path, changed(TABLE, "plain", 1, tied=[FUSED])), f"tied names {FUSED}, which it takes"),
         (lambda path: put(path, changed(TABLE, "plain", 1, flashinfer=True)), "it serves truncated batches, tp 1"),
-        (lambda path: put(path, msgspec.structs.replace(TABLE, entries=[], kept={})), "it has no sizes"),
+        (lambda path: put(path, msgspec.structs.replace(TABLE, entries=[], confirmed={})), "it has no sizes"),
         (
-            lambda path: put(path, msgspec.structs.replace(TABLE, kept={"plain": Kept(rows=[128, 32], us=[1.0, 1.0])})),
-            "kept.plain: rows are [128, 32]; expected them ascending",
+            lambda path: put(
+                path, msgspec.structs.replace(TABLE, confirmed={"plain": Confirmed(rows=[128, 32], us=[1.0, 1.0])})
+            ),
+            "confirmed.plain: rows are [128, 32]; expected them ascending",
         ),
         (
-            lambda path: put(path, changed(TABLE, "plain", 1, default_config(FACTS, 1, KIND_NAMES["plain"]))),
-            "plain 1 takes the built-in choice: it belongs to the kept sizes",
+            lambda path: put(path, changed(TABLE, "plain", 1, default_config(TRAITS, 1, KIND_NAMES["plain"]))),
+            "plain 1 takes the built-in choice: it belongs to the confirmed sizes",
         ),
         (lambda path: put(path, changed(TABLE, "plain", 4, SCREEN)), "it is for batches with a screen"),
         (

@@ -166,7 +166,7 @@ def test_a_report_says_what_won_where_and_by_how_much_and_shows_names_as_text():
     assert "with a screen" not in Page(report.page(make_table(), None)).text
 
 
-def test_a_report_knows_of_kept_sizes_what_the_log_says(tmp_path, simulated, command):
+def test_a_report_knows_of_confirmed_sizes_what_the_log_says(tmp_path, simulated, command):
     arguments = (*SHAPE, "--effort", "quick", "--batch-sizes", "64", "--simulated", simulated(), "--out", tmp_path)
     assert command("run", *arguments)[0] == 0
     (file,) = tmp_path.glob("fs2*.json")
@@ -177,9 +177,9 @@ def test_a_report_knows_of_kept_sizes_what_the_log_says(tmp_path, simulated, com
     logged = [entry_of(event) for event in events if event.get("event") == "decided"]
     with_log, without = ({str(one.kind): one for one in report.decisions(table, log)} for log in (logged, []))
     assert with_log.keys() == without.keys() and all(one.us for one in without.values())
-    kept = next(iter(table.kept))
-    assert with_log[kept].entry.others.keys() > without[kept].entry.others.keys() == {"gemm"}
-    assert with_log[kept].kept and with_log[kept].entry.checked
+    confirmed = next(iter(table.confirmed))
+    assert with_log[confirmed].entry.others.keys() > without[confirmed].entry.others.keys() == {"gemm"}
+    assert with_log[confirmed].confirmed and with_log[confirmed].entry.checked
 
 
 @pytest.mark.parametrize(

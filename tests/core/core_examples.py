@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from kernel_cases import Case, expected, make_case
 
-from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kernels.params import LMHead
@@ -32,7 +32,7 @@ def example(device: torch.device, kind: BatchKind = PLAIN, rows: int = ROWS, **o
 
 def table_of(head: LMHead, kinds=BATCH_KINDS, sizes=TURNS, **options) -> DispatchTable:
     """``sizes`` for each of these kinds."""
-    return DispatchTable(HeadFacts.of(head), {kind: sizes for kind in kinds}, **options)
+    return DispatchTable(HeadTraits.of(head), {kind: sizes for kind in kinds}, **options)
 
 
 def assert_reference(tokens: torch.Tensor, case: Case) -> None:

@@ -84,7 +84,7 @@ def test_arguments_that_do_not_fit_are_named(device):
         (states, {"temperature": params.temperature[:2]}, {}, r"temperature is \(2,\)"),
         (states, {"truncation": dataclasses.replace(limits, top_k=limits.top_k.long())}, {}, "top_k is .*int64"),
         (states, {"edits": dataclasses.replace(edits, bias=edits.bias[:, 1:])}, {}, r"bias is \(9, 599\)"),
-        (states, {}, {"table": other}, r"table is for HeadFacts\(.*vocab_size=32.*expected one for the head's Head"),
+        (states, {}, {"table": other}, r"table is for HeadTraits\(.*vocab_size=32.*expected one for the head's Head"),
         (states, {}, {"workspace": Workspace(1, device)}, "workspace has 1 slots"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ from sgl_flashsample.defaults import (
     FAMILIES,
     INTERPRETED,
     SHIPPED,
-    HeadFacts,
+    HeadTraits,
     all_configs,
     builtin_table,
     default_config,
@@ -37,15 +37,15 @@ DEVICES = {
 }
 
 
-def facts(family="sm90", itemsize=2, hidden=4096, has_gemm=True) -> HeadFacts:
-    return HeadFacts(family, itemsize, 151_936, hidden, has_gemm)
+def traits(family="sm90", itemsize=2, hidden=4096, has_gemm=True) -> HeadTraits:
+    return HeadTraits(family, itemsize, 151_936, hidden, has_gemm)
 
 
 @pytest.mark.parametrize("has_gemm", [True, False])
 @pytest.mark.parametrize("family, itemsize", [*TABLES, (INTERPRETED, 4)])
 def test_every_batch_has_a_choice_on_every_path_that_can_run_on_the_device(family, itemsize, has_gemm):
     for hidden in (64, 4096):
-        head = facts(family, itemsize, hidden, has_gemm)
+        head = traits(family, itemsize, hidden, has_gemm)
         for kind in BATCH_KINDS:
             for rows in SIZES:
                 chosen = default_config(head, rows, kind)
@@ -73,27 +73,27 @@ def test_a_file_of_built_in_choices_is_a_table_and_no_tuned_one(family, itemsize
 
 def test_editing_one_line_changes_what_one_size_of_batch_takes_and_nothing_else(builtin_files):
     every = [(rows, kind) for rows in range(1, 140) for kind in BATCH_KINDS]
-    before = {one: default_config(facts(), *one) for one in every}
+    before = {one: default_config(traits(), *one) for one in every}
 
     def deepen(line: str) -> str:
         return line.replace('"stages": 5', '"stages": 3') if '"plain", "rows": 32, "path": "fused"' in line else line
 
     builtin_files("builtin-sm90-2byte.json", deepen)
-    after = {one: default_config(facts(), *one) for one in every}
+    after = {one: default_config(traits(), *one) for one in every}
     changed = {one for one in every if after[one] != before[one]}
     names = ("plain", "greedy", "greedy+screen")  # not "plain+screen": these batches take the screen
     assert changed == {(rows, KIND_NAMES[name]) for rows in range(17, 33) for name in names}
     assert {after[one].stages for one in changed} == {3}
-    assert default_config(facts("sm80"), 20, PLAIN).stages == 4
+    assert default_config(traits("sm80"), 20, PLAIN).stages == 4
 
 
 def test_an_entry_for_wide_heads_alone_is_nothing_to_the_others(builtin_files):
     wide = {"kind": "plain", "rows": 9000, "path": "logits", "min_hidden": 8192}
     wide["config"] = {"block_b": 8, "block_v": 64, "num_warps": 1}
-    before = {rows: default_config(facts(), rows, PLAIN) for rows in (512, 600)}
+    before = {rows: default_config(traits(), rows, PLAIN) for rows in (512, 600)}
     builtin_files("builtin-sm90-2byte.json", lambda line: line.replace('s": [', f's": [{json.dumps(wide)},'))
-    assert default_config(facts(hidden=8192), 600, PLAIN).block_b == 8
-    assert {rows: default_config(facts(), rows, PLAIN) for rows in before} == before
+    assert default_config(traits(hidden=8192), 600, PLAIN).block_b == 8
+    assert {rows: default_config(traits(), rows, PLAIN) for rows in before} == before
 
 
 @pytest.mark.parametrize("place", ["kind", "rows", "path", "config", "on_request", "min_hidden", "truncation"])
@@ -121,20 +121,20 @@ def test_the_digest_changes_with_every_choice(builtin_files, place):
 
 
 def test_an_entry_serves_up_to_its_size_and_the_last_one_all_larger_batches():
-    taken = {rows: default_config(facts(), rows, PLAIN) for rows in (1, 16, 17, 32, 33, 128, 129, 512, 513, 9999)}
+    taken = {rows: default_config(traits(), rows, PLAIN) for rows in (1, 16, 17, 32, 33, 128, 129, 512, 513, 9999)}
     assert taken[1] == taken[16] != taken[17] == taken[32] != taken[33] != taken[128]
     assert isinstance(taken[128], TileConfig) and isinstance(taken[129], ReadConfig)
     assert taken[129] == taken[512] == taken[513] == taken[9999]
-    asked = default_config_on(facts(), SamplingPath.FUSED, 300, PLAIN)
+    asked = default_config_on(traits(), SamplingPath.FUSED, 300, PLAIN)
     assert asked.block_b == 128 and asked != taken[128], "an entry for those alone who ask for its path"
 
 
 def test_a_kind_without_entries_takes_those_of_its_fallback():
     for rows in (1, 20, 64, 300):
-        assert default_config(facts(), rows, KIND_NAMES["greedy"]) == default_config(facts(), rows, PLAIN)
+        assert default_config(traits(), rows, KIND_NAMES["greedy"]) == default_config(traits(), rows, PLAIN)
         for kind in UNSCREENED:  # not measured there: no batch is screened
-            wanted = default_config(facts("sm100"), rows, kind)
-            assert default_config(facts("sm100"), rows, kind._replace(screen=True)) == wanted
+            wanted = default_config(traits("sm100"), rows, kind)
+            assert default_config(traits("sm100"), rows, kind._replace(screen=True)) == wanted
 
 
 @pytest.mark.parametrize("hidden, truncated", [(2879, 1), (2880, 8)])
@@ -142,7 +142,7 @@ def test_on_sm90_batches_are_screened_up_to_the_sizes_that_were_measured_to_win(
     largest = {"plain": 32, "greedy": 16, "edit": 16, "truncate": truncated, "edit+truncate": 0}
     for name, size in largest.items():
         kind = KIND_NAMES[f"{name}+screen"]
-        for head in (facts(hidden=hidden), facts(hidden=hidden, has_gemm=False)):
+        for head in (traits(hidden=hidden), traits(hidden=hidden, has_gemm=False)):
             screened = [rows for rows in range(1, 600) if isinstance(default_config(head, rows, kind), ScreenConfig)]
             assert screened == list(range(1, size + 1))
             assert default_config(head, size + 1, kind) == default_config(head, size + 1, kind.unscreened)
@@ -152,12 +152,12 @@ def test_a_head_whose_gemm_is_slow_or_rounds_otherwise_keeps_to_the_fused_pass(d
     weight = example(device).head.weight
     unaligned, padded = LMHead(weight[:599]), LMHead(weight, vocab_size=599)
     rounded = LMHead(weight.bfloat16(), logits_dtype=torch.float32)
-    assert [HeadFacts.of(head).has_gemm for head in (LMHead(weight), unaligned, padded, rounded)] == [True, False] * 2
-    assert HeadFacts.of(padded) == HeadFacts(family_of_device(device), 4, 599, 32, True)
+    assert [HeadTraits.of(head).has_gemm for head in (LMHead(weight), unaligned, padded, rounded)] == [True, False] * 2
+    assert HeadTraits.of(padded) == HeadTraits(family_of_device(device), 4, 599, 32, True)
     for kind in UNSCREENED:
         for rows in (65, 200, 700):
-            fused = default_config_on(facts(), SamplingPath.FUSED, rows, kind)
-            assert default_config(facts(has_gemm=False), rows, kind) == fused
+            fused = default_config_on(traits(), SamplingPath.FUSED, rows, kind)
+            assert default_config(traits(has_gemm=False), rows, kind) == fused
 
 
 def test_a_family_is_that_of_the_compute_capability():
@@ -174,7 +174,7 @@ def test_a_family_is_that_of_the_compute_capability():
 
 @pytest.mark.parametrize("rows, vocab, hidden", [(1, 1, 8), (9, 600, 32), (600, 151_936, 4096)])
 def test_interpreted_choices_are_few_programs_within_the_interpreters_block_limit(rows, vocab, hidden):
-    head = HeadFacts(INTERPRETED, 4, vocab, hidden)
+    head = HeadTraits(INTERPRETED, 4, vocab, hidden)
     for kind in BATCH_KINDS:
         screened = kind.screen and rows <= defaults.MAX_INTERPRETED_SCREEN_ROWS
         wanted = SamplingPath.SCREENED if screened else SamplingPath.FUSED

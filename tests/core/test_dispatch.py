@@ -27,13 +27,13 @@ from core_examples import (
 from kernel_cases import limits, take
 
 from sgl_flashsample import LMHead, SamplingPath, Screen, api, dispatch, sample, sample_from_logits
-from sgl_flashsample.defaults import HeadFacts, default_config, default_config_on
+from sgl_flashsample.defaults import HeadTraits, default_config, default_config_on
 from sgl_flashsample.dispatch import DENSE_ROWS, DispatchTable, default_table, make_workspace
 from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
 from sgl_flashsample.kinds import BATCH_KINDS, CONFIGS, KIND_NAMES, PLAIN, path_of
 
 GREEDY, TRUNCATE, EDIT = (KIND_NAMES[name] for name in ("greedy", "truncate", "edit"))
-H200 = HeadFacts("sm90", 2, 151_936, 2048)  # built-in choices with screens, and without them for some batches
+H200 = HeadTraits("sm90", 2, 151_936, 2048)  # built-in choices with screens, and without them for some batches
 
 
 @pytest.fixture
@@ -155,7 +155,9 @@ def test_a_table_serves_heads_of_its_shape_alone(device, head):
         LMHead(torch.zeros(VOCAB, 48, device=device)),
     ):
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"table is for HeadFacts\(.*expected one for the head's HeadFacts\("):
+            with pytest.raises(
+                ValueError, match=r"table is for HeadTraits\(.*expected one for the head's HeadTraits\("
+            ):
                 table.check(other)
     table.check(head)
 
@@ -189,7 +191,7 @@ def test_a_path_that_is_asked_for_is_the_one_that_runs(device, launched):
 
 
 def test_only_a_plain_batch_that_is_said_to_be_greedy_takes_the_greedy_choice(device, head, launched):
-    table = DispatchTable(HeadFacts.of(head), {PLAIN: {ROWS: TILE}, GREEDY: {ROWS: WIDE}, EDIT: {ROWS: READ}})
+    table = DispatchTable(HeadTraits.of(head), {PLAIN: {ROWS: TILE}, GREEDY: {ROWS: WIDE}, EDIT: {ROWS: READ}})
     greedy, edited = example(device, GREEDY), example(device, EDIT)
     for case in (greedy.with_params(all_greedy=False), greedy, edited, edited.with_params(all_greedy=True)):
         sample(case.hidden, head, case.params, table=table)

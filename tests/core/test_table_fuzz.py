@@ -14,7 +14,7 @@ from kernel_cases import take
 from tuned_tables import table_for_this_machine
 
 from sgl_flashsample import sample
-from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.lookup import ResolvedTable, Target
@@ -98,26 +98,26 @@ def accepted(request, head, tmp_path_factory) -> list[ResolvedTable]:
     file, tables, used, started = folder / "table.json", {}, 0, time.process_time()
     for seed in range(request.param):
         file.write_bytes(corrupted(text, seed))
-        found, warnings = lookup.find(target, file, {"SGLANG_CACHE_DIR": str(folder)})
-        assert (found is None) == bool(warnings), seed
+        table_file, warnings = lookup.find(target, file, {"SGLANG_CACHE_DIR": str(folder)})
+        assert (table_file is None) == bool(warnings), seed
         assert all(line.isprintable() and len(line) < 700 for line in warnings), seed
-        if found is not None:
+        if table_file is not None:
             used += 1
-            assert all(note.isprintable() for note in (*found.differs, *found.table.notes)), seed
-            tables.setdefault(repr((found.table.entries, found.table.kept)), found)
+            assert all(note.isprintable() for note in (*table_file.differs, *table_file.table.notes)), seed
+            tables.setdefault(repr((table_file.table.entries, table_file.table.confirmed)), table_file)
     assert time.process_time() - started < 1 + request.param * 6e-3, "none of them may take long"
     assert request.param * 0.1 < used < request.param * 0.9, "both happen, or this tests nothing"
     resolved = []
-    for found in list(tables.values())[: request.param // 5]:
-        dispatch, warnings = lookup.dispatch_of(found, target, HeadFacts.of(head))
-        resolved.append(ResolvedTable(dispatch, found, "this head", tuple(warnings)))
+    for table_file in list(tables.values())[: request.param // 5]:
+        dispatch, warnings = lookup.dispatch_of(table_file, target, HeadTraits.of(head))
+        resolved.append(ResolvedTable(dispatch, table_file, "this head", tuple(warnings)))
     return resolved
 
 
 def test_a_corrupted_table_is_a_miss_or_in_bounds_and_never_an_error(accepted):
     for table in accepted:
         assert table.line().isprintable() and all(line.isprintable() for line in table.warnings)
-        assert table.found.table.dumps()
+        assert table.table_file.table.dumps()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")

@@ -21,7 +21,7 @@ from sgl_flashsample.kinds import KIND_NAMES, PLAIN
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.fingerprint import installed_fingerprints, kernel_fingerprint
 from sgl_flashsample.tables.lookup import Match, Target, bucket_for, find, match, unsupported_config
-from sgl_flashsample.tables.schema import MAX_BYTES, HeadShape, Kept
+from sgl_flashsample.tables.schema import MAX_BYTES, Confirmed, HeadShape
 
 replace = msgspec.structs.replace
 TABLE = make_table()
@@ -137,12 +137,12 @@ def test_the_named_file_wins_then_the_folders_then_the_cache_then_what_is_shippe
     made, environ = folders
     for name in ("shipped", "cache/flashsample", "second", "first"):
         path = put(made[name])
-        found, warnings = find(TARGET, environ=environ)
-        assert found.file == path and warnings == []
+        table_file, warnings = find(TARGET, environ=environ)
+        assert table_file.file == path and warnings == []
     named = put(made["first"].parent, STALE, "any name.json")
     environ[lookup.FILE_VARIABLE] = named
-    found, _ = find(TARGET, environ=environ)
-    assert (found.file, found.match) == (named, Match.STALE), "who names a file wants that file"
+    table_file, _ = find(TARGET, environ=environ)
+    assert (table_file.file, table_file.match) == (named, Match.STALE), "who names a file wants that file"
     assert find(TARGET, file=path, environ=environ)[0].file == path
 
 
@@ -158,8 +158,8 @@ def test_a_stale_table_is_used_only_if_all_it_has_could_run_here(folders):
     made, environ = folders
     entries = [make_entry("plain", 1, TileConfig(16, 128, 256, 4, 4)), *TABLE.entries[2:]]
     put(made["first"], replace(STALE, entries=entries))
-    found, warnings = find(TARGET, environ=environ)
-    assert found is None
+    table_file, warnings = find(TARGET, environ=environ)
+    assert table_file is None
     assert "it is stale, and its configuration for plain 1 cannot run here: its buffers take" in warnings[0]
     put(made["first"], replace(TABLE, entries=entries))
     assert find(TARGET, environ=environ)[0].match is Match.EXACT, "measured here: the rest of it is of use"
@@ -171,8 +171,8 @@ def test_a_table_of_another_gpu_is_used_only_when_that_is_allowed_and_never_one_
     path = put(made["second"], other)
     assert find(TARGET, environ=environ) == (None, []), "under its own name it is nobody's business"
     renamed = put(made["first"], other, TABLE.file_name)
-    found, (line,) = find(TARGET, environ=environ)
-    assert found is None
+    table_file, (line,) = find(TARGET, environ=environ)
+    assert table_file is None
     assert line.startswith(f"{renamed}: it is for NVIDIA H100") and "FLASHSAMPLE_ALLOW_FAMILY=1" in line
     os.remove(renamed)
     put(made["first"], replace(TABLE, device=A100))
@@ -186,8 +186,8 @@ def test_a_folder_that_was_named_and_is_not_there_is_said_and_the_others_are_sea
     made, environ = folders
     path = put(made["shipped"])
     environ[lookup.FOLDERS_VARIABLE] = os.pathsep.join([str(made["first"] / "nothing"), "", str(made["second"])])
-    found, warnings = find(TARGET, environ=environ)
-    assert found.file == path
+    table_file, warnings = find(TARGET, environ=environ)
+    assert table_file.file == path
     assert warnings == [f"FLASHSAMPLE_TUNED_DIR: {made['first'] / 'nothing'} is not a folder"]
     monkeypatch.setenv("HOME", "/home/me")
     assert lookup.user_folder({}) == Path("/home/me/.cache/sglang/flashsample"), "SGLang's own"
@@ -226,8 +226,8 @@ def test_a_bad_file_is_a_miss_with_one_line_at_once_and_the_next_place_serves(fo
     make(path)
     started = time.monotonic()
     for file, variables in ((path, environ | {lookup.FOLDERS_VARIABLE: ""}), (None, environ)):
-        found, (line,) = find(TARGET, file=file, environ=variables)
-        assert found.file == shipped
+        table_file, (line,) = find(TARGET, file=file, environ=variables)
+        assert table_file.file == shipped
         assert line.startswith(f"{path}: ") and message in line and line.isprintable()
     assert time.monotonic() - started < 1
 
@@ -250,8 +250,8 @@ def own_table(head: LMHead, **changes):
     """A table for this machine's device and this head."""
     table = make_table(lookup.device_of(head.weight.device), lookup.head_shape_of(head), env=lookup.environment())
     entries = [make_entry("edit", 16, TILE), make_entry("plain", 16, TILE), make_entry("plain", 64, READ)]
-    kept = {"plain": Kept(rows=[4, 32], us=[1.0, 2.0])}
-    return replace(table, **({"entries": entries, "kept": kept} | changes))
+    confirmed = {"plain": Confirmed(rows=[4, 32], us=[1.0, 2.0])}
+    return replace(table, **({"entries": entries, "confirmed": confirmed} | changes))
 
 
 @pytest.fixture
@@ -263,11 +263,11 @@ def test_a_resolved_table_serves_its_sizes_and_the_built_in_choices_serve_the_re
     for name, value in folders[1].items():
         monkeypatch.setenv(name, value)
     none = resolve(head)
-    assert none.found is None and none.warnings == ()
+    assert none.table_file is None and none.warnings == ()
     assert none.line().startswith("no tuned table for ") and none.line().endswith("built-in choices for all batches")
     path = put(folders[0]["second"], own_table(head))
     resolved = resolve(head)
-    assert (resolved.found.match, resolved.warnings) == (Match.EXACT, ())
+    assert (resolved.table_file.match, resolved.warnings) == (Match.EXACT, ())
     for rows in range(1, 140):
         default = default_table(head).lookup(rows)
         wanted = TILE if 8 <= rows <= 16 else READ if 33 <= rows <= 64 else default
@@ -286,7 +286,7 @@ def test_a_table_with_screened_kinds_leaves_those_without_a_screen_alone(head, t
     screened = [make_entry("plain+screen", 8, SCREEN), make_entry("plain+screen", 16, TILE)]
     newer = replace(table, entries=[*table.entries, *screened], kernels=SCREENED_KERNELS)
     resolved = resolve(head, file=put(tmp_path, newer, "newer"))
-    assert resolved.found.match is Match.EXACT and resolved.warnings == ()
+    assert resolved.table_file.match is Match.EXACT and resolved.warnings == ()
     assert [resolved.dispatch.lookup(rows, kind) for rows in (4, 8, 9, 16)] == [SCREEN, SCREEN, TILE, TILE]
     assert [one.screened_rows(512, measured=True) for one in (resolved.dispatch, older)] == [8, 0]
     for kind in UNSCREENED:
@@ -297,7 +297,7 @@ def test_a_table_with_screened_kinds_leaves_those_without_a_screen_alone(head, t
 def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, tmp_path):
     path = put(tmp_path, own_table(head, kernels=TABLE.kernels | {"fused": {"src": "sha256:0"}}))
     resolved = resolve(head, file=path)
-    assert resolved.found.match is Match.STALE and resolved.dispatch.lookup(16) == TILE
+    assert resolved.table_file.match is Match.STALE and resolved.dispatch.lookup(16) == TILE
     (line,) = resolved.warnings
     assert line.startswith(f"{path} is stale ({KERNELS_CHANGED})") and "tune verify" in line
 
@@ -325,7 +325,7 @@ def test_the_sizes_that_a_table_gives_to_flashinfer_are_those_of_truncated_batch
 def test_a_tuned_table_of_this_machine_draws_the_references_tokens(device, head, tmp_path, launched):
     table = table_for_this_machine(device, lookup.head_shape_of(head))
     resolved = resolve(head, file=put(tmp_path, table))
-    assert resolved.found.match is Match.EXACT and resolved.warnings == ()
+    assert resolved.table_file.match is Match.EXACT and resolved.warnings == ()
     for entry in table.entries:
         if entry.rows <= ROWS:
             case = example(device, KIND_NAMES[entry.kind])
@@ -344,4 +344,4 @@ def test_what_is_looked_for_is_this_machine_and_this_head(head, tmp_path):
     assert lookup.head_shape_of(LMHead(head.weight, softcap=2.0)) == replace(shape, softcap=True)
     other_logits = LMHead(head.weight.half(), logits_dtype=torch.float32)  # no table is measured for such a head
     resolved = resolve(other_logits, file=put(tmp_path, own_table(head)))
-    assert resolved.found is None and "logits in another dtype" in resolved.line()
+    assert resolved.table_file is None and "logits in another dtype" in resolved.line()

@@ -16,7 +16,15 @@ from tuned_tables import H200, HEAD, make_entry, make_table
 
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kinds import CONFIGS, KIND_NAMES
-from sgl_flashsample.tables.schema import MAX_OF_FIELD, HeadShape, Kept, Table, TableError, config_fields, file_name
+from sgl_flashsample.tables.schema import (
+    MAX_OF_FIELD,
+    Confirmed,
+    HeadShape,
+    Table,
+    TableError,
+    config_fields,
+    file_name,
+)
 
 TEXT = make_table().dumps()
 
@@ -87,13 +95,13 @@ def tables(draw: st.DrawFn) -> Table:
         )
         for one in sorted(places[:cut])
     ]
-    kept: dict[str, Kept] = {}
+    confirmed: dict[str, Confirmed] = {}
     for kind in {kind for kind, _ in places[cut:]}:
         rows = [rows for other, rows in places[cut:] if other == kind]
-        kept[kind] = Kept(rows=rows, us=[draw(times) for _ in rows], gemm_us=[draw(times) for _ in rows])
+        confirmed[kind] = Confirmed(rows=rows, us=[draw(times) for _ in rows], gemm_us=[draw(times) for _ in rows])
     head = HeadShape(vocab=draw(st.integers(1, 300_000)), hidden=64, dtype=draw(sizes(("bf16", "fp32"))))
     measure = draw(st.dictionaries(names, names | times | st.lists(times, max_size=2), max_size=3))
-    return make_table(head=head, entries=entries, kept=kept, measure=measure)
+    return make_table(head=head, entries=entries, confirmed=confirmed, measure=measure)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -171,11 +179,11 @@ WRONG = [
     ("entries.1.gain", 1.5, "$.entries[1].gain"),
     ("entries.1.tied", ["a"] * 65, "$.entries[1].tied"),
     ("entries.1.others", {"x": None}, "$.entries[1].others"),
-    ("kept.plain.rows", [32], "us has 2 times; expected 1, one for each of rows"),
-    ("kept.plain.gemm_us", [1.0], "gemm_us has 1 times; expected 2, one for each of rows"),
-    ("kept.plain.rows", [32, 32], "kept.plain has 32 rows, which are there twice"),
-    ("kept.plain.rows", [16, 32], "kept.plain has 16 rows, which are there twice"),
-    ("kept.plain.rows", [0, 32], ".rows[0]"),
+    ("confirmed.plain.rows", [32], "us has 2 times; expected 1, one for each of rows"),
+    ("confirmed.plain.gemm_us", [1.0], "gemm_us has 1 times; expected 2, one for each of rows"),
+    ("confirmed.plain.rows", [32, 32], "confirmed.plain has 32 rows, which are there twice"),
+    ("confirmed.plain.rows", [16, 32], "confirmed.plain has 16 rows, which are there twice"),
+    ("confirmed.plain.rows", [0, 32], ".rows[0]"),
 ]
 
 
@@ -255,8 +263,8 @@ def test_what_a_later_release_adds_is_ignored_with_a_note_wherever_it_is():
     data = json.loads(TEXT)
     data["schema"] += ".7"
     data["extra"] = data["device"]["extra"] = data["head"]["extra"] = {"deep": [1]}
-    data["kept"]["draft"] = {"rows": [1], "us": [1.0]}
-    data["kept"]["plain"]["energy_mj"] = [1.0, 2.0]
+    data["confirmed"]["draft"] = {"rows": [1], "us": [1.0]}
+    data["confirmed"]["plain"]["energy_mj"] = [1.0, 2.0]
     data["entries"][1]["p99_us"] = 12.5
     data["entries"][2]["config"]["warp_specialize"] = True
     data["entries"] += [
@@ -268,7 +276,7 @@ def test_what_a_later_release_adds_is_ignored_with_a_note_wherever_it_is():
     told = "\n".join(table.notes)
     for word in ("extra is", "entries[2].config.warp_specialize", "entries[4]: the kind 'speech'", "'speculative'"):
         assert word in told
-    for word in ("device.extra", "head.extra", "kept.draft", "energy_mj", "p99_us"):
+    for word in ("device.extra", "head.extra", "confirmed.draft", "energy_mj", "p99_us"):
         assert word in told, "also inside of what is known"
     assert len(Table.loads(json.dumps(data | {f"extra{number}": 1 for number in range(1000)})).notes) == 20
 

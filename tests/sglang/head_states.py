@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sgl_flashsample.defaults import HeadFacts, default_config_on
+from sgl_flashsample.defaults import HeadTraits, default_config_on
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kinds import BATCH_KINDS, SamplingPath
 from sgl_flashsample.sglang.batch import TOP_K_OFF, Batch
@@ -101,12 +101,12 @@ def hidden_states(
     return torch.randn(num_rows, WIDTH, generator=generator).to(device, dtype or dtype_on(device))
 
 
-def screening_table(facts: HeadFacts) -> DispatchTable:
+def screening_table(traits: HeadTraits) -> DispatchTable:
     """A tuned table that has found the screened path faster for every batch of up to ``SCREENED_ROWS`` rows."""
     sizes = range(1, SCREENED_ROWS + 1)
     kinds = [kind for kind in BATCH_KINDS if kind.screen]
-    tuned = {kind: {n: default_config_on(facts, SamplingPath.SCREENED, n, kind) for n in sizes} for kind in kinds}
-    return DispatchTable(facts, tuned)
+    tuned = {kind: {n: default_config_on(traits, SamplingPath.SCREENED, n, kind) for n in sizes} for kind in kinds}
+    return DispatchTable(traits, tuned)
 
 
 def make_state(
@@ -120,7 +120,7 @@ def make_state(
 ) -> HeadState:
     """A head whose batches take the screen where it has one. capture: of step graphs, where it has them."""
     state = HeadState(Processor(**processor), make_head(weights(device, seed, dtype)), capture)
-    state.table = screening_table(HeadFacts.of(state.head))
+    state.table = screening_table(HeadTraits.of(state.head))
     state.use_step_graphs = capture is not None
     if screened:
         state.screen = HeadScreen(state.head, SCREENED_ROWS, counter_seconds=0.0)

@@ -34,7 +34,7 @@ from sglang_batches import (
 )
 
 from sgl_flashsample import dispatch
-from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.workspace import ScreenCounter
@@ -78,7 +78,7 @@ def test_the_environment_says_what_was_asked_for_and_a_bad_value_is_one_line_and
 
 def test_auto_wants_a_table_that_has_measured_it_and_on_takes_the_built_in_choice_too(device):
     head = make_state(device).head
-    built_in, measured = default_table(head), screening_table(HeadFacts.of(head))
+    built_in, measured = default_table(head), screening_table(HeadTraits.of(head))
     assert unsupported_screen(head, built_in, ScreenMode.AUTO, 16) == "no tuned table says that it is faster here"
     assert unsupported_screen(head, measured, ScreenMode.AUTO, 16) is None
     assert unsupported_screen(head, measured, ScreenMode.ON, 16) is None
@@ -91,7 +91,7 @@ def test_auto_wants_a_table_that_has_measured_it_and_on_takes_the_built_in_choic
 
 def test_a_head_that_the_bound_does_not_cover_has_none(device):
     head = make_state(device, logit_scale=-1.0).head
-    reason = unsupported_screen(head, screening_table(HeadFacts.of(head)), ScreenMode.ON, 16)
+    reason = unsupported_screen(head, screening_table(HeadTraits.of(head)), ScreenMode.ON, 16)
     assert reason == "the head cannot be screened: its logit_scale is -1.0, the bound needs a positive one"
 
 
@@ -117,7 +117,7 @@ def on_a_gpu(head: LMHead) -> types.SimpleNamespace:
 @pytest.mark.parametrize("mode, share", [(ScreenMode.AUTO, 0.05), (ScreenMode.ON, 0.5)])
 def test_a_screen_takes_no_more_than_its_share_of_the_free_memory(free_memory, mode, share):
     head = make_state(torch.device("cpu")).head
-    table = screening_table(HeadFacts.of(head))
+    table = screening_table(HeadTraits.of(head))
     needed = Screen.bytes_for(head, table.screened_rows(16))
     free_memory(int(needed / share) + 20)
     assert unsupported_screen(on_a_gpu(head), table, mode, 16) is None

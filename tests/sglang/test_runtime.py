@@ -17,7 +17,7 @@ from sglang_batches import SteadyServer, request
 from tuned_tables import table_for_this_machine
 
 from sgl_flashsample import dispatch, selfcheck
-from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
@@ -507,7 +507,7 @@ def test_a_bad_table_is_one_warning_and_the_built_in_choices(starting, tuned_fil
     file.write_text(file.read_text()[:500])
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
-    built_in = DispatchTable(HeadFacts.of(state.head))
+    built_in = DispatchTable(HeadTraits.of(state.head))
     assert all(state.table.lookup(n, kind) == built_in.lookup(n, kind) for n in range(1, 20) for kind in BATCH_KINDS)
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.WARNING, logging.INFO, logging.INFO], "the bad table, the choices, the screen"

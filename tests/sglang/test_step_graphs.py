@@ -28,7 +28,7 @@ from head_states import (
 from serving import needs_sglang
 from sglang_batches import SteadyServer, grammar
 
-from sgl_flashsample.defaults import HeadFacts
+from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, LogitsSpec, SampleOutput
 from sgl_flashsample.kernels.workspace import ScreenCounter, Workspace
@@ -290,7 +290,7 @@ def test_only_steps_that_a_graph_can_repeat_have_graphs(device):
 def test_batches_that_flashinfer_draws_have_no_graphs(device):
     """It allocates as it draws: in the pool of the graphs, one's tokens may lie in another's scratch."""
     state = make_state(device, capture=CountingCapture())
-    state.table = DispatchTable(HeadFacts.of(state.head), flashinfer=[2])
+    state.table = DispatchTable(HeadTraits.of(state.head), flashinfer=[2])
     state.update(3)
     positions = torch.zeros(3, dtype=torch.int64)
 
@@ -302,7 +302,7 @@ def test_batches_that_flashinfer_draws_have_no_graphs(device):
     assert has_graphs(truncated, truncated, truncated), "a size that does not take FlashInfer"
     assert has_graphs(truncated, seeded) and has_graphs(truncated, {}), "FlashInfer would draw other tokens"
     assert has_graphs(truncated, truncated, edits=make_edits())
-    state.table = DispatchTable(HeadFacts.of(state.head))
+    state.table = DispatchTable(HeadTraits.of(state.head))
     assert has_graphs(truncated, truncated)
 
 
