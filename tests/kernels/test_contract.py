@@ -621,18 +621,25 @@ def test_a_call_without_logprobs_draws_the_same_tokens(device, path, kind):
 @pytest.mark.parametrize("kind", kinds("plain", "truncate"))
 @on_every_path
 def test_a_workspace_serves_batches_of_every_size_one_after_the_other_and_is_left_as_it_was(device, path, kind):
-    """One that grows, with what an earlier batch has left in it; every counter of arrivals is zero again."""
+    """Each batch reads the workspace that the previous one wrote. After each, every counter that kernels share is zero.
+
+    The screened path lists single ids only of a vocabulary that is large beside a small top-k: two batches have one."""
     sizes = (5, 40, 1, 17) if kind == "plain" or CUDA else (3, 7, 1, 6)
-    whole = make_case(max(sizes), 1000, device, kind, seed=4)
+    lists_ids = path == "screened" and kind == "truncate"
+    vocab = 4000 if lists_ids else 1000
+    whole = make_case(max(sizes), vocab, device, kind, seed=4)
     copy = Int8Head(whole.head)
     screen = ScreenWorkspace(copy.num_groups, copy.weight.shape[1], max(sizes), device)
-    workspace = Workspace(max(workspace_slots(whole.head, 40, TILE), read_slots(1000, 40, READ, device)), device)
+    screen.operands.ids.fill_(-1)
+    workspace = Workspace(max(workspace_slots(whole.head, 40, TILE), read_slots(vocab, 40, READ, device)), device)
     other = LISTED
     if path != "screened":
-        usual = config_of(path, 1000)
+        usual = config_of(path, vocab)
         other = dataclasses.replace(usual, one_launch=True, reduce_rows=min(16, usual.block_b))
     for num_rows, config in zip(sizes, (None, other, None, other), strict=True):
         case = whole.rows(torch.arange(num_rows, device=device))
+        if lists_ids and config is None:
+            case = case.with_params(truncation=limits(num_rows, device, top_k=20))
         drawn = draw(path, case, config, workspace=workspace, int8_head=copy, screen=screen)
         assert_equal_to_reference(case, drawn, 0.4)
         assert not workspace.splits.arrived.any()
@@ -640,6 +647,7 @@ def test_a_workspace_serves_batches_of_every_size_one_after_the_other_and_is_lef
             assert not workspace.last_buffer.operands.arrived.any()
         for name in ("arrived", "num_flagged", "num_ids", "ids_arrived"):
             assert not getattr(screen.operands, name).any(), name
+    assert (screen.operands.ids >= 0).any() == lists_ids, "whether num_ids was ever above zero"
 
 
 @pytest.mark.gpu
