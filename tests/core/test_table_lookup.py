@@ -142,7 +142,7 @@ def test_the_named_file_wins_then_the_folders_then_the_cache_then_what_is_shippe
     named = put(made["first"].parent, STALE, "any name.json")
     environ[lookup.FILE_VARIABLE] = named
     found, _ = find(TARGET, environ=environ)
-    assert (found.file, found.match) == (named, Match.STALE), "who names a file wants that file"
+    assert (found.file, found.match) == (named, Match.STALE), "a named file is used, even a stale one"
     assert find(TARGET, file=path, environ=environ)[0].file == path
 
 

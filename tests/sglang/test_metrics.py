@@ -33,7 +33,7 @@ def test_metrics_say_how_many_truncated_rows_took_a_search():
     counted = Metrics(prometheus=False)
     counted.add_batch(FUSED, 0, None)
     counted.flush()
-    assert counted.summary() == "fused 500 rows in 1 batches", "no truncated row, no word of them"
+    assert counted.summary() == "fused 500 rows in 1 batches", "without a truncated row, the summary does not name them"
     counted.add_batch(FUSED, 400, None)
     counted.add_searched(3)
     counted.flush()
@@ -56,7 +56,7 @@ SCREENED |= {ScreenCounter.CANDIDATES: 60, ScreenCounter.CERTIFIED_ROWS: 30, Scr
 def test_metrics_say_how_far_a_screen_could_tell():
     counted = Metrics(prometheus=False)
     counted.add_screened([0] * len(ScreenCounter), paused=False)
-    assert counted.summary() == "", "nothing was screened, no word of it"
+    assert counted.summary() == "", "without a screened row, the summary does not name them"
     counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused=False)
     line = "screened 40 rows, 75.0 % certified, 1.5 candidate groups/row, 4.5 groups read/block of rows, 1/4 over limit"
     assert counted.summary() == line
@@ -66,7 +66,7 @@ def test_metrics_say_how_far_a_screen_could_tell():
 
 @pytest.fixture
 def prometheus(monkeypatch):
-    """The value of a metric; None where it has none."""
+    """A function that returns the value of a metric, or None if it has none."""
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
     for kind in ("Counter", "Gauge", "Summary"):
@@ -157,4 +157,4 @@ def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, m
         state.workspace.searched += 4
         settle(device)
     summary = server.runtime.metrics.summary()
-    assert "; truncated 3 rows, 4 searched; " in summary, "those that had arrived before the last step"
+    assert "; truncated 3 rows, 4 searched; " in summary, "the counts that had arrived before the last step"

@@ -74,7 +74,7 @@ CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLAN
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_server_that_looks_for_nan_in_its_logits_keeps_its_sampler(server_config, name):
-    """Not every release has each of these settings: here, none but the one that is set."""
+    """Not every release has all of these settings. Here only the tested one exists."""
     assert support.unsupported_server() is None
     setting = types.SimpleNamespace(get=lambda: False)
     setattr(server_config.environ, name, setting)
@@ -243,7 +243,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(runtime, device, name):
-    """As SGLang's forward modes are: a verification and a split prefill are prefills too."""
+    """In SGLang's forward modes, a verification and a split prefill are prefills, too."""
     modes, given, wanted = STEPS[name]
     fields = {"extend_return_logprob": False, "is_prefill_only": False, "hidden": lambda hidden: hidden} | given
     is_mode = {name: lambda name=name: name in modes for name in ("decode", "extend", "target_verify", "split_prefill")}
@@ -287,7 +287,7 @@ def prepared(runtime: Runtime, lm_head, vocab: int = 100) -> HeadState | None:
 
 
 def load(runtime: Runtime, device, **attributes) -> None:
-    """SGLang has loaded a model."""
+    """Calls the hook that runs after SGLang has loaded a model."""
     runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=Model(device))
     vars(runner).update(attributes)
     StepHooks(runtime).load_model(None, runner)
@@ -452,7 +452,7 @@ def test_a_server_without_hooks_of_weight_changes_has_no_screen(server_config, m
 
 
 class Failing:
-    """Draws that fail from some number of rows on."""
+    """Makes every draw of at least ``rows`` rows fail."""
 
     def __init__(self, monkeypatch, error: Exception, rows: int = 1) -> None:
         self.error, self.rows, self.failed = error, rows, 0
@@ -468,8 +468,8 @@ class Failing:
 
 @pytest.fixture
 def path_of_a_batch(runners, head, info_of, hidden):
-    """Draws a batch of as many rows with both servers, which must draw the same, every other row from logits with a
-    bias. The path of all its rows."""
+    """A function that draws a batch of the given number of rows on both servers and returns the path of its rows. Every
+    other row has a bias. Both servers must draw the same tokens."""
 
     def draw(num_rows: int) -> str:
         states = hidden(num_rows)
@@ -526,8 +526,7 @@ def test_a_batch_whose_rows_are_not_known_is_sglangs(path_of_a_batch, runners, h
 @needs_sglang
 @pytest.mark.parametrize("reason", ["unknown_argument", "positions", "logits_computed"])
 def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hidden, monkeypatch, reason):
-    """Of a later SGLang, say: another argument of its sampler, positions of another shape, or a new reader of the
-    logits."""
+    """A later SGLang may pass another argument to its sampler, positions of another shape, or logits that were read."""
     from sglang.srt.layers.sampler import Sampler
 
     theirs = Sampler.forward
@@ -562,7 +561,7 @@ def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_schedul
 
 @pytest.mark.parametrize("hook", ["get_logits", "load_model"])
 def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(runtime, hook):
-    """Metadata and model runners without the attributes we read: an SGLang that is not the one we know."""
+    """An unknown SGLang: its metadata and model runners lack the attributes that we read."""
     step_hooks = StepHooks(runtime)
     if hook == "load_model":
         step_hooks.load_model("result", object())
