@@ -1,11 +1,11 @@
-"""What kernels become on a GPU, without a GPU: real binaries, through the launchers that a server uses.
+"""Compiles kernels to GPU binaries without a GPU, through the launchers that a server uses.
 
     python tests/compile_targets.py resources 90 [--full]   what every built-in choice takes of the device
     python tests/compile_targets.py keys 90                 launches that would be given another one's binary
     python tests/compile_targets.py names 90                names in the cache on disk, and the constants behind them
 
 Triton is given a driver that only names its device, launchers run within ``compiling_only``, and tensors lie in host
-memory: nothing is launched. Prints JSON. A process of its own, for Triton must not be the interpreter.
+memory: nothing is launched. Prints JSON. Run it in a new process: Triton must not be the interpreter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class PretendedDriver:
 
 
 def pretend(capability: int) -> None:
-    """From here on this is a GPU. Before the launchers are imported: they take these functions by name."""
+    """Makes this process report a GPU. Call it before the launchers are imported: they import these functions by
+    name."""
     from sgl_flashsample.kernels import launch
 
     driver.set_active(PretendedDriver(capability))
@@ -94,7 +95,7 @@ class Resources:
 
 
 def compiled_by(name: str, launch: Callable[[], Any]) -> Iterator[Resources]:
-    """What ``launch`` compiles."""
+    """The binaries that ``launch`` compiles."""
     from sgl_flashsample.kernels.launch import compiling_only
 
     compiled, warmup = [], triton.JITFunction.warmup
@@ -121,15 +122,15 @@ def register_usage(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", printed)
-    assert found is not None, printed
-    registers, stack, local = map(int, found.groups())
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", printed)
+    assert match is not None, printed
+    registers, stack, local = map(int, match.groups())
     return registers, stack + local
 
 
 def loaded_arguments(ttir: str) -> list[str]:
-    """The kernel arguments whose addresses, with whatever is added to them, Triton's IR loads from: those of a screen
-    by the names of its fields."""
+    """The kernel arguments from whose addresses, with any offset, Triton's IR loads. Arguments of a screen have the
+    names of its fields."""
     from sgl_flashsample.kernels.workspace import ScreenOperands
 
     base = {f"%{name}": name for name in re.findall(r"%([\w.]+): !tt\.ptr<", ttir)}
@@ -201,7 +202,7 @@ def resources(capability: int, full: bool) -> list[dict]:
 
 @dataclasses.dataclass
 class Launches:
-    """What is launched now; launches that took a binary of their own; and launches that were given another one's."""
+    """The current launch; launches that compiled a binary; and launches that reused a binary made for another one."""
 
     now: str = ""
     made: list[str] = dataclasses.field(default_factory=list)
@@ -227,7 +228,7 @@ class Binary:
 
 
 def specialization_of(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """What Triton knows a binary by, but for its options."""
+    """Triton's key of a binary, without its options."""
     binder = kernel.device_caches[0][-1]
     return str(binder(*arguments, **options)[1])
 
@@ -246,7 +247,7 @@ def at(tensor: torch.Tensor, offset: int = 0, gap: int = 0) -> torch.Tensor:
 
 
 def variations(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What may differ between two launches on this path with the same features."""
+    """Arguments that may differ between two launches on this path with the same features."""
     for num_rows in (1, 2, 16, 17):
         yield f"{num_rows} rows", {"num_rows": num_rows}
     for name, offset, gap in (("odd address", 1, 0), ("wider rows", 0, 8), ("odd rows", 0, 3), ("rows of 16", 0, 16)):
@@ -327,9 +328,9 @@ def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) 
 
 
 def keys() -> dict[str, list[str]]:
-    """mistaken: launches that were given a binary that Triton would not have taken. made: launches that took one of
-    their own. late: those of them whose kernels had been compiled ahead. All in one process: every launch comes after
-    what the ones before it have left."""
+    """Runs many launches in one process, where each can meet the binaries of all earlier launches. mistaken: launches
+    that got a binary that Triton would not have chosen. made: launches that compiled a binary. late: launches of
+    ``made`` whose kernels had been compiled ahead."""
     from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig, TruncationConfig
     from sgl_flashsample.kernels.params import LMHead
     from sgl_flashsample.kinds import KIND_NAMES
@@ -374,39 +375,39 @@ def keys() -> dict[str, list[str]]:
 def kernels() -> dict[str, Any]:
     from sgl_flashsample import kernels
 
-    found = {}
+    by_name = {}
     for module in sorted(pkgutil.iter_modules(kernels.__path__), key=lambda module: module.name):
         for name, value in vars(importlib.import_module(f"sgl_flashsample.kernels.{module.name}")).items():
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
-                found[name] = value
-    return found
+                by_name[name] = value
+    return by_name
 
 
 def cache_names(order: list[str]) -> dict[str, Any]:
     """Of each kernel, launched in this order, its key in the cache on disk and the values of its constants by name."""
     from sgl_flashsample.kernels.launch import compiling_only, launch
 
-    found = kernels()
+    by_kernel_name = kernels()
     for name in order:
-        kernel = found[name]
+        kernel = by_kernel_name[name]
         kernel.warmup = lambda *arguments, **options: None
         constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
         with compiling_only():
             launch(kernel, 1, (), constants, 4, ())
     values: dict[str, dict[str, list[str]]] = {}
-    for name, kernel in found.items():
+    for name, kernel in by_kernel_name.items():
         by_name = collections.defaultdict(set)
         for (constant, _), (value, _) in kernel.used_global_vals.items():
             by_name[constant].add(str(value))
         values[name] = {constant: sorted(these) for constant, these in by_name.items()}
-    return {"keys": {name: kernel.cache_key for name, kernel in found.items()}, "constants": values}
+    return {"keys": {name: kernel.cache_key for name, kernel in by_kernel_name.items()}, "constants": values}
 
 
 def names() -> list[dict[str, Any]]:
-    """``cache_names`` of several orders of launches, each in a process of its own."""
+    """``cache_names`` of several orders of launches, each in a new process."""
     every = sorted(kernels())
     orders = [every, every[::-1], *([name, *every] for name in every[::4])]
-    found = []
+    answers = []
     for order in orders:
         read, write = os.pipe()
         if not (child := os.fork()):
@@ -415,9 +416,9 @@ def names() -> list[dict[str, Any]]:
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as answer:
-            found.append(json.load(answer))
+            answers.append(json.load(answer))
         os.waitpid(child, 0)
-    return found
+    return answers
 
 
 def main() -> None:
@@ -428,10 +429,10 @@ def main() -> None:
     arguments = parser.parse_args()
     pretend(arguments.capability)
     if arguments.what == "resources":
-        found: Any = resources(arguments.capability, arguments.full)
+        result: Any = resources(arguments.capability, arguments.full)
     else:
-        found = keys() if arguments.what == "keys" else names()
-    print(json.dumps(found))
+        result = keys() if arguments.what == "keys" else names()
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

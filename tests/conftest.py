@@ -26,7 +26,7 @@ except ImportError:
 
     sgl_flashsample.__path__.append(str(ROOT))
 
-if torch.version.cuda is None:  # so that SGLang can be imported here, as in the servers of the tests
+if torch.version.cuda is None:  # so that SGLang can be imported here and in the servers of the tests
     from sgl_flashsample.demo import cpu_platform
 
     torchvision = sys.modules["flashsample_torchvision"] = types.ModuleType("flashsample_torchvision")
@@ -42,7 +42,7 @@ if INTERPRETED:
     interpreter.patch()
 
 
-# Files whose tests share what takes long to make: each runs on one worker of pytest-xdist. Longest first.
+# Files whose tests share expensive fixtures: each file runs on one worker of pytest-xdist. Longest first.
 TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_package.py"]
 
 
@@ -73,8 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def no_half_of_sglang():
-    """What a test with a pretended SGLang has imported in its place goes with it: parts without their package cannot be
-    imported from."""
+    """Removes the modules of a pretended SGLang after the test: submodules whose package is gone break later
+    imports."""
     yield
     if "sglang" not in sys.modules:
         for name in [name for name in sys.modules if name.startswith("sglang.")]:

@@ -1,5 +1,5 @@
-"""What the kernel tests draw from: batches whose arithmetic is exact, the three paths as one function, and the token
-that each row must get."""
+"""Support of the kernel tests: batches whose arithmetic is exact, the three paths behind one function, and the expected
+token of each row."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def config_of(path: str, vocab: int) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One batch. raw: ``[B, rows of the weight]``, what a GEMM would hand to the logits path, in rows that are apart
-    and not aligned. edited: ``[B, V]`` float64, the exact logits after the edits."""
+    """One batch. raw: ``[B, rows of the weight]``, a GEMM's output for the logits path, with gaps between its rows,
+    which are not aligned. edited: ``[B, V]`` float64, the exact logits after the edits."""
 
     hidden: torch.Tensor
     head: LMHead
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def softcap_error(self) -> float:
-        """How far a float32 soft cap may be off."""
+        """The largest error of a float32 soft cap."""
         return 0.0 if self.head.softcap is None else self.head.softcap * 2.0**-20
 
     @property
@@ -134,8 +134,8 @@ def make_case(
     padding: int = 0,
     **head_options,
 ) -> Case:
-    """A batch of this kind whose dot products no order of summation rounds and that every dtype holds: logits of a
-    deviation of about 2.5, with ties in 2-byte dtypes, and no two roundings to choose from. padding: rows behind the
+    """A batch of this kind. Its dot products are exact in every order of summation and in every dtype. Logits have a
+    deviation of about 2.5, with ties in 2-byte dtypes. padding: rows behind the
     vocabulary whose logits would win."""
     g = torch.Generator().manual_seed(seed + vocab)
     steps = {torch.float32: 256, torch.float16: 32, torch.bfloat16: 4}[dtype]
@@ -149,7 +149,7 @@ def make_case(
 
 
 def rounding_case(num_rows: int, vocab: int, device: torch.device, dtype: torch.dtype, hidden: int = 80) -> Case:
-    """Gaussian hidden states and weights: sums that are rounded, and by their order."""
+    """Gaussian hidden states and weights. Sums are rounded, and the result depends on their order."""
     g = torch.Generator().manual_seed(vocab)
     states = torch.randn(num_rows, hidden, generator=g).to(dtype).to(device)
     weight = (torch.randn(vocab, hidden, generator=g) * 3 / hidden**0.5).to(dtype).to(device)
@@ -164,7 +164,7 @@ def spelled_out(
     temperature: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """The same logits in every row, which ``dtype`` has, and rows that differ in their position alone."""
+    """The same logits in every row; ``dtype`` must represent them exactly. Rows differ only in their position."""
     weight = torch.zeros(len(values), 16, device=device, dtype=dtype)
     weight[:, 0] = torch.tensor(values, device=device)
     hidden = torch.zeros(num_rows, 16, device=device, dtype=dtype)
@@ -178,7 +178,7 @@ def spelled_out(
 
 
 def ties_apart(num_rows: int, device: torch.device) -> tuple[Case, torch.Tensor]:
-    """A batch whose largest logits are 200 equal ones, each in a block of groups of its own; and their ids."""
+    """A batch whose largest logits are 200 equal ones, each in another block of groups; and their ids."""
     values = torch.zeros(200 * 128)
     tied = torch.arange(200) * 128 + 5
     values[tied] = 4.0
@@ -259,7 +259,7 @@ def pack_bits(allowed: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
-# --- what must be drawn ---------------------------------------------------------------------------------------------
+# --- the expected tokens ---------------------------------------------------------------------------------------------
 
 
 def edited_ref(logits: torch.Tensor, edits: LogitEdits, vocab_start: int = 0) -> torch.Tensor:
@@ -290,25 +290,25 @@ def edited_ref(logits: torch.Tensor, edits: LogitEdits, vocab_start: int = 0) ->
 
 
 def expected(case: Case) -> Reference:
-    """From exact logits: rows without limits as ``sample_ref`` has them, the others as ``truncated_sample_ref``. A row
-    without a token has the first id, and is no near-tie."""
+    """The reference from exact logits: ``sample_ref`` for rows without limits, ``truncated_sample_ref`` for the others.
+    A row without an allowed token gets the first id, and is no near-tie."""
     return reference(case.edited, case.params, case.head.vocab_start, case.softcap_error)
 
 
 def reference(logits: torch.Tensor, params: BatchParams, vocab_start: int = 0, error: float = 0.0) -> Reference:
-    """error: how far each of the ``[B, V]`` logits may be off."""
+    """error: the largest error of each of the ``[B, V]`` logits."""
     values = (params.temperature, params.seed, params.position)
     want = sample_ref(logits, logits - error, logits + error, *values, vocab_start=vocab_start)
     limited = limited_rows(params, logits.shape[1])
     if limited.any():
         index = limited.nonzero()[:, 0]
-        some, cut = take(params, index), params.truncation
+        some, truncation = take(params, index), params.truncation
         drawn = truncated_sample_ref(
             logits[index],
             some.temperature,
             some.seed,
             some.position,
-            *(tensor[index] for tensor in (cut.top_k, cut.top_p, cut.min_p)),
+            *(tensor[index] for tensor in (truncation.top_k, truncation.top_p, truncation.min_p)),
         )
         fields = (f.name for f in dataclasses.fields(Reference))
         want = Reference(*(getattr(want, name).index_copy(0, index, getattr(drawn, name)) for name in fields))
@@ -318,8 +318,8 @@ def reference(logits: torch.Tensor, params: BatchParams, vocab_start: int = 0, e
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What one call gives. status: per row 0 without a truncation, 1 answered in one pass, more after a search; None of
-    batches without a truncation."""
+    """The results of one call. status: per row 0 without a truncation, 1 answered in one pass, more after a search;
+    None for a batch without a truncation."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor | None
@@ -340,7 +340,7 @@ def draw(
     screen: ScreenWorkspace | None = None,
     truncation_config: TruncationConfig = TRUNCATION,
 ) -> Drawn:
-    """Draw the batch on this path. logprobs: asked for unless False, where the path has them."""
+    """Draw the batch on this path. logprobs: requested unless False, on paths that have them."""
     hidden, head, params = case.hidden, case.head, case.params
     num_rows, device, vocab = len(hidden), hidden.device, head.vocab_size
     config = config_of(path, vocab) if config is None else config
@@ -368,8 +368,8 @@ def draw(
 
 
 def assert_equal_to_reference(case: Case, drawn: Drawn, max_near_ties: float = 0.1) -> None:
-    """Tokens are the reference's but for near-ties, of which there are no more than this share; logprobs and statuses
-    agree with it."""
+    """Tokens equal the reference's except in near-ties. The share of near-ties is at most ``max_near_ties``. Logprobs
+    and statuses agree with the reference."""
     want, head = expected(case), case.head
     certain = ~want.near_tie
     assert torch.equal(drawn.token_ids[certain], want.token[certain])

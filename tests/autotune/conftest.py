@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from command_line import runner_of
 from tune_examples import write_device
 
 from sgl_flashsample.autotune import cli
@@ -10,20 +11,11 @@ from sgl_flashsample.autotune import cli
 
 @pytest.fixture
 def simulated(tmp_path):
-    """A function that writes a simulated device with these changes; its path."""
+    """A function that writes the file of a simulated device with the given changes, and returns its path."""
     return lambda **changes: write_device(tmp_path / "device.json", **changes)
 
 
 @pytest.fixture
 def command(capsys):
-    """Runs a command of ``tune``; its exit code and what it printed on both streams."""
-
-    def run(*arguments):
-        try:
-            code = cli.main([*map(str, arguments)])
-        except SystemExit as end:  # argparse
-            code = end.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    """Runs a command of ``tune``. Returns its exit code, standard output and standard error."""
+    return runner_of(cli.main, capsys)

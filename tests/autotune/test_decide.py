@@ -1,4 +1,4 @@
-"""Races, G-tests and what of them goes into a table: the second half of a run, on a device simulated here."""
+"""The second half of a tuning run, on a simulated device: races, G-tests and what the table records of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sgl_flashsample.tables.schema import Table
 
 
 class Decided:
-    """The races of ``kinds``, over. asked: every request. table: as it was written."""
+    """Runs all races of ``kinds``. asked: every request to the worker. table: read back from the written file."""
 
     def __init__(self, folder, kinds, finalists=(), *, plan=QUICK, sizes=(1,), log=(), alter=None, left=None, **device):
         class Part(Plan):
@@ -109,7 +109,7 @@ def test_what_fails_in_a_race_is_left_out_and_a_default_that_does_is_a_failure(t
 
 @pytest.mark.parametrize("contradicting", [1, MAX_TRIES], ids=["once", "always"])
 def test_a_race_whose_times_contradict_its_rounds_is_run_again(tmp_path, contradicting):
-    """As where a GPU is slower in the race than when the times are taken that are recorded."""
+    """A GPU may be slower during the race than while the recorded times are measured."""
     races = []
 
     def alter(request, answer):
@@ -167,7 +167,7 @@ def test_flashinfer_is_chosen_only_where_it_was_allowed_is_certainly_faster_and_
 
 
 def test_what_lies_between_two_sizes_gets_one_of_its_own_where_it_matters(tmp_path):
-    """At 160 rows what 256 rows use would be far slower than the default."""
+    """At 160 rows, the configuration of 256 rows would be far slower than the default."""
     default = FULL.default(160, PLAIN)
     fast_at_256 = next(c for c in FULL.space(FULL.studies[3]).first() if c != default)
     costs = {label_of(default, PLAIN): {"160": 200.0, "256": 400.0}}

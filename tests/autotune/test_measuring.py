@@ -1,4 +1,5 @@
-"""What measures and compiles, without a GPU: the same calls, interpreted; their times mean nothing, their tokens do."""
+"""The measuring and compiling processes without a GPU. Kernels are interpreted: times mean nothing, tokens are
+exact."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def worker(device):
 
 @pytest.fixture(scope="module")
 def small(device):
-    """What checks a head of 96 ids."""
+    """The checker of a head of 96 ids."""
     return CorrectnessCheck(LMHead(make_weight(96, 32, torch.float32, device)))
 
 
@@ -119,7 +120,7 @@ def test_wrong_tokens_are_found_before_anything_is_timed(worker, monkeypatch):
     "module, why", [("selfcheck", "tokens differ from the reference"), ("autotune.correctness", "fused")]
 )
 def test_a_screen_that_loses_the_best_group_is_found_by_either_comparison(small, monkeypatch, module, why):
-    """With the reference on few ids, and with the fused pass on the whole head."""
+    """Two comparisons notice it: with the reference on few ids, and with the fused pass on the whole head."""
     wrong_tokens(monkeypatch, module, lambda config, params: isinstance(config, ScreenConfig), lost=1.0)
     with pytest.raises(IncorrectTokens, match=why):
         small.check(SCREEN, SCREENED)
@@ -162,7 +163,7 @@ def test_draws_of_another_distribution_are_found(small, monkeypatch):
 
 @pytest.mark.slow
 def test_the_g_test_rejects_the_truth_as_often_as_it_says():
-    """Thousands of cells, most of them of a few draws: where the plain statistic is wrong ten times as often."""
+    """In thousands of cells of a few draws each, the uncorrected statistic would reject ten times as often."""
     probability = 1 / np.arange(1, 40_001) ** 1.2
     probability /= probability.sum()
     rng = np.random.default_rng(0)
@@ -187,9 +188,9 @@ def test_the_g_test_is_that_of_the_textbook(cells, draws):
 
 @pytest.mark.parametrize("vocab", [40_003, 50_257, 151_936])
 def test_a_cut_head_ends_in_a_group_as_full_as_the_whole(vocab):
-    cut = first_ids(LMHead(torch.empty(vocab, 1).expand(vocab, 1)), 4096)
-    assert cut.vocab_size % 16 == vocab % 16 and cut.vocab_size <= 4096 + 16
-    assert cut.weight.shape[0] == cut.vocab_size
+    head = first_ids(LMHead(torch.empty(vocab, 1).expand(vocab, 1)), 4096)
+    assert head.vocab_size % 16 == vocab % 16 and head.vocab_size <= 4096 + 16
+    assert head.weight.shape[0] == head.vocab_size
 
 
 # --- the workload
@@ -219,7 +220,7 @@ def test_a_batch_asks_for_what_its_kind_says_and_reads_its_inputs_in_place(devic
     params = batch.params(kind)
     assert all((one.truncation is not None, one.edits is not None) == (kind.truncate, kind.edit) for one in params)
     assert all(one.all_greedy == kind.greedy and bool((one.temperature > 0).any()) != kind.greedy for one in params)
-    assert len({int(one.position[0]) for one in params}) == len(params), "each call of a graph has noise of its own"
+    assert len({int(one.position[0]) for one in params}) == len(params), "each call of a graph has different noise"
     batch.refresh(3)
     assert batch.params(kind) is params and int(params[0].position[0]) == 3 * len(params)
     if kind.truncate:
@@ -229,7 +230,7 @@ def test_a_batch_asks_for_what_its_kind_says_and_reads_its_inputs_in_place(devic
 
 @pytest.mark.slow
 def test_rows_with_a_screen_are_of_several_temperatures_and_few_of_their_groups_are_left_to_rescore(device):
-    """As a model's: were one channel of the head large, its INT8 copy would rule nothing out."""
+    """The weight resembles a model's. With one large channel, the INT8 copy would rule no group out."""
     head = LMHead(make_weight(8192, 1024, torch.float32, device))
     batch = Workload(head, 4)
     params = batch.params(SCREENED)[0]
@@ -266,7 +267,7 @@ def test_contenders_are_timed_side_by_side_each_first_in_turn(device):
     assert set(timer.race({"a": lambda step: None}, 2)) == {"a"}
     orders = [rotated("abc", index) for index in range(6)]
     assert [order[0] for order in orders[:3]] == ["a", "b", "c"]
-    assert len({tuple(order) for order in orders}) == 6, "each runs after another one than before"
+    assert len({tuple(order) for order in orders}) == 6, "each round has another order"
 
 
 @pytest.mark.gpu
@@ -294,7 +295,7 @@ def test_a_small_head_is_copied_until_it_is_cold():
 
 
 class FakeFlashInfer:
-    """Answers with what it was asked."""
+    """Returns the arguments of the call."""
 
     def sampling_from_logits(self, logits, **noise):
         return "plain", logits, noise
@@ -308,7 +309,7 @@ def test_baselines_draw_from_the_heads_logits(device, softcap):
     heads = [LMHead(make_weight(320, 32, torch.float32, device) * scale, softcap=softcap) for scale in (1.0, -1.0)]
     batch = Workload(heads[0], 3)
     logits = batch.hidden @ heads[1].weight.T
-    wide = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     inputs = batch.for_baselines(heads, TRUNCATE)
     every = list(baselines.baselines(inputs, flashinfer=FakeFlashInfer(), compile=lambda function: function))
     assert {one.name for one in every} == {
@@ -321,7 +322,7 @@ def test_baselines_draw_from_the_heads_logits(device, softcap):
         elif one.name == baselines.ARGMAX:
             assert torch.equal(drawn, logits.argmax(-1))
         elif one.name == baselines.FLASHINFER:
-            torch.testing.assert_close(drawn[1].float(), wide)
+            torch.testing.assert_close(drawn[1].float(), capped)
             assert drawn[-1]["seed"].tolist() == [1234] and drawn[-1]["offset"].tolist() == [baselines.OFFSETS_PER_CALL]
             if one.draws == baselines.TRUNCATED:
                 assert drawn[2].tolist() == [50, 20, 320] and drawn[-1]["filter_apply_order"] == "joint"
@@ -362,8 +363,8 @@ def test_every_error_has_a_reason(kind, text, reason, fatal):
 
 
 def test_each_head_that_is_compiled_for_has_a_screen_of_its_own(device, monkeypatch):
-    """Truncated rows are compiled for the whole vocabulary and for the one that tokens are compared on; the fused pass
-    that a screen's tokens are compared with is compiled with it."""
+    """Kernels for truncated rows are compiled for the whole vocabulary and for the smaller one of the comparison. The
+    fused pass that a screen is compared with is compiled together with the screen."""
     launched = []
 
     def launch_once(head, config, kind, table, *, screen=None):
@@ -381,13 +382,13 @@ def test_each_head_that_is_compiled_for_has_a_screen_of_its_own(device, monkeypa
         *(fused, ("screened", 469, 469), ("screened", 325, 325)),
         *(fused, ("screened", 325, 325)),
         *(("fused", 469, None), ("fused", 325, None)),
-        *[("logits", 325, None)] * 2,  # a greedy batch's reader is one of its own
+        *[("logits", 325, None)] * 2,  # greedy batches have a separate reader
     ]
     assert triton.knobs.compilation.listener is None
 
 
 def test_what_the_measuring_process_compiles_itself_is_said(device, monkeypatch):
-    """A compiler's time that looked like a check's would be searched for in the check."""
+    """Its compile time is reported apart from the time of the check."""
     worker = MeasuringWorker.make({"device": device.type})
     listen = triton.knobs.compilation.listener
     monkeypatch.setattr(triton.knobs.compilation, "listener", None)
@@ -425,7 +426,7 @@ def test_a_check_compiles_nothing_that_was_not_compiled_ahead(device, monkeypatc
 
 @pytest.mark.gpu
 def test_the_measuring_process_finds_what_a_compiling_one_has_compiled_in_whatever_order(device, tmp_path, monkeypatch):
-    """Two processes, as in a run: what a kernel is called on disk must not depend on what was launched before it."""
+    """Two processes, as in a tuning run. A kernel's name on disk must not depend on earlier launches."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     plan = Plan(device_of(device), HeadShape(**SHAPE), EFFORTS["quick"])
     kinds = [PLAIN, SCREENED, SCREENED_TRUNCATE]
@@ -444,7 +445,7 @@ def test_the_measuring_process_finds_what_a_compiling_one_has_compiled_in_whatev
 
 @pytest.fixture(scope="module")
 def real_check(device):
-    """What is to be drawn is computed once for all configurations."""
+    """A check that computes the reference's tokens once for all configurations."""
     return CorrectnessCheck(LMHead(make_weight(151_936, 4096, torch.bfloat16, device)))
 
 
@@ -453,7 +454,7 @@ def real_check(device):
 @pytest.mark.parametrize("rescore", [(64, 64, 8), (32, 256, 4)], ids=str)
 @pytest.mark.parametrize("block_b", [16, 64])
 def test_a_screen_passes_the_check_whatever_its_rescoring(real_check, block_b, rescore, kind):
-    """32 ids per step are one group or two of which several warps have to make the same."""
+    """With 32 ids per step, several warps share one or two groups and must agree on them."""
     config = ScreenConfig(block_b, 64, 256, 8, 4, prefetch=False, listed=True, early=True)
     names = ("rescore_v", "rescore_d", "rescore_warps")
     real_check.check(dataclasses.replace(config, **dict(zip(names, rescore, strict=True))), kind)

@@ -13,8 +13,8 @@ POLICY = Policy()
 
 
 def simulate(truth: dict[str, float], seed: int, *, noise=0.004, drift=0.02, spikes=0.02, policy=POLICY, default="d"):
-    """A race of candidates whose true times are ``truth``: drift that falls on a whole round, noise of each sample, and
-    now and then a sample that something else has slowed down."""
+    """A race of candidates whose true times are ``truth``, with drift per round, noise per sample, and a few samples
+    that are much slower."""
     chance = random.Random(seed)
     candidates = [Candidate(name, (name != default, name)) for name in truth]
     race = Race(candidates, default if default in truth else None, policy)
@@ -106,7 +106,7 @@ def test_half_a_microsecond_is_a_tie_however_large_a_share_it_is(us, expected):
 
 
 def test_one_round_at_a_high_clock_drops_no_other():
-    """The first one after a pause may be the only one that is not held back by its power."""
+    """The first round after a pause may be the only one whose clock the power limit does not lower."""
     assert kept_rounds([1980.0, 1755.0, 1740.0, 1500.0, 1755.0], 0.9) == [True, True, True, False, True]
 
 

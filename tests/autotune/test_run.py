@@ -154,8 +154,8 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_run_does_the_rest(tmp_path, 
     again = tune(tmp_path, simulated())
     decided = [(event["entry"]["kind"], event["entry"]["rows"]) for event in events_of(again, "decided")]
     assert again.status == "done" and len(decided) == len(set(decided)) == len(PLANNED), "nothing is decided twice"
-    repeated = {(one.kind, one.rows): one for one in decisions(again.table)}
-    assert all(repeated[one.kind, one.rows] == one for one in decisions(result.table))
+    by_size = {(one.kind, one.rows): one for one in decisions(again.table)}
+    assert all(by_size[one.kind, one.rows] == one for one in decisions(result.table))
 
 
 def start(*arguments: str) -> subprocess.Popen:
@@ -212,20 +212,20 @@ def test_a_log_of_other_versions_is_set_aside(tmp_path, simulated):
 
 
 def test_whatever_lies_in_the_folder_a_run_goes_on(tmp_path, simulated):
-    """Tables of other devices are where a search begins; what is none is not read, and nothing waits for it."""
+    """A search begins with the choices in other devices' tables. Pipes, folders and broken files are skipped."""
     folder = tmp_path / "out"
     folder.mkdir()
-    own = folder / "fs2,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=bf16.json"
+    table_file = folder / "fs2,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=bf16.json"
     minimal = {"schema": "flashsample-tune/2", "device": simulated_device()["device"]}
     minimal["head"] = {"vocab": HEAD.vocab, "hidden": HEAD.hidden, "dtype": "bf16", "tp": 1, "softcap": False}
     minimal["entries"] = [{"kind": "plain", "rows": 1, "path": "fused", "config": config_fields(OTHER)}]
-    own.write_text(json.dumps(minimal))
+    table_file.write_text(json.dumps(minimal))
     other = folder / "fs2,device=NVIDIA_H100,V=1,D=16,tp=1,w=bf16.json"
     other.write_text(json.dumps(minimal))
     os.mkfifo(folder / "fs2,device=pipe,V=1,D=16,tp=1,w=bf16.json")
     (folder / "fs2,device=folder.json").mkdir()
     (folder / "fs2,device=deep.json").write_text("[" * 10_000)
-    os.mkfifo(log_of(own))
+    os.mkfifo(log_of(table_file))
     result = tune(tmp_path, simulated(), sizes=(1,))
     assert result.status == "done" and sizes_in(result.table) >= {("plain", 1)}
 

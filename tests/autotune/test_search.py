@@ -49,7 +49,7 @@ def hashed(*values: object) -> float:
 
 
 def finish(study: Study, cost=cost, limit: int = 10_000) -> int:
-    """Answer whatever the study asks; how many answers that took."""
+    """Answers every request of the study, and returns the number of answers."""
     count = 0
     while count < limit and (config := study.ask()) is not None:
         study.tell(config, {16: cost(config)})
@@ -139,7 +139,7 @@ def test_a_pair_is_put_together_only_where_it_promises_something():
             study.tell(config, {16: faster.get(config, 100.0 if config == star[0] else 110.0)})
         return study
 
-    # Whatever is not the first is slower, so each pair of others is slower still.
+    # Every other value is slower than the first of its axis, and each pair of others is slower still.
     assert study_with({}).recombined(MIN_PROMISE) == []
     study = study_with({config: 100.0 for config in star} | {star[2]: 95.0, star[-4]: 96.0})
     tile, rescore = space.launches(star[-4])[0], space.launches(star[2])[1]

@@ -1,4 +1,5 @@
-"""``sgl-flashsample tune show | explain | diff | merge | lint``, as a person meets them; none of it needs a GPU."""
+"""``sgl-flashsample tune show | explain | diff | merge | lint``: what they print, exit codes and errors. None needs a
+GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ TRAITS = HeadTraits("sm90", 2, HEAD.vocab, HEAD.hidden)
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path, monkeypatch):
-    """No table of this machine is found by chance."""
+    """Lookups do not find a table that this machine happens to have."""
     monkeypatch.setattr(lookup, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
     for name in (lookup.FILE_VARIABLE, lookup.FOLDERS_VARIABLE, lookup.FAMILY_VARIABLE):
@@ -160,8 +161,8 @@ def test_show_prints_every_size_and_whether_kernels_and_built_in_choices_are_tho
     assert "kernels: as installed here" in out and "built-in choices: as installed here" in out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert f"1 284.0 0.40 304.0 7.0% {FUSED} 1 gemm+flashinfer 364.0, logits 299.0" in lines
-    confirmed = key_of(default_config(TRAITS, 128, KIND_NAMES["plain"]))
-    assert f"128 353.0 353.0 built-in: {confirmed} gemm 270.5" in lines
+    built_in = key_of(default_config(TRAITS, 128, KIND_NAMES["plain"]))
+    assert f"128 353.0 353.0 built-in: {built_in} gemm 270.5" in lines
     assert out.index("\nplain\n") < out.index("\nedit+truncate\n")
     assert "rejected: 14 shared_memory" in out and "screen:" not in out
     assert "\nplain\n" not in command("show", file, "--kind", "edit+truncate")[1]

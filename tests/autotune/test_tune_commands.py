@@ -1,4 +1,4 @@
-"""``tune plan``, ``run``, ``verify`` and ``report``, as a person meets them."""
+"""``tune plan``, ``run``, ``verify`` and ``report``: what they print, exit codes and errors."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ OTHER = next(config for config in QUICK.space(QUICK.studies[0]).first() if confi
 
 
 def simulated_device(**changes: Any) -> dict[str, Any]:
-    """What the file of a simulated H200 holds."""
+    """The contents of a simulated H200's file."""
     device = {"name": H200.name, "cc": H200.cc, "sms": H200.sms, "l2_mb": H200.l2_mb, "smem_optin": H200.smem_optin}
     data = {"schema": "flashsample-simulated/1", "device": device, "env": ENV, "noise": 0.003}
     return data | {"model": {"us": 300.0, "rugged": 0.08}} | changes
@@ -44,7 +44,7 @@ def write_device(path: Path, **changes: Any) -> str:
 
 
 class Notes:
-    """A progress display that remembers. interrupt: at which note Ctrl-C is pressed."""
+    """A progress display that records its lines. interrupt: text of the note at which Ctrl-C is pressed."""
 
     def __init__(self, interrupt: str = "") -> None:
         self.lines: list[str] = []
@@ -83,8 +83,8 @@ class MemoryLog:
 
 
 class InstantPool:
-    """A pool of one process that begins what it is given at once, and keeps what it was asked. answer: to everything;
-    given by hand."""
+    """A pool of one process that starts each job at once and records its requests. answer: the answer to every request,
+    delivered when the test asks for it."""
 
     def __init__(self, answer: dict[str, Any] | None = None) -> None:
         self.answer, self.asked, self.jobs, self.processes = answer or {}, [], [], [None]

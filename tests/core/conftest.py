@@ -15,8 +15,8 @@ from sgl_flashsample.kernels.reference import allowed_ref
 
 @pytest.fixture
 def builtin_files(tmp_path, monkeypatch) -> Callable[..., None]:
-    """Edits a copy of the built-in choices: ``edit(file name, line -> line)``. What is read until the test ends is the
-    copy."""
+    """Edits a copy of the built-in choices: ``edit(file name, line -> line)``. Until the test ends, the copy
+    is read."""
     folder = tmp_path / "tables"
     folder.mkdir()
     for file in defaults.SHIPPED.glob("builtin-*.json"):
@@ -53,8 +53,8 @@ def launched(monkeypatch) -> list:
 
 
 class FlashInfer(types.ModuleType):
-    """``flashinfer.sampling`` as its documentation says, row by row: one seed and offset for all rows. calls: what it
-    was called with. breaks: an exception to raise instead. draw: of what it was called with, the tokens."""
+    """``flashinfer.sampling`` as documented, computed row by row: one seed and offset for all rows. calls: the
+    arguments of each call. breaks: an exception to raise instead. draw: a function from the arguments to the tokens."""
 
     def __init__(self) -> None:
         super().__init__("flashinfer.sampling")
@@ -85,7 +85,7 @@ class FlashInfer(types.ModuleType):
 
 @pytest.fixture
 def without_flashinfer(monkeypatch):
-    """A process that has not asked for FlashInfer yet, on a machine where it is not installed."""
+    """A process that has not looked for FlashInfer yet, on a machine without it."""
     monkeypatch.setattr(flashinfer_path, "_given_up", [])
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.setitem(sys.modules, "flashinfer.sampling", None)

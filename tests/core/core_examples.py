@@ -26,7 +26,7 @@ TURNS: dict[int, Config] = {1: READ, 2: TILE, 3: LONG, 4: WIDE, 6: TILE, 9: READ
 
 
 def example(device: torch.device, kind: BatchKind = PLAIN, rows: int = ROWS, **options) -> Case:
-    """A batch of this kind, as ``make_case`` has it."""
+    """The batch of this kind that ``make_case`` makes."""
     return make_case(rows, VOCAB, device, str(kind.unscreened), torch.float32, **options)
 
 
@@ -36,7 +36,7 @@ def table_of(head: LMHead, kinds=BATCH_KINDS, sizes=TURNS, **options) -> Dispatc
 
 
 def assert_reference(tokens: torch.Tensor, case: Case) -> None:
-    """Of the first rows of a batch: the reference's tokens, but for near-ties."""
+    """The first rows of a batch have the reference's tokens, except where two scores nearly tie."""
     want = expected(case)
     certain = ~want.near_tie[: len(tokens)]
     assert certain.sum() >= len(tokens) - 2

@@ -108,7 +108,7 @@ def test_logits_may_be_of_any_dtype_at_any_place_and_of_a_shard(device):
 
 
 class Allocations(TorchDispatchMode):
-    """bytes: of the memory of each new tensor; of views and of tensors without elements none."""
+    """Records new tensors. bytes: the memory of each; views and empty tensors are left out."""
 
     MAKERS = ("empty", "new_", "zeros", "ones", "full", "arange", "clone", "_to_copy", "rand", "mm.default")
 
@@ -160,7 +160,7 @@ def test_argmax_is_the_first_maximum_with_and_without_a_screen(device, rows, voc
     assert argmax(case.hidden, weight).tolist() == wanted, "a weight is a head"
     with Allocations() as allocated:
         argmax(case.hidden, case.head, workspace=workspace)
-    assert sorted(allocated.bytes) == [4 * rows, 8 * rows], "what greedy rows have in common is made once"
+    assert sorted(allocated.bytes) == [4 * rows, 8 * rows], "only outputs: parameters of greedy rows are made once"
 
 
 def test_argmax_is_of_the_models_own_logits(device):
@@ -178,7 +178,7 @@ def test_argmax_is_of_the_models_own_logits(device):
         head = LMHead(weight, **options)
         for screen in (None, Screen(head, 2)):
             assert argmax(states[:2], head, screen=screen).tolist() == [wanted] * 2
-    assert argmax(states, weight).tolist() == [64] * 1100, "more rows than there were zeros for"
+    assert argmax(states, weight).tolist() == [64] * 1100, "more rows than the cached parameters have"
 
 
 def test_a_batch_of_no_rows_has_no_tokens(device):

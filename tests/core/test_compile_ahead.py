@@ -1,4 +1,4 @@
-"""What is compiled ahead is what batches launch afterwards: all of it and nothing else, two at a time."""
+"""The kernels compiled ahead are exactly those that batches launch afterwards; two are compiled at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.full
 
-# Triton's front door needs a process whose Triton is not the interpreter. Its driver and its compiler are stand-ins:
-# the one says sm90, the other takes down what it is asked for.
+# Triton's public interface needs a process whose Triton is not the interpreter. Driver and compiler are stand-ins:
+# the driver reports sm90, the compiler records its requests.
 SCRIPT = """
 import contextlib, io, itertools, json, logging, os, sys, threading
 import torch, triton, triton.compiler

@@ -88,10 +88,10 @@ def test_editing_one_line_changes_what_one_size_of_batch_takes_and_nothing_else(
 
 
 def test_an_entry_for_wide_heads_alone_is_nothing_to_the_others(builtin_files):
-    wide = {"kind": "plain", "rows": 9000, "path": "logits", "min_hidden": 8192}
-    wide["config"] = {"block_b": 8, "block_v": 64, "num_warps": 1}
+    entry = {"kind": "plain", "rows": 9000, "path": "logits", "min_hidden": 8192}
+    entry["config"] = {"block_b": 8, "block_v": 64, "num_warps": 1}
     before = {rows: default_config(traits(), rows, PLAIN) for rows in (512, 600)}
-    builtin_files("builtin-sm90-2byte.json", lambda line: line.replace('s": [', f's": [{json.dumps(wide)},'))
+    builtin_files("builtin-sm90-2byte.json", lambda line: line.replace('s": [', f's": [{json.dumps(entry)},'))
     assert default_config(traits(hidden=8192), 600, PLAIN).block_b == 8
     assert {rows: default_config(traits(), rows, PLAIN) for rows in before} == before
 
@@ -126,7 +126,7 @@ def test_an_entry_serves_up_to_its_size_and_the_last_one_all_larger_batches():
     assert isinstance(taken[128], TileConfig) and isinstance(taken[129], ReadConfig)
     assert taken[129] == taken[512] == taken[513] == taken[9999]
     asked = default_config_on(traits(), SamplingPath.FUSED, 300, PLAIN)
-    assert asked.block_b == 128 and asked != taken[128], "an entry for those alone who ask for its path"
+    assert asked.block_b == 128 and asked != taken[128], "an entry that only batches forced to its path take"
 
 
 def test_a_kind_without_entries_takes_those_of_its_fallback():

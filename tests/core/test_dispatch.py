@@ -1,4 +1,4 @@
-"""Which configuration and path a batch takes, that it is the one that runs, and that it changes no token."""
+"""Which configuration and path a batch takes. That configuration is launched, and no choice changes a token."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ def test_a_size_of_the_table_takes_its_configuration_and_every_other_one_the_bui
 
 
 def test_a_kind_that_was_not_measured_takes_what_its_fallback_takes():
-    """A measured size is decided, also for the built-in choice; of the others, greedy batches are plain ones, and a
-    batch with a screen takes the built-in screen, else what it takes without a screen."""
+    """A measured size has its own choice, which may be the built-in one. Without a measurement, a greedy batch takes
+    the choice of plain batches, and a batch with a screen takes the built-in screen, else the choice without a
+    screen."""
     kinds = KIND_NAMES
     table = DispatchTable(
         H200,
@@ -248,10 +249,10 @@ def test_a_screen_that_cannot_serve_a_batch_is_as_none_and_a_path_that_insists_s
         (case.head, True, Screen(case.head, ROWS), "logprobs are asked for"),
         (stale_head, False, stale, "the screen is not of what the head holds now"),
     ]:
-        own = dataclasses.replace(case, head=head)
+        batch = dataclasses.replace(case, head=head)
         options = {"return_logprob": logprob, "screen": screen}
         drawn = sample(case.hidden, head, case.params, table=always_screened(head), **options)
-        assert_reference(drawn.token_ids, own)
+        assert_reference(drawn.token_ids, batch)
         assert not isinstance(launched.pop(), ScreenConfig)
         with pytest.raises(ValueError, match=f"path is 'screened', which cannot serve this batch: {reason}"):
             sample(case.hidden, head, case.params, path="screened", **options)

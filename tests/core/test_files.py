@@ -1,4 +1,4 @@
-"""Files that others may have put there are read in bounds; files of ours are there whole or not at all."""
+"""Foreign files are read within bounds. Our own files appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_flashsample.files import BadFileError, one_line, parse_json, read_plain
 
 @contextlib.contextmanager
 def at_once():
-    """Fails where what is done waits for somebody."""
+    """Fails if the code inside the block waits."""
     before = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("it waits"))
     signal.alarm(2)
     try:
@@ -100,7 +100,7 @@ def test_a_file_has_the_mode_that_the_process_gives_its_files(tmp_path, umask, m
 
 
 def test_the_process_keeps_its_umask_while_files_are_written(tmp_path, monkeypatch):
-    """It is one for all threads: in a moment with another one, files of other threads may be anybody's to write."""
+    """All threads share the umask: changed for a moment, it would make other threads' files writable by anybody."""
     asked = []
     monkeypatch.setattr(os, "umask", lambda mask: asked.append(mask) or 0o022)
     write_whole(tmp_path / "file", "x")

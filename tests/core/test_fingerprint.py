@@ -14,7 +14,7 @@ from sgl_flashsample.tables import fingerprint
 from sgl_flashsample.tables.fingerprint import LAUNCHERS, installed_fingerprints, kernel_fingerprint
 
 EVERY = set(map(str, LAUNCHERS))
-# A folder of kernels: three launchers' modules, what they import, and what none of them does.
+# A folder of kernels: the modules of three launchers, modules that they import, and one that none imports.
 SMALL = {
     "lm_head_sample": "from .noise import noise\nfrom . import config\n@triton.jit\ndef fused():\n    noise()\n",
     "sample_logits": "from .noise import noise\n@triton.jit(debug=True)\ndef read():\n    noise()\n",
@@ -81,13 +81,13 @@ def test_a_change_of_device_code_is_one_of_the_paths_that_import_it_and_of_no_ot
 @pytest.mark.slow
 def test_the_installed_kernels_fingerprints_are_of_their_device_code_alone(changed_paths, tmp_path):
     installed = pathlib.Path(kernels.__file__).parent
-    found = installed_fingerprints()
-    assert set(found) == EVERY and len(set(found.values())) == len(EVERY)
-    assert all(text.startswith("sha256:") and len(text) == 71 for text in found.values())
+    fingerprints = installed_fingerprints()
+    assert set(fingerprints) == EVERY and len(set(fingerprints.values())) == len(EVERY)
+    assert all(text.startswith("sha256:") and len(text) == 71 for text in fingerprints.values())
     shutil.copytree(installed, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     for file in (tmp_path / "kernels").glob("*.py"):  # without comments, in the layout of Python's own printer
         file.write_text(ast.unparse(ast.parse(file.read_text())))
     assert changed_paths(tmp_path / "kernels", "rng", "GROUP_SIZE = 16", "GROUP_SIZE = 32") == EVERY
     assert changed_paths(tmp_path / "kernels", "rng", "GROUP_SIZE = 32", "GROUP_SIZE = 16") == EVERY
-    assert installed_fingerprints() == found
+    assert installed_fingerprints() == fingerprints
     assert changed_paths(tmp_path / "kernels", "int8_head", "ACCUMULATION = 1.5", "ACCUMULATION = 2.5") == {"screened"}

@@ -46,7 +46,7 @@ def allowing(head, *sizes) -> DispatchTable:
 
 
 def ours(params: BatchParams) -> BatchParams:
-    """The same batch, of a caller that wants its certain tokens."""
+    """The same batch, drawn for a caller that asks for exact tokens."""
     return dataclasses.replace(params, distribution_only=False)
 
 
@@ -56,8 +56,8 @@ def test_a_batch_takes_it_where_table_and_caller_allow_it(head, states, device, 
     assert len(flashinfer.calls) == 1
     assert output.token_ids.dtype is torch.int64 and output.logprobs is None
     assert output.token_ids.shape == output.scores.shape == (ROWS,)
-    cut, logits = params.truncation, (states @ head.weight.T).double()
-    allowed = allowed_ref(logits, params.temperature, cut.top_k, cut.top_p, cut.min_p, slack=1e-6)
+    truncation, logits = params.truncation, (states @ head.weight.T).double()
+    allowed = allowed_ref(logits, params.temperature, truncation.top_k, truncation.top_p, truncation.min_p, slack=1e-6)
     assert allowed.gather(1, output.token_ids[:, None]).all()
 
 

@@ -1,4 +1,4 @@
-"""A screen serves the head that it is a copy of, as long as that holds what it held, and nothing else."""
+"""A screen serves only the head that it copies, and only while that head's weight is unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN = 32
 
 
 def assert_drawn_without(screen: Screen, case, head: LMHead) -> None:
-    """Batches of ``head`` have their tokens, of which the screen knows nothing."""
+    """The screen does not serve ``head``, whose batches get their tokens without it."""
     assert not screen.serves(head)
     drawn = sample(case.hidden, head, case.params, screen=screen).token_ids
     assert torch.equal(drawn, sample(case.hidden, head, case.params, path="fused").token_ids)

@@ -1,4 +1,5 @@
-"""The check of a starting server: right kernels pass, wrong ones are named, and what is wrong alone is taken out."""
+"""The check of a starting server: right kernels pass, wrong ones are named, and only wrong configurations are
+removed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def head(device):
 
 @pytest.fixture
 def normal_weight(device):
-    """As a model's: dot products that sums round."""
+    """Like a model's weight: its dot products are rounded."""
     return torch.randn(700, 48, generator=torch.Generator().manual_seed(0)).to(device)
 
 
@@ -98,22 +99,22 @@ def test_every_choice_of_every_kind_is_drawn_with_as_batches_draw(head, monkeypa
     """With and without logprobs, and truncated ones also on the whole vocabulary: its size is compiled in."""
     drawn, launch = set(), selfcheck.launch
 
-    def note(config, hidden, own, params, **keywords):
+    def note(config, hidden, head_drawn, params, **keywords):
         kind = BatchKind(params.truncation is not None, params.edits is not None, params.all_greedy)
         kind = kind._replace(screen=isinstance(config, ScreenConfig)).launched(config)
-        drawn.add((kind, config, own.vocab_size, keywords["return_logprob"]))
-        return launch(config, hidden, own, params, **keywords)
+        drawn.add((kind, config, head_drawn.vocab_size, keywords["return_logprob"]))
+        return launch(config, hidden, head_drawn, params, **keywords)
 
     monkeypatch.setattr(selfcheck, "launch", note)
     monkeypatch.setattr(selfcheck, "compile_ahead", lambda *arguments, **keywords: None)
     monkeypatch.setattr(selfcheck, "MAX_IDS", 128)
     table, wanted = table_of(head, UNSCREENED, {1: TILE, 2: READ}), set()
     assert selfcheck.compare_with_reference(head, 2, table=table, screen=Screen(head, 2)) is None
-    cut = 128 + VOCAB % 16  # the last group is as full as the whole vocabulary's
+    fewest_ids = 128 + VOCAB % 16  # the last group is as full as the whole vocabulary's
     for kind in BATCH_KINDS:
         for rows in (1, 2):
             config = table.lookup(rows, kind)
-            sizes = {cut, VOCAB} if kind.truncate and config == table.lookup(1, kind) else {cut}
+            sizes = {fewest_ids, VOCAB} if kind.truncate and config == table.lookup(1, kind) else {fewest_ids}
             logprobs = (False,) if isinstance(config, ScreenConfig) else (False, True)
             wanted |= {(kind.launched(config), config, size, one) for size in sizes for one in logprobs}
     assert drawn == wanted
@@ -180,8 +181,8 @@ def test_a_configuration_is_taken_out_of_the_kinds_that_launch_it_and_left_to_th
     checked = selfcheck.refuse_wrong(head, 1, table)
     assert checked.reason is None and len(checked.refused) == 1
     for kind in UNSCREENED:
-        kept = kind.truncate or kind.edit
-        assert checked.table.lookup(1, kind) == (TILE if kept else table.default(1, kind))
+        still_tuned = kind.truncate or kind.edit
+        assert checked.table.lookup(1, kind) == (TILE if still_tuned else table.default(1, kind))
 
 
 def test_a_built_in_choice_of_the_fused_pass_that_fails_is_a_reason_not_to_serve(head, broken):
@@ -234,7 +235,7 @@ def test_bits_are_packed_in_the_order_of_ids():
 
 
 def test_a_reader_takes_its_logits_from_the_vendors_gemm(normal_weight):
-    """So its reference starts there, too; a fused pass may add up in another order, and has room for that."""
+    """The reader's reference starts from the same GEMM. A fused pass may sum in another order, within a tolerance."""
     head = LMHead(normal_weight)
     fused, read = (selfcheck.expect(head, 3, PLAIN, reads=reads, table=default_table(head)) for reads in (False, True))
     assert torch.equal(read.low, read.high) and torch.equal(read.logits, (read.hidden @ head.weight.T).double())

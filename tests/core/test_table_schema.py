@@ -1,4 +1,4 @@
-"""A table of choices as text: one text for one table, that a person can read, and one line for whatever is wrong."""
+"""A table of choices as text: each table has exactly one readable text, and each error is one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT = make_table().dumps()
 
 
 def changed(place: str, value: Any) -> str:
-    """The table's text with ``value`` at ``place``, a dotted path; ``...`` takes what is there away."""
+    """The table's text with ``value`` at ``place``, a dotted path; ``...`` deletes the entry."""
     data = json.loads(TEXT)
     *parents, last = (int(name) if name.isdigit() else name for name in place.split("."))
     at = data
@@ -82,7 +82,7 @@ screens = st.builds(ScreenConfig, sizes((8, 64)), st.just(64), sizes((32, 128)),
 def tables(draw: st.DrawFn) -> Table:
     place = st.tuples(st.sampled_from(sorted(KIND_NAMES)), st.integers(1, 65_536))
     places = draw(st.lists(place, unique=True, max_size=12))
-    cut = draw(st.integers(0, len(places)))
+    num_entries = draw(st.integers(0, len(places)))
     entries = [
         make_entry(
             *one,
@@ -93,12 +93,12 @@ def tables(draw: st.DrawFn) -> Table:
             others=draw(st.dictionaries(names, times, max_size=3)),
             flashinfer=draw(st.booleans()),
         )
-        for one in sorted(places[:cut])
+        for one in sorted(places[:num_entries])
     ]
-    confirmed: dict[str, Confirmed] = {}
-    for kind in {kind for kind, _ in places[cut:]}:
-        rows = [rows for other, rows in places[cut:] if other == kind]
-        confirmed[kind] = Confirmed(rows=rows, us=[draw(times) for _ in rows], gemm_us=[draw(times) for _ in rows])
+    kept: dict[str, Kept] = {}
+    for kind in {kind for kind, _ in places[num_entries:]}:
+        rows = [rows for other, rows in places[num_entries:] if other == kind]
+        kept[kind] = Kept(rows=rows, us=[draw(times) for _ in rows], gemm_us=[draw(times) for _ in rows])
     head = HeadShape(vocab=draw(st.integers(1, 300_000)), hidden=64, dtype=draw(sizes(("bf16", "fp32"))))
     measure = draw(st.dictionaries(names, names | times | st.lists(times, max_size=2), max_size=3))
     return make_table(head=head, entries=entries, confirmed=confirmed, measure=measure)

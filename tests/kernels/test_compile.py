@@ -1,5 +1,5 @@
-"""Every built-in choice compiled to real machine code, without a GPU and through its own launcher: it fits the device
-and spills no register. By default of sm90 and the first choice of each kind; all of all devices with ``--full``."""
+"""Every built-in choice is compiled to machine code by its launcher, without a GPU. It fits the device and spills no
+register. By default only the first choice of each kind, for sm90; with ``--full`` all choices for all devices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 COMPILE_TARGETS = Path(__file__).parent.parent / "compile_targets.py"
 # Bytes of shared memory per program that a device of each compute capability offers.
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Bytes of local memory per thread. Of its own accord ptxas stops at 128 registers and spills a few words; with that
-# limit given, it spills none. The search runs in few rows and waits for memory rather than for registers.
+# Bytes of local memory per thread. Without a limit, ptxas stops at 128 registers and spills a few words. With an
+# explicit limit of 128, it spills none. The search runs in few rows and is bound by memory, not by registers.
 SPILLS = {"sample_truncated_kernel": 16, "draw_rescored_kernel": 32, "search_truncated_kernel": 256}
 SPILLS |= {"rescore_groups_kernel": 16, "read_groups_kernel": 16}
 EVERYWHERE = {"lm_head_sample_kernel", "sample_logits_kernel", "sample_truncated_kernel", "search_truncated_kernel"}
@@ -36,21 +36,21 @@ def printed_by(*arguments: object, path: str = ""):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def assert_fits(found: list[dict], capability: int) -> None:
-    assert {used["kernel"] for used in found} == EVERYWHERE
+def assert_fits(resources: list[dict], capability: int) -> None:
+    assert {used["kernel"] for used in resources} == EVERYWHERE
     for kind in ("plain", "edit", "truncate", "edit+truncate"):
         for path, suffix in (("fused", ""), ("logits", ""), ("screened", "+screen")):
-            assert any(used["launch"].startswith(f"{path}, {kind}{suffix}, ") for used in found), (path, kind)
-    for used in found:
+            assert any(used["launch"].startswith(f"{path}, {kind}{suffix}, ") for used in resources), (path, kind)
+    for used in resources:
         allowed = SPILLS.get(used["kernel"], 0)
         assert used["spilled"] <= allowed, f"{used} spills on sm{capability}"
         assert used["shared"] <= SHARED[capability], f"{used} does not fit on sm{capability}"
 
 
-def assert_barriers_agree(found: list[dict]) -> None:
-    """What other programs raise meanwhile is not loaded by each thread for itself: threads that see different values
-    take different branches around the same barrier. A program without a list looks once, before there is a branch."""
-    rescored = [used for used in found if used["kernel"] == "rescore_groups_kernel"]
+def assert_barriers_agree(resources: list[dict]) -> None:
+    """Threads do not load a threshold that other programs raise each for itself: threads with different values would
+    take different branches around one barrier. A program without a list loads it once, before any branch."""
+    rescored = [used for used in resources if used["kernel"] == "rescore_groups_kernel"]
     for listed in (True, False):
         loads = [used["loads"] for used in rescored if f"listed={listed}" in used["launch"]]
         assert loads and all(("threshold" in one) != listed for one in loads), listed
@@ -58,19 +58,19 @@ def assert_barriers_agree(found: list[dict]) -> None:
 
 
 def test_the_first_choice_of_every_kind_fits_an_sm90_and_spills_nothing():
-    found = printed_by("resources", 90)
-    assert_fits(found, 90)
-    assert_barriers_agree(found)
+    resources = printed_by("resources", 90)
+    assert_fits(resources, 90)
+    assert_barriers_agree(resources)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_built_in_choice_with_everything_it_is_for_fits_its_device_and_spills_nothing(capability):
     """Also with logprobs, a softcap, a ragged vocabulary, fp16 and fp32."""
-    found = printed_by("resources", capability, "--full")
-    assert_fits(found, capability)
+    resources = printed_by("resources", capability, "--full")
+    assert_fits(resources, capability)
     for words in ("logprobs", "softcap", "ragged", "fp16", "torch.float32"):
-        assert any(words in used["launch"] for used in found), words
+        assert any(words in used["launch"] for used in resources), words
 
 
 @pytest.mark.full
@@ -78,8 +78,8 @@ def test_the_oldest_supported_triton_compiles_every_built_in_choice():
     folders = list(Path(sys.prefix, "triton-versions").glob("[0-9]*"))
     if not folders:
         pytest.skip("needs the environment of `make test-full`")
-    found = printed_by("resources", 90, "--full", path=str(folders[0]))
-    assert {used["kernel"] for used in found} == EVERYWHERE
+    resources = printed_by("resources", 90, "--full", path=str(folders[0]))
+    assert {used["kernel"] for used in resources} == EVERYWHERE
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def launches() -> dict[str, list[str]]:
 
 
 def test_no_launch_is_given_a_binary_that_triton_would_not_have_taken(launches):
-    """Types, values of 1, multiples of 16, alignments, sizes beyond int32, and what is None."""
+    """Types, values of 1, multiples of 16, alignments, sizes beyond int32, and None."""
     assert len(launches["made"]) > 500
     assert launches["mistaken"] == []
 
@@ -106,12 +106,12 @@ def test_another_batch_does_not_compile_another_kernel(launches, name):
 
 
 def test_a_kernel_has_the_same_name_in_the_cache_on_disk_whichever_was_launched_first():
-    """So that one process finds what another has compiled. And a constant that two modules name alike has one value:
-    Triton orders a kernel's constants by name, and by address where names are the same."""
-    found = printed_by("names", 90)
-    keys = found[0]["keys"]
+    """One process thus finds the binaries that another has compiled. A constant with the same name in two modules has
+    one value: Triton orders a kernel's constants by name, and equal names by address."""
+    orders = printed_by("names", 90)
+    keys = orders[0]["keys"]
     assert set(keys) == EVERYWHERE and len(set(keys.values())) == len(keys)
-    assert len(found) >= 5 and all(other["keys"] == keys for other in found[1:])
-    for constants in found[0]["constants"].values():
+    assert len(orders) >= 5 and all(other["keys"] == keys for other in orders[1:])
+    for constants in orders[0]["constants"].values():
         assert all(len(values) == 1 for values in constants.values()), constants
-    assert any(found[0]["constants"].values())
+    assert any(orders[0]["constants"].values())

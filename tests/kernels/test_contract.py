@@ -1,4 +1,4 @@
-"""What every path promises: the reference's token, whatever surrounds a row and however the batch is launched."""
+"""The contract of every path: each row gets the reference's token, in every batch and with every configuration."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ DTYPE_OF_KIND = dict(zip(KINDS, ["bf16", "fp16", "fp32", "bf16", "fp32"], strict
 
 
 def assert_same(one: Drawn, other: Drawn) -> None:
-    """The same tokens and, but for the order of sums, the same scores and logprobs."""
+    """The same tokens. Scores and logprobs agree up to rounding, which depends on the order of sums."""
     assert torch.equal(one.token_ids, other.token_ids)
     torch.testing.assert_close(one.scores, other.scores, rtol=1e-5, atol=1e-5, equal_nan=True)
     if one.logprobs is not None and other.logprobs is not None:
@@ -151,7 +151,8 @@ HEADS = {
 )
 @on_every_path
 def test_scale_softcap_rounding_shard_and_padding_are_the_models(device, path, kind, options):
-    """A whole number of groups and not, with padding behind; edits of a shard are read at its own columns."""
+    """Vocabularies with a full and a partial last group, and with padding. Edits of a shard are read at the shard's
+    ids."""
     num_rows = 9 if kind == "truncate" and not CUDA else 17
     for vocab in (896, 901) if kind == "plain" else (901,):
         case = make_case(num_rows, vocab, device, kind, seed=3, padding=11, **options)
@@ -159,7 +160,7 @@ def test_scale_softcap_rounding_shard_and_padding_are_the_models(device, path, k
 
 
 def test_a_negative_scale_is_one_of_the_models(device):
-    """Not on the screened path, whose bound needs a positive one."""
+    """The screened path is left out: its bound needs a positive scale."""
     case = make_case(17, 901, device, "edit", padding=3, logit_scale=-3.0)
     for path in ("fused", "logits"):
         assert_equal_to_reference(case, draw(path, case))
@@ -168,7 +169,7 @@ def test_a_negative_scale_is_one_of_the_models(device):
 @pytest.mark.parametrize("hidden", [65, 72, 200])
 @pytest.mark.parametrize("path", ["fused", "screened"])
 def test_a_hidden_size_that_no_block_divides_is_read_to_its_end(device, path, hidden):
-    """Through descriptors, where rows are multiples of 16 bytes; through pointers else."""
+    """Rows of a multiple of 16 bytes are read through descriptors, others through pointers."""
     case = make_case(5, 300, device, hidden=hidden)
     described = {"tma": True, "hidden_tma": True} if path == "fused" else {"tma": True}
     assert case.head.supports_tma == (hidden != 65)
@@ -176,7 +177,7 @@ def test_a_hidden_size_that_no_block_divides_is_read_to_its_end(device, path, hi
     assert_equal_to_reference(case, draw(path, case, config), 0.2)
 
 
-# --- what a token does not depend on --------------------------------------------------------------------------------
+# --- invariance of the token --------------------------------------------------------------------------------
 
 CONFIGS = {
     "fused": [
@@ -329,7 +330,7 @@ def test_rows_may_be_further_apart_than_an_int32_counts(device, path, tmp_path):
 @pytest.mark.parametrize("kind", ["plain", "greedy", "edit"])
 @on_every_path
 def test_the_best_shard_holds_the_token_of_the_whole_vocabulary(device, path, kind):
-    """Of equal scores, the one with the lowest ids; edits of a shard are read at the columns of its own ids."""
+    """Among shards with equal scores, the one with the lowest ids. Edits of a shard are read at the shard's ids."""
     whole = make_case(33, 1500, device, kind, torch.bfloat16, seed=6)
     shards = []
     for first, last in ((0, 496), (496, 1008), (1008, 1500)):
@@ -395,7 +396,7 @@ def test_rows_known_to_be_greedy_are_read_without_noise_to_the_same_tokens(devic
     known = sample_logits(logits, spec, params, dataclasses.replace(READ, reduce_rows=1, one_launch=True))
     assert torch.equal(drawn.token_ids, known.token_ids)
     assert torch.equal(drawn.scores, known.scores)
-    assert known.token_ids[[5, 7]].tolist() == [320, 320], "rows without a token"
+    assert known.token_ids[[5, 7]].tolist() == [320, 320], "rows without an allowed token get the first id"
 
 
 # --- values that are no numbers -------------------------------------------------------------------------------------
@@ -415,7 +416,7 @@ def test_what_is_not_a_number_is_never_drawn_and_never_touches_another_row(devic
     broken = dataclasses.replace(clean, hidden=hidden)
     drawn, sound = draw(path, broken), draw(path, clean)
     assert ((drawn.token_ids >= 0) & (drawn.token_ids < vocab)).all()
-    assert drawn.token_ids[[1, 2]].tolist() == [0, 0], "a row of nothing gives the first id"
+    assert drawn.token_ids[[1, 2]].tolist() == [0, 0], "a row without an allowed token gets the first id"
     others = [0, 3, 5, 6, 7]
     assert torch.equal(drawn.token_ids[others], sound.token_ids[others])
     without_nan = clean.edited.nan_to_num(nan=float("-inf"))
@@ -470,7 +471,7 @@ def test_a_row_whose_tokens_are_all_forbidden_gives_the_first_id(device, path, k
 @pytest.mark.parametrize("per_row", [False, True], ids=["all rows", "flags"])
 @on_every_path
 def test_each_row_has_its_own_combination_of_edits(device, path, per_row, bool_mask):
-    """All sixteen combinations, none included, of a mask in words or in bools."""
+    """All sixteen combinations of edits, the empty one included, with a mask in words or in bools."""
     case = make_case(33 if per_row else 17, 700, device, seed=8)
     edits = mixed_edits(len(case.hidden), 700, device, bool_mask=bool_mask)
     if not per_row:
@@ -500,7 +501,7 @@ def test_a_row_without_a_flag_reads_nothing_of_its_edits(device, path, bool_mask
         path, case.with_params(edits=LogitEdits(garbage, garbage, mask, garbage, torch.where(edited, 15, 0).int()))
     )
     assert torch.equal(drawn.token_ids[~edited], draw(path, case).token_ids[~edited])
-    assert drawn.token_ids[4].item() == 0, "a row of nothing gives the first id"
+    assert drawn.token_ids[4].item() == 0, "a row without an allowed token gets the first id"
 
 
 @pytest.mark.parametrize("words", [0, 1, 3, 9, 12])
@@ -518,9 +519,9 @@ def test_edits_may_be_views_of_wider_tensors_and_one_row_may_serve_all(device, p
     edits = mixed_edits(17, 300, device)
 
     def view(tensor: torch.Tensor, garbage) -> torch.Tensor:
-        wide = torch.full((17, tensor.shape[1] + 45), garbage, dtype=tensor.dtype, device=device)
-        wide[:, 2 : 2 + tensor.shape[1]] = tensor
-        return wide[:, 2 : 2 + tensor.shape[1]]
+        buffer = torch.full((17, tensor.shape[1] + 45), garbage, dtype=tensor.dtype, device=device)
+        buffer[:, 2 : 2 + tensor.shape[1]] = tensor
+        return buffer[:, 2 : 2 + tensor.shape[1]]
 
     views = LogitEdits(
         view(edits.additive, 9.0), view(edits.scaling, 0.1), view(edits.mask, 0), view(edits.bias, 9.0), edits.rows
@@ -532,7 +533,7 @@ def test_edits_may_be_views_of_wider_tensors_and_one_row_may_serve_all(device, p
 
 @on_every_path
 def test_a_mask_wins_over_a_bias_and_an_infinite_one_over_all_but_a_mask(device, path):
-    """Also a penalty of -inf (min_new_tokens), and values that are no numbers: their tokens are forbidden."""
+    """A penalty of -inf (min_new_tokens) and a NaN forbid their tokens, too."""
     hidden, weight = torch.ones(8, 16, device=device), torch.zeros(100, 16, device=device)
     weight[7] = 5 / 16
     case = Case(hidden, LMHead(weight), make_params(8, LogitsSpec(100), device))
@@ -566,9 +567,9 @@ def test_a_mask_wins_over_a_bias_and_an_infinite_one_over_all_but_a_mask(device,
 def test_a_truncation_changes_a_token_only_where_it_forbids_it(device, path):
     case = make_case(40 if CUDA else 17, 700, device, "truncate", torch.float32, seed=8)
     plain, drawn = draw(path, case.with_params(truncation=None)), draw(path, case)
-    cut = case.params.truncation
+    truncation = case.params.truncation
     temperature = torch.where(case.limited, case.params.temperature, 1.0)
-    allowed = allowed_ref(case.edited, temperature, cut.top_k, cut.top_p, cut.min_p)
+    allowed = allowed_ref(case.edited, temperature, truncation.top_k, truncation.top_p, truncation.min_p)
     stays = allowed.gather(1, plain.token_ids[:, None])[:, 0] | ~case.limited
     assert 4 <= stays.sum() < len(stays) - 2
     assert torch.equal(drawn.token_ids[stays], plain.token_ids[stays])
@@ -621,18 +622,25 @@ def test_a_call_without_logprobs_draws_the_same_tokens(device, path, kind):
 @pytest.mark.parametrize("kind", kinds("plain", "truncate"))
 @on_every_path
 def test_a_workspace_serves_batches_of_every_size_one_after_the_other_and_is_left_as_it_was(device, path, kind):
-    """One that grows, with what an earlier batch has left in it; every counter of arrivals is zero again."""
+    """Each batch reads the workspace that the previous one wrote. After each, every counter that kernels share is zero.
+
+    The screened path lists single ids only of a vocabulary that is large beside a small top-k: two batches have one."""
     sizes = (5, 40, 1, 17) if kind == "plain" or CUDA else (3, 7, 1, 6)
-    whole = make_case(max(sizes), 1000, device, kind, seed=4)
+    lists_ids = path == "screened" and kind == "truncate"
+    vocab = 4000 if lists_ids else 1000
+    whole = make_case(max(sizes), vocab, device, kind, seed=4)
     copy = Int8Head(whole.head)
     screen = ScreenWorkspace(copy.num_groups, copy.weight.shape[1], max(sizes), device)
-    workspace = Workspace(max(workspace_slots(whole.head, 40, TILE), read_slots(1000, 40, READ, device)), device)
+    screen.operands.ids.fill_(-1)
+    workspace = Workspace(max(workspace_slots(whole.head, 40, TILE), read_slots(vocab, 40, READ, device)), device)
     other = LISTED
     if path != "screened":
-        usual = config_of(path, 1000)
+        usual = config_of(path, vocab)
         other = dataclasses.replace(usual, one_launch=True, reduce_rows=min(16, usual.block_b))
     for num_rows, config in zip(sizes, (None, other, None, other), strict=True):
         case = whole.rows(torch.arange(num_rows, device=device))
+        if lists_ids and config is None:
+            case = case.with_params(truncation=limits(num_rows, device, top_k=20))
         drawn = draw(path, case, config, workspace=workspace, int8_head=copy, screen=screen)
         assert_equal_to_reference(case, drawn, 0.4)
         assert not workspace.splits.arrived.any()
@@ -640,6 +648,7 @@ def test_a_workspace_serves_batches_of_every_size_one_after_the_other_and_is_lef
             assert not workspace.last_buffer.operands.arrived.any()
         for name in ("arrived", "num_flagged", "num_ids", "ids_arrived"):
             assert not getattr(screen.operands, name).any(), name
+    assert (screen.operands.ids >= 0).any() == lists_ids, "whether num_ids was ever above zero"
 
 
 @pytest.mark.gpu
@@ -669,8 +678,8 @@ def test_a_captured_graph_replays_the_same_tokens_and_follows_its_inputs(device,
 @pytest.mark.parametrize("rescore", [(64, 256, 4), (64, 64, 8), (32, 256, 4), (16, 256, 4)], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
 def test_a_thousand_screened_steps_equal_the_fused_pass(device, temperature, rescore):
-    """16 rows x 64 positions at a real shape. The fewer groups a program reads at a time, the more threads share one,
-    and the oftener it looks again at what the others have raised meanwhile."""
+    """16 rows x 64 positions at a real shape. A program that reads fewer groups at a time has more threads per group,
+    and loads the threshold that other programs raise more often."""
     case = rounding_case(16, 151_936, device, torch.bfloat16, hidden=4096)
     case = case.with_params(temperature=torch.full((16,), temperature, device=device))
     copy = Int8Head(case.head)
@@ -768,9 +777,9 @@ def test_a_bad_argument_raises_a_value_error_that_names_it_and_what_was_expected
     if name in ("temperature", "seed", "position"):
         params = dataclasses.replace(params, **given)
     if name in ("top_k", "top_p", "min_p", "vocab_start"):
-        cut = limits(2, device, 5)
+        truncation = limits(2, device, 5)
         params = dataclasses.replace(
-            params, truncation=cut if name == "vocab_start" else dataclasses.replace(cut, **given)
+            params, truncation=truncation if name == "vocab_start" else dataclasses.replace(truncation, **given)
         )
     if name in ("additive", "scaling", "bias", "mask", "rows"):
         params = dataclasses.replace(params, edits=LogitEdits(**given))

@@ -1,4 +1,4 @@
-"""Sampled tokens follow the law that they are promised to follow: G-tests of known power."""
+"""Sampled tokens follow the promised distribution: G-tests of known power."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_truncated_draws_follow_the_law_that_is_left_and_never_leave_it(device, 
     dtype = torch.bfloat16 if CUDA else torch.float32
     difference, limit = 0.01 if CUDA else 0.05, MODES[mode]
     values = (torch.randn(vocab, generator=torch.Generator().manual_seed(11)) * SPREADS[spread]).to(dtype)
-    logits, cut = values.double()[None], limits(1, torch.device("cpu"), **limit)
-    allowed = allowed_ref(logits, torch.ones(1), cut.top_k, cut.top_p, cut.min_p, slack=1e-5)[0]
+    logits, truncation = values.double()[None], limits(1, torch.device("cpu"), **limit)
+    allowed = allowed_ref(logits, torch.ones(1), truncation.top_k, truncation.top_p, truncation.min_p, slack=1e-5)[0]
     case = spelled_out(values.tolist(), batch, device, dtype=dtype)
     case = case.with_params(truncation=limits(batch, device, **limit))
     observed = torch.zeros(vocab, dtype=torch.int64)
@@ -99,8 +99,8 @@ def test_truncated_draws_follow_the_law_that_is_left_and_never_leave_it(device, 
 
 @pytest.mark.parametrize("apart", [16, 1], ids=["in two groups", "in one group"])
 def test_equal_logits_are_drawn_equally_down_to_a_temperature_of_a_thousandth(device, apart):
-    """Below, a score is a float32 that is large beside the noise, and of equal scores the lowest id wins: it takes up
-    to ``2**-25 * |logit| / temperature`` more than its share. A change of that is noticed here."""
+    """At lower temperatures, float32 scores are so large that they round the noise away. Of equal scores the lowest id
+    wins, and takes up to ``2**-25 * |logit| / temperature`` more than its share. A larger excess fails here."""
     num_rows, logit = 4000, 40.0
     values = [-1000.0] * 32
     values[0] = values[apart] = logit

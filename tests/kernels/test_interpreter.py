@@ -1,5 +1,5 @@
-"""What makes the interpreter faster and its bfloat16 right changes nothing else that a kernel computes, and leaves
-nothing behind."""
+"""The patches that make the interpreter faster and its bfloat16 right change no other result of a kernel, and are
+undone after each launch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_device_functions_of_ours_and_of_tritons_work_after_one_another_and_afte
         once = torch.where(x < limit, 2 * x, x)
         assert torch.equal(largest, once.view(3, 8).amax(1))
         assert torch.equal(out, torch.where(once < limit, 2 * once, once).half())
-    assert (tl.load, tl.dtype.to_ir, tl.range) == before, "what a kernel sees is put back after the launch"
+    assert (tl.load, tl.dtype.to_ir, tl.range) == before, "patches are undone after the launch"
 
 
 def test_bfloat16_is_rounded_to_nearest_and_multiplied_as_the_numbers_that_it_is():

@@ -36,11 +36,11 @@ def mapped(x: torch.Tensor, function: str, dtype: torch.dtype = torch.float32) -
 
 
 def normal_numbers(device) -> torch.Tensor:
-    """Of every exponent, and many around 1."""
+    """Numbers of every exponent, and many around 1."""
     generator = torch.Generator().manual_seed(0)
     exponents = torch.arange(-126, 127).repeat(200)
-    wide = torch.ldexp(torch.rand(exponents.shape, generator=generator) + 1.0, exponents)
-    return torch.cat([wide, torch.rand(50_000, generator=generator) * 1.5 + 0.5]).to(device)
+    of_every_exponent = torch.ldexp(torch.rand(exponents.shape, generator=generator) + 1.0, exponents)
+    return torch.cat([of_every_exponent, torch.rand(50_000, generator=generator) * 1.5 + 0.5]).to(device)
 
 
 def test_log2_errs_by_two_to_the_minus_22_absolute_around_1_and_relative_elsewhere(device):

@@ -27,7 +27,7 @@ def signature(x_ptr, n, A: tl.constexpr, B: tl.constexpr):
 
 @dataclasses.dataclass(eq=False)
 class Kernel:
-    """In place of a kernel: hands out binaries, and remembers what it was asked and what these have run."""
+    """A stand-in for a kernel: returns binaries, and records the requests and the launches of these binaries."""
 
     asked: list = dataclasses.field(default_factory=list)
     ran: list = dataclasses.field(default_factory=list)
@@ -82,7 +82,7 @@ def test_what_a_binary_depends_on_asks_for_another():
 
 
 def test_constants_in_another_order_than_the_signatures_are_refused():
-    """A known binary would read one for another."""
+    """Otherwise a cached binary would read one constant in place of another."""
     with pytest.raises(AssertionError, match=r"constants of signature are \['B', 'A'\], expected \['A', 'B'\]"):
         launch(Kernel(), 1, (), {"B": 2, "A": 1}, 4, ())
 

@@ -1,5 +1,4 @@
-"""Values that launchers are given: what they refuse, by name and with what was expected, and what they know of
-themselves."""
+"""Parameters of launchers: errors name the bad value and the expected one; derived properties are right."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ def test_one_launch_reduces_no_more_rows_at_a_time_than_a_tile_has(config):
 
 
 def test_configs_that_differ_in_nothing_that_is_compiled_share_a_binary():
-    """And those that differ in anything else do not."""
+    """Configurations that differ in a compiled property do not share one."""
     launch_only = {TileConfig: {"ctas_per_sm": 3, "reduce_rows": 4}}
     launch_only[ReadConfig] = {"ctas_per_sm": 3, "reduce_rows": 4, "min_splits": 9}
     for config in (TILE, READ):

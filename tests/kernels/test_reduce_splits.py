@@ -1,4 +1,4 @@
-"""The reduction over splits against its reference: scores, ties, groups cut by the end of the vocabulary."""
+"""The reduction over splits against its reference: scores, ties, and a partial last group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_flashsample.kernels.workspace import Workspace
 
 
 def make_splits(device, num_splits, num_rows, spec: LogitsSpec, ties=False):
-    """A workspace as the splits leave it; scores, groups and logits of these; and the rows' parameters."""
+    """A workspace as the splits write it; the scores, groups and logits of the splits; and the rows' parameters."""
     generator = torch.Generator().manual_seed(num_splits * 100 + num_rows)
     workspace = Workspace(num_splits * num_rows + 7, device)
     score = torch.randn(num_splits, num_rows, generator=generator)

@@ -1,5 +1,5 @@
-"""The second pass of the screened path: what it reads, in whichever order; and, of truncated rows, each launch against
-its definition."""
+"""The second pass of the screened path: the groups that it reads, in any order; and each launch for truncated rows
+against its definition."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ordered(x: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-# --- what is read ---------------------------------------------------------------------------------------------------
+# --- the groups that are read -----------------------------------------------------------------------------------------
 
 
 @in_chunks_and_listed
@@ -91,10 +91,10 @@ def test_neither_the_order_of_the_list_nor_who_reads_an_entry_matters_even_where
 @in_chunks_and_listed
 def test_what_is_read_first_spares_what_is_worse(device, config):
     case = rounding_case(4, 2000, device, torch.bfloat16, hidden=64)
-    head = LMHead(torch.cat([case.hidden / 5, case.head.weight]))  # the first group holds what each state points to
+    head = LMHead(torch.cat([case.hidden / 5, case.head.weight]))  # the first group holds the best id of each state
     case = dataclasses.replace(case, head=head).with_params(temperature=torch.ones(4, device=device))
     copy = Int8Head(head)
-    copy.operands.error.mul_(20)  # little is ruled out before its turn
+    copy.operands.error.mul_(20)  # few groups are ruled out before their turn
     drawn = draw("screened", case, dataclasses.replace(config, rescore_v=32), int8_head=copy)
     assert torch.equal(drawn.token_ids, draw("fused", case).token_ids)
     counts = counted(drawn)
@@ -180,8 +180,8 @@ def stage(device) -> Stage:
     temperature = torch.linspace(0.6, 1.4, num_rows, device=device)
     temperature[-1] = 0.0
     top_k = torch.tensor([3, 40, 64, 0, 100, 5, 5], dtype=torch.int32, device=device)
-    cut = dataclasses.replace(limits(num_rows, device, top_p=0.9), top_k=top_k)
-    case = case.with_params(temperature=temperature, truncation=cut)
+    truncation = dataclasses.replace(limits(num_rows, device, top_p=0.9), top_k=top_k)
+    case = case.with_params(temperature=temperature, truncation=truncation)
     copy = Int8Head(case.head)
     workspace = ScreenWorkspace(copy.num_groups, copy.weight.shape[1], num_rows, device)
     workspace.operands.max_logit_lo.fill_(-55.0)  # of rows that are not truncated, nothing is written
@@ -193,10 +193,10 @@ def stage(device) -> Stage:
     return Stage(case, workspace, buffer)
 
 
-@pytest.mark.parametrize("rescored", [False, True])
+@pytest.mark.parametrize("again", [False, True])
 def test_a_bound_is_what_as_many_blocks_of_groups_as_are_wanted_are_above(stage, rescored):
-    """``top_k`` of them where that is small, else as many as the draw has room for; a few more, for the bound is found
-    by bisection. Rows that are not truncated keep their threshold."""
+    """``top_k`` blocks where that is small, else as many as the draw has room for. Bisection finds the bound, so a few
+    more may be above it. Rows that are not truncated keep their threshold."""
     greedy_before = stage.threshold[-1].item()
     bound_truncated(*stage.arguments, stage.buffer, SCREEN, TRUNCATION, rescored=rescored)
     lo = stage.rows_of_groups("max_logit_lo")[:-1]
@@ -225,7 +225,7 @@ def test_groups_are_listed_once_per_block_of_rows_if_any_of_its_rows_flags_them(
     workspace.operands.score_hi.copy_(values.T.flatten())
     workspace.operands.max_logit_lo.copy_(values.flatten())
     threshold = torch.full((num_rows,), 1.0, device=device)
-    threshold[3] = -INF  # a group that has no token is not flagged all the same
+    threshold[3] = -INF  # a group without an allowed token is not flagged even so
     threshold[17] = values[17, 5]  # reached, not passed
     workspace.operands.threshold.copy_(ordered(threshold))
     workspace.operands.candidates.zero_()
@@ -245,7 +245,7 @@ def test_groups_are_listed_once_per_block_of_rows_if_any_of_its_rows_flags_them(
 
 @pytest.mark.parametrize("which", RescorePass)
 def test_groups_are_read_for_the_rows_that_need_them_and_for_no_others(stage, which):
-    """Certain groups are not to be read again, and what they reach is what they are."""
+    """Certain groups become exact: their lower bound is their largest logit, and they are not flagged again."""
     num_rows = len(stage.case.hidden)
     stage.workspace.operands.threshold.copy_(ordered(stage.peaks.topk(3).values[:, -1] - 0.5))
     lo_before, hi_before = stage.rows_of_groups("max_logit_lo").clone(), stage.score_hi.clone()
@@ -309,7 +309,7 @@ def test_an_id_that_does_reach_the_threshold_brings_its_group_back(stage):
 
 
 def rescored(case: Case, threshold: torch.Tensor, width: float, dtype=torch.float32) -> Stage:
-    """Groups that reach the threshold in the buffer, ends of every group's mass ``width`` to either side of it."""
+    """Groups that reach the threshold in the buffer, and bounds of each group's mass, ``width`` below and above it."""
     num_rows, vocab, device = len(case.hidden), case.head.vocab_size, case.hidden.device
     workspace = ScreenWorkspace(-(-vocab // 16), 32, num_rows, device)
     made = Stage(case, workspace, LogitsBuffer(num_rows, vocab, dtype, device))
@@ -319,7 +319,7 @@ def rescored(case: Case, threshold: torch.Tensor, width: float, dtype=torch.floa
     made.rows_of_groups("lse_lo").copy_(mass - width)
     made.rows_of_groups("lse_hi").copy_(mass + width)
     read = made.peaks >= threshold[:, None]
-    made.buffer.logits.copy_(torch.where(read[..., None], logits, 99.0).flatten(1))  # what was not read is anything
+    made.buffer.logits.copy_(torch.where(read[..., None], logits, 99.0).flatten(1))  # unread logits are arbitrary
     made.buffer.group_max.copy_(torch.where(read, made.peaks, -INF))
     return made
 
@@ -334,7 +334,8 @@ def drawn_from(made: Stage) -> tuple[SampleOutput, torch.Tensor]:
 
 @in_chunks_and_listed
 def test_the_token_is_of_the_groups_that_are_not_ruled_out(stage, config):
-    """Of a row without limits the best of them; of the others, their logits into the buffer and nothing else."""
+    """A row without limits gets the best token of these groups. For a row with limits, only their logits are written,
+    to the buffer."""
     num_rows, vocab = len(stage.case.hidden), stage.case.head.vocab_size
     best = stage.peaks[-1].argmax()
     stage.score_hi[best, :] = -INF
@@ -351,18 +352,18 @@ def test_the_token_is_of_the_groups_that_are_not_ruled_out(stage, config):
     assert (left[:, ~flagged] == -77.0).all() and (left[~limited] == -77.0).all()
     written = (left != -77.0).any(-1)
     assert torch.equal(left[written].double(), logits[written])
-    assert written[limited][:, flagged].float().mean() > 0.8, "but for those that what was read has ruled out"
+    assert written[limited][:, flagged].float().mean() > 0.8, "logits read earlier rule some groups out"
     assert vocab == allowed.isfinite().numel() - (-vocab % 16)
 
 
 def test_rescored_groups_decide_a_token_only_where_they_are_certain_to(stage):
-    """Narrow ends of the mass decide nearly all rows, ends that are far apart few; what is decided is right. A top-k
-    that is not small, or none, is decided where top-p or min-p ask for less than was rescored."""
+    """Close bounds of the mass decide nearly all rows, distant bounds few. Every decided token is right. A row with a
+    large top-k or none is decided if top-p or min-p need less than was rescored."""
     num_rows = 14
     case = stage.case.rows(torch.arange(num_rows, device=stage.case.hidden.device) % 6)
-    cut, device = case.params.truncation, case.hidden.device
-    cut = dataclasses.replace(cut, top_p=torch.where(torch.arange(num_rows, device=device) < 7, 0.9, 0.3))
-    case = case.with_params(truncation=cut, position=torch.arange(num_rows, device=device))
+    truncation, device = case.params.truncation, case.hidden.device
+    truncation = dataclasses.replace(truncation, top_p=torch.where(torch.arange(num_rows, device=device) < 7, 0.9, 0.3))
+    case = case.with_params(truncation=truncation, position=torch.arange(num_rows, device=device))
     want = expected(case)
     threshold = case.edited.topk(64).values[:, -1].float()
     decided = {}
@@ -376,13 +377,13 @@ def test_rescored_groups_decide_a_token_only_where_they_are_certain_to(stage):
 
 
 def test_small_limits_of_every_kind_are_drawn_as_the_reference_does(stage):
-    """All that a small top-k leaves was rescored, and the mass is known: no row is left."""
+    """All tokens that a small top-k allows were rescored, and the mass is known: no row is left to the search."""
     device, num_rows = stage.case.hidden.device, 24
     row = torch.arange(num_rows, device=device)
     case = stage.case.rows(row % 6).with_params(position=row)
-    cut = limits(num_rows, device, top_k=20)
+    truncation = limits(num_rows, device, top_k=20)
     top_p, min_p = torch.where(row % 4 < 2, 0.6, 1.0), torch.where(row % 2 == 0, 0.25, 0.0)
-    case = case.with_params(truncation=dataclasses.replace(cut, top_p=top_p, min_p=min_p))
+    case = case.with_params(truncation=dataclasses.replace(truncation, top_p=top_p, min_p=min_p))
     threshold = case.edited.topk(24).values[:, -1].float() - 0.01
     output, status = drawn_from(rescored(case, threshold, 1e-6))
     want = expected(case)
@@ -398,8 +399,8 @@ def test_rows_without_a_limit_keep_the_token_that_they_have(stage):
 
 
 def test_an_unread_token_that_min_p_allows_leaves_the_row_to_the_search(device):
-    """Logits in two bytes, and a threshold between two of them: the lower one, 2, may be in a group that was not read,
-    and it is just what min-p allows, e^-2 of the largest, 4. 64 groups are above, so that the draw finds enough."""
+    """The threshold lies between two bfloat16 logits. The lower one, 2, may be in a group that was not read, and min-p
+    just allows it: e^-2 of the largest, 4. 64 groups are above the threshold, so that the draw finds enough."""
     values = torch.full((80, 16), -30.0)
     values[:70, 0] = 4.0 - torch.arange(70) / 64
     values[75, 3] = 2.0
@@ -424,15 +425,15 @@ def test_an_unread_token_that_min_p_allows_leaves_the_row_to_the_search(device):
 
 
 def test_the_draw_of_rescored_groups_is_the_reference_of_what_was_left(stage):
-    """Small top-k alone: whatever the mass may be."""
+    """Only a small top-k: the bounds of the mass do not matter."""
     device = stage.case.hidden.device
     case = stage.case.with_params(truncation=limits(7, device, top_k=20))
     threshold = case.edited.topk(20).values[:, -1].float() - 0.01
     output, status = drawn_from(rescored(case, threshold, INF))
     assert (status[:-1] == 1).all()
     some = take(case.params, torch.arange(6, device=device))
-    cut = some.truncation
-    rows = (some.temperature, some.seed, some.position, cut.top_k, cut.top_p, cut.min_p)
+    truncation = some.truncation
+    rows = (some.temperature, some.seed, some.position, truncation.top_k, truncation.top_p, truncation.min_p)
     want = truncated_sample_ref(case.edited[:6], *rows)
     assert torch.equal(output.token_ids[:6][~want.near_tie], want.token[~want.near_tie])
 
@@ -441,8 +442,8 @@ def test_the_draw_of_rescored_groups_is_the_reference_of_what_was_left(stage):
 
 
 def screened(num_rows: int, vocab: int, device, spread: float = 1.0, wider: float = 1.0, hidden: int = 128, **limit):
-    """Rows with the same limits on logits of a deviation of 3 x ``spread``, and what the screen makes of them where its
-    bound is ``wider`` than it need be: the fused pass's tokens."""
+    """Draw rows with the same limits on logits of a deviation of 3 x ``spread``, with a bound ``wider`` times as large
+    as needed. Tokens must be the fused pass's. Returns the draw and the number of groups read."""
     case = rounding_case(num_rows, vocab, device, torch.bfloat16, hidden=hidden)
     case = dataclasses.replace(case, hidden=case.hidden * spread)
     case = case.with_params(
@@ -464,7 +465,7 @@ def test_a_small_top_k_is_answered_from_a_part_of_the_head(device):
 
 @pytest.mark.slow
 def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(device, monkeypatch):
-    """The bound again, with these groups read: half the room between the two."""
+    """The second bound, taken after the certain groups are read, leaves less than half as many groups to read."""
     _, groups = screened(1, 20_000, device, wider=8, top_k=8)
     bound = screened_sample.bound_truncated
     monkeypatch.setattr(screened_sample, "bound_truncated", lambda *given, rescored=False: rescored or bound(*given))
@@ -473,7 +474,7 @@ def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(
 
 @pytest.mark.slow
 def test_ids_are_verified_one_by_one_and_bring_back_the_groups_that_they_reach_for(device):
-    """A batch of ID_ROWS rows is answered from fewer bytes of the head than a larger one, which reads groups."""
+    """A batch of ID_ROWS rows reads fewer bytes of the head than a larger batch, which reads whole groups."""
     groups = []
     for num_rows in (ID_ROWS, ID_ROWS + 1):
         case = rounding_case(num_rows, 8000, device, torch.bfloat16, hidden=96)
@@ -490,7 +491,7 @@ def test_ids_are_verified_one_by_one_and_bring_back_the_groups_that_they_reach_f
 @pytest.mark.slow
 def test_limits_are_answered_where_few_tokens_matter_and_else_from_the_whole_head(device):
     assert (screened(4, 6000, device, top_k=20, top_p=0.95)[0].status == 1).float().mean() >= 0.75
-    assert (screened(4, 6000, device, top_k=20, top_p=0.95, min_p=0.01)[0].status == 1).all(), "of what top-k leaves"
+    assert (screened(4, 6000, device, top_k=20, top_p=0.95, min_p=0.01)[0].status == 1).all(), "min-p after top-k"
     assert (screened(2, 16_000, device, spread=2.0, min_p=0.2)[0].status == 1).all()
     assert (screened(2, 16_000, device, spread=3.0, top_p=0.5)[0].status == 1).any()
     flat, groups = screened(2, 6000, device, spread=0.1, top_p=0.9)
@@ -513,13 +514,13 @@ def test_a_row_that_is_left_does_not_make_the_others_read_more(device):
 def test_a_bound_that_is_wide_is_late_and_not_wrong(device):
     drawn, _ = screened(8, 6000, device, wider=12, hidden=96, top_k=8, top_p=0.04)
     assert (drawn.status > 1).any(), "their mass is not known well enough"
-    assert (drawn.status == 1).any(), "the largest logit is allowed whatever the mass is"
+    assert (drawn.status == 1).any(), "the largest logit is allowed for every mass"
 
 
 @pytest.mark.slow
 def test_what_min_p_allows_below_the_groups_that_the_draw_has_room_for_is_drawn_too(device):
-    """The screen promises less of a logit than it turns out to be: what min-p allows may lie above what no other group
-    reaches and yet below the last group that the draw has looked at."""
+    """The screen's lower bounds are below the logits. A logit that min-p allows may thus be above every unread group
+    and still below the last group that the draw has looked at."""
     for wider in (1, 20):
         drawn, _ = screened(6, 16_000, device, spread=0.5, wider=wider, hidden=64, min_p=0.05)
         assert (drawn.status > 1).any(), "too many groups, and so the whole head"

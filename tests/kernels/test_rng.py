@@ -25,7 +25,7 @@ KNOWN_ANSWERS = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-# -log(-log1p(-v)) of three (seed, position, index), in Python's own integers and floats.
+# -log(-log1p(-v)) of three (seed, position, index), computed with Python's integers and floats.
 TOKEN_NOISE = [0.6748404362832034, -0.5360987695275121, -0.35710413780552125]
 GROUP_NOISE = [0.06991854893082804, 3.286111557616761, 1.8504467226994248]
 
@@ -165,7 +165,7 @@ def test_no_two_streams_or_units_share_noise(device):
 
 
 def test_the_definition_is_the_one_that_tokens_were_promised_with(device):
-    """Values of NOISE_ABI 2: another definition gives other tokens for a seed, and needs another number."""
+    """Known values of NOISE_ABI 2. Another definition would give other tokens for a seed, and needs another number."""
     assert rng.NOISE_ABI == 2 and rng.GROUP_SIZE == 16
     assert (Stream.SAMPLE, Unit.TOKEN, Unit.GROUP) == (0, 0, 1)
     seed, position = torch.tensor([0, 42, -7]), torch.tensor([0, 17, 2**33])

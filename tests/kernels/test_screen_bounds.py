@@ -54,7 +54,7 @@ def workspace_for(copy: Int8Head, num_rows: int) -> ScreenWorkspace:
 
 
 def fixed_point(states: torch.Tensor, copy: Int8Head, config: ScreenConfig = SCREEN):
-    """What ``quantize_hidden`` leaves: the workspace, and the float64 hidden states that its limbs stand for."""
+    """The results of ``quantize_hidden``: the workspace, and the float64 hidden states that its limbs represent."""
     num_rows, width = states.shape
     workspace = workspace_for(copy, num_rows)
     quantize_hidden(states, workspace, config)
@@ -70,7 +70,7 @@ def copied_rows(copy: Int8Head, width: int) -> torch.Tensor:
 
 
 def test_the_constants_of_the_proof_are_no_smaller_than_the_proof_asks_for():
-    """Of the copy: accumulation, the screen's own float32 (12 roundings of 2**-24 and room), the bound's (3)."""
+    """Errors in order: accumulation; 12 float32 roundings of 2**-24 in the screen, with room; 3 in the bound."""
     assert int8_head_module.ACCUMULATION >= ACCUMULATION
     assert int8_head_module.SCREEN_ROUNDING >= 2 * 12 * 2.0**-24
     assert int8_head_module.BOUND_ROUNDING >= 3 * 2.0**-24
@@ -103,7 +103,7 @@ def test_the_bound_holds_for_every_dot_product_and_is_not_loose(device, config, 
         + workspace.operands.hidden_error.double()[:, None] * copy.operands.norm.double()[None, :]
     )
     lengths = states.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)[None, :]
-    assert (bound >= truth).all(), "what the kernels use is no less than the bound from its definition"
+    assert (bound >= truth).all(), "the kernels' bound is no less than its definition"
     assert (bound <= 1.01 * truth).all(), "and little more"
     assert (off + ACCUMULATION * 512 * lengths <= truth).all()
     assert (off > 0.1 * truth).any(), "the bound would not see an error in its scale"
@@ -111,7 +111,7 @@ def test_the_bound_holds_for_every_dot_product_and_is_not_loose(device, config, 
 
 
 def test_the_screens_own_rounding_is_in_the_bound(device):
-    """Where the copy is exact and so are the hidden states, what is left is the two accumulations."""
+    """With an exact copy and exact hidden states, only the two accumulations round."""
     weight = torch.zeros(32, 64, device=device)
     weight[:, 0], weight[:, 1:] = 127.0, torch.randint(-127, 128, (32, 63), generator=torch.Generator().manual_seed(0))
     copy = Int8Head(LMHead(weight))
@@ -187,7 +187,7 @@ def test_half_the_bound_would_lose_the_token_where_all_errors_point_the_same_way
 
 def test_a_truncated_token_needs_the_bound_too(device):
     states, weight = gaussian(6, 1000, 64, device, torch.float32, seed=8)
-    states[:, 0], weight[:, 0] = 0.0, 200.0  # a column that decides the copy's steps and none of the logits
+    states[:, 0], weight[:, 0] = 0.0, 200.0  # a column that sets the copy's step and affects no logit
     head = LMHead(weight)
     params = make_params(6, head.spec, device)
     case = Case(states, head, params).with_params(
@@ -225,7 +225,7 @@ def ordered_to_float(key: torch.Tensor) -> torch.Tensor:
 
 
 def screened(case: Case, config: ScreenConfig):
-    """The workspace that the first pass leaves; and, in float64, the screen's dot products and their bounds."""
+    """The workspace after the first pass; and, in float64, the screen's dot products and their bounds."""
     copy = Int8Head(case.head)
     width, vocab = case.hidden.shape[1], case.head.vocab_size
     workspace, fixed = fixed_point(case.hidden, copy, config)
@@ -258,8 +258,9 @@ def test_upper_scores_and_thresholds_enclose_those_of_the_reference(device, conf
 
 
 def known_exactly(device, **limit) -> tuple[Case, ScreenWorkspace, torch.Tensor]:
-    """Rows with these limits on logits that the screen knows to the bit: of a head of zeros, and so their biases. What
-    the first pass leaves, and the logits in float64. A low temperature makes scores of thousands of these."""
+    """Rows with these limits whose logits the screen knows exactly: the head is zero, so the logits are the biases. A
+    low temperature makes scores of thousands. Returns the case, the workspace after the first pass, and float64
+    logits."""
     num_rows, vocab = 6, 400
     bias = (4 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(3))).to(device)
     case = Case(
@@ -276,7 +277,8 @@ def known_exactly(device, **limit) -> tuple[Case, ScreenWorkspace, torch.Tensor]
 
 
 def room_of_float32(values: torch.Tensor) -> torch.Tensor:
-    """What two float32 scores or log-masses of the same logits may be apart, by the proof at the head of screen.py."""
+    """The largest difference of two float32 scores or log-masses of the same logits, by the proof at the top of
+    screen.py."""
     return 2 * (2.0**-15 + 2.0**-23 * values.abs())
 
 
@@ -300,7 +302,7 @@ def test_masses_have_room_for_float32_where_the_bound_of_the_logits_has_none(dev
 
 
 def test_what_lies_beyond_the_vocabulary_raises_no_threshold_and_writes_nothing(device):
-    """Every logit is far below zero, what padding would have; the last tile of the screen reaches beyond the head."""
+    """Every logit is far below zero, the logit of padding, and the last tile of the screen extends beyond the head."""
     num_rows, vocab = 5, 96
     states, weight = torch.ones(num_rows, 64, device=device), torch.full((vocab, 64), -4.0, device=device)
     weight[:, 1:] = torch.randint(-1, 2, (vocab, 63), generator=torch.Generator().manual_seed(1)).float() / 4
@@ -310,15 +312,16 @@ def test_what_lies_beyond_the_vocabulary_raises_no_threshold_and_writes_nothing(
     workspace = ScreenWorkspace(copy.num_groups, copy.weight.shape[1], num_rows, device)
     guarded = torch.full((8 * num_rows + 1000,), -77.0, device=device)  # 8 groups in a tile of 128
     workspace.operands = workspace.operands._replace(score_hi=guarded[: 8 * num_rows])
-    found = draw("screened", case, dataclasses.replace(SCREEN, block_v=128), int8_head=copy, screen=workspace)
-    assert torch.equal(found.token_ids, draw("fused", case).token_ids)
+    drawn = draw("screened", case, dataclasses.replace(SCREEN, block_v=128), int8_head=copy, screen=workspace)
+    assert torch.equal(drawn.token_ids, draw("fused", case).token_ids)
     assert (guarded[6 * num_rows :] == -77.0).all(), "there are six groups"
     assert (ordered_to_float(workspace.operands.threshold) < 0).all()
 
 
 @pytest.mark.parametrize("config", [SCREEN, LISTED], ids=["chunks", "listed"])
 def test_what_the_screen_says_of_truncated_rows_holds_what_is_true_of_them(device, config):
-    """Of groups: ends of their largest logit and of their mass. Of ids: what their logits could be, rounded up."""
+    """For groups: bounds of their largest logit and of their mass. For ids: upper bounds of their logits, rounded
+    up."""
     num_rows, vocab = 9, 805
     states, weight = gaussian(num_rows, vocab, 96, device, seed=2)
     head = LMHead(weight, softcap=30.0, logits_dtype=torch.float32)
@@ -365,7 +368,7 @@ def test_what_the_screen_says_of_truncated_rows_holds_what_is_true_of_them(devic
     slack = 2 * 2.0**-15
     for ends, sign, stored in ((high, 1, lse_hi), (low, -1, lse_lo)):
         exact = group_scores_ref(ends, params.temperature, noiseless)
-        assert (sign * (stored - exact) >= slack)[some].all(), "beyond what a float32 sum may be off by"
+        assert (sign * (stored - exact) >= slack)[some].all(), "beyond the error of a float32 sum"
 
 
 # --- the life of a copy ---------------------------------------------------------------------------------------------
@@ -390,7 +393,7 @@ def test_a_copy_knows_its_bytes_and_when_its_head_has_changed_and_is_rebuilt_in_
 
 
 def test_another_weight_at_the_address_of_one_that_is_gone_is_another_head(device):
-    """As after a model is unloaded and another of its shape is loaded: same memory, same count of writes."""
+    """This happens when a model is unloaded and another of its shape loaded: same memory, same count of writes."""
     storage = torch.zeros(64, 32, device=device)
     copy = Int8Head(LMHead(torch.from_dlpack(storage) if CUDA else torch.from_numpy(storage.numpy())))
     successor = torch.from_dlpack(storage) if CUDA else torch.from_numpy(storage.numpy())

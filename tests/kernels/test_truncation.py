@@ -1,4 +1,4 @@
-"""Rows with top-k, top-p or min-p: what the limits mean, and every way in which a row's token is found.
+"""Rows with top-k, top-p or min-p: the meaning of the limits, and every way of finding a row's token.
 
 A row's status says which way that was: 0 without a limit, 1 in one pass, more where it took a search.
 """
@@ -74,16 +74,16 @@ ALLOWED = [
     ({"min_p": 0.13}, SEVENS | SIX | FIVES),
     ({"top_k": 4, "top_p": 0.74}, SEVENS | SIX),
     ({"top_k": 3, "top_p": 0.84}, SEVENS | SIX),
-    # With min-p, top-p is of what top-k has left: 0.84 of what the three largest have is reached by the two 7s.
+    # With min-p, top-p is a share of the mass that top-k allows: the two 7s reach 0.84 of the three largest.
     ({"top_k": 3, "top_p": 0.84, "min_p": 0.001}, SEVENS),
     ({"top_k": 3, "top_p": 0.85, "min_p": 0.001}, SEVENS | SIX),
 ]
 
 
 def test_the_reference_allows_what_the_definition_does():
-    cut = limits_by_row([limit for limit, _ in ALLOWED], torch.device("cpu"))
+    truncation = limits_by_row([limit for limit, _ in ALLOWED], torch.device("cpu"))
     logits = torch.tensor(VALUES, dtype=torch.float64).expand(len(ALLOWED), -1)
-    allowed = allowed_ref(logits, torch.ones(len(ALLOWED)), cut.top_k, cut.top_p, cut.min_p)
+    allowed = allowed_ref(logits, torch.ones(len(ALLOWED)), truncation.top_k, truncation.top_p, truncation.min_p)
     for row, (limit, ids) in zip(allowed, ALLOWED, strict=True):
         assert set(row.nonzero()[:, 0].tolist()) == ids, limit
 
@@ -97,8 +97,8 @@ def races(logits: torch.Tensor, num_positions: int) -> torch.Tensor:
 
 @on_every_path
 def test_equal_logits_at_a_limit_stay_or_go_together(device, path):
-    """Of the smallest logits that are allowed, the last one is drawn where it comes first of all. Of the largest that
-    are not, the first one is not drawn where it does."""
+    """The last of the smallest allowed logits is drawn at a position where its score is the best. The first of the
+    largest forbidden logits is not drawn where its score is the best."""
     smallest = [max(ids, key=lambda i: (-VALUES[i], i)) for _, ids in ALLOWED]
     largest = [min(set(range(len(VALUES))) - ids, key=lambda i: (-VALUES[i], i)) for _, ids in ALLOWED]
     winner = races(torch.tensor(VALUES, device=device), 20_000).argmax(1)
@@ -115,7 +115,8 @@ def test_equal_logits_at_a_limit_stay_or_go_together(device, path):
 
 @on_every_path
 def test_a_token_with_just_top_p_of_the_mass_above_it_is_not_allowed(device, path):
-    """Less than that is. Weights of 1, 1/2 and 1/2, which float32 adds up without rounding, and half of their sum."""
+    """With less mass above it, it is allowed. Float32 sums the weights 1, 1/2 and 1/2 exactly; top-p is half of
+    them."""
     values = [-200.0] * 64
     values[0], values[16], values[32] = 0.0, -0.6931472, -0.6931472
     case = spelled_out(values, 12, device).with_params(truncation=limits(12, device, top_k=3, top_p=0.5, min_p=1e-6))
@@ -125,23 +126,23 @@ def test_a_token_with_just_top_p_of_the_mass_above_it_is_not_allowed(device, pat
 def test_min_p_is_of_the_distribution_at_temperature(device):
     case = make_case(12, 400, device, dtype=torch.float32, seed=6)
     temperature = torch.where(torch.arange(12, device=device) % 2 == 0, 0.5, 3.0)
-    cut = limits_by_row([{"min_p": 0.5}, {"min_p": 0.5, "top_k": 50}, {"min_p": 0.5, "top_p": 0.9}] * 4, device)
-    case = case.with_params(temperature=temperature, truncation=cut)
+    truncation = limits_by_row([{"min_p": 0.5}, {"min_p": 0.5, "top_k": 50}, {"min_p": 0.5, "top_p": 0.9}] * 4, device)
+    case = case.with_params(temperature=temperature, truncation=truncation)
     assert_equal_to_reference(case, draw("fused", case), 0.1)
 
 
-# --- the ways in which a token is found -----------------------------------------------------------------------------
+# --- the ways of finding a token -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.3, 6.0], ids=["peaked", "flat"])
 @pytest.mark.parametrize("path", ["fused", "logits"])
 def test_a_small_top_k_takes_one_pass_whatever_the_distribution(device, path, temperature):
-    cut = [{"top_k": 30}, {"top_k": 20, "top_p": 0.6}, {"top_k": 50, "top_p": 0.8, "min_p": 0.02}, {"top_k": 64}]
-    case = make_case(len(cut), 12_001, device, dtype=torch.float32, seed=5)
-    case = case.with_params(temperature=torch.full((len(cut),), temperature, device=device))
-    case = case.with_params(truncation=limits_by_row(cut, device))
+    row_limits = [{"top_k": 30}, {"top_k": 20, "top_p": 0.6}, {"top_k": 50, "top_p": 0.8, "min_p": 0.02}, {"top_k": 64}]
+    case = make_case(len(row_limits), 12_001, device, dtype=torch.float32, seed=5)
+    case = case.with_params(temperature=torch.full((len(row_limits),), temperature, device=device))
+    case = case.with_params(truncation=limits_by_row(row_limits, device))
     drawn = draw(path, case)
-    assert drawn.status.tolist() == [1] * len(cut)
+    assert drawn.status.tolist() == [1] * len(row_limits)
     assert_equal_to_reference(case, drawn, 0.3)
 
 
@@ -207,8 +208,8 @@ def test_a_row_whose_first_token_is_allowed_takes_no_search(device):
     each = [{"top_k": 40, "top_p": 0.95}, {"top_p": 0.9}, {"top_k": 200}, {"min_p": 0.1}]
     temperature = torch.full((16,), 0.7, device=device)
     case = case.with_params(temperature=temperature, truncation=limits_by_row(each * 4, device))
-    cut, drawn = case.params.truncation, draw("fused", case)
-    allowed = allowed_ref(case.edited, temperature, cut.top_k, cut.top_p, cut.min_p)
+    truncation, drawn = case.params.truncation, draw("fused", case)
+    allowed = allowed_ref(case.edited, temperature, truncation.top_k, truncation.top_p, truncation.min_p)
     plain = expected(case.with_params(truncation=None)).token
     first = allowed.gather(1, plain[:, None])[:, 0]
     assert first.sum() > 8
@@ -261,7 +262,7 @@ def test_a_token_that_may_come_after_a_group_that_was_not_left_is_not_taken_for_
     assert (buffer.status[:num_rows] > 1).sum() >= 3
 
 
-# --- what splits leave behind ---------------------------------------------------------------------------------------
+# --- the results of splits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["fused", "logits"])
@@ -297,9 +298,9 @@ def test_a_block_of_rows_leaves_the_logits_of_its_limited_rows_and_of_no_other(d
     num_rows, vocab = 100, 300
     case = make_case(num_rows, vocab, device, dtype=torch.float32, seed=7)
     limited = (torch.rand(num_rows, generator=torch.Generator().manual_seed(1)) < 0.5).to(device)
-    cut = limits(num_rows, device)
-    cut.min_p[limited] = 0.9
-    case = case.with_params(temperature=torch.ones(num_rows, device=device), truncation=cut)
+    truncation = limits(num_rows, device)
+    truncation.min_p[limited] = 0.9
+    case = case.with_params(temperature=torch.ones(num_rows, device=device), truncation=truncation)
     config = READ if path == "logits" else TILE
     config = dataclasses.replace(config, block_b=128, block_v=512, reduce_rows=64)
     workspace = Workspace(10 * num_rows, device)
@@ -333,7 +334,7 @@ def test_logits_are_left_as_they_are_drawn_from_in_the_fewest_bytes_that_hold_th
 
 
 def test_a_row_of_nothing_reads_no_slot_that_no_split_has_written(device):
-    """With one split there is one slot; what lies behind it says nothing about this row."""
+    """With one split there is one slot per row. The memory after it belongs to no split."""
     head, nan = LMHead(torch.zeros(100, 16, device=device)), torch.full((1, 16), float("nan"), device=device)
     params = dataclasses.replace(make_params(1, head.spec, device), truncation=limits(1, device, 5))
     workspace = Workspace(64, device)
@@ -352,7 +353,7 @@ def test_what_is_masked_is_never_drawn_however_many_may_be(device):
     assert len(set(token.tolist())) > 5
 
 
-# --- the search alone, on logits that it is given -------------------------------------------------------------------
+# --- the search alone, on given logits -------------------------------------------------------------------
 
 FEW = TruncationConfig(num_warps=4, search_splits=1, search_warps=4, window=1, gather=1)
 MANY = TruncationConfig(num_warps=4, search_splits=2, search_warps=4, window=8, gather=64)
@@ -402,12 +403,12 @@ def assert_found(output: SampleOutput, logits, params, max_near_ties=0.15) -> No
 @pytest.mark.parametrize("num_rows, vocab", [(2, 1), (7, 127), (7, 129), (7, 2003), *([(63, 151_937)] if CUDA else [])])
 @at_once
 def test_a_search_with_any_combination_of_limits_equals_the_reference(device, num_rows, vocab, config):
-    cut = mixed_limits(2 * num_rows, vocab, device)
+    truncation = mixed_limits(2 * num_rows, vocab, device)
     limited = torch.tensor([i for i in range(2 * num_rows) if (i + 3) % 8][:num_rows], device=device)
-    cut = Truncation(cut.top_k[limited], cut.top_p[limited], cut.min_p[limited])
+    truncation = Truncation(truncation.top_k[limited], truncation.top_p[limited], truncation.min_p[limited])
     if vocab == 1:
-        cut = limits(num_rows, device, top_p=0.5)
-    logits, params = search_case(num_rows, vocab, device, cut)
+        truncation = limits(num_rows, device, top_p=0.5)
+    logits, params = search_case(num_rows, vocab, device, truncation)
     assert_found(search(logits, params, config)[0], logits, params, 0.3)
 
 
@@ -420,7 +421,7 @@ def test_a_search_of_logits_in_two_bytes_has_many_ties(device):
 
 @at_once
 def test_a_search_of_a_flat_row_asks_as_often_as_it_needs(device, config):
-    """And not at all about min-p, which is known from the largest logit."""
+    """For min-p it asks nothing: the largest logit alone gives that limit."""
     each = [{"top_k": 1}, {"top_k": 30}, {"top_p": 0.0}, {"top_p": 0.3}, {"top_k": 40, "top_p": 0.2}, {"min_p": 0.7}]
     logits, params = search_case(6, 1500, device, limits_by_row(each, device), spread=0.7, seed=3)
     params.temperature.fill_(1.0)
@@ -440,8 +441,8 @@ def search_races(logits, position, truncation) -> torch.Tensor:
 
 
 def test_a_search_lets_exactly_k_through(device):
-    """Of 128 logits that are close together, 70. The one to decide about is the first, or the first but for one that
-    is smaller and not allowed: the last that is allowed, 58, and the next, 57."""
+    """A top-k of 70 out of 128 logits that are close together allows 58 and more. The row decides about 58, the last
+    allowed id, or 57, the next one: as the best id, or as the second best after a smaller, forbidden id."""
     logits = torch.arange(128, device=device) / 256
     scores = races(logits, 2000)
     first = scores.argmax(1)

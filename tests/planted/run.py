@@ -54,7 +54,7 @@ def defects() -> list[Defect]:
 
 
 def copy_of_repository(folder: Path) -> Path:
-    """What git knows or would know, laid out as an installed package is: Python takes it, not the original."""
+    """A copy of tracked and untracked files, laid out like an installed package, so that Python imports the copy."""
     copy = folder / "repository"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")

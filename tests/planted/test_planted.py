@@ -1,4 +1,4 @@
-"""The list of planted defects fits the code: what is changed is there, and so are the tests that must notice."""
+"""The list of planted defects fits the code: each replaced text and each named test exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import run as planted
 DEFECTS = planted.defects()
 
 
-# Of the package, what decides no token, no path and no answer of a server.
+# Modules of the package that decide no token, no path and no answer of a server.
 ASIDE = {"__init__.py", "cli.py", "doctor.py", "model_config.py"}
 
 

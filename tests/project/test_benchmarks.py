@@ -1,5 +1,5 @@
-"""The benchmarks: every script runs without a GPU, what it concludes follows from its times, and the pages say what the
-result files say."""
+"""The benchmarks: every script runs without a GPU, its conclusions follow from its times, and the pages agree with the
+result files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run is inte
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[Callable[[str], types.ModuleType]]:
-    """Imports a script. None of their names stays behind: another package may be called ``kernels``."""
+    """Imports a script, and removes its modules from ``sys.modules``: another package may be called ``kernels``."""
     sys.path.insert(0, str(FOLDER))
     yield importlib.import_module
     sys.path.remove(str(FOLDER))
@@ -58,9 +58,9 @@ def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_besid
     """The older tree is this one: each cell has both times, and all tokens are the same."""
     contenders, kernels = load("contenders"), load("kernels")
     result = dry_run("kernels", "--modes", "plain", "greedy")
-    found = {(row["mode"], row["path"]): row for row in result["rows"]}
-    assert found.keys() >= {(mode, path) for mode in ("plain", "greedy") for path in contenders.OURS}
-    assert found.keys() >= {("nothing", "gemm"), ("plain", "gemm+exponential"), ("greedy", "gemm+argmax")}
+    cells = {(row["mode"], row["path"]): row for row in result["rows"]}
+    assert cells.keys() >= {(mode, path) for mode in ("plain", "greedy") for path in contenders.OURS}
+    assert cells.keys() >= {("nothing", "gemm"), ("plain", "gemm+exponential"), ("greedy", "gemm+argmax")}
     ours = [row for row in result["rows"] if row["path"] in contenders.OURS]
     assert all(row["same_tokens"] == row["B"] for row in ours)
     assert {row["path"] for row in ours if row.get("picked")} == {"fused", "screened"}
@@ -140,9 +140,9 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     assert pairs["screen", 8, "screen on"]["same_answers"] == 8
     host = [row for row in result["rows"] if row["section"] == "host"]
     assert [row["host_us"] for row in host] == [40.0, 40.0] and result["env"]["servers"]["sgl-flashsample"]
-    kept = dry_run("serve", "--only", "host", "--keep", *arguments)
-    assert len(kept["rows"]) == len(result["rows"]) and len(kept["runs"]) == 2, "replaced, not added"
-    assert {row["run"] for row in kept["rows"] if row["section"] == "host"} == {1}
+    extended = dry_run("serve", "--only", "host", "--keep", *arguments)
+    assert len(extended["rows"]) == len(result["rows"]) and len(extended["runs"]) == 2, "replaced, not added"
+    assert {row["run"] for row in extended["rows"] if row["section"] == "host"} == {1}
 
 
 @no_gpu
@@ -220,7 +220,7 @@ def test_a_comparison_fails_for_what_is_slower_for_certain_and_for_nothing_else(
     text, fine = judge([row(0.015, 0.004), row(0.0, 0.001, same=3)])
     assert not fine and "1 slower by more than 1% for certain, 0 perhaps; 1 of 8 tokens differ" in text
     assert "D=8 V=9 B=4 fused plain: 3.0 us, was 2.0 (+1.1% to +1.9%; a, was b)" in text
-    assert not judge([])[1], "nothing compared is nothing shown"
+    assert not judge([])[1], "without a comparison there is no line"
 
 
 def test_a_hot_vocabulary_is_sized_by_what_a_known_winner_saves_and_what_a_group_costs(load):
@@ -251,9 +251,9 @@ def test_a_servers_metrics_say_which_path_served_and_what_a_step_takes_of_the_ho
     serve = load("serve")
     answer = [{"output_ids": [0, 0]}]
     server = types.SimpleNamespace(metrics=lambda: METRICS, generate=lambda **fields: answer)
-    found = serve.counters(server)
-    assert found == serve.Counters({"fused": 90.0, "native": 10.0}, 0.001, 20.0)
-    assert serve.host_us(serve.Counters({}, 0.0004, 10.0), found) == 60.0
+    counters = serve.counters(server)
+    assert counters == serve.Counters({"fused": 90.0, "native": 10.0}, 0.001, 20.0)
+    assert serve.host_us(serve.Counters({}, 0.0004, 10.0), counters) == 60.0
     with pytest.raises(serve.ServerError, match=r"answers have \[2\] tokens; expected 5"):
         serve.generate(server, 1, serve.SAMPLINGS["t1"], 5)
 

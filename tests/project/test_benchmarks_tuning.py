@@ -50,8 +50,8 @@ def write_device(tuning, folder: Path, **changes) -> None:
 
 def setting(tuning, folder: Path, **changes):
     until = time.monotonic() + 120
-    found = {"efforts": ("quick",), "effort": "quick", "sizes": (1, 64), "kill_after": 3} | changes
-    return tuning.Setting(HEAD, folder / "151936x4096", until, str(folder / "device.json"), **found)
+    options = {"efforts": ("quick",), "effort": "quick", "sizes": (1, 64), "kill_after": 3} | changes
+    return tuning.Setting(HEAD, folder / "151936x4096", until, str(folder / "device.json"), **options)
 
 
 @pytest.mark.full
@@ -103,12 +103,12 @@ def test_what_differs_between_two_runs_is_raced_and_judged_by_the_tie_band(tunin
     for us in (301.0, 330.0):
         costs = {label_of(chosen, PLAIN): {"64": 300.0}, label_of(other, PLAIN): {"64": us}}
         write_device(tuning, tuned, costs=costs)
-        found = tuning.agreement(setting(tuning, tuned))
+        agreement = tuning.agreement(setting(tuning, tuned))
         # What ties may come out either way in two runs.
-        others = [one for one in found["differing"] if (one["kind"], one["batch"]) != ("plain", 64)]
+        others = [one for one in agreement["differing"] if (one["kind"], one["batch"]) != ("plain", 64)]
         assert all(one["verdict"] == "inside" for one in others)
-        (differing,) = (one for one in found["differing"] if one not in others)
-        assert found["same"] == found["places"] - 1 - len(others)
+        (differing,) = (one for one in agreement["differing"] if one not in others)
+        assert agreement["same"] == agreement["places"] - 1 - len(others)
         assert (differing["config"], differing["other"]) == (key_of(chosen), key_of(other))
         assert differing["off"] == pytest.approx(300 / us - 1, abs=0.004)
         verdicts[us] = differing["verdict"]
@@ -122,12 +122,12 @@ def test_the_sweep_names_what_is_slower_than_the_default_and_nothing_else(tuning
     chosen, default = tuning.dispatch_for(table).lookup(64, PLAIN), PLAN.default(40, PLAIN)
     costs = {label_of(chosen, PLAIN): {"48": 315.0, "64": 290.0}, label_of(default, PLAIN): {"64": 300.0}}
     write_device(tuning, tuned, costs=costs)
-    found = tuning.sweep(setting(tuning, tuned, between=(1, 40, 64, 200)))
+    sweep = tuning.sweep(setting(tuning, tuned, between=(1, 40, 64, 200)))
     write_device(tuning, tuned)
     screened = sum(KIND_NAMES[kind].screen for kind in table.kinds)
-    assert found["places"] == 4 * len(table.kinds) - screened and not found["failed"], "200 rows are not screened"
-    assert found["as_the_default"] + len(found["raced"]) == found["places"]
-    plain = {one["batch"]: one for one in found["raced"] if one["kind"] == "plain"}
+    assert sweep["places"] == 4 * len(table.kinds) - screened and not sweep["failed"], "200 rows are not screened"
+    assert sweep["as_the_default"] + len(sweep["raced"]) == sweep["places"]
+    plain = {one["batch"]: one for one in sweep["raced"] if one["kind"] == "plain"}
     assert 200 not in plain, "no measured size serves it"
     assert plain[40]["slower"] and plain[40]["off"] == pytest.approx(0.05, abs=0.004)
     assert not plain[64]["slower"] and plain[64]["off"] < 0
@@ -165,7 +165,7 @@ def test_rounds_at_a_low_clock_do_not_count(tuning):
 
 
 def test_the_luck_of_the_best_of_many_is_no_regret(tuning):
-    """All are equal: the fastest of 64 by its own rounds looks a percent faster than any one of them."""
+    """All 64 have the same true time. The fastest by measured rounds looks a percent faster than the others."""
     generator, offs = random.Random(2), []
     for _ in range(40):
         samples = {str(n): [300.0 * math.exp(generator.gauss(0, 0.01)) for _ in range(24)] for n in range(64)}

@@ -26,7 +26,7 @@ each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.rel
 
 
 def layer_of(module: str) -> str | None:
-    """None of what is not ours."""
+    """The layer of a module; None for a module that is not of this project."""
     parts = module.split(".")
     if parts[0] != "sgl_flashsample":
         return None
@@ -74,13 +74,13 @@ def imports(path: Path, *, types_too: bool = True) -> set[str]:
 
 @each_source
 def test_every_module_of_ours_that_is_imported_exists(path):
-    """Also one that is imported only on a GPU."""
+    """Also modules that are imported only on a GPU."""
     assert {name for name in imports(path) if layer_of(name)} <= MODULES.keys()
 
 
 @each_source
 def test_imports_point_down(path):
-    """And only what is for SGLang knows SGLang, only the tuner Optuna."""
+    """Only the SGLang layer imports SGLang, and only the tuner imports Optuna."""
     layer = layer_of(module_of(path))
     for name in imports(path):
         assert layer_of(name) in {None, *BELOW[layer]}, f"{layer} imports {name}"
@@ -97,7 +97,7 @@ def test_kernels_know_torch_and_triton_and_nothing_else():
 
 
 def test_no_import_closes_a_circle():
-    """In the whole house, imports within functions included: those of a type checker alone are none."""
+    """Over all modules, with imports inside functions and without imports for type checkers."""
     graph = {
         module: {name for name in imports(path, types_too=False) if name in MODULES and name != module}
         for module, path in MODULES.items()
@@ -140,7 +140,7 @@ def test_rows_that_may_be_far_apart_are_addressed_in_64_bits():
 
 
 def test_every_kernel_has_a_launcher_and_a_test():
-    """Of the same name, or in the file of a launcher that runs it."""
+    """The launcher has the kernel's name and is in the kernel's file. A test calls the launcher."""
     tests = "\n".join(path.read_text() for path in (ROOT / "tests" / "kernels").glob("*.py"))
     kernels = {
         function.removesuffix("_kernel"): path

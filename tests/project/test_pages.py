@@ -1,4 +1,4 @@
-"""The pages say what is so: their commands, links and variables exist. (Their numbers: ``test_benchmarks.py``.)"""
+"""Commands, links and variables on the pages exist. (Their numbers: ``test_benchmarks.py``.)"""
 
 from __future__ import annotations
 

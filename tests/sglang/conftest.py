@@ -78,7 +78,7 @@ def server_config(monkeypatch) -> types.SimpleNamespace:
 
 @pytest.fixture
 def runtime(server_config) -> Runtime:
-    """Of a server in which nothing stands against the fused pass."""
+    """The runtime of a server in which the fused pass is active."""
     return Runtime(None)
 
 
@@ -116,11 +116,11 @@ def head(device) -> CountingHead:
 @pytest.fixture
 def info_of(device, one_rank):
     """SGLang's SamplingBatchInfo of requests."""
-    kept = []  # penalizers refer to the batch weakly
+    batches = []  # penalizers refer to the batch weakly
 
     def make(requests):
-        kept.append(ScheduleBatch(requests, device))
-        return sampling_info(kept[-1])
+        batches.append(ScheduleBatch(requests, device))
+        return sampling_info(batches[-1])
 
     return make
 

@@ -65,7 +65,7 @@ def mixed_temperatures(device: torch.device, num_rows: int = 6) -> Batch:
 
 
 class Processor:
-    """What is read of SGLang's LogitsProcessor."""
+    """A stand-in for SGLang's LogitsProcessor, with the attributes that our code reads."""
 
     def __init__(self, **attributes: Any) -> None:
         self.logit_scale = self.final_logit_softcapping = None
@@ -128,14 +128,14 @@ def make_state(
 
 
 def write_unseen(state: HeadState, values: torch.Tensor) -> None:
-    """As SGLang's weight loaders write: PyTorch does not count it."""
+    """Writes as SGLang's weight loaders do: the tensor's version does not change."""
     version = state.lm_head.weight._version
     state.lm_head.weight.data.copy_(values)
     assert state.lm_head.weight._version == version
 
 
 def serve(runtime: Runtime, *states: HeadState) -> None:
-    """Let these be the heads of the server, as if it had prepared them."""
+    """Register these heads with the runtime, as if a server had prepared them."""
     for state in states:
         runtime._heads[id(state.processor), id(state.lm_head)] = state
 
@@ -158,9 +158,9 @@ class CountedGraph:
         if self.graph is not None:
             self.graph.replay()
             return
-        for kept, new in zip(self.out, self.launches(), strict=True):
-            if kept is not None:
-                kept.copy_(new)
+        for output, new in zip(self.out, self.launches(), strict=True):
+            if output is not None:
+                output.copy_(new)
 
 
 class CountingCapture:
@@ -183,6 +183,6 @@ class CountingCapture:
 
 
 def settle(device: torch.device) -> None:
-    """Let what the device was asked for arrive."""
+    """Wait until all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()

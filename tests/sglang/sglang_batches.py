@@ -41,7 +41,7 @@ class Configuration(types.SimpleNamespace):
 
 
 def make_samplers() -> tuple[Any, Any]:
-    """Ours, on an active runtime that reports paths, and SGLang's."""
+    """Our sampler, on an active runtime that reports paths, and SGLang's sampler."""
     from sglang.srt.layers.sampler import Sampler
 
     from sgl_flashsample.sglang.sampler import FlashSampler
@@ -95,7 +95,8 @@ def request(rid: str, processor: str | None = None, mask: bool = False, grammar:
 
 
 class ScheduleBatch:
-    """SGLang's, as far as its SamplingBatchInfo looks. Penalizers hold it weakly: keep it."""
+    """A stand-in for SGLang's class, with the attributes that SamplingBatchInfo reads. Penalizers hold it weakly: keep
+    it."""
 
     def __init__(self, requests: Sequence[Any], device: torch.device | str) -> None:
         self.reqs, self.device = list(requests), str(device)
@@ -113,7 +114,7 @@ def sampling_info(batch: ScheduleBatch) -> Any:
 
 
 def for_forward(info: Any, overlap: bool) -> Any:
-    """What a forward is given: a copy in overlap mode, else the batch's own."""
+    """The sampling info of a forward pass: a copy in overlap mode, else the batch's."""
     if not overlap:
         return info
     copy = info.copy_for_forward()

@@ -200,7 +200,7 @@ IDS = itertools.count()
 
 
 def seeds_of(indices: SampleIndices, server_seed: int = 1, **params) -> list[int]:
-    """Of one request with n samples: SGLang makes n requests with new ids."""
+    """The seeds of one request with n samples: SGLang makes n requests with new ids."""
     requests = [request(f"id {next(IDS)}", **params) for _ in range(params["n"])]
     return [request_seed(server_seed, each, indices.of(each)) for each in requests]
 
@@ -313,7 +313,8 @@ def test_a_routing_names_what_serves_each_row_and_counts_it():
 
 
 class Info:
-    """SGLang's SamplingBatchInfo, as far as edits look. Its penalties are those of the step in which it is asked."""
+    """A stand-in for SamplingBatchInfo, with the attributes that edits read. Penalties are those of the current
+    step."""
 
     def __init__(self, num_rows: int, grammars=None, *, overlap: bool = False, mask: torch.Tensor | None = None):
         self.grammars, self.grammar_mask, self.mask = grammars, None, mask

@@ -109,7 +109,7 @@ def free_memory(monkeypatch):
 
 
 def on_a_gpu(head: LMHead) -> types.SimpleNamespace:
-    """What is read of a head to weigh its screen."""
+    """The attributes of a head that decide whether it gets a screen."""
     weight = types.SimpleNamespace(device=torch.device("cuda:0"), shape=head.weight.shape, dtype=head.weight.dtype)
     return types.SimpleNamespace(weight=weight, vocab_size=head.vocab_size, logit_scale=None)
 
@@ -132,7 +132,7 @@ def test_a_screen_takes_no_more_than_its_share_of_the_free_memory(free_memory, m
 
 
 def tokens(state: HeadState, return_logprob: bool = False) -> list[int]:
-    """Of rows of all temperatures."""
+    """The tokens of a batch with rows of all temperatures."""
     from sgl_flashsample.sglang.sampler import draw
 
     device = state.head.weight.device
@@ -307,7 +307,7 @@ def policy(clock) -> PausePolicy:
 
 
 def counted(blocks: int, groups: int) -> list[int]:
-    """Of ``blocks`` blocks of rows with ``groups`` groups each."""
+    """Counters after ``blocks`` blocks of rows with ``groups`` groups each."""
     numbers = {ScreenCounter.ROW_BLOCKS: blocks, ScreenCounter.ROWS: blocks, ScreenCounter.GROUPS: blocks * groups}
     return [numbers.get(counter, 0) for counter in ScreenCounter]
 
@@ -343,7 +343,7 @@ def test_it_takes_enough_blocks_of_rows_and_their_mean_to_decide(policy):
     policy.add(counted(MIN_BLOCKS, FEW))
     assert not policy.is_paused(), "few groups on average"
     policy.add(counted(MIN_BLOCKS - 1, MANY))
-    assert not policy.is_paused(), "what was decided on does not count again"
+    assert not policy.is_paused(), "counts of an earlier decision are not used again"
     policy.add(counted(1, MANY))
     assert policy.is_paused()
 
@@ -446,7 +446,7 @@ def test_an_ordinary_head_is_served_by_its_screen_throughout(pausing, device, mo
         settle(device)
     assert not server.state.screen.paused and screened_rows(server.state) == 6 * 6
     summary = server.runtime.metrics.summary()
-    assert "; screened 30 rows, " in summary, "those of the last step are still under way"
+    assert "; screened 30 rows, " in summary, "the counts of the last step are still being copied"
 
 
 def test_a_paused_screen_keeps_its_memory_and_follows_the_weights(pausing, device, clock):

@@ -1,4 +1,4 @@
-"""The carrier: logits in name, hidden states in fact, computed for whoever reads them."""
+"""The carrier of hidden states that acts as the logits tensor, and computes the logits when they are read."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_looks_like_float32_logits_without_computing_them(lazy, compute, hidden)
     assert compute.calls == 0
 
 
-@pytest.mark.parametrize("cut", [slice(0, 4), slice(None, 2), slice(3, None), slice(None), slice(0, 0)])
-def test_a_slice_of_rows_stays_lazy_and_carries_those_rows(lazy, compute, hidden, cut):
-    piece = lazy[cut]
+@pytest.mark.parametrize("index", [slice(0, 4), slice(None, 2), slice(3, None), slice(None), slice(0, 0)])
+def test_a_slice_of_rows_stays_lazy_and_carries_those_rows(lazy, compute, hidden, index):
+    piece = lazy[index]
     assert isinstance(piece, LazyLogits)
-    assert torch.equal(piece.hidden, hidden[cut])
+    assert torch.equal(piece.hidden, hidden[index])
     assert piece.source == "source"
     assert compute.calls == 0
-    assert torch.equal(piece.dense(), hidden[cut] @ WEIGHT.T)
+    assert torch.equal(piece.dense(), hidden[index] @ WEIGHT.T)
 
 
 READERS = {

@@ -110,7 +110,7 @@ def test_every_row_gets_what_sglang_gives_it_in_the_whole_batch(
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 def test_the_whole_batch_stays_as_it_is(runners, head, disallow, info_of, hidden, overlap):
-    """Above all its penalizers: filtered, or with penalties left on the batch, later steps would be wrong."""
+    """In particular its penalizers: later steps would be wrong if they were filtered or left penalties on the batch."""
     info = info_of(mixed(head, hidden(ROWS), disallow))
     see(info, list(range(ROWS)))
     penalizers = list(info.penalizer_orchestrator.penalizers.values())
@@ -130,12 +130,12 @@ def test_the_whole_batch_stays_as_it_is(runners, head, disallow, info_of, hidden
 
 def test_the_rows_of_a_batch_that_stays_as_it_is_are_cut_once(runners, head, disallow, info_of, hidden):
     info = info_of(mixed(head, hidden(ROWS), disallow))
-    cut = []
+    native_rows = []
     for _ in range(3):
         runners[0].sample(head.lazy(hidden(ROWS)), for_forward(info, True))
-        cut += [routing.native_rows for routing in batch_of(info).routings.values()]
-    assert len(cut) == 3 and cut[0] is cut[1] is cut[2] is not None
-    assert cut[0].info(info, False) is not cut[0].info(info, False)
+        native_rows += [routing.native_rows for routing in batch_of(info).routings.values()]
+    assert len(native_rows) == 3 and native_rows[0] is native_rows[1] is native_rows[2] is not None
+    assert native_rows[0].info(info, False) is not native_rows[0].info(info, False)
 
 
 class NoWaiting(TorchDispatchMode):
@@ -195,7 +195,7 @@ def test_sglangs_sampler_is_called_with_what_its_rows_asked_for_and_their_positi
     assert others == [True, [2, 1], [None, [7]]] and their_positions.tolist() == [20, 40]
 
 
-def cut(info, routing: Routing | None = None, return_logprob: bool = False):
+def native_info(info, routing: Routing | None = None, return_logprob: bool = False):
     """The SamplingBatchInfo that the rows of SGLang's sampler get."""
     from sgl_flashsample.sglang.sampler import NativeRows
 
@@ -205,39 +205,40 @@ def cut(info, routing: Routing | None = None, return_logprob: bool = False):
 
 
 def test_the_rows_of_sglangs_sampler_are_a_batch_of_their_own(info_of, disallow):
-    """Without what the others need: SGLang's flags stay set, also after the request that needed them has left."""
+    """That batch has only the flags that its rows need. SGLang's flags stay set after the request that needed them
+    left."""
     others = request("sampled", temperature=0.7), request("masked", mask=True, **GREEDY)
     native = request("k", mask=True, top_k=4), request("bias", mask=True, logit_bias={"3": 1.0})
     info = info_of([others[0], *native])
     info.need_top_p_sampling = info.need_min_p_sampling = True
-    own = cut(info)
-    assert len(own) == 2
-    assert (own.need_top_k_sampling, own.need_top_p_sampling, own.need_min_p_sampling) == (True, False, False)
-    assert own.top_ks.tolist() == [4, 1 << 30]
-    assert own.logit_bias[:, 3].tolist() == [0.0, 1.0]
-    assert own.grammars is None and own.custom_params is None and not own.has_custom_logit_processor
+    part = native_info(info)
+    assert len(part) == 2
+    assert (part.need_top_k_sampling, part.need_top_p_sampling, part.need_min_p_sampling) == (True, False, False)
+    assert part.top_ks.tolist() == [4, 1 << 30]
+    assert part.logit_bias[:, 3].tolist() == [0.0, 1.0]
+    assert part.grammars is None and part.custom_params is None and not part.has_custom_logit_processor
     assert info.need_top_p_sampling and len(info) == 3
-    own = cut(info_of([*others, request("g", mask=True, grammar=grammar(2))]))
-    assert own.return_sampling_masks == [True, True]
-    assert [g is not None for g in own.grammars] == [False, True]
-    own = cut(info_of([*others, request("p", disallow, custom_params={"token_ids": [1]})]))
-    assert [p and p["token_ids"] for p in own.custom_params] == [None, [1]]
+    part = native_info(info_of([*others, request("g", mask=True, grammar=grammar(2))]))
+    assert part.return_sampling_masks == [True, True]
+    assert [g is not None for g in part.grammars] == [False, True]
+    part = native_info(info_of([*others, request("p", disallow, custom_params={"token_ids": [1]})]))
+    assert [p and p["token_ids"] for p in part.custom_params] == [None, [1]]
 
 
 def test_rows_without_a_grammar_beside_one_that_is_not_theirs_have_no_grammars(info_of):
     """SGLang looks for the first grammar of a list, and expects to find one."""
     info = info_of([request("bias", logit_bias={"3": 1.0}), request("g", grammar=grammar(2))])
-    own = cut(info, Routing(("logit_bias", None)))
-    own.update_regex_vocab_mask()
-    assert own.grammar_mask is None
+    part = native_info(info, Routing(("logit_bias", None)))
+    part.update_regex_vocab_mask()
+    assert part.grammar_mask is None
 
 
 def test_greedy_rows_are_an_all_greedy_batch_unless_their_logprobs_are_asked_for(info_of):
     """All greedy, SGLang takes logprobs at temperature 1; beside a sampled row, at the row's own."""
     requests = [request("sampled"), request("greedy", mask=True, temperature=0.5, top_k=1)]
-    assert cut(info_of(requests)).is_all_greedy
-    assert not cut(info_of(requests), return_logprob=True).is_all_greedy
-    assert cut(info_of(requests[1:]), return_logprob=True).is_all_greedy
+    assert native_info(info_of(requests)).is_all_greedy
+    assert not native_info(info_of(requests), return_logprob=True).is_all_greedy
+    assert native_info(info_of(requests[1:]), return_logprob=True).is_all_greedy
 
 
 def test_sampling_masks_reach_their_requests(runners, head, info_of, hidden):

@@ -1,5 +1,4 @@
-"""The plugin without a server: what it declines and why, what it counts, how a server starts, and what a failure of
-ours costs."""
+"""The plugin without a server: what it declines and why, how a server starts, and what a failure of ours costs."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import types
 import msgspec
 import pytest
 import torch
-from head_states import Processor, hidden_states, make_batch, make_head, make_state, serve, settle, weights
+from head_states import Processor, hidden_states, make_batch, make_head, make_state, serve, weights
 from serving import needs_sglang
 from sglang_batches import SteadyServer, request
 from tuned_tables import table_for_this_machine
@@ -21,14 +20,12 @@ from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
-from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import BATCH_KINDS, PLAIN
-from sgl_flashsample.sglang import hooks, metrics, plugin, support
+from sgl_flashsample.sglang import hooks, plugin, support
 from sgl_flashsample.sglang import runtime as runtime_module
-from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Routing
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
-from sgl_flashsample.sglang.metrics import LOG_SECONDS_VARIABLE, DeviceCounters, Metrics
 from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
 from sgl_flashsample.tables import lookup
@@ -77,7 +74,7 @@ CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLAN
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_server_that_looks_for_nan_in_its_logits_keeps_its_sampler(server_config, name):
-    """Not every release has each of these settings: here, none but the one that is set."""
+    """Not every release has all of these settings. Here only the tested one exists."""
     assert support.unsupported_server() is None
     setting = types.SimpleNamespace(get=lambda: False)
     setattr(server_config.environ, name, setting)
@@ -246,7 +243,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(runtime, device, name):
-    """As SGLang's forward modes are: a verification and a split prefill are prefills too."""
+    """In SGLang's forward modes, a verification and a split prefill are prefills, too."""
     modes, given, wanted = STEPS[name]
     fields = {"extend_return_logprob": False, "is_prefill_only": False, "hidden": lambda hidden: hidden} | given
     is_mode = {name: lambda name=name: name in modes for name in ("decode", "extend", "target_verify", "split_prefill")}
@@ -255,152 +252,6 @@ def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(run
     serve(runtime, state)
     metadata = types.SimpleNamespace(forward_mode=mode, **fields)
     assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is (state if wanted else None)
-
-
-# What a server counts.
-
-FUSED, MIXED = Routing((None,) * 500), Routing((None, "top_logprobs", "top_logprobs"))
-
-
-def test_metrics_sum_batches_and_rows_per_path_and_reason():
-    counted = Metrics(prometheus=False)
-    counted.add_batch(MIXED, 0, None)
-    counted.flush()
-    for _ in range(3):
-        counted.add_batch(FUSED, 0, None)
-    counted.flush()
-    assert counted.summary() == "fused 1,501 rows in 4 batches; native (top_logprobs) 2 rows in 1 batches"
-
-
-def test_metrics_say_how_many_truncated_rows_took_a_search():
-    counted = Metrics(prometheus=False)
-    counted.add_batch(FUSED, 0, None)
-    counted.flush()
-    assert counted.summary() == "fused 500 rows in 1 batches", "no truncated row, no word of them"
-    counted.add_batch(FUSED, 400, None)
-    counted.add_searched(3)
-    counted.flush()
-    assert counted.summary().endswith("; truncated 400 rows, 3 searched")
-
-
-def test_metrics_say_what_a_batch_of_fused_rows_takes_of_the_hosts_time(clock):
-    counted = Metrics(prometheus=False)
-    counted.add_batch(FUSED, 0, clock[0] - 30e-6)
-    counted.add_batch(FUSED, 0, clock[0] - 55e-6)
-    counted.add_batch(MIXED, 0, None)
-    counted.flush()
-    assert counted.summary().endswith("; host 42.5 us/batch over 2 batches")
-
-
-SCREENED = {ScreenCounter.ROW_BLOCKS: 4, ScreenCounter.ROWS: 40, ScreenCounter.GROUPS: 18}
-SCREENED |= {ScreenCounter.CANDIDATES: 60, ScreenCounter.CERTIFIED_ROWS: 30, ScreenCounter.MANY_CANDIDATES: 1}
-
-
-def test_metrics_say_how_far_a_screen_could_tell():
-    counted = Metrics(prometheus=False)
-    counted.add_screened([0] * len(ScreenCounter), paused=False)
-    assert counted.summary() == "", "nothing was screened, no word of it"
-    counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused=False)
-    line = "screened 40 rows, 75.0 % certified, 1.5 candidate groups/row, 4.5 groups read/block of rows, 1/4 over limit"
-    assert counted.summary() == line
-    counted.add_screened([0] * len(ScreenCounter), paused=True)
-    assert counted.summary() == f"{line}, paused"
-
-
-@pytest.fixture
-def prometheus(monkeypatch):
-    """The value of a metric; None where it has none."""
-    client = pytest.importorskip("prometheus_client")
-    registry = client.CollectorRegistry()
-    for kind in ("Counter", "Gauge", "Summary"):
-        made = getattr(client, kind)
-        monkeypatch.setattr(client, kind, lambda *args, made=made, **kw: made(*args, registry=registry, **kw))
-    return lambda name, **labels: registry.get_sample_value(f"sglang:flashsample_{name}", labels)
-
-
-def test_prometheus_has_the_same_numbers(prometheus):
-    counted = Metrics(prometheus=True)
-    for routing in (FUSED, MIXED):
-        counted.add_batch(routing, 7, 0.0)
-    counted.flush()
-    counted.add_searched(3)
-    fused, native = {"path": "fused", "reason": ""}, {"path": "native", "reason": "top_logprobs"}
-    assert [prometheus("rows_total", **each) for each in (fused, native)] == [501, 2]
-    assert [prometheus("batches_total", **each) for each in (fused, native)] == [2, 1]
-    assert [prometheus(f"{name}_rows_total") for name in ("truncated", "searched")] == [14, 3]
-    assert prometheus("host_seconds_count") == 2 and prometheus("host_seconds_sum") > 0
-    for paused in (True, True, False):
-        counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused)
-        assert prometheus("screen_paused") == paused
-    for counter, number in SCREENED.items():
-        assert prometheus(f"screen_{counter.name.lower()}_total") == 3 * number
-
-
-def test_counters_on_the_device_are_asked_at_most_once_per_interval_and_never_waited_for(device, clock):
-    on_device = torch.tensor([5, 0], device=device)
-    counters = DeviceCounters(on_device, 10.0)
-    assert counters.new() == (0, 0), "the copy has just been started"
-    settle(device)
-    on_device += torch.tensor([2, 1], device=device)
-    assert counters.new() == (5, 0)
-    clock[0] += 9
-    assert counters.new() == (0, 0)
-    clock[0] += 1
-    assert counters.new() == (0, 0)
-    settle(device)
-    assert [counters.new(), counters.new()] == [(2, 1), (0, 0)]
-
-
-def test_a_copy_that_has_not_arrived_is_left_alone(device):
-    counters = DeviceCounters(torch.tensor([5], device=device), 0.0)
-    counters.new()
-    settle(device)
-    counters._arrived = types.SimpleNamespace(query=lambda: False, record=None)
-    assert [counters.new(), counters.new()] == [(0,), (0,)]
-    counters._arrived = types.SimpleNamespace(query=lambda: True, record=lambda: None)
-    assert [counters.new(), counters.new()] == [(5,), (0,)]
-
-
-def test_metrics_reach_the_log_once_per_interval_and_prometheus_more_often(monkeypatch, clock, caplog):
-    monkeypatch.setenv(LOG_SECONDS_VARIABLE, "10")
-    counted = Metrics(prometheus=False)
-    with caplog.at_level(logging.INFO, "sgl_flashsample"):
-        flushed = []
-        for _ in range(80):
-            clock[0] += 0.25
-            flushed.append(counted.add_batch(FUSED, 0, None))
-            if flushed[-1]:
-                counted.flush()
-    assert flushed == [False, True] * 40 and metrics.FLUSH_SECONDS == 0.5
-    assert [record.message for record in caplog.records] == [
-        "flashsample: fused 20,000 rows in 40 batches",
-        "flashsample: fused 40,000 rows in 80 batches",
-    ]
-
-
-@pytest.mark.parametrize("text", ["0", "0.25", "1e3", None, "nan", "inf", "-1", "often", ""])
-def test_the_interval_is_the_environments_or_after_one_warning_the_default(monkeypatch, caplog, text):
-    monkeypatch.delenv(LOG_SECONDS_VARIABLE, raising=False)
-    if text is not None:
-        monkeypatch.setenv(LOG_SECONDS_VARIABLE, text)
-    good = {"0": 0.0, "0.25": 0.25, "1e3": 1000.0}
-    seconds, counted = good.get(text, 60.0), Metrics(prometheus=False)
-    assert (counted.log_seconds, counted.read_seconds) == (seconds, min(seconds, 1.0))
-    warning = f"flashsample: FLASHSAMPLE_LOG_SECONDS is '{text}'; expected seconds, as a number"
-    assert [record.message for record in caplog.records] == ([] if text is None or text in good else [warning])
-
-
-@needs_sglang
-def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, monkeypatch):
-    monkeypatch.setenv(LOG_SECONDS_VARIABLE, "0")
-    state = make_state(device)
-    server = SteadyServer(device, state, [{"top_k": 4, "temperature": 1.0}, {"temperature": 1.0}])
-    for _ in range(3):
-        server.step()
-        state.workspace.searched += 4
-        settle(device)
-    summary = server.runtime.metrics.summary()
-    assert "; truncated 3 rows, 4 searched; " in summary, "those that had arrived before the last step"
 
 
 # How a server starts.
@@ -436,7 +287,7 @@ def prepared(runtime: Runtime, lm_head, vocab: int = 100) -> HeadState | None:
 
 
 def load(runtime: Runtime, device, **attributes) -> None:
-    """SGLang has loaded a model."""
+    """Calls the hook that runs after SGLang has loaded a model."""
     runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=Model(device))
     vars(runner).update(attributes)
     StepHooks(runtime).load_model(None, runner)
@@ -601,7 +452,7 @@ def test_a_server_without_hooks_of_weight_changes_has_no_screen(server_config, m
 
 
 class Failing:
-    """Draws that fail from some number of rows on."""
+    """Makes every draw of at least ``rows`` rows fail."""
 
     def __init__(self, monkeypatch, error: Exception, rows: int = 1) -> None:
         self.error, self.rows, self.failed = error, rows, 0
@@ -617,8 +468,8 @@ class Failing:
 
 @pytest.fixture
 def path_of_a_batch(runners, head, info_of, hidden):
-    """Draws a batch of as many rows with both servers, which must draw the same, every other row from logits with a
-    bias. The path of all its rows."""
+    """A function that draws a batch of the given number of rows on both servers and returns the path of its rows. Every
+    other row has a bias. Both servers must draw the same tokens."""
 
     def draw(num_rows: int) -> str:
         states = hidden(num_rows)
@@ -675,8 +526,7 @@ def test_a_batch_whose_rows_are_not_known_is_sglangs(path_of_a_batch, runners, h
 @needs_sglang
 @pytest.mark.parametrize("reason", ["unknown_argument", "positions", "logits_computed"])
 def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hidden, monkeypatch, reason):
-    """Of a later SGLang, say: another argument of its sampler, positions of another shape, or a new reader of the
-    logits."""
+    """A later SGLang may pass another argument to its sampler, positions of another shape, or logits that were read."""
     from sglang.srt.layers.sampler import Sampler
 
     theirs = Sampler.forward
@@ -711,7 +561,7 @@ def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_schedul
 
 @pytest.mark.parametrize("hook", ["get_logits", "load_model"])
 def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(runtime, hook):
-    """Metadata and model runners without the attributes we read: an SGLang that is not the one we know."""
+    """An unknown SGLang: its metadata and model runners lack the attributes that we read."""
     step_hooks = StepHooks(runtime)
     if hook == "load_model":
         step_hooks.load_model("result", object())

@@ -157,9 +157,9 @@ def rank_table(pairs, truth, temperature=1.0, bins=64, allowed=None):
     states, state = np.unique(truth.representative(torch.tensor(pairs[:, 0])), return_inverse=True)
     logits = truth.logits(torch.tensor(states)).double()
     if allowed is not None:
-        kept = allowed(logits)
-        assert kept.numpy()[state, pairs[:, 1]].all(), "a token that is not allowed"
-        logits = logits.masked_fill(~kept, -math.inf)
+        allowed_ids = allowed(logits)
+        assert allowed_ids.numpy()[state, pairs[:, 1]].all(), "a token that is not allowed"
+        logits = logits.masked_fill(~allowed_ids, -math.inf)
     table = torch.softmax(logits / temperature, -1).numpy()
     order = np.argsort(-table, axis=1, kind="stable")
     rank = np.argsort(order, axis=1)[state, pairs[:, 1]]
@@ -192,8 +192,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(folder):
-    """Ours and stock, started together, and their answers to ``COMPARED``, asked before anything else. Ours has a tuned
-    table with paths in turns: whatever is compared below is compared across them."""
+    """Our server and a stock server, started together, and their answers to ``COMPARED``, which are their first
+    requests. Ours has a tuned table that alternates paths over batch sizes, so that comparisons cover all of them."""
     arguments = ["--enable-metrics", "--enable-custom-logit-processor", "--enable-return-hidden-states"]
     size = markov.SIZES[SIZE]
     dtype = {"float32": "fp32", "bfloat16": "bf16"}[size.dtype]
@@ -262,9 +262,9 @@ def test_greedy_and_native_answers_equal_stock_and_their_path_is_reported(server
     elif path is not None:
         assert set(paths(mine)) == {path}
     assert mine["meta_info"].get("hidden_states") == theirs["meta_info"].get("hidden_states")
-    own, stock = (a["meta_info"].get("output_token_logprobs", []) for a in (mine, theirs))
-    assert len(own) == len(stock)
-    assert all(math.isclose(a[0], b[0], abs_tol=1e-3) for a, b in zip(own, stock, strict=True))
+    ours, stock = (a["meta_info"].get("output_token_logprobs", []) for a in (mine, theirs))
+    assert len(ours) == len(stock)
+    assert all(math.isclose(a[0], b[0], abs_tol=1e-3) for a, b in zip(ours, stock, strict=True))
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -390,24 +390,24 @@ def test_each_row_of_a_mixed_batch_has_its_own_path_and_stocks_answer(servers, t
         ({"temperature": 0}, {}, "fused"),
     ]
     mine, theirs = (ask_together(servers[name], [row[:2] for row in rows]) for name in ("ours", "stock"))
-    for own, stock, (params, fields, path) in zip(mine, theirs, rows, strict=True):
-        assert set(paths(own)) == {path}
+    for ours, stock, (params, fields, path) in zip(mine, theirs, rows, strict=True):
+        assert set(paths(ours)) == {path}
         if params["temperature"] == 1.0:
             continue  # our noise, not stock's
         if "custom_logit_processor" in fields:
             # The best allowed tokens are equal in a bfloat16 model, and SGLang may take any of them.
-            token_ids = torch.tensor([77, *own["output_ids"]])
+            token_ids = torch.tensor([77, *ours["output_ids"]])
             logits = truth.logits(token_ids[:-1])
             logits[:, disallowed["custom_params"]["token_ids"]] = -torch.inf
             assert torch.equal(logits.gather(1, token_ids[1:, None])[:, 0], logits.amax(1))
             continue
-        assert own["output_ids"] == stock["output_ids"], params
+        assert ours["output_ids"] == stock["output_ids"], params
         if not fields.get("return_logprob"):
             continue
-        got, want = (answer["meta_info"]["output_token_logprobs"] for answer in (own, stock))
+        got, want = (answer["meta_info"]["output_token_logprobs"] for answer in (ours, stock))
         assert [entry[0] for entry in got] == pytest.approx([entry[0] for entry in want], abs=1e-3)
         if "top_logprobs_num" in fields:
-            got, want = (answer["meta_info"]["output_top_logprobs"] for answer in (own, stock))
+            got, want = (answer["meta_info"]["output_top_logprobs"] for answer in (ours, stock))
             for first, second in zip(got, want, strict=True):
                 assert [entry[0] for entry in first] == pytest.approx([entry[0] for entry in second], abs=1e-3)
                 assert [entry[1] for entry in first] == [entry[1] for entry in second]
@@ -455,12 +455,12 @@ def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_
 
     # So flat that the first tokens to arrive are hardly ever the one that is allowed.
     flat = {"temperature": 50.0, "top_p": 1e-6, "max_new_tokens": 6}
-    ours.generate(input_ids=[300], sampling_params=flat)  # what was searched before has arrived now
+    ours.generate(input_ids=[300], sampling_params=flat)  # counts of earlier searches have arrived by now
     truncated, searched = read()
     ours.generate(input_ids=[300], sampling_params=flat)
     now_truncated, now_searched = read()
     assert 6 <= now_truncated - truncated <= 7, "overlap scheduling has drawn one more when it sees the last"
-    assert 1 <= now_searched - searched <= 8, "those of its steps, and of the last one before it"
+    assert 1 <= now_searched - searched <= 8, "the counts of its steps and of the step before"
     (logged,) = re.findall(r"truncated ([\d,]+) rows, ([\d,]+) searched", ours.log_lines("] flashsample: ")[-1])
     logged = [int(number.replace(",", "")) for number in logged]
     assert 0 <= logged[0] - now_truncated <= 1 and 0 <= logged[1] - now_searched <= 1
@@ -541,7 +541,7 @@ UNSERVED = {
         {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
         "tensor parallelism is not served yet",
     ),
-    # The reason comes from the head; that the interpreter is off as well is test_runtime.py's.
+    # Here the reason comes from the head; test_runtime.py tests the reason for an interpreter that is off.
     "half precision": (
         ["--dtype", "bfloat16"],
         {"TRITON_INTERPRET": "0"},

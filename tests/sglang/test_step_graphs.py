@@ -1,5 +1,5 @@
-"""Draws of a batch that stays as it is, as CUDA graphs: which steps are replayed, what they read, what they leave, and
-that whatever changes is noticed at the next step."""
+"""Steps of an unchanged batch are replayed as CUDA graphs: which steps are replayed, what a replay reads and writes.
+Each change is noticed at the next step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read_all(hidden: torch.Tensor, params: BatchParams, return_logprob: bool) ->
 
 @dataclasses.dataclass
 class Step:
-    """What one step is given."""
+    """The arguments of one step."""
 
     batch: Batch
     hidden: torch.Tensor
@@ -146,11 +146,11 @@ def test_tokens_outlive_the_next_step():
     """SGLang has them on the host before it launches the second next."""
     drawing, step = Drawing(), make_step()
     drawing.replays(step, WARM_UP)
-    kept = []
+    results = []
     for number in range(8):
         step.positions[:] = number
-        kept.append((drawing.step(step), step.launched))
-        for tokens, drawn in kept[-2:]:
+        results.append((drawing.step(step), step.launched))
+        for tokens, drawn in results[-2:]:
             assert torch.equal(tokens, drawn)
 
 
@@ -288,7 +288,8 @@ def test_only_steps_that_a_graph_can_repeat_have_graphs(device):
 
 
 def test_batches_that_flashinfer_draws_have_no_graphs(device):
-    """It allocates as it draws: in the pool of the graphs, one's tokens may lie in another's scratch."""
+    """FlashInfer allocates while it draws: in the pool of the graphs, one's tokens may share memory with another's
+    scratch."""
     state = make_state(device, capture=CountingCapture())
     state.table = DispatchTable(HeadTraits.of(state.head), flashinfer=[2])
     state.update(3)
@@ -325,7 +326,7 @@ class Pair:
         self.launching = SteadyServer(device, make_state(device, screened=screened), rows, reports)
 
     def settle(self) -> None:
-        """Let one server's steps become replays, and the other one's follow without drawing."""
+        """Step one server until its steps are replays. The other server skips these steps without drawing."""
         for _ in range(SOON):
             self.replaying.step()
         self.launching.positions += SOON

@@ -1,5 +1,5 @@
-"""Weights that SGLang changes while it serves: no screen serves a copy of what was there before, none is rebuilt in a
-decode step, and a failure of ours costs SGLang nothing."""
+"""Weights that SGLang changes while it serves: no screen serves a copy of old weights, none is rebuilt in a decode
+step, and a failure in a hook does not affect SGLang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from sgl_flashsample.sglang.runtime import Runtime
 
 
 class Manager:
-    """SGLang's SchedulerWeightUpdaterManager, as far as hooks see it. during: called in the middle of an update."""
+    """A stand-in for SGLang's SchedulerWeightUpdaterManager, with the attributes that hooks read. during: called in the
+    middle of an update."""
 
     def __init__(self, during=lambda: None):
         self.offload_tags, self._session, self.during = set(), None, during
@@ -70,7 +71,7 @@ def step(runtime: Runtime, state, mode: str) -> None:
 
 
 def is_a_copy(state) -> bool:
-    """Whether the screen that serves is a copy of what the head holds."""
+    """Whether the active screen is a copy of the head's current weight."""
     screen = state.screen.serving(state.head)
     copy = Screen(state.head, 1, announces_writes=True)
     return screen is not None and torch.equal(screen.int8_head.weight, copy.int8_head.weight)
@@ -221,7 +222,7 @@ print(*(target.rpartition(".")[2] for target in targets))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU machine has one SGLang")
 @pytest.mark.parametrize("version", [None, "0.5.17", "0.5.23"])
 def test_every_hook_lands_in_every_known_sglang(version, tmp_path):
-    """In a process of its own, whose SGLang is that version's."""
+    """Each version is imported in a new process."""
     from sgl_flashsample.demo import cpu_platform
 
     environment = cpu_platform.environment(tmp_path)

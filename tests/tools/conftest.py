@@ -1,4 +1,4 @@
-"""The command line in a test: in this process, or in one of its own from which packages are hidden."""
+"""Fixtures that run the command line: in the test's process, or in a new one from which packages are hidden."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from command_line import runner_of
 
 from sgl_flashsample import cli
 
@@ -28,23 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
-    """Runs a command in an empty folder; its exit code and what it printed on both streams."""
+    """Runs a command in an empty folder. Returns its exit code, standard output and standard error."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = cli.main([*map(str, arguments)])
-        except SystemExit as end:  # argparse
-            code = end.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return runner_of(cli.main, capsys)
 
 
 @pytest.fixture
 def command(tmp_path_factory):
-    """Runs a command in a process of its own. hidden: packages that are as if they were not installed."""
+    """Runs a command in a new process. hidden: packages that this process cannot import, as if not installed."""
     folder = tmp_path_factory.mktemp("hiding")
     (folder / "sitecustomize.py").write_text(HIDING)
 

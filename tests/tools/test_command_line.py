@@ -1,4 +1,4 @@
-"""The command line, as a person meets it."""
+"""The command line: help, exit codes and one-line errors."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from sgl_flashsample.sglang import versions
 
 @pytest.fixture
 def no_hook_targets(monkeypatch):
-    """SGLang is not imported for them, which takes long."""
+    """Skips the hook targets: importing SGLang for them takes long."""
     monkeypatch.setattr(versions, "HOOK_TARGETS", {})
 
 

@@ -107,7 +107,7 @@ def test_single_ids_cover_at_least_what_as_many_ids_in_groups_do():
 
 
 def test_what_has_not_been_seen_is_estimated_from_what_was_seen_once():
-    """Tokens drawn from a known distribution: the estimate is near the true share of the groups that none was of."""
+    """The estimate is near the true share of the groups without a drawn token."""
     weights = 1 / np.arange(1, 2001)
     weights /= weights.sum()
     drawn = np.random.default_rng(1).choice(2000, 5000, p=weights) * 16
@@ -236,7 +236,8 @@ def test_a_file_that_is_none_is_named_and_nothing_is_waited_for(tmp_path):
 
 
 def in_bounds(text: str) -> bool:
-    """Whether ``text`` is read; what is read is as bounded as it claims, and what is not has one line that says why."""
+    """Whether ``text`` is read. Counts that are read are within the stated bounds; a refusal has one line with the
+    reason."""
     try:
         counts = HotVocab.loads(text)
     except HotVocabError as error:

@@ -28,7 +28,8 @@ def file(tmp_path):
 
 @pytest.fixture
 def make(file):
-    """Makes what counts into ``file``, as often as a test can wait for; all of it is closed, which frees the file."""
+    """A function that makes a ``TokenCounts`` of ``file`` with a short interval. It closes earlier ones: they lock the
+    file."""
     made = []
 
     def make(name="m", **options) -> TokenCounts:
@@ -56,7 +57,7 @@ def expected(tokens: torch.Tensor, vocab: int = V) -> HotVocab:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("capacity", [1 << 18, 64])
 def test_every_drawn_token_is_in_the_file_in_the_end(make, file, device, dtype, capacity):
-    """Also where the ids go round and round in fewer slots."""
+    """Also with fewer slots than steps, so that slots are reused."""
     tokens = torch.randint(0, V, (100, 17), generator=torch.Generator().manual_seed(0))
     counts = make(capacity=capacity)
     for place, step in enumerate(tokens.to(device, dtype), 1):
@@ -228,7 +229,7 @@ def test_a_file_system_without_locks_is_taken_as_it_is(make, monkeypatch):
 
 @pytest.fixture
 def server(monkeypatch, file):
-    """A stand-in for what is read of SGLang's configuration."""
+    """A stand-in for SGLang's configuration, with the settings that our code reads."""
     parallel = types.SimpleNamespace(tp_rank=0, pp_rank=0, pp_size=1)
     module = types.ModuleType("sglang.srt.runtime_context")
     module.get_parallel = lambda: parallel

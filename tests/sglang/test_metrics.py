@@ -1,0 +1,160 @@
+"""What a server counts, and how its counts reach the log and Prometheus."""
+
+from __future__ import annotations
+
+import logging
+import types
+
+import pytest
+import torch
+from head_states import make_state, settle
+from serving import needs_sglang
+from sglang_batches import SteadyServer
+
+from sgl_flashsample.kernels.workspace import ScreenCounter
+from sgl_flashsample.sglang import metrics
+from sgl_flashsample.sglang.batch import Routing
+from sgl_flashsample.sglang.metrics import LOG_SECONDS_VARIABLE, DeviceCounters, Metrics
+
+FUSED, MIXED = Routing((None,) * 500), Routing((None, "top_logprobs", "top_logprobs"))
+
+
+def test_metrics_sum_batches_and_rows_per_path_and_reason():
+    counted = Metrics(prometheus=False)
+    counted.add_batch(MIXED, 0, None)
+    counted.flush()
+    for _ in range(3):
+        counted.add_batch(FUSED, 0, None)
+    counted.flush()
+    assert counted.summary() == "fused 1,501 rows in 4 batches; native (top_logprobs) 2 rows in 1 batches"
+
+
+def test_metrics_say_how_many_truncated_rows_took_a_search():
+    counted = Metrics(prometheus=False)
+    counted.add_batch(FUSED, 0, None)
+    counted.flush()
+    assert counted.summary() == "fused 500 rows in 1 batches", "without a truncated row, the summary does not name them"
+    counted.add_batch(FUSED, 400, None)
+    counted.add_searched(3)
+    counted.flush()
+    assert counted.summary().endswith("; truncated 400 rows, 3 searched")
+
+
+def test_metrics_say_what_a_batch_of_fused_rows_takes_of_the_hosts_time(clock):
+    counted = Metrics(prometheus=False)
+    counted.add_batch(FUSED, 0, clock[0] - 30e-6)
+    counted.add_batch(FUSED, 0, clock[0] - 55e-6)
+    counted.add_batch(MIXED, 0, None)
+    counted.flush()
+    assert counted.summary().endswith("; host 42.5 us/batch over 2 batches")
+
+
+SCREENED = {ScreenCounter.ROW_BLOCKS: 4, ScreenCounter.ROWS: 40, ScreenCounter.GROUPS: 18}
+SCREENED |= {ScreenCounter.CANDIDATES: 60, ScreenCounter.CERTIFIED_ROWS: 30, ScreenCounter.MANY_CANDIDATES: 1}
+
+
+def test_metrics_say_how_far_a_screen_could_tell():
+    counted = Metrics(prometheus=False)
+    counted.add_screened([0] * len(ScreenCounter), paused=False)
+    assert counted.summary() == "", "without a screened row, the summary does not name them"
+    counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused=False)
+    line = "screened 40 rows, 75.0 % certified, 1.5 candidate groups/row, 4.5 groups read/block of rows, 1/4 over limit"
+    assert counted.summary() == line
+    counted.add_screened([0] * len(ScreenCounter), paused=True)
+    assert counted.summary() == f"{line}, paused"
+
+
+@pytest.fixture
+def prometheus(monkeypatch):
+    """A function that returns the value of a metric, or None if it has none."""
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    for kind in ("Counter", "Gauge", "Summary"):
+        made = getattr(client, kind)
+        monkeypatch.setattr(client, kind, lambda *args, made=made, **kw: made(*args, registry=registry, **kw))
+    return lambda name, **labels: registry.get_sample_value(f"sglang:flashsample_{name}", labels)
+
+
+def test_prometheus_has_the_same_numbers(prometheus):
+    counted = Metrics(prometheus=True)
+    for routing in (FUSED, MIXED):
+        counted.add_batch(routing, 7, 0.0)
+    counted.flush()
+    counted.add_searched(3)
+    fused, native = {"path": "fused", "reason": ""}, {"path": "native", "reason": "top_logprobs"}
+    assert [prometheus("rows_total", **each) for each in (fused, native)] == [501, 2]
+    assert [prometheus("batches_total", **each) for each in (fused, native)] == [2, 1]
+    assert [prometheus(f"{name}_rows_total") for name in ("truncated", "searched")] == [14, 3]
+    assert prometheus("host_seconds_count") == 2 and prometheus("host_seconds_sum") > 0
+    for paused in (True, True, False):
+        counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused)
+        assert prometheus("screen_paused") == paused
+    for counter, number in SCREENED.items():
+        assert prometheus(f"screen_{counter.name.lower()}_total") == 3 * number
+
+
+def test_counters_on_the_device_are_asked_at_most_once_per_interval_and_never_waited_for(device, clock):
+    on_device = torch.tensor([5, 0], device=device)
+    counters = DeviceCounters(on_device, 10.0)
+    assert counters.new() == (0, 0), "the copy has just been started"
+    settle(device)
+    on_device += torch.tensor([2, 1], device=device)
+    assert counters.new() == (5, 0)
+    clock[0] += 9
+    assert counters.new() == (0, 0)
+    clock[0] += 1
+    assert counters.new() == (0, 0)
+    settle(device)
+    assert [counters.new(), counters.new()] == [(2, 1), (0, 0)]
+
+
+def test_a_copy_that_has_not_arrived_is_left_alone(device):
+    counters = DeviceCounters(torch.tensor([5], device=device), 0.0)
+    counters.new()
+    settle(device)
+    counters._arrived = types.SimpleNamespace(query=lambda: False, record=None)
+    assert [counters.new(), counters.new()] == [(0,), (0,)]
+    counters._arrived = types.SimpleNamespace(query=lambda: True, record=lambda: None)
+    assert [counters.new(), counters.new()] == [(5,), (0,)]
+
+
+def test_metrics_reach_the_log_once_per_interval_and_prometheus_more_often(monkeypatch, clock, caplog):
+    monkeypatch.setenv(LOG_SECONDS_VARIABLE, "10")
+    counted = Metrics(prometheus=False)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        flushed = []
+        for _ in range(80):
+            clock[0] += 0.25
+            flushed.append(counted.add_batch(FUSED, 0, None))
+            if flushed[-1]:
+                counted.flush()
+    assert flushed == [False, True] * 40 and metrics.FLUSH_SECONDS == 0.5
+    assert [record.message for record in caplog.records] == [
+        "flashsample: fused 20,000 rows in 40 batches",
+        "flashsample: fused 40,000 rows in 80 batches",
+    ]
+
+
+@pytest.mark.parametrize("text", ["0", "0.25", "1e3", None, "nan", "inf", "-1", "often", ""])
+def test_the_interval_is_the_environments_or_after_one_warning_the_default(monkeypatch, caplog, text):
+    monkeypatch.delenv(LOG_SECONDS_VARIABLE, raising=False)
+    if text is not None:
+        monkeypatch.setenv(LOG_SECONDS_VARIABLE, text)
+    good = {"0": 0.0, "0.25": 0.25, "1e3": 1000.0}
+    seconds, counted = good.get(text, 60.0), Metrics(prometheus=False)
+    assert (counted.log_seconds, counted.read_seconds) == (seconds, min(seconds, 1.0))
+    warning = f"flashsample: FLASHSAMPLE_LOG_SECONDS is '{text}'; expected seconds, as a number"
+    assert [record.message for record in caplog.records] == ([] if text is None or text in good else [warning])
+
+
+@needs_sglang
+def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, monkeypatch):
+    monkeypatch.setenv(LOG_SECONDS_VARIABLE, "0")
+    state = make_state(device)
+    server = SteadyServer(device, state, [{"top_k": 4, "temperature": 1.0}, {"temperature": 1.0}])
+    for _ in range(3):
+        server.step()
+        state.workspace.searched += 4
+        settle(device)
+    summary = server.runtime.metrics.summary()
+    assert "; truncated 3 rows, 4 searched; " in summary, "the counts that had arrived before the last step"
