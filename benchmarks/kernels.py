@@ -163,10 +163,11 @@ def main() -> int:
             if session.seconds > options.limit:
                 print(f"out of time before {shape} B={rows}: go on with --resume", flush=True)
                 break
-            batch = Batch(ours[0].head, rows)
-            result["rows"] += session.race(ours, batch, options.rounds, shape.fields | {"B": rows}, then)
+            result["rows"] += session.race(
+                ours, Batch(ours[0].head, rows), options.rounds, shape.fields | {"B": rows}, then
+            )
             write_result(options.out, result)
-        del ours, weight, batch
+        del ours, weight
     print(f"{session.seconds:.0f} s in all", flush=True)
     if options.compare_with is not None:
         text, is_fine = judge(result["rows"])

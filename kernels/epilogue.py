@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .intrinsics import LN_2, LOG2_E, clamp01, log2, mul_rn, reciprocal
+from .intrinsics import LN_2, LOG2_E, clamp01, log2, mul_rn, reciprocal, round_to_bf16
 from .params import PER_ROW, Edit
 from .workspace import MAX_TOP_GROUPS
 
@@ -40,13 +40,17 @@ def transform_logits(
     logit_scale,  # or None
     softcap,  # or None
     LOGITS_DTYPE: tl.constexpr,
+    IN_PAIRS: tl.constexpr = False,  # bfloat16 by ``round_to_bf16``
 ):
     """The model's logits, as float32: rounded like its GEMM output, scaled, soft-capped.
 
     Rounding matters: a bf16 model's logits have many exact ties, and another rounding is another
     distribution than the one its logits define.
     """
-    logits = acc.to(LOGITS_DTYPE).to(tl.float32)
+    if IN_PAIRS and LOGITS_DTYPE.is_bf16():
+        logits = round_to_bf16(acc)
+    else:
+        logits = acc.to(LOGITS_DTYPE).to(tl.float32)
     if logit_scale is not None:
         logits = (logits * logit_scale).to(LOGITS_DTYPE).to(tl.float32)
     if softcap is not None:

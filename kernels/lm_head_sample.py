@@ -136,7 +136,8 @@ def lm_head_sample_kernel(
         if TILE.rows_first:
             acc = tl.trans(acc)
 
-        logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE)
+        # Edits and truncations move logits to other layouts: then Triton's own rounding is faster.
+        logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, edits is None and not TRUNCATE)
         if BOUNDED:
             logits = bound_logits(logits, (offs_v < vocab_size)[:, None])
         if edits is not None:

@@ -103,8 +103,8 @@ def accepted(request, head, tmp_path_factory) -> list[ResolvedTable]:
         assert all(line.isprintable() and len(line) < 700 for line in warnings), seed
         if table_file is not None:
             used += 1
-            assert all(note.isprintable() for note in (*found.differs, *found.table.notes)), seed
-            tables.setdefault(repr((found.table.entries, found.table.kept)), found)
+            assert all(note.isprintable() for note in (*table_file.differs, *table_file.table.notes)), seed
+            tables.setdefault(repr((table_file.table.entries, table_file.table.confirmed)), table_file)
     assert time.process_time() - started < 1 + request.param * 6e-3, "no table may take long"
     assert request.param * 0.1 < used < request.param * 0.9, "some are used and some are refused, or this tests nothing"
     resolved = []

@@ -95,10 +95,10 @@ def tables(draw: st.DrawFn) -> Table:
         )
         for one in sorted(places[:num_entries])
     ]
-    kept: dict[str, Kept] = {}
+    confirmed: dict[str, Confirmed] = {}
     for kind in {kind for kind, _ in places[num_entries:]}:
         rows = [rows for other, rows in places[num_entries:] if other == kind]
-        kept[kind] = Kept(rows=rows, us=[draw(times) for _ in rows], gemm_us=[draw(times) for _ in rows])
+        confirmed[kind] = Confirmed(rows=rows, us=[draw(times) for _ in rows], gemm_us=[draw(times) for _ in rows])
     head = HeadShape(vocab=draw(st.integers(1, 300_000)), hidden=64, dtype=draw(sizes(("bf16", "fp32"))))
     measure = draw(st.dictionaries(names, names | times | st.lists(times, max_size=2), max_size=3))
     return make_table(head=head, entries=entries, confirmed=confirmed, measure=measure)

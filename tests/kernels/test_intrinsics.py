@@ -22,6 +22,8 @@ def _map_kernel(x_ptr, out_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
         y = intrinsics.reciprocal(x)
     elif FUNCTION == "clamp01":
         y = intrinsics.clamp01(x)
+    elif FUNCTION == "round_to_bf16":
+        y = intrinsics.round_to_bf16(x)
     elif FUNCTION == "ordered":
         y = intrinsics.float_to_ordered(x)
     else:
@@ -73,6 +75,13 @@ def test_clamp01_moves_into_0_to_1_and_nan_to_0(device):
     x = torch.tensor([-inf, -1.0, -0.0, 0.0, 2.0**-126, 0.5, 1.0, 1.5, inf, float("nan")], device=device)
     want = torch.tensor([0.0, 0.0, 0.0, 0.0, 2.0**-126, 0.5, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
     assert torch.equal(mapped(x, "clamp01"), want)
+
+
+def test_rounding_in_pairs_is_that_of_bfloat16_in_the_right_order(device):
+    inf = float("inf")
+    ties = torch.tensor([1.0, 1.00390625, 1.01171875, -1.00390625, inf, -inf, 0.0, -0.0, 3.3961776e38, float("nan")])
+    x = torch.cat([ties.to(device), normal_numbers(device)])
+    assert torch.equal(mapped(x, "round_to_bf16").nan_to_num(7.0), x.bfloat16().double().nan_to_num(7.0))
 
 
 def test_floats_as_integers_keep_their_order_and_come_back(device):

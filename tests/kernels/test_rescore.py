@@ -193,7 +193,7 @@ def stage(device) -> Stage:
     return Stage(case, workspace, buffer)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("rescored", [False, True])
 def test_a_bound_is_what_as_many_blocks_of_groups_as_are_wanted_are_above(stage, rescored):
     """``top_k`` blocks where that is small, else as many as the draw has room for. Bisection finds the bound, so a few
     more may be above it. Rows that are not truncated keep their threshold."""

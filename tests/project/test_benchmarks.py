@@ -73,6 +73,8 @@ def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_besid
     with pytest.raises(ValueError, match="has device cpu; expected NVIDIA H200"):
         kernels.resumed(tmp_path / "out.json", arguments, "NVIDIA H200")
 
+    assert dry_run("kernels", "--limit", "0") == result, "out of time before the first race: nothing is written"
+
     arguments = ("--paths", "fused", "--modes", "plain", "edits", "--rounds", "3")
     rows = dry_run("kernels", "--compare-with", str(ROOT), *arguments)["rows"]
     assert {(row["path"], row["mode"]) for row in rows} == {("fused", "plain"), ("fused", "edits")}
