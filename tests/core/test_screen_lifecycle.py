@@ -51,8 +51,10 @@ def test_a_freed_heads_screen_does_not_serve_the_next_head_of_the_caching_alloca
     first = LMHead(torch.zeros(4096, 1024, device=device))
     screen, address = Screen(first, ROWS), first.weight.data_ptr()
     del first
-    second = LMHead(torch.ones(4096, 1024, device=device))
-    assert second.weight.data_ptr() == address and not screen.serves(second)
+    # As many as the allocator has free blocks of this size, or more: one of them is at that address.
+    heads = [LMHead(torch.ones(4096, 1024, device=device)) for _ in range(16)]
+    (second,) = [head for head in heads if head.weight.data_ptr() == address]
+    assert not screen.serves(second)
 
 
 def test_a_screen_keeps_no_memory_of_its_head_alive():

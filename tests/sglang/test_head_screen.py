@@ -242,11 +242,12 @@ def test_freed_memory_is_taken_again_only_where_there_is_enough(state, free_memo
 
 
 def test_a_copy_for_which_there_is_no_memory_leaves_the_head_without_a_screen(state, unscreened, monkeypatch, caplog):
-    def no_memory(*arguments, **options):
-        raise torch.OutOfMemoryError("no memory for a copy")
+    class NoMemory(Screen):
+        def __init__(self, *arguments, **options):
+            raise torch.OutOfMemoryError("no memory for a copy")
 
     state.free_screen()
-    monkeypatch.setattr(screen_lifecycle, "Screen", no_memory)
+    monkeypatch.setattr(screen_lifecycle, "Screen", NoMemory)
     state.renew_screen()
     assert tokens(state) == unscreened[0] and not state.has_screen
     (record,) = [record for record in caplog.records if record.name == "sgl_flashsample"]
