@@ -29,7 +29,7 @@ READ_SECONDS = 1.0  # between two copies of a counter from the device: each cost
 
 
 class Metrics:
-    """add_batch counts one batch; the rest of this class runs at intervals. A log line at most once per
+    """add_batch counts one batch; all but the counting runs at intervals. A log line at most once per
     ``FLASHSAMPLE_LOG_SECONDS``; Prometheus metrics where the server has metrics on."""
 
     def __init__(self, prometheus: bool) -> None:
@@ -51,19 +51,15 @@ class Metrics:
     def add_batch(self, routing: Routing, num_truncated: int, started: float | None) -> bool:
         """Count one batch. started: ``time.perf_counter()`` at its beginning, for batches of fused rows alone. Returns
         whether it is time for ``flush``."""
-        pending = self._pending.get(id(routing))
-        self._pending[id(routing)] = (routing, 1 if pending is None else pending[1] + 1)
-        self._new_truncated += num_truncated
         now = time.perf_counter()
-        if started is not None:
-            self._new_host.append(now - started)
+        self.add_batches(routing, num_truncated, 1, () if started is None else (now - started,))
         return now >= self._next_flush
 
-    def add_repeated(self, routing: Routing, num_truncated: int, seconds: list[float]) -> None:
-        """Count batches of one routing, all fused. seconds: of the host, for each; num_truncated: in each."""
-        pending = self._pending.get(id(routing))
-        self._pending[id(routing)] = (routing, len(seconds) + (0 if pending is None else pending[1]))
-        self._new_truncated += num_truncated * len(seconds)
+    def add_batches(self, routing: Routing, num_truncated: int, batches: int, seconds: Sequence[float]) -> None:
+        """Count batches of one routing. num_truncated: rows of each; seconds: of the host, for each fused batch."""
+        _, before = self._pending.get(id(routing), (routing, 0))
+        self._pending[id(routing)] = (routing, before + batches)
+        self._new_truncated += num_truncated * batches
         self._new_host += seconds
 
     def flush(self) -> None:

@@ -86,5 +86,6 @@ class RepeatedStep:
     def count(self) -> None:
         """Bring the steps that are not counted yet into the metrics."""
         if self._seconds:
-            self._runtime.metrics.add_repeated(self._routing, self._batch.num_truncated, self._seconds)
+            metrics, seconds = self._runtime.metrics, self._seconds
+            metrics.add_batches(self._routing, self._batch.num_truncated, len(seconds), seconds)
             self._seconds = []

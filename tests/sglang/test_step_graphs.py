@@ -337,12 +337,17 @@ class Pair:
         """Whether the next step may be a repeated one."""
         return self.replaying.sampler.repeated is not None
 
-    def step(self, **arguments) -> bool:
+    def step_tokens(self, **arguments) -> bool:
         """One step of both, which must draw the same. Whether it was replayed."""
         before = self.capture.replays
         assert self.replaying.step(**arguments) == self.launching.step(**arguments)
-        assert self.replaying.paths == self.launching.paths
         return self.capture.replays > before
+
+    def step(self, **arguments) -> bool:
+        """The same, on the same paths."""
+        replayed = self.step_tokens(**arguments)
+        assert self.replaying.paths == self.launching.paths
+        return replayed
 
 
 @pytest.fixture
@@ -487,6 +492,15 @@ def test_a_replay_that_fails_leaves_this_step_and_all_others_to_sglang(pair, cap
     assert server.step() == greedy.step()
     assert repeated or server.paths == ["native:inactive"] * 2
     assert server.runtime.inactive_reason == "RuntimeError: no such graph" and not both.repeats
+
+
+@needs_sglang
+@repeated_or_not
+def test_once_the_fused_pass_is_off_no_step_is_replayed(pair, repeated):
+    both = pair("greedy", screened=False, repeated=repeated)
+    both.settle()
+    both.replaying.runtime.disable("elsewhere, something failed")
+    assert not both.step_tokens()
 
 
 # On a GPU.
