@@ -146,6 +146,12 @@ class Workspace:
         self.last_buffer: LogitsBuffer | None = None  # of the last truncated batch
         self._gemm: torch.Tensor | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that this holds, buffers of logits included."""
+        tensors = [*self.splits, *(tensor for buffer in self._buffers.values() for tensor in buffer.operands)]
+        return sum(tensor.nbytes for tensor in (*tensors, *([] if self._gemm is None else [self._gemm])))
+
     @classmethod
     def for_splits(cls, num_splits: int, num_rows: int, device: torch.device, given: Workspace | None) -> Workspace:
         """The given scratch, or new. Raises ValueError where the given one is too small."""

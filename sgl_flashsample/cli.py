@@ -31,7 +31,7 @@ _EXTRAS = {
 }
 
 _SERVE_HELP = """\
-usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off]
+usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off] [--require]
                              --model-path MODEL [any SGLang server argument ...]
 
 Starts SGLang's server with --sampling-backend flashsample. Every other argument goes to SGLang unchanged;
@@ -41,12 +41,14 @@ Starts SGLang's server with --sampling-backend flashsample. Every other argument
   --flashsample-screen auto|on|off
                 whether to keep an INT8 copy of the LM head, which small batches read instead of the head; auto: where a
                 tuned table says that it is faster
+  --require     do not start where SGLang's own sampler would serve everything; say why
 
 environment:
   FLASHSAMPLE_TUNED        the tuned table to use, as --tuned
   FLASHSAMPLE_TUNED_DIR    folders to look for one in, before the cache and the shipped ones
   FLASHSAMPLE_ALLOW_FAMILY 1: also use a table of another GPU of the same compute capability
   FLASHSAMPLE_SCREEN       auto, on or off, as --flashsample-screen
+  FLASHSAMPLE_REQUIRE      1: as --require
   FLASHSAMPLE_STEP_GRAPHS  0: launch each kernel of a step, instead of replaying a CUDA graph
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
@@ -243,6 +245,8 @@ def serve(arguments: list[str]) -> int:
     screen, arguments = _take(arguments, "--flashsample-screen", "auto, on or off")
     if screen not in (None, "auto", "on", "off"):
         raise ValueError(f"--flashsample-screen is {screen!r}; expected auto, on or off")
+    required = "--require" in arguments
+    arguments = [argument for argument in arguments if argument != "--require"]
     if importlib.util.find_spec("sglang") is None:
         raise ModuleNotFoundError(name="sglang")
     from .sglang.versions import entry_point_found
@@ -257,6 +261,8 @@ def serve(arguments: list[str]) -> int:
         os.environ["FLASHSAMPLE_TUNED"] = os.path.abspath(tuned)  # the server's processes inherit it
     if screen is not None:
         os.environ["FLASHSAMPLE_SCREEN"] = screen
+    if required:
+        os.environ["FLASHSAMPLE_REQUIRE"] = "1"
     command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--sampling-backend", "flashsample"]
     sys.stdout.flush()
     os.execv(sys.executable, command)

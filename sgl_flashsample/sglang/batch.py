@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import enum
 import functools
 import hashlib
 import operator
@@ -42,7 +43,7 @@ class Row(NamedTuple):
     time.
     """
 
-    reason: str | None
+    reason: Reason | None
     greedy: bool
     tempered: bool
     needs: tuple[bool, bool, bool]
@@ -101,11 +102,11 @@ class Batch:
         return Truncation(self.tensors.top_k, self.tensors.top_p, self.tensors.min_p, max_top_k)
 
     @functools.cached_property
-    def logprob_reasons(self) -> tuple[str | None, ...]:
+    def logprob_reasons(self) -> tuple[Reason | None, ...]:
         """Per row, why its logprob needs SGLang's sampler, or None."""
         if self.all_greedy:
             return (None,) * len(self)
-        return tuple("greedy_logprob_at_temperature" if row.tempered else None for row in self.rows)
+        return tuple(Reason.GREEDY_LOGPROB_AT_TEMPERATURE if row.tempered else None for row in self.rows)
 
     @functools.cached_property
     def routings(self) -> dict[tuple, Routing]:
@@ -191,13 +192,13 @@ def _row_of(request: Any, custom_processors: bool) -> Row:
     )
 
 
-def native_reason(request: Any, custom_processors: bool) -> str | None:
-    """Why this request needs SGLang's sampler: one word, the first that applies; None when fused."""
+def native_reason(request: Any, custom_processors: bool) -> Reason | None:
+    """Why this request needs SGLang's sampler, the first that applies; None when fused."""
     params = request.sampling_params
     checks = (
-        ("custom_logit_processor", custom_processors and bool(request.custom_logit_processor)),
-        ("sampling_mask", bool(getattr(request, "return_sampling_mask", False))),
-        ("beam_search", (getattr(params, "beam_width", None) or 1) > 1),
+        (Reason.CUSTOM_LOGIT_PROCESSOR, custom_processors and bool(request.custom_logit_processor)),
+        (Reason.SAMPLING_MASK, bool(getattr(request, "return_sampling_mask", False))),
+        (Reason.BEAM_SEARCH, (getattr(params, "beam_width", None) or 1) > 1),
     )
     return next((reason for reason, applies in checks if applies), None)
 
@@ -241,22 +242,47 @@ def request_seed(server_seed: int, request: Any, sample_index: int = 0) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+class Reason(enum.StrEnum):
+    """Why a row takes SGLang's sampler: the label ``reason`` of the metrics. README.md of this folder says what each
+    means."""
+
+    # Of the request.
+    CUSTOM_LOGIT_PROCESSOR = "custom_logit_processor"
+    SAMPLING_MASK = "sampling_mask"
+    BEAM_SEARCH = "beam_search"
+    TOP_LOGPROBS = "top_logprobs"
+    TOKEN_IDS_LOGPROBS = "token_ids_logprobs"
+    ORIGINAL_LOGPROBS = "original_logprobs"
+    GREEDY_LOGPROB_AT_TEMPERATURE = "greedy_logprob_at_temperature"
+    # Of the batch.
+    INPUT_LOGPROBS = "input_logprobs"
+    LOGITS_COMPUTED = "logits_computed"
+    SAMPLING_OBSERVER = "sampling_observer"
+    UNKNOWN_ROWS = "unknown_rows"
+    POSITIONS = "positions"
+    UNKNOWN_ARGUMENT = "unknown_argument"
+    OUT_OF_MEMORY = "out_of_memory"
+    # Of the server.
+    INACTIVE = "inactive"
+    GRAMMAR = "grammar"
+    ERROR = "error"
+
+
 @dataclasses.dataclass
 class Routing:
-    """Who serves each row of a batch. reasons: per row, why it takes SGLang's sampler, in one word; None where it is
-    fused.
+    """Who serves each row of a batch. reasons: per row, why it takes SGLang's sampler; None where it is fused.
 
     Set in the first step of the batch. native_rows: what the sampler keeps of the rows that are not fused. edit_kinds,
     edit_rows: the ``Edit`` flags of the others, in all, and per row on the device.
     """
 
-    reasons: tuple[str | None, ...]
+    reasons: tuple[Reason | None, ...]
     native_rows: Any = None
     edit_kinds: Edit | None = None
     edit_rows: torch.Tensor | None = None
 
     @classmethod
-    def whole(cls, reason: str, num_rows: int) -> Routing:
+    def whole(cls, reason: Reason, num_rows: int) -> Routing:
         """All rows to SGLang's sampler, for one reason."""
         return cls((reason,) * num_rows)
 
@@ -302,13 +328,13 @@ def routing_of(
     routing = batch.routings.get(key)
     if routing is None:
         none = (None,) * len(batch)
-        columns: list[Sequence[str | None]] = [[row.reason for row in batch.rows]]
+        columns: list[Sequence[Reason | None]] = [[row.reason for row in batch.rows]]
         if grammars and not fuse_grammars:
-            columns.append([None if grammar is None else "grammar" for grammar in grammars])
+            columns.append([None if grammar is None else Reason.GRAMMAR for grammar in grammars])
         if return_logprob:
-            columns.append(("original_logprobs" if original_logprobs else None,) * len(batch))
-            columns.append([("top_logprobs" if n > 0 else None) for n in top] or none)
-            columns.append([None if kind is type(None) else "token_ids_logprobs" for kind in ids] or none)
+            columns.append((Reason.ORIGINAL_LOGPROBS if original_logprobs else None,) * len(batch))
+            columns.append([(Reason.TOP_LOGPROBS if n > 0 else None) for n in top] or none)
+            columns.append([None if kind is type(None) else Reason.TOKEN_IDS_LOGPROBS for kind in ids] or none)
             columns.append(batch.logprob_reasons)
         reasons = tuple(next(filter(None, row), None) for row in zip(*columns, strict=True))
         routing = batch.routings[key] = Routing(reasons)

@@ -36,10 +36,10 @@ class HeadState:
 
     SGLang may change either after the start (a new weight tensor, a logit scale set late): ``update`` follows.
 
-    table: what batches of this head take. screen: where the head has one. use_step_graphs: whether steps of unchanged
-    batches are captured as CUDA graphs. As of the last ``update``: head, workspace, serving_screen (None where the
-    screen does not serve), graphs (None where there are none yet, or something that they were captured with has
-    changed).
+    table: what batches of this head take. table_file: the tuned table that it is from, or None. screen: where the head
+    has one. use_step_graphs: whether steps of unchanged batches are captured as CUDA graphs. As of the last ``update``:
+    head, workspace, serving_screen (None where the screen does not serve), graphs (None where there are none yet, or
+    something that they were captured with has changed).
     """
 
     def __init__(self, processor: Any, lm_head: Any, capture: Capture | None = None) -> None:
@@ -58,6 +58,7 @@ class HeadState:
         self._fingerprint = self._current_fingerprint()
         self.head = self._current_head()
         self.table = default_table(self.head)
+        self.table_file: str | None = None
 
     def update(self, num_rows: int) -> None:
         """Follow the model, and make the workspace large enough for ``num_rows`` rows. Where nothing has changed, it
@@ -67,7 +68,7 @@ class HeadState:
             self.graphs = None
             self.head = self._current_head()
             if HeadTraits.of(self.head) != self.table.traits:
-                self.table = default_table(self.head)
+                self.table, self.table_file = default_table(self.head), None
             self._fingerprint = fingerprint
         if num_rows > self._workspace_rows:
             # At once for all batches that kernels are compiled for: none of these allocates a workspace in a step.
@@ -84,6 +85,20 @@ class HeadState:
     def workspace(self) -> Workspace:
         assert self._workspace is not None, "update comes first"
         return self._workspace
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Of this head, for ``Runtime.status``."""
+        screen, weight = self.screen, self.head.weight
+        screen_bytes = 0 if screen is None else screen.num_bytes
+        return {
+            "vocab_size": self.head.vocab_size,
+            "hidden_size": weight.shape[1],
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "table": self.table_file,
+            "screen": None if screen is None else {"rows": screen.rows, "bytes": screen_bytes, "paused": screen.paused},
+            "bytes": screen_bytes + (0 if self._workspace is None else self._workspace.num_bytes),
+        }
 
     def is_current(self) -> bool:
         """Whether ``head`` still describes the model: the weight's address and version (PyTorch's count of its writes),

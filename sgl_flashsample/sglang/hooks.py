@@ -7,6 +7,8 @@ In a step and at the start (``StepHooks``):
     ModelRunner.load_model           compile and check the kernels of the model's LM head
     SamplingBatchInfo                parameters per row, through filters and merges of the batch
 
+Where SGLang describes itself: ``Scheduler.get_internal_state``, which ``/server_info`` shows.
+
 Where SGLang changes weights later (``WeightHooks``): a screen is a copy of some, and must know.
 
     SchedulerWeightUpdaterManager    what serves every request that updates, releases or resumes weights
@@ -20,17 +22,19 @@ method that we do not know may have another way to write them: then no head has 
 from __future__ import annotations
 
 import functools
+import logging
 import pkgutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import versions
-from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Batch, batch_of
+from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Batch, Reason, batch_of
 from .lazy_logits import LazyLogits, plain
+from .runtime import NotActiveError, Runtime, refuse_to_start
 
-if TYPE_CHECKING:
-    from .runtime import Runtime
+logger = logging.getLogger("sgl_flashsample")
 
+STATUS_TARGET = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 _INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
@@ -85,11 +89,15 @@ class StepHooks:
         """ModelRunner.load_model: the weights are there, graphs are not captured yet. An embedding model samples
         nothing, a draft model is not this backend's."""
         try:
-            if model_runner.is_generation and not model_runner.is_draft_worker:
+            if not model_runner.is_generation:
+                refuse_to_start("this model generates no tokens")
+            elif not model_runner.is_draft_worker:
                 self.runtime.prepare_model(model_runner.model)
                 if getattr(model_runner, "startup_weight_load", None) is not None:  # its weights are still to come
                     self.runtime.weights_settled = False
                     self.runtime.weights_change()
+        except NotActiveError:
+            raise
         except Exception as error:  # as in _guarded
             self.runtime.disable(f"load_model: {type(error).__name__}: {error}")
 
@@ -105,7 +113,7 @@ class StepHooks:
                 sampling_info.grammar_mask = None  # a mask that a departed request left behind
                 setattr(logits_output, PREPROCESS_ATTRIBUTE, functools.partial(original, model_runner))
                 return None
-            setattr(logits_output, REASON_ATTRIBUTE, "sampling_observer" if observed else "logits_computed")
+            setattr(logits_output, REASON_ATTRIBUTE, Reason.SAMPLING_OBSERVER if observed else Reason.LOGITS_COMPUTED)
             logits_output.next_token_logits = plain(lazy)
         return original(model_runner, logits_output, sampling_info, *args, **kwargs)
 
@@ -157,6 +165,26 @@ def install(runtime: Runtime) -> str | None:
         f"{_INFO}.copy_for_forward": (hooks.copy_for_forward, HookType.AFTER),
     }
     return apply_hooks(table)
+
+
+def install_status_hook(status: Callable[[], dict[str, Any]]) -> None:
+    """Add what ``status`` returns to each entry of ``internal_states`` in ``/server_info`` and
+    ``Engine.get_server_info()``, as "flashsample". An SGLang in which that fails goes without."""
+
+    def add_status(answer: Any, *args: Any) -> None:
+        try:
+            answer.internal_state["flashsample"] = status()
+        except Exception as error:  # a question about the server must not end it
+            logger.warning("flashsample: no status in /server_info: %s: %s", type(error).__name__, error)
+
+    try:
+        from sglang.srt.plugins.hook_registry import HookType
+
+        reason = apply_hooks({STATUS_TARGET: (add_status, HookType.AFTER)})
+    except (ImportError, AttributeError) as error:
+        reason = str(error)
+    if reason is not None:
+        logger.warning("flashsample: no status in /server_info: %s", reason)
 
 
 def apply_hooks(table: dict[str, tuple[Callable, Any]]) -> str | None:

@@ -86,6 +86,11 @@ class Metrics:
             self._last_log = now
             logger.info("flashsample: %s", self.summary())
 
+    def set_active(self, active: bool) -> None:
+        """Whether the fused pass serves anything."""
+        if self._prometheus is not None:
+            self._prometheus.active.set(active)
+
     def add_searched(self, rows: int) -> None:
         """Count rows whose tokens took a search over their logits."""
         self._searched += rows
@@ -193,6 +198,7 @@ class _Prometheus(NamedTuple):
     screened: list[Any]  # by ScreenCounter
     screen_paused: Any
     host_seconds: Any
+    active: Any
 
 
 def _prometheus_metrics() -> _Prometheus | None:
@@ -219,4 +225,9 @@ def _prometheus_metrics() -> _Prometheus | None:
             multiprocess_mode="livesum",
         ),
         Summary("sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"),
+        Gauge(
+            "sglang:flashsample_active",
+            "1 where the fused pass serves, 0 where SGLang's sampler serves everything",
+            multiprocess_mode="livemin",
+        ),
     )

@@ -43,12 +43,16 @@ def _explain_replacement(sampler, *args, **kwargs) -> None:
     if not isinstance(sampler, FlashSampler):
         from sglang.srt.runtime_context import get_exec
 
-        logger.warning(
-            "flashsample: not active: SGLang replaced --sampling-backend %s by %s for this server's mode%s",
-            BACKEND,
-            get_exec().kernel.sampling_backend,
-            " (deterministic inference)" if get_exec().deterministic.enable_deterministic_inference else "",
-        )
+        from .hooks import install_status_hook
+        from .runtime import refuse_to_start
+
+        execution = get_exec()
+        mode = " (deterministic inference)" if execution.deterministic.enable_deterministic_inference else ""
+        backend = execution.kernel.sampling_backend
+        reason = f"SGLang replaced --sampling-backend {BACKEND} by {backend} for this server's mode{mode}"
+        logger.warning("flashsample: not active: %s", reason)
+        install_status_hook(lambda: {"active": False, "reason": reason})
+        refuse_to_start(reason)
 
 
 def make_sampler() -> FlashSampler:
@@ -64,6 +68,7 @@ def make_sampler() -> FlashSampler:
             _runtime.inactive_reason = hooks.install(_runtime)
         if _runtime.inactive_reason is None and _runtime.no_screen_reason is None:
             _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)
+        hooks.install_status_hook(lambda: _runtime.status)
         if _runtime.inactive_reason is not None:
-            _runtime.announce_inactive()
+            _runtime.announce_inactive(_runtime.inactive_reason)
     return FlashSampler(_runtime)

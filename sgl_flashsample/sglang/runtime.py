@@ -26,8 +26,21 @@ logger = logging.getLogger("sgl_flashsample")
 
 REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
 STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
+REQUIRE_VARIABLE = "FLASHSAMPLE_REQUIRE"
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
 NATIVE_FEATURES = "custom logit processors, sampling masks, beams, top logprobs and token-id logprobs"
+
+
+class NotActiveError(RuntimeError):
+    """The server must not start: it was asked to run with the fused pass only, and the fused pass serves nothing."""
+
+
+def refuse_to_start(reason: str) -> None:
+    """Where ``FLASHSAMPLE_REQUIRE`` is 1, log the reason as an error and raise NotActiveError."""
+    if os.environ.get(REQUIRE_VARIABLE) == "1":
+        message = f"flashsample: the server does not start, because {REQUIRE_VARIABLE} is 1 and {reason}"
+        logger.error("%s", message)
+        raise NotActiveError(message)
 
 
 class Runtime:
@@ -52,6 +65,7 @@ class Runtime:
         self.weights_settled = True
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
+        self._refused: list[str] = []  # why a head is left to SGLang
         metrics = False
         try:
             from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
@@ -66,12 +80,14 @@ class Runtime:
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
             self.inactive_reason = self.inactive_reason or f"this server's configuration cannot be read ({error})"
         self.metrics = Metrics(metrics)
+        self.metrics.set_active(self.inactive_reason is None)
         self.token_counts = token_counts.TokenCounts.of_this_server()
 
     def disable(self, reason: str) -> None:
         """Leave everything to SGLang's sampler from now on, and say why, once."""
         if self.inactive_reason is None:
             self.inactive_reason = reason
+            self.metrics.set_active(False)
             logger.warning("flashsample: off, SGLang's own sampler takes over: %s", reason)
 
     def stop_mixing(self, reason: str) -> None:
@@ -123,8 +139,26 @@ class Runtime:
     def _about(self) -> str:
         return f"flashsample {__version__} with SGLang {sglang_version()}"
 
-    def announce_inactive(self) -> None:
-        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, self.inactive_reason)
+    def announce_inactive(self, reason: str) -> None:
+        """Say why SGLang serves everything. Raises NotActiveError where that must not be."""
+        self.metrics.set_active(False)
+        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, reason)
+        refuse_to_start(reason)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """For ``/server_info``: whether the fused pass serves, else why not; per head its shape and dtype, the tuned
+        table (None: built-in choices), the bytes of its screen (0: none) and all bytes that it takes beside the model.
+        Values are those of JSON."""
+        heads = self.heads
+        reason = self.inactive_reason or (self._refused[0] if self._refused and not heads else None)
+        return {
+            "active": reason is None,
+            "reason": reason,
+            "version": __version__,
+            "noise": NOISE_ABI,
+            "heads": [state.status for state in heads],
+        }
 
     def prepare_model(self, model: torch.nn.Module) -> None:
         """After the weights have loaded: compile and check the kernels, then say in one line what is active."""
@@ -140,7 +174,11 @@ class Runtime:
             if isinstance(module, LogitsProcessor) and lm_head is not None:
                 states.append(self.head_for(module, lm_head, starting=True))
         if not states:
+            refuse_to_start("the model shows its LM head only at its first batch")
             logger.info("%s: fused sampling active once the model shows its LM head", self._about)
+        elif not any(states):
+            self.metrics.set_active(False)
+            refuse_to_start(self._refused[0])
         for state in filter(None, states):
             weight = state.head.weight
             logger.info(
@@ -177,6 +215,7 @@ class Runtime:
         except Exception as error:  # whatever a kernel or a model does, the server must start
             reason = f"{type(error).__name__}: {error}"
         logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, reason)
+        self._refused.append(reason)
         return None
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
@@ -201,6 +240,7 @@ class Runtime:
         table = _without_failing_flashinfer(head, checked.table)
         logger.info("flashsample: %s", dataclasses.replace(resolved, dispatch=table).line())
         state.table = table
+        state.table_file = None if resolved.table_file is None else str(resolved.table_file.file)
         measured = self.screen_mode is ScreenMode.AUTO
         if state.screen is not None and not table.screened_rows(state.screen.rows, measured=measured):
             no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"

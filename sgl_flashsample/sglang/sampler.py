@@ -20,6 +20,7 @@ from .batch import (
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
     Batch,
+    Reason,
     Routing,
     batch_of,
     edits_of,
@@ -56,7 +57,11 @@ class Call(NamedTuple):
 
 
 class Unserved(Exception):
-    """SGLang's sampler has to serve the whole batch. The text is the reason, in one word."""
+    """SGLang's sampler has to serve the whole batch."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class FlashSampler(Sampler):
@@ -98,7 +103,7 @@ class FlashSampler(Sampler):
                 assert batch is not None  # else the routing is native
                 token_ids = self._fused(call, batch, routing, preprocess)
         except Unserved as unserved:
-            routing = Routing.whole(str(unserved), num_rows)
+            routing = Routing.whole(unserved.reason, num_rows)
         if token_ids is None:
             _compute_logits(logits_output, sampling_info, preprocess)
             token_ids = self._native(*call, **kwargs)
@@ -115,18 +120,18 @@ class FlashSampler(Sampler):
         """Who serves each row. extra: further arguments of the call, of a version or mode that we do not know."""
         runtime, lazy = self.runtime, call.logits_output.next_token_logits
         if runtime.inactive_reason is not None:
-            raise Unserved("inactive")
+            raise Unserved(Reason.INACTIVE)
         if type(lazy) is not LazyLogits or lazy.is_dense:
             known = getattr(call.logits_output, REASON_ATTRIBUTE, None)
-            raise Unserved(known or ("input_logprobs" if call.return_logprob else "logits_computed"))
+            raise Unserved(known or (Reason.INPUT_LOGPROBS if call.return_logprob else Reason.LOGITS_COMPUTED))
         if batch is None or len(batch) != num_rows:
-            raise Unserved("unknown_rows")
+            raise Unserved(Reason.UNKNOWN_ROWS)
         if call.positions.shape != (num_rows,):
-            raise Unserved("positions")
+            raise Unserved(Reason.POSITIONS)
         if extra and any(value is not None for value in extra.values()):
-            raise Unserved("unknown_argument")
+            raise Unserved(Reason.UNKNOWN_ARGUMENT)
         if not lazy.source.fits(num_rows):
-            raise Unserved("out_of_memory")
+            raise Unserved(Reason.OUT_OF_MEMORY)
         try:
             routing = routing_of(
                 batch,
@@ -139,9 +144,9 @@ class FlashSampler(Sampler):
             )
         except Exception as error:  # a request must not fail because we cannot tell what it needs
             runtime.disable(f"routing: {type(error).__name__}: {error}")
-            raise Unserved("error") from None
+            raise Unserved(Reason.ERROR) from None
         if routing.native and not routing.all_native and runtime.no_mixing_reason is not None:
-            raise Unserved("error")
+            raise Unserved(Reason.ERROR)
         return routing
 
     def _fused(self, call: Call, batch: Batch, routing: Routing, preprocess: Callable | None) -> torch.Tensor:
@@ -152,16 +157,16 @@ class FlashSampler(Sampler):
             edits = edits_of(batch, routing, call.sampling_info)
         except Exception as error:  # a grammar of another kind: its rows are SGLang's from the next step on
             runtime.stop_grammars(f"{type(error).__name__}: {error}")
-            raise Unserved("error") from None
+            raise Unserved(Reason.ERROR) from None
         # Its cost hardly depends on the number of rows: drawing for the others too is cheaper than leaving them out.
         try:
             out = draw(lazy.source, lazy.hidden, batch, edits, call.positions, call.return_logprob)
         except torch.OutOfMemoryError:  # other batches may well find memory
             lazy.source.out_of_memory(len(batch))
-            raise Unserved("out_of_memory") from None
+            raise Unserved(Reason.OUT_OF_MEMORY) from None
         except Exception as error:  # a request must not fail because a path cannot serve it
             runtime.disable(f"{type(error).__name__}: {error}")
-            raise Unserved("error") from None
+            raise Unserved(Reason.ERROR) from None
         if routing.native:
             try:
                 if routing.native_rows is None:
@@ -170,7 +175,7 @@ class FlashSampler(Sampler):
                 routing.native_rows.merge(token_ids, output, out, call.logits_output)
             except Exception as error:  # what SGLang itself refuses it will refuse again
                 runtime.stop_mixing(f"{type(error).__name__}: {error}")
-                raise Unserved("error") from None
+                raise Unserved(Reason.ERROR) from None
         if call.return_logprob:
             call.logits_output.next_token_logprobs = out.logprobs
         return out.token_ids

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from sgl_flashsample.kernels.workspace import ScreenCounter
+from sgl_flashsample.sglang.batch import Reason
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in ("kernels", "autotune", "benchmarks"))]
+FOLDERS = ("kernels", "autotune", "benchmarks", "sgl_flashsample/sglang")
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in FOLDERS)]
+OPERATIONS = ROOT / "sgl_flashsample" / "sglang"
 COMMAND = re.compile(r"(?:^|`)make ([a-z-]+)", re.M)
 SET_BY_THE_PLUGIN = {"FLASHSAMPLE_REQUESTED"}  # for its own child processes
 
@@ -28,6 +34,25 @@ def test_the_readme_names_every_environment_variable_that_the_code_reads():
     read = {name for source in sources for name in re.findall(r"\bFLASHSAMPLE_[A-Z_]+\b", source)} - SET_BY_THE_PLUGIN
     named = set(re.findall(r"\bFLASHSAMPLE_[A-Z_]+\b", (ROOT / "README.md").read_text()))
     assert named == read
+
+
+def test_every_reason_against_the_fused_pass_is_explained():
+    table = (OPERATIONS / "README.md").read_text().split("| reason |")[1].split("\n\n")[0]
+    named = [word for line in table.splitlines() for word in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(named) == sorted(Reason)
+
+
+def test_every_metric_is_explained_and_the_dashboard_and_the_alerts_ask_for_no_other():
+    exported = re.findall(r'"(sglang:flashsample_\w+)"', (OPERATIONS / "metrics.py").read_text())
+    names = {f"sglang:flashsample_screen_{counter.name.lower()}_total" for counter in ScreenCounter}
+    counters = {"batches", "rows", "truncated_rows", "searched_rows"}
+    names |= {f"{name}_total" if name.rpartition("flashsample_")[2] in counters else name for name in exported}
+    table = (OPERATIONS / "README.md").read_text().split("| metric |")[1].split("\n\n")[0]
+    assert set(re.findall(r"`(sglang:\w+)`", table)) == names
+    for file in ("alerts.yml", "grafana.json"):
+        asked = set(re.findall(r"sglang:flashsample_\w+", (OPERATIONS / "monitoring" / file).read_text()))
+        assert {re.sub(r"host_seconds_(sum|count)$", "host_seconds", name) for name in asked} <= names, file
+    assert len(json.loads((OPERATIONS / "monitoring" / "grafana.json").read_text())["panels"]) == 6
 
 
 @pytest.mark.parametrize("page", PAGES)

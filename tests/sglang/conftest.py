@@ -29,6 +29,17 @@ def clock(monkeypatch) -> list[float]:
 
 
 @pytest.fixture
+def prometheus(monkeypatch):
+    """A function that returns the value of a metric, or None if it has none."""
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    for kind in ("Counter", "Gauge", "Summary"):
+        made = getattr(client, kind)
+        monkeypatch.setattr(client, kind, lambda *args, made=made, **kw: made(*args, registry=registry, **kw))
+    return lambda name, **labels: registry.get_sample_value(f"sglang:flashsample_{name}", labels)
+
+
+@pytest.fixture
 def server_config(monkeypatch) -> types.SimpleNamespace:
     """SGLang's modules in which we look up a server's settings are pretended. The settings are those of a plain server;
     a test may change them."""

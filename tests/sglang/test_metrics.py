@@ -64,17 +64,6 @@ def test_metrics_say_how_far_a_screen_could_tell():
     assert counted.summary() == f"{line}, paused"
 
 
-@pytest.fixture
-def prometheus(monkeypatch):
-    """A function that returns the value of a metric, or None if it has none."""
-    client = pytest.importorskip("prometheus_client")
-    registry = client.CollectorRegistry()
-    for kind in ("Counter", "Gauge", "Summary"):
-        made = getattr(client, kind)
-        monkeypatch.setattr(client, kind, lambda *args, made=made, **kw: made(*args, registry=registry, **kw))
-    return lambda name, **labels: registry.get_sample_value(f"sglang:flashsample_{name}", labels)
-
-
 def test_prometheus_has_the_same_numbers(prometheus):
     counted = Metrics(prometheus=True)
     for routing in (FUSED, MIXED):

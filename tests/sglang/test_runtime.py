@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -15,7 +16,7 @@ from serving import needs_sglang
 from sglang_batches import SteadyServer, request
 from tuned_tables import table_for_this_machine
 
-from sgl_flashsample import dispatch, selfcheck
+from sgl_flashsample import __version__, dispatch, selfcheck
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.params import LMHead
@@ -26,7 +27,7 @@ from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
-from sgl_flashsample.sglang.runtime import Runtime
+from sgl_flashsample.sglang.runtime import NotActiveError, Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import Entry
@@ -309,6 +310,91 @@ def test_a_model_that_samples_nothing_here_compiles_nothing_and_has_no_screen(st
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         load(starting, device, **attributes)
     assert starting.heads == [] and not caplog.records and starting.inactive_reason is None
+
+
+# What a server says of itself, and refuses to start without.
+
+
+def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_file):
+    file, _, lm_head = tuned_file
+    state = prepared(starting, lm_head)
+    state.update(4)
+    status = starting.status
+    assert json.loads(json.dumps(status)) == status
+    (head,) = status.pop("heads")
+    assert status == {"active": True, "reason": None, "version": __version__, "noise": NOISE_ABI}
+    shape = {"vocab_size": 100, "hidden_size": 16, "dtype": "float32"}
+    assert head == {**shape, "table": str(file), "screen": None, "bytes": state.workspace.num_bytes}
+    starting.disable("a kernel failed")
+    assert (starting.status["active"], starting.status["reason"]) == (False, "a kernel failed")
+
+
+def test_the_status_counts_the_memory_of_a_screen(starting, device):
+    starting.screen_mode = ScreenMode.ON
+    state = starting.head_for(Processor(), make_head(weights(device)), starting=True)
+    state.update(4)
+    (head,) = starting.status["heads"]
+    assert head["screen"] == {"rows": state.screen.rows, "bytes": state.screen.num_bytes, "paused": False}
+    assert head["bytes"] == state.screen.num_bytes + state.workspace.num_bytes
+    assert head["table"] is None
+
+
+def test_the_status_of_a_server_whose_head_is_sglangs_says_why(starting, device):
+    prepared(starting, make_head(weights(device), set_lora=1, apply_lora=1), 600)
+    status = starting.status
+    assert (status["active"], status["reason"], status["heads"]) == (False, "the LM head has LoRA adapters", [])
+
+
+def test_a_gauge_says_whether_the_fused_pass_serves(server_config, prometheus):
+    server_config.observability.enable_metrics = True
+    failing = Runtime(None)
+    assert prometheus("active") == 1
+    failing.disable("a kernel failed")
+    assert prometheus("active") == 0
+
+
+@pytest.fixture
+def required(monkeypatch):
+    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1")
+
+
+class Refused(Model):
+    def __init__(self, device) -> None:
+        super().__init__(device)
+        self.lm_head.set_lora = self.lm_head.apply_lora = 1
+
+
+class Headless(torch.nn.Module): ...
+
+
+@pytest.mark.parametrize(
+    "attributes, reason",
+    [
+        ({"is_generation": False}, "this model generates no tokens"),
+        ({"model": Headless()}, "the model shows its LM head only at its first batch"),
+        ({"model": Refused}, "the LM head has LoRA adapters"),
+    ],
+    ids=["embedding", "no head", "refused head"],
+)
+def test_a_server_that_must_fuse_does_not_start_with_a_model_that_it_cannot_fuse(
+    starting, device, caplog, required, attributes, reason
+):
+    if attributes.get("model") is Refused:
+        attributes = {"model": Refused(device)}
+    with pytest.raises(NotActiveError, match=f"because FLASHSAMPLE_REQUIRE is 1 and {reason}$"):
+        load(starting, device, **attributes)
+    assert [record.levelno for record in caplog.records][-1] == logging.ERROR
+
+
+def test_a_server_that_must_fuse_starts_with_a_model_that_it_fuses_and_with_a_draft(starting, device, required):
+    load(starting, device)
+    load(starting, device, is_draft_worker=True)
+    assert len(starting.heads) == 1
+
+
+def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(runtime, required):
+    with pytest.raises(NotActiveError, match="tensor parallelism is not served yet"):
+        runtime.announce_inactive("tensor parallelism is not served yet")
 
 
 @pytest.fixture

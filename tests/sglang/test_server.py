@@ -247,6 +247,15 @@ def test_the_server_says_in_one_line_each_which_table_it_uses_and_what_is_active
     assert text.index(line) < text.index(active)
 
 
+def test_server_info_says_that_the_fused_pass_serves_and_with_which_table(ours, folder):
+    (path,) = (folder / "tuned").iterdir()
+    (state,) = ours.get("/server_info")["internal_states"]
+    status = state["flashsample"]
+    (head,) = status["heads"]
+    assert (status["active"], status["reason"], head["table"]) == (True, None, str(path))
+    assert head["bytes"] > 0 and not ours.log_lines("no status in /server_info")
+
+
 @pytest.mark.parametrize("name", COMPARED)
 def test_greedy_and_native_answers_equal_stock_and_their_path_is_reported(servers, name):
     mine, theirs = servers["answers"][name]
@@ -512,6 +521,7 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
     )
     with server:
         (active,) = server.log_lines("fused sampling active")
+        assert server.get("/server_info")["internal_states"][0]["flashsample"]["active"]
         assert version is None or f"with SGLang {version}: " in active
         assert_greedy(server, truth, 100, 20)
         # Prompts longer than a chunk, so that chunks of some are in a batch with the decoding of others.
@@ -567,10 +577,22 @@ def test_what_cannot_be_fused_is_said_in_one_line_and_served_by_sglang(folder, n
         lines = {line.partition("flashsample 0.")[2] for line in server.log_lines("not active")}
         assert len(lines) == 1
         assert reason in lines.pop()
+        status = server.get("/server_info")["internal_states"][0]["flashsample"]
+        assert not status["active"] and reason in status["reason"]
         for params in ({"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}):
             assert all(path.startswith("native:") for path in paths(ask(server, params)))
         assert_greedy(server, truth, 20, 5)
         assert "Traceback" not in server.log_text()
+
+
+@pytest.mark.skipif(CUDA, reason="runs on the CPU")
+def test_a_server_that_must_fuse_and_cannot_ends_with_the_reason(folder):
+    environment = {"FLASHSAMPLE_REQUIRE": "1", "SGLANG_SANITIZE_NAN_LOGITS": "1"}
+    server, _ = make_server(folder, "tiny", name="required", environment=environment)
+    with pytest.raises(ServerError), server:
+        pass
+    reason = "FLASHSAMPLE_REQUIRE is 1 and SGLANG_SANITIZE_NAN_LOGITS is not served yet"
+    assert len(server.log_lines(f"] flashsample: the server does not start, because {reason}")) == 1
 
 
 @pytest.mark.full

@@ -140,7 +140,7 @@ def executed(monkeypatch):
     monkeypatch.setattr(os, "execv", lambda path, arguments: commands.append(arguments))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(versions, "entry_point_found", lambda: True)
-    for name in ("FLASHSAMPLE_TUNED", "FLASHSAMPLE_SCREEN"):
+    for name in ("FLASHSAMPLE_TUNED", "FLASHSAMPLE_SCREEN", "FLASHSAMPLE_REQUIRE"):
         monkeypatch.setenv(name, "before")  # also puts it back
     return commands
 
@@ -152,6 +152,7 @@ def test_serve_passes_every_argument_to_sglang_with_the_backend_added(run, execu
         ["-m", "sglang.launch_server", *arguments, "--sampling-backend", "flashsample"]
     ]
     assert os.environ["FLASHSAMPLE_TUNED"] == os.environ["FLASHSAMPLE_SCREEN"] == "before"
+    assert os.environ["FLASHSAMPLE_REQUIRE"] == "before"
 
 
 @pytest.mark.parametrize("place", [0, 2])
@@ -165,6 +166,14 @@ def test_options_of_ours_reach_the_server_through_its_environment(run, executed,
         run("serve", *arguments[:place], *given, *arguments[place:])
         assert executed[-1][3:] == ["--model-path", "m", "--sampling-backend", "flashsample"]
         assert os.environ[variable] == (os.path.abspath(value) if option == "--tuned" else value)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_server_can_be_required_to_fuse(run, executed, place):
+    arguments = ["--model-path", "m"]
+    run("serve", *arguments[:place], "--require", *arguments[place:])
+    assert executed[-1][3:] == ["--model-path", "m", "--sampling-backend", "flashsample"]
+    assert os.environ["FLASHSAMPLE_REQUIRE"] == "1"
 
 
 def test_serve_without_the_entry_point_says_what_to_install(run, executed, monkeypatch):

@@ -1,0 +1,78 @@
+"""``sgl.Engine`` in a program, and the parsers of programs that take SGLang's arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from serving import CUDA, needs_sglang
+
+from sgl_flashsample.demo import cpu_platform, markov
+
+pytestmark = [needs_sglang, pytest.mark.slow]
+
+
+def run(folder: Path, *command: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **({} if CUDA else cpu_platform.environment(folder / "cpu"))}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, env=environment | variables
+    )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.server
+def test_an_engine_draws_with_the_fused_pass_through_updates_of_its_weights(tmp_path):
+    size = markov.SIZES["small" if CUDA else "tiny"]
+    first, second = (markov.write(tmp_path / name, size, seed) for seed, name in enumerate(("one", "two")))
+    options = {"dtype": size.dtype, "random_seed": 7, "log_level": "error", "mem_fraction_static": 0.2}
+    if CUDA:
+        options |= {"max_total_tokens": 8192, "cuda_graph_max_bs_decode": 8, "enable_memory_saver": True}
+    else:
+        options |= {"device": "cpu", "max_total_tokens": 4096, "max_running_requests": 8}
+    arguments = [f"{name}={json.dumps(value)}" for name, value in options.items()]
+    script = str(Path(__file__).with_name("offline_engine.py"))
+    variables = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_REQUIRE": "1"}
+    done = run(tmp_path, script, str(tmp_path / "one"), str(tmp_path / "two"), *arguments, **variables)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["active"] and result["heads"] == 1
+
+    def greedy(embedding: markov.MarkovModel, head: markov.MarkovModel) -> list[list[int]]:
+        model = markov.MarkovModel(size, embedding.embedding, head.head)
+        rows = []
+        for token in range(300, 304):
+            row = []
+            for _ in range(8):
+                token = int(np.argmax(model.logits(torch.tensor([token]))[0].numpy()))
+                row.append(token)
+            rows.append(row)
+        return rows
+
+    assert result["before"][:4] == greedy(first, first)
+    assert result["other"][:4] == greedy(first, second) != result["before"][:4]
+    assert result["again"] == result["before"], "seeded rows too"
+    assert result.get("resumed", result["before"]) == result["before"]
+
+
+PARSE = """
+import argparse, sys
+if sys.argv[1] == "with plugins":
+    from sglang.srt.plugins import load_plugins; load_plugins()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(parser.parse_args(["--model-path", "m", "--sampling-backend", "flashsample"]).sampling_backend)
+"""
+
+
+def test_a_program_that_adds_sglangs_arguments_to_its_own_parser_has_to_load_the_plugins_first(tmp_path):
+    """As slime does."""
+    assert run(tmp_path, "-c", PARSE, "with plugins").stdout.splitlines()[-1] == "flashsample"
+    refused = run(tmp_path, "-c", PARSE, "without", code=2)
+    assert "argument --sampling-backend: invalid choice: 'flashsample'" in refused.stderr
