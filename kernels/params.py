@@ -41,6 +41,8 @@ def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
 ) -> None:
     """Raise ValueError unless ``tensor`` has this shape and dtype, contiguous rows, and the device of ``like``."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}; expected a tensor, {shape} {dtype} on {like.device}")
     contiguous = tensor.is_contiguous() if tensor.dim() < 2 else tensor.stride(-1) == 1
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != like.device or not contiguous:
         raise ValueError(
@@ -343,6 +345,10 @@ class LMHead:
 
     def __post_init__(self) -> None:
         weight = self.weight
+        if not isinstance(weight, torch.Tensor):
+            raise ValueError(
+                f"weight is a {type(weight).__name__}; expected a [V, D] tensor, such as a module's .weight"
+            )
         if weight.dim() != 2 or weight.dtype not in TRITON_DTYPES:
             raise ValueError(
                 f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32"
@@ -358,6 +364,29 @@ class LMHead:
         if self.logits_dtype is not None and self.logits_dtype not in TRITON_DTYPES:
             raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
         _ = self.spec  # checks the rest
+
+    @classmethod
+    def from_hf(cls, model: Any) -> LMHead:
+        """The LM head of a Hugging Face causal language model: the weight of its output embeddings; vocabulary size,
+        final softcap and logit scale of its config.
+
+        Raises ValueError for a model without output embeddings, and for a head with a bias.
+        """
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
+            raise ValueError(f"model is a {type(model).__name__} without output embeddings; expected a causal LM")
+        if getattr(head, "bias", None) is not None:
+            raise ValueError("the LM head has a bias; expected none")
+        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        scale = getattr(config, "logit_scale", None)
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            scale = 1.0 / divisor
+        return cls(
+            head.weight.detach(),
+            vocab_size=min(config.vocab_size, head.weight.shape[0]),
+            logit_scale=None if scale == 1.0 else scale,
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
 
     @functools.cached_property
     def spec(self) -> LogitsSpec:
@@ -376,6 +405,8 @@ class LMHead:
 
     def check(self, hidden: torch.Tensor) -> None:
         """Raise ValueError unless ``hidden`` can be multiplied with the weight."""
+        if not isinstance(hidden, torch.Tensor):
+            raise ValueError(f"hidden is a {type(hidden).__name__}; expected a tensor")
         if hidden.dim() != 2 or hidden.dtype != self.weight.dtype or hidden.shape[1] != self.weight.shape[1]:
             raise ValueError(
                 f"hidden is {tuple(hidden.shape)} {hidden.dtype}; "

@@ -1,11 +1,12 @@
 """sgl-flashsample: the last step of LLM decoding (LM head, softmax, sampling) as one exact fused pass.
 
-    from sgl_flashsample import BatchParams, LMHead, sample
+    from sgl_flashsample import LMHead, Sampler, SamplingParams
 
-    head = LMHead(weight, vocab_size=151_643)
-    out = sample(hidden, head, BatchParams(temperature, seed, position))
+    sampler = Sampler(LMHead(weight, vocab_size=151_643))
+    out = sampler(hidden, SamplingParams(temperature=0.7, top_k=50))
 
-``sample`` is documented in ``api.py``; SGLang reaches the same code through ``sglang/plugin.py``.
+``sampler.py`` takes numbers, ``api.py`` tensors that are on the device already. SGLang reaches the same code through
+``sglang/plugin.py``.
 Importing this package loads neither torch nor Triton; the names below do.
 """
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .kernels.rng import NOISE_ABI
     from .kernels.workspace import Workspace
     from .kinds import SamplingPath
+    from .sampler import Sampler, SamplingParams
     from .screen import Screen
     from .tables.lookup import load_table, resolve
 
@@ -41,6 +43,8 @@ _HOMES = {
     "NOISE_ABI": ".kernels.rng",
     "Workspace": ".kernels.workspace",
     "SamplingPath": ".kinds",
+    "Sampler": ".sampler",
+    "SamplingParams": ".sampler",
     "Screen": ".screen",
     "load_table": ".tables.lookup",
     "resolve": ".tables.lookup",
@@ -53,6 +57,8 @@ __all__ = [
     "LMHead",
     "LogitEdits",
     "SampleOutput",
+    "Sampler",
+    "SamplingParams",
     "SamplingPath",
     "Screen",
     "TileConfig",

@@ -4,6 +4,7 @@ backend calls what they call."""
 from __future__ import annotations
 
 import torch
+import triton
 
 from . import dispatch
 from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
@@ -66,6 +67,7 @@ def sample(
             that cannot serve the head or the batch. A table for heads of another shape.
     """
     head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
+    _check("hidden", hidden, params)
     return dispatch.sample(
         hidden,
         head,
@@ -108,6 +110,7 @@ def sample_from_logits(
     Raises:
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it.
     """
+    _check("logits", logits, params)
     size = logits.shape[-1] if vocab_size is None else vocab_size
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap)
     family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
@@ -151,8 +154,24 @@ def argmax(
 
     Raises ValueError for a tensor of the wrong shape, dtype or device, and a table for heads of another shape.
     """
+    if not isinstance(hidden, torch.Tensor):
+        raise ValueError(f"hidden is a {type(hidden).__name__}; expected a [B, D] tensor")
     params = _greedy_params_for(hidden.shape[0], hidden.device)
     return sample(hidden, lm_head, params, workspace=workspace, table=table, screen=screen).token_ids
+
+
+def _check(name: str, rows: torch.Tensor, params: BatchParams) -> None:
+    """Raise ValueError for arguments of another type, and on a machine where no kernel can run."""
+    if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
+        is_what = f"has shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else f"is a {type(rows).__name__}"
+        raise ValueError(f"{name} {is_what}; expected a [B, {'D' if name == 'hidden' else 'V'}] tensor")
+    if not isinstance(params, BatchParams):
+        raise ValueError(f"params is a {type(params).__name__}; expected BatchParams")
+    if rows.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            f"{name} is on the CPU; expected it on a CUDA device, or TRITON_INTERPRET=1 in the environment "
+            "before Triton is imported (slow: for tests)"
+        )
 
 
 def _greedy_params_for(num_rows: int, device: torch.device) -> BatchParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -53,6 +54,39 @@ def test_a_path_is_named_by_its_word_and_another_word_is_refused_with_the_list(d
     assert torch.equal(drawn[0].token_ids, drawn[1].token_ids)
     with pytest.raises(ValueError, match=r"'gemm'.*fused.*logits.*screened.*flashinfer"):
         sample(case.hidden, case.head, case.params, path="gemm")
+
+
+def test_arguments_of_another_type_are_refused_by_name(device):
+    case = example(device)
+    params = case.params
+    for arguments, words in (
+        ((case.hidden.cpu().numpy(), case.head, params), r"hidden is a ndarray; expected a \[B, D\] tensor"),
+        ((case.hidden[0], case.head, params), r"hidden has shape \(\d+,\); expected a \[B, D\] tensor"),
+        ((case.hidden, torch.nn.Linear(4, 8), params), r"weight is a Linear; expected a \[V, D\] tensor"),
+        ((case.hidden, case.head, {"temperature": 1.0}), "params is a dict; expected BatchParams"),
+        ((case.hidden, case.head, dataclasses.replace(params, temperature=0.7)), "temperature is a float; expected a"),
+        ((case.hidden, case.head, dataclasses.replace(params, seed=None)), "seed is a NoneType; expected a tensor"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sample(*arguments)
+    with pytest.raises(ValueError, match=r"logits is a list; expected a \[B, V\] tensor"):
+        sample_from_logits([[1.0]], params)
+    with pytest.raises(ValueError, match=r"hidden is a list; expected a \[B, D\] tensor"):
+        argmax([[1.0]], case.head)
+
+
+@pytest.mark.slow
+def test_without_a_gpu_the_error_says_what_is_missing():
+    code = """
+import torch, sgl_flashsample as fs
+try:
+    fs.Sampler(torch.ones(64, 32))(torch.ones(2, 32))
+except ValueError as error:
+    print(error)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("hidden is on the CPU; expected it on a CUDA device, or TRITON_INTERPRET=1 ")
 
 
 @pytest.mark.parametrize(

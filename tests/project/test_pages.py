@@ -12,7 +12,7 @@ from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.sglang.batch import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("kernels", "autotune", "benchmarks", "sgl_flashsample/sglang")
+FOLDERS = ("kernels", "autotune", "benchmarks", "sgl_flashsample", "sgl_flashsample/sglang")
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in FOLDERS)]
 OPERATIONS = ROOT / "sgl_flashsample" / "sglang"
 COMMAND = re.compile(r"(?:^|`)make ([a-z-]+)", re.M)

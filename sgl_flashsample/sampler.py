@@ -1,0 +1,211 @@
+"""``Sampler`` and ``SamplingParams``: numbers in, tokens out, for scripts and small engines. They call
+``api.sample``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .api import sample
+from .dispatch import make_workspace
+from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
+from .screen import Screen
+from .tables.lookup import resolve
+
+logger = logging.getLogger("sgl_flashsample")
+
+MIN_TEMPERATURE = 1e-6
+_UNKNOWN = float("nan")  # of a number on the device: it passes no test
+_OFF: dict[str, Callable[[float], bool]] = {
+    "top_k": lambda number: number <= 0,
+    "top_p": lambda number: number == 1,
+    "min_p": lambda number: number == 0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """What the rows of a batch ask for: each one number for all rows, a sequence with one per row, or a ``[B]`` tensor.
+
+    temperature: 0 is greedy, else at least 1e-6. top_k: that many tokens; 0 or less is off. top_p: in (0, 1], 1 is off.
+    min_p: in [0, 1], 0 is off. What each allows is in ``Truncation``. seed: any int64; of one number, the rows get it
+    and those that follow it. None: seeds of the ``Sampler``.
+
+    Raises ValueError for numbers out of these ranges. Tensors are not looked into: that would wait for the device.
+    """
+
+    temperature: float | Sequence[float] | torch.Tensor = 1.0
+    top_k: int | Sequence[int] | torch.Tensor = 0
+    top_p: float | Sequence[float] | torch.Tensor = 1.0
+    min_p: float | Sequence[float] | torch.Tensor = 0.0
+    seed: int | Sequence[int] | torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, valid, expected in (
+            ("temperature", lambda x: x == 0 or MIN_TEMPERATURE <= x < float("inf"), "0 or at least 1e-6"),
+            ("top_k", lambda x: x == int(x), "an integer"),
+            ("top_p", lambda x: 0 < x <= 1, "more than 0, at most 1"),
+            ("min_p", lambda x: 0 <= x <= 1, "0 to 1"),
+            ("seed", lambda x: x == int(x) and -(2**63) <= x < 2**63, "an int64"),
+        ):
+            value = getattr(self, name)
+            for number in () if name == "seed" and value is None else _numbers(value):
+                if number is _UNKNOWN:
+                    continue
+                if isinstance(number, bool) or not isinstance(number, int | float) or not valid(number):
+                    raise ValueError(f"{name} is {number!r}; expected {expected}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any row may have a top-k, top-p or min-p."""
+        return any(not all(is_off(number) for number in _numbers(getattr(self, name))) for name, is_off in _OFF.items())
+
+    @property
+    def max_top_k(self) -> int | None:
+        """The largest top-k where every row has one, else None."""
+        numbers = _numbers(self.top_k)
+        return max(numbers) if all(number >= 1 for number in numbers) else None
+
+    @property
+    def all_greedy(self) -> bool:
+        """Whether every temperature is known to be 0."""
+        return all(number == 0 for number in _numbers(self.temperature))
+
+
+class _Rows(NamedTuple):
+    """Parameters of a batch as tensors, ``[B]`` each."""
+
+    temperature: torch.Tensor
+    seed: torch.Tensor
+    truncation: Truncation | None
+
+
+class Sampler:
+    """Draws tokens from the hidden states of one model.
+
+        sampler = Sampler(LMHead.from_hf(model))
+        out = sampler(hidden, SamplingParams(temperature=0.7, top_k=50, seed=7))
+
+    It keeps what ``api.sample`` takes beside a batch: the tuned table that fits the head on this machine, the scratch
+    and, with ``screen``, an INT8 copy of the head (``Screen``).
+
+    head: an ``LMHead``, or its ``[V, D]`` weight. max_rows: of the largest batch that scratch is made for now; a larger
+    one makes it anew. seed: of rows without one of their own; drawn from the system where None. tuned: the file of a
+    tuned table, instead of the one that fits.
+
+    Raises ValueError for a head that cannot be served, and on a machine without a device for the kernels.
+    """
+
+    def __init__(
+        self,
+        head: LMHead | torch.Tensor,
+        *,
+        max_rows: int = 64,
+        screen: bool = False,
+        seed: int | None = None,
+        tuned: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if max_rows < 1:
+            raise ValueError(f"max_rows is {max_rows}; expected 1 or more")
+        self.head = head if isinstance(head, LMHead) else LMHead(head)
+        self.seed = secrets.randbits(62) if seed is None else seed
+        resolved = resolve(self.head, file=tuned)
+        for warning in resolved.warnings:
+            logger.warning("flashsample: %s", warning)
+        self.table = resolved.dispatch
+        self.max_rows = max_rows
+        self.workspace = make_workspace(self.head, max_rows, table=self.table)
+        self.screen = Screen(self.head, max_rows) if screen else None
+        self.calls = 0  # the position of tokens that are given none
+        self._params: tuple[SamplingParams, int] | None = None
+        self._rows: _Rows | None = None
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        params: SamplingParams | None = None,
+        *,
+        position: int | Sequence[int] | torch.Tensor | None = None,
+        edits: LogitEdits | None = None,
+        return_logprob: bool = False,
+    ) -> SampleOutput:
+        """One token per row of ``hidden``, ``[B, D]`` in the head's dtype.
+
+        params: temperature 1 for all where None; the tensors of the last object are kept. position: of each token in
+        its sequence, so that a seed gives the same tokens again; the number of calls so far where None. edits,
+        return_logprob: as for ``api.sample``.
+
+        Raises ValueError for an argument of another type, shape, dtype or device.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params is a {type(params).__name__}; expected SamplingParams")
+        num_rows = hidden.shape[0]
+        if num_rows > self.max_rows:
+            self.max_rows = num_rows
+            self.workspace = make_workspace(self.head, num_rows, table=self.table)
+        if self._rows is None or self._params is None or self._params[0] is not params or self._params[1] != num_rows:
+            self._rows, self._params = self._rows_of(params, num_rows), (params, num_rows)
+        if position is None:
+            position = self.calls
+            self.calls += 1
+        batch = BatchParams(
+            self._rows.temperature,
+            self._rows.seed,
+            _tensor("position", position, num_rows, torch.int64, self.head.weight.device),
+            self._rows.truncation,
+            edits,
+            params.all_greedy,
+        )
+        return sample(
+            hidden,
+            self.head,
+            batch,
+            return_logprob=return_logprob,
+            workspace=self.workspace,
+            table=self.table,
+            screen=self.screen,
+        )
+
+    def _rows_of(self, params: SamplingParams, num_rows: int) -> _Rows:
+        device = self.head.weight.device
+        first = self.seed if params.seed is None else params.seed
+        seed: Any = first
+        if isinstance(first, int):
+            seed = [(first + row + 2**63) % 2**64 - 2**63 for row in range(num_rows)]
+        truncation = None
+        if params.truncates:
+            truncation = Truncation(
+                _tensor("top_k", params.top_k, num_rows, torch.int32, device),
+                _tensor("top_p", params.top_p, num_rows, torch.float32, device),
+                _tensor("min_p", params.min_p, num_rows, torch.float32, device),
+                params.max_top_k,
+            )
+        return _Rows(
+            _tensor("temperature", params.temperature, num_rows, torch.float32, device),
+            _tensor("seed", seed, num_rows, torch.int64, device),
+            truncation,
+        )
+
+
+def _numbers(value: Any) -> list:
+    """The numbers of a parameter; of a tensor, that they are not known."""
+    if isinstance(value, torch.Tensor):
+        return [_UNKNOWN]
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _tensor(name: str, value: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``[num_rows]`` on the device: a tensor as it is where it fits. Raises ValueError for another length."""
+    if isinstance(value, int | float):
+        return torch.full((num_rows,), value, dtype=dtype, device=device)
+    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+    if tensor.shape != (num_rows,):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {(num_rows,)}, one for each row of hidden")
+    return tensor.to(device, dtype)

@@ -1,0 +1,215 @@
+"""``Sampler``: numbers in any form draw what ``sample`` draws from tensors, and the examples of the page run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from core_examples import VOCAB, example
+
+from sgl_flashsample import BatchParams, LMHead, Sampler, SamplingParams, Truncation, sample
+from sgl_flashsample.tables import lookup
+
+PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+FORMS = {"numbers": lambda values: values[0], "lists": list, "tensors": torch.tensor}
+
+
+@pytest.fixture
+def case(device, monkeypatch, tmp_path):
+    monkeypatch.setenv(lookup.FOLDERS_VARIABLE, str(tmp_path))
+    return example(device)
+
+
+def rows(case, value, dtype) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype).expand(len(case.hidden)).contiguous().to(case.hidden.device)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_in_any_form_draw_what_tensors_on_the_device_draw(case, form):
+    num_rows, take = len(case.hidden), FORMS[form]
+    values = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.0}
+    params = SamplingParams(**{name: take([value] * num_rows) for name, value in values.items()}, seed=[5] * num_rows)
+    out = Sampler(case.head)(case.hidden, params, position=take([3] * num_rows), return_logprob=True)
+    limits = (rows(case, 20, torch.int32), rows(case, 0.9, torch.float32), rows(case, 0.0, torch.float32))
+    tensors = (rows(case, 0.7, torch.float32), rows(case, 5, torch.int64), rows(case, 3, torch.int64))
+    wanted = sample(case.hidden, case.head, BatchParams(*tensors, Truncation(*limits, 20)), return_logprob=True)
+    assert torch.equal(out.token_ids, wanted.token_ids) and torch.equal(out.logprobs, wanted.logprobs)
+
+
+def test_one_seed_gives_the_rows_seeds_that_follow_each_other_up_to_the_last_int64(case):
+    for seed in (7, 2**63 - 2):
+        follow = [(seed + row + 2**63) % 2**64 - 2**63 for row in range(len(case.hidden))]
+        one, each = (
+            Sampler(case.head)(case.hidden, SamplingParams(seed=given), position=0) for given in (seed, follow)
+        )
+        assert torch.equal(one.token_ids, each.token_ids)
+
+
+def test_without_seeds_and_positions_each_call_draws_anew_and_a_sampler_with_a_seed_draws_it_all_again(case):
+    samplers = [Sampler(case.head, seed=3), Sampler(case.head, seed=3), Sampler(case.head)]
+    drawn = [[sampler(case.hidden).token_ids.tolist() for _ in range(3)] for sampler in samplers]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(map(tuple, drawn[0]))) == 3
+
+
+def test_greedy_rows_are_those_of_temperature_0(case):
+    params = SamplingParams(temperature=0)
+    assert params.all_greedy and not SamplingParams(temperature=[0, 1.0]).all_greedy
+    wanted = (case.hidden.double() @ case.head.weight.double().T)[:, :VOCAB].argmax(-1)
+    assert torch.equal(Sampler(case.head)(case.hidden, params).token_ids, wanted)
+
+
+def test_parameters_of_one_call_are_not_those_of_the_next(case):
+    sampler, fresh = Sampler(case.head), Sampler(case.head)
+    sampler(case.hidden, SamplingParams(temperature=0), position=1)
+    params = SamplingParams(temperature=5.0, seed=2)
+    drawn = [each(case.hidden, params, position=1).token_ids for each in (sampler, fresh)]
+    assert torch.equal(*drawn)
+
+
+def test_a_batch_larger_than_announced_is_drawn_all_the_same(case):
+    small, large = Sampler(case.head, max_rows=1, seed=1), Sampler(case.head, max_rows=64, seed=1)
+    assert torch.equal(small(case.hidden).token_ids, large(case.hidden).token_ids)
+    assert small.max_rows == len(case.hidden)
+
+
+def test_a_screen_changes_no_token(case):
+    plain, screened = (Sampler(case.head, seed=1, screen=screen) for screen in (False, True))
+    assert screened.screen.max_rows == 64
+    assert torch.equal(plain(case.hidden).token_ids, screened(case.hidden).token_ids)
+
+
+@pytest.mark.parametrize(
+    "params, truncates, max_top_k",
+    [
+        ({}, False, None),
+        ({"top_k": 0, "top_p": [1.0, 1], "min_p": 0}, False, None),
+        ({"top_k": [5, 40]}, True, 40),
+        ({"top_k": [5, 0]}, True, None),
+        ({"top_p": 0.9}, True, None),
+        ({"min_p": [0, 0.1]}, True, None),
+        ({"top_k": torch.tensor([5])}, True, None),
+    ],
+    ids=str,
+)
+def test_limits_are_passed_on_only_where_there_are_any(params, truncates, max_top_k):
+    made = SamplingParams(**params)
+    assert (made.truncates, made.max_top_k) == (truncates, max_top_k)
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("temperature", -1, "0 or at least 1e-6"),
+        ("temperature", [1.0, 1e-9], "0 or at least 1e-6"),
+        ("temperature", "hot", "0 or at least 1e-6"),
+        ("temperature", None, "0 or at least 1e-6"),
+        ("top_k", 1.5, "an integer"),
+        ("top_k", True, "an integer"),
+        ("top_p", 0, "more than 0, at most 1"),
+        ("top_p", float("nan"), "more than 0, at most 1"),
+        ("min_p", [1.5], "0 to 1"),
+        ("seed", 2**63, "an int64"),
+    ],
+)
+def test_a_number_out_of_its_range_is_named_with_the_range(name, value, words):
+    with pytest.raises(ValueError, match=rf"^{name} is .*; expected {words}$"):
+        SamplingParams(**{name: value})
+
+
+def test_what_does_not_fit_the_batch_is_refused_by_name(case):
+    sampler = Sampler(case.head)
+    with pytest.raises(ValueError, match=r"top_p has shape \(2,\); expected \(\d+,\), one for each row of hidden"):
+        sampler(case.hidden, SamplingParams(top_p=[0.5, 0.5]))
+    with pytest.raises(ValueError, match="params is a dict; expected SamplingParams"):
+        sampler(case.hidden, {"temperature": 1.0})
+    with pytest.raises(ValueError, match="max_rows is 0; expected 1 or more"):
+        Sampler(case.head, max_rows=0)
+
+
+# Hugging Face models.
+
+
+@pytest.fixture(scope="module")
+def model():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)
+    torch.manual_seed(0)
+    made = transformers.LlamaForCausalLM(config).eval()
+    return made.to("cuda") if torch.cuda.is_available() else made
+
+
+def another_model(model, head, **changes):
+    config = type(model.config)(**model.config.to_dict() | changes)
+    return type("Model", (), {"config": config, "get_output_embeddings": lambda self: head})()
+
+
+@pytest.mark.slow
+def test_the_head_of_a_model_has_its_padding_softcap_and_scale(model):
+    head = LMHead.from_hf(model)
+    assert head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+    assert (head.vocab_size, head.softcap, head.logit_scale) == (300, None, None)
+    changes = {"vocab_size": 290, "final_logit_softcapping": 30.0, "logits_scaling": 8.0}
+    head = LMHead.from_hf(another_model(model, model.lm_head, **changes))
+    assert (head.vocab_size, head.softcap, head.logit_scale) == (290, 30.0, 0.125)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head, words", [(None, "without output embeddings"), (torch.nn.Linear(4, 8), "has a bias")])
+def test_a_model_whose_head_is_another_thing_is_refused(model, head, words):
+    with pytest.raises(ValueError, match=words):
+        LMHead.from_hf(another_model(model, head))
+
+
+# The examples of the page.
+
+
+def run(example: str) -> dict:
+    names: dict = {}
+    exec(compile(example, str(PAGE), "exec"), names)
+    return names
+
+
+@pytest.fixture
+def ids(model) -> torch.Tensor:
+    return torch.tensor([[5, 6, 7], [8, 9, 10]], device=model.device)
+
+
+def test_the_page_has_three_examples():
+    assert len(EXAMPLES) == 3
+
+
+@pytest.mark.slow
+def test_the_loop_gives_seeded_tokens_again_and_greedy_tokens_as_the_model_does(model, ids):
+    generate = run(EXAMPLES[0])["generate"]
+    first = generate(model, ids, 6)
+    assert first.shape == (2, 6) and torch.equal(first, generate(model, ids, 6))
+    greedy = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 3:]
+    assert torch.equal(generate(model, ids, 6, SamplingParams(temperature=0)), greedy)
+
+
+@pytest.mark.slow
+def test_the_logits_processor_draws_what_a_sampler_draws_from_the_hidden_states(model, ids):
+    drawn = run(EXAMPLES[1])["generate"](model, ids, 4)
+    with torch.inference_mode():
+        hidden = model.model(drawn[:, :-1]).last_hidden_state
+    sampler = Sampler(LMHead.from_hf(model))
+    for place in range(3, 7):
+        out = sampler(hidden[:, place - 1], SamplingParams(temperature=0.8, seed=1), position=place)
+        assert torch.equal(out.token_ids, drawn[:, place])
+
+
+@pytest.mark.slow
+def test_the_engine_gives_a_sequence_the_same_tokens_whatever_is_beside_it(model, ids):
+    names = run(EXAMPLES[2])
+    runner, sequence = names["Runner"](model), names["Sequence"]
+    hidden = model.model(ids).last_hidden_state[:, -1].detach()
+    both = [sequence([1, 2], 0.9, 0.8, seed=4), sequence([1, 2, 3], seed=5)]
+    runner.step(both, hidden)
+    alone = sequence([1, 2, 3], seed=5)
+    runner.step([alone], hidden[1:])
+    assert len(both[0].ids) == 3 and alone.ids == both[1].ids
