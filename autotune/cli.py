@@ -1,8 +1,8 @@
 """``sgl-flashsample tune``: its commands and their options.
 
 Exit codes: 0 fine, also where the built-in choice won everywhere or the time was over; 1 something that was measured is
-wrong, or a table is not fit to be shipped; 2 a mistake of who typed, or a GPU too noisy to measure on. A mistake is a
-ValueError or an OSError: one line on the error stream.
+wrong, a table is not fit to be shipped, or two tables differ; 2 a mistake of who typed, or a GPU too noisy to measure
+on. A mistake is a ValueError or an OSError: one line on the error stream.
 """
 
 from __future__ import annotations
@@ -328,6 +328,11 @@ COMMANDS = {
             _flag("--open", "show it in a browser"),
         ),
     ),
+    "list": Command(
+        "print the tables that servers here would find",
+        lambda options: _tables().list_tables(options.json),
+        (JSON,),
+    ),
     "show": Command(
         "print a table for people",
         lambda options: _tables().show(options.file, options.json, options.kind),
@@ -344,7 +349,7 @@ COMMANDS = {
         ),
     ),
     "diff": Command(
-        "compare two tables: choices, times against their noise, environments",
+        "compare two tables: choices, times against their noise, environments; exit code 1 where sizes differ",
         lambda options: _tables().diff(options.a, options.b, options.json, options.all),
         (
             _argument("a", help="a table"),

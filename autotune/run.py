@@ -20,12 +20,13 @@ from typing import Any
 import msgspec
 import torch
 
-from ..kinds import Config
+from ..kinds import PLAIN, BatchKind, Config
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table
-from ..tables.schema import Device, HeadShape, Table, file_name
+from ..tables.schema import FILE_PREFIX, Device, HeadShape, Table, file_name
 from .decide import Decider
 from .errors import OK, UNUSABLE, WRONG
+from .labels import GEMM
 from .plan import EFFORTS, SIZES, Effort, Plan
 from .pool import (
     HELLO_SECONDS,
@@ -292,7 +293,11 @@ class _Coordinator:
         if table is None:
             raise TuneError(f"{writer.path} cannot be read again: {reason}")
         error = statistics.median(decider.errors)
-        code, status, message = OK, "done", f"{decider.done} batch sizes in {self.seconds():.0f} s; {_summary(table)}"
+        code, status, message = (
+            OK,
+            "done",
+            f"{decider.done} batch sizes in {self.seconds():.0f} s; {_summary(table)}{_over_baselines(writer)}",
+        )
         if not complete:
             status = "interrupted" if interrupted else "out of time"
             message = f"{status}: {decider.done} of {decider.races} batch sizes; the next run goes on"
@@ -313,6 +318,22 @@ def _summary(table: Table) -> str:
     return f"{len(table.entries)} of {total} improved, by up to {best:.1%}"
 
 
+def _over_baselines(writer: TableWriter) -> str:
+    """How many times as long the fastest baseline takes, at the smallest and the largest size of the kinds that have
+    raced one; empty where none was raced."""
+    parts = []
+    for kind in (PLAIN, BatchKind(truncate=True), BatchKind(edit=True)):
+        ratios = {}
+        for rows, entry in sorted(writer.decided.get(kind, {}).items()):
+            times = [us for name, us in entry.others.items() if name.startswith(f"{GEMM}+")]
+            if times and entry.us:
+                ratios[rows] = min(times) / entry.us
+        if ratios:
+            ends = dict.fromkeys((min(ratios), max(ratios)))
+            parts.append(f"{kind} " + ", ".join(f"{ratios[rows]:.2f}x at B={rows}" for rows in ends))
+    return f"; the fastest baseline takes {'; '.join(parts)}" if parts else ""
+
+
 def _ready(head: dict[str, Any]) -> Job:
     """Make the head while the first configurations are compiled."""
     answer = yield {"op": "ready", "head": head}, READY_SECONDS
@@ -322,7 +343,7 @@ def _ready(head: dict[str, Any]) -> Job:
 
 def _winners_elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterator[Config]:
     """What won in other tables in ``folder`` for GPUs of the same compute capability: where a search may begin."""
-    for path in sorted(folder.glob("fs2,*.json"))[:MAX_ELSEWHERE]:
+    for path in sorted(folder.glob(f"{FILE_PREFIX}*.json"))[:MAX_ELSEWHERE]:
         table, _ = load_table(path)
         if table is None:
             continue

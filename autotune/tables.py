@@ -1,4 +1,4 @@
-"""``tune show | explain | diff | merge | lint``: the commands that need no GPU. Loads no torch.
+"""``tune list | show | explain | diff | merge | lint``: the commands that need no GPU. Loads no torch.
 
 Tables are read through ``load_table`` alone, which is bounded and waits for nothing.
 """
@@ -34,6 +34,7 @@ from ..tables.lookup import (
     folders,
     load_table,
     match,
+    tables_in,
     unsupported_config,
 )
 from ..tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table, file_name
@@ -177,6 +178,45 @@ def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[
     for row in rows:
         grid.add_row(*row)
     return grid
+
+
+def list_tables(as_json: bool = False) -> None:
+    """Print the tables in the folders where servers look, in that order."""
+    lines, places = [], []
+    for folder, source in folders(os.environ):
+        places.append(f"{source}: {folder}")
+        for path, table, reason in tables_in(folder):
+            line: dict[str, Any] = {"file": str(path), "source": source, "error": reason}
+            if table is not None:
+                device, head = device_and_head(table)
+                confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
+                line |= {"device": device.name, "head": head_line(head), "effort": table.effort}
+                line |= {"choices": len(table.entries), "confirmed": confirmed, "kernels": _same_kernels(table)}
+            lines.append(line)
+    if as_json:
+        print(json.dumps(lines, indent=2))
+        return
+    console = _Output()
+    columns = ("device", "head", "effort", "choices", "built-in", "kernels", "where")
+    good = [line for line in lines if not line["error"]]
+    rows = [
+        (
+            line["device"],
+            line["head"],
+            line["effort"],
+            str(line["choices"]),
+            str(line["confirmed"]),
+            "installed" if line["kernels"] else "others",
+            line["source"],
+        )
+        for line in good
+    ]
+    console.print(_grid(columns, rows, ("device", "head", "effort", "kernels", "where")))
+    for line in lines:
+        if line["error"]:
+            console.print(f"not used: {line['file']}: {line['error']}")
+    for place in places:
+        console.print(place)
 
 
 def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
@@ -375,9 +415,9 @@ def _require_same_head(a: Table, b: Table, file_a: str, file_b: str) -> None:
         raise ValueError(f"{file_a} is for head {heads[0]}, {file_b} for {heads[1]}")
 
 
-def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -> None:
+def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -> int:
     """Print what two tables of one head say differently, and whether their noise explains it. every: also the sizes
-    that they agree on."""
+    that they agree on. Returns 1 where a size has another choice, a time beyond noise, or is in one of them alone."""
     a, b = read(file_a), read(file_b)
     _require_same_head(a, b, file_a, file_b)
     sizes = []
@@ -389,9 +429,11 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
             line["within_noise"] = not mine.beyond_noise(theirs)
         sizes.append(line)
     environment = _environment(a, b)
+    differ = any(line["a"] != line["b"] or not line.get("within_noise", True) for line in sizes)
+    code = WRONG if differ else OK
     if as_json:
         print(json.dumps({"environment": environment, "sizes": sizes}, indent=2))
-        return
+        return code
     console = _Output()
     for name, (first, second) in environment.items():
         console.print(f"{name}: {first} -> {second}")
@@ -415,6 +457,7 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
         f"{len(both)} sizes in both: {changed} with another choice, {apart} with a time beyond noise "
         f"({CONFIDENT} combined standard errors)"
     )
+    return code
 
 
 def _environment(a: Table, b: Table) -> dict[str, list[Any]]:

@@ -30,7 +30,7 @@ from ..kernels.config import (
 )
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config
 from .fingerprint import installed_fingerprints
-from .schema import ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, TableError, file_name
+from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, TableError, file_name
 
 if TYPE_CHECKING:
     import torch
@@ -259,6 +259,19 @@ def folders(environ: Mapping[str, str], warnings: list[str] | None = None) -> It
         yield Path(name), FOLDERS_VARIABLE
     yield user_folder(environ), "the user's cache"
     yield SHIPPED, "shipped"
+
+
+def tables_in(folder: Path) -> Iterator[tuple[Path, Table | None, str]]:
+    """The tuned tables in a folder of the lookup order: path, table, and why a file is none. Raises nothing."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False))
+    except OSError:
+        return
+    for name in names:
+        if name.startswith(FILE_PREFIX) and name.endswith(".json"):
+            table, reason = load_table(folder / name)
+            yield folder / name, table, reason or ""
 
 
 def user_folder(environ: Mapping[str, str] = os.environ) -> Path:

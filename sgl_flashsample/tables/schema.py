@@ -24,6 +24,7 @@ from ..kernels.config import LIMBS, MAX_SPLITS, ReadConfig, ScreenConfig, TileCo
 from ..kinds import CONFIGS, KIND_NAMES, Config, SamplingPath
 
 SCHEMA = "flashsample-tune/2"
+FILE_PREFIX = "fs2,"  # of the file names of tuned tables
 MAX_BYTES = 1 << 20
 MAX_ROWS = 1 << 16
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes per element
@@ -229,7 +230,7 @@ def file_name(device_name: str, head: HeadShape) -> str:
     """Where the table of this device and head is looked for, in every folder."""
     device = re.sub(r"[^A-Za-z0-9.-]+", "_", device_name)
     softcap = ",softcap" if head.softcap else ""
-    return f"fs2,device={device},V={head.vocab},D={head.hidden},tp={head.tp},w={head.dtype}{softcap}.json"
+    return f"{FILE_PREFIX}device={device},V={head.vocab},D={head.hidden},tp={head.tp},w={head.dtype}{softcap}.json"
 
 
 def config_fields(config: Config) -> dict[str, bool | int]:

@@ -64,6 +64,17 @@ def test_a_run_finds_the_fastest_and_a_second_one_does_nothing(tmp_path, simulat
     assert tune(tmp_path, device, force=True, sizes=(1,)).status == "done"
 
 
+def test_a_run_that_has_raced_baselines_says_how_much_longer_they_take(tmp_path, simulated):
+    device = simulated(
+        costs={"gemm+flashinfer": {"1": 600.0, "64": 450.0}}, model={"us": 300.0}, baselines=True, noise=0.0
+    )
+    result = tune(tmp_path, device, sizes=(1, 64), baselines="on")
+    us = {one.rows: one.us for one in decisions(result.table) if one.kind == PLAIN}
+    one, many = 600.0 / us[1], 450.0 / us[64]
+    assert f"; the fastest baseline takes plain {one:.2f}x at B=1, {many:.2f}x at B=64; truncate " in result.message
+    assert 1.8 < one < 2.1 and 1.1 < many < 1.3
+
+
 def test_the_built_in_choice_stays_where_nothing_is_faster_and_that_is_a_result(tmp_path, simulated):
     sizes = [(kind, rows) for kind in QUICK.kinds for rows in QUICK.sizes_of(kind) if rows in SIZES]
     costs = {label_of(QUICK.default(rows, kind), kind): {str(rows): 200.0} for kind, rows in sizes}

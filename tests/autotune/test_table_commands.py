@@ -293,6 +293,41 @@ def test_explain_of_an_unknown_device_says_that_it_knows_nothing_of_it(command):
     assert "table     none" in out and re.search(r"\nplain +the built-in choice +the built-in choice, without", out)
 
 
+# --- list
+
+
+def test_list_prints_the_tables_of_the_lookup_order_and_says_which_files_are_none(command, tmp_path, monkeypatch):
+    named, shipped = tmp_path / "named", tmp_path / "shipped"
+    for folder in (named, shipped):
+        folder.mkdir()
+    monkeypatch.setenv(lookup.FOLDERS_VARIABLE, str(named))
+    put(named / TABLE.file_name)
+    kernels = TABLE.kernels | {"fused": {"src": "sha256:" + 64 * "0"}}
+    put(shipped / TABLE.file_name, msgspec.structs.replace(TABLE, effort="quick", kernels=kernels))
+    (shipped / "fs2,broken.json").write_text("{")
+    (shipped / "builtin.json").write_text("{")
+    code, out, _ = command("list")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 0 and lines[0] == "device head effort choices built-in kernels where"
+    head = f"NVIDIA H200 {HEAD.vocab} x {HEAD.hidden} bf16, tp 1"
+    assert lines[1:3] == [
+        f"{head} full 4 3 installed {lookup.FOLDERS_VARIABLE}",
+        f"{head} quick 4 3 others shipped",
+    ]
+    assert lines[3].startswith(f"not used: {shipped / 'fs2,broken.json'}: ")
+    assert lines[4:] == [
+        f"{lookup.FOLDERS_VARIABLE}: {named}",
+        f"the user's cache: {tmp_path / 'cache' / 'flashsample'}",
+        f"shipped: {shipped}",
+    ]
+    listed = json.loads(command("list", "--json")[1])
+    assert [one["file"] for one in listed] == [
+        str(named / TABLE.file_name),
+        str(shipped / "fs2,broken.json"),
+        str(shipped / TABLE.file_name),
+    ]
+
+
 # --- diff
 
 
@@ -304,7 +339,7 @@ def test_diff_tells_noise_from_a_difference_and_a_changed_choice_from_the_same(c
     other = msgspec.structs.replace(other, env=other.env | {"triton": "3.7.0"}, effort="quick", confirmed=confirmed)
     path = put(tmp_path / "b", other)
     code, out, _ = command("diff", file, path)
-    assert code == 0
+    assert code == 1 == command("diff", file, path, "--json")[0]
     lines = {line.partition(":")[0]: line for line in out.splitlines()}
     assert lines["triton"] == "triton: 3.6.0 -> 3.7.0" and lines["effort"] == "effort: full -> quick"
     assert f"us B/A 0.9739 +- 0.0019, B faster; {READ} -> {FUSED}" in lines["plain 4"]
@@ -321,7 +356,7 @@ def test_diff_tells_noise_from_a_difference_and_a_changed_choice_from_the_same(c
 
 def test_diff_of_a_table_with_itself_has_nothing_to_say(command, file):
     summary = "7 sizes in both: 0 with another choice, 0 with a time beyond noise (1.96 combined standard errors)\n"
-    assert command("diff", file, file)[1] == summary
+    assert command("diff", file, file)[:2] == (0, summary)
     assert command("diff", file, file, "--all")[1].count("within noise; same choice") == 7
 
 

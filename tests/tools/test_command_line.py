@@ -130,6 +130,14 @@ def test_a_server_that_does_not_start_is_one_line_and_exit_code_one(run, monkeyp
     assert (code, err) == (1, "error: the server ended with code 1: ValueError: no such model\n")
 
 
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "sgl_flashsample", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert shown.stdout == f"sgl-flashsample {__version__}\n"
+    wrong = subprocess.run([*command[:3], "serve"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+
+
 # --- serve
 
 
