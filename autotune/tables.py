@@ -27,6 +27,7 @@ from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import (
     COMPARED,
     FILE_VARIABLE,
+    NOTED,
     TableFile,
     Target,
     bucket_for,
@@ -320,7 +321,7 @@ def _target_named(name: str, head: HeadShape) -> Target:
     """The target of a device that this machine does not have. The device is described by the first table found for its
     name, else by ``DEVICES``; the versions are those that are installed here."""
     env: dict[str, str] = {}
-    for package in COMPARED:
+    for package in (*COMPARED, *NOTED):
         try:
             env[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

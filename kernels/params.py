@@ -81,12 +81,7 @@ class Truncation:
 
     @property
     def operands(self) -> TruncationOperands:
-        return TruncationOperands(self.top_k, self.top_p, self.min_p)
-
-    @property
-    def variant(self) -> Hashable:
-        """What of these operands a compiled kernel depends on."""
-        return _alignment(self.top_k, self.top_p, self.min_p)
+        return TruncationOperands(_aligned(self.top_k), _aligned(self.top_p), _aligned(self.min_p))
 
     def check(self, num_rows: int, like: torch.Tensor) -> None:
         """Raise ValueError unless there is one value of each kind per row, on the device of ``like``."""
@@ -154,13 +149,13 @@ class LogitEdits:
             (self.mask, integers, cdiv(width, 32)),
             (self.bias, floats, width),
         ):
-            pointers.append(filler if tensor is None else tensor)
-            strides.append(columns if tensor is None else tensor.stride(0))
+            given = filler if tensor is None else _aligned(tensor)
+            pointers.append(given)
+            strides.append(columns if tensor is None else given.stride(0))
         words = cdiv(width, 32) if self.mask is None else self.mask.shape[1]
-        pointers.insert(0, integers if self.rows is None else self.rows)
+        pointers.insert(0, integers if self.rows is None else _aligned(self.rows))
         variant = (
             self.mask_is_bool,
-            _alignment(*pointers),
             *((size == 1, size % 16 == 0, size < 2**31) for size in (*strides, words)),
         )
         return EditOperands._make((*pointers, *strides, words)), variant
@@ -178,9 +173,10 @@ class LogitEdits:
             check_tensor("rows", self.rows, (num_rows,), torch.int32, like)
 
 
-def _alignment(*tensors: torch.Tensor) -> Hashable:
-    """Which of these tensors do not start at a multiple of 16 bytes."""
-    return tuple(place for place, tensor in enumerate(tensors) if tensor.data_ptr() % 16)
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of a view that does not start at a multiple of 16 bytes: Triton compiles kernels anew for
+    those where pointers are in a tuple."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 class FeatureOperands(NamedTuple):
@@ -226,9 +222,7 @@ class BatchParams:
 
     def operands(self, spec: LogitsSpec, floats: torch.Tensor, integers: torch.Tensor) -> FeatureOperands:
         """floats, integers: any float32 and int32 tensor, in the place of edits that are not given."""
-        truncation, truncation_variant = None, None
-        if self.truncation is not None:
-            truncation, truncation_variant = self.truncation.operands, self.truncation.variant
+        truncation = None if self.truncation is None else self.truncation.operands
         edits, edit_variant, given = None, None, 0
         if self.edits is not None:
             edits, edit_variant = self.edits.operands(spec.vocab_end, floats, integers)
@@ -236,7 +230,7 @@ class BatchParams:
         # An integer would compile another kernel than a float.
         scale = None if spec.logit_scale is None else float(spec.logit_scale)
         softcap = None if spec.softcap is None else float(spec.softcap)
-        variant = (truncation_variant, edit_variant, scale is None, softcap is None)
+        variant = (truncation is None, edit_variant, scale is None, softcap is None)
         return FeatureOperands(truncation, edits, scale, softcap, int(given), variant)
 
     def check(self, name: str, rows: torch.Tensor, spec: LogitsSpec) -> None:

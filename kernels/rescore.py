@@ -154,7 +154,7 @@ def list_groups(
         ),
         {"BLOCK_B": tile.block_b, "CHUNK": tile.chunk, "BLOCK_C": tile.block_c, "EARLY": early},
         config.rescore_warps,
-        (device.index, None if truncation is None else truncation.variant),
+        (device.index, truncation is None),
         early=early,
     )
 

@@ -385,7 +385,7 @@ def sample_truncated(
             "KEY_SHIFT": key_shift(buffer.dtype),
         },
         config.num_warps,
-        (device.index, buffer.dtype, return_logprob, params.truncation.variant),
+        (device.index, buffer.dtype, return_logprob),
     )
     search_truncated(buffer, params, spec, output, config)
     return output

@@ -132,7 +132,7 @@ def bound_truncated(
             "EARLY": early,
         },
         truncation_config.num_warps,
-        (device.index, buffer.dtype, params.truncation.variant),
+        (device.index, buffer.dtype),
         early=early,
     )
 
@@ -205,7 +205,7 @@ def list_ids(
         ),
         {"BLOCK_B": ID_ROWS, "BLOCK_C": _GROUPS_AT_ONCE, "EARLY": early},
         _LIST_WARPS,
-        (device.index, params.truncation.variant),
+        (device.index,),
         early=early,
     )
 
@@ -499,6 +499,6 @@ def draw_rescored(
             "EARLY": early,
         },
         truncation_config.num_warps,
-        (device.index, buffer.dtype, params.truncation.variant),
+        (device.index, buffer.dtype),
         early=early,
     )

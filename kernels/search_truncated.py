@@ -296,5 +296,5 @@ def search_truncated(
             "GATHER": min(config.gather, blocks),
         },
         config.search_warps,
-        (params.temperature.device.index, buffer.dtype, output.logprobs is None, params.truncation.variant),
+        (params.temperature.device.index, buffer.dtype, output.logprobs is None),
     )

@@ -42,8 +42,12 @@ FILE_VARIABLE = "FLASHSAMPLE_TUNED"
 FOLDERS_VARIABLE = "FLASHSAMPLE_TUNED_DIR"
 FAMILY_VARIABLE = "FLASHSAMPLE_ALLOW_FAMILY"
 MAX_FILES = 1000  # of a folder that are looked at for tables of the same family
-# Versions of which another minor release may compile or multiply otherwise.
-COMPARED = ("triton", "torch", "cuda")
+# Versions of which another minor release may compile otherwise, or multiply otherwise: cuBLAS comes with CUDA.
+COMPARED = ("triton", "cuda")
+# Releases of Triton that give the kernels the same resources (benchmarks/results/compilers.json): a table that was
+# measured with one of them holds with the others.
+VERIFIED_TRITON = ("3.6", "3.7", "3.8")
+NOTED = ("torch", "driver")  # a table holds whatever these are
 TILE_CLASSES = (16, 32, 64)  # rows of the largest batches that share a block size; larger batches are the last class
 
 
@@ -51,8 +55,8 @@ class Match(enum.StrEnum):
     """How well a table fits, best first."""
 
     EXACT = "exact"
-    COMPATIBLE = "compatible"  # a patch release or a driver differs
-    STALE = "stale"  # kernels, built-in choices or a minor release differ: its times may be off
+    COMPATIBLE = "compatible"  # torch, the driver, or a release that changes no time differs
+    STALE = "stale"  # kernels, built-in choices, Triton or CUDA differ: its times may be off
     FAMILY = "family"  # another GPU of the same compute capability
 
 
@@ -152,7 +156,7 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
     stale = [
         f"{name} is {target.env.get(name, 'unknown')}, it was {table.env.get(name, 'unknown')}"
         for name in COMPARED
-        if _minor(table.env.get(name)) != _minor(target.env.get(name))
+        if not _same_release(name, table.env.get(name), target.env.get(name))
     ]
     paths = {*table.kernels, *(entry.path for entry in table.entries)}
     if any(table.kernels.get(path, {}).get("src") != target.kernels.get(path) for path in paths):
@@ -164,7 +168,7 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
         return Match.STALE, tuple(stale)
     differs = tuple(
         f"{name} is {target.env.get(name, 'unknown')}, it was {table.env.get(name, 'unknown')}"
-        for name in (*COMPARED, "driver")
+        for name in (*COMPARED, *NOTED)
         if table.env.get(name) != target.env.get(name)
     )
     return (Match.COMPATIBLE if differs else Match.EXACT), differs
@@ -173,6 +177,11 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
 def _head(head: HeadShape) -> str:
     softcap = " with softcap" if head.softcap else ""
     return f"{head.vocab} x {head.hidden} {head.dtype} tp {head.tp}{softcap}"
+
+
+def _same_release(name: str, theirs: str | None, ours: str | None) -> bool:
+    minors = {_minor(theirs), _minor(ours)}
+    return len(minors) == 1 or (name == "triton" and minors <= set(VERIFIED_TRITON))
 
 
 def _minor(version: str | None) -> str:

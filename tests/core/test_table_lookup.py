@@ -26,7 +26,7 @@ from sgl_flashsample.tables.schema import MAX_BYTES, Confirmed, HeadShape
 replace = msgspec.structs.replace
 TABLE = make_table()
 TARGET = Target(H200, HEAD, dict(TABLE.env))
-STALE = replace(TABLE, env=TABLE.env | {"triton": "3.7.0"})
+STALE = replace(TABLE, env=TABLE.env | {"triton": "3.5.1"})
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3")
 A100 = replace(H200, name="NVIDIA A100", cc="8.0")
 SCREENED_KERNELS = TABLE.kernels | {"screened": {"src": kernel_fingerprint("screened")}}
@@ -65,7 +65,9 @@ KERNELS_CHANGED = "the kernels have changed since"
         ({"env": TABLE.env | {"torch": "2.11.0+cu130"}}, Match.COMPATIBLE, "torch is 2.11.0, it was 2.11.0+cu130"),
         ({"env": TABLE.env | {"driver": "590.1"}}, Match.COMPATIBLE, "driver is 580.82.07, it was 590.1"),
         ({"env": TABLE.env | {"flashinfer": "0.7"}}, Match.EXACT, ""),
-        ({"env": TABLE.env | {"triton": "3.7.0"}}, Match.STALE, "triton is 3.6.0, it was 3.7.0"),
+        ({"env": TABLE.env | {"torch": "2.14.1"}}, Match.COMPATIBLE, "torch is 2.11.0, it was 2.14.1"),
+        ({"env": TABLE.env | {"triton": "3.8.0"}}, Match.COMPATIBLE, "triton is 3.6.0, it was 3.8.0"),
+        ({"env": TABLE.env | {"triton": "3.5.1"}}, Match.STALE, "triton is 3.6.0, it was 3.5.1"),
         ({"env": TABLE.env | {"cuda": "12.8"}}, Match.STALE, "cuda is 13.0, it was 12.8"),
         ({"env": {}}, Match.STALE, "triton is 3.6.0, it was unknown"),
         ({"kernels": TABLE.kernels | {"logits": {"src": "sha256:0"}}}, Match.STALE, KERNELS_CHANGED),
