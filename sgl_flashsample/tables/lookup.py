@@ -44,9 +44,6 @@ FAMILY_VARIABLE = "FLASHSAMPLE_ALLOW_FAMILY"
 MAX_FILES = 1000  # of a folder that are looked at for tables of the same family
 # Versions of which another minor release may compile otherwise, or multiply otherwise: cuBLAS comes with CUDA.
 COMPARED = ("triton", "cuda")
-# Releases of Triton that give the kernels the same resources (benchmarks/results/compilers.json): a table that was
-# measured with one of them holds with the others.
-VERIFIED_TRITON = ("3.6", "3.7", "3.8")
 NOTED = ("torch", "driver")  # a table holds whatever these are
 TILE_CLASSES = (16, 32, 64)  # rows of the largest batches that share a block size; larger batches are the last class
 
@@ -55,11 +52,13 @@ class Match(enum.StrEnum):
     """How well a table fits, best first."""
 
     EXACT = "exact"
-    COMPATIBLE = "compatible"  # torch, the driver, or a release that changes no time differs
-    STALE = "stale"  # kernels, built-in choices, Triton or CUDA differ: its times may be off
+    COMPATIBLE = "compatible"  # torch, the driver, or a patch release differs
+    OTHER_VERSIONS = "of other versions"  # a minor release of Triton or CUDA: another choice may be faster by now
+    STALE = "stale"  # kernels or built-in choices have changed: its times may be off
     FAMILY = "family"  # another GPU of the same compute capability
 
 
+SHIPPED_SOURCE = "shipped"
 FRESH = (Match.EXACT, Match.COMPATIBLE)  # tables whose times still hold
 
 
@@ -105,8 +104,9 @@ class ResolvedTable:
         confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
         sizes = self.dispatch.flashinfer
         flashinfer = f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
+        match = f"{file.match}: {'; '.join(file.differs)}" if file.match is Match.OTHER_VERSIONS else file.match
         return (
-            f"tuned table {file.file} ({file.match}, {file.source}): {len(table.entries)} choices "
+            f"tuned table {file.file} ({match}, {file.source}): {len(table.entries)} choices "
             f"of its own, {confirmed} built-in ones confirmed; not measured: "
             f"{'; '.join(self._unmeasured()) or 'none'}{flashinfer}"
         )
@@ -153,11 +153,14 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
         return None, (f"it is for {theirs.name}, not {ours.name}",)
     if (theirs.name, theirs.sms) != (ours.name, ours.sms):
         return Match.FAMILY, (f"it is for {theirs.name} ({theirs.sms} SMs), not {ours.name} ({ours.sms} SMs)",)
-    stale = [
-        f"{name} is {target.env.get(name, 'unknown')}, it was {table.env.get(name, 'unknown')}"
-        for name in COMPARED
-        if not _same_release(name, table.env.get(name), target.env.get(name))
-    ]
+    other: list[str] = []  # versions of another minor release
+    changed: list[str] = []  # other differences of versions
+    for name in (*COMPARED, *NOTED):
+        was, now = table.env.get(name), target.env.get(name)
+        if was != now:
+            another = name in COMPARED and _minor(was) != _minor(now)
+            (other if another else changed).append(f"{name} is {now or 'unknown'}, it was {was or 'unknown'}")
+    stale = []
     paths = {*table.kernels, *(entry.path for entry in table.entries)}
     if any(table.kernels.get(path, {}).get("src") != target.kernels.get(path) for path in paths):
         stale.append("the kernels have changed since")
@@ -165,23 +168,15 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
     if table.defaults and family and table.defaults != defaults_digest(family, ITEMSIZE[table.head.dtype]):
         stale.append("the built-in choices have changed since")
     if stale:
-        return Match.STALE, tuple(stale)
-    differs = tuple(
-        f"{name} is {target.env.get(name, 'unknown')}, it was {table.env.get(name, 'unknown')}"
-        for name in (*COMPARED, *NOTED)
-        if table.env.get(name) != target.env.get(name)
-    )
-    return (Match.COMPATIBLE if differs else Match.EXACT), differs
+        return Match.STALE, (*other, *stale)
+    if other:
+        return Match.OTHER_VERSIONS, tuple(other)
+    return (Match.COMPATIBLE if changed else Match.EXACT), tuple(changed)
 
 
 def _head(head: HeadShape) -> str:
     softcap = " with softcap" if head.softcap else ""
     return f"{head.vocab} x {head.hidden} {head.dtype} tp {head.tp}{softcap}"
-
-
-def _same_release(name: str, theirs: str | None, ours: str | None) -> bool:
-    minors = {_minor(theirs), _minor(ours)}
-    return len(minors) == 1 or (name == "triton" and minors <= set(VERIFIED_TRITON))
 
 
 def _minor(version: str | None) -> str:
@@ -267,7 +262,7 @@ def folders(environ: Mapping[str, str], warnings: list[str] | None = None) -> It
             warnings.append(f"{FOLDERS_VARIABLE}: {one_line(name, 300)} is not a folder")
         yield Path(name), FOLDERS_VARIABLE
     yield user_folder(environ), "the user's cache"
-    yield SHIPPED, "shipped"
+    yield SHIPPED, SHIPPED_SOURCE
 
 
 def tables_in(folder: Path) -> Iterator[tuple[Path, Table | None, str]]:
@@ -408,7 +403,9 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
     from ..dispatch import DENSE_ROWS, DispatchTable
 
     warnings = []
-    if table_file.match not in FRESH:
+    # Who has not tuned is not told at every start to tune anew: of a shipped table the log line says it.
+    expected = table_file.match is Match.OTHER_VERSIONS and table_file.source == SHIPPED_SOURCE
+    if table_file.match not in FRESH and not expected:
         differs = "; ".join(table_file.differs)
         advice = "tune anew"
         advice += "" if table_file.match is Match.FAMILY else ", or check with `sgl-flashsample tune verify`"

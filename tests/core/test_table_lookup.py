@@ -4,6 +4,7 @@ any harm."""
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from sgl_flashsample.tables.schema import MAX_BYTES, Confirmed, HeadShape
 replace = msgspec.structs.replace
 TABLE = make_table()
 TARGET = Target(H200, HEAD, dict(TABLE.env))
-STALE = replace(TABLE, env=TABLE.env | {"triton": "3.5.1"})
+STALE = replace(TABLE, kernels={})
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3")
 A100 = replace(H200, name="NVIDIA A100", cc="8.0")
 SCREENED_KERNELS = TABLE.kernels | {"screened": {"src": kernel_fingerprint("screened")}}
@@ -66,10 +67,9 @@ KERNELS_CHANGED = "the kernels have changed since"
         ({"env": TABLE.env | {"driver": "590.1"}}, Match.COMPATIBLE, "driver is 580.82.07, it was 590.1"),
         ({"env": TABLE.env | {"flashinfer": "0.7"}}, Match.EXACT, ""),
         ({"env": TABLE.env | {"torch": "2.14.1"}}, Match.COMPATIBLE, "torch is 2.11.0, it was 2.14.1"),
-        ({"env": TABLE.env | {"triton": "3.8.0"}}, Match.COMPATIBLE, "triton is 3.6.0, it was 3.8.0"),
-        ({"env": TABLE.env | {"triton": "3.5.1"}}, Match.STALE, "triton is 3.6.0, it was 3.5.1"),
-        ({"env": TABLE.env | {"cuda": "12.8"}}, Match.STALE, "cuda is 13.0, it was 12.8"),
-        ({"env": {}}, Match.STALE, "triton is 3.6.0, it was unknown"),
+        ({"env": TABLE.env | {"triton": "3.8.0"}}, Match.OTHER_VERSIONS, "triton is 3.6.0, it was 3.8.0"),
+        ({"env": TABLE.env | {"cuda": "12.8"}}, Match.OTHER_VERSIONS, "cuda is 13.0, it was 12.8"),
+        ({"env": {}}, Match.OTHER_VERSIONS, "triton is 3.6.0, it was unknown"),
         ({"kernels": TABLE.kernels | {"logits": {"src": "sha256:0"}}}, Match.STALE, KERNELS_CHANGED),
         ({"kernels": {"fused": TABLE.kernels["fused"]}}, Match.STALE, KERNELS_CHANGED),  # and has readers
         ({"kernels": {}}, Match.STALE, KERNELS_CHANGED),
@@ -302,6 +302,25 @@ def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, t
     assert resolved.table_file.match is Match.STALE and resolved.dispatch.lookup(16) == TILE
     (line,) = resolved.warnings
     assert line.startswith(f"{path} is stale ({KERNELS_CHANGED})") and "tune verify" in line
+
+
+@pytest.mark.parametrize("shipped", [True, False], ids=["shipped", "of the user"])
+def test_a_table_of_other_versions_is_used_and_only_one_of_the_user_is_worth_a_warning(
+    head, tmp_path, monkeypatch, shipped
+):
+    table = own_table(head)
+    path = put(tmp_path, replace(table, env=table.env | {"triton": "3.5.1"}), table.file_name)
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv(lookup.FILE_VARIABLE, raising=False)
+    monkeypatch.setattr(lookup, "SHIPPED", tmp_path if shipped else tmp_path / "nowhere")
+    monkeypatch.setenv(lookup.FOLDERS_VARIABLE, "" if shipped else str(tmp_path))
+    resolved = resolve(head)
+    assert resolved.table_file.match is Match.OTHER_VERSIONS and resolved.dispatch.lookup(16) == TILE
+    differs = r"triton is \S+, it was 3\.5\.1"
+    assert re.search(rf"{path} \(of other versions: .*{differs}", resolved.line())
+    assert len(resolved.warnings) == (0 if shipped else 1)
+    if not shipped:
+        assert re.search(differs, resolved.warnings[0]) and "tune anew" in resolved.warnings[0]
 
 
 def test_entries_that_cannot_run_here_are_left_to_the_built_in_choice_with_one_warning(head, tmp_path):
