@@ -116,6 +116,35 @@ def check_sglang() -> Iterator[Finding]:
         yield Finding(OK, f"all {len(versions.HOOK_TARGETS)} hook targets are as expected")
 
 
+def check_tables() -> Iterator[Finding]:
+    """The tuned tables that servers here would find for this device: per head the first of the lookup order."""
+    import torch
+
+    from .kinds import KIND_NAMES
+    from .tables import lookup
+
+    cuda = torch.cuda.is_available()
+    device = lookup.device_of(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+    environment, heads = lookup.environment(), {}
+    for folder, source in lookup.folders(os.environ):
+        for path, table, reason in lookup.tables_in(folder):
+            if table is None:
+                yield Finding(NOTE, f"{path} is not used: {reason}", "remove it, or tune anew")
+                continue
+            assert table.head is not None
+            how, _ = lookup.match(table, lookup.Target(device, table.head, environment))
+            if how is None or how is lookup.Match.FAMILY:
+                continue
+            screened = any(KIND_NAMES[kind].screen for kind in table.kinds)
+            about = f"{table.head.vocab} x {table.head.hidden} {table.head.dtype} ({how}, {source}"
+            heads.setdefault(table.head, about + (", with a screen)" if screened else ")"))
+    if heads:
+        yield Finding(OK, f"tuned tables for this device: {'; '.join(heads.values())}")
+    elif cuda:
+        advice = "sgl-flashsample tune run MODEL; until then the built-in choices serve"
+        yield Finding(NOTE, f"no tuned table for {device.name}", advice)
+
+
 def check_kernels() -> Iterator[Finding]:
     """Every configuration that batches take on this device against the float64 reference, on a random head."""
     import torch
@@ -144,7 +173,13 @@ def check_kernels() -> Iterator[Finding]:
 def findings() -> Iterator[Finding]:
     """Run each check; an exception in one of them becomes a finding. All but the first need the packages that the first
     one looks for."""
-    checks: list[Callable[[], Iterator[Finding]]] = [check_packages, check_device, check_sglang, check_kernels]
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        check_packages,
+        check_device,
+        check_sglang,
+        check_tables,
+        check_kernels,
+    ]
     for check in checks:
         made: list[Finding] = []
         try:

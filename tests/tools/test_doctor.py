@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 
+import msgspec
 import pytest
 from serving import needs_sglang
+from tuned_tables import H200, make_entry, table_for_this_machine
 
 from sgl_flashsample import doctor, selfcheck
+from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.sglang import versions
+from sgl_flashsample.tables import lookup
+from sgl_flashsample.tables.schema import HeadShape
 
 
 @pytest.fixture
@@ -78,6 +83,25 @@ def test_the_self_test_says_how_the_kernels_differ(monkeypatch, reason, level):
     assert finding.level == level and (reason or "configurations draw the reference's tokens") in finding.what
     (head,) = checked
     assert head.vocab_size > 2048, "a small top-k is drawn otherwise from fewer ids"
+
+
+def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(device, monkeypatch, tmp_path):
+    monkeypatch.setenv(lookup.FOLDERS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(lookup, "SHIPPED", tmp_path / "nowhere")
+    here = table_for_this_machine(device, HeadShape(vocab=600, hidden=32, dtype="fp32"))
+    elsewhere = msgspec.structs.replace(here, device=H200, head=HeadShape(vocab=700, hidden=32, dtype="fp32"))
+    for table in (here, elsewhere):
+        (tmp_path / table.file_name).write_text(table.dumps())
+    (tmp_path / "fs2,broken.json").write_text("{")
+    broken, found = doctor.check_tables()
+    assert broken.level == "note" and broken.what.startswith(f"{tmp_path / 'fs2,broken.json'} is not used: ")
+    assert found.level == "ok"
+    assert found.what == f"tuned tables for this device: 600 x 32 fp32 (exact, {lookup.FOLDERS_VARIABLE})"
+    screened = make_entry("plain+screen", 4, ScreenConfig(16, 64, 32, 4, 2))
+    (tmp_path / here.file_name).write_text(msgspec.structs.replace(here, entries=[*here.entries, screened]).dumps())
+    *_, found = doctor.check_tables()
+    assert found.what.endswith(f"{lookup.FOLDERS_VARIABLE}, with a screen)")
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_are_made(monkeypatch, no_hook_targets):
