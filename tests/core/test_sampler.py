@@ -27,6 +27,7 @@ def rows(case, value, dtype) -> torch.Tensor:
     return torch.tensor(value, dtype=dtype).expand(len(case.hidden)).contiguous().to(case.hidden.device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_in_any_form_draw_what_tensors_on_the_device_draw(case, form):
     num_rows, take = len(case.hidden), FORMS[form]
@@ -39,6 +40,7 @@ def test_numbers_in_any_form_draw_what_tensors_on_the_device_draw(case, form):
     assert torch.equal(out.token_ids, wanted.token_ids) and torch.equal(out.logprobs, wanted.logprobs)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_the_rows_seeds_that_follow_each_other_up_to_the_last_int64(case):
     for seed in (7, 2**63 - 2):
         follow = [(seed + row + 2**63) % 2**64 - 2**63 for row in range(len(case.hidden))]
@@ -48,6 +50,7 @@ def test_one_seed_gives_the_rows_seeds_that_follow_each_other_up_to_the_last_int
         assert torch.equal(one.token_ids, each.token_ids)
 
 
+@pytest.mark.slow
 def test_without_seeds_and_positions_each_call_draws_anew_and_a_sampler_with_a_seed_draws_it_all_again(case):
     samplers = [Sampler(case.head, seed=3), Sampler(case.head, seed=3), Sampler(case.head)]
     drawn = [[sampler(case.hidden).token_ids.tolist() for _ in range(3)] for sampler in samplers]
@@ -55,6 +58,7 @@ def test_without_seeds_and_positions_each_call_draws_anew_and_a_sampler_with_a_s
     assert len(set(map(tuple, drawn[0]))) == 3
 
 
+@pytest.mark.slow
 def test_greedy_rows_are_those_of_temperature_0(case):
     params = SamplingParams(temperature=0)
     assert params.all_greedy and not SamplingParams(temperature=[0, 1.0]).all_greedy
@@ -62,6 +66,7 @@ def test_greedy_rows_are_those_of_temperature_0(case):
     assert torch.equal(Sampler(case.head)(case.hidden, params).token_ids, wanted)
 
 
+@pytest.mark.slow
 def test_parameters_of_one_call_are_not_those_of_the_next(case):
     sampler, fresh = Sampler(case.head), Sampler(case.head)
     sampler(case.hidden, SamplingParams(temperature=0), position=1)
@@ -70,12 +75,14 @@ def test_parameters_of_one_call_are_not_those_of_the_next(case):
     assert torch.equal(*drawn)
 
 
+@pytest.mark.slow
 def test_a_batch_larger_than_announced_is_drawn_all_the_same(case):
     small, large = Sampler(case.head, max_rows=1, seed=1), Sampler(case.head, max_rows=64, seed=1)
     assert torch.equal(small(case.hidden).token_ids, large(case.hidden).token_ids)
     assert small.max_rows == len(case.hidden)
 
 
+@pytest.mark.slow
 def test_a_screen_changes_no_token(case):
     plain, screened = (Sampler(case.head, seed=1, screen=screen) for screen in (False, True))
     assert screened.screen.max_rows == 64
@@ -120,6 +127,7 @@ def test_a_number_out_of_its_range_is_named_with_the_range(name, value, words):
         SamplingParams(**{name: value})
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_batch_is_refused_by_name(case):
     sampler = Sampler(case.head)
     with pytest.raises(ValueError, match=r"top_p has shape \(2,\); expected \(\d+,\), one for each row of hidden"):

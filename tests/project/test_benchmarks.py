@@ -27,12 +27,14 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run is inte
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[Callable[[str], types.ModuleType]]:
-    """Imports a script, and removes its modules from ``sys.modules``: another package may be called ``kernels``."""
+    """Imports a script. Another package may be called ``kernels``: its modules are put aside meanwhile."""
+    others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in SCRIPTS}
     sys.path.insert(0, str(FOLDER))
     yield importlib.import_module
     sys.path.remove(str(FOLDER))
     for name in SCRIPTS:
         sys.modules.pop(name, None)
+    sys.modules.update(others)
 
 
 @pytest.fixture
