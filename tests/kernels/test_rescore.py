@@ -356,6 +356,7 @@ def test_the_token_is_of_the_groups_that_are_not_ruled_out(stage, config):
     assert vocab == allowed.isfinite().numel() - (-vocab % 16)
 
 
+@pytest.mark.slow
 def test_rescored_groups_decide_a_token_only_where_they_are_certain_to(stage):
     """Close bounds of the mass decide nearly all rows, distant bounds few. Every decided token is right. A row with a
     large top-k or none is decided if top-p or min-p need less than was rescored."""

@@ -185,6 +185,7 @@ def test_half_the_bound_would_lose_the_token_where_all_errors_point_the_same_way
     assert draw("screened", case, int8_head=copy).token_ids.item() == 0, "the case is not hard enough"
 
 
+@pytest.mark.slow
 def test_a_truncated_token_needs_the_bound_too(device):
     states, weight = gaussian(6, 1000, 64, device, torch.float32, seed=8)
     states[:, 0], weight[:, 0] = 0.0, 200.0  # a column that sets the copy's step and affects no logit

@@ -281,6 +281,7 @@ def test_a_trace_says_what_a_step_asks_of_cuda(load, tmp_path):
     assert {name: step[name] for name in wanted} == wanted and step["gpu_busy_us"] == 15.0
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_path):
     serve = load("serve")
 
@@ -442,6 +443,7 @@ def test_committed_results_are_of_gpus_and_of_this_format(load):
             assert data is None or data["env"].keys() >= {"device", "torch", "triton", "date", "command"}
 
 
+@pytest.mark.slow
 def test_the_plots_are_of_every_gpu_that_was_measured(load, results):
     pytest.importorskip("matplotlib")
     written = {path.name: path.read_bytes() for path in load("report").write_plots(results)}

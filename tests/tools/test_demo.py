@@ -142,6 +142,7 @@ def test_requests_and_their_answers_and_no_process_is_left(tmp_path):
     raise AssertionError("a child of the server is left")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", ["code: -98, name: EADDRINUSE", "[Errno 98] ... address already in use"])
 def test_a_server_that_finds_a_port_taken_is_started_once_more_with_others(tmp_path, message):
     ports = (

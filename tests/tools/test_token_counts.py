@@ -54,6 +54,7 @@ def expected(tokens: torch.Tensor, vocab: int = V) -> HotVocab:
     return HotVocab.of_ids(torch.bincount(tokens.cpu().reshape(-1).long(), minlength=vocab).numpy(), "m", "server")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("capacity", [1 << 18, 64])
 def test_every_drawn_token_is_in_the_file_in_the_end(make, file, device, dtype, capacity):
@@ -199,6 +200,7 @@ def test_a_step_never_fails_and_after_a_failure_nothing_is_counted(make, caplog)
     assert "drawn tokens are not counted any more: AttributeError" in record.message
 
 
+@pytest.mark.slow
 def test_one_process_counts_into_a_file_and_its_end_lets_another_one(file):
     code = (
         "import sys; from pathlib import Path; from sgl_flashsample.sglang.token_counts import TokenCounts\n"

@@ -108,6 +108,7 @@ def test_text_may_come_from_the_standard_input_and_the_summary_as_json(command, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_transformers_tokenizer_is_loaded_by_its_name_and_v_is_what_it_knows(trace, model, monkeypatch):
     transformers = pytest.importorskip("transformers")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
