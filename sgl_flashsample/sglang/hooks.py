@@ -181,8 +181,8 @@ def install_status_hook(status: Callable[[], dict[str, Any]]) -> None:
         from sglang.srt.plugins.hook_registry import HookType
 
         reason = apply_hooks({STATUS_TARGET: (add_status, HookType.AFTER)})
-    except (ImportError, AttributeError) as error:
-        reason = str(error)
+    except Exception as error:  # a status is not worth a server
+        reason = f"{type(error).__name__}: {error}"
     if reason is not None:
         logger.warning("flashsample: no status in /server_info: %s", reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -532,6 +533,28 @@ def test_a_server_without_hooks_of_weight_changes_has_no_screen(server_config, m
     made = plugin.make_sampler()
     assert plugin.make_sampler() is made and made.inactive_reason is None
     assert made.no_screen_reason == ("SGLang did not apply the hook on X" if wanted else "FLASHSAMPLE_SCREEN is off")
+
+
+@pytest.mark.parametrize("must_fuse", [False, True])
+def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must_fuse(
+    server_config, monkeypatch, caplog, must_fuse
+):
+    module = types.ModuleType("sampler")
+    module.FlashSampler = type("FlashSampler", (), {})
+    monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
+    monkeypatch.setattr(hooks, "install_status_hook", lambda status: stated.append(status()))
+    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1" if must_fuse else "0")
+    server_config.exec.kernel.sampling_backend, stated = "pytorch", []
+    server_config.exec.deterministic.enable_deterministic_inference = True
+    reason = (
+        "SGLang replaced --sampling-backend flashsample by pytorch for this server's mode (deterministic inference)"
+    )
+    with pytest.raises(NotActiveError) if must_fuse else contextlib.nullcontext():
+        plugin._explain_replacement(object())
+    assert caplog.records[0].message == f"flashsample: not active: {reason}"
+    assert stated == [{"active": False, "reason": reason}]
+    plugin._explain_replacement(module.FlashSampler())
+    assert len(stated) == 1, "nothing was replaced"
 
 
 # What a failure costs.
