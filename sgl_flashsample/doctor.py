@@ -122,10 +122,12 @@ def check_tables() -> Iterator[Finding]:
 
     from .kinds import KIND_NAMES
     from .tables import lookup
+    from .tables.schema import HeadShape
 
     cuda = torch.cuda.is_available()
     device = lookup.device_of(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
-    environment, heads = lookup.environment(), {}
+    environment = lookup.environment()
+    heads: dict[HeadShape, str] = {}  # what is said of each
     for folder, source in lookup.folders(os.environ):
         for path, table, reason in lookup.tables_in(folder):
             if table is None:
