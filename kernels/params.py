@@ -255,7 +255,8 @@ class SampleOutput(NamedTuple):
     """token_ids: ``[B]`` int64, absolute vocabulary ids.
 
     logprobs: ``[B]`` float32, natural log-probability of each token under ``softmax(logits / temperature)``
-        (temperature 1 on greedy rows), after edits and before truncation; or None when not asked for.
+        (temperature 1 on greedy rows), after edits and before truncation; or None when not asked for. Where the head is
+        a shard of the vocabulary, the softmax is over the shard's ids alone.
     scores: ``[B]`` float32: the winning group's perturbed log-mass, its largest logit on greedy rows. Where the head is
         a shard of the vocabulary, the shard with the largest score holds the row's token; of equal scores, the one with
         the lowest ids.
