@@ -20,7 +20,7 @@ from .decide import entry_of
 from .labels import GEMM, config_of, key_of
 from .plan import EFFORTS, Plan, StudyKey
 from .study import STARTUP, finished_study
-from .tables import CONFIDENT, Decision, decisions, device_and_head, head_line, screen_cost
+from .tables import CONFIDENT, Decision, baseline_ratio, decisions, device_and_head, head_line, screen_cost
 from .trials import read_events, recalled
 
 COLOURS = {
@@ -146,11 +146,9 @@ def _summary(table: Table, sizes: Sequence[Decision]) -> str:
     line = f"{len(gains)} of {len(sizes)} batch sizes take something else than the built-in choice"
     if gains:
         line += f", by {gains[0]:.1%} to {gains[-1]:.1%} faster (median {gains[len(gains) // 2]:.1%})"
-    samplers = []  # how many times as long the best GEMM with a sampler takes
-    for one in sizes:
-        times = [us for name, us in one.entry.others.items() if name.startswith(f"{GEMM}+")]
-        if times and one.us:
-            samplers.append((min(times) / one.us, f"{one.kind}, {one.rows} rows"))
+    samplers = [
+        (ratio, f"{one.kind}, {one.rows} rows") for one in sizes if (ratio := baseline_ratio(one.entry)) is not None
+    ]
     beside = ""
     if samplers:
         least, most = (f"{ratio:.2f} times ({place})" for ratio, place in (min(samplers), max(samplers)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import os
 import signal
 import statistics
@@ -22,11 +23,10 @@ import torch
 
 from ..kinds import PLAIN, BatchKind, Config
 from ..tables.fingerprint import installed_fingerprints
-from ..tables.lookup import load_table
-from ..tables.schema import FILE_PREFIX, Device, HeadShape, Table, file_name
+from ..tables.lookup import load_table, tables_in
+from ..tables.schema import Device, HeadShape, Table, file_name
 from .decide import Decider
 from .errors import OK, UNUSABLE, WRONG
-from .labels import GEMM
 from .plan import EFFORTS, SIZES, Effort, Plan
 from .pool import (
     HELLO_SECONDS,
@@ -42,7 +42,7 @@ from .pool import (
 from .progress import Progress
 from .search import Context, Search
 from .space import space_hash
-from .tables import device_and_head
+from .tables import baseline_ratio, device_and_head
 from .trials import TrialLog, log_of
 from .writer import MEASURE, SAME_ENV, TableWriter
 
@@ -323,11 +323,8 @@ def _over_baselines(writer: TableWriter) -> str:
     raced one; empty where none was raced."""
     parts = []
     for kind in (PLAIN, BatchKind(truncate=True), BatchKind(edit=True)):
-        ratios = {}
-        for rows, entry in sorted(writer.decided.get(kind, {}).items()):
-            times = [us for name, us in entry.others.items() if name.startswith(f"{GEMM}+")]
-            if times and entry.us:
-                ratios[rows] = min(times) / entry.us
+        every = {rows: baseline_ratio(entry) for rows, entry in writer.decided.get(kind, {}).items()}
+        ratios = {rows: ratio for rows, ratio in every.items() if ratio is not None}
         if ratios:
             ends = dict.fromkeys((min(ratios), max(ratios)))
             parts.append(f"{kind} " + ", ".join(f"{ratios[rows]:.2f}x at B={rows}" for rows in ends))
@@ -343,8 +340,7 @@ def _ready(head: dict[str, Any]) -> Job:
 
 def _winners_elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterator[Config]:
     """What won in other tables in ``folder`` for GPUs of the same compute capability: where a search may begin."""
-    for path in sorted(folder.glob(f"{FILE_PREFIX}*.json"))[:MAX_ELSEWHERE]:
-        table, _ = load_table(path)
+    for _, table, _ in itertools.islice(tables_in(folder), MAX_ELSEWHERE):
         if table is None:
             continue
         theirs, their_head = device_and_head(table)

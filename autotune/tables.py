@@ -83,6 +83,12 @@ class Decision:
         return abs(other.us - self.us) > CONFIDENT * math.hypot(self.entry.se, other.entry.se)
 
 
+def baseline_ratio(entry: Entry) -> float | None:
+    """How many times as long the fastest GEMM with a sampler takes; None where none was raced."""
+    times = [us for name, us in entry.others.items() if name.startswith(f"{GEMM}+")]
+    return min(times) / entry.us if times and entry.us else None
+
+
 def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
     """Every size that was measured, by kind. logged: what the log of the run has of sizes."""
     known = {(entry.kind, entry.rows, entry.us): entry for entry in logged}

@@ -51,13 +51,13 @@ def compared(first: dict[str, list[int]], other: dict[str, list[int]]) -> dict[s
     }
 
 
-def most(used: dict[str, list[int]]) -> dict[str, dict[str, int]]:
+def largest(used: dict[str, list[int]]) -> dict[str, dict[str, int]]:
     """Per kernel the largest of each of ``NAMES`` over all launches."""
-    found: dict[str, list[int]] = {}
+    by_kernel: dict[str, list[int]] = {}
     for launch, numbers in used.items():
         kernel = launch.rpartition(", ")[2]
-        found[kernel] = [max(pair) for pair in zip(found.get(kernel, numbers), numbers, strict=True)]
-    return {kernel: dict(zip(NAMES, numbers, strict=True)) for kernel, numbers in sorted(found.items())}
+        by_kernel[kernel] = [max(pair) for pair in zip(by_kernel.get(kernel, numbers), numbers, strict=True)]
+    return {kernel: dict(zip(NAMES, numbers, strict=True)) for kernel, numbers in sorted(by_kernel.items())}
 
 
 def main() -> int:
@@ -68,8 +68,8 @@ def main() -> int:
     options = parser.parse_args()
     releases = dict(text.split("=", 1) for text in options.triton)
     with ThreadPool(len(releases)) as pool:
-        found = pool.starmap(resources, [(folder, options.capability) for folder in releases.values()])
-    used = dict(zip(releases, found, strict=True))
+        per_release = pool.starmap(resources, [(folder, options.capability) for folder in releases.values()])
+    used = dict(zip(releases, per_release, strict=True))
     base, *others = releases
     result = {
         "env": {
@@ -80,7 +80,7 @@ def main() -> int:
         "capability": options.capability,
         "base": base,
         "compared": {version: compared(used[base], used[version]) for version in others},
-        "most": {version: most(one) for version, one in used.items()},
+        "most": {version: largest(one) for version, one in used.items()},
     }
     write_result(options.out, result)
     for version in others:

@@ -65,9 +65,7 @@ def reciprocal(x):
 
 @triton.jit
 def round_to_bf16(x):
-    """float32 rounded to bfloat16, as float32: two numbers per instruction, where ``x.to(tl.bfloat16)`` converts one at
-    an eighth of the rate. Triton moves the result between layouts as it is, not as the smaller input of a conversion.
-    """
+    """float32 rounded to bfloat16, as float32: two numbers per instruction, where ``x.to(tl.bfloat16)`` takes one."""
     if _INTERPRETED:
         rounded = x.to(tl.bfloat16)
     else:

@@ -400,8 +400,6 @@ class LMHead:
 
     def check(self, hidden: torch.Tensor) -> None:
         """Raise ValueError unless ``hidden`` can be multiplied with the weight."""
-        if not isinstance(hidden, torch.Tensor):
-            raise ValueError(f"hidden is a {type(hidden).__name__}; expected a tensor")
         if hidden.dim() != 2 or hidden.dtype != self.weight.dtype or hidden.shape[1] != self.weight.shape[1]:
             raise ValueError(
                 f"hidden is {tuple(hidden.shape)} {hidden.dtype}; "

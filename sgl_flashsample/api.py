@@ -67,7 +67,8 @@ def sample(
             that cannot serve the head or the batch. A table for heads of another shape.
     """
     head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
-    _check("hidden", hidden, params)
+    check_rows("hidden", hidden)
+    check_params(params)
     return dispatch.sample(
         hidden,
         head,
@@ -105,12 +106,13 @@ def sample_from_logits(
         workspace: scratch to reuse, ``Workspace(512 * B, device)`` for any batch of up to B rows; allocated when None.
 
     Invariants: as for ``sample``. The same logits, seed and position give the token that ``sample`` draws, except in
-    near-ties: rows whose two best scores differ by one rounding of a float32, about one in a million.
+    near-ties: rows whose two best scores differ by one rounding of a float32.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it.
     """
-    _check("logits", logits, params)
+    check_rows("logits", logits)
+    check_params(params)
     size = logits.shape[-1] if vocab_size is None else vocab_size
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap)
     family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
@@ -154,19 +156,22 @@ def argmax(
 
     Raises ValueError for a tensor of the wrong shape, dtype or device, and a table for heads of another shape.
     """
-    if not isinstance(hidden, torch.Tensor):
-        raise ValueError(f"hidden is a {type(hidden).__name__}; expected a [B, D] tensor")
+    check_rows("hidden", hidden)
     params = _greedy_params_for(hidden.shape[0], hidden.device)
     return sample(hidden, lm_head, params, workspace=workspace, table=table, screen=screen).token_ids
 
 
-def _check(name: str, rows: torch.Tensor, params: BatchParams) -> None:
-    """Raise ValueError for arguments of another type, and on a machine where no kernel can run."""
+def check_params(params: BatchParams) -> None:
+    """Raise ValueError for parameters of another type."""
+    if not isinstance(params, BatchParams):
+        raise ValueError(f"params is a {type(params).__name__}; expected BatchParams")
+
+
+def check_rows(name: str, rows: torch.Tensor) -> None:
+    """Raise ValueError unless ``rows``, hidden states or logits, is a matrix on a device where kernels run."""
     if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
         is_what = f"has shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else f"is a {type(rows).__name__}"
         raise ValueError(f"{name} {is_what}; expected a [B, {'D' if name == 'hidden' else 'V'}] tensor")
-    if not isinstance(params, BatchParams):
-        raise ValueError(f"params is a {type(params).__name__}; expected BatchParams")
     if rows.device.type == "cpu" and not triton.knobs.runtime.interpret and _triton_device() != "cpu":
         raise ValueError(
             f"{name} is on the CPU; expected it on a CUDA device, or TRITON_INTERPRET=1 in the environment "

@@ -117,7 +117,7 @@ def check_sglang() -> Iterator[Finding]:
 
 
 def check_tables() -> Iterator[Finding]:
-    """The tuned tables that servers here would find for this device: per head the first of the lookup order."""
+    """The tuned tables that servers here would find for this device, and files that are none."""
     import torch
 
     from .kinds import KIND_NAMES
@@ -127,21 +127,23 @@ def check_tables() -> Iterator[Finding]:
     cuda = torch.cuda.is_available()
     device = lookup.device_of(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
     environment = lookup.environment()
-    heads: dict[HeadShape, str] = {}  # what is said of each
-    for folder, source in lookup.folders(os.environ):
+    heads: dict[HeadShape, None] = {}
+    for folder, _ in lookup.folders(os.environ):
         for path, table, reason in lookup.tables_in(folder):
             if table is None:
                 yield Finding(NOTE, f"{path} is not used: {reason}", "remove it, or tune anew")
                 continue
             assert table.head is not None
-            how, _ = lookup.match(table, lookup.Target(device, table.head, environment))
-            if how is None or how is lookup.Match.FAMILY:
-                continue
-            screened = any(KIND_NAMES[kind].screen for kind in table.kinds)
-            about = f"{table.head.vocab} x {table.head.hidden} {table.head.dtype} ({how}, {source}"
-            heads.setdefault(table.head, about + (", with a screen)" if screened else ")"))
-    if heads:
-        yield Finding(OK, f"tuned tables for this device: {'; '.join(heads.values())}")
+            heads.setdefault(table.head)
+    shown = []
+    for head in heads:
+        table_file, _ = lookup.find(lookup.Target(device, head, environment))
+        if table_file is not None:
+            screened = ", with a screen" * any(KIND_NAMES[kind].screen for kind in table_file.table.kinds)
+            about = f"{table_file.match}, {table_file.source}{screened}"
+            shown.append(f"{head.vocab} x {head.hidden} {head.dtype} ({about})")
+    if shown:
+        yield Finding(OK, f"tuned tables for this device: {'; '.join(shown)}")
     elif cuda:
         advice = "sgl-flashsample tune run MODEL; until then the built-in choices serve"
         yield Finding(NOTE, f"no tuned table for {device.name}", advice)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .api import sample
+from .api import check_rows, sample
 from .dispatch import make_workspace
 from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from .screen import Screen
@@ -27,6 +27,13 @@ _OFF: dict[str, Callable[[float], bool]] = {
     "top_p": lambda number: number == 1,
     "min_p": lambda number: number == 0,
 }
+
+
+def _numbers(value: Any) -> list:
+    """The numbers of a parameter; of a tensor, that they are not known."""
+    if isinstance(value, torch.Tensor):
+        return [_UNKNOWN]
+    return list(value) if isinstance(value, Sequence) else [value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +56,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, valid, expected in (
             ("temperature", lambda x: x == 0 or MIN_TEMPERATURE <= x < float("inf"), "0 or at least 1e-6"),
-            ("top_k", lambda x: x == int(x), "an integer"),
+            ("top_k", lambda x: isinstance(x, int) and x < 2**31, "an integer below 2**31"),
             ("top_p", lambda x: 0 < x <= 1, "more than 0, at most 1"),
             ("min_p", lambda x: 0 <= x <= 1, "0 to 1"),
-            ("seed", lambda x: x == int(x) and -(2**63) <= x < 2**63, "an int64"),
+            ("seed", lambda x: isinstance(x, int) and -(2**63) <= x < 2**63, "an int64"),
         ):
             value = getattr(self, name)
             for number in () if name == "seed" and value is None else _numbers(value):
@@ -70,7 +77,7 @@ class SamplingParams:
     def max_top_k(self) -> int | None:
         """The largest top-k where every row has one, else None."""
         numbers = _numbers(self.top_k)
-        return max(numbers) if all(number >= 1 for number in numbers) else None
+        return max(numbers) if numbers and all(number >= 1 for number in numbers) else None
 
     @property
     def all_greedy(self) -> bool:
@@ -78,9 +85,13 @@ class SamplingParams:
         return all(number == 0 for number in _numbers(self.temperature))
 
 
-class _Rows(NamedTuple):
-    """Parameters of a batch as tensors, ``[B]`` each."""
+_DEFAULT = SamplingParams()
 
+
+class _Rows(NamedTuple):
+    """The tensors made of ``params``, ``[B]`` each."""
+
+    params: SamplingParams
     temperature: torch.Tensor
     seed: torch.Tensor
     truncation: Truncation | None
@@ -123,8 +134,7 @@ class Sampler:
         self.workspace = make_workspace(self.head, max_rows, table=self.table)
         self.screen = Screen(self.head, max_rows) if screen else None
         self.calls = 0  # the position of tokens that are given none
-        self._params: tuple[SamplingParams, int] | None = None
-        self._rows: _Rows | None = None
+        self._rows: _Rows | None = None  # of the last call
 
     def __call__(
         self,
@@ -143,23 +153,25 @@ class Sampler:
 
         Raises ValueError for an argument of another type, shape, dtype or device.
         """
-        params = SamplingParams() if params is None else params
+        params = _DEFAULT if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is a {type(params).__name__}; expected SamplingParams")
+        check_rows("hidden", hidden)
         num_rows = hidden.shape[0]
         if num_rows > self.max_rows:
             self.max_rows = num_rows
             self.workspace = make_workspace(self.head, num_rows, table=self.table)
-        if self._rows is None or self._params is None or self._params[0] is not params or self._params[1] != num_rows:
-            self._rows, self._params = self._rows_of(params, num_rows), (params, num_rows)
+        rows = self._rows
+        if rows is None or rows.params is not params or len(rows.seed) != num_rows:
+            rows = self._rows = self._rows_of(params, num_rows)
         if position is None:
             position = self.calls
             self.calls += 1
         batch = BatchParams(
-            self._rows.temperature,
-            self._rows.seed,
+            rows.temperature,
+            rows.seed,
             _tensor("position", position, num_rows, torch.int64, self.head.weight.device),
-            self._rows.truncation,
+            rows.truncation,
             edits,
             params.all_greedy,
         )
@@ -188,17 +200,11 @@ class Sampler:
                 params.max_top_k,
             )
         return _Rows(
+            params,
             _tensor("temperature", params.temperature, num_rows, torch.float32, device),
             _tensor("seed", seed, num_rows, torch.int64, device),
             truncation,
         )
-
-
-def _numbers(value: Any) -> list:
-    """The numbers of a parameter; of a tensor, that they are not known."""
-    if isinstance(value, torch.Tensor):
-        return [_UNKNOWN]
-    return list(value) if isinstance(value, Sequence) else [value]
 
 
 def _tensor(name: str, value: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

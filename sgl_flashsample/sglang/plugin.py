@@ -70,5 +70,5 @@ def make_sampler() -> FlashSampler:
             _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)
         hooks.install_status_hook(lambda: _runtime.status)
         if _runtime.inactive_reason is not None:
-            _runtime.announce_inactive(_runtime.inactive_reason)
+            _runtime.announce_inactive()
     return FlashSampler(_runtime)

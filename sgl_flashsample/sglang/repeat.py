@@ -66,7 +66,7 @@ class RepeatedStep:
             or type(lazy) is not LazyLogits
             or lazy.source is not state
             or lazy.is_dense
-            or lazy.hidden.shape[:1] != self._shape
+            or lazy.hidden.shape[0] != self._shape[0]
             or positions.shape != self._shape
             or positions.dtype is not torch.int64
             or state.graphs is not self._graphs

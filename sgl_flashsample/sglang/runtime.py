@@ -80,14 +80,14 @@ class Runtime:
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
             self.inactive_reason = self.inactive_reason or f"this server's configuration cannot be read ({error})"
         self.metrics = Metrics(metrics)
-        self.metrics.set_active(self.inactive_reason is None)
+        self._update_gauge()
         self.token_counts = token_counts.TokenCounts.of_this_server()
 
     def disable(self, reason: str) -> None:
         """Leave everything to SGLang's sampler from now on, and say why, once."""
         if self.inactive_reason is None:
             self.inactive_reason = reason
-            self.metrics.set_active(False)
+            self._update_gauge()
             logger.warning("flashsample: off, SGLang's own sampler takes over: %s", reason)
 
     def stop_mixing(self, reason: str) -> None:
@@ -139,25 +139,33 @@ class Runtime:
     def _about(self) -> str:
         return f"flashsample {__version__} with SGLang {sglang_version()}"
 
-    def announce_inactive(self, reason: str) -> None:
+    def announce_inactive(self) -> None:
         """Say why SGLang serves everything. Raises NotActiveError where that must not be."""
-        self.metrics.set_active(False)
-        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, reason)
-        refuse_to_start(reason)
+        assert self.inactive_reason is not None
+        self._update_gauge()
+        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, self.inactive_reason)
+        refuse_to_start(self.inactive_reason)
+
+    @property
+    def all_native_reason(self) -> str | None:
+        """Why SGLang serves everything: for the whole server, or because no head that it has is fused."""
+        return self.inactive_reason or (self._refused[0] if self._refused and not self.heads else None)
+
+    def _update_gauge(self) -> None:
+        self.metrics.set_active(self.all_native_reason is None)
 
     @property
     def status(self) -> dict[str, Any]:
         """For ``/server_info``: whether the fused pass serves, else why not; per head its shape and dtype, the tuned
         table (None: built-in choices), the bytes of its screen (0: none) and all bytes that it takes beside the model.
         Values are those of JSON."""
-        heads = self.heads
-        reason = self.inactive_reason or (self._refused[0] if self._refused and not heads else None)
+        reason = self.all_native_reason
         return {
             "active": reason is None,
             "reason": reason,
             "version": __version__,
             "noise": NOISE_ABI,
-            "heads": [state.status for state in heads],
+            "heads": [state.status for state in self.heads],
         }
 
     def prepare_model(self, model: torch.nn.Module) -> None:
@@ -176,9 +184,8 @@ class Runtime:
         if not states:
             refuse_to_start("the model shows its LM head only at its first batch")
             logger.info("%s: fused sampling active once the model shows its LM head", self._about)
-        elif not any(states):
-            self.metrics.set_active(False)
-            refuse_to_start(self._refused[0])
+        elif self.all_native_reason is not None:
+            refuse_to_start(self.all_native_reason)
         for state in filter(None, states):
             weight = state.head.weight
             logger.info(
@@ -200,6 +207,7 @@ class Runtime:
             if _is_capturing():
                 return None  # compiling would break the capture; a head is prepared before that or not at all
             self._heads[key] = self._prepare(processor, lm_head, starting)
+            self._update_gauge()
         return self._heads[key]
 
     def _prepare(self, processor: Any, lm_head: Any, starting: bool) -> HeadState | None:

@@ -267,15 +267,19 @@ def folders(environ: Mapping[str, str], warnings: list[str] | None = None) -> It
 
 def tables_in(folder: Path) -> Iterator[tuple[Path, Table | None, str]]:
     """The tuned tables in a folder of the lookup order: path, table, and why a file is none. Raises nothing."""
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False))
-    except OSError:
-        return
-    for name in names:
+    for name in _names_in(folder):
         if name.startswith(FILE_PREFIX) and name.endswith(".json"):
             table, reason = load_table(folder / name)
             yield folder / name, table, reason or ""
+
+
+def _names_in(folder: Path) -> list[str]:
+    """At most ``MAX_FILES`` names; none of what is no folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False))
+    except OSError:
+        return []
 
 
 def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -289,13 +293,9 @@ def _candidates(folder: Path, target: Target, family: bool) -> Iterator[Path]:
         yield folder / exact_name
     if family:
         start, _, end = file_name("*", target.head).partition("_")
-        try:
-            with os.scandir(folder) as entries:
-                names = sorted(entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False))
-        except OSError:
-            return
-        others = (name for name in names if name != exact_name and name.startswith(start) and name.endswith(end))
-        yield from (folder / name for name in others)
+        for name in _names_in(folder):
+            if name != exact_name and name.startswith(start) and name.endswith(end):
+                yield folder / name
 
 
 def _try(path: Path, source: str, target: Target, family: bool, warnings: list[str]) -> TableFile | None:

@@ -114,16 +114,18 @@ def test_limits_are_passed_on_only_where_there_are_any(params, truncates, max_to
         ("temperature", [1.0, 1e-9], "0 or at least 1e-6"),
         ("temperature", "hot", "0 or at least 1e-6"),
         ("temperature", None, "0 or at least 1e-6"),
-        ("top_k", 1.5, "an integer"),
-        ("top_k", True, "an integer"),
+        ("top_k", 1.5, "an integer below 2**31"),
+        ("top_k", float("inf"), "an integer below 2**31"),
+        ("top_k", True, "an integer below 2**31"),
         ("top_p", 0, "more than 0, at most 1"),
         ("top_p", float("nan"), "more than 0, at most 1"),
         ("min_p", [1.5], "0 to 1"),
         ("seed", 2**63, "an int64"),
+        ("seed", 5.0, "an int64"),
     ],
 )
 def test_a_number_out_of_its_range_is_named_with_the_range(name, value, words):
-    with pytest.raises(ValueError, match=rf"^{name} is .*; expected {words}$"):
+    with pytest.raises(ValueError, match=rf"^{name} is .*; expected {re.escape(words)}$"):
         SamplingParams(**{name: value})
 
 
@@ -132,6 +134,8 @@ def test_what_does_not_fit_the_batch_is_refused_by_name(case):
     sampler = Sampler(case.head)
     with pytest.raises(ValueError, match=r"top_p has shape \(2,\); expected \(\d+,\), one for each row of hidden"):
         sampler(case.hidden, SamplingParams(top_p=[0.5, 0.5]))
+    with pytest.raises(ValueError, match=r"hidden is a list; expected a \[B, D\] tensor"):
+        sampler([[1.0]])
     with pytest.raises(ValueError, match="params is a dict; expected SamplingParams"):
         sampler(case.hidden, {"temperature": 1.0})
     with pytest.raises(ValueError, match="max_rows is 0; expected 1 or more"):

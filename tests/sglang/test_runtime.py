@@ -354,6 +354,13 @@ def test_a_gauge_says_whether_the_fused_pass_serves(server_config, prometheus):
     assert prometheus("active") == 0
 
 
+def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(server_config, prometheus):
+    server_config.observability.enable_metrics = True
+    late = Runtime(None)
+    assert late.head_for(Processor(), make_head(WEIGHT, set_lora=1, apply_lora=1)) is None
+    assert prometheus("active") == 0
+
+
 @pytest.fixture
 def required(monkeypatch):
     monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1")
@@ -393,9 +400,10 @@ def test_a_server_that_must_fuse_starts_with_a_model_that_it_fuses_and_with_a_dr
     assert len(starting.heads) == 1
 
 
-def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(runtime, required):
+def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
+    server_config.parallel.tp_size = 2
     with pytest.raises(NotActiveError, match="tensor parallelism is not served yet"):
-        runtime.announce_inactive("tensor parallelism is not served yet")
+        Runtime(None).announce_inactive()
 
 
 @pytest.fixture

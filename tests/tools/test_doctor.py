@@ -14,6 +14,7 @@ from sgl_flashsample import doctor, selfcheck
 from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.sglang import versions
 from sgl_flashsample.tables import lookup
+from sgl_flashsample.tables.fingerprint import kernel_fingerprint
 from sgl_flashsample.tables.schema import HeadShape
 
 
@@ -99,7 +100,9 @@ def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(de
     assert found.level == "ok"
     assert found.what == f"tuned tables for this device: 600 x 32 fp32 (exact, {lookup.FOLDERS_VARIABLE})"
     screened = make_entry("plain+screen", 4, ScreenConfig(16, 64, 32, 4, 2))
-    (tmp_path / here.file_name).write_text(msgspec.structs.replace(here, entries=[*here.entries, screened]).dumps())
+    kernels = here.kernels | {"screened": {"src": kernel_fingerprint("screened")}}
+    here = msgspec.structs.replace(here, entries=[*here.entries, screened], kernels=kernels)
+    (tmp_path / here.file_name).write_text(here.dumps())
     *_, found = doctor.check_tables()
     assert found.what.endswith(f"{lookup.FOLDERS_VARIABLE}, with a screen)")
 
