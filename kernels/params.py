@@ -256,21 +256,25 @@ class SampleOutput(NamedTuple):
 
     logprobs: ``[B]`` float32, natural log-probability of each token under ``softmax(logits / temperature)``
         (temperature 1 on greedy rows), after edits and before truncation; or None when not asked for. Where the head is
-        a shard of the vocabulary, the softmax is over the shard's ids alone.
+        a shard of the vocabulary, the softmax is over the shard's ids alone: ``log_mass`` takes it to the whole.
     scores: ``[B]`` float32: the winning group's perturbed log-mass, its largest logit on greedy rows. Where the head is
         a shard of the vocabulary, the shard with the largest score holds the row's token; of equal scores, the one with
         the lowest ids.
+    log_mass: ``[B]`` float32, ``logsumexp(logits / temperature)`` of the logits that ``logprobs`` are of, given with
+        them; -inf where an edit masks every id. The logprob of a token of shard s under the whole vocabulary is
+        ``logprobs[s] + log_mass[s] - logsumexp(log_mass of all shards)``.
     """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor | None
     scores: torch.Tensor
+    log_mass: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device, return_logprob: bool) -> SampleOutput:
         scores = torch.empty(num_rows, dtype=torch.float32, device=device)
-        logprobs = torch.empty_like(scores) if return_logprob else None
-        return cls(torch.empty(num_rows, dtype=torch.int64, device=device), logprobs, scores)
+        logprobs, log_mass = (torch.empty_like(scores) if return_logprob else None for _ in range(2))
+        return cls(torch.empty(num_rows, dtype=torch.int64, device=device), logprobs, scores, log_mass)
 
 
 @dataclasses.dataclass(frozen=True)

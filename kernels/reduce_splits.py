@@ -90,9 +90,11 @@ def draw_from_splits(
         lse_max = tl.load(splits.log_mass + slots * 2, mask=mask, other=float("-inf"))
         lse_sum = tl.load(splits.log_mass + slots * 2 + 1, mask=mask, other=0.0)
         largest = tl.max(lse_max, axis=0)
-        total = tl.sum(lse_sum * tl.exp(lse_max - largest[None, :]), axis=0)
+        # Of a row without an allowed id every term is -inf; the difference would be NaN.
+        total = tl.sum(lse_sum * tl.exp(lse_max - tl.where(largest == float("-inf"), 0.0, largest)[None, :]), axis=0)
         logit = tl.sum(tl.where(offs_i[:, None] == pick[None, :], logits, 0.0), axis=0)
         tl.store(output.logprobs + offs_b, logit * inv_temperature - largest - tl.log(total), mask=mask_b)
+        tl.store(output.log_mass + offs_b, largest + tl.log(total), mask=mask_b)
 
 
 @triton.jit

@@ -196,6 +196,7 @@ def _measure_candidates(
         tl.store(output.scores + row, tl.max(tl.where(offs_c == winner, scores, float("-inf"))))
         if output.logprobs is not None:
             tl.store(output.logprobs + row, (logit - reference) * inv_temperature - tl.log(everything))
+            tl.store(output.log_mass + row, reference * inv_temperature + tl.log(everything))
 
 
 @triton.jit
@@ -270,6 +271,7 @@ def sample_truncated_kernel(
                 tl.store(output.scores + row, score)
                 if output.logprobs is not None:
                     tl.store(output.logprobs + row, logit * inv_temperature - lse_max - tl.log(lse_sum))
+                    tl.store(output.log_mass + row, lse_max + tl.log(lse_sum))
         else:
             row_logits = buffer.logits + row.to(tl.int64) * width
             lowest = tl.full([], float("-inf"), tl.float32)
@@ -318,6 +320,7 @@ def sample_truncated_kernel(
                 if output.logprobs is not None:
                     lse_max, lse_sum = lse_of_splits(splits, row, num_rows, num_splits, BLOCK_P)
                     tl.store(output.logprobs + row, logit * inv_temperature - lse_max - tl.log(lse_sum))
+                    tl.store(output.log_mass + row, lse_max + tl.log(lse_sum))
     elif split == 0:
         tl.store(buffer.status + row, 0)
         draw_from_splits(

@@ -339,15 +339,15 @@ def verify_ids(
 @triton.jit
 def _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S: tl.constexpr):
     """The most and the least mass of the groups without a rescored logit above ``low``, relative to ``reference``."""
-    most = tl.zeros([BLOCK_S], tl.float32)
-    least = tl.zeros([BLOCK_S], tl.float32)
+    mass_hi = tl.zeros([BLOCK_S], tl.float32)
+    mass_lo = tl.zeros([BLOCK_S], tl.float32)
     for place in tl.range(BLOCK_GROUPS):  # a loop, for few registers
         groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
         inside = groups < num_groups
         other = inside & ~(tl.load(group_max + groups, mask=inside, other=float("-inf")) > low)
-        most += tl.exp(tl.load(lse_hi + groups, mask=other, other=float("-inf")) - reference)
-        least += tl.exp(tl.load(lse_lo + groups, mask=other, other=float("-inf")) - reference)
-    return tl.split(tl.sum(tl.join(most, least), axis=0))
+        mass_hi += tl.exp(tl.load(lse_hi + groups, mask=other, other=float("-inf")) - reference)
+        mass_lo += tl.exp(tl.load(lse_lo + groups, mask=other, other=float("-inf")) - reference)
+    return tl.split(tl.sum(tl.join(mass_hi, mass_lo), axis=0))
 
 
 @triton.jit
@@ -396,11 +396,11 @@ def _draw_row(
             p_hi = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
             p_lo = p_hi
         else:
-            most, least = _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S)
+            mass_hi, mass_lo = _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S)
             rescored = tl.sum(weights)
             slack = _SUM_SLACK + tl.abs(reference) * _EXPONENT_SLACK
-            p_hi = top_p * ((rescored + most) * (1.0 + slack))
-            p_lo = top_p * ((rescored + least) * (1.0 - slack))
+            p_hi = top_p * ((rescored + mass_hi) * (1.0 + slack))
+            p_lo = top_p * ((rescored + mass_lo) * (1.0 - slack))
     floor = threshold_of(logits, weights, low, largest, k, p_hi, SHIFT)
     certainly_allowed = floor
     if p_lo < p_hi:

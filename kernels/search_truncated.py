@@ -81,7 +81,8 @@ def _search(
     WINDOW: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """One row. Returns token (local id), its score, its logprob, and how many questions it took."""
+    """One row. Returns token (local id), its score, its logit at temperature, the row's log-mass, and how many
+    questions it took."""
     num_groups = width // rng.GROUP_SIZE
     log_mass = load_group_blocks(group_mass, num_groups, BLOCK_S)
     maxima = tl.max(load_group_blocks(group_max, num_groups, BLOCK_S), axis=1)
@@ -189,7 +190,7 @@ def _search(
             ceiling = bottom
             # A row of nothing but -inf has no token.
             searching = (best > float("-inf")) | (score > float("-inf"))
-    return token, score, logit * inv_temperature - lse, questions
+    return token, score, logit * inv_temperature, lse, questions
 
 
 @triton.jit(
@@ -238,7 +239,7 @@ def search_truncated_kernel(
         if tl.atomic_add(buffer.arrived + row, 1, sem="acq_rel") == SPLITS - 1:
             tl.debug_barrier()
             tl.store(buffer.arrived + row, 0)
-            token, score, logprob, questions = _search(
+            token, score, tempered, log_mass, questions = _search(
                 row_logits,
                 buffer.group_score + groups,
                 buffer.group_mass + groups,
@@ -262,7 +263,8 @@ def search_truncated_kernel(
             tl.store(buffer.status + row, 1 + tl.maximum(questions, 1))
             tl.atomic_add(buffer.searched, tl.full([], 1, tl.int64))
             if output.logprobs is not None:
-                tl.store(output.logprobs + row, logprob)
+                tl.store(output.logprobs + row, tempered - log_mass)
+                tl.store(output.log_mass + row, log_mass)
 
 
 def search_truncated(

@@ -324,6 +324,7 @@ class Drawn:
     token_ids: torch.Tensor
     logprobs: torch.Tensor | None
     scores: torch.Tensor
+    log_mass: torch.Tensor | None
     status: torch.Tensor | None
     workspace: Workspace
     screen: ScreenWorkspace | None = None
@@ -368,8 +369,8 @@ def draw(
 
 
 def assert_equal_to_reference(case: Case, drawn: Drawn, max_near_ties: float = 0.1) -> None:
-    """Tokens equal the reference's except in near-ties. The share of near-ties is at most ``max_near_ties``. Logprobs
-    and statuses agree with the reference."""
+    """Tokens equal the reference's except in near-ties. The share of near-ties is at most ``max_near_ties``. Logprobs,
+    log-masses and statuses agree with the reference."""
     want, head = expected(case), case.head
     certain = ~want.near_tie
     assert torch.equal(drawn.token_ids[certain], want.token[certain])
@@ -379,5 +380,10 @@ def assert_equal_to_reference(case: Case, drawn: Drawn, max_near_ties: float = 0
         assert torch.equal(drawn.status > 0, case.limited), "only rows with limits are drawn by them"
     if drawn.logprobs is not None:
         same = (drawn.token_ids == want.token) & (case.edited > float("-inf")).any(1)
-        room = 1e-4 + 4 * case.softcap_error / torch.where(case.params.temperature > 0, case.params.temperature, 1.0)
+        temperature = torch.where(case.params.temperature > 0, case.params.temperature, 1.0).double()
+        room = 1e-4 + 4 * case.softcap_error / temperature
         assert ((drawn.logprobs.double() - want.logprob_low).abs() <= room)[same].all()
+        log_mass = torch.logsumexp(case.edited / temperature[:, None], 1)
+        assert drawn.log_mass is not None
+        off = (drawn.log_mass.double() - log_mass).abs()
+        assert ((off <= room + 1e-6 * log_mass.abs()) | (drawn.log_mass == log_mass)).all()

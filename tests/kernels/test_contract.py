@@ -69,6 +69,7 @@ def assert_same(one: Drawn, other: Drawn) -> None:
     torch.testing.assert_close(one.scores, other.scores, rtol=1e-5, atol=1e-5, equal_nan=True)
     if one.logprobs is not None and other.logprobs is not None:
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-4, equal_nan=True)
+        torch.testing.assert_close(one.log_mass, other.log_mass, rtol=1e-6, atol=1e-4)
 
 
 # --- the reference's token ------------------------------------------------------------------------------------------
@@ -330,7 +331,8 @@ def test_rows_may_be_further_apart_than_an_int32_counts(device, path, tmp_path):
 @pytest.mark.parametrize("kind", ["plain", "greedy", "edit"])
 @on_every_path
 def test_the_best_shard_holds_the_token_of_the_whole_vocabulary(device, path, kind):
-    """Among shards with equal scores, the one with the lowest ids. Edits of a shard are read at the shard's ids."""
+    """Among shards with equal scores, the one with the lowest ids. Edits of a shard are read at the shard's ids. The
+    shards' log-masses give the logprob of the whole vocabulary."""
     whole = make_case(33, 1500, device, kind, torch.bfloat16, seed=6)
     shards = []
     for first, last in ((0, 496), (496, 1008), (1008, 1500)):
@@ -340,7 +342,24 @@ def test_the_best_shard_holds_the_token_of_the_whole_vocabulary(device, path, ki
     scores, tokens = (torch.stack([getattr(s, name) for s in shards]) for name in ("scores", "token_ids"))
     drawn = draw(path, whole)
     assert torch.equal(scores.amax(0), drawn.scores)
-    assert torch.equal(tokens.gather(0, scores.argmax(0, keepdim=True))[0], drawn.token_ids)
+    best = scores.argmax(0, keepdim=True)
+    assert torch.equal(tokens.gather(0, best)[0], drawn.token_ids)
+    if drawn.logprobs is not None:
+        logprobs, log_mass = (torch.stack([getattr(s, name) for s in shards]) for name in ("logprobs", "log_mass"))
+        whole_mass = torch.logsumexp(log_mass, 0)
+        torch.testing.assert_close(drawn.log_mass, whole_mass, rtol=1e-6, atol=1e-4)
+        of_shard = (logprobs + log_mass).gather(0, best)[0]
+        torch.testing.assert_close(drawn.logprobs, of_shard - whole_mass, rtol=0, atol=2e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("path", ["fused", "logits"])
+def test_the_log_mass_of_a_row_without_an_allowed_id_is_minus_infinity(device, path):
+    case = make_case(5, 300, device)
+    allowed = torch.ones(5, 300, dtype=torch.bool, device=device)
+    allowed[2] = False
+    drawn = draw(path, case.with_params(edits=LogitEdits(mask=pack_bits(allowed))))
+    assert drawn.log_mass[2] == float("-inf")
+    assert drawn.log_mass[[0, 1, 3, 4]].isfinite().all()
 
 
 # --- greedy rows ----------------------------------------------------------------------------------------------------
@@ -605,9 +624,10 @@ def test_outputs_have_the_promised_shapes_and_dtypes_and_no_rows_give_no_tokens(
         assert drawn.token_ids.shape == drawn.scores.shape == (num_rows,)
         assert drawn.token_ids.dtype is torch.int64 and drawn.scores.dtype is torch.float32
         if path == "screened":
-            assert drawn.logprobs is None
+            assert drawn.logprobs is drawn.log_mass is None
         else:
-            assert drawn.logprobs.shape == (num_rows,) and drawn.logprobs.dtype is torch.float32
+            assert drawn.logprobs.shape == drawn.log_mass.shape == (num_rows,)
+            assert drawn.logprobs.dtype is drawn.log_mass.dtype is torch.float32
 
 
 @pytest.mark.parametrize("kind", kinds("plain", "edit", "truncate"))
@@ -615,7 +635,7 @@ def test_outputs_have_the_promised_shapes_and_dtypes_and_no_rows_give_no_tokens(
 def test_a_call_without_logprobs_draws_the_same_tokens(device, path, kind):
     case = make_case(9, 300, device, kind)
     drawn = draw(path, case, logprobs=False)
-    assert drawn.logprobs is None
+    assert drawn.logprobs is drawn.log_mass is None
     assert_same(drawn, draw(path, case))
 
 

@@ -91,7 +91,10 @@ def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(de
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(lookup, "SHIPPED", tmp_path / "nowhere")
     here = table_for_this_machine(device, HeadShape(vocab=600, hidden=32, dtype="fp32"))
-    elsewhere = msgspec.structs.replace(here, device=H200, head=HeadShape(vocab=700, hidden=32, dtype="fp32"))
+    device_elsewhere = msgspec.structs.replace(H200, name="NVIDIA of another name")
+    elsewhere = msgspec.structs.replace(
+        here, device=device_elsewhere, head=HeadShape(vocab=700, hidden=32, dtype="fp32")
+    )
     for table in (here, elsewhere):
         (tmp_path / table.file_name).write_text(table.dumps())
     (tmp_path / "fs2,broken.json").write_text("{")
