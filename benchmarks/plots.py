@@ -157,18 +157,21 @@ def _figure(results: Results, kind: Kind) -> Figure:
 
 
 def summary(results: Results) -> Figure | None:
-    """Microseconds per token of servers, stock and ours: a panel per model and batch size."""
+    """Microseconds per token of servers, stock and ours, and the change: a panel per model and batch
+    size."""
     times = summary_rows(results)
     panels = sorted({(model, batch) for (model, _), by_batch in times.items() for batch in by_batch})
     panels = [panel for panel in panels if panel[1] in (panels[0][1], panels[-1][1])]
     if not panels:
         return None
-    figure = Figure(figsize=(0.6 + 2.4 * len(panels), 2.6), layout="constrained")
+    figure = Figure(figsize=(0.6 + 2.7 * len(panels), 2.9), layout="constrained")
     for axes, (model, batch) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         rows = {sampling: us[batch] for (name, sampling), us in times.items() if name == model and batch in us}
         for place, (label, colour) in enumerate((("stock SGLang", "#808080"), ("flashsample", "#0072B2"))):
             x = [row + 0.4 * place - 0.2 for row in range(len(rows))]
-            axes.bar(x, [us[place] for us in rows.values()], 0.38, color=colour, label=label)
+            bars = axes.bar(x, [us[place] for us in rows.values()], 0.38, color=colour, label=label)
+        # On our bars, the last ones drawn.
+        axes.bar_label(bars, [f"{ours / stock - 1:+.1%}" for stock, ours in rows.values()], padding=-10, fontsize=7, color="white")
         axes.set_xticks(
             range(len(rows)),
             [SAMPLINGS[sampling].replace("temperature ", "T=").replace(", ", "\n") for sampling in rows],
@@ -176,7 +179,7 @@ def summary(results: Results) -> Figure | None:
         )
         axes.set_title(f"{model}, batch of {batch}", fontsize=9)
     figure.axes[0].set_ylabel("us per token")
-    figure.axes[0].legend(fontsize=7, loc="lower right")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=2)
     return figure
 
 
