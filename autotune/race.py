@@ -203,9 +203,12 @@ def robust_mean(values: Sequence[float]) -> tuple[float, float]:
     held = [min(max(v, centre - 4 * spread), centre + 4 * spread) for v in values]
     if len(held) < 2:
         return centre, math.inf
-    # Identical samples are a coarse timer, not certainty.
-    error = max(statistics.stdev(held), 1e-4) / math.sqrt(len(held))
-    return statistics.fmean(held), error
+    return statistics.fmean(held), _error(held)
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of the mean. Identical samples are a coarse timer, not certainty."""
+    return max(statistics.stdev(values), 1e-4) / math.sqrt(len(values))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -214,6 +217,59 @@ def t_quantile(probability: float, dof: int) -> float:
     from scipy import special  # a second that only races take
 
     return float(special.stdtrit(dof, probability))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """Of two times, minus one: its standard error, and the bounds of its confidence interval."""
+
+    off: float
+    se: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, mine: Sequence[float], theirs: Sequence[float], clocks: Sequence[float], alpha: float = 0.05) -> Ratio:
+        """``mine`` over ``theirs``, round by round; rounds at a low clock do not count. alpha: of the two-sided
+        interval. Raises ValueError for fewer than three rounds."""
+        counts = kept_rounds(clocks, Policy().clock)
+        logs = [math.log(a / b) for a, b, counted in zip(mine, theirs, counts, strict=True) if counted]
+        if len(logs) < 3:
+            raise ValueError(f"{len(logs)} rounds count; expected at least 3")
+        return cls._of_log(*robust_mean(logs), len(logs) - 1, alpha)
+
+    @classmethod
+    def paired(cls, mine: Sequence[float], theirs: Sequence[float], alpha: float) -> Ratio:
+        """``mine`` over ``theirs``, pair by pair, of few pairs: a spike counts, and widens the interval. Raises
+        ValueError for fewer than two pairs."""
+        logs = [math.log(a / b) for a, b in zip(mine, theirs, strict=True)]
+        if len(logs) < 2:
+            raise ValueError(f"{len(logs)} pairs; expected at least 2")
+        return cls._of_log(statistics.fmean(logs), _error(logs), len(logs) - 1, alpha)
+
+    @classmethod
+    def unpaired(cls, mine: Sequence[float], theirs: Sequence[float], alpha: float) -> Ratio:
+        """``mine`` over ``theirs``, as many samples of each, not in pairs. Raises ValueError for fewer than two."""
+        logs = [[math.log(sample) for sample in samples] for samples in (mine, theirs)]
+        if len(mine) != len(theirs) or len(mine) < 2:
+            raise ValueError(f"{len(mine)} and {len(theirs)} samples; expected as many, at least 2")
+        off = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+        return cls._of_log(off, math.hypot(*map(_error, logs)), 2 * (len(mine) - 1), alpha)
+
+    @classmethod
+    def _of_log(cls, mean: float, error: float, dof: int, alpha: float) -> Ratio:
+        half = t_quantile(1 - alpha / 2, dof) * error
+        return cls(math.expm1(mean), error, math.expm1(mean - half), math.expm1(mean + half))
+
+    def against(self, band: float) -> str:
+        """Where the interval lies: "inside" the band around zero, "outside", or "open" where it crosses the edge."""
+        if -band <= self.low and self.high <= band:
+            return "inside"
+        return "outside" if self.low > band or self.high < -band else "open"
+
+    @property
+    def rounded(self) -> dict[str, float]:
+        return {name: round(value, 5) for name, value in dataclasses.asdict(self).items()}
 
 
 class Race:

@@ -17,7 +17,8 @@ pause, so that drift of clocks falls on all alike.
     Timer.race(calls)          the three of them in one: {name: Timing}
     Timer.warm_up(call)        keep the device busy until its clocks are those of a loaded one
     copies_needed(weight)      copies of a head that have to take turns to be read from memory
-    sm_clock, busy_percent     of a GPU, through NVML; 0 where nvidia-ml-py or the driver is missing
+    sm_clock, busy_percent, memory_share
+                               of a GPU, through NVML; 0 where nvidia-ml-py or the driver is missing
     describe_machine(device)   device, versions and clocks, for a file of results
 
 Without CUDA the same calls run one at a time: what uses this can be tested, its times mean nothing.
@@ -234,6 +235,16 @@ def sm_clock(device: torch.device) -> float:
 def busy_percent(device: torch.device) -> float:
     """Share of the last fraction of a second in which a kernel ran, of any process; 0 where it is unknown."""
     return _ask_nvml(device, lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+
+
+def memory_share(device: torch.device) -> float:
+    """Share of the memory that is in use, of any process; 0 where it is unknown."""
+
+    def used(nvml: Any, gpu: Any) -> float:
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+        return memory.used / memory.total
+
+    return _ask_nvml(device, used)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -17,8 +17,7 @@ import dataclasses
 import datetime
 import functools
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ import torch
 
 from sgl_flashsample import LMHead, __version__
 from sgl_flashsample.autotune.baselines import OFFSETS_PER_CALL, BaselineBatch
-from sgl_flashsample.autotune.race import Policy, kept_rounds, robust_mean, t_quantile
 from sgl_flashsample.autotune.timing import MAX_CALLS, describe_machine
 from sgl_flashsample.autotune.workload import PROFILES, REACH, Workload, directions, make_weight
 from sgl_flashsample.files import one_line, write_whole
@@ -116,38 +114,6 @@ class Batch:
             seed=torch.tensor([1234], device=self.hidden.device),
             offset=self._offset,
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Ratio:
-    """Of two times, minus one: its standard error, and the bounds of its confidence interval."""
-
-    off: float
-    se: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, mine: Sequence[float], theirs: Sequence[float], clocks: Sequence[float], alpha: float = 0.05) -> Ratio:
-        """``mine`` over ``theirs``, round by round; rounds at a low clock do not count. alpha: of the two-sided
-        interval. Raises ValueError for fewer than three rounds."""
-        counts = kept_rounds(clocks, Policy().clock)
-        logs = [math.log(a / b) for a, b, counted in zip(mine, theirs, counts, strict=True) if counted]
-        if len(logs) < 3:
-            raise ValueError(f"{len(logs)} rounds count; expected at least 3")
-        mean, error = robust_mean(logs)
-        half = t_quantile(1 - alpha / 2, len(logs) - 1) * error
-        return cls(math.expm1(mean), error, math.expm1(mean - half), math.expm1(mean + half))
-
-    def against(self, band: float) -> str:
-        """Where the interval lies: "inside" the band around zero, "outside", or "open" where it crosses the edge."""
-        if -band <= self.low and self.high <= band:
-            return "inside"
-        return "outside" if self.low > band or self.high < -band else "open"
-
-    @property
-    def rounded(self) -> dict[str, float]:
-        return {name: round(value, 5) for name, value in dataclasses.asdict(self).items()}
 
 
 def make_parser(description: str | None, *, needs_gpu: bool = True) -> argparse.ArgumentParser:

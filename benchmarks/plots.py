@@ -171,7 +171,9 @@ def summary(results: Results) -> Figure | None:
             x = [row + 0.4 * place - 0.2 for row in range(len(rows))]
             bars = axes.bar(x, [us[place] for us in rows.values()], 0.38, color=colour, label=label)
         # On our bars, the last ones drawn.
-        axes.bar_label(bars, [f"{ours / stock - 1:+.1%}" for stock, ours in rows.values()], padding=-10, fontsize=7, color="white")
+        axes.bar_label(
+            bars, [f"{ours / stock - 1:+.1%}" for stock, ours in rows.values()], padding=-10, fontsize=7, color="white"
+        )
         axes.set_xticks(
             range(len(rows)),
             [SAMPLINGS[sampling].replace("temperature ", "T=").replace(", ", "\n") for sampling in rows],

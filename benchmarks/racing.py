@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import DEVICE, Batch, Ratio, Shape, print_rows, reason_of
+from common import DEVICE, Batch, Shape, print_rows, reason_of
 from contenders import (
     BASELINES,
     EAGER,
@@ -38,6 +38,7 @@ from floor import READ_BYTES, measure_ceilings
 
 from sgl_flashsample import LMHead
 from sgl_flashsample.autotune import baselines
+from sgl_flashsample.autotune.race import Ratio
 from sgl_flashsample.autotune.timing import Call, Contender, Timer, Timing
 
 WORKERS = 15

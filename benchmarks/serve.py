@@ -3,9 +3,8 @@
     python benchmarks/serve.py --out benchmarks/results/h200-serve.json --models qwen3-1.7b
 
 Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the GPU
-alone. Every cell is measured stock, ours, stock, ours, ... stock, so that drift falls on both. TPOT is the time between
-a short and a long answer to the same batch, divided by the tokens between them: no prefill, no HTTP. Medians, and half
-the distance between the quartiles. Host time is the server's own metric ``sglang:flashsample_host_seconds``.
+alone. Cells are measured as ``sgl-flashsample bench`` does (``sgl_flashsample/bench.py``). Medians, and half the
+distance between the quartiles. Host time is the server's own metric ``sglang:flashsample_host_seconds``.
 
 stock    stock SGLang and our backend
 screen   our backend without a screen and with one; answers to seeded requests are compared too
@@ -13,8 +12,8 @@ host     our backend alone on the host: microseconds of the sampler's host time 
 profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``)
 
 ``--only`` runs some of the sections, stock by default, and ``--keep`` leaves the other rows in the file. ``--fast``:
-three samplings, three batch sizes, two pairs. ``--python`` names the interpreter that has SGLang, ``--set`` changes its
-environment. The file is written after each cell; no cell begins after ``--limit``. What fails is recorded in
+three samplings, three batch sizes, three pairs. ``--python`` names the interpreter that has SGLang, ``--set`` changes
+its environment. The file is written after each cell; no cell begins after ``--limit``. What fails is recorded in
 ``env.not_run``; logs of the servers are under ``--logs``.
 """
 
@@ -32,43 +31,27 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import step_profile
 from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
 
-from sgl_flashsample.autotune.timing import Timing
+from sgl_flashsample.bench import (
+    COUNTERS_EVERY,
+    OURS,
+    SAMPLINGS,
+    STOCK,
+    Counters,
+    Load,
+    Request,
+    generate,
+    measure,
+)
 from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import Server, ServerError
 
-# A list of objects that no answer of a benchmark's length ends; numbers, words and fixed text in turn.
-JSON_SCHEMA = {
-    "type": "array",
-    "minItems": 200,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 16},
-            "count": {"type": "integer"},
-            "ok": {"type": "boolean"},
-        },
-        "required": ["name", "count", "ok"],
-    },
-}
-TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
-Request = tuple[dict[str, Any], dict[str, Any]]  # sampling parameters, other fields
-SAMPLINGS: dict[str, Request] = {
-    "t1": ({"temperature": 1.0}, {}),
-    "trunc": (TRUNCATED, {}),
-    "greedy": ({"temperature": 0.0}, {}),
-    "penalty": (TRUNCATED | {"frequency_penalty": 0.5, "repetition_penalty": 1.1}, {}),
-    "json": (TRUNCATED | {"json_schema": json.dumps(JSON_SCHEMA)}, {}),
-    "logprob": ({"temperature": 1.0}, {"return_logprob": True}),
-    "top-logprobs": ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 5}),
-}
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
-PROMPT_TOKENS = 32
-SHORT, LONG = 8, 200
+LOAD = Load(range(1000, 100_000))
 HOST_TOKENS, SHORT_ANSWERS = 600, 20  # of an answer whose steps' host time is taken; answers of SHORT tokens
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_BATCH, PROFILED_STEPS, PREFILL_SECONDS = 32, 40, 0.3
@@ -79,63 +62,14 @@ SERVER_ARGUMENTS = [
     *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune", "--disable-radix-cache"),
 ]
 # What is compared, the baseline first: {name: (--sampling-backend, environment)}
-OURS = "flashsample"
 Backends = dict[str, tuple[str, dict[str, str]]]
-BACKENDS: Backends = {"stock": ("flashinfer", {}), OURS: (OURS, {})}
+BACKENDS: Backends = {STOCK: ("flashinfer", {}), OURS: (OURS, {})}
 SCREENS: Backends = {f"screen {mode}": (OURS, {"FLASHSAMPLE_SCREEN": mode}) for mode in ("off", "on")}
-METRICS_SECONDS = 0.3  # after which the next step brings the counters up to date
-
-
-class Counters(NamedTuple):
-    """Since the server's start. rows: {path: rows}."""
-
-    rows: dict[str, float]
-    host_seconds: float
-    host_steps: float
-
-
-def generate(server: Server, batch: int, request: Request, tokens: int) -> float:
-    """Seconds for ``batch`` fresh random prompts to be answered with ``tokens`` tokens each."""
-    params, fields = request
-    prompts = [[random.randrange(1000, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
-    started = time.perf_counter()
-    answers = server.generate(
-        input_ids=prompts, sampling_params={**params, "max_new_tokens": tokens, "ignore_eos": True}, **fields
-    )
-    seconds = time.perf_counter() - started
-    lengths = {len(answer["output_ids"]) for answer in answers}
-    if lengths != {tokens}:
-        raise ServerError(f"answers have {sorted(lengths)} tokens; expected {tokens}")
-    return seconds
-
-
-def tpot_us(server: Server, batch: int, request: Request) -> float:
-    short = generate(server, batch, request, SHORT)
-    return (generate(server, batch, request, LONG) - short) / (LONG - SHORT) * 1e6
-
-
-def counters(server: Server) -> Counters:
-    time.sleep(0 if DRY_RUN else METRICS_SECONDS)
-    generate(server, 1, SAMPLINGS["greedy"], 2)
-    text = server.metrics()
-    rows: dict[str, float] = {}
-    for path, value in re.findall(r'^sglang:flashsample_rows_total\{[^}]*path="([^"]*)"[^}]*\} (\S+)$', text, re.M):
-        rows[path] = rows.get(path, 0.0) + float(value)
-    host = [
-        sum(map(float, re.findall(rf"^sglang:flashsample_host_seconds_{which}(?:\{{[^}}]*\}})? (\S+)$", text, re.M)))
-        for which in ("sum", "count")
-    ]
-    return Counters(rows, *host)
-
-
-def host_us(before: Counters, after: Counters) -> float:
-    steps = max(1.0, after.host_steps - before.host_steps)
-    return round((after.host_seconds - before.host_seconds) / steps * 1e6, 1)
 
 
 def seeded(server: Server, batch: int, request: Request) -> list[list[int]]:
     """The tokens of prompts and seeds that are the same each time."""
-    prompts = [[1000 + 7 * row + 3 * place for place in range(PROMPT_TOKENS)] for row in range(batch)]
+    prompts = [[1000 + 7 * row + 3 * place for place in range(LOAD.prompt_tokens)] for row in range(batch)]
     params = {**request[0], "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
     rows = [params | {"sampling_seed": row} for row in range(batch)]
     return [a["output_ids"] for a in server.generate(input_ids=prompts, sampling_params=rows, **request[1])]
@@ -143,6 +77,8 @@ def seeded(server: Server, batch: int, request: Request) -> list[list[int]]:
 
 class PretendedServer:
     """For a dry run: answers at once."""
+
+    metrics_seconds = 0.0
 
     def __init__(self, log: Path) -> None:
         self.log, self.steps = log, 0
@@ -157,6 +93,11 @@ class PretendedServer:
         self.steps += params["max_new_tokens"]
         time.sleep(2e-5 * params["max_new_tokens"])
         return [{"output_ids": [0] * params["max_new_tokens"]} for _ in input_ids]
+
+    def stream(self, *, sampling_params: dict[str, Any], **fields: Any) -> Iterator[dict[str, Any]]:
+        for tokens in range(sampling_params["max_new_tokens"]):
+            time.sleep(2e-5)
+            yield {"output_ids": [0] * (tokens + 1)}
 
     def metrics(self) -> str:
         rows = f'sglang:flashsample_rows_total{{path="fused",reason=""}} {self.steps}\n'
@@ -189,7 +130,7 @@ class ModelRun:
                     running[label].wait_until_ready()
                     self._check_capacity(running[label])
                     for sampling in self.options.samplings:  # compiles what the first such request compiles
-                        generate(running[label], 2, SAMPLINGS[sampling], 4)
+                        generate(running[label], LOAD, 2, SAMPLINGS[sampling], 4)
                     print(f"{self.name} {label}: ready after {time.monotonic() - began:.0f} s", flush=True)
                 yield running
             finally:
@@ -206,7 +147,7 @@ class ModelRun:
             backend=backend,
             log=log,
             launcher=(self.options.python, "-m", "sglang.launch_server"),
-            environment={"FLASHSAMPLE_LOG_SECONDS": "0.2"} | variables | self.options.set,
+            environment=COUNTERS_EVERY | variables | self.options.set,
         )
 
     def _check_capacity(self, server: Server) -> None:
@@ -228,11 +169,10 @@ class ModelRun:
 
     def compare(self, section: str, backends: Backends) -> Iterator[list[dict[str, Any]]]:
         """The rows of one cell after the other, of the baseline and of what is compared with it."""
-        baseline, subject = backends
         with self.servers(backends) as servers:
             for sampling, batch, about in self.cells(self.options.batches):
                 try:
-                    yield self._cell(section, servers, baseline, subject, sampling, batch, about)
+                    yield self._cell(section, servers, sampling, batch, about)
                 except (ServerError, OSError) as error:
                     self.not_run.append({"section": section, **about, "reason": reason_of(error)})
                     print(f"{about}: {reason_of(error)}", flush=True)
@@ -241,37 +181,19 @@ class ModelRun:
         self,
         section: str,
         servers: dict[str, Server],
-        baseline: str,
-        subject: str,
         sampling: str,
         batch: int,
         about: dict[str, Any],
     ) -> list[dict[str, Any]]:
-        request, other, ours = SAMPLINGS[sampling], servers[baseline], servers[subject]
-        for server in servers.values():
-            generate(server, batch, request, SHORT)
-        before = counters(ours)
-        samples = {baseline: [tpot_us(other, batch, request)], subject: list[float]()}
-        for _ in range(self.options.pairs):
-            samples[subject].append(tpot_us(ours, batch, request))
-            samples[baseline].append(tpot_us(other, batch, request))
-        after = counters(ours)
-        served = {path: rows - before.rows.get(path, 0.0) for path, rows in after.rows.items()}
-        rows = []
-        for label, values in samples.items():
-            timing = Timing.of(values)
-            row = about | {"section": section, "backend": label, "tpot_us": round(timing.us, 1)}
-            rows.append(row | {"spread_us": round(timing.spread, 1), "samples": [round(value, 1) for value in values]})
-        total = max(1.0, sum(served.values()))
-        rows[-1]["paths"] = {path: round(count / total, 3) for path, count in served.items() if count}
-        rows[-1]["host_us"] = host_us(before, after)
+        cell = measure(servers, LOAD, sampling, batch, self.options.pairs, latencies=section == STOCK)
+        rows = [about | {"section": section} | row for row in cell.rows()]
         if section == "screen" and batch in COMPARED_BATCHES:
-            one, another = (seeded(server, batch, request) for server in servers.values())
+            one, another = (seeded(server, batch, SAMPLINGS[sampling]) for server in servers.values())
             rows[-1]["same_answers"] = sum(a == b for a, b in zip(one, another, strict=True))
         us = [row["tpot_us"] for row in rows]
         print(
-            f"{self.name} {sampling:12} B={batch:<3} {baseline} {us[0]:7.0f} us, {subject} {us[1]:7.0f} us, "
-            f"ratio {us[1] / us[0]:.3f}, {rows[-1]['paths']}, host {rows[-1]['host_us']:.0f} us",
+            f"{self.name} {sampling:12} B={batch:<3} {' -> '.join(servers)} {us[0]:7.0f} -> {us[1]:.0f} us, "
+            f"{cell.verdict}, {cell.paths}, host {cell.host_us:.0f} us",
             flush=True,
         )
         return rows
@@ -285,15 +207,15 @@ class ModelRun:
                 server = servers[label]
                 for sampling, batch, about in self.cells(self.options.batches):
                     request, row = SAMPLINGS[sampling], about | {"section": "host", "screen": screen}
-                    generate(server, batch, request, LONG)  # compiles, and captures this batch's steps
+                    generate(server, LOAD, batch, request, LOAD.long)  # compiles, and captures this batch's steps
                     for which, tokens, answers in (
                         ("host_us", HOST_TOKENS, 1),
-                        ("host_us_short", SHORT, SHORT_ANSWERS),
+                        ("host_us_short", LOAD.short, SHORT_ANSWERS),
                     ):
-                        before = counters(server)
+                        before = Counters.of(server, LOAD)
                         for _ in range(answers):
-                            generate(server, batch, request, tokens)
-                        row[which] = host_us(before, counters(server))
+                            generate(server, LOAD, batch, request, tokens)
+                        row[which] = Counters.of(server, LOAD).host_us_since(before)
                     print(
                         f"{self.name} screen {screen:4} {sampling:12} B={batch:<3} host {row['host_us']:.0f} us per "
                         f"step, {row['host_us_short']:.0f} us in short answers",
@@ -310,7 +232,7 @@ class ModelRun:
                     if not DRY_RUN:
                         folder = self.options.logs / f"{self.name}-{label}-trace" / sampling
                         with concurrent.futures.ThreadPoolExecutor(1) as asking:
-                            answer = asking.submit(generate, server, batch, SAMPLINGS[sampling], HOST_TOKENS)
+                            answer = asking.submit(generate, server, LOAD, batch, SAMPLINGS[sampling], HOST_TOKENS)
                             time.sleep(PREFILL_SECONDS)  # only decode steps are profiled
                             server.profile(folder, steps=PROFILED_STEPS)
                             answer.result()
@@ -320,7 +242,7 @@ class ModelRun:
     def run(self, section: str) -> Iterator[list[dict[str, Any]]]:
         """The rows of one cell after the other. A server that does not start or ends is recorded."""
         sections = {
-            "stock": lambda: self.compare("stock", BACKENDS),
+            STOCK: lambda: self.compare(STOCK, BACKENDS),
             "screen": lambda: self.compare("screen", SCREENS),
             "host": self.host,
             "profile": self.profile,
@@ -356,7 +278,7 @@ def parse() -> Any:
     parser.add_argument("--models", nargs="+", choices=markov.SIZES, default=["qwen3-1.7b"])
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS)
     parser.add_argument("--batches", type=int, nargs="+")
-    parser.add_argument("--pairs", type=int, help="measurements of ours per cell, 3 by default; stock gets one more")
+    parser.add_argument("--pairs", type=int, help="samples of each server per cell, 6 by default")
     parser.add_argument("--screens", nargs="+", choices=("auto", "on", "off"), default=["auto"], help="of host")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has SGLang and the plugin")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="environment of the servers")
@@ -366,7 +288,9 @@ def parse() -> Any:
     options = parser.parse_args()
     options.samplings = options.samplings or list(FAST_SAMPLINGS if options.fast else SAMPLINGS)
     options.batches = options.batches or list(FAST_BATCHES if options.fast else BATCHES)
-    options.pairs = options.pairs or (2 if options.fast or DRY_RUN else 3)
+    options.pairs = options.pairs or (3 if options.fast or DRY_RUN else 6)
+    if options.pairs < 2:
+        parser.error(f"--pairs is {options.pairs}; expected 2 or more")
     if any("=" not in text for text in options.set):
         parser.error(f"--set is {options.set}; expected NAME=VALUE")
     options.set = dict(text.split("=", 1) for text in options.set)
@@ -382,7 +306,10 @@ def main() -> int:
     except ValueError as error:
         sys.exit(f"error: {error}")
     arguments = [*SERVER_ARGUMENTS, "--mem-fraction-static", str(options.memory_share)]
-    env |= {"server_arguments": arguments, "tokens": {"prompt": PROMPT_TOKENS, "short": SHORT, "long": LONG}}
+    env |= {
+        "server_arguments": arguments,
+        "tokens": {"prompt": LOAD.prompt_tokens, "short": LOAD.short, "long": LOAD.long},
+    }
     about = {"date": today(), "command": command_line(), "sglang": env["servers"]["sglang"]}
     result: dict[str, Any] = {"env": env, "runs": [*kept.get("runs", []), about], "rows": kept.get("rows", [])}
     for name in options.models:

@@ -36,14 +36,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from common import DRY_RUN, Ratio, command_line, make_parser, new_env, read_result, reason_of, today, write_result
+from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
 
 from sgl_flashsample.autotune.cli import sizes_of
 from sgl_flashsample.autotune.labels import config_of, contender, kernel_kind, key_of
 from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, SIZES, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, WorkerProcess, ask_once, visible_gpu
 from sgl_flashsample.autotune.progress import ConsoleProgress
-from sgl_flashsample.autotune.race import Policy, robust_mean, t_quantile
+from sgl_flashsample.autotune.race import Policy, Ratio, robust_mean, t_quantile
 from sgl_flashsample.autotune.run import Options
 from sgl_flashsample.autotune.run import run as tune
 from sgl_flashsample.autotune.space import FUSED, Space

@@ -1,4 +1,4 @@
-"""The command line: ``sgl-flashsample serve | tune | trace | doctor | demo``.
+"""The command line: ``sgl-flashsample serve | bench | tune | trace | doctor | demo``.
 
 Exit codes: 0 fine; 1 something does not work (a package that is missing, a server that does not start, a problem that
 ``doctor`` found); 2 what was typed, or a file that it names, cannot be used; 130 interrupted. Each failure is one line
@@ -56,6 +56,14 @@ environment:
   FLASHSAMPLE_TRACE        a file: count the drawn tokens into it (sgl-flashsample trace --help)
 """
 
+_BENCH_HELP = """\
+Starts SGLang's server twice with the same arguments, once with its own sampler and once with this backend, and sends
+both the same kind of requests. Arguments that are not listed here go to both servers unchanged. Where two servers do
+not fit on the GPU they run in turns. A difference is named only where its 99 % confidence interval excludes zero.
+
+samplings: t1 (temperature 1), trunc (temperature 0.7, top_p 0.9, top_k 50), greedy, penalty, json, logprob,
+top-logprobs
+"""
 _TRACE_HELP = """\
 Token counts say how often each group of 16 ids is drawn. Count what your model draws: traffic differs, and counts of
 other text cover less of it.
@@ -104,7 +112,12 @@ def _run(arguments: list[str]) -> int:
         from .autotune.cli import main as tune
 
         return tune(arguments[1:])
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "bench":
+        return bench(options, rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "trace":
         return trace(options)
     if options.command == "doctor":
@@ -131,6 +144,16 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"sgl-flashsample {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("serve", help="start SGLang's server with the backend on")
+    _add_bench(
+        commands.add_parser(
+            "bench",
+            help="measure a model's server, stock and with the backend on",
+            usage="sgl-flashsample bench --model-path MODEL [option ...] [any SGLang server argument ...]",
+            description=_BENCH_HELP,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    )
     commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU")
     _add_trace(
         commands.add_parser(
@@ -147,6 +170,86 @@ def _parser() -> Parser:
     demo.add_argument("--size", help="size of the checkpoint (default: small on a GPU, tiny without)")
     demo.add_argument("--folder", default=".cache/demo", help="checkpoint and log (default: %(default)s)")
     return parser
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-path", required=True, metavar="MODEL", help="a model's folder or a hub's name")
+    for name, default, metavar, about in (
+        ("samplings", "t1,trunc,greedy", "NAMES", "with commas"),
+        ("batches", "1,8,32", "SIZES", "requests at once, with commas"),
+        ("pairs", 6, "N", "samples of each server"),
+        ("input-tokens", 32, "N", "of a prompt"),
+        ("output-tokens", 200, "N", "of an answer"),
+        ("starts", 2, "N", "of each server, where they run in turns"),
+        ("logs", ".cache/bench", "FOLDER", "of the servers"),
+    ):
+        about += " (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=type(default), default=default, metavar=metavar, help=about)
+    parser.add_argument("--in-turns", action="store_true", help="do not run both servers at once, even if they fit")
+    about = "also run SGLang's bench_serving against both, at this many requests per second"
+    parser.add_argument("--load", type=float, metavar="RATE", help=about)
+    about = "of stock SGLang (default: what it takes by itself)"
+    parser.add_argument("--sampling-backend", metavar="NAME", help=about)
+    parser.add_argument("--json", metavar="FILE", help="write the results, with all samples")
+    parser.add_argument("--html", metavar="FILE", help="write the results as a page")
+
+
+def bench(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Compare a server with stock SGLang's. An interruption keeps what was measured. arguments: SGLang's."""
+    names = [name.strip() for name in options.samplings.split(",")]
+    try:
+        batches = [int(size) for size in options.batches.split(",")]
+    except ValueError:
+        raise ValueError(f"--batches is {options.batches!r}; expected numbers with commas, such as 1,8,32") from None
+    for option, values, least in (
+        ("--batches", batches, 1),
+        ("--pairs", [options.pairs], 2),
+        ("--starts", [options.starts], 2),
+        ("--input-tokens", [options.input_tokens], 1),
+        ("--output-tokens", [options.output_tokens], 16),
+    ):
+        if min(values) < least:
+            raise ValueError(f"{option} is {min(values)}; expected {least} or more")
+    if options.load is not None and not options.load > 0:
+        raise ValueError(f"--load is {options.load:g}; expected requests per second, above 0")
+    for option, file in (("--json", options.json), ("--html", options.html)):
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise ValueError(f"{option} is {file}, in a folder that is not there")  # not after the measurement
+    if importlib.util.find_spec("sglang") is None:
+        raise ModuleNotFoundError(name="sglang")
+    from . import bench as benchmark
+    from .demo.server import ServerError
+    from .model_config import config_file, head_of
+
+    if unknown := sorted(set(names) - set(benchmark.SAMPLINGS)):
+        known = ", ".join(benchmark.SAMPLINGS)
+        raise ValueError(f"--samplings has {', '.join(unknown)}; expected some of {known}")
+    vocab = head_of(str(config_file(options.model_path, download=True))).vocab
+    # The first and the last ids of a vocabulary are often special tokens.
+    ids = range(vocab // 10, max(vocab // 10 + 1, 9 * vocab // 10))
+    comparison = benchmark.Bench(
+        benchmark.Options(
+            options.model_path,
+            tuple(arguments),
+            tuple(names),
+            tuple(batches),
+            options.pairs,
+            benchmark.Load(ids, options.input_tokens, long=options.output_tokens),
+            Path(options.logs).resolve(),
+            options.sampling_backend,
+            options.in_turns,
+            options.starts,
+            options.load,
+        ),
+        *(None if file is None else Path(file) for file in (options.json, options.html)),
+    )
+    try:
+        comparison.run()
+    except ServerError as error:
+        return _fail(f"{error} (logs: {comparison.options.logs})", FAILED)
+    except KeyboardInterrupt:
+        return _fail("interrupted: what was measured until then is above", INTERRUPTED)
+    return OK
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:

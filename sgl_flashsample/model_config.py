@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def head_of(
     softcap: bool | None = None,
     tp: int = 1,
 ) -> HeadShape:
-    """The head of ``model`` (a folder or a ``config.json``), or its first shard for ``tp`` ranks. Explicit arguments
-    take precedence over the config. Raises HeadError."""
+    """The head of ``model`` (a folder, a ``config.json``, or a hub's name whose config is in the Hugging Face cache),
+    or its first shard for ``tp`` ranks. Explicit arguments take precedence over the config. Raises HeadError."""
     text = _text_config(model) if model else {}
     vocab = text.get("vocab_size") if vocab is None else vocab
     hidden = text.get("hidden_size") if hidden is None else hidden
@@ -57,13 +58,30 @@ def shard_of(vocab: int, tp: int) -> int:
     return min(vocab, -(-padded // tp))
 
 
-def _text_config(model: str) -> dict[str, Any]:
-    """The config's entries; of a multimodal model, those of its text model."""
+def config_file(model: str, *, download: bool = False) -> Path:
+    """The config of a model's folder, of a file, or of a hub's name. Of the last, as it lies in the Hugging Face cache;
+    download: else from the hub. Raises HeadError where there is none."""
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
-    if not path.exists():
-        raise HeadError(f"{model} is neither a model's folder nor a config.json on this machine")
+    if path.exists():
+        return path
+    found = None
+    with contextlib.suppress(ImportError, ValueError, OSError):  # no such package; no hub's name; no such model there
+        import huggingface_hub
+
+        if download:
+            return Path(huggingface_hub.hf_hub_download(model, "config.json"))
+        found = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    if not isinstance(found, str):
+        where = "of the Hugging Face hub" if download else "in the Hugging Face cache"
+        raise HeadError(f"{model} is neither a model's folder nor a config.json on this machine, nor a name {where}")
+    return Path(found)
+
+
+def _text_config(model: str) -> dict[str, Any]:
+    """The config's entries; of a multimodal model, those of its text model."""
+    path = config_file(model)
     try:
         # Not ``files.parse_json``: configs of state-space models hold Infinity.
         config = json.loads(read_plain(path, MAX_CONFIG_BYTES))

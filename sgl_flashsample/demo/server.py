@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,15 @@ class Server:
 
     backend: a sampling backend's name, or None to leave it to the launcher. launcher: the command that the arguments
     follow. port: None for a free one. A server that finds one of its ports taken is started once more, with others.
+
+    metrics_seconds: after which the next step brings our counters up to date, with FLASHSAMPLE_LOG_SECONDS=0.2.
     """
+
+    metrics_seconds = 0.3
 
     def __init__(
         self,
-        model: Path,
+        model: Path | str,
         arguments: list[str],
         *,
         backend: str | None,
@@ -153,6 +157,13 @@ class Server:
         """POST /generate; ``text`` or ``input_ids`` (one or a list), ``sampling_params``, ``return_logprob``, ..."""
         return self.post("/generate", **fields)
 
+    def stream(self, **fields: Any) -> Iterator[Any]:
+        """POST /generate, of one prompt: its answer so far, each time that it has grown."""
+        with self._open("/generate", json.dumps(fields | {"stream": True}).encode(), 600.0) as response:
+            for line in response:
+                if line.startswith(b"data:") and b"[DONE]" not in line:
+                    yield json.loads(line[len(b"data:") :])
+
     def chat(self, **fields: Any) -> Any:
         """POST /v1/chat/completions."""
         return self.post("/v1/chat/completions", model="default", **fields)
@@ -170,14 +181,17 @@ class Server:
         return self.get(path, json.dumps(fields).encode())
 
     def get(self, path: str, data: bytes | None = None, timeout: float = 600.0) -> Any:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data, headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                text = response.read().decode()
-        except urllib.error.HTTPError as error:
-            raise ServerError(f"{path} answered {error.code}: {error.read().decode(errors='replace')[:300]}") from error
+        with self._open(path, data, timeout) as response:
+            text = response.read().decode()
         try:
             return json.loads(text)
         except ValueError:
             return text
+
+    def _open(self, path: str, data: bytes | None, timeout: float) -> Any:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data, headers=headers)
+        try:
+            return urllib.request.urlopen(request, timeout=timeout)
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"{path} answered {error.code}: {error.read().decode(errors='replace')[:300]}") from error

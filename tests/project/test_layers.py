@@ -32,7 +32,7 @@ def layer_of(module: str) -> str | None:
         return None
     if len(parts) > 1 and parts[1] in ("kernels", "autotune", "sglang"):
         return parts[1]
-    return "top" if len(parts) > 1 and parts[1] in ("__main__", "cli", "doctor", "demo") else "base"
+    return "top" if len(parts) > 1 and parts[1] in ("__main__", "cli", "bench", "doctor", "demo") else "base"
 
 
 def module_of(path: Path) -> str:

@@ -37,6 +37,21 @@ def test_a_head_within_a_model_that_also_sees_and_its_softcap(config):
     assert not head_of(path, softcap=False).softcap
 
 
+def test_a_hub_s_name_is_looked_up_in_the_cache(monkeypatch, tmp_path):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(huggingface_hub.file_download, "HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--Qwen--Qwen3-8B"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text(json.dumps(QWEN3_8B))
+    assert head_of("Qwen/Qwen3-8B") == HeadShape(vocab=151936, hidden=4096, dtype="bf16")
+    with pytest.raises(HeadError, match="nor a name in the Hugging Face cache"):
+        head_of("Qwen/another")
+
+
 def test_a_shard_is_cut_as_servers_cut_it(config):
     assert (shard_of(151936, 1), shard_of(151936, 2), shard_of(50257, 4)) == (151936, 75968, 12576)
     assert head_of(config(**QWEN3_8B), tp=2) == HeadShape(vocab=75968, hidden=4096, dtype="bf16", tp=2)

@@ -1,0 +1,510 @@
+"""``sgl-flashsample bench``: what this backend gains for a model on this machine, against stock SGLang.
+
+Two real servers with the same arguments, but for the sampling backend, answer the same kind of requests. A cell is one
+way of sampling at one batch size. Its time per output token is the time between a short and a long answer to the same
+batch, divided by the tokens between them: no prefill, no HTTP. The latencies between tokens are those of one request of
+the batch, which streams its answer while the others wait for theirs.
+
+Where the memory allows, both servers run side by side and each cell is measured in pairs: stock, ours, then ours,
+stock, and so on, so that drift falls on both. Else they start in turns, stock, ours, ours, stock, and what is compared
+are the medians of the starts. A difference is named only if the confidence interval of the ratio excludes 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import html
+import itertools
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from . import __version__
+from .autotune.race import Ratio
+from .autotune.timing import Timing, describe_machine, memory_share
+from .demo import cpu_platform
+from .demo.server import Server, ServerError
+from .files import write_whole
+
+# A list of objects that no answer of a benchmark's length ends; numbers, words and fixed text in turn.
+JSON_SCHEMA = {
+    "type": "array",
+    "minItems": 200,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 16},
+            "count": {"type": "integer"},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["name", "count", "ok"],
+    },
+}
+TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
+Request = tuple[dict[str, Any], dict[str, Any]]  # sampling parameters, other fields
+SAMPLINGS: dict[str, Request] = {
+    "t1": ({"temperature": 1.0}, {}),
+    "trunc": (TRUNCATED, {}),
+    "greedy": ({"temperature": 0.0}, {}),
+    "penalty": (TRUNCATED | {"frequency_penalty": 0.5, "repetition_penalty": 1.1}, {}),
+    "json": (TRUNCATED | {"json_schema": json.dumps(JSON_SCHEMA)}, {}),
+    "logprob": ({"temperature": 1.0}, {"return_logprob": True}),
+    "top-logprobs": ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 5}),
+}
+TITLES = {
+    "t1": "temperature 1",
+    "trunc": "temperature 0.7, top_p 0.9, top_k 50",
+    "greedy": "greedy",
+    "penalty": "as trunc, with frequency_penalty 0.5 and repetition_penalty 1.1",
+    "json": "as trunc, with a JSON schema",
+    "logprob": "temperature 1, logprobs",
+    "top-logprobs": "temperature 1, 5 top logprobs",
+}
+STOCK, OURS = "stock", "flashsample"
+SIDE_BY_SIDE, IN_TURNS = "side by side", "in turns"
+ALPHA = 0.01  # chance that equal servers are called different, per cell
+COUNTERS_EVERY = {"FLASHSAMPLE_LOG_SECONDS": "0.2"}  # environment: how often the counters are brought up to date
+HALF = 0.47  # of a GPU's memory: what the first server may take if the second is to run beside it
+SPARE_TOKENS = 4096  # of the KV cache, beyond what a batch of prompts and answers takes
+LOAD_REQUESTS = 200  # of SGLang's bench_serving
+PERCENTILES = (50, 99)
+
+
+class Load(NamedTuple):
+    """What the requests of a cell are. ids: of the prompts, drawn at random. short, long: tokens of the two answers."""
+
+    ids: range
+    prompt_tokens: int = 32
+    short: int = 8
+    long: int = 200
+
+    def prompts(self, batch: int) -> list[list[int]]:
+        return [random.choices(self.ids, k=self.prompt_tokens) for _ in range(batch)]
+
+    def kv_tokens(self, batch: int) -> int:
+        """Enough KV cache for a batch."""
+        return batch * (self.prompt_tokens + self.long + 64) + SPARE_TOKENS
+
+
+# --- one server -----------------------------------------------------------------------------------------------------
+
+
+def generate(server: Server, load: Load, batch: int, request: Request, tokens: int) -> float:
+    """Seconds for ``batch`` fresh random prompts to be answered with ``tokens`` tokens each. Raises ServerError for
+    answers of another length."""
+    params, fields = request
+    prompts = load.prompts(batch)
+    started = perf_counter()
+    answers = server.generate(
+        input_ids=prompts, sampling_params={**params, "max_new_tokens": tokens, "ignore_eos": True}, **fields
+    )
+    seconds = perf_counter() - started
+    lengths = {len(answer["output_ids"]) for answer in answers}
+    if lengths != {tokens}:
+        raise ServerError(f"answers have {sorted(lengths)} tokens; expected {tokens}")
+    return seconds
+
+
+def tpot_us(server: Server, load: Load, batch: int, request: Request) -> float:
+    """Microseconds per output token."""
+    short = generate(server, load, batch, request, load.short)
+    return (generate(server, load, batch, request, load.long) - short) / (load.long - load.short) * 1e6
+
+
+def gaps_us(server: Server, load: Load, batch: int, request: Request) -> list[float]:
+    """Microseconds between the tokens of one request of a batch, as they arrive."""
+    params, fields = request
+    others: threading.Thread | None = None
+    if batch > 1:
+        others = threading.Thread(target=generate, args=(server, load, batch - 1, request, load.long))
+        others.start()
+    arrivals = []
+    sampling_params = {**params, "max_new_tokens": load.long, "ignore_eos": True}
+    for _ in server.stream(input_ids=load.prompts(1)[0], sampling_params=sampling_params, **fields):
+        arrivals.append(perf_counter())
+    if others is not None:
+        others.join()
+    # Until all requests of the batch have been prefilled, a gap is not one of decoding.
+    arrivals = arrivals[load.short :]
+    return [(after - before) * 1e6 for before, after in itertools.pairwise(arrivals)]
+
+
+class Counters(NamedTuple):
+    """Since the server's start. rows: {path: rows}."""
+
+    rows: dict[str, float]
+    host_seconds: float
+    host_steps: float
+
+    @classmethod
+    def of(cls, server: Server, load: Load) -> Counters:
+        """Of a server with the metrics on, with COUNTERS_EVERY in its environment."""
+        time.sleep(server.metrics_seconds)
+        generate(server, load, 1, SAMPLINGS["greedy"], 2)
+        text = server.metrics()
+        rows: dict[str, float] = {}
+        for path, value in re.findall(r'^sglang:flashsample_rows_total\{[^}]*path="([^"]*)"[^}]*\} (\S+)$', text, re.M):
+            rows[path] = rows.get(path, 0.0) + float(value)
+        host = [
+            sum(
+                map(float, re.findall(rf"^sglang:flashsample_host_seconds_{which}(?:\{{[^}}]*\}})? (\S+)$", text, re.M))
+            )
+            for which in ("sum", "count")
+        ]
+        return cls(rows, *host)
+
+    def shares_since(self, before: Counters) -> dict[str, float]:
+        """Share of the rows that each path has served."""
+        served = {path: rows - before.rows.get(path, 0.0) for path, rows in self.rows.items()}
+        total = max(1.0, sum(served.values()))
+        return {path: round(count / total, 3) for path, count in served.items() if count}
+
+    def host_us_since(self, before: Counters) -> float:
+        """Microseconds of the sampler's host time per step."""
+        steps = max(1.0, self.host_steps - before.host_steps)
+        return round((self.host_seconds - before.host_seconds) / steps * 1e6, 1)
+
+
+# --- cells ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Cell:
+    """samples, gaps: microseconds by server's name; per output token, and between the tokens of one request. A list of
+    samples per start of the server. paths, host_us: of the last server, ours."""
+
+    sampling: str
+    batch: int
+    samples: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
+    gaps: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    paths: dict[str, float] = dataclasses.field(default_factory=dict)
+    host_us: float = 0.0
+
+    def timing(self, label: str) -> Timing:
+        return Timing.of([sample for start in self.samples[label] for sample in start])
+
+    @property
+    def ratio(self) -> Ratio:
+        """Of the last server's time to the first one's, minus 1. Raises ValueError for fewer than two pairs of
+        samples, or for servers that were started in turns fewer than twice."""
+        stock, ours = self.samples.values()
+        if len(stock) == 1:
+            return Ratio.paired(ours[0], stock[0], ALPHA)
+        return Ratio.unpaired(list(map(statistics.median, ours)), list(map(statistics.median, stock)), ALPHA)
+
+    @property
+    def verdict(self) -> str:
+        """The change of the time per token and its confidence interval, in percent."""
+        off, low, high = (100 * value for value in (self.ratio.off, self.ratio.low, self.ratio.high))
+        if high < 0:
+            return f"{-off:.1f} % faster ({-high:.1f} to {-low:.1f})"
+        if low > 0:
+            return f"{off:.1f} % slower ({low:.1f} to {high:.1f})"
+        return f"no difference ({low:+.1f} to {high:+.1f} %)"
+
+    def percentiles(self, label: str) -> list[float]:
+        """Of the microseconds between tokens; empty where none were taken."""
+        gaps = sorted(self.gaps.get(label, []))
+        return [gaps[min(len(gaps) - 1, len(gaps) * percent // 100)] for percent in PERCENTILES] if gaps else []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For a result file, one per server."""
+        rows: list[dict[str, Any]] = []
+        for label in self.samples:
+            timing, samples = self.timing(label), [round(us, 1) for start in self.samples[label] for us in start]
+            row = {"sampling": self.sampling, "batch": self.batch, "backend": label, "tpot_us": round(timing.us, 1)}
+            latencies = zip(PERCENTILES, self.percentiles(label), strict=False)
+            row |= {f"itl_p{percent}_us": round(us, 1) for percent, us in latencies}
+            rows.append(row | {"spread_us": round(timing.spread, 1), "samples": samples})
+        if self.paths:
+            rows[-1] |= {"paths": self.paths, "host_us": self.host_us}
+        return rows
+
+
+def measure(
+    servers: Mapping[str, Server],
+    load: Load,
+    sampling: str,
+    batch: int,
+    pairs: int,
+    *,
+    latencies: bool = True,
+    step: Callable[[], Any] = lambda: None,
+) -> Cell:
+    """A cell of one server, or of two that run at once, the baseline first. pairs: samples of each. latencies: also
+    those between tokens. step: called after each sample."""
+    cell, request, labels = Cell(sampling, batch), SAMPLINGS[sampling], list(servers)
+    order = [label for pair in range(pairs) for label in (labels if pair % 2 == 0 else reversed(labels))]
+    for label, server in servers.items():
+        generate(server, load, batch, request, load.short)  # compiles, and fills caches
+        cell.samples[label] = [[]]
+    before = Counters.of(servers[labels[-1]], load)
+    for label in order:
+        cell.samples[label][0].append(tpot_us(servers[label], load, batch, request))
+        step()
+    after = Counters.of(servers[labels[-1]], load)
+    cell.paths, cell.host_us = after.shares_since(before), after.host_us_since(before)
+    if latencies:
+        cell.gaps = {label: gaps_us(server, load, batch, request) for label, server in servers.items()}
+    return cell
+
+
+# --- the comparison -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """model: a folder or a hub's name. arguments: of both servers. backend: stock's sampling backend, None for what
+    SGLang takes by itself. in_turns: do not try side by side. starts: of each server where they run in turns. rate:
+    requests per second of SGLang's bench_serving, None without it."""
+
+    model: str
+    arguments: tuple[str, ...]
+    samplings: tuple[str, ...]
+    batches: tuple[int, ...]
+    pairs: int
+    load: Load
+    logs: Path
+    backend: str | None = None
+    in_turns: bool = False
+    starts: int = 2
+    rate: float | None = None
+
+
+class Bench:
+    """Runs the comparison, with a progress bar where there is a terminal. After each cell its lines are printed and
+    ``json_file`` and ``html_file`` written.
+
+    cells, loads: what is complete. mode: how the servers run.
+    """
+
+    def __init__(self, options: Options, json_file: Path | None = None, html_file: Path | None = None) -> None:
+        self.options, self._json_file, self._html_file = options, json_file, html_file
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.mode = SIDE_BY_SIDE
+        self.cells: list[Cell] = []
+        self.loads: list[dict[str, Any]] = []
+        self._places = list(itertools.product(options.samplings, options.batches))
+        self._bar = tqdm(unit="sample", disable=None, leave=False, dynamic_ncols=True)
+
+    def server(self, label: str) -> Server:
+        """Not started."""
+        options, backend = self.options, self.options.backend
+        arguments = [*options.arguments, "--enable-metrics"]
+        environment = COUNTERS_EVERY | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
+        if not any(argument.split("=")[0] == "--max-total-tokens" for argument in arguments):
+            arguments += ["--max-total-tokens", str(options.load.kv_tokens(max(options.batches)))]
+        if self.device.type == "cpu":
+            arguments = [*cpu_platform.SERVER_ARGUMENTS, *arguments]
+            environment |= cpu_platform.environment(options.logs / "cpu")
+            backend = backend or "pytorch"
+        return Server(
+            options.model,
+            arguments,
+            backend=OURS if label == OURS else backend,
+            log=options.logs / f"{label}.log",
+            environment=environment,
+            progress=self._say,
+        )
+
+    @contextlib.contextmanager
+    def started(self, label: str) -> Iterator[Server]:
+        self._say(f"starting {label}")
+        began = time.monotonic()
+        with self.server(label) as server:
+            for sampling in self.options.samplings:  # compiles what the first such request compiles
+                generate(server, self.options.load, 2, SAMPLINGS[sampling], 4)
+            self._say(f"{label} is ready after {time.monotonic() - began:.0f} s")
+            if label == OURS:
+                self._check_active(server)
+            yield server
+
+    def _check_active(self, server: Server) -> None:
+        """Raises ServerError where SGLang's sampler would serve everything: there is nothing to compare."""
+        states = server.get("/server_info").get("internal_states") or [{}]
+        status = states[0].get("flashsample") or {}
+        if not status.get("active"):
+            raise ServerError(f"the fused path is not active: {status.get('reason') or 'the plugin was not found'}")
+
+    def run(self) -> None:
+        """Raises ServerError for a server that does not start or answer."""
+        if self.device.type == "cpu":
+            self._say("there is no GPU: kernels are interpreted, which is slow, and the times say nothing about one")
+        try:
+            self._compare()
+        finally:
+            self._bar.close()
+        for line in load_lines(self):
+            print(line)
+        self._write()
+
+    def _compare(self) -> None:
+        if self.options.in_turns:
+            return self._in_turns()
+        with self.started(STOCK) as stock:
+            share = memory_share(self.device)
+            if share <= HALF:
+                try:
+                    with self.started(OURS) as ours:
+                        return self._side_by_side({STOCK: stock, OURS: ours})
+                except ServerError as error:
+                    if self.cells or "memory" not in str(error).lower():
+                        raise
+                    self._say(f"the second server does not fit beside the first: {error}")
+            else:
+                self._say(f"one server takes {share:.0%} of the GPU's memory")
+        self._in_turns()
+
+    def _side_by_side(self, servers: dict[str, Server]) -> None:
+        options = self.options
+        self._bar.reset(2 * len(self._places) * options.pairs)
+        for place in self._places:
+            self._complete(measure(servers, options.load, *place, options.pairs, step=self._bar.update))
+        for label in (STOCK, OURS, STOCK, OURS) if options.rate is not None else ():
+            self._serve_load(label, servers[label])
+
+    def _in_turns(self) -> None:
+        options, self.mode = self.options, IN_TURNS
+        order = ([STOCK, OURS, OURS, STOCK] * options.starts)[: 2 * options.starts]
+        self._say(f"the servers run in turns: {', '.join(order)}")
+        self._bar.reset(len(order) * len(self._places) * options.pairs)
+        cells = {place: Cell(*place) for place in self._places}
+        for number, label in enumerate(order):
+            with self.started(label) as server:
+                for place, whole in cells.items():
+                    part = measure({label: server}, options.load, *place, options.pairs, step=self._bar.update)
+                    whole.samples.setdefault(label, []).extend(part.samples[label])
+                    whole.gaps.setdefault(label, []).extend(part.gaps[label])
+                    if label == OURS:
+                        whole.paths, whole.host_us = part.paths, part.host_us
+                    if number == len(order) - 1:
+                        self._complete(whole)
+                if options.rate is not None:
+                    self._serve_load(label, server)
+
+    def _complete(self, cell: Cell) -> None:
+        self.cells.append(cell)
+        if len(self.cells) == 1:
+            self._say(heading(self))
+        for line in cell_lines(cell):
+            self._say(line)
+        self._write()
+
+    def _write(self) -> None:
+        if self._json_file is not None:
+            write_whole(self._json_file, json.dumps(result(self), indent=1) + "\n")
+        if self._html_file is not None:
+            write_whole(self._html_file, page(self))
+
+    def _say(self, line: str) -> None:
+        self._bar.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def _serve_load(self, label: str, server: Server) -> None:
+        """SGLang's own bench_serving: its result, with the server's name. What fails is said, and nothing else ends."""
+        rate, load = self.options.rate, self.options.load
+        self._say(f"bench_serving against {label}: {LOAD_REQUESTS} requests, {rate:g} per second")
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "load.jsonl"
+            command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--host", "127.0.0.1"]
+            command += ["--port", str(server.port), "--dataset-name", "random-ids", "--tokenizer", self.options.model]
+            command += ["--random-input-len", str(load.prompt_tokens), "--random-output-len", str(load.long)]
+            command += ["--num-prompts", str(LOAD_REQUESTS), "--request-rate", str(rate), "--disable-tqdm"]
+            command += ["--output-file", str(out)]
+            done = subprocess.run(command, env=server.environment, capture_output=True, text=True)
+            if done.returncode or not out.exists():
+                last = ((done.stderr or done.stdout).strip().splitlines() or ["no output"])[-1]
+                return self._say(f"sglang.bench_serving failed: {last[:300]}")
+            result = json.loads(out.read_text().splitlines()[-1])
+        names = ("completed", "output_throughput", "mean_tpot_ms", "p99_tpot_ms", "mean_ttft_ms", "p99_itl_ms")
+        self.loads.append({"backend": label} | {name: result.get(name) for name in names})
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+def result(bench: Bench) -> dict[str, Any]:
+    """What is complete, for a JSON file."""
+    options, cells = bench.options, bench.cells
+    comparisons = [
+        {"sampling": cell.sampling, "batch": cell.batch, "verdict": cell.verdict} | cell.ratio.rounded for cell in cells
+    ]
+    about = {"model": options.model, "arguments": options.arguments, "mode": bench.mode, "pairs": options.pairs}
+    env = describe_machine(bench.device) | {"sgl_flashsample": __version__, "date": time.strftime("%Y-%m-%d")}
+    rows = [row for cell in cells for row in cell.rows()]
+    return {"env": env | about, "rows": rows, "comparisons": comparisons, "load": bench.loads}
+
+
+def heading(bench: Bench) -> str:
+    options = bench.options
+    tokens = options.load.long - options.load.short
+    starts = "" if bench.mode == SIDE_BY_SIDE else f" in each of {options.starts} starts"
+    samples = f"{options.pairs} samples of {tokens} tokens{starts}"
+    return f"{options.model}: stock SGLang -> flashsample, {bench.mode}, {samples}"
+
+
+def cell_lines(cell: Cell) -> Iterator[str]:
+    """A cell as text of at most 100 columns."""
+    stock, ours = (cell.timing(label) for label in cell.samples)
+    rates = " -> ".join(f"{cell.batch * 1e6 / timing.us:.0f}" for timing in (stock, ours))
+    latencies = [[f"{us / 1000:.2f}" for us in cell.percentiles(label)] for label in cell.samples]
+    between = [f"p{percent} {one} -> {other}" for percent, one, other in zip(PERCENTILES, *latencies, strict=False)]
+    yield f"{cell.sampling}, batch of {cell.batch}: {stock.us:.0f} -> {ours.us:.0f} us per token, {cell.verdict}"
+    yield f"    {rates} tokens/s; ms between tokens {', '.join(between)}"
+    yield f"    served by {', '.join(f'{path} {share:.0%}' for path, share in cell.paths.items())}"
+
+
+def load_lines(bench: Bench) -> Iterator[str]:
+    """What bench_serving said of each server."""
+    for load in bench.loads:
+        values = ", ".join(f"{name} {value:.4g}" for name, value in load.items() if isinstance(value, int | float))
+        yield f"bench_serving, {load['backend']}: {values}"
+
+
+_STYLE = """
+:root{color-scheme:light dark;--grey:#8a8a8a;--ours:#3b82c4}
+body{font:14px/1.5 system-ui,sans-serif;max-width:1000px;margin:24px auto;padding:0 16px}
+h1{font-size:20px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+td,th{padding:3px 8px;text-align:left;border-bottom:1px solid #8884}
+.bar{height:9px;background:var(--grey)}.ours{background:var(--ours)}td.bars{width:30%}
+"""
+
+
+def page(bench: Bench) -> str:
+    """What is complete, as one self-contained HTML page."""
+    longest = max((cell.timing(label).us for cell in bench.cells for label in cell.samples), default=1.0)
+    rows = []
+    for cell in bench.cells:
+        timings = [cell.timing(label) for label in cell.samples]
+        bars = "".join(
+            f'<div class="bar{" ours" * place}" style="width:{100 * timing.us / longest:.1f}%"></div>'
+            for place, timing in enumerate(timings)
+        )
+        between = (f"{timing.us:.0f}" for timing in timings)
+        paths = ", ".join(f"{path} {share:.0%}" for path, share in cell.paths.items())
+        texts = (TITLES[cell.sampling], cell.batch, " → ".join(between), cell.verdict, paths)
+        columns = "".join(f"<td>{html.escape(str(text))}</td>" for text in texts)
+        rows.append(f"<tr>{columns}<td class=bars>{bars}</td></tr>")
+    names = ("sampling", "batch", "us per token", "change", "served by", "time per token")
+    head, title = "".join(f"<th>{name}</th>" for name in names), html.escape(heading(bench))
+    loads = "".join(f"<p>{html.escape(line)}</p>" for line in load_lines(bench))
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+        f"<h1>{title}</h1><p>Grey is stock SGLang, blue is flashsample; shorter is better.</p>"
+        f"<table><tr>{head}</tr>{''.join(rows)}</table>{loads}</html>\n"
+    )

@@ -1,0 +1,273 @@
+"""``sgl-flashsample bench``: what is measured, in which order, and what is called a difference."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from serving import CUDA, needs_sglang
+
+from sgl_flashsample import bench
+from sgl_flashsample.demo import markov
+from sgl_flashsample.demo.server import ServerError
+
+LOAD = bench.Load(range(10, 90), prompt_tokens=4, short=2, long=6)
+
+
+class Clock:
+    """Time goes by only when a server works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+class FakeServer:
+    """Answers after some seconds per token. log: of all servers, who was asked for the long answer, in order."""
+
+    metrics_seconds = 0.0
+    environment: dict[str, str] = {}  # noqa: RUF012
+    port = 0
+
+    def __init__(self, label, seconds, log, *, starts=None, active=True):
+        self.label, self.seconds, self.log, self.active = label, seconds, log, active
+        self.starts, self.rows = starts, 0
+
+    def __enter__(self):
+        if self.starts is not None:
+            raise ServerError(self.starts)
+        self.log.append(f"+{self.label}")
+        return self
+
+    def __exit__(self, *error):
+        self.log.append(f"-{self.label}")
+
+    def generate(self, *, input_ids, sampling_params, **fields):
+        assert all(token in LOAD.ids for prompt in input_ids for token in prompt)
+        tokens = sampling_params["max_new_tokens"]
+        if tokens == LOAD.long:
+            self.log.append(self.label)
+        self.rows += tokens * len(input_ids)
+        CLOCK.now += self.seconds * tokens
+        return [{"output_ids": [0] * tokens} for _ in input_ids]
+
+    def stream(self, *, input_ids, sampling_params, **fields):
+        for tokens in range(sampling_params["max_new_tokens"]):
+            CLOCK.now += self.seconds
+            yield {"output_ids": [0] * (tokens + 1)}
+
+    def metrics(self):
+        if self.label == bench.STOCK:
+            return ""
+        return (
+            f'sglang:flashsample_rows_total{{path="fused",reason=""}} {self.rows}\n'
+            f"sglang:flashsample_host_seconds_sum {self.rows * 4e-5}\n"
+            f"sglang:flashsample_host_seconds_count {self.rows}\n"
+        )
+
+    def get(self, path):
+        return {"internal_states": [{"flashsample": {"active": self.active, "reason": None if self.active else "tp"}}]}
+
+
+def make_bench(tmp_path, servers, **changes):
+    """A comparison of fake servers, and what they were asked for. servers: {label: options of FakeServer}."""
+    log: list[str] = []
+    values = {"samplings": ("t1",), "batches": (2,), "pairs": 3, "logs": tmp_path, "load": LOAD, "arguments": ()}
+    comparison = bench.Bench(bench.Options(model="M", **values | changes), tmp_path / "b.json", tmp_path / "b.html")
+    comparison.server = lambda label: FakeServer(label, log=log, **{"seconds": 0.001} | servers.get(label, {}))
+    return comparison, log
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets the share of the memory that one server takes."""
+    monkeypatch.setattr(bench, "memory_share", lambda device: 0.1)
+    monkeypatch.setattr(bench, "perf_counter", CLOCK)
+    return lambda share: monkeypatch.setattr(bench, "memory_share", lambda device: share)
+
+
+# --- what is called a difference ------------------------------------------------------------------------------------
+
+
+def cell_of(stock, ours):
+    return bench.Cell("t1", 1, {bench.STOCK: stock, bench.OURS: ours})
+
+
+@pytest.mark.parametrize("starts, limit", [(1, 0.02), (3, 0.02)])
+def test_equal_servers_are_hardly_ever_called_different_and_a_slower_one_always_is(starts, limit):
+    """Side by side, and in turns with a difference between the starts as large as that between samples."""
+    g = random.Random(5)
+
+    def samples(mean):
+        of_starts = (mean * g.gauss(1.0, 0.002 * (starts > 1)) for _ in range(starts))
+        return [[of_start * g.gauss(1.0, 0.002) for _ in range(6)] for of_start in of_starts]
+
+    verdicts = [cell_of(samples(5000), samples(5000)).verdict for _ in range(1000)]
+    assert sum("no difference" not in verdict for verdict in verdicts) <= 1000 * limit
+    verdicts = [cell_of(samples(5000), samples(5500)).verdict for _ in range(50)]
+    assert all("% slower" in verdict for verdict in verdicts)
+
+
+def test_a_verdict_says_how_much_faster_and_between_which_bounds():
+    cell = cell_of([[1000.0, 1001.0, 999.0]], [[900.0, 901.0, 899.0]])
+    assert cell.verdict.startswith("10.0 % faster (9.")
+    assert cell.ratio.low < -0.1 < cell.ratio.high < -0.09
+    noisy = cell_of([[1000.0, 1200.0, 1100.0]], [[1100.0, 1000.0, 1200.0]])
+    assert noisy.verdict.startswith("no difference (-")
+    with pytest.raises(ValueError, match="1 pairs; expected at least 2"):
+        _ = cell_of([[1.0]], [[1.0]]).ratio
+    with pytest.raises(ValueError, match="1 and 2 samples; expected as many"):
+        _ = cell_of([[1.0], [2.0]], [[1.0]]).ratio
+
+
+# --- how it runs ----------------------------------------------------------------------------------------------------
+
+
+def test_two_servers_that_fit_are_asked_by_turns_and_each_comes_first_as_often(tmp_path, memory, capsys):
+    comparison, log = make_bench(tmp_path, {bench.OURS: {"seconds": 0.003}}, batches=(1, 2), pairs=4)
+    comparison.run()
+    assert comparison.mode == bench.SIDE_BY_SIDE
+    pairs = [bench.STOCK, bench.OURS, bench.OURS, bench.STOCK] * 2
+    assert log[:10] == ["+stock", "+flashsample", *pairs]
+    assert log[-2:] == ["-flashsample", "-stock"]
+    cells = comparison.cells
+    assert [(cell.sampling, cell.batch) for cell in cells] == [("t1", 1), ("t1", 2)]
+    assert all("% slower" in cell.verdict and cell.paths == {"fused": 1.0} for cell in cells)
+    assert all(abs(cell.host_us - 40) < 1 for cell in cells)
+    for cell in cells:
+        assert len(cell.gaps[bench.OURS]) == LOAD.long - LOAD.short - 1
+        assert cell.percentiles(bench.OURS)[0] > 2.5 * 1000 > cell.percentiles(bench.STOCK)[0]
+    printed = capsys.readouterr().out
+    assert "M: stock SGLang -> flashsample, side by side, 4 samples of 4 tokens" in printed
+    assert "served by fused 100%" in printed
+    written = json.loads((tmp_path / "b.json").read_text())
+    assert [row["backend"] for row in written["rows"]] == ["stock", "flashsample"] * 2
+    assert all(len(row["samples"]) == 4 and row["itl_p99_us"] >= row["itl_p50_us"] > 0 for row in written["rows"])
+    assert written["comparisons"][0]["verdict"] == cells[0].verdict
+    html = (tmp_path / "b.html").read_text()
+    assert html.count("<tr>") == 3 and cells[1].verdict in html and "<script" not in html
+
+
+@pytest.mark.parametrize("why", ["asked for", "no room", "second does not start"])
+def test_servers_that_do_not_fit_start_in_turns(tmp_path, memory, capsys, why):
+    servers: dict = {}
+    if why == "no room":
+        memory(0.6)
+    comparison, log = make_bench(tmp_path, servers, in_turns=why == "asked for", pairs=2)
+    if why == "second does not start":
+        make, started = comparison.server, []
+
+        def fails_beside_another(label):
+            server = make(label)
+            started.append(label)
+            if label == bench.OURS and len(started) == 2:
+                server.starts = "the server ended with code 1: CUDA out of memory"
+            return server
+
+        comparison.server = fails_beside_another
+    comparison.run()
+    assert comparison.mode == bench.IN_TURNS
+    starts = [entry for entry in log if entry.startswith("+")]
+    assert starts[-4:] == ["+stock", "+flashsample", "+flashsample", "+stock"]
+    first, last = log.index("+flashsample"), max(place for place, entry in enumerate(log) if entry == "+flashsample")
+    assert "-stock" in log[:first] and "-flashsample" in log[first:last], "one server at a time"
+    (cell,) = comparison.cells
+    assert [len(start) for label in cell.samples for start in cell.samples[label]] == [2, 2, 2, 2]
+    assert "the servers run in turns: stock, flashsample, flashsample, stock" in capsys.readouterr().out
+
+
+def test_a_server_whose_fused_path_is_off_is_not_compared(tmp_path, memory):
+    comparison, _ = make_bench(tmp_path, {bench.OURS: {"active": False}})
+    with pytest.raises(ServerError, match="the fused path is not active: tp"):
+        comparison.run()
+
+
+def test_a_failure_other_than_of_memory_is_not_tried_again(tmp_path, memory):
+    comparison, log = make_bench(tmp_path, {bench.OURS: {"starts": "unrecognized arguments: --x"}})
+    with pytest.raises(ServerError, match="--x"):
+        comparison.run()
+    assert log == ["+stock", "-stock"]
+
+
+def test_answers_of_another_length_are_no_measurement():
+    class Short(FakeServer):
+        def generate(self, **fields):
+            return [{"output_ids": [1]}]
+
+    with pytest.raises(ServerError, match=r"answers have \[1\] tokens; expected 2"):
+        bench.tpot_us(Short("stock", 0.0, []), LOAD, 1, bench.SAMPLINGS["t1"])
+
+
+METRICS = """\
+# HELP sglang:flashsample_rows_total Rows sampled, per path and reason
+sglang:flashsample_rows_total{path="fused",reason=""} 90.0
+sglang:flashsample_rows_total{path="native",reason="top_logprobs"} 6.0
+sglang:flashsample_rows_total{path="native",reason="beams"} 4.0
+sglang:flashsample_rows_created{path="fused",reason=""} 1.7e+09
+sglang:flashsample_host_seconds_count{engine="0"} 20.0
+sglang:flashsample_host_seconds_sum{engine="0"} 0.001
+"""
+
+
+def test_a_servers_metrics_say_which_path_served_and_what_a_step_takes_of_the_host():
+    server = FakeServer(bench.OURS, 0.0, [])
+    server.metrics = lambda: METRICS
+    counters = bench.Counters.of(server, LOAD)
+    assert counters == ({"fused": 90.0, "native": 10.0}, 0.001, 20.0)
+    before = bench.Counters({"fused": 80.0, "native": 10.0, "logits": 0.0}, 0.0004, 10.0)
+    assert counters.host_us_since(before) == 60.0
+    assert counters.shares_since(before) == {"fused": 1.0}
+    assert counters.shares_since(bench.Counters({}, 0.0, 0.0)) == {"fused": 0.9, "native": 0.1}
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--samplings", "t1,t2"], "--samplings has t2; expected some of t1, trunc, greedy, "),
+        (["--batches", "1,x"], "--batches is '1,x'; expected numbers with commas, such as 1,8,32"),
+        (["--batches", "0"], "--batches is 0; expected 1 or more"),
+        (["--pairs", "1"], "--pairs is 1; expected 2 or more"),
+        (["--starts", "1"], "--starts is 1; expected 2 or more"),
+        (["--output-tokens", "8"], "--output-tokens is 8; expected 16 or more"),
+        (["--load", "0"], "--load is 0; expected requests per second, above 0"),
+        (["--json", "nowhere/b.json"], "--json is nowhere/b.json, in a folder that is not there"),
+        (
+            [],
+            "nowhere is neither a model's folder nor a config.json on this machine, nor a name of the Hugging Face hub",
+        ),
+    ],
+)
+@needs_sglang
+def test_what_cannot_be_measured_is_one_line(run, monkeypatch, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, _, err = run("bench", "--model-path", "nowhere", *arguments)
+    assert code == 2
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.slow
+def test_two_real_servers_are_compared(run, tmp_path):
+    markov.write(tmp_path / "model", markov.SIZES["tiny"])
+    changes = ["--samplings", "greedy", "--batches", "2", "--pairs", "2", "--output-tokens", "16"]
+    servers = ["--dtype", "float32", "--random-seed", "1", *(["--mem-fraction-static", "0.3"] if CUDA else [])]
+    files = ["--json", "b.json", "--html", "b.html", "--logs", "logs"]
+    code, out, err = run("bench", "--model-path", tmp_path / "model", *changes, *servers, *files)
+    assert code == 0, err
+    assert "greedy, batch of 2: " in out and "served by fused 100%" in out
+    result = json.loads((tmp_path / "b.json").read_text())
+    assert result["env"]["arguments"] == servers
+    stock, ours = result["rows"]
+    assert min(len(stock["samples"]), len(ours["samples"])) == 2
+    assert ours["paths"] == {"fused": 1.0} and "paths" not in stock
+    assert ("there is no GPU" in out) is not CUDA
