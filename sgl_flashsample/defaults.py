@@ -31,6 +31,7 @@ SHIPPED = Path(__file__).parent / "tables"
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 INTERPRETED = "interpreted"
 MAX_INTERPRETED_SCREEN_ROWS = 32  # of a head with a screen: speed does not matter, and the path gets tested
+MAX_INTERPRETED_WEIGHTS = 2**23  # beyond, reading the head takes seconds; PyTorch's GEMM reads it in milliseconds
 
 
 class HeadTraits(NamedTuple):
@@ -92,8 +93,12 @@ def defaults_digest(family: str, itemsize: int) -> str:
 def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config:
     """The built-in configuration of a batch of ``num_rows`` rows."""
     if traits.family == INTERPRETED:
-        screened = kind.screen and num_rows <= MAX_INTERPRETED_SCREEN_ROWS
-        return _interpreted(traits, SamplingPath.SCREENED if screened else SamplingPath.FUSED, num_rows)
+        path = SamplingPath.FUSED
+        if kind.screen and num_rows <= MAX_INTERPRETED_SCREEN_ROWS:
+            path = SamplingPath.SCREENED
+        elif traits.vocab_size * traits.hidden_size > MAX_INTERPRETED_WEIGHTS and traits.has_gemm:
+            path = SamplingPath.LOGITS
+        return _interpreted(traits, path, num_rows)
     entries = _entries(traits, kind)
     if kind.fallback is not None and (not entries or entries[-1].rows < num_rows):
         return default_config(traits, num_rows, kind.fallback)

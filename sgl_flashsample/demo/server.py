@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def free_port(other_than: int | None = None) -> int:
         if port != other_than and port_is_free(port):
             return port
     raise ServerError(f"none of 100 ports between {PORTS.start} and {PORTS.stop} is free; choose one with --port")
+
+
+def stop_all(servers: Iterable[Server]) -> None:
+    """At once: SGLang looks every few seconds whether it is to stop."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(Server.stop, servers))
 
 
 class Server:

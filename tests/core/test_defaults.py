@@ -177,8 +177,12 @@ def test_interpreted_choices_are_few_programs_within_the_interpreters_block_limi
     head = HeadTraits(INTERPRETED, 4, vocab, hidden)
     for kind in BATCH_KINDS:
         screened = kind.screen and rows <= defaults.MAX_INTERPRETED_SCREEN_ROWS
-        wanted = SamplingPath.SCREENED if screened else SamplingPath.FUSED
+        large = vocab * hidden > defaults.MAX_INTERPRETED_WEIGHTS
+        unscreened = SamplingPath.LOGITS if large else SamplingPath.FUSED
+        wanted = SamplingPath.SCREENED if screened else unscreened
         assert path_of(default_config(head, rows, kind)) is wanted
+        without_gemm = default_config(head._replace(has_gemm=False), rows, kind)
+        assert path_of(without_gemm) is (SamplingPath.SCREENED if screened else SamplingPath.FUSED)
         for path in CONFIGS:
             config = default_config_on(head, path, rows, kind)
             assert config.ctas_per_sm == 1 and min(vocab, 2**11) <= config.block_v <= 2**20 // config.block_b

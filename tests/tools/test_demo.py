@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_flashsample.demo import bootstrap, markov
+from sgl_flashsample.demo import bootstrap, markov, smollm2
 from sgl_flashsample.demo.server import Server, ServerError, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +179,27 @@ def test_make_test_uses_the_cores_that_there_are_and_does_not_share_a_gpu(monkey
     assert command[-2:] == ["-k", "some"]
     assert command[:2] == (["-n", str(workers)] if workers else ["-k", "some"])
     assert environment.get("OMP_NUM_THREADS") == (str(threads) if threads else None)
+
+
+def test_without_the_trained_model_everything_else_is_installed(monkeypatch, capsys):
+    installed = []
+
+    def pip(what, *arguments):
+        if bootstrap.TRAINED_MODEL in arguments:
+            raise bootstrap.SetupError("no network")
+        installed.append(what)
+
+    monkeypatch.setattr(bootstrap, "pip", pip)
+    bootstrap.install("demo", gpu=True)
+    assert installed == ["SGLang and this package (several GB)"]
+    assert "the demo goes without it (no network)" in capsys.readouterr().out
+
+
+def test_a_trained_model_that_cannot_be_converted_is_one_line_and_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"SmolLM2-135M-Instruct could not be converted: no output"):
+        smollm2.write(tmp_path / "smollm2")
+    assert not any(tmp_path.iterdir())
 
 
 def test_make_has_every_target_and_a_mistake_is_one_line():

