@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from ..kinds import BATCH_KINDS, BatchKind, SamplingPath
 from ..tables.schema import ITEMSIZE, Entry, Table
+from .baselines import ARGMAX, EXPONENTIAL, FLASHINFER, MULTINOMIAL
 from .decide import entry_of
 from .labels import GEMM, config_of, key_of
 from .plan import EFFORTS, Plan, StudyKey
@@ -30,13 +31,24 @@ COLOURS = {
     "flashinfer": "#e08214",
     "built-in": "#777777",
 }
-LINES = {"tuned": "#111111", "default": "#999999", **COLOURS}
-WIDTH, HEIGHT = 960, 380
+TAKEN = "what is taken"
+LINES = {
+    TAKEN: "#d62728",
+    "default": "#999999",
+    **COLOURS,
+    ARGMAX: "#9467bd",
+    MULTINOMIAL: "#8c564b",
+    EXPONENTIAL: "#17becf",
+    FLASHINFER: "#bcbd22",
+}
+HEIGHT = 420
+GREY = "rgba(128,128,128,.35)"  # of grids: seen on a light page and on a dark one
 _STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;color:#111827;max-width:1000px;margin:24px auto;padding:0 16px}
-h1{font-size:20px}h2{font-size:16px;margin-top:28px;border-bottom:1px solid #e5e7eb}
+:root{color-scheme:light dark}
+body{font:14px/1.45 system-ui,sans-serif;max-width:1000px;margin:24px auto;padding:0 16px}
+h1{font-size:20px}h2{font-size:16px;margin-top:28px;border-bottom:1px solid #8884}.scroll{overflow-x:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:2px 10px;text-align:right}
-td.l,th.l{text-align:left}tr:nth-child(even){background:#f9fafb}th{color:#6b7280;font-weight:600}
+td.l,th.l{text-align:left}tr:nth-child(even){background:#8881}th{opacity:.7;font-weight:600}
 code{font:12px ui-monospace,monospace}details{margin:6px 0}summary{cursor:pointer}
 """
 
@@ -51,10 +63,13 @@ def page(table: Table, log: Path | None) -> str:
     return "\n".join(
         (
             "<!doctype html><html lang=en><meta charset=utf-8>",
+            "<meta name=viewport content='width=device-width'>",
             f"<title>{_text(table.file_name)}</title><style>{_STYLE}</style>",
             f"<script>{get_plotlyjs()}</script>",
             _summary(table, sizes),
             _html(overview(sizes)) if sizes else "",
+            _html(ratios(sizes)) if any(one.gemm_us for one in sizes) else "",
+            "<h2>All sizes</h2>" if kinds else "",
             *(_kind_section(kind, [one for one in sizes if one.kind == kind]) for kind in kinds),
             _search_section(table, events),
             _rejected_section(table, events),
@@ -65,7 +80,8 @@ def page(table: Table, log: Path | None) -> str:
 
 
 def overview(sizes: Sequence[Decision]) -> go.Figure:
-    """What each kind and size of batch takes: colour by path, microseconds as text."""
+    """What each kind and size of batch takes: colour by path, microseconds as text, and how many times as long the
+    fastest baseline takes, where one was raced."""
     kinds = [str(kind) for kind in BATCH_KINDS if any(one.kind == kind for one in sizes)][::-1]
     rows, paths = sorted({one.rows for one in sizes}), list(COLOURS)
     by_place = {(str(one.kind), one.rows): one for one in sizes}
@@ -80,7 +96,7 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
         x=[str(size) for size in rows],
         y=kinds,
         z=cells(lambda one: paths.index(one.entry.path) + 0.5),
-        text=cells(lambda one: f"{one.us:.0f}"),
+        text=[[text or "" for text in line] for line in cells(_heatmap_text)],
         customdata=cells(lambda one: one.takes),
         hovertemplate="%{y}, %{x} rows: %{text} us<br>%{customdata}<extra></extra>",
         texttemplate="%{text}",
@@ -91,39 +107,76 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
         xgap=2,
         ygap=2,
     )
-    title = "What a batch takes, and its microseconds"
-    return _sized(go.Figure(heatmap).update_layout(title=title, xaxis_title="rows of the batch"))
+    title = "What a batch takes: microseconds, and how many times as long GEMM and sampler take"
+    figure = go.Figure(heatmap).update_layout(title=title, xaxis_title="rows of the batch")
+    return _sized(figure, height=130 + 42 * len(kinds))
 
 
-def lines(sizes: Sequence[Decision]) -> go.Figure:
-    """Microseconds over batch sizes: what is taken, the built-in choice, other paths and baselines."""
-    series: dict[str, dict[int, float]] = collections.defaultdict(dict)
-    for one in sizes:
-        times = {"tuned": one.us, "default": one.entry.default_us, **one.entry.others}
-        for name, us in times.items():
-            series[name] |= {one.rows: us} if us else {}
-    figure = go.Figure()
-    for name, times_of in series.items():
-        half = [CONFIDENT * one.entry.se for one in sizes if one.us] if name == "tuned" else []
-        figure.add_scatter(
-            x=list(times_of),
-            y=list(times_of.values()),
-            error_y={"type": "data", "array": half, "visible": bool(half)},
-            name=f"{GEMM} alone (draws no token)" if name == GEMM else name,
-            mode="lines+markers",
-            line={"color": LINES.get(name), "dash": "dash" if name in (GEMM, "default") else None},
-        )
-    figure.update_xaxes(type="log", title="rows of the batch", tickvals=[one.rows for one in sizes])
-    figure.update_yaxes(type="log", title="microseconds")
+def _heatmap_text(one: Decision) -> str:
+    ratio = baseline_ratio(one.entry)
+    return f"{one.us:.0f}" if ratio is None else f"{one.us:.0f}<br>{ratio:.2f}x"
+
+
+def ratios(sizes: Sequence[Decision]) -> go.Figure:
+    """Times over that of the GEMM alone, by batch size, of one kind of batch at a time: what is taken, the built-in
+    choice, other paths and baselines."""
+    figure, kinds_of_lines = go.Figure(), []
+    kinds = list(dict.fromkeys(one.kind for one in sizes if one.gemm_us))
+    for kind in kinds:
+        series: dict[str, dict[int, float]] = collections.defaultdict(dict)
+        for one in sizes:
+            if one.kind == kind and one.gemm_us:
+                times = {**one.entry.others, "default": one.entry.default_us, TAKEN: one.us}
+                for name, us in times.items():
+                    series[name] |= {one.rows: us / one.gemm_us} if us else {}
+        for name, by_rows in series.items():
+            kinds_of_lines.append(kind)
+            figure.add_scatter(
+                x=list(by_rows),
+                y=list(by_rows.values()),
+                name=f"{GEMM} alone (draws no token)" if name == GEMM else name,
+                mode="lines+markers" if name == TAKEN else "lines",
+                visible=kind == kinds[0],
+                line={
+                    "color": LINES.get(name, "#777777"),
+                    "width": 5 if name == TAKEN else 1.5,
+                    "dash": "dash" if name in (GEMM, "default") else None,
+                },
+            )
+    buttons = [
+        {"label": str(kind), "method": "restyle", "args": ["visible", [one == kind for one in kinds_of_lines]]}
+        for kind in kinds
+    ]
+    menu = {
+        "buttons": buttons,
+        "x": 1.0,
+        "xanchor": "right",
+        "y": 1.18,
+        "yanchor": "top",
+        "font": {"color": "#333333"},
+        "bgcolor": "#dddddd",
+    }
+    figure.update_layout(updatemenus=[menu], title="Times over that of the GEMM alone")
+    rows = sorted({one.rows for one in sizes})
+    figure.update_xaxes(type="log", title="rows of the batch", tickvals=rows, ticktext=list(map(str, rows)))
     return _sized(figure)
 
 
-def _sized(figure: go.Figure) -> go.Figure:
-    return figure.update_layout(width=WIDTH, height=HEIGHT, margin={"l": 60, "r": 20, "t": 40, "b": 45})
+def _sized(figure: go.Figure, height: int = HEIGHT) -> go.Figure:
+    """Readable on a light page and on a dark one."""
+    figure.update_xaxes(gridcolor=GREY, zerolinecolor=GREY).update_yaxes(gridcolor=GREY, zerolinecolor=GREY)
+    return figure.update_layout(
+        autosize=True,
+        height=height,
+        margin={"l": 60, "r": 20, "t": 60, "b": 45},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": "#808080"},
+    )
 
 
 def _html(figure: go.Figure) -> str:
-    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
 
 
 def _text(value: Any) -> str:
@@ -142,22 +195,31 @@ def _grid(rows: Sequence[dict[str, Any]], left: Sequence[str]) -> str:
 
 def _summary(table: Table, sizes: Sequence[Decision]) -> str:
     device, head = device_and_head(table)
+    samplers = sorted(ratio for one in sizes if (ratio := baseline_ratio(one.entry)) is not None)
+    gemms = sorted(one.us / one.gemm_us for one in sizes if one.us and one.gemm_us)
+    first = ""
+    if samplers:
+        first = f"The fastest GEMM with a sampler takes {_span(samplers)} times as long ({len(samplers)} raced). "
+    if gemms:
+        first += f"A batch takes {_span(gemms)} times as long as the GEMM alone (which draws no token)."
     gains = sorted(one.entry.gain for one in sizes if not one.confirmed)
     line = f"{len(gains)} of {len(sizes)} batch sizes take something else than the built-in choice"
     if gains:
-        line += f", by {gains[0]:.1%} to {gains[-1]:.1%} faster (median {gains[len(gains) // 2]:.1%})"
-    samplers = [
-        (ratio, f"{one.kind}, {one.rows} rows") for one in sizes if (ratio := baseline_ratio(one.entry)) is not None
-    ]
-    beside = ""
-    if samplers:
-        least, most = (f"{ratio:.2f} times ({place})" for ratio, place in (min(samplers), max(samplers)))
-        beside = f"<p>The best GEMM with a sampler takes {least} to {most} as long.</p>"
+        line += f", by {gains[0]:.1%} to {gains[-1]:.1%} faster" if len(gains) > 1 else f", {gains[0]:.1%} faster"
     facts = table.provenance
     state = "" if facts.get("complete") is True else " The run was not finished."
     effort = f"Effort {table.effort}, {facts.get('trials', '?')} configurations tried, {facts.get('seconds', '?')} s."
     title = f"{device.name}, LM head {head_line(head)}"
-    return f"<h1>{_text(title)}</h1><p>{_text(line)}. {_text(effort)}{state}</p>{beside}{_screen_summary(table, sizes)}"
+    first_paragraph = f"<p><b>{_text(first.strip())}</b></p>" if first else ""
+    return (
+        f"<h1>{_text(title)}</h1>{first_paragraph}{_screen_summary(table, sizes)}"
+        f"<p>{_text(line)}. {_text(effort)}{state}</p>"
+    )
+
+
+def _span(ratios: Sequence[float]) -> str:
+    """Of sorted numbers."""
+    return f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else f"{ratios[0]:.2f}"
 
 
 def _screen_summary(table: Table, sizes: Sequence[Decision]) -> str:
@@ -199,7 +261,7 @@ def _kind_section(kind: BatchKind, sizes: Sequence[Decision]) -> str:
         for one in sizes
     ]
     grid = _grid(rows, ("takes", "others, us", "checked"))
-    return f"<h2>{kind}</h2>{_html(lines(sizes))}<details><summary>all sizes</summary>{grid}</details>"
+    return f"<details><summary>{kind}</summary><div class=scroll>{grid}</div></details>"
 
 
 def _search_section(table: Table, events: Sequence[dict[str, Any]]) -> str:
@@ -257,10 +319,12 @@ def _rejected_section(table: Table, events: Sequence[dict[str, Any]]) -> str:
     rejected = (event for event in events if event.get("event") in ("trial", "refused") and event.get("reason"))
     rows = list(recalled(rejected, line))
     grid = _grid(rows, ("configuration", "reason", "detail"))
-    return f"{between}<h2>Rejected</h2><p>{_text(counts)}</p><details><summary>all</summary>{grid}</details>"
+    details = f"<details><summary>all</summary><div class=scroll>{grid}</div></details>" if grid else ""
+    return f"{between}<h2>Rejected</h2><p>{_text(counts)}</p>{details}"
 
 
 def _environment_section(table: Table) -> str:
     known = {**table.env, "effort": table.effort, **table.measure, **table.provenance}
     rows = [{"name": name, "value": json.dumps(value)} for name, value in sorted(known.items())]
-    return f"<h2>Environment</h2>{_grid(rows, ('name', 'value'))}"
+    grid = _grid(rows, ("name", "value"))
+    return f"<h2>Environment</h2><details><summary>all</summary><div class=scroll>{grid}</div></details>"

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from matplotlib import image
 from tune_examples import H200, HEAD, PLAIN, QUICK
 from tuned_tables import make_entry, make_table
 
@@ -23,6 +25,7 @@ from sgl_flashsample.autotune.decide import entry_of
 from sgl_flashsample.autotune.plan import EFFORTS, StudyKey
 from sgl_flashsample.autotune.space import FUSED
 from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
+from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import config_fields
 
 SHAPE = ("--vocab", 128_256, "--hidden", 4096)
@@ -87,7 +90,7 @@ def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_
     assert_self_contained(text)
     for part in ("NVIDIA H200", WRONG, "incorrect", "default", "gemm", "What a batch takes"):
         assert part in text, part
-    assert text.count("Plotly.newPlot") >= 11
+    assert text.count("Plotly.newPlot") >= 3
     assert "up to date" in command("run", *arguments)[1]
     code, out, _ = command("run", *arguments, "--force")
     assert code == 0 and "servers take it with --tuned FILE; next: " in out
@@ -154,7 +157,7 @@ TABLE = make_table(
 def test_a_report_says_what_won_where_and_by_how_much_and_shows_names_as_text():
     text = Page(report.page(TABLE, None)).text
     assert "take something else than the built-in choice, by 0.0% to 10.0% faster" in text
-    assert "takes 2.50 times (plain, 1 rows) to 2.50 times (plain, 1 rows) as long." in text
+    assert "The fastest GEMM with a sampler takes 2.50 times as long (1 raced)." in text
     assert "Of batches with a screen, 2 of 3 sizes take it." in text
     assert "A screen for up to 64 rows takes 532,000,000 bytes, 50.6% of the LM head's 1,050,673,152." in text
     assert [report.screen_gain(entry) for entry in TABLE.entries[1:]] == ["25.0%", "-20.0%", ""]
@@ -164,6 +167,44 @@ def test_a_report_says_what_won_where_and_by_how_much_and_shows_names_as_text():
     unknown = report.page(msgspec.structs.replace(TABLE, measure={}), None)
     assert "Its memory is not in the table." in unknown
     assert "with a screen" not in Page(report.page(make_table(), None)).text
+
+
+BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium-headless-shell or chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_report_in_a_browser_fits_its_window_and_shows_its_figures(tmp_path, scheme):
+    """The page measures itself: what sticks out of the window, and what each figure has drawn. The screenshot is that
+    of a light or of a dark page, with colours of the heatmap on it."""
+    (shipped, *_) = [table for _, table, _ in lookup.tables_in(lookup.SHIPPED) if table is not None]
+    page = tmp_path / "report.html"
+    measure = """<script>addEventListener("load", () => setTimeout(() => {
+        const wide = [...document.querySelectorAll("body *")].filter(
+            e => !e.closest(".scroll") && e.getBoundingClientRect().right > innerWidth + 1);
+        document.title = JSON.stringify({
+            width: document.documentElement.scrollWidth, window: innerWidth,
+            wide: wide.map(e => e.tagName + "." + e.getAttribute("class")),
+            cells: document.querySelectorAll(".heatmaplayer text").length,
+            lines: document.querySelectorAll(".scatterlayer .js-line").length,
+            texts: [...document.querySelectorAll("svg text")].map(e => e.textContent)});
+    }, 500))</script></html>"""
+    page.write_text(report.page(shipped, None).replace("</html>", measure))
+    command = [BROWSER, "--no-sandbox", "--disable-gpu", "--window-size=900,1400", "--virtual-time-budget=8000"]
+    command += ["--blink-settings=preferredColorScheme=" + ("0" if scheme == "dark" else "1")]
+    dump = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
+    facts = json.loads(html.unescape(re.search(r"<title>(\{.*?\})</title>", dump.stdout).group(1)))
+    assert facts["width"] <= facts["window"] and facts["wide"] == []
+    assert facts["cells"] >= 85 and facts["lines"] >= 2
+    assert not {"null", "undefined", "NaN"} & set(facts["texts"])
+    picture = tmp_path / "report.png"
+    subprocess.run([*command, f"--screenshot={picture}", page.as_uri()], capture_output=True, timeout=120, check=True)
+    pixels = image.imread(picture)[..., :3]
+    background = pixels[-1, -1]
+    assert (background < 0.3).all() if scheme == "dark" else (background > 0.9).all()
+    fused = tuple(int(report.COLOURS["fused"][place : place + 2], 16) / 255 for place in (1, 3, 5))
+    assert (abs(pixels - fused) < 0.02).all(-1).mean() > 0.02
 
 
 def test_a_report_knows_of_confirmed_sizes_what_the_log_says(tmp_path, simulated, command):
