@@ -1,0 +1,68 @@
+"""Every command line that README.md and autotune/README.md show is run, with a small stand-in for what it names."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from command_line import runner_of
+
+from sgl_flashsample import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "autotune/README.md")
+SHOWN = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )?(?:sgl-flashsample|sglang|pip) [^#\n]*?)\s*(?:#.*)?$", re.M)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+INLINE = re.compile(r"`(sgl-flashsample [^`]*)`")
+# A command that takes a machine or minutes, and the test that runs it.
+RUN_ELSEWHERE = {
+    "pip install .": "tests/project/test_package.py::test_an_installation_puts_only_sgl_flashsample_into_site_packages",
+    "pip install 'sgl-flashsample[tune]'": "tests/project/test_package.py::test_metadata_name_license_entry_points",
+    "sglang serve --model-path Qwen/Qwen3-8B --sampling-backend flashsample": "tests/sglang/test_server.py",
+    "FLASHSAMPLE_TUNED_DIR=/tables sglang serve --model-path /models/Qwen3-8B --sampling-backend flashsample": (
+        "tests/core/test_table_lookup.py"
+    ),
+    "sgl-flashsample bench --model-path MODEL": "tests/tools/test_bench.py::test_two_real_servers_are_compared",
+    "sgl-flashsample doctor": "tests/tools/test_doctor.py",
+    "sgl-flashsample tune COMMAND --help": "tests/autotune/test_tune_commands.py",
+}
+
+
+def shown_commands() -> list[str]:
+    commands = []
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for language, block in BLOCK.findall(text):
+            commands += SHOWN.findall(block) if language in ("", "bash") else []
+        commands += INLINE.findall(BLOCK.sub("", text))
+    return list(dict.fromkeys(commands))
+
+
+def test_the_pages_show_commands_and_those_run_elsewhere_are():
+    commands = shown_commands()
+    assert len(commands) >= 10 and set(RUN_ELSEWHERE) <= set(commands)
+    for test in RUN_ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert f"def {name or 'test_'}" in (ROOT / file).read_text(), test
+
+
+@pytest.mark.parametrize("shown", [command for command in shown_commands() if command not in RUN_ELSEWHERE])
+def test_a_shown_command_runs(shown, tmp_path, capsys, simulated):
+    """A model's name stands for a folder with its config, and a tuning run is one of a simulated device."""
+    model, tables = tmp_path / "Qwen3-8B", tmp_path / "tables"
+    model.mkdir()
+    tables.mkdir()
+    config = {"vocab_size": 151_936, "hidden_size": 4096, "torch_dtype": "bfloat16"}
+    (model / "config.json").write_text(json.dumps(config))
+    stand_in = {"/models/Qwen3-8B": model, "models/Qwen3-8B": model, "MODEL": model, "/tables": tables}
+    words = [str(stand_in.get(word, word)) for word in shlex.split(shown)]
+    assert words[0] == "sgl-flashsample"
+    if words[1:3] == ["tune", "run"]:
+        words += ["--effort", "quick", "--batch-sizes", "1", "--simulated", simulated()]
+        words += [] if "--out" in words else ["--out", str(tables)]
+    code, out, err = runner_of(cli.main, capsys)(*words[1:])
+    assert code == 0, err
+    assert out
