@@ -1,4 +1,5 @@
-"""The plots of the pages: of the kernels, from a result of kernels.py, and of the servers. PNG on white."""
+"""The plots of the pages: of the kernels, from a result of kernels.py, PNG on white; of the servers, on a transparent
+ground."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ STYLES = {
     "gemm+argmax": ("#CC79A7", "v", "-."),
 }
 PNG_DPI = 90
+BLUES = ("#9ecae1", "#6baed6", "#3182bd", "#2171b5")  # seen on a light page and on a dark one
+SUMMARIES = {"summary": "#1f2328", "summary-dark": "#e6edf3"}  # colour of the text, by the name of the picture
 BF16, TOKEN = 2, 8  # bytes of a weight and of a hidden state, of a token
 Point = tuple[float, float, float]  # x, y, half the height of the band around it
 
@@ -156,44 +159,48 @@ def _figure(results: Results, kind: Kind) -> Figure:
     return figure
 
 
-def summary(results: Results) -> Figure | None:
-    """Microseconds per token of servers, stock and ours, and the change: a panel per model and batch
-    size."""
-    times = summary_rows(results)
-    panels = sorted({(model, batch) for (model, _), by_batch in times.items() for batch in by_batch})
-    panels = [panel for panel in panels if panel[1] in (panels[0][1], panels[-1][1])]
-    if not panels:
+def summary(results: Results, ink: str) -> Figure | None:
+    """How much less time per token servers take with ours, in percent: a group of bars per model and sampling, a bar
+    per batch size. ink: the colour of all text, on a transparent ground."""
+    gains = {
+        f"{model}\n{SAMPLINGS[sampling]}": {batch: 100 * (1 - ours / stock) for batch, (stock, ours) in us.items()}
+        for (model, sampling), us in summary_rows(results).items()
+    }
+    if not gains:
         return None
-    figure = Figure(figsize=(0.6 + 2.7 * len(panels), 2.9), layout="constrained")
-    for axes, (model, batch) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        rows = {sampling: us[batch] for (name, sampling), us in times.items() if name == model and batch in us}
-        for place, (label, colour) in enumerate((("stock SGLang", "#808080"), ("flashsample", "#0072B2"))):
-            x = [row + 0.4 * place - 0.2 for row in range(len(rows))]
-            bars = axes.bar(x, [us[place] for us in rows.values()], 0.38, color=colour, label=label)
-        # On our bars, the last ones drawn.
-        axes.bar_label(
-            bars, [f"{ours / stock - 1:+.1%}" for stock, ours in rows.values()], padding=-10, fontsize=7, color="white"
-        )
-        axes.set_xticks(
-            range(len(rows)),
-            [SAMPLINGS[sampling].replace("temperature ", "T=").replace(", ", "\n") for sampling in rows],
-            fontsize=7,
-        )
-        axes.set_title(f"{model}, batch of {batch}", fontsize=9)
-    figure.axes[0].set_ylabel("us per token")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=2)
+    batches = sorted({batch for by_batch in gains.values() for batch in by_batch})
+    figure = Figure(figsize=(7.5, 0.9 + 0.24 * sum(map(len, gains.values())) + 0.12 * len(gains)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.84 / len(batches)
+    for place, batch in enumerate(batches):
+        shown = [(group, by_batch[batch]) for group, by_batch in enumerate(gains.values()) if batch in by_batch]
+        blue = BLUES[place * (len(BLUES) - 1) // max(1, len(batches) - 1)]
+        y = [group + (place - (len(batches) - 1) / 2) * height for group, _ in shown]
+        bars = axes.barh(y, [gain for _, gain in shown], 0.9 * height, color=blue, label=f"batch of {batch}")
+        axes.bar_label(bars, [f"{gain:.1f} %" for _, gain in shown], padding=3, fontsize=8, color=ink)
+    axes.set_yticks(range(len(gains)), list(gains), fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel("% less time per token than stock SGLang", color=ink)
+    axes.axvline(0, color=ink, linewidth=0.8)
+    axes.tick_params(colors=ink)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.legend(fontsize=8, loc="lower right", frameon=False, labelcolor=ink)
     return figure
 
 
 def draw(results: Results) -> dict[str, bytes]:
-    """A PNG of each of ``KINDS`` where kernels were measured; "summary" where servers were."""
+    """A PNG of each of ``KINDS`` where kernels were measured; ``SUMMARIES`` where servers were."""
     figures = {f"kernels-{name}": _figure(results, kind) for name, kind in KINDS.items()} if results.cells else {}
-    if (bars := summary(results)) is not None:
-        figures["summary"] = bars
+    for name, ink in SUMMARIES.items():
+        if (bars := summary(results, ink)) is not None:
+            figures[name] = bars
     drawn = {}
     with matplotlib.rc_context({"font.size": 9}):
         for name, figure in figures.items():
             png = io.BytesIO()
-            figure.savefig(png, format="png", dpi=PNG_DPI, facecolor="white", metadata={"Software": None})
+            ground = "none" if name in SUMMARIES else "white"
+            figure.savefig(png, format="png", dpi=PNG_DPI, facecolor=ground, metadata={"Software": None})
             drawn[name] = png.getvalue()
     return drawn

@@ -34,15 +34,15 @@ def filled(page: str, folder: Path = RESULTS) -> str:
 
 
 def write_plots(folder: Path = RESULTS) -> list[Path]:
-    """One file of each plot per GPU, and ``summary.png`` of the first one."""
+    """One file of each plot per GPU, and the summary of the first one with servers."""
     import plots
 
     written: dict[str, bytes] = {}
     for gpu in gpus(folder):
         drawn = plots.draw(Results(gpu, folder))
-        written |= {f"{gpu}-{name}.png": png for name, png in drawn.items() if name != "summary"}
-        if "summary" in drawn:
-            written.setdefault("summary.png", drawn["summary"])
+        written |= {f"{gpu}-{name}.png": png for name, png in drawn.items() if name not in plots.SUMMARIES}
+        for name in plots.SUMMARIES.keys() & drawn.keys():
+            written.setdefault(f"{name}.png", drawn[name])
     for name, png in written.items():
         (folder / name).write_bytes(png)
     return [folder / name for name in written]

@@ -576,11 +576,14 @@ class Section:
 
 
 class Picture:
-    """The plot of the README, where it has been drawn."""
+    """The plot of the README, where it has been drawn, for light pages and dark ones."""
 
     def markdown(self, folder: Path = RESULTS) -> str:
-        there = (folder / "summary.png").exists()
-        return "![Time per token, less is better](benchmarks/results/summary.png)" if there else NOT_MEASURED
+        if not (folder / "summary.png").exists():
+            return NOT_MEASURED
+        dark = '<source media="(prefers-color-scheme: dark)" srcset="benchmarks/results/summary-dark.png">'
+        light = '<img alt="Less time per token than stock SGLang, in percent" src="benchmarks/results/summary.png">'
+        return f"<picture>{dark}{light}</picture>"
 
 
 SECTIONS: dict[str, Section | Picture] = {

@@ -427,7 +427,7 @@ def test_the_plots_are_of_every_gpu_that_was_measured(load, results):
     pytest.importorskip("matplotlib")
     written = {path.name: path.read_bytes() for path in load("report").write_plots(results)}
     kinds = {f"h200-kernels-{name}.png" for name in ("time", "floor", "share", "roofline")}
-    assert written.keys() == kinds | {"summary.png"}
+    assert written.keys() == kinds | {"summary.png", "summary-dark.png"}
     assert all(png.startswith(b"\x89PNG") for png in written.values())
 
 
