@@ -248,7 +248,10 @@ def test_a_servers_metrics_say_which_path_served_and_what_a_step_takes_of_the_ho
 )
 @needs_sglang
 def test_what_cannot_be_measured_is_one_line(run, monkeypatch, arguments, message):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    def no_such_model(*names):
+        raise OSError("404")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", no_such_model)
     code, _, err = run("bench", "--model-path", "nowhere", *arguments)
     assert code == 2
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
