@@ -300,7 +300,8 @@ class _Coordinator:
         )
         if not complete:
             status = "interrupted" if interrupted else "out of time"
-            message = f"{status}: {decider.done} of {decider.races} batch sizes; the next run goes on"
+            left = "the table can be used; run the same command again for the rest"
+            message = f"{status}: {decider.done} of {decider.races} batch sizes are tuned, {left}"
         if failed_defaults:
             code, status = WRONG, "wrong default"
             message = f"a built-in configuration failed: {failed_defaults[0]}"

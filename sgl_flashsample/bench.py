@@ -212,10 +212,10 @@ class Cell:
         """The change of the time per token and its confidence interval, in percent."""
         off, low, high = (100 * value for value in (self.ratio.off, self.ratio.low, self.ratio.high))
         if high < 0:
-            return f"{-off:.1f} % faster ({-high:.1f} to {-low:.1f})"
+            return f"{-off:.1f} % faster (99 % interval {-high:.1f} to {-low:.1f} %)"
         if low > 0:
-            return f"{off:.1f} % slower ({low:.1f} to {high:.1f})"
-        return f"no difference ({low:+.1f} to {high:+.1f} %)"
+            return f"{off:.1f} % slower (99 % interval {low:.1f} to {high:.1f} %)"
+        return f"no difference (99 % interval {low:+.1f} to {high:+.1f} %)"
 
     def percentiles(self, label: str) -> list[float]:
         """Of the microseconds between tokens; empty where none were taken."""
@@ -339,12 +339,14 @@ class Bench:
         states = server.get("/server_info").get("internal_states") or [{}]
         status = states[0].get("flashsample") or {}
         if not status.get("active"):
-            raise ServerError(f"the fused path is not active: {status.get('reason') or 'the plugin was not found'}")
+            raise ServerError(
+                f"flashsample is not active in its server: {status.get('reason') or 'the plugin was not found'}"
+            )
 
     def run(self) -> None:
         """Raises ServerError for a server that does not start or answer."""
         if self.device.type == "cpu":
-            self._say("there is no GPU: kernels are interpreted, which is slow, and the times say nothing about one")
+            self._say("no CUDA GPU found: kernels run in Triton's interpreter, and the times say nothing about a GPU")
         try:
             self._compare()
         finally:
@@ -367,7 +369,7 @@ class Bench:
                         raise
                     self._say(f"the second server does not fit beside the first: {error}")
             else:
-                self._say(f"one server takes {share:.0%} of the GPU's memory")
+                self._say(f"one server takes {share:.0%} of the GPU's memory: two do not fit at once")
         self._in_turns()
 
     def _side_by_side(self, servers: dict[str, Server]) -> None:
@@ -381,7 +383,7 @@ class Bench:
     def _in_turns(self) -> None:
         options, self.mode = self.options, IN_TURNS
         order = ([STOCK, OURS, OURS, STOCK] * options.starts)[: 2 * options.starts]
-        self._say(f"the servers run in turns: {', '.join(order)}")
+        self._say(f"the servers are started one after another: {', '.join(order)}")
         self._bar.reset(len(order) * len(self._places) * options.pairs)
         cells = {place: Cell(*place) for place in self._places}
         for number, label in enumerate(order):
@@ -464,9 +466,10 @@ def cell_lines(cell: Cell) -> Iterator[str]:
     rates = " -> ".join(f"{cell.batch * 1e6 / timing.us:.0f}" for timing in (stock, ours))
     latencies = [[f"{us / 1000:.2f}" for us in cell.percentiles(label)] for label in cell.samples]
     between = [f"p{percent} {one} -> {other}" for percent, one, other in zip(PERCENTILES, *latencies, strict=False)]
-    yield f"{cell.sampling}, batch of {cell.batch}: {stock.us:.0f} -> {ours.us:.0f} us per token, {cell.verdict}"
-    yield f"    {rates} tokens/s; ms between tokens {', '.join(between)}"
-    yield f"    served by {', '.join(f'{path} {share:.0%}' for path, share in cell.paths.items())}"
+    paths = ", ".join(f"{path} {share:.0%}" for path, share in cell.paths.items())
+    yield f"{TITLES[cell.sampling]}; batch of {cell.batch}:"
+    yield f"    {stock.us:.0f} -> {ours.us:.0f} us per step: {cell.verdict}"
+    yield f"    {rates} tokens/s; inter-token latency, ms: {', '.join(between)}; flashsample's tokens: {paths}"
 
 
 def load_lines(bench: Bench) -> Iterator[str]:

@@ -200,7 +200,9 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     try:
         batches = [int(size) for size in options.batches.split(",")]
     except ValueError:
-        raise ValueError(f"--batches is {options.batches!r}; expected numbers with commas, such as 1,8,32") from None
+        raise ValueError(
+            f"--batches is {options.batches!r}; expected integers separated by commas, such as 1,8,32"
+        ) from None
     for option, values, least in (
         ("--batches", batches, 1),
         ("--pairs", [options.pairs], 2),
@@ -356,8 +358,8 @@ def serve(arguments: list[str]) -> int:
 
     if not entry_point_found():
         return _fail(
-            "SGLang would not find the plugin (no entry point 'flashsample' in sglang.srt.plugins): "
-            "pip install sgl-flashsample into the environment of this Python",
+            "SGLang would not find the plugin (no entry point 'flashsample' in sglang.srt.plugins); "
+            f"run: {sys.executable} -m pip install sgl-flashsample",
             FAILED,
         )
     if tuned is not None:

@@ -57,7 +57,10 @@ def give_up(error: FlashInferError) -> None:
     """Our own paths serve FlashInfer's batches from now on, in this process. Says so once."""
     if not _given_up:
         _given_up.append(f"FlashInfer failed: {error}")
-        logger.warning("flashsample: FlashInfer unavailable (%s); using the fallback path from the table", error)
+        logger.warning(
+            "flashsample: FlashInfer cannot be used (%s): our own kernels draw its batches of the tuned table",
+            error,
+        )
 
 
 def draw_with_flashinfer(

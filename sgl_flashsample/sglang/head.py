@@ -154,8 +154,8 @@ class HeadState:
         if self.fits(num_rows):
             self._too_large = num_rows
             logger.warning(
-                "flashsample: no memory for a batch of %d rows: SGLang's own sampler takes batches of this size or "
-                "more",
+                "flashsample: out of GPU memory for a batch of %d rows: batches of this size or more use SGLang's own "
+                "sampler from now on; a lower --mem-fraction-static leaves more",
                 num_rows,
             )
 
@@ -189,7 +189,7 @@ class HeadState:
         """Draw without a screen from now on, and say why."""
         if self.has_screen:
             assert self.screen is not None
-            logger.warning("flashsample: screen off: %s", reason)
+            logger.warning("flashsample: screen (INT8 head) off, same tokens without it: %s", reason)
             self.screen.stop()
             self.serving_screen = self.graphs = None
 
@@ -324,7 +324,11 @@ class StepGraphs:
                 graph, out = self._capture(lambda: draw(params), self._pool)
             except Exception as error:  # a step must not fail because it cannot be captured
                 self._failed = True
-                logger.warning("flashsample: CUDA graphs off: %s: %s", type(error).__name__, error)
+                logger.warning(
+                    "flashsample: own CUDA graphs off (SGLang's stay on), same tokens: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
                 return None
             graphs.captured.append(_Captured(graph, out, self._workspace.last_buffer))
         if edits is None and not return_logprob and len(graphs.captured) == SLOTS:

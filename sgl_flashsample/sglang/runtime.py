@@ -28,7 +28,7 @@ REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
 STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
 REQUIRE_VARIABLE = "FLASHSAMPLE_REQUIRE"
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
-NATIVE_FEATURES = "custom logit processors, sampling masks, beams, top logprobs and token-id logprobs"
+NATIVE_FEATURES = "custom logit processors, sampling masks, beam search, top logprobs and token-id logprobs"
 
 
 class NotActiveError(RuntimeError):
@@ -88,17 +88,20 @@ class Runtime:
         if self.inactive_reason is None:
             self.inactive_reason = reason
             self._update_gauge()
-            logger.warning("flashsample: off, SGLang's own sampler takes over: %s", reason)
+            logger.warning("flashsample: off, SGLang's own sampler is used for everything from now on: %s", reason)
 
     def stop_mixing(self, reason: str) -> None:
         """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why."""
         self.no_mixing_reason = reason
-        logger.warning("flashsample: SGLang's own sampler takes over every mixed batch: %s", reason)
+        logger.warning(
+            "flashsample: a batch in which some rows need SGLang's own sampler uses it for all rows from now on: %s",
+            reason,
+        )
 
     def stop_grammars(self, reason: str) -> None:
         """Leave rows with a grammar to SGLang's sampler from now on, and say why."""
         self.no_grammars_reason = reason
-        logger.warning("flashsample: SGLang's own sampler takes over every row with a grammar: %s", reason)
+        logger.warning("flashsample: rows with a grammar use SGLang's own sampler from now on: %s", reason)
 
     @property
     def heads(self) -> list[HeadState]:
@@ -143,7 +146,9 @@ class Runtime:
         """Say why SGLang serves everything. Raises NotActiveError where that must not be."""
         assert self.inactive_reason is not None
         self._update_gauge()
-        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, self.inactive_reason)
+        logger.warning(
+            "%s: not active, SGLang's own sampler is used for everything: %s", self._about, self.inactive_reason
+        )
         refuse_to_start(self.inactive_reason)
 
     @property
@@ -189,8 +194,8 @@ class Runtime:
         for state in filter(None, states):
             weight = state.head.weight
             logger.info(
-                "%s: fused sampling active, LM head %d x %d %s, noise %d, kernels compiled and checked in %.1f s; "
-                "SGLang's own sampler for %s",
+                "%s: fused sampling active, LM head %d x %d %s, NOISE_ABI %d, kernels compiled and checked in %.1f s; "
+                "SGLang's own sampler is used for %s",
                 self._about,
                 *weight.shape,
                 str(weight.dtype).removeprefix("torch."),
@@ -222,7 +227,7 @@ class Runtime:
                     return state
         except Exception as error:  # whatever a kernel or a model does, the server must start
             reason = f"{type(error).__name__}: {error}"
-        logger.warning("%s: not active, SGLang's own sampler serves everything: %s", self._about, reason)
+        logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
         self._refused.append(reason)
         return None
 
@@ -241,7 +246,7 @@ class Runtime:
             return checked.reason
         if checked.refused:
             logger.warning(
-                "flashsample: %d tuned configs failed the self-check; using defaults: %s",
+                "flashsample: %d tuned configurations failed the self-check, their batch sizes use built-in ones: %s",
                 len(checked.refused),
                 "; ".join(checked.refused),
             )
@@ -325,7 +330,10 @@ def _without_failing_flashinfer(head: Any, table: DispatchTable) -> DispatchTabl
         reason = f"{type(error).__name__}: {error}"
     if reason is None:
         return table
-    logger.warning("flashsample: FlashInfer unavailable (%s); using the fallback path from the table", reason)
+    logger.warning(
+        "flashsample: FlashInfer cannot be used (%s): our own kernels draw its batches of the tuned table",
+        reason,
+    )
     return table.without_flashinfer()
 
 

@@ -42,7 +42,7 @@ def unsupported_server() -> str | None:
         ),
         *((name, _is_set(envs, name)) for name in LOGIT_CHECKS),
     )
-    return next((f"{reason} is not served yet" for reason, applies in checks if applies), None)
+    return next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
 
 
 def unsupported_screens() -> str | None:

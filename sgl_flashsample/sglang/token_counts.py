@@ -95,7 +95,9 @@ class TokenCounts:
             ids, capacity = token_ids.detach().reshape(-1), len(self._slots)
             if self._added + len(ids) - self.counted > capacity:
                 if not self.dropped:
-                    logger.warning("flashsample: tokens are drawn faster than they are counted: some are left out")
+                    logger.warning(
+                        "flashsample: the counts of FLASHSAMPLE_TRACE miss tokens: more are drawn than it can count"
+                    )
                 self.dropped += len(ids)
                 return
             start = self._added % capacity

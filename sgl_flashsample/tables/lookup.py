@@ -106,8 +106,8 @@ class ResolvedTable:
         flashinfer = f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
         match = f"{file.match}: {'; '.join(file.differs)}" if file.match is Match.OTHER_VERSIONS else file.match
         return (
-            f"tuned table {file.file} ({match}, {file.source}): {len(table.entries)} choices "
-            f"of its own, {confirmed} built-in ones confirmed; not measured: "
+            f"tuned table {file.file} (match: {match}; from: {file.source}): {len(table.entries)} batch sizes with a "
+            f"tuned choice, {confirmed} with the built-in one, confirmed; not measured: "
             f"{'; '.join(self._unmeasured()) or 'none'}{flashinfer}"
         )
 
@@ -407,9 +407,11 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
     expected = table_file.match is Match.OTHER_VERSIONS and table_file.source == SHIPPED_SOURCE
     if table_file.match not in FRESH and not expected:
         differs = "; ".join(table_file.differs)
-        advice = "tune anew"
-        advice += "" if table_file.match is Match.FAMILY else ", or check with `sgl-flashsample tune verify`"
-        warnings.append(f"{table_file.file} is {table_file.match} ({differs}): its choices may be slow; {advice}")
+        advice = "run `sgl-flashsample tune run` again"
+        advice += "" if table_file.match is Match.FAMILY else ", or check it with `sgl-flashsample tune verify`"
+        warnings.append(
+            f"tuned table {table_file.file} is used, but it is {table_file.match} ({differs}) and may be slow; {advice}"
+        )
     tuned: dict[BatchKind, dict[int, Config]] = {}
     measured: dict[BatchKind, set[int]] = {}
     flashinfer: set[int] = set()

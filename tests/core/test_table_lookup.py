@@ -276,7 +276,8 @@ def test_a_resolved_table_serves_its_sizes_and_the_built_in_choices_serve_the_re
         assert resolved.dispatch.lookup(rows) == resolved.dispatch.lookup(rows, KIND_NAMES["greedy"]) == wanted
         assert resolved.dispatch.is_measured(rows, PLAIN) == (rows in (2, 3, 4, *range(8, 65)))
     assert resolved.line() == (
-        f"tuned table {path} (exact, FLASHSAMPLE_TUNED_DIR): 3 choices of its own, 2 built-in ones confirmed; "
+        f"tuned table {path} (match: exact; from: FLASHSAMPLE_TUNED_DIR): 3 batch sizes with a tuned choice, "
+        "2 with the built-in one, confirmed; "
         "not measured: plain 1, 5-7, 65-512; truncate 1-512; edit 1-7, 17-512; edit+truncate 1-512; "
         "greedy 1, 5-7, 65-512"
     )
@@ -301,7 +302,7 @@ def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, t
     resolved = resolve(head, file=path)
     assert resolved.table_file.match is Match.STALE and resolved.dispatch.lookup(16) == TILE
     (line,) = resolved.warnings
-    assert line.startswith(f"{path} is stale ({KERNELS_CHANGED})") and "tune verify" in line
+    assert line.startswith(f"tuned table {path} is used, but it is stale ({KERNELS_CHANGED})") and "tune verify" in line
 
 
 @pytest.mark.parametrize("shipped", [True, False], ids=["shipped", "of the user"])
@@ -317,10 +318,10 @@ def test_a_table_of_other_versions_is_used_and_only_one_of_the_user_is_worth_a_w
     resolved = resolve(head)
     assert resolved.table_file.match is Match.OTHER_VERSIONS and resolved.dispatch.lookup(16) == TILE
     differs = r"triton is \S+, it was 3\.5\.1"
-    assert re.search(rf"{path} \(of other versions: .*{differs}", resolved.line())
+    assert re.search(rf"{path} \(match: of other versions: .*{differs}", resolved.line())
     assert len(resolved.warnings) == (0 if shipped else 1)
     if not shipped:
-        assert re.search(differs, resolved.warnings[0]) and "tune anew" in resolved.warnings[0]
+        assert re.search(differs, resolved.warnings[0]) and "tune run` again" in resolved.warnings[0]
 
 
 def test_entries_that_cannot_run_here_are_left_to_the_built_in_choice_with_one_warning(head, tmp_path):

@@ -204,7 +204,9 @@ def test_a_failing_screen_switches_off_itself_alone_with_one_warning(state, unsc
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         for _ in range(3):
             assert tokens(state) == unscreened[0]
-    assert [r.message for r in caplog.records] == ["flashsample: screen off: RuntimeError: no such kernel"]
+    assert [r.message for r in caplog.records] == [
+        "flashsample: screen (INT8 head) off, same tokens without it: RuntimeError: no such kernel"
+    ]
     monkeypatch.undo()
     state.renew_screen()
     assert tokens(state) == unscreened[0] and state.serving_screen is None, "it stays off"
@@ -251,7 +253,10 @@ def test_a_copy_for_which_there_is_no_memory_leaves_the_head_without_a_screen(st
     state.renew_screen()
     assert tokens(state) == unscreened[0] and not state.has_screen
     (record,) = [record for record in caplog.records if record.name == "sgl_flashsample"]
-    assert record.message == "flashsample: screen off: OutOfMemoryError: no memory for a copy"
+    assert (
+        record.message
+        == "flashsample: screen (INT8 head) off, same tokens without it: OutOfMemoryError: no memory for a copy"
+    )
 
 
 def test_a_copy_that_was_made_in_sglangs_inference_mode_can_be_renewed_outside_of_it(state, unscreened):

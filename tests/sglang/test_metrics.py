@@ -37,7 +37,7 @@ def test_metrics_say_how_many_truncated_rows_took_a_search():
     counted.add_batch(FUSED, 400, None)
     counted.add_searched(3)
     counted.flush()
-    assert counted.summary().endswith("; truncated 400 rows, 3 searched")
+    assert counted.summary().endswith("; top-k, top-p or min-p 400 rows, 3 of them by a search")
 
 
 def test_metrics_say_what_a_batch_of_fused_rows_takes_of_the_hosts_time(clock):
@@ -46,7 +46,7 @@ def test_metrics_say_what_a_batch_of_fused_rows_takes_of_the_hosts_time(clock):
     counted.add_batch(FUSED, 0, clock[0] - 55e-6)
     counted.add_batch(MIXED, 0, None)
     counted.flush()
-    assert counted.summary().endswith("; host 42.5 us/batch over 2 batches")
+    assert counted.summary().endswith("; CPU time 42.5 us per batch over 2 batches")
 
 
 SCREENED = {ScreenCounter.ROW_BLOCKS: 4, ScreenCounter.ROWS: 40, ScreenCounter.GROUPS: 18}
@@ -58,7 +58,10 @@ def test_metrics_say_how_far_a_screen_could_tell():
     counted.add_screened([0] * len(ScreenCounter), paused=False)
     assert counted.summary() == "", "without a screened row, the summary does not name them"
     counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused=False)
-    line = "screened 40 rows, 75.0 % certified, 1.5 candidate groups/row, 4.5 groups read/block of rows, 1/4 over limit"
+    line = (
+        "screened 40 rows, 75.0 % certified, 1.5 candidate groups per row, 4.5 groups read per block of rows, "
+        "1 of 4 blocks with too many"
+    )
     assert counted.summary() == line
     counted.add_screened([0] * len(ScreenCounter), paused=True)
     assert counted.summary() == f"{line}, paused"
@@ -146,4 +149,6 @@ def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, m
         state.workspace.searched += 4
         settle(device)
     summary = server.runtime.metrics.summary()
-    assert "; truncated 3 rows, 4 searched; " in summary, "the counts that had arrived before the last step"
+    assert "; top-k, top-p or min-p 3 rows, 4 of them by a search; " in summary, (
+        "the counts that had arrived before the last step"
+    )

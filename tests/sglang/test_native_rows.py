@@ -306,7 +306,7 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
             assert got.tolist() == want.tolist()
             assert set(output.customized_info["flashsample_path"]) == {"native:error"}
     assert len(caplog.records) == 1
-    assert "every mixed batch: AttributeError: an SGLang that is not" in caplog.text
+    assert "uses it for all rows from now on: AttributeError: an SGLang that is not" in caplog.text
     _, output = runners[0].sample(head.lazy(hidden(1)), info_of([request("plain")]))
     assert output.customized_info == {"flashsample_path": ["fused"]}
 
@@ -330,7 +330,9 @@ def test_a_grammar_of_an_unknown_kind_is_sglangs_from_the_next_step_on_with_one_
             paths.append(output.customized_info["flashsample_path"])
     assert paths == [["native:error"] * 2, ["fused", "native:grammar"], ["fused", "native:grammar"]]
     (record,) = caplog.records
-    assert "takes over every row with a grammar: ValueError: a grammar's mask is " in record.message
+    assert (
+        "rows with a grammar use SGLang's own sampler from now on: ValueError: a grammar's mask is " in record.message
+    )
 
 
 def test_an_observer_of_the_logits_gets_those_of_the_whole_batch(runners, head, hidden):

@@ -67,7 +67,7 @@ def set_to(config: types.SimpleNamespace, path: str, value: object) -> None:
 )
 def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(server_config, path, value, words):
     set_to(server_config, path, value)
-    reason = None if words is None else f"{words} is not served yet"
+    reason = None if words is None else f"{words} is not supported yet"
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
 
 
@@ -82,7 +82,7 @@ def test_a_server_that_looks_for_nan_in_its_logits_keeps_its_sampler(server_conf
     setattr(server_config.environ, name, setting)
     assert support.unsupported_server() is None
     setting.get = lambda: True
-    assert Runtime(None).inactive_reason == f"{name} is not served yet"
+    assert Runtime(None).inactive_reason == f"{name} is not supported yet"
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def test_a_generating_model_is_prepared_and_a_line_says_so(starting, device, cap
     assert len(starting.heads) == 1
     line = caplog.records[-1].message
     assert re.match(r"flashsample 0\.\S+ with SGLang \S+: fused sampling active, LM head 104 x 16 float32, ", line)
-    assert f", noise {NOISE_ABI}, kernels compiled and checked in " in line
+    assert f", NOISE_ABI {NOISE_ABI}, kernels compiled and checked in " in line
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_a_server_that_must_fuse_starts_with_a_model_that_it_fuses_and_with_a_dr
 
 def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
     server_config.parallel.tp_size = 2
-    with pytest.raises(NotActiveError, match="tensor parallelism is not served yet"):
+    with pytest.raises(NotActiveError, match="tensor parallelism is not supported yet"):
         Runtime(None).announce_inactive()
 
 
@@ -424,7 +424,9 @@ def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(startin
         state = prepared(starting, lm_head)
     assert state.table.is_measured(4, PLAIN)
     line, about_screen = [record.message for record in caplog.records]
-    assert line.startswith(f"flashsample: tuned table {file} (exact, the named file): 5 choices of its own, ")
+    assert line.startswith(
+        f"flashsample: tuned table {file} (match: exact; from: the named file): 5 batch sizes with a tuned choice, "
+    )
     assert about_screen.startswith("flashsample: screen not built: ")
 
 
@@ -442,7 +444,9 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith("flashsample: 1 tuned configs failed the self-check; using defaults: off with ")
+    assert warning.startswith(
+        "flashsample: 1 tuned configurations failed the self-check, their batch sizes use built-in ones: off with "
+    )
     assert str(entry.launch) in warning
     assert state.table.lookup(4) == default_table(state.head).lookup(4) and state.table.is_measured(2, PLAIN)
     assert starting.inactive_reason is None
@@ -465,7 +469,7 @@ def test_a_head_whose_built_in_kernels_fail_is_sglangs_with_one_warning(starting
     monkeypatch.setattr(selfcheck, "difference", lambda *arguments, **options: "3 of 4 tokens differ")
     assert prepared(starting, make_head(weights(device)), 600) is None and starting.heads == []
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert "not active, SGLang's own sampler serves everything: 3 of 4 tokens differ with " in warning
+    assert "not active, SGLang's own sampler is used for everything: 3 of 4 tokens differ with " in warning
 
 
 def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting, device, monkeypatch):
@@ -614,7 +618,8 @@ def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_on
     assert [path_of_a_batch(num_rows) for num_rows in (3, 4, 5)] == ["fused", *["native:out_of_memory"] * 2]
     assert runners[0].sampler.runtime.inactive_reason is None
     assert [record.message for record in caplog.records] == [
-        f"flashsample: no memory for a batch of {rows} rows: SGLang's own sampler takes batches of this size or more"
+        f"flashsample: out of GPU memory for a batch of {rows} rows: batches of this size or more use SGLang's own "
+        "sampler from now on; a lower --mem-fraction-static leaves more"
         for rows in (5, 4)
     ]
 
@@ -627,7 +632,9 @@ def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_
     assert failing.failed == 1
     assert runners[0].sampler.runtime.inactive_reason == "ZeroDivisionError: no such kernel"
     (record,) = caplog.records
-    assert record.message.startswith("flashsample: off, SGLang's own sampler takes over: ZeroDivisionError: ")
+    assert record.message.startswith(
+        "flashsample: off, SGLang's own sampler is used for everything from now on: ZeroDivisionError: "
+    )
 
 
 @needs_sglang

@@ -239,7 +239,9 @@ def test_a_capture_that_fails_leaves_the_launches_and_warns_once(caplog):
 
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         assert not any(Drawing(Fails()).replays(make_step(), 3 * WARM_UP))
-    assert [record.message for record in caplog.records] == ["flashsample: CUDA graphs off: RuntimeError: no stream"]
+    assert [record.message for record in caplog.records] == [
+        "flashsample: own CUDA graphs off (SGLang's stay on), same tokens: RuntimeError: no stream"
+    ]
 
 
 def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
@@ -441,9 +443,9 @@ def test_every_step_is_counted_once_whether_launched_or_replayed(pair, kind, rep
     both.replaying.step(return_logprob=True)  # in full
     for _ in range(2):
         metrics.flush()  # nothing twice
-    truncated = f"; truncated {2 * steps} rows, 0 searched" if kind == "truncated" else ""
+    truncated = f"; top-k, top-p or min-p {2 * steps} rows, 0 of them by a search" if kind == "truncated" else ""
     assert metrics.summary().startswith(f"fused {2 * steps} rows in {steps} batches{truncated}; ")
-    assert re.search(rf"; host [\d.]+ us/batch over {steps} batches$", metrics.summary())
+    assert re.search(rf"; CPU time [\d.]+ us per batch over {steps} batches$", metrics.summary())
 
 
 @needs_sglang

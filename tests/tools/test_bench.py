@@ -116,10 +116,10 @@ def test_equal_servers_are_hardly_ever_called_different_and_a_slower_one_always_
 
 def test_a_verdict_says_how_much_faster_and_between_which_bounds():
     cell = cell_of([[1000.0, 1001.0, 999.0]], [[900.0, 901.0, 899.0]])
-    assert cell.verdict.startswith("10.0 % faster (9.")
+    assert cell.verdict.startswith("10.0 % faster (99 % interval 9.")
     assert cell.ratio.low < -0.1 < cell.ratio.high < -0.09
     noisy = cell_of([[1000.0, 1200.0, 1100.0]], [[1100.0, 1000.0, 1200.0]])
-    assert noisy.verdict.startswith("no difference (-")
+    assert noisy.verdict.startswith("no difference (99 % interval -")
     with pytest.raises(ValueError, match="1 pairs; expected at least 2"):
         _ = cell_of([[1.0]], [[1.0]]).ratio
     with pytest.raises(ValueError, match="1 and 2 samples; expected as many"):
@@ -145,7 +145,7 @@ def test_two_servers_that_fit_are_asked_by_turns_and_each_comes_first_as_often(t
         assert cell.percentiles(bench.OURS)[0] > 2.5 * 1000 > cell.percentiles(bench.STOCK)[0]
     printed = capsys.readouterr().out
     assert "M: stock SGLang -> flashsample, side by side, 4 samples of 4 tokens" in printed
-    assert "served by fused 100%" in printed
+    assert "flashsample's tokens: fused 100%" in printed
     written = json.loads((tmp_path / "b.json").read_text())
     assert [row["backend"] for row in written["rows"]] == ["stock", "flashsample"] * 2
     assert all(len(row["samples"]) == 4 and row["itl_p99_us"] >= row["itl_p50_us"] > 0 for row in written["rows"])
@@ -179,12 +179,14 @@ def test_servers_that_do_not_fit_start_in_turns(tmp_path, memory, capsys, why):
     assert "-stock" in log[:first] and "-flashsample" in log[first:last], "one server at a time"
     (cell,) = comparison.cells
     assert [len(start) for label in cell.samples for start in cell.samples[label]] == [2, 2, 2, 2]
-    assert "the servers run in turns: stock, flashsample, flashsample, stock" in capsys.readouterr().out
+    assert (
+        "the servers are started one after another: stock, flashsample, flashsample, stock" in capsys.readouterr().out
+    )
 
 
 def test_a_server_whose_fused_path_is_off_is_not_compared(tmp_path, memory):
     comparison, _ = make_bench(tmp_path, {bench.OURS: {"active": False}})
-    with pytest.raises(ServerError, match="the fused path is not active: tp"):
+    with pytest.raises(ServerError, match="flashsample is not active in its server: tp"):
         comparison.run()
 
 
@@ -233,7 +235,7 @@ def test_a_servers_metrics_say_which_path_served_and_what_a_step_takes_of_the_ho
     "arguments, message",
     [
         (["--samplings", "t1,t2"], "--samplings has t2; expected some of t1, trunc, greedy, "),
-        (["--batches", "1,x"], "--batches is '1,x'; expected numbers with commas, such as 1,8,32"),
+        (["--batches", "1,x"], "--batches is '1,x'; expected integers separated by commas, such as 1,8,32"),
         (["--batches", "0"], "--batches is 0; expected 1 or more"),
         (["--pairs", "1"], "--pairs is 1; expected 2 or more"),
         (["--starts", "1"], "--starts is 1; expected 2 or more"),
@@ -267,10 +269,10 @@ def test_two_real_servers_are_compared(run, tmp_path):
     files = ["--json", "b.json", "--html", "b.html", "--logs", "logs"]
     code, out, err = run("bench", "--model-path", tmp_path / "model", *changes, *servers, *files)
     assert code == 0, err
-    assert "greedy, batch of 2: " in out and "served by fused 100%" in out
+    assert "greedy; batch of 2:\n" in out and "flashsample's tokens: fused 100%" in out
     result = json.loads((tmp_path / "b.json").read_text())
     assert result["env"]["arguments"] == servers
     stock, ours = result["rows"]
     assert min(len(stock["samples"]), len(ours["samples"])) == 2
     assert ours["paths"] == {"fused": 1.0} and "paths" not in stock
-    assert ("there is no GPU" in out) is not CUDA
+    assert ("no CUDA GPU found" in out) is not CUDA
