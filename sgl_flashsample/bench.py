@@ -83,6 +83,7 @@ HALF = 0.47  # of a GPU's memory: what the first server may take if the second i
 SPARE_TOKENS = 4096  # of the KV cache, beyond what a batch of prompts and answers takes
 LOAD_REQUESTS = 200  # of SGLang's bench_serving
 PERCENTILES = (50, 99)
+ATTEMPTS = 3
 
 
 class Load(NamedTuple):
@@ -121,9 +122,16 @@ def generate(server: Server, load: Load, batch: int, request: Request, tokens: i
 
 
 def tpot_us(server: Server, load: Load, batch: int, request: Request) -> float:
-    """Microseconds per output token."""
-    short = generate(server, load, batch, request, load.short)
-    return (generate(server, load, batch, request, load.long) - short) / (load.long - load.short) * 1e6
+    """Microseconds per output token. Raises ServerError where short answers keep taking longer than long ones."""
+    for _ in range(ATTEMPTS):
+        short = generate(server, load, batch, request, load.short)
+        seconds = generate(server, load, batch, request, load.long) - short
+        if seconds > 0:
+            return seconds / (load.long - load.short) * 1e6
+    raise ServerError(
+        f"an answer of {load.long} tokens takes no longer than one of {load.short}, {ATTEMPTS} times in a row: "
+        "the machine is busy, or --output-tokens is too small"
+    )
 
 
 def gaps_us(server: Server, load: Load, batch: int, request: Request) -> list[float]:
