@@ -37,7 +37,6 @@ from tqdm import tqdm
 from . import __version__
 from .autotune.race import Ratio
 from .autotune.timing import Timing, describe_machine, memory_share
-from .demo import cpu_platform
 from .demo.server import Server, ServerError
 from .files import write_whole
 
@@ -312,21 +311,16 @@ class Bench:
 
     def server(self, label: str) -> Server:
         """Not started."""
-        options, backend = self.options, self.options.backend
+        options = self.options
         arguments = [*options.arguments, "--enable-metrics"]
-        environment = COUNTERS_EVERY | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
         if not any(argument.split("=")[0] == "--max-total-tokens" for argument in arguments):
             arguments += ["--max-total-tokens", str(options.load.kv_tokens(max(options.batches)))]
-        if self.device.type == "cpu":
-            arguments = [*cpu_platform.SERVER_ARGUMENTS, *arguments]
-            environment |= cpu_platform.environment(options.logs / "cpu")
-            backend = backend or "pytorch"
-        return Server(
+        return Server.on_this_machine(
             options.model,
             arguments,
-            backend=OURS if label == OURS else backend,
+            backend=OURS if label == OURS else options.backend,
             log=options.logs / f"{label}.log",
-            environment=environment,
+            environment=COUNTERS_EVERY | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")},
             progress=self._say,
         )
 

@@ -231,17 +231,17 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     ids = range(vocab // 10, max(vocab // 10 + 1, 9 * vocab // 10))
     comparison = benchmark.Bench(
         benchmark.Options(
-            options.model_path,
-            tuple(arguments),
-            tuple(names),
-            tuple(batches),
-            options.pairs,
-            benchmark.Load(ids, options.input_tokens, long=options.output_tokens),
-            Path(options.logs).resolve(),
-            options.sampling_backend,
-            options.in_turns,
-            options.starts,
-            options.load,
+            model=options.model_path,
+            arguments=tuple(arguments),
+            samplings=tuple(names),
+            batches=tuple(batches),
+            pairs=options.pairs,
+            load=benchmark.Load(ids, options.input_tokens, long=options.output_tokens),
+            logs=Path(options.logs).resolve(),
+            backend=options.sampling_backend,
+            in_turns=options.in_turns,
+            starts=options.starts,
+            rate=options.load,
         ),
         *(None if file is None else Path(file) for file in (options.json, options.html)),
     )

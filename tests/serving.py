@@ -7,12 +7,13 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sgl_flashsample.demo import cpu_platform, markov
+from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import SGLANG_LAUNCH_SERVER, Server
 
 CUDA = torch.cuda.is_available()
@@ -29,9 +30,9 @@ def version_path(version: str) -> Path:
     return folder
 
 
-def make_server(
-    folder: Path,
-    size_name: str,
+def server_of(
+    model: Path,
+    dtype: str,
     *,
     name: str,
     backend: str | None = "flashsample",
@@ -39,34 +40,34 @@ def make_server(
     environment: dict[str, str] | None = None,
     first_on_path: Path | None = None,
     launcher: Sequence[str] = SGLANG_LAUNCH_SERVER,
-) -> tuple[Server, markov.MarkovModel]:
-    """A server (not started) of a Markov checkpoint, and the checkpoint's truth."""
+) -> Server:
+    """A server (not started) of a checkpoint."""
+    if CUDA and backend is None:
+        backend = "flashinfer"
+    log = model.parent / f"{name}.log"
+    variables = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0", **(environment or {})}
+    server = Server.on_this_machine(
+        model,
+        ["--dtype", dtype, "--random-seed", "1234", *(arguments or [])],
+        gpu_arguments=[
+            *("--mem-fraction-static", "0.2", "--attention-backend", "triton", "--disable-prefill-cuda-graph"),
+            *("--cuda-graph-max-bs-decode", "128", "--disable-flashinfer-autotune", "--max-total-tokens", "65536"),
+        ],
+        backend=backend,
+        log=log,
+        launcher=launcher,
+        environment=variables,
+    )
+    if first_on_path is not None:
+        server.environment["PYTHONPATH"] = f"{first_on_path}:{server.environment.get('PYTHONPATH', '')}"
+    return server
+
+
+def make_server(folder: Path, size_name: str, *, name: str, **options: Any) -> tuple[Server, markov.MarkovModel]:
+    """A server (not started) of a Markov checkpoint, and the checkpoint's truth. options: of ``server_of``."""
     size = markov.SIZES[size_name]
     truth = markov.write(folder / size_name, size)
-    values = ["--dtype", size.dtype, "--random-seed", "1234"]
-    variables = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
-    if CUDA:
-        values += ["--mem-fraction-static", "0.2", "--attention-backend", "triton", "--disable-prefill-cuda-graph"]
-        values += ["--cuda-graph-max-bs-decode", "128", "--disable-flashinfer-autotune"]
-        values += ["--max-total-tokens", "65536"]
-        if backend is None:
-            backend = "flashinfer"
-    else:
-        values += cpu_platform.SERVER_ARGUMENTS
-        variables |= cpu_platform.environment(folder / "cpu")
-        if backend is None:
-            backend = "pytorch"
-    if first_on_path is not None:
-        variables["PYTHONPATH"] = f"{first_on_path}:{variables.get('PYTHONPATH', '')}"
-    server = Server(
-        folder / size_name,
-        values + (arguments or []),
-        backend=backend,
-        log=folder / f"{name}.log",
-        launcher=launcher,
-        environment=variables | (environment or {}),
-    )
-    return server, truth
+    return server_of(folder / size_name, size.dtype, name=name, **options), truth
 
 
 def paths(answer: dict) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import cpu_platform, markov, smollm2
+from . import markov, smollm2
 from .server import SGL_FLASHSAMPLE_SERVE, SGLANG_LAUNCH_SERVER, Server, ServerError, stop_all
 
 PROMPT = "The quick brown fox"
@@ -60,24 +60,25 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
 
     where = "GPU" if on_gpu else "CPU, kernels interpreted"
     say(f"[2/4] sgl-flashsample serve: SGLang's server with --sampling-backend flashsample ({where})")
-    servers = {"generated": make_server(folder, size_name, "flashsample", size.dtype, port)}
+    generated = make_server(folder, size_name, size.dtype, port=port)
+    servers, ours, stock = [generated], None, None
     if trained:
         dtype = "bfloat16" if on_gpu else "float32"
-        # A server takes a core of a CPU for half a minute to start: there, ours shows SGLang's own sampler too.
-        labels = ("stock", "flashsample") if on_gpu else ("flashsample",)
-        servers |= {label: make_server(folder, "smollm2", label, dtype) for label in labels}
+        ours = make_server(folder, "smollm2", dtype)
+        servers.append(ours)
+        if on_gpu:  # on a CPU, where a server takes a core for half a minute to start, ours shows SGLang's sampler too
+            stock = make_server(folder, "smollm2", dtype, stock=True)
+            servers.append(stock)
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1) as beside, contextlib.ExitStack() as stack:
-        stack.callback(stop_all, servers.values())
-        for server in servers.values():
+        stack.callback(stop_all, servers)
+        for server in servers:
             server.start()
             if on_gpu:  # each measures the memory that the others have left
                 server.wait_until_ready()
         lines = None
-        if trained:
-            tokens = 48 if on_gpu else 8
-            lines = beside.submit(trained_lines, servers["flashsample"], servers.get("stock"), tokens)
-        generated = servers["generated"]
+        if ours is not None:
+            lines = beside.submit(trained_lines, ours, stock, 48 if on_gpu else 8)
         generated.wait_until_ready()
         say(f"  ready after {time.monotonic() - started:.0f} s")
         for line in generated.log_lines("] flashsample ")[:1]:
@@ -93,28 +94,18 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
     say("server stopped")
 
 
-def make_server(folder: Path, model: str, label: str, dtype: str, port: int | None = None) -> Server:
-    """A server of a checkpoint in ``folder``, not started: of SGLang alone for the label "stock", else with ours."""
-    stock = label == "stock"
-    arguments = ["--dtype", dtype, "--random-seed", "1"]
-    environment = {} if stock else {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
-    backend = None
-    if torch.cuda.is_available():
-        arguments += ["--mem-fraction-static", "0.3"]
-    else:
-        arguments += cpu_platform.SERVER_ARGUMENTS
-        environment |= cpu_platform.environment(folder / "cpu")
-        arguments += ["--skip-server-warmup"]  # a request of SGLang's own
-        backend = "pytorch" if stock else None
-    return Server(
+def make_server(folder: Path, model: str, dtype: str, *, stock: bool = False, port: int | None = None) -> Server:
+    """A server of a checkpoint in ``folder``, not started. stock: of SGLang alone."""
+    return Server.on_this_machine(
         folder / model,
-        arguments,
-        backend=backend,
+        ["--dtype", dtype, "--random-seed", "1"],
+        gpu_arguments=["--mem-fraction-static", "0.3"],
+        backend=None,
         launcher=SGLANG_LAUNCH_SERVER if stock else SGL_FLASHSAMPLE_SERVE,
-        log=folder / f"{model}-{label}.log",
+        log=folder / f"{model}{'-stock' if stock else ''}.log",
         port=port,
-        environment=environment,
-        progress=say if model != "smollm2" else lambda message: None,
+        environment={} if stock else {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"},
+        progress=say if model in markov.SIZES else lambda message: None,
     )
 
 

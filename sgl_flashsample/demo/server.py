@@ -18,6 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from . import cpu_platform
+
 SGLANG_LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
 SGLANG_SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 SGL_FLASHSAMPLE_SERVE = (sys.executable, "-m", "sgl_flashsample.cli", "serve")
@@ -70,7 +74,7 @@ class Server:
     def __init__(
         self,
         model: Path | str,
-        arguments: list[str],
+        arguments: Sequence[str],
         *,
         backend: str | None,
         log: Path,
@@ -86,6 +90,30 @@ class Server:
         self._launcher, self._fixed_port = [*launcher, "--model-path", str(model)], port
         self._arguments = [*arguments, *(() if backend is None else ("--sampling-backend", backend))]
         self._choose_ports()
+
+    @classmethod
+    def on_this_machine(
+        cls,
+        model: Path | str,
+        arguments: Sequence[str],
+        *,
+        backend: str | None,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        gpu_arguments: Sequence[str] = (),
+        **options: Any,
+    ) -> Server:
+        """A server on the GPU, or without one on the CPU, with interpreted kernels. gpu_arguments: of the first alone.
+        backend: None for SGLang's own, and where the launcher names it."""
+        environment = environment or {}
+        if torch.cuda.is_available():
+            arguments = [*gpu_arguments, *arguments]
+        else:
+            arguments = [*cpu_platform.SERVER_ARGUMENTS, *arguments]
+            environment = cpu_platform.environment(log.parent / "cpu") | environment
+            if backend is None and options.get("launcher") != SGL_FLASHSAMPLE_SERVE:
+                backend = "pytorch"
+        return cls(model, arguments, backend=backend, log=log, environment=environment, **options)
 
     def _choose_ports(self) -> None:
         self.port = free_port() if self._fixed_port is None else self._fixed_port

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_cases import Case, draw
-from serving import CUDA, needs_sglang
+from serving import CUDA, needs_sglang, server_of
 
 from sgl_flashsample import BatchParams, LMHead
 from sgl_flashsample.demo import smollm2
-from sgl_flashsample.demo.run import make_server
 from sgl_flashsample.kernels.workspace import ScreenCounter
 
 pytestmark = [
@@ -86,7 +85,8 @@ def test_a_screen_of_trained_weights_rules_out_nearly_every_group_and_changes_no
 @pytest.fixture(scope="module")
 def servers(checkpoint):
     """Stock SGLang's, and ours."""
-    made = [make_server(checkpoint, "smollm2", label, "bfloat16" if CUDA else "float32") for label in ("stock", "ours")]
+    model, dtype = checkpoint / "smollm2", "bfloat16" if CUDA else "float32"
+    made = [server_of(model, dtype, name="stock", backend=None), server_of(model, dtype, name="ours")]
     try:
         for server in made:
             server.start()
