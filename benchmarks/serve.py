@@ -56,6 +56,8 @@ HOST_TOKENS, SHORT_ANSWERS = 600, 20  # of an answer whose steps' host time is t
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_BATCH, PROFILED_STEPS, PREFILL_SECONDS = 32, 40, 0.3
 CACHE_TOKENS = 65536
+OUT_OF_TIME = "out of time"
+PLACE = ("section", "model", "sampling", "batch")  # fields that tell cells apart
 SERVER_ARGUMENTS = [
     *("--load-format", "dummy", "--attention-backend", "triton", "--random-seed", "1", "--enable-metrics"),
     *("--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
@@ -158,19 +160,21 @@ class ModelRun:
                 f"the server has room for {capacities[-1:]} tokens; expected {CACHE_TOKENS} (--memory-share)"
             )
 
-    def cells(self, batches: tuple[int, ...] | list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Sampling, batch size and the fields of a row; ends at the limit."""
+    def cells(self, section: str, batches: tuple[int, ...] | list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Sampling, batch size and the fields of a row. What would begin after the limit is recorded instead."""
         for sampling in self.options.samplings:
             for batch in batches:
+                about = {"model": self.name, "sampling": sampling, "batch": batch}
                 if time.monotonic() - self._started > self.options.limit:
-                    print(f"out of time before {self.name} {sampling} B={batch}", flush=True)
-                    return
-                yield sampling, batch, {"model": self.name, "sampling": sampling, "batch": batch}
+                    self.not_run.append({"section": section, **about, "reason": OUT_OF_TIME})
+                    print(f"{OUT_OF_TIME}: {section} {self.name} {sampling} B={batch}", flush=True)
+                else:
+                    yield sampling, batch, about
 
     def compare(self, section: str, backends: Backends) -> Iterator[list[dict[str, Any]]]:
         """The rows of one cell after the other, of the baseline and of what is compared with it."""
         with self.servers(backends) as servers:
-            for sampling, batch, about in self.cells(self.options.batches):
+            for sampling, batch, about in self.cells(section, self.options.batches):
                 try:
                     yield self._cell(section, servers, sampling, batch, about)
                 except (ServerError, OSError) as error:
@@ -205,7 +209,7 @@ class ModelRun:
             label = f"{OURS} screen {screen}"
             with self.servers({label: (OURS, {"FLASHSAMPLE_SCREEN": screen})}) as servers:
                 server = servers[label]
-                for sampling, batch, about in self.cells(self.options.batches):
+                for sampling, batch, about in self.cells("host", self.options.batches):
                     request, row = SAMPLINGS[sampling], about | {"section": "host", "screen": screen}
                     generate(server, LOAD, batch, request, LOAD.long)  # compiles, and captures this batch's steps
                     for which, tokens, answers in (
@@ -226,7 +230,7 @@ class ModelRun:
     def profile(self) -> Iterator[list[dict[str, Any]]]:
         """Calls per decode step, stock and ours."""
         with self.servers(BACKENDS) as servers:
-            for sampling, batch, about in self.cells([PROFILED_BATCH]):
+            for sampling, batch, about in self.cells("profile", [PROFILED_BATCH]):
                 for label, server in servers.items():
                     row = about | {"section": "profile", "backend": label}
                     if not DRY_RUN:
@@ -312,16 +316,19 @@ def main() -> int:
     }
     about = {"date": today(), "command": command_line(), "sglang": env["servers"]["sglang"]}
     result: dict[str, Any] = {"env": env, "runs": [*kept.get("runs", []), about], "rows": kept.get("rows", [])}
+    gaps = kept.get("env", {}).get("not_run", [])
     for name in options.models:
         for section in options.only:
             run = ModelRun(name, options, started)
             for rows in run.run(section):  # what ends a run leaves the file with all that it has measured
                 new = [row | {"run": len(result["runs"]) - 1} for row in rows]
-                keys = ("section", "model", "sampling", "batch", "backend", "screen")
+                keys = (*PLACE, "backend", "screen")
                 replaced = {tuple(map(row.get, keys)) for row in new}
                 result["rows"] = [row for row in result["rows"] if tuple(map(row.get, keys)) not in replaced] + new
                 write_result(options.out, result)
-            env["not_run"] += run.not_run
+            gaps += run.not_run
+    measured = {tuple(map(row.get, PLACE)) for row in result["rows"]}
+    env["not_run"] = [gap for gap in gaps if tuple(map(gap.get, PLACE)) not in measured]
     write_result(options.out, result)
     return 1 if env["not_run"] else 0
 

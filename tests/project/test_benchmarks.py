@@ -148,6 +148,8 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     extended = dry_run("serve", "--only", "host", "--keep", *arguments)
     assert len(extended["rows"]) == len(result["rows"]) and len(extended["runs"]) == 2, "replaced, not added"
     assert {row["run"] for row in extended["rows"] if row["section"] == "host"} == {1}
+    late = dry_run("serve", "--only", "profile", "--keep", "--limit", "0", *arguments)
+    assert late["rows"] == extended["rows"] and late["env"]["not_run"] == [], "its cells have been measured before"
 
 
 @no_gpu
@@ -279,6 +281,7 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
     assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(8, "ServerError: out of memory")]
     run = Run("tiny", types.SimpleNamespace(**names | {"limit": 0}), time.monotonic())
     assert list(run.run("stock")) == [], "no cell begins after the limit"
+    assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(size, "out of time") for size in (1, 8, 4)]
 
 
 # --- files and pages
