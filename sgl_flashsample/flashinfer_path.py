@@ -29,6 +29,10 @@ logger = logging.getLogger("sgl_flashsample")
 # (index, position: 64 bits, stream and unit): an offset from here on has the counter of a position from 2**29 on.
 FIRST_OFFSET = -(2**63)
 DRAWS_PER_CALL = 2**20  # a row takes one per round of its rejection, a few
+CANNOT_USE = (
+    "flashsample cannot use FlashInfer (%s): until restart, batches for which the tuned table names it are sampled by "
+    "flashsample's own kernels, from the same distribution; SGLang's use of FlashInfer is not affected"
+)
 NEEDS = "every row truncated by top-k or top-p, none greedy, with min-p or with a seed of its own"
 
 _given_up: list[str] = []
@@ -57,10 +61,7 @@ def give_up(error: FlashInferError) -> None:
     """Our own paths serve FlashInfer's batches from now on, in this process. Says so once."""
     if not _given_up:
         _given_up.append(f"FlashInfer failed: {error}")
-        logger.warning(
-            "flashsample: FlashInfer cannot be used (%s): our own kernels draw its batches of the tuned table",
-            error,
-        )
+        logger.warning(CANNOT_USE, error)
 
 
 def draw_with_flashinfer(

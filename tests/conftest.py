@@ -71,6 +71,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="exhaustive: runs with --full"))
 
 
+@pytest.fixture
+def caplog(caplog):
+    """What this package logs. Others warn once per process, in whichever test comes first."""
+
+    def ours(record) -> bool:
+        return record.name == "sgl_flashsample"
+
+    caplog.handler.addFilter(ours)
+    yield caplog
+    caplog.handler.removeFilter(ours)
+
+
 @pytest.fixture(autouse=True)
 def no_half_of_sglang():
     """Removes the modules of a pretended SGLang after the test: submodules whose package is gone break later

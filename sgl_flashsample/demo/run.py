@@ -89,7 +89,7 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
             say("  " + line)
         say("[4/4] counters of the server")
         for line in generated.log_lines("] flashsample: ")[-1:]:
-            for counter in line.partition("flashsample: ")[2].split("; "):
+            for counter in line.partition("since the start: ")[2].split("; "):
                 say("  " + counter)
     say("server stopped")
 

@@ -154,8 +154,8 @@ class HeadState:
         if self.fits(num_rows):
             self._too_large = num_rows
             logger.warning(
-                "flashsample: out of GPU memory for a batch of %d rows: batches of this size or more use SGLang's own "
-                "sampler from now on; a lower --mem-fraction-static leaves more",
+                "flashsample: out of GPU memory for a batch of %d rows: until restart, batches of this size or more "
+                "use SGLang's own sampler; a lower --mem-fraction-static leaves more",
                 num_rows,
             )
 
@@ -189,7 +189,11 @@ class HeadState:
         """Draw without a screen from now on, and say why."""
         if self.has_screen:
             assert self.screen is not None
-            logger.warning("flashsample: screen (INT8 head) off, same tokens without it: %s", reason)
+            logger.warning(
+                "flashsample: screen (INT8 copy of the LM head) off until restart; small batches are slower without "
+                "it, their tokens are the same: %s",
+                reason,
+            )
             self.screen.stop()
             self.serving_screen = self.graphs = None
 
@@ -325,7 +329,8 @@ class StepGraphs:
             except Exception as error:  # a step must not fail because it cannot be captured
                 self._failed = True
                 logger.warning(
-                    "flashsample: own CUDA graphs off (SGLang's stay on), same tokens: %s: %s",
+                    "flashsample: its CUDA graphs are off until restart (SGLang's stay on), same tokens, more CPU time "
+                    "per step: %s: %s",
                     type(error).__name__,
                     error,
                 )

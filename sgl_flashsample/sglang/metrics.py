@@ -110,29 +110,30 @@ class Metrics:
                 self._prometheus.screened[counter].inc(counted[counter])
 
     def summary(self) -> str:
-        """Totals since the start, fused first: "fused 12 rows in 3 batches; native (top_logprobs) 4 rows in 2 batches;
-        top-k, top-p or min-p 9 rows, 1 of them by a search; screened 8 rows, 75.0 % certified, 1.5 candidate groups per
-        row, 5.0 groups read per block of rows, 0 of 2 blocks with too many, paused; CPU time 41.5 us per batch over 3
-        batches"."""
+        """Totals since the start, fused first: "since the start: fused 12 rows in 3 batches, 9 of the rows with top-k,
+        top-p or min-p (1 by a search); SGLang's sampler (top_logprobs) 4 rows in 2 batches; screen 8 rows (6 with one
+        candidate group or none), 5.0 of the head's groups read per block of rows, 0 of 2 blocks with too many
+        candidates, paused; CPU time 41.5 us per batch over 3 batches"."""
         parts = []
         for path, reason in sorted(self._rows, key=lambda key: (key[0] != "fused", key)):
-            label = f"{path} ({reason})" if reason else path
+            label = "fused" if path == "fused" else f"SGLang's sampler ({reason})"
             parts.append(f"{label} {self._rows[path, reason]:,} rows in {self._batches[path, reason]:,} batches")
-        if self._truncated:
-            parts.append(f"top-k, top-p or min-p {self._truncated:,} rows, {self._searched:,} of them by a search")
+            if path == "fused" and self._truncated:
+                parts[-1] += (
+                    f", {self._truncated:,} of the rows with top-k, top-p or min-p ({self._searched:,} by a search)"
+                )
         rows, blocks = self._screened[ScreenCounter.ROWS], self._screened[ScreenCounter.ROW_BLOCKS]
         if rows and blocks:
             parts.append(
-                f"screened {rows:,} rows, {100 * self._screened[ScreenCounter.CERTIFIED_ROWS] / rows:.1f} % certified, "
-                f"{self._screened[ScreenCounter.CANDIDATES] / rows:.1f} candidate groups per row, "
-                f"{self._screened[ScreenCounter.GROUPS] / blocks:.1f} groups read per block of rows, "
-                f"{self._screened[ScreenCounter.MANY_CANDIDATES]:,} of {blocks:,} blocks with too many"
+                f"screen {rows:,} rows ({self._screened[ScreenCounter.CERTIFIED_ROWS]:,} with one candidate group or "
+                f"none), {self._screened[ScreenCounter.GROUPS] / blocks:.1f} of the head's groups read per block of "
+                f"rows, {self._screened[ScreenCounter.MANY_CANDIDATES]:,} of {blocks:,} blocks with too many candidates"
                 f"{', paused' if self._paused else ''}"
             )
         if self._host_batches:
             mean = self._host_seconds / self._host_batches * 1e6
             parts.append(f"CPU time {mean:.1f} us per batch over {self._host_batches:,} batches")
-        return "; ".join(parts)
+        return f"since the start: {'; '.join(parts)}" if parts else ""
 
 
 class DeviceCounters:

@@ -12,6 +12,7 @@ import torch
 
 from .. import __version__
 from ..dispatch import DispatchTable
+from ..flashinfer_path import CANNOT_USE
 from ..kernels.rng import NOISE_ABI
 from ..selfcheck import refuse_wrong, unsupported_by_flashinfer
 from ..tables.lookup import resolve
@@ -88,20 +89,21 @@ class Runtime:
         if self.inactive_reason is None:
             self.inactive_reason = reason
             self._update_gauge()
-            logger.warning("flashsample: off, SGLang's own sampler is used for everything from now on: %s", reason)
+            logger.warning("flashsample: off until restart, SGLang's own sampler is used for everything: %s", reason)
 
     def stop_mixing(self, reason: str) -> None:
         """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why."""
         self.no_mixing_reason = reason
         logger.warning(
-            "flashsample: a batch in which some rows need SGLang's own sampler uses it for all rows from now on: %s",
+            "flashsample: splitting a batch between the fused pass and SGLang's own sampler failed; until restart, a "
+            "batch with a request that needs SGLang's sampler uses it for all its requests: %s",
             reason,
         )
 
     def stop_grammars(self, reason: str) -> None:
         """Leave rows with a grammar to SGLang's sampler from now on, and say why."""
         self.no_grammars_reason = reason
-        logger.warning("flashsample: rows with a grammar use SGLang's own sampler from now on: %s", reason)
+        logger.warning("flashsample: until restart, requests with a grammar use SGLang's own sampler: %s", reason)
 
     @property
     def heads(self) -> list[HeadState]:
@@ -188,14 +190,18 @@ class Runtime:
                 states.append(self.head_for(module, lm_head, starting=True))
         if not states:
             refuse_to_start("the model shows its LM head only at its first batch")
-            logger.info("%s: fused sampling active once the model shows its LM head", self._about)
+            logger.info(
+                "%s: waiting for the first batch, which shows where the model's LM head is; a line that the fused "
+                "sampling is active, or why not, follows",
+                self._about,
+            )
         elif self.all_native_reason is not None:
             refuse_to_start(self.all_native_reason)
         for state in filter(None, states):
             weight = state.head.weight
             logger.info(
-                "%s: fused sampling active, LM head %d x %d %s, NOISE_ABI %d, kernels compiled and checked in %.1f s; "
-                "SGLang's own sampler is used for %s",
+                "%s: fused sampling active, LM head %d x %d %s, random numbers of NOISE_ABI %d, kernels compiled and "
+                "checked in %.1f s; SGLang's own sampler is used for %s",
                 self._about,
                 *weight.shape,
                 str(weight.dtype).removeprefix("torch."),
@@ -246,7 +252,8 @@ class Runtime:
             return checked.reason
         if checked.refused:
             logger.warning(
-                "flashsample: %d tuned configurations failed the self-check, their batch sizes use built-in ones: %s",
+                "flashsample: %d tuned configurations failed the self-check before any request, their batch sizes use "
+                "built-in ones: %s",
                 len(checked.refused),
                 "; ".join(checked.refused),
             )
@@ -280,13 +287,14 @@ class Runtime:
         screen, weight = state.screen, state.head.weight
         if screen is None:
             level = logging.WARNING if self.screen_mode is ScreenMode.ON else logging.INFO
-            logger.log(level, "flashsample: screen not built: %s", reason)
+            logger.log(level, "flashsample: no screen (INT8 copy of the LM head for small batches): %s", reason)
             return
         logger.info(
-            "flashsample: screen built: %s bytes, %.1f %% of the LM head's, for batches of up to %d rows",
+            "flashsample: screen built, an INT8 copy of the LM head that makes batches of up to %d rows faster, same "
+            "tokens: %s bytes of GPU memory, %.1f %% of the head's",
+            screen.rows,
             f"{screen.num_bytes:,}",
             100 * screen.num_bytes / (weight.numel() * weight.element_size()),
-            screen.rows,
         )
 
     def can_defer(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
@@ -330,10 +338,7 @@ def _without_failing_flashinfer(head: Any, table: DispatchTable) -> DispatchTabl
         reason = f"{type(error).__name__}: {error}"
     if reason is None:
         return table
-    logger.warning(
-        "flashsample: FlashInfer cannot be used (%s): our own kernels draw its batches of the tuned table",
-        reason,
-    )
+    logger.warning(CANNOT_USE, reason)
     return table.without_flashinfer()
 
 

@@ -198,10 +198,9 @@ class PausePolicy:
             self._pause_seconds = FIRST_PAUSE_SECONDS
             return
         logger.info(
-            "flashsample: screen paused for %.0f s: it reads %.1f groups per block of rows, with the copy %.1f %% of "
-            "the LM head's bytes; the limit is %.0f %%",
+            "flashsample: screen paused for %.0f s, then tried again: this traffic makes it read %.1f %% of the LM "
+            "head's bytes, it pays up to %.0f %%; meanwhile the fused pass draws the same tokens without it",
             self._pause_seconds,
-            groups,
             100 * share,
             100 * MAX_READ_SHARE,
         )

@@ -96,7 +96,8 @@ class TokenCounts:
             if self._added + len(ids) - self.counted > capacity:
                 if not self.dropped:
                     logger.warning(
-                        "flashsample: the counts of FLASHSAMPLE_TRACE miss tokens: more are drawn than it can count"
+                        "flashsample: FLASHSAMPLE_TRACE leaves tokens out of its counts, as they come faster than it "
+                        "counts; answers are not affected"
                     )
                 self.dropped += len(ids)
                 return
@@ -166,13 +167,19 @@ class TokenCounts:
         except (OSError, ValueError) as error:  # a full disk, say; it may have room at the next write
             error_text = one_line(str(error))
         if error_text not in ("", self._write_error):
-            logger.warning("flashsample: counts cannot be written, tokens are still counted: %s", error_text)
+            logger.warning(
+                "flashsample: the counts of FLASHSAMPLE_TRACE cannot be written, the next write tries again: %s",
+                error_text,
+            )
         self._write_error = error_text
 
     def _disable(self, error: Exception) -> None:
         if self.disabled_reason is None:
             self.disabled_reason = f"{type(error).__name__}: {one_line(str(error), 300)}"
-            logger.warning("flashsample: drawn tokens are not counted any more: %s", self.disabled_reason)
+            logger.warning(
+                "flashsample: FLASHSAMPLE_TRACE counts no tokens any more, answers are not affected: %s",
+                self.disabled_reason,
+            )
 
 
 def _lock(file: Path) -> int | None:

@@ -106,9 +106,9 @@ class ResolvedTable:
         flashinfer = f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
         match = f"{file.match}: {'; '.join(file.differs)}" if file.match is Match.OTHER_VERSIONS else file.match
         return (
-            f"tuned table {file.file} (match: {match}; from: {file.source}): {len(table.entries)} batch sizes with a "
-            f"tuned choice, {confirmed} with the built-in one, confirmed; not measured: "
-            f"{'; '.join(self._unmeasured()) or 'none'}{flashinfer}"
+            f"tuned table {file.file} (match: {match}; from: {file.source}): tuned choices for {len(table.entries)} "
+            f"batch sizes; for {confirmed} others the tuner found the built-in choice fastest; batch sizes without a "
+            f"measurement, which take the built-in choice: {'; '.join(self._unmeasured()) or 'none'}{flashinfer}"
         )
 
     def _unmeasured(self) -> Iterator[str]:
@@ -410,7 +410,8 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
         advice = "run `sgl-flashsample tune run` again"
         advice += "" if table_file.match is Match.FAMILY else ", or check it with `sgl-flashsample tune verify`"
         warnings.append(
-            f"tuned table {table_file.file} is used, but it is {table_file.match} ({differs}) and may be slow; {advice}"
+            f"tuned table {table_file.file} is used, but it is {table_file.match} ({differs}): same "
+            f"tokens, but it may be slow; {advice}"
         )
     tuned: dict[BatchKind, dict[int, Config]] = {}
     measured: dict[BatchKind, set[int]] = {}

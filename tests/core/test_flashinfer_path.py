@@ -156,7 +156,9 @@ def test_a_failure_is_one_warning_and_our_own_tokens_from_then_on(head, states, 
             assert torch.equal(sample(states, head, params, table=table).token_ids, want)
             flashinfer.breaks = None
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("flashsample: FlashInfer cannot be used (RuntimeError: no kernel image is available)")
+    assert line.startswith(
+        "flashsample cannot use FlashInfer (RuntimeError: no kernel image is available): until restart, "
+    )
     assert "\n" not in line and not flashinfer.calls
     with pytest.raises(ValueError, match="FlashInfer failed: RuntimeError"):
         sample(states, head, params, path="flashinfer")

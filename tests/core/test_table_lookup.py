@@ -276,9 +276,9 @@ def test_a_resolved_table_serves_its_sizes_and_the_built_in_choices_serve_the_re
         assert resolved.dispatch.lookup(rows) == resolved.dispatch.lookup(rows, KIND_NAMES["greedy"]) == wanted
         assert resolved.dispatch.is_measured(rows, PLAIN) == (rows in (2, 3, 4, *range(8, 65)))
     assert resolved.line() == (
-        f"tuned table {path} (match: exact; from: FLASHSAMPLE_TUNED_DIR): 3 batch sizes with a tuned choice, "
-        "2 with the built-in one, confirmed; "
-        "not measured: plain 1, 5-7, 65-512; truncate 1-512; edit 1-7, 17-512; edit+truncate 1-512; "
+        f"tuned table {path} (match: exact; from: FLASHSAMPLE_TUNED_DIR): tuned choices for 3 batch sizes; for 2 "
+        "others the tuner found the built-in choice fastest; batch sizes without a measurement, which take the "
+        "built-in choice: plain 1, 5-7, 65-512; truncate 1-512; edit 1-7, 17-512; edit+truncate 1-512; "
         "greedy 1, 5-7, 65-512"
     )
 

@@ -26,18 +26,22 @@ def test_metrics_sum_batches_and_rows_per_path_and_reason():
     for _ in range(3):
         counted.add_batch(FUSED, 0, None)
     counted.flush()
-    assert counted.summary() == "fused 1,501 rows in 4 batches; native (top_logprobs) 2 rows in 1 batches"
+    assert counted.summary() == (
+        "since the start: fused 1,501 rows in 4 batches; SGLang's sampler (top_logprobs) 2 rows in 1 batches"
+    )
 
 
 def test_metrics_say_how_many_truncated_rows_took_a_search():
     counted = Metrics(prometheus=False)
     counted.add_batch(FUSED, 0, None)
     counted.flush()
-    assert counted.summary() == "fused 500 rows in 1 batches", "without a truncated row, the summary does not name them"
+    assert counted.summary() == "since the start: fused 500 rows in 1 batches", (
+        "without a truncated row, the summary does not name them"
+    )
     counted.add_batch(FUSED, 400, None)
     counted.add_searched(3)
     counted.flush()
-    assert counted.summary().endswith("; top-k, top-p or min-p 400 rows, 3 of them by a search")
+    assert counted.summary().endswith(", 400 of the rows with top-k, top-p or min-p (3 by a search)")
 
 
 def test_metrics_say_what_a_batch_of_fused_rows_takes_of_the_hosts_time(clock):
@@ -59,8 +63,8 @@ def test_metrics_say_how_far_a_screen_could_tell():
     assert counted.summary() == "", "without a screened row, the summary does not name them"
     counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused=False)
     line = (
-        "screened 40 rows, 75.0 % certified, 1.5 candidate groups per row, 4.5 groups read per block of rows, "
-        "1 of 4 blocks with too many"
+        "since the start: screen 40 rows (30 with one candidate group or none), 4.5 of the head's groups read per "
+        "block of rows, 1 of 4 blocks with too many candidates"
     )
     assert counted.summary() == line
     counted.add_screened([0] * len(ScreenCounter), paused=True)
@@ -122,8 +126,8 @@ def test_metrics_reach_the_log_once_per_interval_and_prometheus_more_often(monke
                 counted.flush()
     assert flushed == [False, True] * 40 and metrics.FLUSH_SECONDS == 0.5
     assert [record.message for record in caplog.records] == [
-        "flashsample: fused 20,000 rows in 40 batches",
-        "flashsample: fused 40,000 rows in 80 batches",
+        "flashsample: since the start: fused 20,000 rows in 40 batches",
+        "flashsample: since the start: fused 40,000 rows in 80 batches",
     ]
 
 
@@ -149,6 +153,6 @@ def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, m
         state.workspace.searched += 4
         settle(device)
     summary = server.runtime.metrics.summary()
-    assert "; top-k, top-p or min-p 3 rows, 4 of them by a search; " in summary, (
+    assert ", 3 of the rows with top-k, top-p or min-p (4 by a search); " in summary, (
         "the counts that had arrived before the last step"
     )

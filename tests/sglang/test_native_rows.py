@@ -285,7 +285,9 @@ def test_a_mixed_batch_counts_its_rows_under_what_served_them(runners, head, dis
         runners[0].sample(head.lazy(hidden(ROWS)), info)
     metrics = runners[0].sampler.runtime.metrics
     metrics.flush()
-    assert metrics.summary() == "fused 20 rows in 2 batches; native (custom_logit_processor) 10 rows in 2 batches"
+    assert metrics.summary() == (
+        "since the start: fused 20 rows in 2 batches; SGLang's sampler (custom_logit_processor) 10 rows in 2 batches"
+    )
 
 
 def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
@@ -306,7 +308,7 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
             assert got.tolist() == want.tolist()
             assert set(output.customized_info["flashsample_path"]) == {"native:error"}
     assert len(caplog.records) == 1
-    assert "uses it for all rows from now on: AttributeError: an SGLang that is not" in caplog.text
+    assert "uses it for all its requests: AttributeError: an SGLang that is not" in caplog.text
     _, output = runners[0].sample(head.lazy(hidden(1)), info_of([request("plain")]))
     assert output.customized_info == {"flashsample_path": ["fused"]}
 
@@ -331,7 +333,8 @@ def test_a_grammar_of_an_unknown_kind_is_sglangs_from_the_next_step_on_with_one_
     assert paths == [["native:error"] * 2, ["fused", "native:grammar"], ["fused", "native:grammar"]]
     (record,) = caplog.records
     assert (
-        "rows with a grammar use SGLang's own sampler from now on: ValueError: a grammar's mask is " in record.message
+        "until restart, requests with a grammar use SGLang's own sampler: ValueError: a grammar's mask is "
+        in record.message
     )
 
 

@@ -301,7 +301,7 @@ def test_a_generating_model_is_prepared_and_a_line_says_so(starting, device, cap
     assert len(starting.heads) == 1
     line = caplog.records[-1].message
     assert re.match(r"flashsample 0\.\S+ with SGLang \S+: fused sampling active, LM head 104 x 16 float32, ", line)
-    assert f", NOISE_ABI {NOISE_ABI}, kernels compiled and checked in " in line
+    assert f", random numbers of NOISE_ABI {NOISE_ABI}, kernels compiled and checked in " in line
 
 
 @pytest.mark.parametrize(
@@ -425,9 +425,9 @@ def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(startin
     assert state.table.is_measured(4, PLAIN)
     line, about_screen = [record.message for record in caplog.records]
     assert line.startswith(
-        f"flashsample: tuned table {file} (match: exact; from: the named file): 5 batch sizes with a tuned choice, "
+        f"flashsample: tuned table {file} (match: exact; from: the named file): tuned choices for 5 batch sizes; "
     )
-    assert about_screen.startswith("flashsample: screen not built: ")
+    assert about_screen.startswith("flashsample: no screen (INT8 copy of the LM head for small batches): ")
 
 
 def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_warning(
@@ -445,7 +445,8 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
         state = prepared(starting, lm_head)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(
-        "flashsample: 1 tuned configurations failed the self-check, their batch sizes use built-in ones: off with "
+        "flashsample: 1 tuned configurations failed the self-check before any request, their batch sizes use built-in "
+        "ones: off with "
     )
     assert str(entry.launch) in warning
     assert state.table.lookup(4) == default_table(state.head).lookup(4) and state.table.is_measured(2, PLAIN)
@@ -497,10 +498,10 @@ def test_a_step_has_the_tuned_table_its_workspace_and_says_when_all_its_rows_are
 
 
 SCREENS = [
-    (ScreenMode.ON, None, True, "screen built: "),
-    (ScreenMode.ON, "the hook is missing", True, "screen not built: the hook is missing"),
-    (ScreenMode.ON, None, False, "screen not built: the model shows its LM head only after the memory is shared out"),
-    (ScreenMode.AUTO, None, True, "screen not built: no tuned table says that it is faster here"),
+    (ScreenMode.ON, None, True, "screen built, "),
+    (ScreenMode.ON, "the hook is missing", True, "small batches): the hook is missing"),
+    (ScreenMode.ON, None, False, "small batches): the model shows its LM head only after the memory is shared out"),
+    (ScreenMode.AUTO, None, True, "small batches): no tuned table says that it is faster here"),
 ]
 
 
@@ -509,14 +510,14 @@ def test_one_line_says_what_screen_was_built_or_why_not(starting, device, caplog
     starting.screen_mode, starting.no_screen_reason = mode, reason
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = starting.head_for(Processor(), make_head(weights(device)), starting=starts)
-    (record,) = [record for record in caplog.records if "flashsample: screen" in record.message]
+    (record,) = [record for record in caplog.records if "INT8 copy" in record.message]
     assert words in record.message and state.has_screen == ("screen built" in words)
     assert record.levelno == (logging.WARNING if mode is ScreenMode.ON and not state.has_screen else logging.INFO)
     if state.has_screen:
         screen, weight = state.screen, state.head.weight
         share = 100 * screen.num_bytes / (weight.numel() * weight.element_size())
-        assert f"screen built: {screen.num_bytes:,} bytes, {share:.1f} % of the LM head's, " in record.message
-        assert record.message.endswith(f"for batches of up to {screen.rows} rows")
+        assert f"batches of up to {screen.rows} rows faster, same tokens: " in record.message
+        assert record.message.endswith(f" {screen.num_bytes:,} bytes of GPU memory, {share:.1f} % of the head's")
 
 
 def test_a_screen_whose_kernels_fail_at_start_is_given_back(starting, device, monkeypatch, caplog):
@@ -528,8 +529,8 @@ def test_a_screen_whose_kernels_fail_at_start_is_given_back(starting, device, mo
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, make_head(weights(device)), 600)
     assert state is not None and state.screen is None
-    (line,) = [record.message for record in caplog.records if "flashsample: screen" in record.message]
-    assert "screen not built: its kernels fail here: " in line and "out of registers" in line
+    (line,) = [record.message for record in caplog.records if "INT8 copy" in record.message]
+    assert "small batches): its kernels fail here: " in line and "out of registers" in line
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["a hook does not land", "no screen is wanted"])
@@ -618,8 +619,8 @@ def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_on
     assert [path_of_a_batch(num_rows) for num_rows in (3, 4, 5)] == ["fused", *["native:out_of_memory"] * 2]
     assert runners[0].sampler.runtime.inactive_reason is None
     assert [record.message for record in caplog.records] == [
-        f"flashsample: out of GPU memory for a batch of {rows} rows: batches of this size or more use SGLang's own "
-        "sampler from now on; a lower --mem-fraction-static leaves more"
+        f"flashsample: out of GPU memory for a batch of {rows} rows: until restart, batches of this size or more use "
+        "SGLang's own sampler; a lower --mem-fraction-static leaves more"
         for rows in (5, 4)
     ]
 
@@ -633,7 +634,7 @@ def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_
     assert runners[0].sampler.runtime.inactive_reason == "ZeroDivisionError: no such kernel"
     (record,) = caplog.records
     assert record.message.startswith(
-        "flashsample: off, SGLang's own sampler is used for everything from now on: ZeroDivisionError: "
+        "flashsample: off until restart, SGLang's own sampler is used for everything: ZeroDivisionError: "
     )
 
 

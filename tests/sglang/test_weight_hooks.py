@@ -176,9 +176,8 @@ def test_a_copy_that_cannot_be_made_anew_is_not_said_to_be(runtime, state, monke
         call(runtime, Manager(), "update")
     first, *others = [record.message for record in caplog.records]
     assert first.startswith("flashsample: screen rebuilt for new weights in ")
-    assert others == [
-        "flashsample: screen (INT8 head) off, same tokens without it: ZeroDivisionError: division by zero"
-    ]
+    (off,) = others
+    assert "off until restart" in off and off.endswith(": ZeroDivisionError: division by zero")
     assert not is_serving(state)
 
 
@@ -187,10 +186,8 @@ def test_a_failure_of_ours_never_reaches_sglang_and_switches_the_screen_off(runt
     del manager.offload_tags  # an SGLang that we do not know
     assert call(runtime, manager, "update") == "updated"
     assert not state.has_screen
-    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "flashsample: screen (INT8 head) off, same tokens without it: weights_changed: "
-        "AttributeError: 'Manager' object has no attribute 'offload_tags'"
-    ]
+    (off,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert off.endswith(": weights_changed: AttributeError: 'Manager' object has no attribute 'offload_tags'")
 
 
 # What is hooked.
