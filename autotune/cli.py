@@ -57,12 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, command in COMMANDS.items():
-        about = command.about[:1].upper() + command.about[1:] + "."
-        subparser = names.add_parser(name, help=command.about, description=about)
-        for flags, keywords in command.arguments:
-            subparser.add_argument(*flags, **keywords)
+    add_commands(parser)
     options = parser.parse_args(arguments)
     try:
         code = COMMANDS[options.command].run(options)
@@ -83,6 +78,15 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    names = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        about = command.about[:1].upper() + command.about[1:] + "."
+        subparser = names.add_parser(name, help=command.about, description=about)
+        for flags, keywords in command.arguments:
+            subparser.add_argument(*flags, **keywords)
 
 
 def plan(options: argparse.Namespace) -> None:

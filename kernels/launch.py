@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
 import types
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 _BINARIES: dict[tuple[Hashable, ...], Any] = {}
 _compiling_only = contextvars.ContextVar("compiling_only", default=False)  # another thread's launches still run
@@ -122,15 +124,68 @@ def _callees(kernel: triton.JITFunction) -> Iterator[triton.JITFunction]:
             yield value
 
 
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What launches depend on of a device. capability: (9, 0) of an H100."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+_pretended: Gpu | None = None
+
+
 @functools.cache
-def resident_programs(device: torch.device, ctas_per_sm: int) -> int:
-    """How many programs run at the same time where a multiprocessor holds ``ctas_per_sm`` of them."""
+def gpu_of(device: torch.device) -> Gpu | None:
+    """None for the CPU, where kernels are interpreted."""
+    if _pretended is not None:
+        return _pretended
     if device.type != "cuda":
-        return ctas_per_sm  # interpreted: programs run one after the other
-    return torch.cuda.get_device_properties(device).multi_processor_count * ctas_per_sm
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Gpu((properties.major, properties.minor), properties.multi_processor_count)
 
 
-@functools.cache
+def pretend_gpu(gpu: Gpu) -> None:
+    """From now on this process compiles for ``gpu``, which it need not have: from tensors in host memory, and within
+    ``compiling_only``, as nothing can run. To be called before anything else of this package."""
+    global _pretended
+    _pretended = gpu
+    gpu_of.cache_clear()
+    triton.runtime.driver.set_active(_PretendedDriver(gpu))
+
+
+class _PretendedDriver:
+    """What Triton asks a driver before it compiles."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        major, minor = gpu.capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        return kind
+
+
+def resident_programs(device: torch.device, ctas_per_sm: int) -> int:
+    """How many programs run at the same time where a multiprocessor holds ``ctas_per_sm`` of them. Interpreted programs
+    run one after the other."""
+    gpu = gpu_of(device)
+    return ctas_per_sm if gpu is None else gpu.multiprocessors * ctas_per_sm
+
+
 def supports_early_launch(device: torch.device) -> bool:
     """Whether a launch on this device can start before the one before it has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.capability >= (9, 0)

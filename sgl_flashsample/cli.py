@@ -1,4 +1,4 @@
-"""The command line: ``sgl-flashsample serve | bench | tune | trace | doctor | demo``.
+"""The command line: ``sgl-flashsample serve | bench | tune | warm | trace | doctor | demo | completion``.
 
 Exit codes: 0 fine; 1 something does not work (a package that is missing, a server that does not start, a problem that
 ``doctor`` found); 2 what was typed, or a file that it names, cannot be used; 130 interrupted. Each failure is one line
@@ -27,6 +27,8 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _EXTRAS = {
     **dict.fromkeys(("sglang", "safetensors", "tokenizers", "transformers"), "[sglang]"),
     **dict.fromkeys(("optuna", "plotly", "rich", "scipy", "pynvml"), "[tune]"),
+    "shtab": "[completion]",
+    "tqdm": "[sglang]",
     **dict.fromkeys(("torch", "triton", "numpy", "msgspec"), ""),
 }
 
@@ -63,6 +65,17 @@ not fit on the GPU they run in turns. A difference is named only where its 99 % 
 
 samplings: t1 (temperature 1), trunc (temperature 0.7, top_p 0.9, top_k 50), greedy, penalty, json, logprob,
 top-logprobs
+"""
+_WARM_HELP = """\
+Compiles the kernels of a model's LM head into Triton's cache (TRITON_CACHE_DIR, else ~/.triton/cache), a minute on two
+cores. No GPU is needed: name the one of the servers. A server with this cache, the same versions and the same tuned
+table compiles none of them at its start.
+"""
+_COMPLETION_HELP = """\
+Prints a script that completes commands, options and files.
+
+bash: sgl-flashsample completion bash > ~/.local/share/bash-completion/completions/sgl-flashsample
+zsh:  sgl-flashsample completion zsh > DIR/_sgl-flashsample, with DIR in $fpath
 """
 _TRACE_HELP = """\
 Token counts say how often each group of 16 ids is drawn. Count what your model draws: traffic differs, and counts of
@@ -120,6 +133,10 @@ def _run(arguments: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "trace":
         return trace(options)
+    if options.command == "warm":
+        return warm(options)
+    if options.command == "completion":
+        return completion(options.shell)
     if options.command == "doctor":
         from .doctor import run
 
@@ -139,7 +156,8 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _parser() -> Parser:
+def _parser(complete: bool = False) -> Parser:
+    """complete: with the commands of ``tune``, which needs more than the standard library."""
     parser = Parser(prog="sgl-flashsample", description="Exact fused sampling for SGLang.")
     parser.add_argument("--version", action="version", version=f"sgl-flashsample {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -154,7 +172,22 @@ def _parser() -> Parser:
             allow_abbrev=False,
         )
     )
-    commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU")
+    tune = commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU")
+    if complete:
+        from .autotune.cli import add_commands
+
+        add_commands(tune)
+    warm = commands.add_parser(
+        "warm",
+        help="compile a head's kernels into the cache, for images; needs no GPU",
+        description=_WARM_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    warm.add_argument("model", metavar="MODEL", help="a model's folder, its config.json or a hub's name")
+    warm.add_argument("--device", metavar="NAME", help="the GPU of the servers, such as H100 (default: the one here)")
+    warm.add_argument("--tuned", metavar="FILE", help="the servers' tuned table (default: the one they would find)")
+    warm.add_argument("--no-screen", action="store_true", help="for servers without a screen: fewer kernels")
+    warm.add_argument("--max-rows", type=int, metavar="N", help="of the largest batch (default: what servers compile)")
     _add_trace(
         commands.add_parser(
             "trace",
@@ -165,6 +198,13 @@ def _parser() -> Parser:
     )
     doctor = commands.add_parser("doctor", help="check this machine: versions, GPU, hooks, a self-test of the kernels")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    completion = commands.add_parser(
+        "completion",
+        help="print a script that completes commands in a shell",
+        description=_COMPLETION_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     demo = commands.add_parser("demo", help="serve a generated checkpoint, send requests, show the path of each")
     demo.add_argument("--port", type=int, help="port of the server (default: a free one)")
     demo.add_argument("--size", help="size of the checkpoint (default: small on a GPU, tiny without)")
@@ -251,6 +291,60 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
         return _fail(f"{error} (logs: {comparison.options.logs})", FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted: what was measured until then is above", INTERRUPTED)
+    return OK
+
+
+def warm(options: argparse.Namespace) -> int:
+    """Compile a head's kernels for a GPU that need not be here."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("TRITON_INTERPRET is 1: the interpreter compiles nothing; expected it unset")
+    if options.max_rows is not None and options.max_rows < 1:
+        raise ValueError(f"--max-rows is {options.max_rows}; expected 1 or more")
+    if options.tuned is not None and not Path(options.tuned).is_file():
+        raise ValueError(f"--tuned is {options.tuned}, which is not a file")
+    import torch
+    import triton
+    from tqdm import tqdm
+
+    from .autotune.labels import DEVICES, known_device
+    from .model_config import config_file, head_of
+    from .selfcheck import MAX_COMPILED_ROWS
+    from .tables.lookup import device_of
+    from .warm import warm as compile_kernels
+
+    if options.device is not None:
+        device = known_device(options.device)
+        if device is None:
+            raise ValueError(f"--device is {options.device!r}; known without a GPU are {', '.join(DEVICES)}")
+    elif torch.cuda.is_available():
+        device = device_of(torch.device("cuda", torch.cuda.current_device()))
+    else:
+        raise ValueError(f"there is no GPU here: expected --device, one of {', '.join(DEVICES)}")
+    head = head_of(str(config_file(options.model, download=True)))
+    with tqdm(unit=" kernels", disable=None, leave=False) as bar:
+        warmed = compile_kernels(
+            head,
+            device,
+            file=options.tuned,
+            screen=not options.no_screen,
+            max_rows=options.max_rows or MAX_COMPILED_ROWS,
+            step=bar.update,
+        )
+    print(warmed.table)
+    if not warmed.compiled + warmed.found:
+        return _fail(f"no kernel could be compiled for {device.name} with Triton {triton.__version__}", FAILED)
+    print(
+        f"{warmed.compiled} kernels compiled for {device.name} in {warmed.seconds:.0f} s, {warmed.found} were there: "
+        f"{triton.knobs.cache.dir}"
+    )
+    return OK
+
+
+def completion(shell: str) -> int:
+    """Print a completion script: of all commands, those of ``tune`` included."""
+    import shtab
+
+    print(shtab.complete(_parser(complete=True), shell))
     return OK
 
 

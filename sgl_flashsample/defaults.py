@@ -64,13 +64,14 @@ def family_of_device(device: torch.device) -> str:
     """Raises ValueError on a device without built-in choices."""
     import torch
 
-    if device.type == "cpu":
+    from .kernels.launch import gpu_of
+
+    gpu = gpu_of(device) if torch.version.hip is None else None
+    if gpu is None and device.type == "cpu":
         return INTERPRETED
-    if device.type == "cuda" and torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        family = family_of(f"{major}.{minor}")
-        if family is not None:
-            return family
+    family = None if gpu is None else FAMILIES.get(gpu.capability[0])
+    if family is not None:
+        return family
     raise ValueError(f"device is {device}; expected a CUDA device of compute capability 8.0 or newer")
 
 

@@ -39,6 +39,8 @@ from .screen import Screen
 
 logger = logging.getLogger("sgl_flashsample")
 
+# A server compiles for batches up to this size at its start; the last tile also serves larger ones.
+MAX_COMPILED_ROWS = 512
 # Enough ids for each program of a large GPU to walk several vocabulary tiles.
 MAX_IDS = 40_000
 # Ids that the float64 reference takes at a time: a server that loads its model has little memory to spare.
@@ -49,6 +51,13 @@ MAX_COMPILING_THREADS = 8
 # Whenever tensor cores add so many terms to the accumulator, they truncate the sum to 24 bits of the largest term.
 _TERMS_AT_ONCE = 16
 _ACCUMULATOR_ERROR = 2.0**-23
+
+
+def shortened(head: LMHead) -> LMHead:
+    """The head's first ids, which a start checks."""
+    # The last group has as many ids as the whole vocabulary's: a reader is compiled for full groups or for any.
+    vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
+    return dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
 
 
 def compile_ahead(
@@ -223,10 +232,8 @@ class _Check:
         table: DispatchTable,
         screen: Screen | None,
     ) -> None:
-        # The last group has as many ids as the whole vocabulary's: a reader is compiled for full groups or for any.
-        vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
         self.head, self.chunk_ids, self.table = head, chunk_ids, table
-        self.shortened = dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
+        self.shortened = shortened(head)
         self.whole_screen = screen
         self.screen, self.screen_error = None, "no screen"
         if screen is not None and (screened_rows := table.screened_rows(max_rows)):

@@ -4,8 +4,8 @@
     python tests/compile_targets.py keys 90                 launches that would be given another one's binary
     python tests/compile_targets.py names 90                names in the cache on disk, and the constants behind them
 
-Triton is given a driver that only names its device, launchers run within ``compiling_only``, and tensors lie in host
-memory: nothing is launched. Prints JSON. Run it in a new process: Triton must not be the interpreter.
+Launchers run within ``compiling_only`` for a GPU that is not there (``pretend_gpu``): nothing is launched. Prints JSON.
+Run it in a new process: Triton must not be the interpreter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing"
 
@@ -48,34 +46,11 @@ MULTIPROCESSORS = 132  # about: it decides how many splits there are, and so how
 VOCAB, HIDDEN = 151_936, 4096
 
 
-class PretendedDriver:
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, kind: str) -> str:
-        return kind
-
-
 def pretend(capability: int) -> None:
-    """Makes this process report a GPU. Call it before the launchers are imported: they import these functions by
-    name."""
-    from sgl_flashsample.kernels import launch
+    """Makes this process compile for such a GPU."""
+    from sgl_flashsample.kernels.launch import Gpu, pretend_gpu
 
-    driver.set_active(PretendedDriver(capability))
-    launch.resident_programs = lambda device, ctas_per_sm: MULTIPROCESSORS * ctas_per_sm
-    launch.supports_early_launch = lambda device: capability >= 90
+    pretend_gpu(Gpu(divmod(capability, 10), MULTIPROCESSORS))
 
 
 # --- resources ------------------------------------------------------------------------------------------------------

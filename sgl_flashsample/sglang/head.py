@@ -15,14 +15,12 @@ from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Trun
 from ..kernels.workspace import Workspace
 from ..kinds import BatchKind
 from ..screen import Screen
+from ..selfcheck import MAX_COMPILED_ROWS
 from .batch import Batch
 from .metrics import DeviceCounters
 from .screen_lifecycle import HeadScreen
 
 logger = logging.getLogger("sgl_flashsample")
-
-# Kernels are compiled at start for batches up to this size; the last tile also serves larger ones.
-MAX_COMPILED_ROWS = 512
 
 SLOTS = 2  # graphs per key, replayed in turn
 # Steps of an unchanged batch before its parameters are copied, and steps with equal keys before one is captured: a

@@ -14,11 +14,11 @@ from .. import __version__
 from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
 from ..kernels.rng import NOISE_ABI
-from ..selfcheck import refuse_wrong, unsupported_by_flashinfer
+from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinfer
 from ..tables.lookup import resolve
 from . import support, token_counts
 from .batch import Batch, Routing, SampleIndices
-from .head import MAX_COMPILED_ROWS, HeadState
+from .head import HeadState
 from .metrics import Metrics
 from .screen_lifecycle import SCREEN_VARIABLE, HeadScreen, ScreenMode, screen_mode, unsupported_screen
 from .versions import sglang_version

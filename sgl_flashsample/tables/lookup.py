@@ -375,11 +375,11 @@ def environment() -> dict[str, str]:
     return versions
 
 
-def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None) -> ResolvedTable:
+def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device: Device | None = None) -> ResolvedTable:
     """The choices for ``head`` from the tuned table that fits it, or the built-in ones.
 
-    Reads files: once per head, at start. file: the table to use; None for the one that ``find`` finds. A table never
-    makes this raise; warnings say what of one is not used.
+    Reads files: once per head, at start. file: the table to use; None for the one that ``find`` finds. device: the
+    head's when None. A table never makes this raise; warnings say what of one is not used.
 
     Raises ValueError for a device without kernels.
     """
@@ -389,7 +389,7 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None) -> Reso
     shape = head_shape_of(head)
     if shape is None:
         return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, "a head with logits in another dtype", ())
-    target = Target(device_of(head.weight.device), shape, environment())
+    target = Target(device or device_of(head.weight.device), shape, environment())
     table_file, warnings = find(target, file)
     about = f"{target.device.name}, head {shape.vocab} x {shape.hidden} {shape.dtype}"
     if table_file is None:

@@ -11,12 +11,11 @@ import pytest
 
 pytestmark = pytest.mark.full
 
-# Triton's public interface needs a process whose Triton is not the interpreter. Driver and compiler are stand-ins:
-# the driver reports sm90, the compiler records its requests.
+# Triton's public interface needs a process whose Triton is not the interpreter. The GPU is pretended, and the compiler
+# is a stand-in that records its requests.
 SCRIPT = """
 import contextlib, io, itertools, json, logging, os, sys, threading
 import torch, triton, triton.compiler
-from triton.backends.compiler import GPUTarget
 root, V, anywhere = json.loads(sys.argv[1])
 sys.path.insert(0, root)
 try:
@@ -24,14 +23,8 @@ try:
 except ImportError:
     import sgl_flashsample
     sgl_flashsample.__path__.append(root)
-from sgl_flashsample import BatchParams, LMHead, LogitEdits, Screen, Truncation, defaults, sample, selfcheck
-from sgl_flashsample.kernels.launch import compiling_only
-
-class Driver:
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_active_torch_device = lambda self: torch.device("cpu")
+from sgl_flashsample import BatchParams, LMHead, LogitEdits, Screen, Truncation, sample, selfcheck
+from sgl_flashsample.kernels.launch import Gpu, compiling_only, pretend_gpu
 
 together = threading.Barrier(2)
 
@@ -44,13 +37,9 @@ def compiler(src, target, options, **more):
     return object()
 
 triton.compiler.compile = compiler
-triton.runtime.driver.set_active(Driver())
+pretend_gpu(Gpu((9, 0), 132))
 os.sched_getaffinity = lambda process: {0, 1}
-defaults.family_of_device = lambda device: "sm90"
 modules = [module for name, module in sys.modules.items() if name.startswith("sgl_flashsample.kernels.")]
-for module in modules:
-    if hasattr(module, "resident_programs"):
-        module.resident_programs = lambda device, ctas_per_sm: 132 * ctas_per_sm
 kernels = [value for module in modules for value in vars(module).values() if isinstance(value, triton.JITFunction)]
 
 def moved(tensor):

@@ -23,7 +23,9 @@ ONE_TOKEN = HotVocab.of_ids(np.bincount([5], minlength=640)).dumps()
 def test_help_needs_nothing_but_python_and_names_every_command(command):
     shown = command("--help", hidden=EVERYTHING)
     assert shown.returncode == 0 and shown.stderr == ""
-    assert all(f"\n    {word} " in shown.stdout for word in ("serve", "bench", "tune", "trace", "doctor", "demo"))
+    assert all(
+        f"\n    {word} " in shown.stdout for word in ("serve", "bench", "tune", "warm", "trace", "doctor", "demo")
+    )
     assert command("--version", hidden=EVERYTHING).stdout == f"sgl-flashsample {__version__}\n"
 
 
@@ -39,6 +41,8 @@ def test_help_needs_nothing_but_python_and_names_every_command(command):
         (["trace", "text"], ["AutoTokenizer", "--vocab", "--name", "--out", "--json"]),
         (["trace", "ids"], ["output_ids", "--model"]),
         (["bench"], ["--model-path MODEL", "--samplings", "--batches", "--load RATE", "--json", "--html", "unchanged"]),
+        (["warm"], ["MODEL", "--device NAME", "--tuned FILE", "--no-screen", "TRITON_CACHE_DIR"]),
+        (["completion"], ["bash", "zsh"]),
         (["doctor"], ["--json"]),
         (["demo"], ["--port", "--size", "--folder"]),
         (["tune"], ["plan", "run", "verify", "explain"]),

@@ -1,0 +1,115 @@
+"""``sgl-flashsample warm`` fills Triton's cache for a GPU that is not there; and the completion script."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+HEAD = {"vocab_size": 1009, "hidden_size": 64, "torch_dtype": "bfloat16"}
+# What a starting server asks of a head of these ids and this width: prints how many kernels were compiled.
+START = """
+import json, sys
+import torch, triton
+import sgl_flashsample.kernels
+from sgl_flashsample import LMHead
+from sgl_flashsample.selfcheck import refuse_wrong
+from sgl_flashsample.tables.lookup import resolve
+
+vocab, hidden = json.loads(sys.argv[1])
+weight = torch.randn(-(-vocab // 64) * 64, hidden, device="cuda").to(torch.bfloat16)
+compiled = []
+triton.knobs.compilation.listener = lambda *, src, cache_hit, **about: compiled.extend([src.name] * (not cache_hit))
+head = LMHead(weight, vocab_size=vocab)
+assert refuse_wrong(head, 512, resolve(head).dispatch).reason is None
+print(json.dumps(compiled))
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs the command line in a process whose Triton compiles: exit code, output, errors."""
+    (tmp_path / "config.json").write_text(json.dumps(HEAD))
+
+    def run(*arguments, program=("-m", "sgl_flashsample.cli"), **variables):
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), **variables}
+        words = [sys.executable, *program, *map(str, arguments)]
+        # Not in the checkout, whose folder of the package has no kernels in it.
+        done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def counts_of(out: str) -> tuple[str, int, int]:
+    """The device, kernels compiled, and kernels that were there."""
+    match = re.search(r"^(\d+) kernels compiled for (.*) in \d+ s, (\d+) were there: ", out, re.M)
+    assert match is not None, out
+    return match[2], int(match[1]), int(match[3])
+
+
+@pytest.mark.slow
+def test_a_second_run_finds_every_kernel_of_the_first_and_another_gpu_none(command, tmp_path):
+    arguments = ("warm", tmp_path, "--max-rows", 1, "--no-screen")
+    code, out, err = command(*arguments, "--device", "H100", CUDA_VISIBLE_DEVICES="")
+    assert code == 0, err
+    device, compiled, found = counts_of(out)
+    assert device == "NVIDIA H100 80GB HBM3" and compiled >= 10 and found == 0
+    assert counts_of(command(*arguments, "--device", "H200")[1]) == ("NVIDIA H200", 0, compiled)
+    code, out, err = command("warm", tmp_path, "--max-rows", 1, "--no-screen", "--device", "A100")
+    assert code == 0 and counts_of(out)[1] >= 10, "sm80 is another target"
+
+
+@pytest.mark.gpu
+def test_a_server_compiles_nothing_that_was_compiled_without_its_gpu(command, tmp_path):
+    code, out, err = command("warm", tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert code == 2 and "there is no GPU here: expected --device" in err
+    code, out, err = command("warm", tmp_path, "--device", "H200", CUDA_VISIBLE_DEVICES="")
+    assert code == 0, err
+    code, out, err = command(json.dumps([HEAD["vocab_size"], HEAD["hidden_size"]]), program=("-c", START))
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--device", "H1000"], "--device is 'H1000'; known without a GPU are NVIDIA H200, "),
+        (["--device", "H100", "--max-rows", "0"], "--max-rows is 0; expected 1 or more"),
+        (["--device", "H100", "--tuned", "nowhere.json"], "--tuned is nowhere.json, which is not a file"),
+    ],
+)
+def test_what_cannot_be_compiled_for_is_named_in_one_line(command, tmp_path, arguments, message):
+    code, _, err = command("warm", tmp_path, *arguments)
+    assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_an_interpreter_is_not_asked_to_compile(command, tmp_path):
+    code, _, err = command("warm", tmp_path, "--device", "H100", TRITON_INTERPRET="1")
+    assert code == 2 and err.startswith("error: TRITON_INTERPRET is 1: ")
+
+
+@pytest.mark.parametrize(
+    "words, completed",
+    [
+        (["wa"], {"warm"}),
+        (["tune", "re"], {"report"}),
+        (["bench", "--js"], {"--json"}),
+        (["tune", "run", "--effort", "q"], {"quick"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_choices(command, tmp_path, words, completed):
+    code, script, err = command("completion", "bash")
+    assert code == 0, err
+    line = " ".join(f"'{word}'" for word in ("sgl-flashsample", *words))
+    (tmp_path / "complete.bash").write_text(
+        f"{script}\nCOMP_WORDS=({line})\nCOMP_CWORD={len(words)}\n"
+        "$(complete -p sgl-flashsample | sed -E 's/.*-F ([^ ]+).*/\\1/')\nprintf '%s\\n' \"${COMPREPLY[@]}\"\n"
+    )
+    done = subprocess.run(["bash", tmp_path / "complete.bash"], capture_output=True, text=True, check=True)
+    assert {word.strip() for word in done.stdout.split()} == completed
