@@ -407,7 +407,7 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
     vocab = options.vocab
     if options.action == "ids":
         if (vocab is None) == (options.model is None):
-            raise ValueError("V is not known: expected one of --model and --vocab")
+            raise ValueError("expected --model or --vocab, one of them: the number of ids")
         vocab, model = vocab or head_of(options.model).vocab, options.model or ""
         read = functools.partial(hot_vocab.ids_of_lines, vocab=vocab)
     else:
@@ -425,7 +425,9 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
             raise ValueError(f"V is {vocab}; expected {known} or more, the ids that the tokenizer knows")
     id_counts, interrupted = hot_vocab.count(options.files, vocab, read)
     if not id_counts.any():
-        raise ValueError("interrupted before any token was counted" if interrupted else "there is no token")
+        raise ValueError(
+            "interrupted before any token was counted" if interrupted else "the input has no tokens to count"
+        )
     if options.name is None and model and (path := Path(model)).exists():  # a folder's name, not where it lies
         model = (path if path.is_dir() else path.parent).resolve().name
     origins = ", ".join("stdin" if file == hot_vocab.STDIN else Path(file).name for file in options.files)
@@ -453,7 +455,7 @@ def serve(arguments: list[str]) -> int:
     if not entry_point_found():
         return _fail(
             "SGLang would not find the plugin (no entry point 'flashsample' in sglang.srt.plugins); "
-            f"run: {sys.executable} -m pip install sgl-flashsample",
+            f"install a checkout or wheel of it: {sys.executable} -m pip install PATH",
             FAILED,
         )
     if tuned is not None:

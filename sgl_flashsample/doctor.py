@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -95,7 +96,7 @@ def check_sglang() -> Iterator[Finding]:
     if versions.entry_point_found():
         yield Finding(OK, "plugin entry point found: --sampling-backend flashsample is valid")
     else:
-        advice = "pip install sgl-flashsample into the environment of this Python"
+        advice = f"install a checkout or wheel of it: {sys.executable} -m pip install PATH"
         yield Finding(PROBLEM, "SGLang would not find the plugin", advice)
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and "flashsample" not in allowed.split(","):
@@ -131,7 +132,9 @@ def check_tables() -> Iterator[Finding]:
     for folder, _ in lookup.folders(os.environ):
         for path, table, reason in lookup.tables_in(folder):
             if table is None:
-                yield Finding(NOTE, f"{path} is not used: {reason}", "remove it, or tune anew")
+                yield Finding(
+                    NOTE, f"{path} is not used: {reason}", "remove it, or run `sgl-flashsample tune run` again"
+                )
                 continue
             assert table.head is not None
             heads.setdefault(table.head)

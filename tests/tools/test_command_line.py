@@ -192,5 +192,5 @@ def test_a_server_can_be_required_to_fuse(run, executed, place):
 def test_serve_without_the_entry_point_says_what_to_install(run, executed, monkeypatch):
     monkeypatch.setattr(versions, "entry_point_found", lambda: False)
     code, _, err = run("serve", "--model-path", "m")
-    assert code == 1 and "no entry point 'flashsample'" in err and "pip install sgl-flashsample" in err
+    assert code == 1 and "no entry point 'flashsample'" in err and "-m pip install PATH" in err
     assert not executed

@@ -38,9 +38,8 @@ def test_a_head_within_a_model_that_also_sees_and_its_softcap(config):
 
 
 def test_a_hub_s_name_is_looked_up_in_the_cache(monkeypatch, tmp_path):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(huggingface_hub.file_download, "HF_HUB_CACHE", str(tmp_path), raising=False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--Qwen--Qwen3-8B"
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
