@@ -241,10 +241,8 @@ class BatchParams:
         check_tensor("position", self.position, (num_rows,), torch.int64, rows)
         if self.truncation is not None:
             self.truncation.check(num_rows, rows)
-            if spec.vocab_start:
-                raise ValueError(
-                    f"vocab_start is {spec.vocab_start}; expected 0, the whole vocabulary, with a truncation"
-                )
+            if spec.shards > 1:
+                raise ValueError(f"shards is {spec.shards}; expected 1, the whole vocabulary, with a truncation")
         if self.edits is not None:
             self.edits.check(num_rows, width, rows)
         if num_rows * (width + GROUP_SIZE) >= 2**31 and (self.truncation or self.edits):
@@ -282,7 +280,8 @@ class LogitsSpec:
     """What ``[B, >= vocab_size]`` logits are, and what is still to be done to them.
 
     vocab_size: columns below it are real, those after it are padding and are never returned or read.
-    vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``; non-zero on a vocabulary shard.
+    vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is
+    cut, of which the columns are one; 1 where they are all of it.
     logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
     rounding: what a logit is rounded to before anything else (default: the logits' own dtype).
 
@@ -294,10 +293,15 @@ class LogitsSpec:
     logit_scale: float | None = None
     softcap: float | None = None
     rounding: torch.dtype | None = None
+    shards: int = 1
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size}; expected 1 or more")
+        if self.shards < 1:
+            raise ValueError(f"shards is {self.shards}; expected 1 or more")
+        if self.vocab_start and self.shards == 1:
+            raise ValueError(f"vocab_start is {self.vocab_start} and shards is 1; expected 0 in a whole vocabulary")
         if self.vocab_start < 0 or self.vocab_start % GROUP_SIZE:
             raise ValueError(f"vocab_start is {self.vocab_start}; expected a multiple of {GROUP_SIZE}, 0 or more")
         if self.vocab_end >= 2**31:
@@ -327,7 +331,8 @@ class LMHead:
     """An LM head: ``[V, D]`` weight (bf16, fp16 or fp32, row-contiguous) and how logits come from it.
 
     vocab_size: ids below it are real, the rows after it are padding and are never returned (default V).
-    vocab_start: absolute id of row 0, a multiple of ``GROUP_SIZE``; non-zero on a vocabulary shard.
+    vocab_start: absolute id of row 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is cut,
+    of which this head is one; 1 where it is all of it (``of_rank``).
     logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
     logits_dtype: what a logit is rounded to before anything else, as the model's own GEMM would do
     (default: the weight's dtype; torch.float32 keeps the accumulator).
@@ -341,6 +346,7 @@ class LMHead:
     logit_scale: float | None = None
     softcap: float | None = None
     logits_dtype: torch.dtype | None = None
+    shards: int = 1
 
     def __post_init__(self) -> None:
         weight = self.weight
@@ -363,6 +369,28 @@ class LMHead:
         if self.logits_dtype is not None and self.logits_dtype not in TRITON_DTYPES:
             raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
         _ = self.spec  # checks the rest
+
+    @classmethod
+    def of_rank(cls, weight: torch.Tensor, rank: int, num_ranks: int, vocab_size: int, **options: Any) -> LMHead | None:
+        """The part of a head that one of ``num_ranks`` tensor-parallel ranks holds; None where that is only padding.
+
+        weight: ``[W, D]``, with the same W on every rank: rank r holds the ids from ``r * W`` on, as far as they are
+        below ``vocab_size``, that of the whole vocabulary. options: further fields.
+
+        Raises ValueError for a rank that is none, for a W of several ranks that is no multiple of ``GROUP_SIZE``, and
+        for more than 2**24 ids: ranks send each other ids as float32 (``merge_ranks.py``).
+        """
+        width = weight.shape[0]
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank is {rank}; expected 0 to {num_ranks - 1}")
+        if not 1 <= vocab_size <= min(width * num_ranks, 2**24):
+            raise ValueError(f"vocab_size is {vocab_size}; expected 1 to {min(width * num_ranks, 2**24)}")
+        if num_ranks > 1 and width % GROUP_SIZE:
+            raise ValueError(f"a rank's weight has {width} rows; expected a multiple of {GROUP_SIZE}")
+        start = rank * width
+        if start >= vocab_size:
+            return None
+        return cls(weight, min(width, vocab_size - start), start, shards=num_ranks, **options)
 
     @classmethod
     def from_hf(cls, model: Any) -> LMHead:
@@ -390,7 +418,7 @@ class LMHead:
     @functools.cached_property
     def spec(self) -> LogitsSpec:
         """What the output of a GEMM with the weight is."""
-        return LogitsSpec(self.vocab_size, self.vocab_start, self.logit_scale, self.softcap, self.rounding)
+        return LogitsSpec(self.vocab_size, self.vocab_start, self.logit_scale, self.softcap, self.rounding, self.shards)
 
     @property
     def rounding(self) -> torch.dtype:

@@ -334,6 +334,16 @@ def reduce_splits_ref(
     return token.gather(1, perturbed.argmax(-1, keepdim=True)).squeeze(1)
 
 
+def merge_records_ref(records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token (``[B]`` int64), logprob and log-mass (``[B]`` float64) of the whole vocabulary, of ``[N, B, 4]`` records:
+    score, id, logprob and log-mass of each rank's draw."""
+    score, token, logprob, log_mass = records.double().unbind(-1)
+    winner = (score == score.amax(0)).int().argmax(0)[None]
+    total = torch.logsumexp(log_mass, 0)
+    of_winner = (logprob + log_mass).gather(0, winner)[0]
+    return token.gather(0, winner)[0].long(), of_winner - total, total
+
+
 def lm_head_sample_ref(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -87,6 +87,7 @@ def sample_from_logits(
     *,
     vocab_size: int | None = None,
     vocab_start: int = 0,
+    shards: int = 1,
     logit_scale: float | None = None,
     softcap: float | None = None,
     return_logprob: bool = False,
@@ -100,7 +101,8 @@ def sample_from_logits(
             rows start at multiples of 16 elements.
         params: per-row temperature, seed and position; edits and truncation as in ``sample``.
         vocab_size: columns from here on are padding, never read or drawn (default V).
-        vocab_start: absolute id of column 0, a multiple of 16, where the columns are a shard of the vocabulary.
+        vocab_start: absolute id of column 0, a multiple of 16, where the columns are one of ``shards`` parts of the
+            vocabulary.
         logit_scale, softcap: ``softcap * tanh(logit_scale * logits / softcap)`` first, as far as set.
         return_logprob: also compute the token's log-probability.
         workspace: scratch to reuse, ``Workspace(512 * B, device)`` for any batch of up to B rows; allocated when None.
@@ -114,7 +116,7 @@ def sample_from_logits(
     check_rows("logits", logits)
     check_params(params)
     size = logits.shape[-1] if vocab_size is None else vocab_size
-    spec = LogitsSpec(size, vocab_start, logit_scale, softcap)
+    spec = LogitsSpec(size, vocab_start, logit_scale, softcap, shards=shards)
     family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
     kind = BatchKind(params.truncation is not None, params.edits is not None)
     traits = HeadTraits(family, itemsize, size, hidden_size=0)

@@ -52,7 +52,7 @@ def unsupported_batch(head: LMHead, params: BatchParams, return_logprob: bool) -
         return "its rows have edits"
     if return_logprob:
         return "logprobs are asked for"
-    if head.vocab_start:
+    if head.shards > 1:
         return "the head is a shard"
     return _given_up[0] if _given_up else None
 

@@ -84,7 +84,7 @@ def compile_ahead(
                 # The kernels that take longest come first, so that none of them is left alone at the end.
                 used = table.configs_up_to(max_rows, screened=screen is not None)
                 for kind, _, config in sorted(used, key=lambda one: not one[0].truncate):
-                    if kind.truncate and head.vocab_start:
+                    if kind.truncate and head.shards > 1:
                         continue  # only a whole vocabulary is truncated
                     for return_logprob in (False,) if kind.screen else (False, True):
                         launch_once(head, config, kind, table, return_logprob, screen=screen)
@@ -198,7 +198,7 @@ def refuse_wrong(
 
 def unsupported_by_flashinfer(head: LMHead, num_rows: int = 8) -> str | None:
     """Why FlashInfer cannot draw for ``head`` here; None where it can. Also compiles it, a minute the first time."""
-    if head.vocab_start or not head.gemm_gives_logits:
+    if head.shards > 1 or not head.gemm_gives_logits:
         return "it needs a whole vocabulary, and logits of the weight's dtype"
     raw = compute_logits(_hidden(head, num_rows, CHUNK_IDS), head, Workspace(1, head.weight.device))
     row = torch.arange(num_rows, device=raw.device)
@@ -245,7 +245,7 @@ class _Check:
         compile_ahead([head, self.shortened], max_rows, bool_masks=bool_masks, table=table, screens=screens)
 
     def compare(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
-        if kind.truncate and self.head.vocab_start:
+        if kind.truncate and self.head.shards > 1:
             return None  # only a whole vocabulary is truncated
         if isinstance(config, ScreenConfig) and self.screen is None:
             return f"{self.screen_error} with {config} ({kind})"

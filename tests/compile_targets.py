@@ -164,10 +164,20 @@ def built_in_launches(capability: int, full: bool) -> Iterator[tuple[str, Callab
                 yield label, functools.partial(launch_once, some, config, kind, table, **given)
 
 
+def merge_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The launches that merge the draws of ranks."""
+    from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
+
+    for return_logprob in (False, True):
+        name = "merge of ranks" + ", logprobs" * return_logprob
+        yield f"{name}: pack", functools.partial(pack_record, no_record(3, torch.device("cpu"), return_logprob), 1, 2)
+        yield name, functools.partial(merge_records, torch.zeros(2, 3, 4), return_logprob=return_logprob)
+
+
 def resources(capability: int, full: bool) -> list[dict]:
     return [
         dataclasses.asdict(used)
-        for name, launch in built_in_launches(capability, full)
+        for name, launch in itertools.chain(built_in_launches(capability, full), merge_launches())
         for used in compiled_by(name, launch)
     ]
 
@@ -238,7 +248,7 @@ def variations(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a mask of bools", {"bools": True}
     yield "edits of rows that are far apart", {"far": True, "num_rows": 1}
     for name, value in (("logit_scale", 0.5), ("logit_scale", 1), ("softcap", 30.0), ("vocab_start", 1600)):
-        yield f"{name} {value}", {"head": {name: value}}
+        yield f"{name} {value}", {"head": {name: value} | ({"shards": 9} if name == "vocab_start" else {})}
     for vocab in (1, 16, 399, 400):
         yield f"{vocab} ids", {"head": {"vocab_size": vocab}}
     yield "float32 logits", {"head": {"logits_dtype": torch.float32}}

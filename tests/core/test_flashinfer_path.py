@@ -95,7 +95,7 @@ def test_as_a_path_that_is_asked_for_it_says_what_it_cannot_serve(head, states, 
         with pytest.raises(ValueError, match=f"path is 'flashinfer', which cannot serve this batch: {reason}"):
             sample(states, head, dataclasses.replace(params, **changes), path="flashinfer", **options)
     with pytest.raises(ValueError, match="the head is a shard"):
-        sample(states, dataclasses.replace(head, vocab_start=16), params, path="flashinfer")
+        sample(states, dataclasses.replace(head, shards=2), params, path="flashinfer")
     with pytest.raises(ValueError, match=r"temperature is \(2,\)"):
         sample(states, head, dataclasses.replace(params, temperature=params.temperature[:2]), path="flashinfer")
     with pytest.raises(ValueError, match="truncation is None"):
@@ -178,7 +178,7 @@ def test_tokens_that_a_truncation_forbids_are_found_at_the_start(head, flashinfe
     for draw in (lambda call: call.probs.argmin(-1).int(), lambda call: call.probs.argmax(-1).int() + VOCAB):
         flashinfer.draw = draw
         assert selfcheck.unsupported_by_flashinfer(head) == "8 of its 8 tokens are truncated ones"
-    shard = dataclasses.replace(head, vocab_start=16)
+    shard = dataclasses.replace(head, shards=2)
     assert "it needs a whole vocabulary" in selfcheck.unsupported_by_flashinfer(shard)
 
 

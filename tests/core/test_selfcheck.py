@@ -74,7 +74,7 @@ def broken(monkeypatch):
         ({"vocab_size": 601}, 64, READ),
         ({"softcap": 5.0, "logit_scale": 0.5}, 5000, WIDE),
         pytest.param({"softcap": 5.0, "logit_scale": 0.5}, 97, LONG, marks=pytest.mark.full),
-        ({"vocab_start": 320}, 97, LONG),
+        ({"vocab_start": 320, "shards": 2}, 97, LONG),
     ],
     ids=["whole", "padded", "softcap", "softcap, read", "shard"],
 )

@@ -41,7 +41,8 @@ from sgl_flashsample.kernels.config import (
 )
 from sgl_flashsample.kernels.int8_head import Int8Head
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_splits, workspace_slots
-from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitEdits, LogitsSpec
+from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
+from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitEdits, LogitsSpec, SampleOutput
 from sgl_flashsample.kernels.reference import allowed_ref, lm_head_sample_ref
 from sgl_flashsample.kernels.sample_logits import num_read_splits, read_slots, sample_logits
 from sgl_flashsample.kernels.screened_sample import screened_sample
@@ -136,8 +137,11 @@ HEADS = {
     "scale and softcap": {"logit_scale": 3.0, "softcap": 20.0},
     "float32 logits": {"logits_dtype": torch.float32},
     "logits rounded further": {"logits_dtype": torch.bfloat16},
-    "shard": {"vocab_start": 1600},
-    "shard with everything": {"vocab_start": 160, "logit_scale": 0.375, "softcap": 9.0, "logits_dtype": torch.float32},
+    "shard": {"vocab_start": 1600, "shards": 9},
+    "shard with everything": {
+        **{"vocab_start": 160, "shards": 2},
+        **{"logit_scale": 0.375, "softcap": 9.0, "logits_dtype": torch.float32},
+    },
 }
 
 
@@ -147,7 +151,7 @@ HEADS = {
     [
         pytest.param(kind, options, id=f"{kind}-{name}", marks=[pytest.mark.slow] * (kind == "truncate" and not CUDA))
         for kind, (name, options) in itertools.product(("plain", "edit", "truncate"), HEADS.items())
-        if kind != "truncate" or "vocab_start" not in options
+        if kind != "truncate" or "shards" not in options
     ],
 )
 @on_every_path
@@ -327,29 +331,38 @@ def test_rows_may_be_further_apart_than_an_int32_counts(device, path, tmp_path):
 # --- shards ---------------------------------------------------------------------------------------------------------
 
 
+def draw_by_ranks(path, whole: Case, num_ranks: int) -> SampleOutput:
+    """The draw of ranks that hold equally many rows of the weight, the last ones padding alone."""
+    weight, vocab = whole.head.weight, whole.head.vocab_size
+    width = -(-vocab // num_ranks // 16) * 16
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, width * num_ranks - len(weight)), value=float("nan"))
+    draws = []
+    for rank in range(num_ranks):
+        head = LMHead.of_rank(weight[rank * width : (rank + 1) * width], rank, num_ranks, vocab)
+        if head is not None:
+            of_rank = draw(path, dataclasses.replace(whole, head=head))
+            ids = of_rank.token_ids
+            assert ((ids >= head.vocab_start) & (ids < head.vocab_start + head.vocab_size)).all()
+            draws.append(SampleOutput(ids, of_rank.logprobs, of_rank.scores, of_rank.log_mass))
+        else:
+            draws.append(no_record(len(whole.hidden), weight.device, draws[0].logprobs is not None))
+    records = sum(pack_record(draw, rank, num_ranks) for rank, draw in enumerate(draws))
+    return merge_records(records, return_logprob=draws[0].logprobs is not None)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("num_ranks, vocab", [(2, 1500), (3, 1501), (8, 401), (8, 33)])
 @pytest.mark.parametrize("kind", ["plain", "greedy", "edit"])
 @on_every_path
-def test_the_best_shard_holds_the_token_of_the_whole_vocabulary(device, path, kind):
-    """Among shards with equal scores, the one with the lowest ids. Edits of a shard are read at the shard's ids. The
-    shards' log-masses give the logprob of the whole vocabulary."""
-    whole = make_case(33, 1500, device, kind, torch.bfloat16, seed=6)
-    shards = []
-    for first, last in ((0, 496), (496, 1008), (1008, 1500)):
-        head = LMHead(whole.head.weight[first:last], vocab_start=first)
-        shards.append(draw(path, dataclasses.replace(whole, head=head)))
-        assert ((shards[-1].token_ids >= first) & (shards[-1].token_ids < last)).all()
-    scores, tokens = (torch.stack([getattr(s, name) for s in shards]) for name in ("scores", "token_ids"))
-    drawn = draw(path, whole)
-    assert torch.equal(scores.amax(0), drawn.scores)
-    best = scores.argmax(0, keepdim=True)
-    assert torch.equal(tokens.gather(0, best)[0], drawn.token_ids)
+def test_ranks_draw_the_token_of_the_whole_vocabulary(device, path, kind, num_ranks, vocab):
+    """Whatever their number, also where some hold no id. Edits of a shard are read at the shard's ids. The logprob is
+    that under the whole vocabulary."""
+    whole = make_case(33, vocab, device, kind, torch.bfloat16, seed=6)
+    drawn, merged = draw(path, whole), draw_by_ranks(path, whole, num_ranks)
+    assert torch.equal(merged.token_ids, drawn.token_ids) and torch.equal(merged.scores, drawn.scores)
     if drawn.logprobs is not None:
-        logprobs, log_mass = (torch.stack([getattr(s, name) for s in shards]) for name in ("logprobs", "log_mass"))
-        whole_mass = torch.logsumexp(log_mass, 0)
-        torch.testing.assert_close(drawn.log_mass, whole_mass, rtol=1e-6, atol=1e-4)
-        of_shard = (logprobs + log_mass).gather(0, best)[0]
-        torch.testing.assert_close(drawn.logprobs, of_shard - whole_mass, rtol=0, atol=2e-4, equal_nan=True)
+        torch.testing.assert_close(merged.log_mass, drawn.log_mass, rtol=1e-6, atol=1e-4)
+        torch.testing.assert_close(merged.logprobs, drawn.logprobs, rtol=0, atol=2e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("path", ["fused", "logits"])
@@ -409,7 +422,7 @@ def test_rows_known_to_be_greedy_are_read_without_noise_to_the_same_tokens(devic
     logits[3, 77], logits[4, 500], logits[5, :] = float("nan"), float("inf"), float("nan")
     logits[6, 990] = logits[6, 12] = 7.0
     logits[7, :] = float("-inf")
-    spec = LogitsSpec(**({"vocab_size": 1008, "vocab_start": 320} | spec))
+    spec = LogitsSpec(**({"vocab_size": 1008, "vocab_start": 320, "shards": 2} | spec))
     params = make_params(17, spec, device, "greedy")
     drawn = sample_logits(logits, spec, dataclasses.replace(params, all_greedy=False), READ)
     known = sample_logits(logits, spec, params, dataclasses.replace(READ, reduce_rows=1, one_launch=True))
@@ -763,7 +776,7 @@ BAD_ARGUMENTS = [
     ("mask", torch.zeros(2, 13, dtype=torch.int64), r"mask is \(2, 13\) torch.int64.*expected .*int32"),
     ("mask", torch.zeros(1, 13, dtype=torch.int32), r"mask is \(1, 13\) .*expected contiguous \(2, 13\)"),
     ("rows", torch.zeros(2, dtype=torch.int64), r"rows is \(2,\) torch.int64.*expected contiguous \(2,\).*int32"),
-    ("vocab_start", 16, "vocab_start is 16; expected 0, the whole vocabulary, with a truncation"),
+    ("shards", 2, "shards is 2; expected 1, the whole vocabulary, with a truncation"),
     ("workspace", 1, "workspace (has 1 slots|is for 1 rows).*expected at least"),
     ("int8_head", torch.zeros(300, 16), r"int8_head is \(300, 16\) on .*; expected \(400, 16\)"),
     ("logit_scale", -1.0, "logit_scale is -1.0; expected a positive number"),
@@ -790,16 +803,16 @@ def test_a_bad_argument_raises_a_value_error_that_names_it_and_what_was_expected
     given = {name: value}
     head = LMHead(
         torch.zeros(400, 16, device=device),
-        vocab_start=given.get("vocab_start", 0),
+        shards=given.get("shards", 1),
         logit_scale=given.get("logit_scale"),
     )
     params = make_params(2, LogitsSpec(400), device)
     if name in ("temperature", "seed", "position"):
         params = dataclasses.replace(params, **given)
-    if name in ("top_k", "top_p", "min_p", "vocab_start"):
+    if name in ("top_k", "top_p", "min_p", "shards"):
         truncation = limits(2, device, 5)
         params = dataclasses.replace(
-            params, truncation=truncation if name == "vocab_start" else dataclasses.replace(truncation, **given)
+            params, truncation=truncation if name == "shards" else dataclasses.replace(truncation, **given)
         )
     if name in ("additive", "scaling", "bias", "mask", "rows"):
         params = dataclasses.replace(params, edits=LogitEdits(**given))

@@ -23,8 +23,10 @@ SCREEN = ScreenConfig(16, 64, 32, 4, 2)
     [
         ({"vocab_size": 11}, "vocab_size is 11; expected 1 to the head's 10 rows"),
         ({"vocab_size": -1}, "vocab_size is -1; expected 1 to"),
-        ({"vocab_start": 8}, "vocab_start is 8; expected a multiple of 16"),
-        ({"vocab_start": 2**31}, "ids reach 2147483658; expected them below 2\\*\\*31"),
+        ({"vocab_start": 8, "shards": 2}, "vocab_start is 8; expected a multiple of 16"),
+        ({"vocab_start": 2**31, "shards": 2}, "ids reach 2147483658; expected them below 2\\*\\*31"),
+        ({"vocab_start": 16}, "vocab_start is 16 and shards is 1; expected 0 in a whole vocabulary"),
+        ({"shards": 0}, "shards is 0; expected 1 or more"),
         ({"softcap": 0.0}, "softcap is 0.0; expected a positive number"),
         ({"softcap": float("nan")}, "softcap is nan; expected a positive number"),
         ({"logits_dtype": torch.int8}, "logits_dtype is torch.int8; expected bfloat16, float16 or float32"),
@@ -42,11 +44,47 @@ def test_a_bad_head_is_refused_by_name(options, message):
 
 
 @pytest.mark.parametrize(
+    "width, num_ranks, vocab, sizes",
+    [
+        (75968, 2, 151936, [75968, 75968]),
+        (32, 3, 70, [32, 32, 6]),
+        (16, 8, 33, [16, 16, 1, 0, 0, 0, 0, 0]),
+        (7, 1, 5, [5]),
+    ],
+)
+def test_the_parts_of_ranks_are_the_vocabulary_in_order_and_a_rank_of_padding_has_no_head(
+    width, num_ranks, vocab, sizes
+):
+    weight = torch.empty(width, 4, device="meta")
+    heads = [LMHead.of_rank(weight, rank, num_ranks, vocab, softcap=3.0) for rank in range(num_ranks)]
+    assert [0 if head is None else head.vocab_size for head in heads] == sizes
+    for rank, head in enumerate(filter(None, heads)):
+        assert (head.vocab_start, head.shards, head.softcap) == (rank * width, num_ranks, 3.0)
+        assert head.spec.shards == num_ranks
+
+
+@pytest.mark.parametrize(
+    "width, rank, num_ranks, vocab, message",
+    [
+        (16, 2, 2, 32, "rank is 2; expected 0 to 1"),
+        (16, -1, 2, 32, "rank is -1; expected 0 to 1"),
+        (24, 0, 2, 32, "a rank's weight has 24 rows; expected a multiple of 16"),
+        (16, 0, 2, 33, "vocab_size is 33; expected 1 to 32"),
+        (16, 0, 2, 0, "vocab_size is 0; expected 1 to 32"),
+        (2**24, 0, 2, 2**24 + 1, "vocab_size is 16777217; expected 1 to 16777216"),
+    ],
+)
+def test_a_part_that_no_rank_can_have_is_refused_by_name(width, rank, num_ranks, vocab, message):
+    with pytest.raises(ValueError, match=message):
+        LMHead.of_rank(torch.empty(width, 4, device="meta"), rank, num_ranks, vocab)
+
+
+@pytest.mark.parametrize(
     "options, message",
     [
         ({"vocab_size": 0}, "vocab_size is 0; expected 1 or more"),
-        ({"vocab_start": 8}, "vocab_start is 8; expected a multiple of 16, 0 or more"),
-        ({"vocab_start": -16}, "vocab_start is -16; expected a multiple of 16, 0 or more"),
+        ({"vocab_start": 8, "shards": 2}, "vocab_start is 8; expected a multiple of 16, 0 or more"),
+        ({"vocab_start": -16, "shards": 2}, "vocab_start is -16; expected a multiple of 16, 0 or more"),
         ({"vocab_size": 2**31}, "ids reach 2147483648; expected them below 2\\*\\*31"),
         ({"softcap": -1.0}, "softcap is -1.0; expected a positive number or None"),
         ({"rounding": torch.int8}, "rounding is torch.int8; expected bfloat16, float16 or float32"),
@@ -123,7 +161,7 @@ def test_the_edits_that_are_given_are_known():
 
 def test_edits_of_a_shard_need_the_columns_of_the_ids_before_it():
     edits = LogitEdits(bias=torch.zeros(2, 400))
-    spec = LogitsSpec(400, vocab_start=160)
+    spec = LogitsSpec(400, vocab_start=160, shards=2)
     row = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"bias is \(2, 400\).*expected contiguous \(2, 560\)"):
         BatchParams(torch.ones(2), row, row, edits=edits).check("hidden", torch.zeros(2, 16), spec)
@@ -139,8 +177,8 @@ def test_a_scale_that_is_an_integer_is_a_float_to_the_kernels():
 
 
 def test_a_head_says_what_its_logits_are_and_what_can_address_it():
-    head = LMHead(torch.zeros(40, 24, dtype=torch.bfloat16), 37, 32, 0.5, 20.0, torch.float32)
-    assert head.spec == LogitsSpec(37, 32, 0.5, 20.0, torch.float32)
+    head = LMHead(torch.zeros(40, 24, dtype=torch.bfloat16), 37, 32, 0.5, 20.0, torch.float32, 3)
+    assert head.spec == LogitsSpec(37, 32, 0.5, 20.0, torch.float32, 3)
     assert (head.spec.num_groups, head.spec.vocab_end) == (3, 69)
     assert head.rounding is torch.float32 and not head.gemm_gives_logits
     assert LMHead(head.weight).rounding is torch.bfloat16 and LMHead(head.weight).gemm_gives_logits

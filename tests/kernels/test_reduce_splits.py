@@ -50,7 +50,7 @@ def test_the_best_split_and_its_token_equal_the_reference(device, num_splits, nu
 
 
 def test_ids_past_the_end_of_the_vocabulary_are_not_drawn(device):
-    spec = LogitsSpec(41, vocab_start=160)
+    spec = LogitsSpec(41, vocab_start=160, shards=2)
     workspace, left, params = make_splits(device, 3, 64, spec)
     drawn = reduce_splits(workspace, 3, params, spec, return_logprob=False, max_splits=4, rows_per_program=64)
     assert torch.equal(drawn.token_ids, reduced_ref(left, params, spec))
