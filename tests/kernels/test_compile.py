@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ SPILLS_ON = {100: {"lm_head_sample_kernel": 8, "sample_logits_kernel": 8}}  # a 
 EVERYWHERE = {"lm_head_sample_kernel", "sample_logits_kernel", "sample_truncated_kernel", "search_truncated_kernel"}
 EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kernel", "rescore_groups_kernel"}
 EVERYWHERE |= {"bound_truncated_kernel", "list_ids_kernel", "verify_ids_kernel", "read_groups_kernel"}
-EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel"}
+EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel", "pack_record_kernel", "merge_records_kernel"}
 
 
 def printed_by(*arguments: object, path: str = ""):
@@ -74,13 +75,36 @@ def test_every_built_in_choice_with_everything_it_is_for_fits_its_device_and_spi
         assert any(words in used["launch"] for used in resources), words
 
 
-@pytest.mark.full
-def test_the_oldest_supported_triton_compiles_every_built_in_choice():
+@pytest.fixture
+def oldest_triton() -> str:
+    """The folder that has it."""
     folders = list(Path(sys.prefix, "triton-versions").glob("[0-9]*"))
     if not folders:
         pytest.skip("needs the environment of `make test-full`")
-    resources = printed_by("resources", 90, "--full", path=str(folders[0]))
+    return str(folders[0])
+
+
+@pytest.mark.full
+def test_the_oldest_supported_triton_compiles_every_built_in_choice(oldest_triton):
+    resources = printed_by("resources", 90, "--full", path=oldest_triton)
     assert {used["kernel"] for used in resources} == EVERYWHERE
+
+
+@pytest.mark.full
+def test_the_kernels_pass_their_tests_with_the_oldest_supported_triton(oldest_triton):
+    """Interpreted: all that is neither slow nor needs a server."""
+    folders = [str(COMPILE_TARGETS.parent / name) for name in ("kernels", "core")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not server"]
+    done = subprocess.run(
+        [*command, *folders],
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+        | {"PYTHONPATH": oldest_triton},
+        cwd=COMPILE_TARGETS.parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 500
 
 
 @pytest.fixture(scope="module")
