@@ -215,6 +215,17 @@ class BatchParams:
     all_greedy: bool = False
     distribution_only: bool = False
 
+    def rows(self, start: int, stop: int) -> BatchParams:
+        """Those of the rows from ``start`` to ``stop``, as views."""
+
+        def cut(value: Any) -> Any:
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            views = {name: field[start:stop] for name, field in fields.items() if isinstance(field, torch.Tensor)}
+            return dataclasses.replace(value, **views)
+
+        truncation, edits = (None if value is None else cut(value) for value in (self.truncation, self.edits))
+        return dataclasses.replace(cut(self), truncation=truncation, edits=edits)
+
     @property
     def is_edited(self) -> bool:
         """Whether any logit may be changed before the temperature."""
