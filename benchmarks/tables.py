@@ -521,15 +521,19 @@ def summary_rows(results: Results) -> dict[tuple[str, str], dict[int, tuple[floa
 
 
 def summary_serve(results: Results) -> Table | None:
-    """Time per output token of the smallest and the largest batch, and tokens per second of that, stock and ours."""
-    lines = []
-    for (model, sampling), by_batch in summary_rows(results).items():
-        line, batches = [f"{GPUS.get(results.gpu, results.gpu)}, {model}, {SAMPLINGS[sampling]}"], sorted(by_batch)
+    """Time per output token of the smallest and the largest batch, and tokens per second of that, stock and ours. Empty
+    where a sampling was not measured with that batch."""
+    lines, rows = [], summary_rows(results)
+    batches = sorted({batch for by_batch in rows.values() for batch in by_batch})
+    for (model, sampling), by_batch in rows.items():
+        line, speeds = [f"{GPUS.get(results.gpu, results.gpu)}, {model}, {SAMPLINGS[sampling]}"], ""
         for batch in (batches[0], batches[-1]):
-            stock, ours = by_batch[batch]
-            line.append(f"B={batch}: {stock:.0f} → {ours:.0f} ({ours / stock:.3f})")
-        speeds = [f"{batches[-1] / us * 1e6:,.0f}" for us in by_batch[batches[-1]]]
-        lines.append([*line, " → ".join(speeds)])
+            times = by_batch.get(batch)
+            line.append(
+                "" if times is None else f"B={batch}: {times[0]:.0f} → {times[1]:.0f} ({times[1] / times[0]:.3f})"
+            )
+            speeds = "" if times is None else " → ".join(f"{batch / us * 1e6:,.0f}" for us in times)
+        lines.append([*line, speeds])
     head = ["us per token, stock → ours", "smallest batch", "largest batch", "tokens/s of the largest batch"]
     return Table(head, lines) if lines else None
 

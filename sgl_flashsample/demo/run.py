@@ -71,7 +71,7 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
             servers.append(stock)
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1) as beside, contextlib.ExitStack() as stack:
-        stack.callback(stop_all, servers)
+        stack.callback(stop_all, servers, patience=1.0)  # they hold nothing that is to be kept
         for server in servers:
             server.start()
             if on_gpu:  # each measures the memory that the others have left

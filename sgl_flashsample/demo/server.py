@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import random
@@ -54,10 +55,10 @@ def free_port(other_than: int | None = None) -> int:
     raise ServerError(f"none of 100 ports between {PORTS.start} and {PORTS.stop} is free; choose one with --port")
 
 
-def stop_all(servers: Iterable[Server]) -> None:
-    """At once: SGLang looks every few seconds whether it is to stop."""
+def stop_all(servers: Iterable[Server], patience: float) -> None:
+    """All at the same time: SGLang looks every five seconds whether it is to stop."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(Server.stop, servers))
+        list(pool.map(functools.partial(Server.stop, patience=patience), servers))
 
 
 class Server:
@@ -163,13 +164,13 @@ class Server:
             time.sleep(0.3)
         raise ServerError(f"the server was not ready within {self.start_seconds:.0f} s (log: {self.log})")
 
-    def stop(self) -> None:
-        """Ask the server to stop, and leave no process of it behind."""
+    def stop(self, patience: float = 15.0) -> None:
+        """Ask the server to stop, and after so many seconds end it. No process of it stays behind."""
         if self.process is None:
             return
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(15)
+            self.process.wait(patience)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
