@@ -43,8 +43,7 @@ sys.meta_path.insert(0, _TorchvisionSchemas())
 
 SERVER_ARGUMENTS = [
     *("--device", "cpu", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"),
-    *("--max-running-requests", "256", "--skip-server-warmup"),
-    "--sleep-on-idle",  # an idle server must not take a core from a busy one
+    *("--max-running-requests", "256", "--sleep-on-idle"),  # an idle server must not take a core from a busy one
 ]
 
 

@@ -96,9 +96,10 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
 
 def make_server(folder: Path, model: str, dtype: str, *, stock: bool = False, port: int | None = None) -> Server:
     """A server of a checkpoint in ``folder``, not started. stock: of SGLang alone."""
+    warmup = [] if torch.cuda.is_available() else ["--skip-server-warmup"]  # a request of SGLang's own takes seconds
     return Server.on_this_machine(
         folder / model,
-        ["--dtype", dtype, "--random-seed", "1"],
+        ["--dtype", dtype, "--random-seed", "1", *warmup],
         gpu_arguments=["--mem-fraction-static", "0.3"],
         backend=None,
         launcher=SGLANG_LAUNCH_SERVER if stock else SGL_FLASHSAMPLE_SERVE,
