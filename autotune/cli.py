@@ -26,7 +26,7 @@ from ..model_config import head_of
 from ..tables.lookup import user_folder
 from ..tables.schema import Device, HeadShape, file_name
 from .errors import INTERRUPTED, OK, UNUSABLE
-from .labels import DEVICES, known_device
+from .labels import DEVICES, device_named
 
 EFFORT_NAMES = ("quick", "full", "exhaustive")
 MAX_GPUS, MAX_PROCESSES, MAX_BATCH = 64, 256, 4096
@@ -214,10 +214,7 @@ def _head(options: argparse.Namespace, warn: bool = True) -> HeadShape:
 def _device(name: str | None) -> tuple[Device, str]:
     """The device that is meant, and what to say of it."""
     if name is not None:
-        device = known_device(name)
-        if device is None:
-            raise ValueError(f"--device is {name!r}; known without a GPU are {', '.join(DEVICES)}")
-        return device, ""
+        return device_named(name), ""
     import torch
 
     from ..tables.lookup import device_of

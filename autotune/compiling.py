@@ -25,9 +25,9 @@ from ..kernels.launch import compiling_only
 from ..kernels.params import LMHead
 from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath
 from ..screen import Screen, UnwrittenScreen, unsupported_head
-from ..selfcheck import launch_once
+from ..selfcheck import MAX_IDS, first_ids, launch_once
 from ..tables.schema import HeadShape
-from .correctness import MANY_IDS, checked_kinds, first_ids, fused_beside
+from .correctness import checked_kinds, fused_beside
 from .errors import error_of
 from .labels import config_of, kernel_kind
 from .workload import TORCH_DTYPES, make_head, weight_shape
@@ -42,7 +42,7 @@ HEAD_SHARE = 0.45
 class CompilingWorker:
     note: Callable[[str], None] = staticmethod(lambda text: None)
 
-    def __init__(self, device: torch.device, processes: int, many_ids: int = MANY_IDS) -> None:
+    def __init__(self, device: torch.device, processes: int, many_ids: int = MAX_IDS) -> None:
         self.device, self.processes, self.many_ids = device, processes, many_ids
         self._shape: HeadShape | None = None
         self._heads: list[LMHead] = []

@@ -7,7 +7,6 @@ tiles, and on a few, with the last tile not full; with more and with fewer rows 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -22,12 +21,11 @@ from ..kernels.rng import GROUP_SIZE
 from ..kernels.workspace import Workspace
 from ..kinds import BatchKind, Config, SamplingPath, path_of
 from ..screen import Screen
-from ..selfcheck import Expectation, difference, edits_of_every_kind, expect
+from ..selfcheck import MAX_IDS, Expectation, difference, edits_of_every_kind, expect, first_ids
 from .errors import IncorrectTokens
 from .labels import kernel_kind
 from .workload import Workload
 
-MANY_IDS = 40_000
 FEW_IDS = 33 * GROUP_SIZE
 TEST_ROWS = 512
 READ_ROWS = 17  # where the rows of a block do not decide the kernel
@@ -35,13 +33,6 @@ BATCHES = 4  # on the whole head, in which a screen's tokens are compared with t
 SCORE_TOLERANCE = 1e-4  # by which two orders of a logit's sum may change a score, relative to it or to 1
 MIN_ALLOWED = 16  # tokens of a truncated distribution of the G-test
 MIN_EXPECTED = 10.0  # draws of a cell of the G-test: smaller ones are pooled
-
-
-def first_ids(head: LMHead, most: int) -> LMHead:
-    """``head`` cut to about ``most`` ids; its last group is as full as the whole vocabulary's, which decides how a
-    reader is compiled."""
-    size = min(head.vocab_size, most // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
-    return dataclasses.replace(head, weight=head.weight[:size], vocab_size=size)
 
 
 def fused_beside(config: ScreenConfig, head: LMHead, kind: BatchKind) -> TileConfig:
@@ -62,7 +53,7 @@ def checked_kinds(config: Config, kind: BatchKind) -> list[BatchKind]:
 class CorrectnessCheck:
     """Compares configurations for ``head`` with the reference. What must be drawn is computed once."""
 
-    def __init__(self, head: LMHead, many_ids: int = MANY_IDS) -> None:
+    def __init__(self, head: LMHead, many_ids: int = MAX_IDS) -> None:
         self.head = head
         self.many, self.few = first_ids(head, many_ids), first_ids(head, FEW_IDS)
         self._expected: dict[tuple, Expectation] = {}

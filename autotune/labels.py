@@ -27,6 +27,14 @@ DEVICES = {
 }
 
 
+def device_named(name: str) -> Device:
+    """As ``known_device``. Raises ValueError for a name that is not known."""
+    device = known_device(name)
+    if device is None:
+        raise ValueError(f"--device is {name!r}; known without a GPU are {', '.join(DEVICES)}")
+    return device
+
+
 def known_device(name: str) -> Device | None:
     """The device whose name has all words of ``name``, whatever their case: "h200", "NVIDIA_H200"."""
     wanted = _words(name)

@@ -301,6 +301,14 @@ def parse() -> Any:
     return options
 
 
+def open_gaps(gaps: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What no row has: the last word on each cell, or on a section whose servers did not start."""
+    by_place = {tuple(map(gap.get, PLACE)): gap for gap in gaps}
+    measured = [tuple(map(row.get, PLACE)) for row in rows]
+    closed = {*measured, *((section, model, None, None) for section, model, _, _ in measured)}
+    return [gap for place, gap in by_place.items() if place not in closed]
+
+
 def main() -> int:
     options, started = parse(), time.monotonic()
     random.seed(1)
@@ -316,7 +324,7 @@ def main() -> int:
     }
     about = {"date": today(), "command": command_line(), "sglang": env["servers"]["sglang"]}
     result: dict[str, Any] = {"env": env, "runs": [*kept.get("runs", []), about], "rows": kept.get("rows", [])}
-    gaps = kept.get("env", {}).get("not_run", [])
+    gaps = kept.get("env", {}).get("not_run", [])  # of all runs; what has been measured since is none
     for name in options.models:
         for section in options.only:
             run = ModelRun(name, options, started)
@@ -326,10 +334,8 @@ def main() -> int:
                 replaced = {tuple(map(row.get, keys)) for row in new}
                 result["rows"] = [row for row in result["rows"] if tuple(map(row.get, keys)) not in replaced] + new
                 write_result(options.out, result)
-            gaps += run.not_run
-    measured = {tuple(map(row.get, PLACE)) for row in result["rows"]}
-    env["not_run"] = [gap for gap in gaps if tuple(map(gap.get, PLACE)) not in measured]
-    write_result(options.out, result)
+            env["not_run"] = gaps = open_gaps([*gaps, *run.not_run], result["rows"])
+            write_result(options.out, result)
     return 1 if env["not_run"] else 0
 
 

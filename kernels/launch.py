@@ -151,7 +151,8 @@ def pretend_gpu(gpu: Gpu) -> None:
     ``compiling_only``, as nothing can run. To be called before anything else of this package."""
     global _pretended
     _pretended = gpu
-    gpu_of.cache_clear()
+    for remembered in (gpu_of, resident_programs, supports_early_launch):
+        remembered.cache_clear()
     triton.runtime.driver.set_active(_PretendedDriver(gpu))
 
 
@@ -178,6 +179,7 @@ class _PretendedDriver:
         return kind
 
 
+@functools.cache
 def resident_programs(device: torch.device, ctas_per_sm: int) -> int:
     """How many programs run at the same time where a multiprocessor holds ``ctas_per_sm`` of them. Interpreted programs
     run one after the other."""
@@ -185,6 +187,7 @@ def resident_programs(device: torch.device, ctas_per_sm: int) -> int:
     return ctas_per_sm if gpu is None else gpu.multiprocessors * ctas_per_sm
 
 
+@functools.cache
 def supports_early_launch(device: torch.device) -> bool:
     """Whether a launch on this device can start before the one before it has ended (programmatic dependent launch)."""
     gpu = gpu_of(device)

@@ -388,14 +388,15 @@ class LMHead:
         weight: ``[W, D]``, with the same W on every rank: rank r holds the ids from ``r * W`` on, as far as they are
         below ``vocab_size``, that of the whole vocabulary. options: further fields.
 
-        Raises ValueError for a rank that is none, for a W of several ranks that is no multiple of ``GROUP_SIZE``, and
-        for more than 2**24 ids: ranks send each other ids as float32 (``merge_ranks.py``).
+        Raises ValueError for a rank that is none; of several ranks, for a W that is not a multiple of ``GROUP_SIZE``,
+        and for more than 2**24 ids, which they send each other as float32 (``merge_ranks.py``).
         """
         width = weight.shape[0]
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank is {rank}; expected 0 to {num_ranks - 1}")
-        if not 1 <= vocab_size <= min(width * num_ranks, 2**24):
-            raise ValueError(f"vocab_size is {vocab_size}; expected 1 to {min(width * num_ranks, 2**24)}")
+        most = width if num_ranks == 1 else min(width * num_ranks, 2**24)
+        if not 1 <= vocab_size <= most:
+            raise ValueError(f"vocab_size is {vocab_size}; expected 1 to {most}")
         if num_ranks > 1 and width % GROUP_SIZE:
             raise ValueError(f"a rank's weight has {width} rows; expected a multiple of {GROUP_SIZE}")
         start = rank * width

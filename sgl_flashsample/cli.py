@@ -67,9 +67,9 @@ samplings: t1 (temperature 1), trunc (temperature 0.7, top_p 0.9, top_k 50), gre
 top-logprobs
 """
 _WARM_HELP = """\
-Compiles the kernels of a model's LM head into Triton's cache (TRITON_CACHE_DIR, else ~/.triton/cache), a minute on two
-cores. No GPU is needed: name the one of the servers. A server with this cache, the same versions and the same tuned
-table compiles none of them at its start.
+Compiles the kernels that a server launches for a model's LM head into Triton's cache (TRITON_CACHE_DIR, else
+~/.triton/cache). No GPU is needed: name the one of the servers. Use the servers' versions of Triton and of this
+package, and their tuned table.
 """
 _COMPLETION_HELP = """\
 Prints a script that completes commands, options and files.
@@ -306,16 +306,14 @@ def warm(options: argparse.Namespace) -> int:
     import triton
     from tqdm import tqdm
 
-    from .autotune.labels import DEVICES, known_device
+    from .autotune.labels import DEVICES, device_named
+    from .autotune.warm import warm as compile_kernels
     from .model_config import config_file, head_of
     from .selfcheck import MAX_COMPILED_ROWS
     from .tables.lookup import device_of
-    from .warm import warm as compile_kernels
 
     if options.device is not None:
-        device = known_device(options.device)
-        if device is None:
-            raise ValueError(f"--device is {options.device!r}; known without a GPU are {', '.join(DEVICES)}")
+        device = device_named(options.device)
     elif torch.cuda.is_available():
         device = device_of(torch.device("cuda", torch.cuda.current_device()))
     else:
@@ -330,7 +328,7 @@ def warm(options: argparse.Namespace) -> int:
             max_rows=options.max_rows or MAX_COMPILED_ROWS,
             step=bar.update,
         )
-    print(warmed.table)
+    print(*warmed.table, sep="\n")
     if not warmed.compiled + warmed.found:
         return _fail(f"no kernel could be compiled for {device.name} with Triton {triton.__version__}", FAILED)
     print(

@@ -69,7 +69,7 @@ def family_of_device(device: torch.device) -> str:
     gpu = gpu_of(device) if torch.version.hip is None else None
     if gpu is None and device.type == "cpu":
         return INTERPRETED
-    family = None if gpu is None else FAMILIES.get(gpu.capability[0])
+    family = None if gpu is None else family_of("{}.{}".format(*gpu.capability))
     if family is not None:
         return family
     raise ValueError(f"device is {device}; expected a CUDA device of compute capability 8.0 or newer")

@@ -53,11 +53,11 @@ _TERMS_AT_ONCE = 16
 _ACCUMULATOR_ERROR = 2.0**-23
 
 
-def shortened(head: LMHead) -> LMHead:
-    """The head's first ids, which a start checks."""
-    # The last group has as many ids as the whole vocabulary's: a reader is compiled for full groups or for any.
-    vocab_size = min(head.vocab_size, MAX_IDS // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
-    return dataclasses.replace(head, weight=head.weight[:vocab_size], vocab_size=vocab_size)
+def first_ids(head: LMHead, most: int) -> LMHead:
+    """``head`` cut to about ``most`` ids; its last group is as full as the whole vocabulary's, which decides how a
+    reader is compiled."""
+    size = min(head.vocab_size, most // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
+    return dataclasses.replace(head, weight=head.weight[:size], vocab_size=size)
 
 
 def compile_ahead(
@@ -233,7 +233,7 @@ class _Check:
         screen: Screen | None,
     ) -> None:
         self.head, self.chunk_ids, self.table = head, chunk_ids, table
-        self.shortened = shortened(head)
+        self.shortened = first_ids(head, MAX_IDS)
         self.whole_screen = screen
         self.screen, self.screen_error = None, "no screen"
         if screen is not None and (screened_rows := table.screened_rows(max_rows)):

@@ -3,7 +3,8 @@
 ``merge``      each rank has drawn from its part of the vocabulary: 16 bytes per row and rank
                (``kernels/merge_ranks.py``)
 ``draw_rows``  each rank has the logits of its part: whole rows go to the ranks, which draw them, and 16 bytes per row
-               come back. For truncations, which need the whole vocabulary, and for parts of no multiple of 16 ids.
+               come back. For truncations, which need the whole vocabulary, and where a part's number of ids is not a
+               multiple of 16.
 
 Every rank of a group calls the same of the two, for as many rows, with the same parameters, and gets the same output:
 it is made of the same bytes in the same order.
@@ -45,14 +46,12 @@ class Exchange:
         their end) with their parameters. It is called once on each rank, also where there are fewer rows than ranks."""
         num_rows, width = logits.shape
         each = cdiv(num_rows, self.num_ranks)
-        start = min(self.rank * each, num_rows - 1)  # a rank without a row of its own draws the last one too
+        start = min(self.rank * each, num_rows - 1)  # a rank without a row draws one of zeros, which nobody takes
         stop = min(start + each, num_rows)
         sent = torch.nn.functional.pad(logits, (0, 0, 0, each * self.num_ranks - num_rows)).contiguous()
         received = torch.empty_like(sent)
         self._group._all_to_all_single(received, sent)
         rows = received.view(self.num_ranks, each, width).transpose(0, 1).reshape(each, self.num_ranks * width)
-        if self.rank * each >= num_rows:  # what came are rows of padding
-            rows = torch.zeros_like(rows)
         drawn = draw(rows[: stop - start], params.rows(start, stop))
         mine = torch.zeros(1, each, NUM_FIELDS, dtype=torch.float32, device=logits.device)
         pack_record(drawn, records=mine[:, : stop - start])
@@ -62,12 +61,10 @@ class Exchange:
 
     def _records_of_all(self, drawn: SampleOutput) -> torch.Tensor:
         """``[N, B, 4]``: by SGLang's own all-reduce, one small kernel, where it takes the buffer, else by a gather."""
-        num_rows, device = drawn.token_ids.shape[0], drawn.token_ids.device
+        shape = (self.num_ranks, drawn.token_ids.shape[0], NUM_FIELDS)
+        records = torch.empty(shape, dtype=torch.float32, device=drawn.token_ids.device)
         custom = getattr(self._group, "ca_comm", None)
-        if custom is not None and not custom.disabled:
-            records = pack_record(drawn, self.rank, self.num_ranks)
-            if custom.should_custom_ar(records):
-                return self._group.all_reduce(records)
-        records = torch.empty(self.num_ranks, num_rows, NUM_FIELDS, dtype=torch.float32, device=device)
+        if custom is not None and not custom.disabled and custom.should_custom_ar(records):
+            return self._group.all_reduce(pack_record(drawn, self.rank, self.num_ranks, records=records))
         self._group._all_gather_into_tensor(records.view(-1, NUM_FIELDS), pack_record(drawn).view(-1, NUM_FIELDS))
         return records

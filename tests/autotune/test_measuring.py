@@ -16,7 +16,7 @@ from tune_examples import EDIT, PLAIN, SCREENED, SCREENED_EDIT, SCREENED_GREEDY,
 
 from sgl_flashsample.autotune import baselines, compiling, correctness, workload
 from sgl_flashsample.autotune.compiling import CompilingWorker
-from sgl_flashsample.autotune.correctness import CorrectnessCheck, first_ids, g_test_p
+from sgl_flashsample.autotune.correctness import CorrectnessCheck, g_test_p
 from sgl_flashsample.autotune.errors import IncorrectTokens, error_of
 from sgl_flashsample.autotune.labels import contender, kernel_kind, key_of
 from sgl_flashsample.autotune.measuring import COMPILING_LATE, MeasuringWorker
@@ -30,6 +30,7 @@ from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import BATCH_KINDS, BatchKind, path_of
 from sgl_flashsample.screen import Screen
+from sgl_flashsample.selfcheck import first_ids
 from sgl_flashsample.tables.lookup import device_of
 from sgl_flashsample.tables.schema import HeadShape
 

@@ -284,6 +284,16 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
     assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(size, "out of time") for size in (1, 8, 4)]
 
 
+def test_a_result_names_what_no_run_has_measured_by_the_last_reason(load):
+    cell = {"section": "stock", "model": "m", "sampling": "t1", "batch": 8}
+    late, failed = cell | {"reason": "out of time"}, cell | {"reason": "out of memory"}
+    not_started = {"section": "screen", "model": "m", "reason": "no memory"}
+    open_gaps = load("serve").open_gaps
+    assert open_gaps([late, not_started, failed], []) == [failed, not_started]
+    assert open_gaps([late, not_started], [cell]) == [not_started]
+    assert open_gaps([late, not_started], [cell | {"section": "screen", "batch": 1}]) == [late]
+
+
 # --- files and pages
 
 

@@ -20,7 +20,7 @@ from sgl_flashsample.sglang.exchange import Exchange
 WORKER = Path(exchange_worker.__file__)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=needs_sglang), pytest.param(3, marks=needs_sglang)])
+@pytest.fixture(scope="module", params=[2, 3])
 def answers(request) -> list[dict]:
     """What each rank got, by the name of the batch."""
     port = free_port()
@@ -38,12 +38,14 @@ def answers(request) -> list[dict]:
     return [json.loads(out.splitlines()[-1]) for out, _ in printed]
 
 
+@needs_sglang
 @pytest.mark.slow
 def test_every_rank_gets_the_same(answers):
     assert len(answers[0]) == 6 * len(exchange_worker.SHAPES)
     assert all(json.dumps(answer) == json.dumps(answers[0]) for answer in answers)
 
 
+@needs_sglang
 @pytest.mark.slow
 def test_the_token_is_that_of_one_rank_with_the_whole_head_and_so_is_its_logprob(answers):
     """Truncated rows are drawn by one rank each, and so are all where the parts are no multiple of 16 ids; of others,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -31,19 +30,13 @@ print(json.dumps(compiled))
 
 
 @pytest.fixture
-def command(tmp_path):
-    """Runs the command line in a process whose Triton compiles: exit code, output, errors."""
+def warm(command, tmp_path, monkeypatch):
+    """Runs the command for a small head, in a process whose Triton compiles, with a cache of its own."""
     (tmp_path / "config.json").write_text(json.dumps(HEAD))
-
-    def run(*arguments, program=("-m", "sgl_flashsample.cli"), **variables):
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), **variables}
-        words = [sys.executable, *program, *map(str, arguments)]
-        # Not in the checkout, whose folder of the package has no kernels in it.
-        done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr
-
-    return run
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    # Not in the checkout, whose folder of the package has no kernels in it.
+    return lambda *arguments: command("warm", tmp_path, *arguments, cwd=tmp_path)
 
 
 def counts_of(out: str) -> tuple[str, int, int]:
@@ -54,26 +47,36 @@ def counts_of(out: str) -> tuple[str, int, int]:
 
 
 @pytest.mark.slow
-def test_a_second_run_finds_every_kernel_of_the_first_and_another_gpu_none(command, tmp_path):
-    arguments = ("warm", tmp_path, "--max-rows", 1, "--no-screen")
-    code, out, err = command(*arguments, "--device", "H100", CUDA_VISIBLE_DEVICES="")
-    assert code == 0, err
-    device, compiled, found = counts_of(out)
+def test_a_second_run_finds_every_kernel_of_the_first_and_another_gpu_none(warm, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    few = ("--max-rows", 1, "--no-screen")
+    first = warm(*few, "--device", "H100")
+    assert first.returncode == 0, first.stderr
+    device, compiled, found = counts_of(first.stdout)
     assert device == "NVIDIA H100 80GB HBM3" and compiled >= 10 and found == 0
-    assert counts_of(command(*arguments, "--device", "H200")[1]) == ("NVIDIA H200", 0, compiled)
-    code, out, err = command("warm", tmp_path, "--max-rows", 1, "--no-screen", "--device", "A100")
-    assert code == 0 and counts_of(out)[1] >= 10, "sm80 is another target"
+    assert counts_of(warm(*few, "--device", "H200").stdout) == ("NVIDIA H200", 0, compiled)
+    assert counts_of(warm(*few, "--device", "A100").stdout)[1] >= 10, "sm80 is another target"
 
 
 @pytest.mark.gpu
-def test_a_server_compiles_nothing_that_was_compiled_without_its_gpu(command, tmp_path):
-    code, out, err = command("warm", tmp_path, CUDA_VISIBLE_DEVICES="")
-    assert code == 2 and "there is no GPU here: expected --device" in err
-    code, out, err = command("warm", tmp_path, "--device", "H200", CUDA_VISIBLE_DEVICES="")
-    assert code == 0, err
-    code, out, err = command(json.dumps([HEAD["vocab_size"], HEAD["hidden_size"]]), program=("-c", START))
-    assert code == 0, err
-    assert json.loads(out.splitlines()[-1]) == []
+def test_a_server_compiles_nothing_that_was_compiled_without_its_gpu(warm, tmp_path):
+    with pytest.MonkeyPatch.context() as hidden:
+        hidden.setenv("CUDA_VISIBLE_DEVICES", "")
+        without = warm()
+        assert without.returncode == 2 and "there is no GPU here: expected --device" in without.stderr
+        done = warm("--device", "H200")
+        assert done.returncode == 0, done.stderr
+    shape = json.dumps([HEAD["vocab_size"], HEAD["hidden_size"]])
+    started = subprocess.run([sys.executable, "-c", START, shape], cwd=tmp_path, capture_output=True, text=True)
+    assert started.returncode == 0, started.stderr
+    assert json.loads(started.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.slow
+def test_a_table_that_is_of_no_use_is_named(warm, tmp_path):
+    (tmp_path / "table.json").write_text("{}")
+    done = warm("--device", "H200", "--max-rows", 1, "--no-screen", "--tuned", "table.json")
+    assert done.returncode == 0 and done.stdout.startswith("table.json: "), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -84,14 +87,16 @@ def test_a_server_compiles_nothing_that_was_compiled_without_its_gpu(command, tm
         (["--device", "H100", "--tuned", "nowhere.json"], "--tuned is nowhere.json, which is not a file"),
     ],
 )
-def test_what_cannot_be_compiled_for_is_named_in_one_line(command, tmp_path, arguments, message):
-    code, _, err = command("warm", tmp_path, *arguments)
-    assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
+def test_what_cannot_be_compiled_for_is_named_in_one_line(warm, arguments, message):
+    done = warm(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
-def test_an_interpreter_is_not_asked_to_compile(command, tmp_path):
-    code, _, err = command("warm", tmp_path, "--device", "H100", TRITON_INTERPRET="1")
-    assert code == 2 and err.startswith("error: TRITON_INTERPRET is 1: ")
+def test_an_interpreter_is_not_asked_to_compile(warm, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    done = warm("--device", "H100")
+    assert done.returncode == 2 and done.stderr.startswith("error: TRITON_INTERPRET is 1: ")
 
 
 @pytest.mark.parametrize(
@@ -103,8 +108,8 @@ def test_an_interpreter_is_not_asked_to_compile(command, tmp_path):
         (["tune", "run", "--effort", "q"], {"quick"}),
     ],
 )
-def test_a_shell_completes_commands_options_and_choices(command, tmp_path, words, completed):
-    code, script, err = command("completion", "bash")
+def test_a_shell_completes_commands_options_and_choices(run, tmp_path, words, completed):
+    code, script, err = run("completion", "bash")
     assert code == 0, err
     line = " ".join(f"'{word}'" for word in ("sgl-flashsample", *words))
     (tmp_path / "complete.bash").write_text(

@@ -1,7 +1,6 @@
 """``sgl-flashsample warm``: compiles what a server of a head launches into Triton's cache; needs no GPU.
 
-An image that is built with it starts servers without compiling these kernels. What belongs to a kernel's name in the
-cache is the same as at a server's start: the compute capability, the head's shape and dtype, the choices of the table,
+A kernel's name in the cache depends on the compute capability, the head's shape and dtype, the choices of the table,
 and the versions of Triton and of this package.
 """
 
@@ -14,25 +13,21 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .kernels.launch import Gpu, pretend_gpu
-from .kernels.params import LMHead
-from .model_config import VOCAB_MULTIPLE
-from .screen import UnwrittenScreen
-from .selfcheck import CHECKED_ROWS, MAX_COMPILED_ROWS, compile_ahead, shortened
-from .tables.lookup import resolve
-from .tables.schema import Device, HeadShape
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SOFTCAP = 30.0  # any: a launch is given its value
+from ..kernels.launch import Gpu, pretend_gpu
+from ..screen import UnwrittenScreen
+from ..selfcheck import CHECKED_ROWS, MAX_COMPILED_ROWS, MAX_IDS, compile_ahead, first_ids
+from ..tables.lookup import resolve
+from ..tables.schema import Device, HeadShape
+from .workload import TORCH_DTYPES, make_head, weight_shape
 
 
 class Warmed(NamedTuple):
-    """compiled, found: kernels that were compiled, and that the cache had. table: the line of a server's log."""
+    """compiled, found: kernels that were compiled, and that the cache had. table: what a server's log says of it."""
 
     compiled: int
     found: int
     seconds: float
-    table: str
+    table: tuple[str, ...]
 
 
 def warm(
@@ -51,12 +46,10 @@ def warm(
     """
     major, minor = map(int, device.cc.split("."))
     pretend_gpu(Gpu((major, minor), device.sms))
-    padded = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     # Pages that are never written take no memory.
-    weight = torch.empty(padded, shape.hidden, dtype=DTYPES[shape.dtype])
-    head = LMHead(weight, vocab_size=shape.vocab, softcap=SOFTCAP if shape.softcap else None)
+    head = make_head(shape, torch.empty(weight_shape(shape), dtype=TORCH_DTYPES[shape.dtype]))
     resolved = resolve(head, file=file, device=device)
-    heads = [head, shortened(head)]
+    heads = [head, first_ids(head, MAX_IDS)]
     screened = resolved.dispatch.screened_rows(max_rows) if screen else 0
     screens = [UnwrittenScreen(one, max(screened, CHECKED_ROWS)) for one in heads] if screened else []
     counts = [0, 0]
@@ -71,4 +64,4 @@ def warm(
         compile_ahead(heads, max_rows, table=resolved.dispatch, screens=screens)
     finally:
         triton.knobs.compilation.listener = before
-    return Warmed(counts[0], counts[1], time.monotonic() - started, resolved.line())
+    return Warmed(counts[0], counts[1], time.monotonic() - started, (*resolved.warnings, resolved.line()))
