@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from ..files import write_whole
+from ..kernels.rng import GROUP_SIZE
 from ..kinds import KIND_NAMES, SamplingPath
 from ..model_config import head_of
 from ..tables.lookup import user_folder
@@ -206,8 +207,12 @@ def _head(options: argparse.Namespace, warn: bool = True) -> HeadShape:
         raise ValueError("the model is given twice")
     given = (options.vocab, options.hidden, options.dtype, options.softcap, options.tp)
     head = head_of(model or options.model_path, *given)
-    if warn and head.tp > 1:
-        print(f"warning: servers do not use tables for --tp {head.tp} yet", file=sys.stderr)
+    if warn and head.tp > 1 and head.vocab % GROUP_SIZE:
+        print(
+            f"warning: servers with --tp {head.tp} use no table for this head: each rank has {head.vocab} ids, which "
+            f"is not a multiple of {GROUP_SIZE}",
+            file=sys.stderr,
+        )
     return head
 
 

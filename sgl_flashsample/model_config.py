@@ -12,7 +12,9 @@ from .tables.schema import HeadShape
 
 MAX_CONFIG_BYTES = 1 << 22
 MAX_DIMENSION = 1 << 24
-VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to a multiple of this before it is cut into shards
+# SGLang pads a vocabulary to a multiple of this before it divides it, and of this times the ranks where they do not
+# divide that.
+VOCAB_MULTIPLE = 64
 DTYPE_NAMES = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
@@ -51,11 +53,11 @@ def head_of(
 
 
 def shard_of(vocab: int, tp: int) -> int:
-    """The number of ids in the first of ``tp`` shards, as SGLang divides a vocabulary; all of them for one shard."""
+    """The rows of the weight on each of ``tp`` ranks, as SGLang divides a vocabulary; of one rank, the real ids."""
     if tp == 1:
         return vocab
-    padded = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return min(vocab, -(-padded // tp))
+    multiple = VOCAB_MULTIPLE if -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE % tp == 0 else VOCAB_MULTIPLE * tp
+    return -(-vocab // multiple) * multiple // tp
 
 
 def config_file(model: str, *, download: bool = False) -> Path:

@@ -351,9 +351,10 @@ def head_shape_of(head: LMHead) -> HeadShape | None:
     weight = head.weight
     if not head.gemm_gives_logits:
         return None
-    return HeadShape(
-        vocab=head.vocab_size, hidden=weight.shape[1], dtype=names[weight.dtype], softcap=head.softcap is not None
-    )
+    # The last of several parts may hold fewer ids, but it takes the table of the others.
+    vocab = head.vocab_size if head.shards == 1 else weight.shape[0]
+    softcap = head.softcap is not None
+    return HeadShape(vocab=vocab, hidden=weight.shape[1], dtype=names[weight.dtype], tp=head.shards, softcap=softcap)
 
 
 @functools.cache
@@ -391,7 +392,8 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device:
         return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, "a head with logits in another dtype", ())
     target = Target(device or device_of(head.weight.device), shape, environment())
     table_file, warnings = find(target, file)
-    about = f"{target.device.name}, head {shape.vocab} x {shape.hidden} {shape.dtype}"
+    ranks = f" on each of {shape.tp} ranks" if shape.tp > 1 else ""
+    about = f"{target.device.name}, head {shape.vocab} x {shape.hidden} {shape.dtype}{ranks}"
     if table_file is None:
         return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, about, tuple(warnings))
     dispatch, more = dispatch_of(table_file, target, HeadTraits.of(head))

@@ -83,8 +83,8 @@ class Device(_Struct, frozen=True, omit_defaults=False):
 
 
 class HeadShape(_Struct, frozen=True, omit_defaults=False):
-    """vocab: ids of the head, or of the first of ``tp`` shards. hidden: D. dtype: of the weight, one of ``DTYPES``.
-    softcap: whether the logits have one."""
+    """vocab: ids of the head; of several ranks, rows of the weight on each. hidden: D. dtype: of the weight, one of
+    ``DTYPES``. tp: ranks that share the head. softcap: whether the logits have one."""
 
     vocab: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
     hidden: Annotated[int, Meta(ge=1, le=1 << 24)]

@@ -58,9 +58,14 @@ def test_a_plan_as_json_has_every_study(command):
     assert seconds["total"] == pytest.approx(seconds["start"] + seconds["search"] + seconds["race"])
 
 
-def test_a_shard_is_planned_with_one_line_that_no_server_uses_it_yet(command):
-    code, _, err = command("plan", "--vocab", 151_936, "--hidden", 4096, "--tp", 8)
-    assert code == 0 and err == "warning: servers do not use tables for --tp 8 yet\n"
+def test_a_shard_is_planned_and_a_line_says_where_no_server_uses_its_table(command):
+    code, out, err = command("plan", "--vocab", 151_936, "--hidden", 4096, "--tp", 8)
+    assert code == 0 and not err and "V=18992,D=4096,tp=8,w=bf16.json" in out
+    code, _, err = command("plan", "--vocab", 202_048, "--hidden", 5120, "--tp", 8)
+    assert code == 0 and err == (
+        "warning: servers with --tp 8 use no table for this head: each rank has 25256 ids, which is not a multiple of "
+        "16\n"
+    )
 
 
 def test_a_model_is_read_from_its_config(command, tmp_path):

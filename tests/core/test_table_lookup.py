@@ -364,6 +364,10 @@ def test_what_is_looked_for_is_this_machine_and_this_head(head, tmp_path):
     shape = HeadShape(vocab=VOCAB, hidden=32, dtype="fp32")
     assert lookup.head_shape_of(head) == shape
     assert lookup.head_shape_of(LMHead(head.weight, softcap=2.0)) == replace(shape, softcap=True)
+    parts = [LMHead.of_rank(head.weight[:320], rank, 2, VOCAB) for rank in range(2)]
+    assert parts[0].vocab_size != parts[1].vocab_size
+    assert [lookup.head_shape_of(part) for part in parts] == [replace(shape, vocab=320, tp=2)] * 2
+    assert " 320 x 32 fp32 on each of 2 ranks: built-in choices" in resolve(parts[1]).line()
     other_logits = LMHead(head.weight.half(), logits_dtype=torch.float32)  # no table is measured for such a head
     resolved = resolve(other_logits, file=put(tmp_path, own_table(head)))
     assert resolved.table_file is None and "logits in another dtype" in resolved.line()

@@ -53,6 +53,7 @@ def test_a_hub_s_name_is_looked_up_in_the_cache(monkeypatch, tmp_path):
 
 def test_a_shard_is_cut_as_servers_cut_it(config):
     assert (shard_of(151936, 1), shard_of(151936, 2), shard_of(50257, 4)) == (151936, 75968, 12576)
+    assert (shard_of(151936, 3), shard_of(128256, 6), shard_of(202048, 8)) == (50688, 21376, 25256)
     assert head_of(config(**QWEN3_8B), tp=2) == HeadShape(vocab=75968, hidden=4096, dtype="bf16", tp=2)
 
 
