@@ -175,6 +175,27 @@ def default_table(head: LMHead) -> DispatchTable:
     return _default_table(HeadTraits.of(head))
 
 
+def reading_table(traits: HeadTraits) -> DispatchTable:
+    """What ``api.sample_from_logits`` takes: of each kind and size, the built-in choice for logits in memory."""
+    traits = traits._replace(hidden_size=0, has_gemm=True)
+    sizes = range(1, DENSE_ROWS + 1)
+    kinds = [kind for kind in BATCH_KINDS if not kind.screen]
+    chosen = {
+        kind: {rows: default_config_on(traits, SamplingPath.LOGITS, rows, kind) for rows in sizes} for kind in kinds
+    }
+    return DispatchTable(traits, chosen, screening=False)
+
+
+def make_reading_workspace(
+    traits: HeadTraits, max_rows: int, device: torch.device, searched: torch.Tensor | None = None
+) -> Workspace:
+    """Scratch for ``api.sample_from_logits`` of any batch of 1 to ``max_rows`` rows. searched: as in
+    ``make_workspace``."""
+    configs = {config for _, _, config in reading_table(traits).configs_up_to(max_rows)}
+    slots = [read_slots(traits.vocab_size, max_rows, c, device) for c in configs if isinstance(c, ReadConfig)]
+    return Workspace(max(slots), device, searched)
+
+
 def unsupported_path(path: SamplingPath, head: LMHead) -> str | None:
     """Why ``path`` cannot serve ``head``; None where it can."""
     if path is SamplingPath.SCREENED:
@@ -193,7 +214,8 @@ def make_workspace(
     configs = {config for _, _, config in (table or default_table(head)).configs_up_to(max_rows, screened=True)}
     slots = max(slots_for(config, head, max_rows) for config in configs)
     workspace = Workspace(slots, head.weight.device, searched)
-    if any(isinstance(config, ReadConfig) for config in configs) or (table is not None and table.flashinfer):
+    reads = any(isinstance(config, ReadConfig) for config in configs)
+    if reads or head.shards > 1 or (table is not None and table.flashinfer):
         workspace.gemm(max_rows, head.weight.shape[0], head.weight.dtype)
     return workspace
 

@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import triton
 
-from .dispatch import DispatchTable, compute_logits, default_table, launch, slots_for
+from .defaults import HeadTraits
+from .dispatch import DispatchTable, compute_logits, default_table, launch, reading_table, slots_for
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.config import ReadConfig, ScreenConfig
 from .kernels.launch import compiling_only
@@ -48,6 +49,7 @@ CHUNK_IDS = 2_048
 # Configurations for fewer rows are checked with so many: a single row may be greedy, which does not test the noise.
 CHECKED_ROWS = 4
 MAX_COMPILING_THREADS = 8
+NARROW = 16  # hidden size of a head whose GEMM makes logits to read
 # Whenever tensor cores add so many terms to the accumulator, they truncate the sum to 24 bits of the largest term.
 _TERMS_AT_ONCE = 16
 _ACCUMULATOR_ERROR = 2.0**-23
@@ -147,6 +149,25 @@ def compare_with_reference(
     check = _Check(head, max_rows, chunk_ids, bool_masks, table or default_table(head), screen)
     used = check.table.configs_up_to(max_rows, screened=screen is not None)
     return next(filter(None, (check.compare(*one) for one in used)), None)
+
+
+def compare_rows_with_reference(
+    vocab_size: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_rows: int,
+    *,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    bool_masks: bool = False,
+) -> str | None:
+    """``compare_with_reference`` for ``api.sample_from_logits`` of ``[B, width]`` logits: what ranks that share a head
+    draw whole rows with."""
+    generator = torch.Generator(device).manual_seed(1)
+    weight = torch.randn(width, NARROW, generator=generator, device=device).to(dtype)
+    head = LMHead(weight, vocab_size=vocab_size, logit_scale=logit_scale, softcap=softcap)
+    return compare_with_reference(head, max_rows, bool_masks=bool_masks, table=reading_table(HeadTraits.of(head)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ import triton.language as tl
 from core_examples import LONG, ON_PATH, READ, ROWS, TILE, UNSCREENED, VOCAB, WIDE, example, table_of
 from kernel_cases import edited_ref
 
-from sgl_flashsample import BatchParams, LMHead, Screen, sample, selfcheck
+from sgl_flashsample import BatchParams, LMHead, Screen, dispatch, sample, selfcheck
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels import rng
-from sgl_flashsample.kernels.config import ScreenConfig
+from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES, PLAIN, BatchKind
 
 pytestmark = pytest.mark.slow
@@ -82,6 +82,23 @@ def test_right_kernels_pass_whatever_the_head_and_the_chunk_of_the_reference(nor
     head = LMHead(normal_weight, **options)
     table = table_of(head, UNSCREENED, {1: config})
     assert selfcheck.compare_with_reference(head, 1, chunk, table=table, screen=Screen(head, 1)) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "logit_scale": 0.5}], ids=["plain", "softcap"])
+def test_whole_rows_of_logits_are_checked_as_sample_from_logits_draws_them(device, monkeypatch, options):
+    drawn = set()
+
+    def noted(config, hidden, head, params, **keywords):
+        drawn.add((config, params.truncation is None, params.edits is None))
+        return dispatch.launch(config, hidden, head, params, **keywords)
+
+    monkeypatch.setattr(selfcheck, "launch", noted)
+    assert selfcheck.compare_rows_with_reference(601, 640, torch.float32, device, 4, **options) is None
+    assert len({(plain, unedited) for _, plain, unedited in drawn}) == 4
+    assert all(isinstance(config, ReadConfig) for config, *_ in drawn)
+    monkeypatch.setattr(selfcheck, "difference", lambda *arguments, **keywords: "3 of 4 tokens differ")
+    reason = selfcheck.compare_rows_with_reference(601, 640, torch.float32, device, 4, **options)
+    assert reason.startswith("3 of 4 tokens differ with ReadConfig(")
 
 
 @pytest.mark.full
