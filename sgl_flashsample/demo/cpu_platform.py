@@ -87,6 +87,39 @@ def keep_sampling_backend() -> None:
     HookRegistry.register(target, lambda server_args: None, HookType.REPLACE)
 
 
+def support_dp_attention() -> None:
+    """SGLang's DP attention takes these for granted: collectives of groups, pinned memory, the padding of an attention
+    backend."""
+    import functools
+
+    import torch
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor import forward_batch_info
+
+    def gather(group, output, own):
+        torch.distributed.all_gather_into_tensor(output, own, group=group.device_group)
+
+    def reduce_scatter(group, output, every):
+        torch.distributed.reduce_scatter_tensor(output, every, group=group.device_group)
+
+    class Torch:
+        """torch, but that a tensor in pinned memory is one in memory."""
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        @staticmethod
+        @functools.wraps(torch.tensor)
+        def tensor(*args, pin_memory=False, **options):
+            return torch.tensor(*args, **options)
+
+    GroupCoordinator.all_gather_into_tensor = gather
+    GroupCoordinator.reduce_scatter_tensor = reduce_scatter
+    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda backend: 1
+    forward_batch_info.torch = Torch()
+
+
 def __getattr__(name: str):
     if name != "NativeCpuPlatform":
         raise AttributeError(name)
@@ -102,6 +135,7 @@ def __getattr__(name: str):
             return "torch_native"
 
         def get_mha_kv_pool_cls(self):
+            support_dp_attention()
             from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
             return MHATokenToKVPool

@@ -268,6 +268,10 @@ class Reason(enum.StrEnum):
     ERROR = "error"
 
 
+class GrammarError(ValueError):
+    """A grammar of a kind that we do not know. Every rank of a server has the same grammars, and meets it alike."""
+
+
 @dataclasses.dataclass
 class Routing:
     """Who serves each row of a batch. reasons: per row, why it takes SGLang's sampler; None where it is fused.
@@ -344,7 +348,7 @@ def routing_of(
 def edits_of(batch: Batch, routing: Routing, sampling_info: Any) -> LogitEdits | None:
     """The edits of the fused rows; None where none of them has any.
 
-    Raises ValueError for a grammar whose mask is in no form that we know.
+    Raises GrammarError for a grammar without a mask in a form that we know.
     """
     if routing.edit_kinds is None:
         _find_edits(batch, routing, sampling_info)
@@ -396,11 +400,18 @@ def penalties_of(sampling_info: Any) -> tuple[torch.Tensor | None, torch.Tensor 
 
 
 def _mask(sampling_info: Any, grammars: list) -> torch.Tensor:
-    """The mask of these grammars: SGLang's code fills it, on a copy that nothing else sees."""
+    """The mask of these grammars: SGLang's code fills it, on a copy that nothing else sees. Raises GrammarError."""
     info = copy.copy(sampling_info)
     info.grammars = grammars
-    info.update_regex_vocab_mask()
-    mask = info.grammar_mask.vocab_mask
+    try:
+        info.update_regex_vocab_mask()
+        mask = info.grammar_mask.vocab_mask
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise GrammarError(f"{type(error).__name__}: {error}") from error
     if mask.dim() != 2 or mask.dtype not in (torch.int32, torch.bool) or mask.shape[0] != len(grammars):
-        raise ValueError(f"a grammar's mask is {tuple(mask.shape)} {mask.dtype}; expected [B, W] int32 or [B, V] bool")
+        raise GrammarError(
+            f"a grammar's mask is {tuple(mask.shape)} {mask.dtype}; expected [B, W] int32 or [B, V] bool"
+        )
     return mask

@@ -9,14 +9,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..api import sample_from_logits
 from ..defaults import HeadTraits
-from ..dispatch import default_table, make_workspace
+from ..dispatch import compute_logits, default_table, make_reading_workspace, make_workspace
+from ..kernels.launch import cdiv
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
+from ..kernels.rng import GROUP_SIZE
 from ..kernels.workspace import Workspace
-from ..kinds import BatchKind
+from ..kinds import BatchKind, SamplingPath
 from ..screen import Screen
-from ..selfcheck import MAX_COMPILED_ROWS
+from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from .batch import Batch
+from .exchange import Exchange
 from .metrics import DeviceCounters
 from .screen_lifecycle import HeadScreen
 
@@ -34,21 +38,28 @@ class HeadState:
 
     SGLang may change either after the start (a new weight tensor, a logit scale set late): ``update`` follows.
 
-    table: what batches of this head take. table_file: the tuned table that it is from, or None. screen: where the head
-    has one. use_step_graphs: whether steps of unchanged batches are captured as CUDA graphs. As of the last ``update``:
-    head, workspace, serving_screen (None where the screen does not serve), graphs (None where there are none yet, or
+    exchange: with the ranks that hold the rest of the head; None where it is whole. whole_rows: the kernels cannot draw
+    from the parts of these ranks, so every batch is exchanged as whole rows of logits. table: what batches of this head
+    take. table_file: the tuned table that it is from, or None. path: which every batch takes instead, after a failure.
+    screen: where the head has one. use_step_graphs: whether steps of unchanged batches are captured as CUDA graphs. As
+    of the last ``update``: head (this rank's part),
+    workspace, serving_screen (None where the screen does not serve), graphs (None where there are none yet, or
     something that they were captured with has changed).
     """
 
-    def __init__(self, processor: Any, lm_head: Any, capture: Capture | None = None) -> None:
+    def __init__(
+        self, processor: Any, lm_head: Any, capture: Capture | None = None, exchange: Exchange | None = None
+    ) -> None:
         """capture: of CUDA graphs; ``CudaCapture`` where None."""
-        self.processor, self.lm_head = processor, lm_head
+        self.processor, self.lm_head, self.exchange = processor, lm_head, exchange
         self.use_step_graphs = False
+        self.path: SamplingPath | None = None
         self.screen: HeadScreen | None = None
         self.serving_screen: Screen | None = None
         self._parameters: dict[str, torch.Tensor] = getattr(lm_head, "_parameters", {})
         self._workspace: Workspace | None = None
         self._workspace_rows = 0
+        self._rows_workspace: Workspace | None = None  # of whole rows
         self._too_large: int | None = None  # rows of the smallest batch that found no memory
         self._searched: DeviceCounters | None = None
         self.graphs: StepGraphs | None = None
@@ -75,6 +86,11 @@ class HeadState:
             self._workspace = make_workspace(self.head, rows, searched, self.table)
             self._workspace_rows = rows
             self.graphs = None
+            if self.exchange is not None:
+                head, searched = self.head, self._workspace.searched
+                whole = {"vocab_size": self.processor.vocab_size, "itemsize": head.rounding.itemsize}
+                traits, rows = HeadTraits.of(head)._replace(**whole), cdiv(rows, self.exchange.num_ranks)
+                self._rows_workspace = make_reading_workspace(traits, rows, head.weight.device, searched)
         serving = None if self.screen is None else self.screen.serving(self.head)
         if serving is not self.serving_screen:
             self.serving_screen, self.graphs = serving, None
@@ -90,7 +106,8 @@ class HeadState:
         screen, weight = self.screen, self.head.weight
         screen_bytes = 0 if screen is None else screen.num_bytes
         return {
-            "vocab_size": self.head.vocab_size,
+            "vocab_size": self.processor.vocab_size,
+            "ranks": 1 if self.exchange is None else self.exchange.num_ranks,
             "hidden_size": weight.shape[1],
             "dtype": str(weight.dtype).removeprefix("torch."),
             "table": self.table_file,
@@ -117,12 +134,63 @@ class HeadState:
     def _current_head(self) -> LMHead:
         processor, weight = self.processor, self.lm_head.weight
         keeps_fp32 = processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False)
-        return LMHead(
-            weight.detach(),
-            vocab_size=processor.vocab_size,
-            logit_scale=processor.logit_scale,
-            softcap=getattr(processor, "final_logit_softcapping", None) or None,
-            logits_dtype=torch.float32 if keeps_fp32 else weight.dtype,
+        options: dict[str, Any] = {
+            "logit_scale": processor.logit_scale,
+            "softcap": getattr(processor, "final_logit_softcapping", None) or None,
+            "logits_dtype": torch.float32 if keeps_fp32 else weight.dtype,
+        }
+        rank, num_ranks = (0, 1) if self.exchange is None else (self.exchange.rank, self.exchange.num_ranks)
+        width, vocab_size = weight.shape[0], processor.vocab_size
+        # Ranks agree on this: all of them have weights of this width.
+        self.whole_rows = num_ranks > 1 and (width % GROUP_SIZE != 0 or vocab_size <= (num_ranks - 1) * width)
+        if self.whole_rows:
+            return LMHead(weight.detach(), **options)
+        head = LMHead.of_rank(weight.detach(), rank, num_ranks, vocab_size, **options)
+        assert head is not None  # else whole_rows
+        return head
+
+    def unsupported_rows(self, max_rows: int, bool_masks: bool) -> str | None:
+        """Why whole rows cannot be drawn on this rank, of a batch of up to ``max_rows`` rows; None where they can."""
+        assert self.exchange is not None
+        head, num_ranks = self.head, self.exchange.num_ranks
+        return compare_rows_with_reference(
+            self.processor.vocab_size,
+            num_ranks * head.weight.shape[0],
+            head.rounding,
+            head.weight.device,
+            cdiv(max_rows, num_ranks),
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+            bool_masks=bool_masks,
+        )
+
+    def connect_ranks(self) -> None:
+        """SGLang's gather of logits connects the ranks in its first call outside of a CUDA graph. Without the logits of
+        SGLang's warm-up, which are not computed, that would come in the middle of a step."""
+        gatherer = getattr(self.processor, "_logits_gatherer", None)
+        if self.exchange is not None and gatherer is not None and not self.processor.use_attn_tp_group:
+            weight = self.head.weight
+            gatherer(torch.zeros(1, weight.shape[0], dtype=self.head.rounding, device=weight.device))
+
+    def logits_of_part(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[B, W]``: what the GEMM of this rank gives, rounded as the model's own."""
+        if self.head.gemm_gives_logits:
+            return compute_logits(hidden, self.head, self.workspace)
+        weight = self.head.weight
+        if weight.is_cuda:
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        return hidden.float() @ weight.float().T
+
+    def sample_rows(self, logits: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
+        """The draw from whole rows of logits, ``[R, N * W]``, on this rank alone."""
+        return sample_from_logits(
+            logits,
+            params,
+            vocab_size=self.processor.vocab_size,
+            logit_scale=self.head.logit_scale,
+            softcap=self.head.softcap,
+            return_logprob=return_logprob,
+            workspace=self._rows_workspace,
         )
 
     def step_graphs(self, batch: Batch, edits: LogitEdits | None, positions: torch.Tensor) -> StepGraphs | None:
@@ -194,6 +262,18 @@ class HeadState:
             )
             self.screen.stop()
             self.serving_screen = self.graphs = None
+
+    def step_down(self, reason: str) -> bool:
+        """After a draw from this rank's part that failed: without a screen from now on, else from the logits of a GEMM,
+        and say why. False where there is no other way left."""
+        if self.serving_screen is not None:
+            self.stop_screen(reason)
+        elif self.path is None and self.head.gemm_gives_logits:
+            self.path = SamplingPath.LOGITS
+            logger.warning("flashsample: until restart, a GEMM and a reader draw all batches, same tokens: %s", reason)
+        else:
+            return False
+        return True
 
     def newly_searched(self, counter_seconds: float) -> int:
         """Rows that took a search over their logits since the last call, as far as that is known without waiting; read

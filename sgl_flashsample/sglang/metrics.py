@@ -30,10 +30,11 @@ READ_SECONDS = 1.0  # between two copies of a counter from the device: each cost
 
 class Metrics:
     """add_batch counts one batch; all but the counting runs at intervals. A log line at most once per
-    ``FLASHSAMPLE_LOG_SECONDS``; Prometheus metrics where the server has metrics on."""
+    ``FLASHSAMPLE_LOG_SECONDS``; Prometheus metrics where the server has metrics on. reports: False on a rank whose
+    batches another one reports: it has neither."""
 
-    def __init__(self, prometheus: bool) -> None:
-        self.log_seconds = _log_seconds()
+    def __init__(self, prometheus: bool, reports: bool = True) -> None:
+        self.log_seconds, self._reports = _log_seconds(), reports
         self.read_seconds = min(self.log_seconds, READ_SECONDS)
         self._batches: Counter[tuple[str, str]] = Counter()  # totals since the start
         self._rows: Counter[tuple[str, str]] = Counter()
@@ -46,7 +47,7 @@ class Metrics:
         self._new_truncated = 0
         self._last_log = time.perf_counter()
         self._next_flush = self._last_log + min(FLUSH_SECONDS, self.log_seconds)
-        self._prometheus = _prometheus_metrics() if prometheus else None
+        self._prometheus = _prometheus_metrics() if prometheus and reports else None
 
     def add_batch(self, routing: Routing, num_truncated: int, started: float | None) -> bool:
         """Count one batch. started: ``time.perf_counter()`` at its beginning, for batches of fused rows alone. Returns
@@ -82,7 +83,7 @@ class Metrics:
         self._pending, self._new_host, self._new_truncated = {}, [], 0
         now = time.perf_counter()
         self._next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
-        if self._rows and now - self._last_log >= self.log_seconds:
+        if self._reports and self._rows and now - self._last_log >= self.log_seconds:
             self._last_log = now
             logger.info("flashsample: %s", self.summary())
 

@@ -68,6 +68,7 @@ def make_sampler() -> FlashSampler:
             _runtime.inactive_reason = hooks.install(_runtime)
         if _runtime.inactive_reason is None and _runtime.no_screen_reason is None:
             _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)
+        _runtime.agree()
         hooks.install_status_hook(lambda: _runtime.status)
         if _runtime.inactive_reason is not None:
             _runtime.announce_inactive()

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinf
 from ..tables.lookup import resolve
 from . import support, token_counts
 from .batch import Batch, Routing, SampleIndices
+from .exchange import Exchange, RankSync
 from .head import HeadState
 from .metrics import Metrics
 from .screen_lifecycle import SCREEN_VARIABLE, HeadScreen, ScreenMode, screen_mode, unsupported_screen
@@ -30,6 +32,14 @@ STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
 REQUIRE_VARIABLE = "FLASHSAMPLE_REQUIRE"
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
 NATIVE_FEATURES = "custom logit processors, sampling masks, beam search, top logprobs and token-id logprobs"
+
+
+LATE_HEAD = "the model shows its LM head only at its first batch"
+
+
+class RankError(RuntimeError):
+    """What failed on this rank in a step, where ranks that share a head cannot be left alone: they would wait for it in
+    the next exchange. SGLang ends the server, as after an error of its own."""
 
 
 class NotActiveError(RuntimeError):
@@ -50,6 +60,9 @@ class Runtime:
     Reasons in words, None while there is none: inactive_reason, why nothing is fused; no_mixing_reason, why batches in
     which some rows need SGLang's sampler are not fused; no_grammars_reason, why rows with a grammar are not fused;
     no_screen_reason, why no head has a screen. weights_settled: no change of the weights is under way.
+
+    Ranks that share a head make the same batches and decide all of this alike, at the start (``agree``,
+    ``prepare_model``); from then on none changes it (``RankError``).
     """
 
     def __init__(self, inactive_reason: str | None) -> None:
@@ -67,32 +80,72 @@ class Runtime:
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         self._refused: list[str] = []  # why a head is left to SGLang
-        metrics = False
+        self._ranks = RankSync()  # this process alone, until ``agree``
+        self._last_stage = True  # of a pipeline: the others have no head
+        metrics, reports = False, True
         try:
             from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
-            from sglang.srt.runtime_context import get_device, get_exec, get_observability
+            from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
 
             self.server_seed = int(get_device().random_seed or 0)
             self.bool_masks = getattr(get_exec().kernel, "grammar_backend", None) == "outlines"
             self.custom_processors = bool(get_exec().features.enable_custom_logit_processor)
             self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
-            metrics = bool(get_observability().enable_metrics)
+            parallel, observability = get_parallel(), get_observability()
+            self._last_stage = parallel.pp_rank == parallel.pp_size - 1
+            # A pipeline reads tokens after more steps than a graph keeps them.
+            self.use_step_graphs = self.use_step_graphs and parallel.pp_size == 1
+            metrics = bool(observability.enable_metrics)
+            # Of ranks with the same batches the first reports, as of SGLang's own metrics.
+            reports = parallel.tp_size == 1 or parallel.attn_tp_rank == 0
+            reports = reports or bool(observability.enable_metrics_for_all_schedulers)
             self.inactive_reason = self.inactive_reason or support.unsupported_server()
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
             self.inactive_reason = self.inactive_reason or f"this server's configuration cannot be read ({error})"
-        self.metrics = Metrics(metrics)
+        self.metrics = Metrics(metrics, reports)
         self._update_gauge()
         self.token_counts = token_counts.TokenCounts.of_this_server()
 
+    def agree(self) -> None:
+        """With the other ranks of this server: nothing is fused where one of them has a reason against it, or where
+        their versions or settings differ. The seed of rank 0 becomes that of all: nodes draw one each where none is
+        given. Every rank calls this once, before it loads the model."""
+        self._ranks = RankSync.of_server()
+        settings = {
+            "sgl-flashsample": __version__,
+            "SGLang": sglang_version(),
+            "NOISE_ABI": NOISE_ABI,
+            REQUIRE_VARIABLE: os.environ.get(REQUIRE_VARIABLE, ""),
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": self.original_logprobs,
+        }
+        answers = self._ranks.of_all([self.inactive_reason, self.server_seed, settings])
+        self.server_seed = answers[0][1]
+        differing = (
+            f"{name} is {first!r} on rank 0 and {other[name]!r} on rank {rank}"
+            for name, first in answers[0][2].items()
+            for rank, (_, _, other) in enumerate(answers)
+            if other.get(name) != first
+        )
+        self.inactive_reason = self._ranks.first_reason([reason for reason, _, _ in answers]) or next(differing, None)
+        self._update_gauge()
+
+    def _stay_with_ranks(self, reason: str) -> None:
+        """Raises RankError where others share a head with this rank."""
+        if any(state.exchange is not None for state in self.heads):
+            raise RankError(f"flashsample: rank {self._ranks.rank} of {self._ranks.num_ranks}: {reason}")
+
     def disable(self, reason: str) -> None:
-        """Leave everything to SGLang's sampler from now on, and say why, once."""
+        """Leave everything to SGLang's sampler from now on, and say why, once. Raises RankError."""
+        self._stay_with_ranks(reason)
         if self.inactive_reason is None:
             self.inactive_reason = reason
             self._update_gauge()
             logger.warning("flashsample: off until restart, SGLang's own sampler is used for everything: %s", reason)
 
     def stop_mixing(self, reason: str) -> None:
-        """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why."""
+        """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why. Raises
+        RankError."""
+        self._stay_with_ranks(reason)
         self.no_mixing_reason = reason
         logger.warning(
             "flashsample: splitting a batch between the fused pass and SGLang's own sampler failed; until restart, a "
@@ -176,72 +229,111 @@ class Runtime:
         }
 
     def prepare_model(self, model: torch.nn.Module) -> None:
-        """After the weights have loaded: compile and check the kernels, then say in one line what is active."""
-        from sglang.srt.layers.logits_processor import LogitsProcessor
-
+        """After the weights have loaded: compile and check the kernels, agree with the other ranks on what they serve,
+        and say in one line what is active."""
         if self.inactive_reason is not None:
             return
         started = time.monotonic()
-        modules = dict(model.named_modules())
-        states = []
-        for name, module in modules.items():
-            lm_head = getattr(modules.get(name.rpartition(".")[0]), "lm_head", None)
-            if isinstance(module, LogitsProcessor) and lm_head is not None:
-                states.append(self.head_for(module, lm_head, starting=True))
-        if not states:
-            refuse_to_start("the model shows its LM head only at its first batch")
+        prepared: dict[tuple[int, int], HeadState | str] = {}
+        failure = None
+        try:
+            for processor, lm_head in _heads_of(model) if self._last_stage else ():
+                prepared[id(processor), id(lm_head)] = self._prepare(processor, lm_head, starting=True)
+        except Exception as error:  # the other ranks wait for an answer
+            failure = f"{type(error).__name__}: {error}"
+        reasons = [None if isinstance(one, HeadState) else one for one in prepared.values()]
+        answers = self._ranks.of_all([failure, reasons])
+        failure = self._ranks.first_reason([failed for failed, _ in answers])
+        counts = {len(of_rank) for _, of_rank in answers} - {0}
+        if len(counts) > 1:
+            failure = failure or "the ranks have different numbers of LM heads"
+        agreed = [
+            failure or self._ranks.first_reason([of_rank[place] if of_rank else None for _, of_rank in answers])
+            for place in range(max(counts, default=0))
+        ]
+        if not agreed and (failure is not None or self._ranks.num_ranks > 1):
+            self.inactive_reason = failure or f"{LATE_HEAD}, and there are several ranks"
+            return self.announce_inactive()
+        for (key, one), reason in zip(prepared.items(), agreed, strict=False):
+            self._admit(key, one, reason)
+        for reason in agreed[len(prepared) :]:  # of heads that this rank has not got
+            if reason is not None:
+                self._refuse(reason)
+        if self.all_native_reason is not None:
+            return refuse_to_start(self.all_native_reason)
+        if not agreed:
+            refuse_to_start(LATE_HEAD)
             logger.info(
                 "%s: waiting for the first batch, which shows where the model's LM head is; a line that the fused "
                 "sampling is active, or why not, follows",
                 self._about,
             )
-        elif self.all_native_reason is not None:
-            refuse_to_start(self.all_native_reason)
-        for state in filter(None, states):
-            weight = state.head.weight
+        for state in self.heads:
+            state.connect_ranks()
+            weight, ranks = state.head.weight, "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
             logger.info(
-                "%s: fused sampling active, LM head %d x %d %s, random numbers of NOISE_ABI %d, kernels compiled and "
+                "%s: fused sampling active, LM head %d x %d %s%s, random numbers of NOISE_ABI %d, kernels compiled and "
                 "checked in %.1f s; SGLang's own sampler is used for %s",
                 self._about,
                 *weight.shape,
                 str(weight.dtype).removeprefix("torch."),
+                ranks and f" on each{ranks}",
                 NOISE_ABI,
                 time.monotonic() - started,
                 NATIVE_FEATURES,
             )
 
-    def head_for(self, processor: Any, lm_head: Any, starting: bool = False) -> HeadState | None:
-        """The state of this processor and head; None, with the reason logged once, where SGLang serves them. starting:
-        the server has not allocated its KV cache yet."""
+    def head_for(self, processor: Any, lm_head: Any) -> HeadState | None:
+        """The state of this processor and head; None, with the reason logged once, where SGLang serves them."""
         key = (id(processor), id(lm_head))
         if key not in self._heads:
             if _is_capturing():
                 return None  # compiling would break the capture; a head is prepared before that or not at all
-            self._heads[key] = self._prepare(processor, lm_head, starting)
-            self._update_gauge()
+            if self._ranks.num_ranks > 1:
+                prepared: HeadState | str = f"{LATE_HEAD}, and there are several ranks"
+            else:
+                prepared = self._prepare(processor, lm_head, starting=False)
+            self._admit(key, prepared, None if isinstance(prepared, HeadState) else prepared)
         return self._heads[key]
 
-    def _prepare(self, processor: Any, lm_head: Any, starting: bool) -> HeadState | None:
+    def _prepare(self, processor: Any, lm_head: Any, starting: bool) -> HeadState | str:
+        """A checked head, or why SGLang has to serve it. starting: the server has not allocated its KV cache yet."""
         try:
             reason = support.unsupported_head(processor, lm_head)
-            if reason is None:
-                state = HeadState(processor, lm_head)
-                reason = self._check(state, starting)
-                if reason is None:
-                    state.use_step_graphs = self.use_step_graphs and lm_head.weight.is_cuda
-                    state.newly_searched(self.metrics.read_seconds)  # allocates its pinned memory now, not in a step
-                    return state
+            if reason is not None:
+                return reason
+            state = HeadState(processor, lm_head, exchange=Exchange.of_processor(processor))
+            reason = self._check(state, starting)
+            if reason is not None:
+                return reason
+            # A graph must not wait for other ranks, which may launch what this one replays.
+            state.use_step_graphs = self.use_step_graphs and lm_head.weight.is_cuda and state.exchange is None
+            state.newly_searched(self.metrics.read_seconds)  # allocates its pinned memory now, not in a step
+            return state
         except Exception as error:  # whatever a kernel or a model does, the server must start
-            reason = f"{type(error).__name__}: {error}"
-        logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
+            return f"{type(error).__name__}: {error}"
+
+    def _admit(self, key: tuple[int, int], prepared: HeadState | str, reason: str | None) -> None:
+        """Serve a head from now on, or leave it to SGLang, for ``reason``."""
+        self._heads[key] = prepared if isinstance(prepared, HeadState) and reason is None else None
+        if reason is not None:
+            self._refuse(reason)
+
+    def _refuse(self, reason: str) -> None:
+        """Leave a head to SGLang, and say why."""
         self._refused.append(reason)
-        return None
+        self._update_gauge()
+        logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
         """Give ``state`` its table and its screen, as far as they pass the checks on this machine. Returns why its
         kernels cannot be trusted, or None."""
         head = state.head
         max_rows = MAX_COMPILED_ROWS if head.weight.is_cuda else MAX_INTERPRETED_ROWS
+        if state.exchange is not None:
+            reason = state.unsupported_rows(max_rows, self.bool_masks)
+            if reason is not None or state.whole_rows:
+                return reason
         resolved = resolve(head)
         for warning in resolved.warnings:
             logger.warning("flashsample: %s", warning)
@@ -327,6 +419,17 @@ class Runtime:
                 if state.screen is not None:
                     self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
             self.metrics.flush()
+
+
+def _heads_of(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Each LogitsProcessor of a model with the LM head beside it."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        lm_head = getattr(modules.get(name.rpartition(".")[0]), "lm_head", None)
+        if isinstance(module, LogitsProcessor) and lm_head is not None:
+            yield module, lm_head
 
 
 def _without_failing_flashinfer(head: Any, table: DispatchTable) -> DispatchTable:

@@ -20,6 +20,7 @@ from .batch import (
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
     Batch,
+    GrammarError,
     Reason,
     Routing,
     batch_of,
@@ -28,6 +29,7 @@ from .batch import (
     routing_of,
     to_device,
 )
+from .exchange import Exchange
 from .head import HeadState
 from .lazy_logits import LazyLogits, plain
 from .repeat import RepeatedStep
@@ -96,6 +98,8 @@ class FlashSampler(Sampler):
         call = Call(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
         num_rows = logits_output.next_token_logits.shape[0]
+        if num_rows == 0 and not return_logprob:  # a rank of DP attention without requests
+            return torch.empty(0, dtype=torch.int64, device=logits_output.next_token_logits.device)
         batch, token_ids = batch_of(sampling_info), None
         try:
             routing = self._route(call, batch, num_rows, kwargs)
@@ -155,13 +159,14 @@ class FlashSampler(Sampler):
         runtime, lazy = self.runtime, call.logits_output.next_token_logits
         try:
             edits = edits_of(batch, routing, call.sampling_info)
-        except Exception as error:  # a grammar of another kind: its rows are SGLang's from the next step on
-            runtime.stop_grammars(f"{type(error).__name__}: {error}")
-            raise Unserved(Reason.ERROR) from None
-        # Its cost hardly depends on the number of rows: drawing for the others too is cheaper than leaving them out.
-        try:
+            # Its cost hardly depends on the number of rows: drawing for all is cheaper than leaving some out.
             out = draw(lazy.source, lazy.hidden, batch, edits, call.positions, call.return_logprob)
+        except GrammarError as error:  # its rows are SGLang's from the next step on
+            runtime.stop_grammars(str(error))
+            raise Unserved(Reason.ERROR) from None
         except torch.OutOfMemoryError:  # other batches may well find memory
+            if lazy.source.exchange is not None:
+                raise  # the ranks that share the head would wait for this one
             lazy.source.out_of_memory(len(batch))
             raise Unserved(Reason.OUT_OF_MEMORY) from None
         except Exception as error:  # a request must not fail because a path cannot serve it
@@ -196,6 +201,9 @@ def draw(
     """One token per row: by a CUDA graph where the batch has not changed for some steps, else by launches. A screen
     that fails is given up, and the step drawn without it."""
     state.update(len(batch))
+    if state.exchange is not None:
+        params = batch.params(positions.to(torch.int64), edits)
+        return draw_with_ranks(state, state.exchange, hidden, params, return_logprob)
 
     def launch(params: BatchParams) -> SampleOutput:
         return sample(
@@ -221,6 +229,36 @@ def draw(
             raise
         state.stop_screen(f"{type(error).__name__}: {error}")
         return launch(params)
+
+
+def draw_with_ranks(
+    state: HeadState, exchange: Exchange, hidden: torch.Tensor, params: BatchParams, return_logprob: bool
+) -> SampleOutput:
+    """``draw`` where this rank has a part of the head. How a rank draws from its part is its own affair, and what fails
+    is tried again in another way: the other ranks wait for the exchange."""
+    if params.truncation is not None or state.whole_rows:
+
+        def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:
+            return state.sample_rows(logits, params, return_logprob)
+
+        return exchange.draw_rows(state.logits_of_part(hidden), params, draw_rows)
+    while True:
+        try:
+            drawn = sample(
+                hidden,
+                state.head,
+                params,
+                return_logprob=return_logprob,
+                workspace=state.workspace,
+                table=state.table,
+                screen=state.serving_screen,
+                path=state.path,
+            )
+        except Exception as error:
+            if not state.step_down(f"{type(error).__name__}: {error}"):
+                raise
+        else:
+            return exchange.merge(drawn)
 
 
 class NativeRows:

@@ -9,6 +9,8 @@ import torch
 
 from ..defaults import family_of
 
+RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
+MAX_EXCHANGED_IDS = 2**24  # as float32
 # Settings with which SGLang's sampler looks for NaN in the logits. Not every known version has the second.
 LOGIT_CHECKS = ("SGLANG_SANITIZE_NAN_LOGITS", "SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT")
 
@@ -21,15 +23,23 @@ def _is_set(envs: Any, name: str) -> bool:
 def unsupported_server() -> str | None:
     """Why nothing is fused under this server's arguments; None when the fused pass may run."""
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_parallel, get_spec
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_observability, get_parallel, get_spec
 
-    parallel, execution = get_parallel(), get_exec()
+    parallel, execution, ranks = get_parallel(), get_exec(), get_parallel().tp_size
+    dump = getattr(get_observability(), "debug_tensor_dump_output_folder", None)
+    several = torch.cuda.is_available() and (ranks > 1 or parallel.pp_size > 1)
+    if several and os.environ.get(RANKS_VARIABLE) != "1":
+        return f"several GPUs are served where {RANKS_VARIABLE} is 1: they are not measured yet"
     graph = execution.graph.cuda_graph_config
     checks = (
         ("speculative decoding", get_spec().speculative_algorithm is not None),
-        ("tensor parallelism", parallel.tp_size > 1),
-        ("pipeline parallelism", parallel.pp_size > 1),
-        ("DP attention", parallel.enable_dp_attention),
+        # Newer SGLang has only the width, and no groups to ask for it where there is one rank.
+        (
+            "DP attention without --enable-dp-lm-head",
+            ranks > 1 and parallel.attn_dp_size > 1 and not parallel.enable_dp_lm_head,
+        ),
+        ("context parallelism", ranks > 1 and parallel.attn_cp_size > 1),
+        ("a dump of tensors, which reads logits, with several ranks", ranks > 1 and dump is not None),
         ("deterministic inference", execution.deterministic.enable_deterministic_inference),
         ("on-policy RL logprobs", execution.deterministic.rl_on_policy_target is not None),
         ("diffusion LLM", execution.dllm.dllm_algorithm is not None),
@@ -106,12 +116,21 @@ def unsupported_head(processor: Any, lm_head: Any) -> str | None:
         return "the LM head is packed for AMX"
     if weight.device.type == "cpu" and weight.dtype is torch.bfloat16:
         return "bfloat16 is wrong in Triton's interpreter"
-    if processor.do_tensor_parallel_all_gather or processor.return_full_logits:
-        return (
-            "the logits are gathered over ranks"
-            if processor.do_tensor_parallel_all_gather
-            else "full logits are returned"
-        )
-    if processor.vocab_size > weight.shape[0]:
-        return f"the vocabulary has {processor.vocab_size} ids, the LM head {weight.shape[0]} rows"
+    if processor.return_full_logits:
+        return "full logits are returned"
+    ranks = 1
+    if processor.do_tensor_parallel_all_gather:
+        if getattr(processor, "do_tensor_parallel_all_gather_dp_attn", False):
+            return "the logits of all DP ranks are computed together; --enable-dp-lm-head avoids it"
+        if getattr(processor, "use_tp_lm_head_all_to_all", False):
+            return "the ranks exchange logits by an all-to-all (--enable-tp-lm-head-all-to-all)"
+        ranks = getattr(lm_head, "tp_size", 1)
+        if ranks == 1:
+            return "the logits are gathered over ranks, but each rank has the whole LM head"
+        if getattr(lm_head, "num_added_embeddings", 0):
+            return "the LM head has added ids, which do not follow the others from rank to rank"
+        if processor.vocab_size > MAX_EXCHANGED_IDS:
+            return f"the vocabulary has {processor.vocab_size} ids; ranks exchange up to {MAX_EXCHANGED_IDS}"
+    if processor.vocab_size > ranks * weight.shape[0]:
+        return f"the vocabulary has {processor.vocab_size} ids, the LM head {ranks * weight.shape[0]} rows"
     return unsupported_device(weight.device)

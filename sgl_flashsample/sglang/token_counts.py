@@ -48,7 +48,9 @@ class TokenCounts:
 
             parallel, model = get_parallel(), get_model().model_path
             if parallel.tp_rank != 0 or parallel.pp_rank != parallel.pp_size - 1:
-                return None  # the ranks of a stage draw the same tokens, all stages but the last one none
+                # The ranks of a stage draw the same tokens, all stages but the last one none. With DP attention, the
+                # requests of the first rank are counted.
+                return None
             # The name of a folder, not where it lies; a hub's name as it is.
             return cls(Path(file).absolute(), one_line(Path(model).name if os.path.isdir(model) else model))
         except Exception as error:  # must not keep a server from starting

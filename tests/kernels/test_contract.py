@@ -365,6 +365,29 @@ def test_ranks_draw_the_token_of_the_whole_vocabulary(device, path, kind, num_ra
         torch.testing.assert_close(merged.logprobs, drawn.logprobs, rtol=0, atol=2e-4, equal_nan=True)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_of_a_hundred_thousand_rows_none_depends_on_the_number_of_ranks(device, num_ranks):
+    """A million on a GPU. Of equal logits: no near-tie is left out."""
+    vocab, width = 500, -(-500 // num_ranks // 16) * 16
+    num_rows, batches = (50_000, 20) if device.type == "cuda" else (10_000, 10)
+    # Interpreted, a program takes as long for many rows as for one.
+    rows = 16 if device.type == "cuda" else 1024
+    config = ReadConfig(rows, 512, 4, ctas_per_sm=1, reduce_rows=rows)
+    generator = torch.Generator(device).manual_seed(num_ranks)
+    for batch in range(batches):
+        logits = 3 * torch.randn(num_rows, vocab, generator=generator, device=device)
+        row = torch.arange(num_rows, device=device)
+        params = BatchParams(0.3 + row % 7 * 0.3, row * 7919 + batch, row % 1000)
+        whole = sample_logits(logits, LogitsSpec(vocab), params, config)
+        records = [
+            pack_record(sample_logits(part, LogitsSpec(part.shape[1], place * width, shards=num_ranks), params, config))
+            for place, part in enumerate(logits.split(width, dim=1))
+        ]
+        merged = merge_records(torch.cat(records), return_logprob=False)
+        assert torch.equal(merged.token_ids, whole.token_ids)
+
+
 @pytest.mark.parametrize("path", ["fused", "logits"])
 def test_the_log_mass_of_a_row_without_an_allowed_id_is_minus_infinity(device, path):
     case = make_case(5, 300, device)

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from head_states import Processor, hidden_states
+from head_states import hidden_states, pretended_sglang
 from sglang_batches import Configuration, CountingHead, ModelRunner, ScheduleBatch, make_samplers, sampling_info
 
 from sgl_flashsample.sglang.hooks import StepHooks
@@ -43,46 +43,8 @@ def prometheus(monkeypatch):
 def server_config(monkeypatch) -> types.SimpleNamespace:
     """SGLang's modules in which we look up a server's settings are pretended. The settings are those of a plain server;
     a test may change them."""
-    space = types.SimpleNamespace
-    config = space(
-        parallel=space(tp_size=1, pp_size=1, tp_rank=0, pp_rank=0, enable_dp_attention=False),
-        exec=space(
-            deterministic=space(enable_deterministic_inference=False, rl_on_policy_target=None),
-            dllm=space(dllm_algorithm=None),
-            features=space(enable_custom_logit_processor=False),
-            graph=space(cuda_graph_config=space(decode=space(backend="full")), enable_torch_compile=False),
-            kernel=space(grammar_backend="xgrammar"),
-            overlap=space(enable_two_batch_overlap=False),
-        ),
-        spec=space(speculative_algorithm=None),
-        disagg=space(enable_pdmux=False),
-        flags=space(capture=space(enable_torch_compile=False)),
-        device=space(random_seed=1234),
-        observability=space(enable_metrics=False),
-        lora=space(enable_lora=None, lora_target_modules=None),
-        model=space(
-            model_path="model",
-            weight_cache_mode="off",
-            remote_instance_weight_loader_start_seed_via_transfer_engine=False,
-            remote_instance_weight_loader_backend="nccl",
-        ),
-        environ=space(),
-    )
-    contents = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.layers": {},
-        "sglang.srt.runtime_context": {f"get_{name}": (lambda part=part: part) for name, part in vars(config).items()},
-        "sglang.srt.environ": {"envs": config.environ},
-        "sglang.srt.layers.sampler": {"SGLANG_RETURN_ORIGINAL_LOGPROB": False},
-        "sglang.srt.layers.logits_processor": {
-            "LogitsProcessor": Processor,
-            "should_apply_lm_head_quant_method": lambda head, method: method is not None,
-        },
-    }
-    for name, attributes in contents.items():
-        module = types.ModuleType(name)
-        vars(module).update(attributes)
+    config, modules = pretended_sglang()
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return config
 

@@ -12,15 +12,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import conftest  # noqa: F401  the interpreter's patches
 import torch
+from head_states import Processor, make_head
 from kernel_cases import KINDS, Case, make_case
 
-from sgl_flashsample import LMHead, sample, sample_from_logits
-from sgl_flashsample.kernels.merge_ranks import no_record
+from sgl_flashsample import sample
 from sgl_flashsample.kernels.params import SampleOutput
-from sgl_flashsample.sglang.exchange import Exchange
+from sgl_flashsample.sglang.exchange import Exchange, RankSync
+from sgl_flashsample.sglang.head import HeadState
 
 CPU = torch.device("cpu")
-SHAPES = ((1, 401), (2, 33), (17, 401))  # rows, ids; of three ranks, the last one holds no id of 33
+SHAPES = ((1, 401), (2, 32), (17, 401))  # rows, ids; of three ranks, the last one holds no id of 32
 
 
 def cases() -> dict[str, Case]:
@@ -41,20 +42,18 @@ def draw_whole(case: Case, return_logprob: bool) -> SampleOutput:
 
 def draw_in_group(exchange: Exchange, case: Case, return_logprob: bool, multiple: int) -> SampleOutput:
     """As a rank of a server: it has equally many rows of the weight as the others, a multiple of so many."""
+    from sgl_flashsample.sglang.sampler import draw_with_ranks  # which imports SGLang
+
     weight, vocab = case.head.weight, case.head.vocab_size
     width = -(-vocab // exchange.num_ranks // multiple) * multiple
     start = exchange.rank * width
     weight = torch.nn.functional.pad(weight, (0, 0, 0, width * exchange.num_ranks - len(weight)))[start : start + width]
-    if case.params.truncation is not None or multiple % 16:
-        return exchange.draw_rows(
-            case.hidden @ weight.T,
-            case.params,
-            lambda rows, params: sample_from_logits(rows, params, vocab_size=vocab, return_logprob=return_logprob),
-        )
-    head = LMHead.of_rank(weight, exchange.rank, exchange.num_ranks, vocab)
-    if head is None:
-        return exchange.merge(no_record(len(case.hidden), CPU, return_logprob))
-    return exchange.merge(sample(case.hidden, head, case.params, return_logprob=return_logprob))
+    processor = Processor(
+        vocab_size=vocab, logit_scale=case.head.logit_scale, final_logit_softcapping=case.head.softcap
+    )
+    state = HeadState(processor, make_head(weight), exchange=exchange)
+    state.update(len(case.hidden))
+    return draw_with_ranks(state, exchange, case.hidden, case.params, return_logprob)
 
 
 def as_lists(output: SampleOutput) -> dict[str, list | None]:
@@ -71,19 +70,19 @@ def main(rank: int, num_ranks: int, port: int) -> None:
         local_rank=rank,
         backend="gloo",
     )
-    exchange = Exchange(get_world_group())
-    print(
-        json.dumps(
-            {
-                f"{name}, parts of a multiple of {multiple}": as_lists(
-                    draw_in_group(exchange, case, wants_logprob(case), multiple)
-                )
-                for name, case in cases().items()
-                for multiple in (16, 1)
-                if multiple == 16 or name.startswith("plain")
-            }
-        )
+    said = RankSync(get_world_group()).of_all(
+        {"rank": rank, "words": ["word"] * rank, "none": None, "large": 2**63 - 1}
     )
+    exchange = Exchange(get_world_group())
+    drawn = {
+        f"{name}, parts of a multiple of {multiple}": as_lists(
+            draw_in_group(exchange, case, wants_logprob(case), multiple)
+        )
+        for name, case in cases().items()
+        for multiple in (16, 1)
+        if multiple == 16 or name.startswith("plain")
+    }
+    print(json.dumps({"said": said, "drawn": drawn}))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from sgl_flashsample.sglang.screen_lifecycle import HeadScreen
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, PADDING = 600, 32, 8
+RANK_ROWS = 4
 SCREENED_ROWS = 8  # rows of the largest batch that the screen of ``make_state`` serves
 
 SAMPLING_DEFAULTS = {
@@ -56,6 +57,13 @@ def make_batch(*rows: dict[str, Any], device: torch.device = CPU) -> Batch:
     """One request for each row, named r0, r1, ...; a row is the arguments of ``request``."""
     requests = [request(**{"rid": f"r{place}", **row}) for place, row in enumerate(rows)]
     return Batch.of_requests(requests, 1, True, device)
+
+
+def rank_batches() -> list[tuple[Batch, bool]]:
+    """What ranks that share a head draw, and whether with logprobs: a plain batch, a truncated one, a plain one."""
+    sampled = [{"temperature": 0.5 + 0.2 * row} for row in range(1, RANK_ROWS)]
+    truncated = [row | {"top_p": 0.9} for row in sampled]
+    return [(make_batch({"top_k": 1}, *rows), rows is truncated) for rows in (sampled, truncated, sampled)]
 
 
 def mixed_temperatures(device: torch.device, num_rows: int = 6) -> Batch:
@@ -186,3 +194,75 @@ def settle(device: torch.device) -> None:
     """Wait until all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+class Model(torch.nn.Module):
+    """With a LogitsProcessor and an LM head beside it, where SGLang's models have them."""
+
+    def __init__(self, lm_head: Any, **processor: Any) -> None:
+        super().__init__()
+        self.logits_processor, self.lm_head = TorchProcessor(**processor), lm_head
+
+
+class TorchProcessor(Processor, torch.nn.Module):
+    """A LogitsProcessor that modules can hold."""
+
+    def __init__(self, **attributes: Any) -> None:
+        torch.nn.Module.__init__(self)
+        Processor.__init__(self, **attributes)
+
+
+def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleType]]:
+    """The settings of a plain server, to be changed by a test, and the modules in which our code looks them up."""
+    space = types.SimpleNamespace
+    config = space(
+        parallel=space(
+            tp_size=1,
+            pp_size=1,
+            tp_rank=0,
+            pp_rank=0,
+            attn_tp_rank=0,
+            attn_dp_size=1,
+            attn_cp_size=1,
+            enable_dp_lm_head=False,
+        ),
+        exec=space(
+            deterministic=space(enable_deterministic_inference=False, rl_on_policy_target=None),
+            dllm=space(dllm_algorithm=None),
+            features=space(enable_custom_logit_processor=False),
+            graph=space(cuda_graph_config=space(decode=space(backend="full")), enable_torch_compile=False),
+            kernel=space(grammar_backend="xgrammar"),
+            overlap=space(enable_two_batch_overlap=False),
+        ),
+        spec=space(speculative_algorithm=None),
+        disagg=space(enable_pdmux=False),
+        flags=space(capture=space(enable_torch_compile=False)),
+        device=space(random_seed=1234),
+        observability=space(
+            enable_metrics=False, enable_metrics_for_all_schedulers=False, debug_tensor_dump_output_folder=None
+        ),
+        lora=space(enable_lora=None, lora_target_modules=None),
+        model=space(
+            model_path="model",
+            weight_cache_mode="off",
+            remote_instance_weight_loader_start_seed_via_transfer_engine=False,
+            remote_instance_weight_loader_backend="nccl",
+        ),
+        environ=space(),
+    )
+    contents: dict[str, dict[str, Any]] = {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.layers": {},
+        "sglang.srt.runtime_context": {f"get_{name}": (lambda part=part: part) for name, part in vars(config).items()},
+        "sglang.srt.environ": {"envs": config.environ},
+        "sglang.srt.layers.sampler": {"SGLANG_RETURN_ORIGINAL_LOGPROB": False, "Sampler": object},
+        "sglang.srt.layers.logits_processor": {
+            "LogitsProcessor": Processor,
+            "should_apply_lm_head_quant_method": lambda head, method: method is not None,
+        },
+    }
+    modules = {name: types.ModuleType(name) for name in contents}
+    for name, attributes in contents.items():
+        vars(modules[name]).update(attributes)
+    return config, modules

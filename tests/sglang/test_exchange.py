@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import exchange_worker
 import pytest
 import torch
+from head_states import Processor
 from serving import needs_sglang
 
 from sgl_flashsample.demo.server import free_port
@@ -22,7 +24,7 @@ WORKER = Path(exchange_worker.__file__)
 
 @pytest.fixture(scope="module", params=[2, 3])
 def answers(request) -> list[dict]:
-    """What each rank got, by the name of the batch."""
+    """What the others said to each rank, and what it drew, by the name of the batch."""
     port = free_port()
     ranks = [
         subprocess.Popen(
@@ -41,17 +43,20 @@ def answers(request) -> list[dict]:
 @needs_sglang
 @pytest.mark.slow
 def test_every_rank_gets_the_same(answers):
-    assert len(answers[0]) == 6 * len(exchange_worker.SHAPES)
+    assert len(answers[0]["drawn"]) == 6 * len(exchange_worker.SHAPES)
     assert all(json.dumps(answer) == json.dumps(answers[0]) for answer in answers)
+    ranks = range(len(answers))
+    said = [{"rank": rank, "words": ["word"] * rank, "none": None, "large": 2**63 - 1} for rank in ranks]
+    assert answers[0]["said"] == said
 
 
 @needs_sglang
 @pytest.mark.slow
 def test_the_token_is_that_of_one_rank_with_the_whole_head_and_so_is_its_logprob(answers):
-    """Truncated rows are drawn by one rank each, and so are all where the parts are no multiple of 16 ids; of others,
-    every rank draws from its part."""
+    """Truncated rows are drawn by one rank each, and so are all where the parts are no multiple of 16 ids or a rank has
+    none; of others, every rank draws from its part."""
     cases = exchange_worker.cases()
-    for name, got in answers[0].items():
+    for name, got in answers[0]["drawn"].items():
         case = cases[name.rpartition(", ")[0]]
         return_logprob = exchange_worker.wants_logprob(case)
         want = exchange_worker.draw_whole(case, return_logprob)
@@ -108,3 +113,17 @@ def test_a_record_travels_by_sglangs_all_reduce_where_that_takes_it(limit, disab
         for got, wanted in zip(Exchange(group).merge(drawn), want, strict=True):
             assert torch.equal(got, wanted)
         assert group.used == used
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_the_ranks_of_an_exchange_are_those_whose_logits_sglang_gathers(monkeypatch, attention):
+    groups = {name: types.SimpleNamespace(rank_in_group=1, world_size=size) for name, size in (("tp", 4), ("attn", 2))}
+    state = types.SimpleNamespace(get_tp_group=lambda: groups["tp"], get_attn_tp_group=lambda: groups["attn"])
+    module = types.ModuleType("sglang.srt.distributed")
+    module.parallel_state = state
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed", module)
+    processor = Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=attention)
+    exchange = Exchange.of_processor(processor)
+    assert (exchange.rank, exchange.num_ranks) == (1, 2 if attention else 4)
+    processor.do_tensor_parallel_all_gather = False
+    assert Exchange.of_processor(processor) is None

@@ -332,10 +332,21 @@ def test_a_grammar_of_an_unknown_kind_is_sglangs_from_the_next_step_on_with_one_
             paths.append(output.customized_info["flashsample_path"])
     assert paths == [["native:error"] * 2, ["fused", "native:grammar"], ["fused", "native:grammar"]]
     (record,) = caplog.records
-    assert (
-        "until restart, requests with a grammar use SGLang's own sampler: ValueError: a grammar's mask is "
-        in record.message
-    )
+    assert "until restart, requests with a grammar use SGLang's own sampler: a grammar's mask is " in record.message
+
+
+@pytest.mark.parametrize(
+    "error, path", [(torch.OutOfMemoryError, "native:out_of_memory"), (RuntimeError, "native:error")]
+)
+def test_a_failure_that_is_no_grammars_leaves_grammars_fused(runners, head, info_of, hidden, monkeypatch, error, path):
+    def fails(*arguments):
+        raise error("a penalty failed")
+
+    monkeypatch.setattr("sgl_flashsample.sglang.sampler.edits_of", fails)
+    _, output = runners[0].sample(head.lazy(hidden(1)), info_of([request("g", grammar=grammar(5, 9), **GREEDY)]))
+    assert output.customized_info["flashsample_path"] == [path]
+    runtime = runners[0].sampler.runtime
+    assert runtime.no_grammars_reason is None and (runtime.inactive_reason is None) == (path == "native:out_of_memory")
 
 
 def test_an_observer_of_the_logits_gets_those_of_the_whole_batch(runners, head, hidden):

@@ -12,7 +12,7 @@ import types
 import msgspec
 import pytest
 import torch
-from head_states import Processor, hidden_states, make_batch, make_head, make_state, serve, weights
+from head_states import Model, Processor, hidden_states, make_batch, make_head, make_state, serve, weights
 from serving import needs_sglang
 from sglang_batches import SteadyServer, request
 from tuned_tables import table_for_this_machine
@@ -23,9 +23,9 @@ from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
 from sgl_flashsample.kinds import BATCH_KINDS, PLAIN
-from sgl_flashsample.sglang import hooks, plugin, support
+from sgl_flashsample.sglang import hooks, metrics, plugin, support
 from sgl_flashsample.sglang import runtime as runtime_module
-from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Routing
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import NotActiveError, Runtime
@@ -52,9 +52,8 @@ def set_to(config: types.SimpleNamespace, path: str, value: object) -> None:
         ("exec.graph.cuda_graph_config", None, None),
         ("exec.graph.cuda_graph_config.decode.backend", "disabled", None),
         ("spec.speculative_algorithm", "EAGLE", "speculative decoding"),
-        ("parallel.tp_size", 2, "tensor parallelism"),
-        ("parallel.pp_size", 2, "pipeline parallelism"),
-        ("parallel.enable_dp_attention", True, "DP attention"),
+        ("parallel.tp_size", 2, None),
+        ("parallel.pp_size", 2, None),
         ("exec.deterministic.enable_deterministic_inference", True, "deterministic inference"),
         ("exec.deterministic.rl_on_policy_target", "fsdp", "on-policy RL logprobs"),
         ("exec.dllm.dllm_algorithm", "LowConfidence", "diffusion LLM"),
@@ -65,10 +64,49 @@ def set_to(config: types.SimpleNamespace, path: str, value: object) -> None:
         ("exec.graph.cuda_graph_config.decode.backend", "breakable", "a decode graph that is not a full one"),
     ],
 )
-def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(server_config, path, value, words):
+def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(
+    server_config, monkeypatch, path, value, words
+):
+    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
     set_to(server_config, path, value)
     reason = None if words is None else f"{words} is not supported yet"
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"parallel.attn_dp_size": 2}, "DP attention without --enable-dp-lm-head"),
+        ({"parallel.attn_dp_size": 2, "parallel.enable_dp_lm_head": True}, None),
+        ({"parallel.attn_cp_size": 2}, "context parallelism"),
+        ({"observability.debug_tensor_dump_output_folder": "dump"}, "a dump of tensors, which reads logits, with sev"),
+    ],
+    ids=str,
+)
+def test_of_several_ranks_it_is_said_which_are_not_served(server_config, monkeypatch, changes, words):
+    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
+    for path, value in changes.items():
+        set_to(server_config, path, value)
+    assert support.unsupported_server() is None, "one rank"
+    server_config.parallel.tp_size = 2
+    reason = support.unsupported_server()
+    assert reason is None if words is None else reason.startswith(words)
+
+
+@pytest.mark.parametrize("size", ["tp_size", "pp_size"])
+def test_several_gpus_are_served_on_request(server_config, monkeypatch, size):
+    setattr(server_config.parallel, size, 2)
+    assert support.unsupported_server() is None or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert support.unsupported_server().startswith("several GPUs are served where FLASHSAMPLE_SEVERAL_GPUS is 1")
+    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
+    assert support.unsupported_server() is None
+
+
+def test_a_pipeline_replays_no_graphs_whose_tokens_it_would_read_too_late(server_config):
+    assert Runtime(None).use_step_graphs
+    server_config.parallel.pp_size = 2
+    assert not Runtime(None).use_step_graphs
 
 
 CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLANG_SANITIZE_NAN_LOGITS")
@@ -121,6 +159,7 @@ class OtherProcessor(Processor):
 
 
 WEIGHT = torch.zeros(104, 16)
+GATHERED = Processor(do_tensor_parallel_all_gather=True)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +174,24 @@ WEIGHT = torch.zeros(104, 16)
         (Processor(), make_head(torch.zeros(16, 104).T), "not contiguous"),
         (Processor(), make_head(WEIGHT, use_intel_amx_backend=True), "AMX"),
         (Processor(), make_head(WEIGHT.bfloat16()), "bfloat16 is wrong in Triton's interpreter"),
-        (Processor(do_tensor_parallel_all_gather=True), make_head(WEIGHT), "gathered over ranks"),
+        (GATHERED, make_head(WEIGHT), "gathered over ranks, but each rank has the whole LM head"),
+        (GATHERED, make_head(WEIGHT, tp_size=5), "600 ids, the LM head 520 rows"),
+        (GATHERED, make_head(WEIGHT, tp_size=8, num_added_embeddings=3), "added ids"),
+        (
+            Processor(do_tensor_parallel_all_gather=True, do_tensor_parallel_all_gather_dp_attn=True),
+            make_head(WEIGHT, tp_size=8),
+            "--enable-dp-lm-head avoids it",
+        ),
+        (
+            Processor(do_tensor_parallel_all_gather=True, use_tp_lm_head_all_to_all=True),
+            make_head(WEIGHT, tp_size=8),
+            "all-to-all",
+        ),
+        (
+            Processor(do_tensor_parallel_all_gather=True, vocab_size=2**24 + 1),
+            make_head(WEIGHT, tp_size=2**20),
+            "16777217 ids; ranks exchange up to 16777216",
+        ),
         (Processor(return_full_logits=True), make_head(WEIGHT), "full logits"),
         (Processor(vocab_size=200), make_head(WEIGHT), "200 ids, the LM head 104 rows"),
     ],
@@ -147,6 +203,10 @@ def test_a_head_that_cannot_be_fused_has_its_reason_in_words(server_config, proc
 
 def test_an_ordinary_head_is_served(server_config, device):
     assert support.unsupported_head(Processor(vocab_size=100), make_head(WEIGHT.to(device))) is None
+
+
+def test_a_part_of_a_head_is_served(server_config, device):
+    assert support.unsupported_head(GATHERED, make_head(WEIGHT.to(device), tp_size=6)) is None
 
 
 def test_a_device_without_kernels_has_its_reason_in_words(monkeypatch):
@@ -218,6 +278,50 @@ def test_a_float32_head_option_keeps_the_accumulator(device, option):
     assert HeadState(Processor(vocab_size=100, **{option: True}), lm_head).head.rounding == torch.float32
 
 
+@pytest.mark.parametrize(
+    "rank, rows, vocab, start, size",
+    [(0, 64, 100, 0, 64), (1, 64, 100, 64, 36), (1, 64, 64, None, 64), (1, 60, 100, None, 60), (0, 60, 100, None, 60)],
+    ids=["first", "last", "one without ids", "misaligned, last", "misaligned, first"],
+)
+def test_a_rank_draws_from_its_part_or_hands_whole_rows_over_where_kernels_cannot(
+    device, rank, rows, vocab, start, size
+):
+    exchange = types.SimpleNamespace(rank=rank, num_ranks=2)
+    state = HeadState(Processor(vocab_size=vocab), make_head(torch.zeros(rows, 16, device=device)), exchange=exchange)
+    assert state.whole_rows == (start is None)
+    assert (state.head.vocab_start, state.head.vocab_size) == (start or 0, size)
+    assert state.status["ranks"] == 2 and state.status["vocab_size"] == vocab
+
+
+def test_the_logits_of_a_part_are_rounded_as_the_models_own(device):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 16, generator=generator).to(device, torch.float16)
+    hidden = torch.randn(3, 16, generator=generator).to(device, torch.float16)
+    exchange = types.SimpleNamespace(rank=0, num_ranks=2)
+    for keeps_fp32 in (False, True):
+        processor = Processor(vocab_size=100, use_fp32_lm_head=keeps_fp32)
+        state = HeadState(processor, make_head(weight), exchange=exchange)
+        state.update(3)
+        want = hidden.double() @ weight.double().T
+        got = state.logits_of_part(hidden)
+        assert got.dtype == (torch.float32 if keeps_fp32 else torch.float16)
+        torch.testing.assert_close(got.double(), want, rtol=2e-3 * (not keeps_fp32), atol=1e-5 if keeps_fp32 else 1e-3)
+
+
+def test_sglangs_gather_of_logits_connects_the_ranks_before_any_step(device):
+    gathered = []
+    processor = Processor(vocab_size=100, use_attn_tp_group=False, _logits_gatherer=gathered.append)
+    lm_head = make_head(torch.zeros(64, 16, device=device))
+    HeadState(Processor(vocab_size=64, _logits_gatherer=gathered.append), lm_head).connect_ranks()
+    assert not gathered, "one rank gathers nothing"
+    state = HeadState(processor, lm_head, exchange=types.SimpleNamespace(rank=0, num_ranks=2))
+    state.connect_ranks()
+    assert [(logits.shape, logits.dtype) for logits in gathered] == [((1, 64), torch.float32)]
+    processor.use_attn_tp_group = True
+    state.connect_ranks()
+    assert len(gathered) == 1, "SGLang gathers over these ranks in another way"
+
+
 def test_a_workspace_grows_only_for_a_larger_batch_and_goes_on_counting(device):
     state = make_state(device)
     state.update(3)
@@ -259,20 +363,10 @@ def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(run
 # How a server starts.
 
 
-class TorchProcessor(Processor, torch.nn.Module):
-    """A LogitsProcessor that modules can hold."""
-
-    def __init__(self, **attributes):
-        torch.nn.Module.__init__(self)
-        Processor.__init__(self, **attributes)
-
-
-class Model(torch.nn.Module):
-    def __init__(self, device):
-        super().__init__()
-        self.logits_processor = TorchProcessor(vocab_size=100)
-        self.lm_head = torch.nn.Linear(16, 104, bias=False, device=device)
-        self.lm_head.quant_method = None
+def make_model(device) -> Model:
+    lm_head = torch.nn.Linear(16, 104, bias=False, device=device)
+    lm_head.quant_method = None
+    return Model(lm_head, vocab_size=100)
 
 
 @pytest.fixture
@@ -285,12 +379,14 @@ def starting(server_config, runtime, monkeypatch, tmp_path) -> Runtime:
 
 
 def prepared(runtime: Runtime, lm_head, vocab: int = 100) -> HeadState | None:
-    return runtime.head_for(Processor(vocab_size=vocab), lm_head, starting=True)
+    """The head of a model that has just been loaded; None where it is SGLang's."""
+    runtime.prepare_model(Model(lm_head, vocab_size=vocab))
+    return next(iter(runtime.heads), None)
 
 
 def load(runtime: Runtime, device, **attributes) -> None:
     """Calls the hook that runs after SGLang has loaded a model."""
-    runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=Model(device))
+    runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=make_model(device))
     vars(runner).update(attributes)
     StepHooks(runtime).load_model(None, runner)
 
@@ -324,7 +420,7 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
     assert json.loads(json.dumps(status)) == status
     (head,) = status.pop("heads")
     assert status == {"active": True, "reason": None, "version": __version__, "noise": NOISE_ABI}
-    shape = {"vocab_size": 100, "hidden_size": 16, "dtype": "float32"}
+    shape = {"vocab_size": 100, "ranks": 1, "hidden_size": 16, "dtype": "float32"}
     assert head == {**shape, "table": str(file), "screen": None, "bytes": state.workspace.num_bytes}
     starting.disable("a kernel failed")
     assert (starting.status["active"], starting.status["reason"]) == (False, "a kernel failed")
@@ -332,7 +428,7 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
 
 def test_the_status_counts_the_memory_of_a_screen(starting, device):
     starting.screen_mode = ScreenMode.ON
-    state = starting.head_for(Processor(), make_head(weights(device)), starting=True)
+    state = prepared(starting, make_head(weights(device)), 600)
     state.update(4)
     (head,) = starting.status["heads"]
     assert head["screen"] == {"rows": state.screen.rows, "bytes": state.screen.num_bytes, "paused": False}
@@ -354,6 +450,31 @@ def test_a_gauge_says_whether_the_fused_pass_serves(server_config, prometheus):
     assert prometheus("active") == 0
 
 
+@pytest.mark.parametrize(
+    "parallel, every, reports",
+    [
+        ({}, False, True),
+        ({"tp_size": 2}, False, True),
+        ({"tp_size": 2, "tp_rank": 1, "attn_tp_rank": 1}, False, False),
+        ({"tp_size": 2, "tp_rank": 1, "attn_tp_rank": 1}, True, True),
+        ({"tp_size": 2, "tp_rank": 1, "attn_tp_rank": 0}, False, True),
+    ],
+    ids=["one rank", "first", "second", "second, as all do", "with batches of its own"],
+)
+def test_of_ranks_with_the_same_batches_one_reports_them(
+    server_config, prometheus, caplog, monkeypatch, parallel, every, reports
+):
+    monkeypatch.setenv(metrics.LOG_SECONDS_VARIABLE, "0")
+    vars(server_config.parallel).update(parallel)
+    server_config.observability.enable_metrics = True
+    server_config.observability.enable_metrics_for_all_schedulers = every
+    runtime = Runtime(None)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        runtime.metrics.add_batch(Routing((None,)), 0, None)
+        runtime.metrics.flush()
+    assert (prometheus("rows_total", path="fused", reason="") == 1) == reports == bool(caplog.records)
+
+
 def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(server_config, prometheus):
     server_config.observability.enable_metrics = True
     late = Runtime(None)
@@ -366,10 +487,10 @@ def required(monkeypatch):
     monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1")
 
 
-class Refused(Model):
-    def __init__(self, device) -> None:
-        super().__init__(device)
-        self.lm_head.set_lora = self.lm_head.apply_lora = 1
+def refused_model(device) -> Model:
+    model = make_model(device)
+    model.lm_head.set_lora = model.lm_head.apply_lora = 1
+    return model
 
 
 class Headless(torch.nn.Module): ...
@@ -380,15 +501,15 @@ class Headless(torch.nn.Module): ...
     [
         ({"is_generation": False}, "this model generates no tokens"),
         ({"model": Headless()}, "the model shows its LM head only at its first batch"),
-        ({"model": Refused}, "the LM head has LoRA adapters"),
+        ({"model": refused_model}, "the LM head has LoRA adapters"),
     ],
     ids=["embedding", "no head", "refused head"],
 )
 def test_a_server_that_must_fuse_does_not_start_with_a_model_that_it_cannot_fuse(
     starting, device, caplog, required, attributes, reason
 ):
-    if attributes.get("model") is Refused:
-        attributes = {"model": Refused(device)}
+    if attributes.get("model") is refused_model:
+        attributes = {"model": refused_model(device)}
     with pytest.raises(NotActiveError, match=f"because FLASHSAMPLE_REQUIRE is 1 and {reason}$"):
         load(starting, device, **attributes)
     assert [record.levelno for record in caplog.records][-1] == logging.ERROR
@@ -401,8 +522,8 @@ def test_a_server_that_must_fuse_starts_with_a_model_that_it_fuses_and_with_a_dr
 
 
 def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
-    server_config.parallel.tp_size = 2
-    with pytest.raises(NotActiveError, match="tensor parallelism is not supported yet"):
+    server_config.spec.speculative_algorithm = "EAGLE"
+    with pytest.raises(NotActiveError, match="speculative decoding is not supported yet"):
         Runtime(None).announce_inactive()
 
 
@@ -423,11 +544,12 @@ def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(startin
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
     assert state.table.is_measured(4, PLAIN)
-    line, about_screen = [record.message for record in caplog.records]
+    line, about_screen, active = [record.message for record in caplog.records]
     assert line.startswith(
         f"flashsample: tuned table {file} (match: exact; from: the named file): tuned choices for 5 batch sizes; "
     )
     assert about_screen.startswith("flashsample: no screen (INT8 copy of the LM head for small batches): ")
+    assert ": fused sampling active, " in active
 
 
 def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_warning(
@@ -461,7 +583,7 @@ def test_a_bad_table_is_one_warning_and_the_built_in_choices(starting, tuned_fil
     built_in = DispatchTable(HeadTraits.of(state.head))
     assert all(state.table.lookup(n, kind) == built_in.lookup(n, kind) for n in range(1, 20) for kind in BATCH_KINDS)
     levels = [record.levelno for record in caplog.records]
-    assert levels == [logging.WARNING, logging.INFO, logging.INFO], "the bad table, the choices, the screen"
+    assert levels == [logging.WARNING] + [logging.INFO] * 3, "the bad table, the choices, the screen, active"
     assert caplog.records[0].message.startswith(f"flashsample: {file}: ")
     assert "built-in choices for all batches" in caplog.records[1].message
 
@@ -509,7 +631,8 @@ SCREENS = [
 def test_one_line_says_what_screen_was_built_or_why_not(starting, device, caplog, mode, reason, starts, words):
     starting.screen_mode, starting.no_screen_reason = mode, reason
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
-        state = starting.head_for(Processor(), make_head(weights(device)), starting=starts)
+        lm_head = make_head(weights(device))
+        state = prepared(starting, lm_head, 600) if starts else starting.head_for(Processor(), lm_head)
     (record,) = [record for record in caplog.records if "INT8 copy" in record.message]
     assert words in record.message and state.has_screen == ("screen built" in words)
     assert record.levelno == (logging.WARNING if mode is ScreenMode.ON and not state.has_screen else logging.INFO)

@@ -549,11 +549,13 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
         assert "Traceback" not in server.log_text()
 
 
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
 UNSERVED = {
-    "tensor parallelism": (
-        ["--tp-size", "2"],
-        {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
-        "tensor parallelism is not supported yet",
+    "DP attention with a head over all ranks": (
+        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+        TWO_RANKS,
+        "DP attention without --enable-dp-lm-head is not supported yet",
     ),
     # Here the reason comes from the head; test_runtime.py tests the reason for an interpreter that is off.
     "half precision": (
@@ -581,12 +583,66 @@ def test_what_cannot_be_fused_is_said_in_one_line_and_served_by_sglang(folder, n
         lines = {line.partition("flashsample 0.")[2] for line in server.log_lines("not active")}
         assert len(lines) == 1
         assert reason in lines.pop()
-        status = server.get("/server_info")["internal_states"][0]["flashsample"]
-        assert not status["active"] and reason in status["reason"]
+        for state in server.get("/server_info")["internal_states"]:
+            assert not state["flashsample"]["active"] and reason in state["flashsample"]["reason"]
         for params in ({"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}):
             assert all(path.startswith("native:") for path in paths(ask(server, params)))
         assert_greedy(server, truth, 20, 5)
         assert "Traceback" not in server.log_text()
+
+
+RANKS = {
+    "tensor parallelism": (["--tp-size", "2"], {"ranks": 2}),
+    "pipeline parallelism": (["--pp-size", "2"], None),
+    "DP attention": (
+        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"],
+        {"ranks": 1},
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", RANKS)
+def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, name):
+    arguments, head = RANKS[name]
+    options = ["--enable-metrics", "--enable-custom-logit-processor", "--enable-return-hidden-states"]
+    environment = TWO_RANKS | {"FLASHSAMPLE_SEVERAL_GPUS": "1"}
+    server, _ = make_server(folder, SIZE, name=name, arguments=[*options, *arguments], environment=environment)
+    processor = {"custom_logit_processor": servers["processor"]}
+    with server:
+        states = [state["flashsample"] for state in server.get("/server_info")["internal_states"]]
+        assert all(state["active"] for state in states)
+        if head is not None:
+            assert all(head.items() <= state["heads"][0].items() for state in states)
+        # Of a pipeline, the paths do not reach the answer. Ranks with requests of their own have generators of their
+        # own, and so do stages: which of them SGLang's sampler draws from is another one than on one rank.
+        if name == "tensor parallelism":
+            for request, (params, fields, _) in COMPARED.items():
+                got = ask_or_refused(server, params, processor if "custom_logit_processor" in fields else fields)
+                want = servers["answers"][request][0]
+                if isinstance(want, str):
+                    assert got == want, request
+                else:
+                    assert (got["output_ids"], paths(got)) == (want["output_ids"], paths(want)), request
+        seeded = [
+            params | {"sampling_seed": place, "ignore_eos": True} for place, (params, _) in enumerate(FUSED.values())
+        ]
+        rows = [({key: value for key, value in params.items() if key != "n"}, {}) for params in seeded]
+        rows += [
+            ({"temperature": 1.0, "sampling_seed": 3}, {"return_logprob": True}),
+            ({"temperature": 0}, TOP_LOGPROBS),
+        ]
+        rows += [({"temperature": 0, "custom_params": {"token_ids": [738]}}, processor)]
+        for got, want in zip(ask_together(server, rows), ask_together(servers["ours"], rows), strict=True):
+            assert got["output_ids"] == want["output_ids"]
+            assert name == "pipeline parallelism" or paths(got) == paths(want)
+            for ours, theirs in zip(
+                *(answer["meta_info"].get("output_token_logprobs", []) for answer in (got, want)), strict=True
+            ):
+                assert ours[0] == pytest.approx(theirs[0], abs=1e-3)
+        assert metric(server, "rows_total", path="fused") > metric(server, "rows_total", path="native") > 0
+        assert_no_failure(server)
 
 
 @pytest.mark.skipif(CUDA, reason="runs on the CPU")

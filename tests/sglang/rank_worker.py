@@ -1,0 +1,153 @@
+"""One of two ranks that share an LM head, from the start of a server to its draws, over gloo and without SGLang.
+
+    python tests/sglang/rank_worker.py RANK PORT FAULT [FAULT ...]
+
+For each fault, which strikes rank 1 alone: the ranks start anew, draw, and print as a line of JSON what they serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import conftest  # noqa: F401  the interpreter's patches
+import torch
+from head_states import CPU, RANK_ROWS, VOCAB, Model, hidden_states, make_head, pretended_sglang, rank_batches, weights
+
+CONFIG, MODULES = pretended_sglang()
+sys.modules.update(MODULES)
+
+from sgl_flashsample import dispatch, screen, selfcheck  # noqa: E402
+from sgl_flashsample.sglang import head, runtime, sampler, support  # noqa: E402
+from sgl_flashsample.sglang.head import HeadState  # noqa: E402
+from sgl_flashsample.sglang.runtime import Runtime  # noqa: E402
+from sgl_flashsample.sglang.screen_lifecycle import ScreenMode  # noqa: E402
+
+WIDTH = 320  # ids per rank: the last 40 of the second one are padding
+
+
+class Group:
+    """What SGLang's GroupCoordinator is to us, of all ranks."""
+
+    ca_comm = None
+
+    def __init__(self) -> None:
+        self.rank_in_group, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.cpu_group = torch.distributed.group.WORLD
+
+    def _all_to_all_single(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        torch.distributed.all_to_all_single(output, own)
+
+    def _all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        torch.distributed.all_gather_into_tensor(output, own)
+
+
+def fails(*arguments: Any, **options: Any) -> Any:
+    raise RuntimeError("a fault")
+
+
+def out_of_memory(*arguments: Any, **options: Any) -> Any:
+    raise torch.OutOfMemoryError("a fault")
+
+
+def patched(place: Any, name: str, value: Any = fails) -> Callable[[], Any]:
+    return lambda: mock.patch.object(place, name, value)
+
+
+@contextlib.contextmanager
+def original_logprobs() -> Iterator[None]:
+    with mock.patch.object(MODULES["sglang.srt.layers.sampler"], "SGLANG_RETURN_ORIGINAL_LOGPROB", True):
+        yield
+
+
+@contextlib.contextmanager
+def lost_draws(*paths: str) -> Iterator[None]:
+    """Draws from the part of a rank fail on these paths; without any, on all of them."""
+    sample = sampler.sample
+
+    def draw(*arguments: Any, **options: Any) -> Any:
+        if not paths or str(options["path"] or "fused") in paths:
+            raise RuntimeError("a fault")
+        return sample(*arguments, **options)
+
+    with mock.patch.object(sampler, "sample", draw):
+        yield
+
+
+# At the start (with a plain server around them), and while the server draws.
+STARTING: dict[str, Callable[[], Any]] = {
+    "none": contextlib.nullcontext,
+    "an unknown version": patched(runtime, "sglang_version", lambda: "9.9.9"),
+    "another setting": original_logprobs,
+    "no configuration": patched(support, "unsupported_server"),
+    "no models": patched(runtime, "_heads_of"),
+    "a head that is not served": patched(support, "unsupported_head", lambda *arguments: "a fault"),
+    "no table": patched(runtime, "resolve"),
+    "a wrong token": patched(selfcheck, "difference", lambda *arguments, **options: "a fault"),
+    "no memory for a workspace": patched(head, "make_workspace", out_of_memory),
+    "no memory for a screen": patched(screen.Screen, "__init__", out_of_memory),
+}
+DRAWING: dict[str, Callable[[], Any]] = {
+    "the screened path fails": patched(dispatch, "screened_sample"),
+    "the fused path fails": lambda: lost_draws("fused"),
+    "no way to draw": lost_draws,
+    "no memory for logits": patched(HeadState, "logits_of_part", out_of_memory),
+    "rows cannot be drawn": patched(HeadState, "sample_rows"),
+}
+
+
+def serve(fault: str, rank: int) -> dict[str, Any]:
+    """What this rank serves: why nothing is fused, or the tokens of a plain batch and of a truncated one."""
+    strikes = rank == 1
+    settings = {"tp_size": 2, "tp_rank": rank}
+    vars(CONFIG.parallel).update(settings)
+    CONFIG.device.random_seed = 1234 + rank
+    with STARTING[fault]() if strikes and fault in STARTING else contextlib.nullcontext():
+        server = Runtime(None)
+        server.agree()
+        server.screen_mode = ScreenMode.ON
+        weight = torch.nn.functional.pad(weights(CPU)[:VOCAB], (0, 0, 0, 2 * WIDTH - VOCAB))
+        part = make_head(weight[rank * WIDTH : (rank + 1) * WIDTH].clone(), tp_size=2)
+        model = Model(part, do_tensor_parallel_all_gather=True, use_attn_tp_group=False)
+        server.prepare_model(model)
+    told = {"reason": server.all_native_reason, "seed": server.server_seed, "heads": len(server.heads)}
+    if server.all_native_reason is not None:
+        return told
+    (state,) = server.heads
+    with DRAWING[fault]() if strikes and fault in DRAWING else contextlib.nullcontext():
+        try:
+            told["tokens"] = draw_all(state)
+        except Exception as error:  # as the sampler does
+            server.disable(f"{type(error).__name__}: {error}")
+    return told | {"screen": state.has_screen, "path": state.path}
+
+
+def draw_all(state: HeadState) -> list[list[int]]:
+    hidden = hidden_states(CPU, RANK_ROWS)
+    return [
+        sampler.draw(state, hidden, batch, None, torch.arange(RANK_ROWS), return_logprob).token_ids.tolist()
+        for batch, return_logprob in rank_batches()
+    ]
+
+
+def main(rank: int, port: int, faults: list[str]) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    group = Group()
+    distributed = types.ModuleType("sglang.srt.distributed")
+    distributed.parallel_state = types.SimpleNamespace(get_world_group=lambda: group, get_tp_group=lambda: group)
+    sys.modules["sglang.srt.distributed"] = distributed
+    runtime.MAX_INTERPRETED_ROWS = 4
+    for fault in faults:
+        print(json.dumps(serve(fault, rank)), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,156 @@
+"""Two ranks that share an LM head, one of them with a fault: both serve the same, or neither goes on, and none waits.
+
+What they exchange is in ``test_exchange.py``, servers of several ranks are in ``test_server.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from head_states import RANK_ROWS, hidden_states, make_state, rank_batches, serve
+from serving import needs_sglang
+
+from sgl_flashsample import sample
+from sgl_flashsample.demo.server import free_port
+from sgl_flashsample.sglang.exchange import RankSync
+from sgl_flashsample.sglang.hooks import StepHooks
+from sgl_flashsample.sglang.runtime import RankError, Runtime
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+SECONDS = 20.0  # that a rank may take to end after the other one has
+
+# What strikes rank 1 at the start, and the reason that both then have; or, where it does not concern the other rank,
+# that it has no screen any more, or the path that it takes instead.
+REFUSED = {
+    "an unknown version": "SGLang is '.*' on rank 0 and '9.9.9' on rank 1",
+    "another setting": "SGLANG_RETURN_ORIGINAL_LOGPROB is False on rank 0 and True on rank 1",
+    "no configuration": r"rank 1: this server's configuration cannot be read \(a fault\)",
+    "no models": "rank 1: RuntimeError: a fault",
+    "a head that is not served": "rank 1: a fault",
+    "no table": "rank 1: RuntimeError: a fault",
+    "a wrong token": "rank 1: a fault with ReadConfig.*",
+    "no memory for a workspace": "rank 1: OutOfMemoryError: a fault",
+}
+PRIVATE = {
+    "no memory for a screen": (False, None),
+    "the screened path fails": (False, None),
+    "the fused path fails": (False, "logits"),
+}
+ONCE = ("no models", "a wrong token")  # what runs without --full
+FATAL = ["no way to draw", "no memory for logits", "rows cannot be drawn"]
+
+
+def start(*faults: str) -> list[subprocess.Popen]:
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(port), *faults],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def served(request) -> dict[str, list[dict]]:
+    """What both ranks serve, by the fault."""
+    refused = REFUSED if request.config.getoption("--full") else ONCE
+    faults = ["none", *refused, *PRIVATE]
+    ranks = start(*faults)
+    printed = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed[0][1][-2000:] + printed[1][1][-2000:]
+    lines = [[json.loads(line) for line in out.splitlines()] for out, _ in printed]
+    return {fault: list(both) for fault, *both in zip(faults, *lines, strict=True)}
+
+
+@pytest.mark.slow
+def test_without_a_fault_both_ranks_draw_the_tokens_of_one_rank_with_the_seed_of_the_first(served):
+    first, second = served["none"]
+    assert first == second and first["reason"] is None and first["screen"] and first["seed"] == 1234
+    state = make_state(torch.device("cpu"))
+    hidden, positions = hidden_states(torch.device("cpu"), RANK_ROWS), torch.arange(RANK_ROWS)
+    drawn = [sample(hidden, state.head, batch.params(positions, None), path="logits") for batch, _ in rank_batches()]
+    assert first["tokens"] == [out.token_ids.tolist() for out in drawn]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=() if fault in ONCE else pytest.mark.full) for fault in REFUSED]
+)
+def test_what_one_rank_cannot_serve_at_the_start_neither_serves_for_the_same_reason(served, fault):
+    first, second = served[fault]
+    reason = first.pop("reason")
+    assert re.fullmatch(REFUSED[fault], reason)
+    assert reason.removeprefix("rank 1: ") == second.pop("reason")
+    assert first == second and first["heads"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PRIVATE)
+def test_how_a_rank_draws_from_its_part_is_its_own_affair_and_the_tokens_stay(served, fault):
+    first, second = served[fault]
+    assert first == served["none"][0]
+    assert (second.pop("screen"), second.pop("path")) == PRIVATE[fault]
+    assert second.items() <= first.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [FATAL[0], *(pytest.param(fault, marks=pytest.mark.full) for fault in FATAL[1:])])
+def test_where_a_rank_cannot_draw_at_all_both_end_and_none_waits(fault):
+    ranks = start(fault)
+    _, errors = ranks[1].communicate(timeout=120)
+    assert ranks[1].returncode == 1 and "flashsample: rank 1 of 2: " in errors and "a fault" in errors
+    _, errors = ranks[0].communicate(timeout=SECONDS)
+    assert ranks[0].returncode == 1 and "flashsample: rank 0 of 2: " in errors
+
+
+@pytest.fixture
+def shared(server_config) -> Runtime:
+    """The runtime of a rank that shares its head."""
+    runtime, state = Runtime(None), make_state(torch.device("cpu"))
+    state.exchange = types.SimpleNamespace(rank=0, num_ranks=2)
+    serve(runtime, state)
+    return runtime
+
+
+@pytest.mark.parametrize("change", ["disable", "stop_mixing"])
+def test_a_rank_does_not_change_alone_what_it_serves(shared, change):
+    before = shared.inactive_reason, shared.no_mixing_reason
+    with pytest.raises(RankError, match=r"^flashsample: rank 0 of 1: a fault$"):
+        getattr(shared, change)("a fault")
+    assert (shared.inactive_reason, shared.no_mixing_reason) == before
+
+
+def test_an_error_in_a_hook_of_a_step_ends_a_rank_that_shares_its_head(shared):
+    with pytest.raises(RankError, match="filter_batch: AttributeError"):
+        StepHooks(shared).filter_batch(None, types.SimpleNamespace(_flashsample_batch=object()), [0], None)
+
+
+def test_a_head_that_shows_itself_late_is_sglangs_on_several_ranks(shared, caplog):
+    shared._ranks.num_ranks = 2
+    state = make_state(torch.device("cpu"))
+    assert shared.head_for(state.processor, state.lm_head) is None
+    assert "the model shows its LM head only at its first batch, and there are several ranks" in caplog.text
+
+
+@needs_sglang
+def test_a_rank_without_requests_draws_nothing(runners):
+    """Of DP attention: SGLang asks its sampler all the same."""
+    nothing = types.SimpleNamespace(next_token_logits=torch.empty(0, 600))
+    tokens = runners[0].sampler(nothing, None, False, [], [], torch.empty(0, dtype=torch.int64))
+    assert tokens.shape == (0,) and tokens.dtype is torch.int64
+
+
+def test_one_process_asks_nobody():
+    sync = RankSync()
+    assert (sync.rank, sync.num_ranks, sync.of_all({"a": 1})) == (0, 1, [{"a": 1}])
+    assert sync.first_reason([None]) is None and sync.first_reason(["this"]) == "this"
