@@ -209,8 +209,8 @@ def _head(options: argparse.Namespace, warn: bool = True) -> HeadShape:
     head = head_of(model or options.model_path, *given)
     if warn and head.tp > 1 and head.vocab % GROUP_SIZE:
         print(
-            f"warning: servers with --tp {head.tp} use no table for this head: each rank has {head.vocab} ids, which "
-            f"is not a multiple of {GROUP_SIZE}",
+            f"warning: servers with --tp {head.tp} take built-in kernel settings for this head, and no table: each "
+            f"rank has {head.vocab} token ids, which is not a multiple of {GROUP_SIZE}",
             file=sys.stderr,
         )
     return head

@@ -81,13 +81,13 @@ def merge_records_kernel(
     tl.store(output.token_ids + rows, tl.sum(tl.where(won, tokens, 0.0), axis=0).to(tl.int64), mask=inside)
     if output.logprobs is not None:
         log_mass = tl.load(places + 3, mask=mask, other=float("-inf"))
-        # Logprob and log-mass of the winner are added first: of a row without an allowed id, both are what the whole
-        # vocabulary has.
-        logit = tl.sum(tl.where(won, tl.load(places + 2, mask=mask, other=0.0) + log_mass, 0.0), axis=0)
+        logprob = tl.sum(tl.where(won, tl.load(places + 2, mask=mask, other=0.0), 0.0), axis=0)
+        winners_mass = tl.sum(tl.where(won, log_mass, 0.0), axis=0)
         largest = tl.max(log_mass, axis=0)
         reference = tl.where(largest == float("-inf"), 0.0, largest)
         total = reference + tl.log(tl.sum(tl.exp(log_mass - reference[None, :]), axis=0))
-        tl.store(output.logprobs + rows, logit - total, mask=inside)
+        # The masses first: they may be thousands of times as large as a logprob.
+        tl.store(output.logprobs + rows, logprob + (winners_mass - total), mask=inside)
         tl.store(output.log_mass + rows, total, mask=inside)
 
 

@@ -236,7 +236,7 @@ class BatchParams:
         truncation = None if self.truncation is None else self.truncation.operands
         edits, edit_variant, given = None, None, 0
         if self.edits is not None:
-            edits, edit_variant = self.edits.operands(spec.vocab_end, floats, integers)
+            edits, edit_variant = self.edits.operands(spec.edit_width, floats, integers)
             given = self.edits.given | (0 if self.edits.rows is None else PER_ROW)
         # An integer would compile another kernel than a float.
         scale = None if spec.logit_scale is None else float(spec.logit_scale)
@@ -293,6 +293,7 @@ class LogitsSpec:
     vocab_size: columns below it are real, those after it are padding and are never returned or read.
     vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is
     cut, of which the columns are one; 1 where they are all of it.
+    total_ids: of all parts (default: those up to the last column).
     logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
     rounding: what a logit is rounded to before anything else (default: the logits' own dtype).
 
@@ -305,6 +306,7 @@ class LogitsSpec:
     softcap: float | None = None
     rounding: torch.dtype | None = None
     shards: int = 1
+    total_ids: int = 0
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
@@ -331,6 +333,11 @@ class LogitsSpec:
         """The absolute id after the last real one."""
         return self.vocab_start + self.vocab_size
 
+    @property
+    def edit_width(self) -> int:
+        """The columns of edits, which all parts share."""
+        return max(self.vocab_end, self.total_ids)
+
 
 def supports_tma(matrix: torch.Tensor) -> bool:
     """Whether tensor descriptors can address ``matrix``: 16-byte aligned rows."""
@@ -343,7 +350,7 @@ class LMHead:
 
     vocab_size: ids below it are real, the rows after it are padding and are never returned (default V).
     vocab_start: absolute id of row 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is cut,
-    of which this head is one; 1 where it is all of it (``of_rank``).
+    of which this head is one; 1 where it is all of it (``of_rank``). total_ids: of all parts.
     logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
     logits_dtype: what a logit is rounded to before anything else, as the model's own GEMM would do
     (default: the weight's dtype; torch.float32 keeps the accumulator).
@@ -358,6 +365,7 @@ class LMHead:
     softcap: float | None = None
     logits_dtype: torch.dtype | None = None
     shards: int = 1
+    total_ids: int = 0
 
     def __post_init__(self) -> None:
         weight = self.weight
@@ -402,7 +410,8 @@ class LMHead:
         start = rank * width
         if start >= vocab_size:
             return None
-        return cls(weight, min(width, vocab_size - start), start, shards=num_ranks, **options)
+        options |= {"shards": num_ranks, "total_ids": vocab_size}
+        return cls(weight, min(width, vocab_size - start), start, **options)
 
     @classmethod
     def from_hf(cls, model: Any) -> LMHead:
@@ -430,7 +439,8 @@ class LMHead:
     @functools.cached_property
     def spec(self) -> LogitsSpec:
         """What the output of a GEMM with the weight is."""
-        return LogitsSpec(self.vocab_size, self.vocab_start, self.logit_scale, self.softcap, self.rounding, self.shards)
+        scale, softcap = self.logit_scale, self.softcap
+        return LogitsSpec(self.vocab_size, self.vocab_start, scale, softcap, self.rounding, self.shards, self.total_ids)
 
     @property
     def rounding(self) -> torch.dtype:

@@ -385,14 +385,14 @@ def edits_of_every_kind(
 ) -> tuple[LogitEdits, Callable[[torch.Tensor], torch.Tensor]]:
     """Edits of all kinds, all of them in row 0 and another combination in each following one; and what they do to
     ``[B, V]`` logits, by the reference. bool_mask: with a mask of forbidden ids instead of one of allowed bits."""
-    width = head.vocab_start + head.vocab_size  # as SGLang's tensors: kernels are compiled for how far rows are apart
+    width = head.spec.edit_width  # as SGLang's tensors: kernels are compiled for how far rows are apart
     ids = torch.arange(width, device=row.device)[None, :] + row[:, None]
     additive, scaling, bias = ids % 3 * -0.25, 1.0 + ids % 2 * 0.125, ids % 4 * 0.5
     allowed = ids % 5 != 0
     flags = 15 - row % 16
     mask = ~allowed if bool_mask else pack_bits(allowed)
     edits = LogitEdits(additive=additive, scaling=scaling, mask=mask, bias=bias, rows=flags.int())
-    columns = slice(head.vocab_start, width)
+    columns = slice(head.vocab_start, head.vocab_start + head.vocab_size)
 
     def edited(logits: torch.Tensor) -> torch.Tensor:
         with_additive, with_scaling, with_mask, with_bias = ((flags & edit != 0)[:, None] for edit in Edit)

@@ -206,11 +206,14 @@ def native_reason(request: Any, custom_processors: bool) -> Reason | None:
 class SampleIndices:
     """Which of the n samples of a seeded request each of SGLang's requests is: SGLang makes n requests with new ids and
     the same seed. They are told apart by the order in which they come, so that the same request gives the same n
-    answers again. A request keeps its index when it is scheduled again."""
+    answers again. A request keeps its index when it is scheduled again.
+
+    rank: of DP attention, whose ranks get some of the n requests each: their indices differ."""
 
     MAX_PROMPTS = 4096
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
         self._next: collections.OrderedDict[tuple, int] = collections.OrderedDict()
 
     def of(self, request: Any) -> int:
@@ -223,8 +226,9 @@ class SampleIndices:
         if index is None:
             prompt = hash(tuple(getattr(request, "origin_input_ids", None) or ()))
             key = (params.sampling_seed, count, prompt)
-            index = self._next.pop(key, 0)
-            self._next[key] = (index + 1) % count
+            place = self._next.pop(key, 0)
+            self._next[key] = (place + 1) % count
+            index = self._rank * count + place
             if len(self._next) > self.MAX_PROMPTS:
                 self._next.popitem(last=False)
             setattr(request, _INDEX_ATTRIBUTE, index)
@@ -269,7 +273,11 @@ class Reason(enum.StrEnum):
 
 
 class GrammarError(ValueError):
-    """A grammar of a kind that we do not know. Every rank of a server has the same grammars, and meets it alike."""
+    """A grammar of a kind that we do not know. everywhere: every rank of a server meets it alike."""
+
+    def __init__(self, message: str, everywhere: bool = True) -> None:
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 @dataclasses.dataclass
@@ -359,7 +367,7 @@ def edits_of(batch: Batch, routing: Routing, sampling_info: Any) -> LogitEdits |
     return LogitEdits(
         additive=additive,
         scaling=scaling,
-        mask=_mask(sampling_info, _fused_grammars(routing, sampling_info)) if kinds & Edit.MASK else None,
+        mask=grammar_mask(sampling_info, _fused_grammars(routing, sampling_info)) if kinds & Edit.MASK else None,
         bias=sampling_info.logit_bias if kinds & Edit.BIAS else None,
         rows=routing.edit_rows,
     )
@@ -399,7 +407,7 @@ def penalties_of(sampling_info: Any) -> tuple[torch.Tensor | None, torch.Tensor 
     return sampling_info.acc_additive_penalties, sampling_info.acc_scaling_penalties
 
 
-def _mask(sampling_info: Any, grammars: list) -> torch.Tensor:
+def grammar_mask(sampling_info: Any, grammars: list) -> torch.Tensor:
     """The mask of these grammars: SGLang's code fills it, on a copy that nothing else sees. Raises GrammarError."""
     info = copy.copy(sampling_info)
     info.grammars = grammars
@@ -409,9 +417,10 @@ def _mask(sampling_info: Any, grammars: list) -> torch.Tensor:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise GrammarError(f"{type(error).__name__}: {error}") from error
+        everywhere = isinstance(error, (AttributeError, NotImplementedError, TypeError, ValueError))
+        raise GrammarError(f"{type(error).__name__}: {error}", everywhere) from error
     if mask.dim() != 2 or mask.dtype not in (torch.int32, torch.bool) or mask.shape[0] != len(grammars):
         raise GrammarError(
-            f"a grammar's mask is {tuple(mask.shape)} {mask.dtype}; expected [B, W] int32 or [B, V] bool"
+            f"its mask is {tuple(mask.shape)} {mask.dtype}; expected [batch, words] int32 or [batch, vocabulary] bool"
         )
     return mask

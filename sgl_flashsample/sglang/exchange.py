@@ -41,6 +41,10 @@ class RankSync:
             return cls()
         from sglang.srt.distributed import parallel_state
 
+        from .support import unsupported_ranks
+
+        if unsupported_ranks() is not None:
+            return cls()
         group = parallel_state.get_world_group()
         return cls(group if group.world_size > 1 else None)
 

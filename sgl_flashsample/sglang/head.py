@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +14,7 @@ from ..api import sample_from_logits
 from ..defaults import HeadTraits
 from ..dispatch import compute_logits, default_table, make_reading_workspace, make_workspace
 from ..kernels.launch import cdiv
+from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.workspace import Workspace
@@ -42,9 +44,8 @@ class HeadState:
     from the parts of these ranks, so every batch is exchanged as whole rows of logits. table: what batches of this head
     take. table_file: the tuned table that it is from, or None. path: which every batch takes instead, after a failure.
     screen: where the head has one. use_step_graphs: whether steps of unchanged batches are captured as CUDA graphs. As
-    of the last ``update``: head (this rank's part),
-    workspace, serving_screen (None where the screen does not serve), graphs (None where there are none yet, or
-    something that they were captured with has changed).
+    of the last ``update``: head (this rank's part), workspace, serving_screen (None where the screen does not serve),
+    graphs (None where there are none yet, or something that they were captured with has changed).
     """
 
     def __init__(
@@ -150,9 +151,13 @@ class HeadState:
         return head
 
     def unsupported_rows(self, max_rows: int, bool_masks: bool) -> str | None:
-        """Why whole rows cannot be drawn on this rank, of a batch of up to ``max_rows`` rows; None where they can."""
+        """Why whole rows cannot be drawn on this rank, of a batch of up to ``max_rows`` rows; None where they can. Also
+        compiles what the exchange launches: a rank that fails at that must not have begun to exchange."""
         assert self.exchange is not None
         head, num_ranks = self.head, self.exchange.num_ranks
+        for ranks, return_logprob in itertools.product((1, num_ranks), (True, False)):
+            nothing = no_record(1, head.weight.device, return_logprob)
+            merge_records(pack_record(nothing, 0, ranks), return_logprob=return_logprob)
         return compare_rows_with_reference(
             self.processor.vocab_size,
             num_ranks * head.weight.shape[0],
@@ -164,13 +169,39 @@ class HeadState:
             bool_masks=bool_masks,
         )
 
-    def connect_ranks(self) -> None:
-        """SGLang's gather of logits connects the ranks in its first call outside of a CUDA graph. Without the logits of
-        SGLang's warm-up, which are not computed, that would come in the middle of a step."""
+    def check_exchange(self) -> str | None:
+        """Exchange known draws with the other ranks; returns what was wrong, or None. Every rank calls it, before any
+        step: what connects ranks and reserves memory at its first call does so now."""
+        if self.exchange is None:
+            return None
+        rank, num_ranks = self.exchange.rank, self.exchange.num_ranks
+        device, width, vocab_size = self.head.weight.device, self.head.weight.shape[0], self.processor.vocab_size
+        max_rows = MAX_COMPILED_ROWS if device.type == "cuda" else 2 * num_ranks
+        self.update(max_rows)
+        wrong = None
+        for num_rows, return_logprob in itertools.product((max_rows, 1), (True, False)):
+            row = torch.arange(num_rows, device=device)
+            expected = row * 7919 % vocab_size
+            logits = torch.zeros(num_rows, width, dtype=self.head.rounding, device=device)
+            local = expected - rank * width
+            is_here = (local >= 0) & (local < width)
+            logits[row[is_here], local[is_here]] = 8.0
+            greedy = BatchParams(torch.zeros(num_rows, device=device), torch.zeros_like(row), torch.zeros_like(row))
+
+            def draw(rows: torch.Tensor, params: BatchParams, return_logprob: bool = return_logprob) -> SampleOutput:
+                return self.sample_rows(rows, params, return_logprob)
+
+            drawn = [self.exchange.draw_rows(logits, greedy, draw)]
+            if not self.whole_rows:
+                scores, place = logits.float().max(dim=1)
+                zeros = torch.zeros_like(scores) if return_logprob else None
+                drawn.append(self.exchange.merge(SampleOutput(place + self.head.vocab_start, zeros, scores, zeros)))
+            if not all(torch.equal(out.token_ids, expected) for out in drawn):
+                wrong = f"in a trial exchange between {num_ranks} ranks, tokens came out wrong"
         gatherer = getattr(self.processor, "_logits_gatherer", None)
-        if self.exchange is not None and gatherer is not None and not self.processor.use_attn_tp_group:
-            weight = self.head.weight
-            gatherer(torch.zeros(1, weight.shape[0], dtype=self.head.rounding, device=weight.device))
+        if gatherer is not None and not self.processor.use_attn_tp_group:
+            gatherer(torch.zeros(1, width, dtype=self.head.rounding, device=device))
+        return wrong
 
     def logits_of_part(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, W]``: what the GEMM of this rank gives, rounded as the model's own."""
@@ -220,8 +251,9 @@ class HeadState:
         if self.fits(num_rows):
             self._too_large = num_rows
             logger.warning(
-                "flashsample: out of GPU memory for a batch of %d rows: until restart, batches of this size or more "
-                "use SGLang's own sampler; a lower --mem-fraction-static leaves more",
+                "flashsample: out of GPU memory for a batch of %d requests: from this batch on until restart, batches "
+                "of this size or more use SGLang's own sampler; a lower --mem-fraction-static leaves this plugin more "
+                "memory",
                 num_rows,
             )
 
@@ -270,7 +302,12 @@ class HeadState:
             self.stop_screen(reason)
         elif self.path is None and self.head.gemm_gives_logits:
             self.path = SamplingPath.LOGITS
-            logger.warning("flashsample: until restart, a GEMM and a reader draw all batches, same tokens: %s", reason)
+            logger.warning(
+                "flashsample: the fused kernel failed on rank %d; until restart this rank computes its logits with a "
+                "GEMM and samples from them: same tokens, slower: %s",
+                0 if self.exchange is None else self.exchange.rank,
+                reason,
+            )
         else:
             return False
         return True
@@ -407,8 +444,8 @@ class StepGraphs:
             except Exception as error:  # a step must not fail because it cannot be captured
                 self._failed = True
                 logger.warning(
-                    "flashsample: its CUDA graphs are off until restart (SGLang's stay on), same tokens, more CPU time "
-                    "per step: %s: %s",
+                    "flashsample: CUDA graphs of the sampling step are off until restart, SGLang's own stay on; same "
+                    "tokens, more CPU time per step: %s: %s",
                     type(error).__name__,
                     error,
                 )

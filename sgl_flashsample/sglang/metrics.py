@@ -114,7 +114,8 @@ class Metrics:
         """Totals since the start, fused first: "since the start: fused 12 rows in 3 batches, 9 of the rows with top-k,
         top-p or min-p (1 by a search); SGLang's sampler (top_logprobs) 4 rows in 2 batches; screen 8 rows (6 with one
         candidate group or none), 5.0 of the head's groups read per block of rows, 0 of 2 blocks with too many
-        candidates, paused; CPU time 41.5 us per batch over 3 batches"."""
+        candidates, paused; CPU time of fused sampling 41.5 us
+        per batch over 3 batches"."""
         parts = []
         for path, reason in sorted(self._rows, key=lambda key: (key[0] != "fused", key)):
             label = "fused" if path == "fused" else f"SGLang's sampler ({reason})"
@@ -133,7 +134,7 @@ class Metrics:
             )
         if self._host_batches:
             mean = self._host_seconds / self._host_batches * 1e6
-            parts.append(f"CPU time {mean:.1f} us per batch over {self._host_batches:,} batches")
+            parts.append(f"CPU time of fused sampling {mean:.1f} us per batch over {self._host_batches:,} batches")
         return f"since the start: {'; '.join(parts)}" if parts else ""
 
 

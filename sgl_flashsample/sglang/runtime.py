@@ -35,6 +35,7 @@ NATIVE_FEATURES = "custom logit processors, sampling masks, beam search, top log
 
 
 LATE_HEAD = "the model shows its LM head only at its first batch"
+LATE_ON_RANKS = f"{LATE_HEAD}, which is not supported with several ranks"
 
 
 class RankError(RuntimeError):
@@ -82,6 +83,7 @@ class Runtime:
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
         self._last_stage = True  # of a pipeline: the others have no head
+        self._statuses: list[dict[str, Any]] = []  # of heads that other ranks have
         metrics, reports = False, True
         try:
             from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
@@ -93,6 +95,7 @@ class Runtime:
             self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
             parallel, observability = get_parallel(), get_observability()
             self._last_stage = parallel.pp_rank == parallel.pp_size - 1
+            self.samples = SampleIndices(0 if parallel.tp_size == 1 else parallel.attn_dp_rank)
             # A pipeline reads tokens after more steps than a graph keeps them.
             self.use_step_graphs = self.use_step_graphs and parallel.pp_size == 1
             metrics = bool(observability.enable_metrics)
@@ -121,7 +124,7 @@ class Runtime:
         answers = self._ranks.of_all([self.inactive_reason, self.server_seed, settings])
         self.server_seed = answers[0][1]
         differing = (
-            f"{name} is {first!r} on rank 0 and {other[name]!r} on rank {rank}"
+            f"the ranks differ: {name} is {first!r} on rank 0 and {other[name]!r} on rank {rank}"
             for name, first in answers[0][2].items()
             for rank, (_, _, other) in enumerate(answers)
             if other.get(name) != first
@@ -132,7 +135,11 @@ class Runtime:
     def _stay_with_ranks(self, reason: str) -> None:
         """Raises RankError where others share a head with this rank."""
         if any(state.exchange is not None for state in self.heads):
-            raise RankError(f"flashsample: rank {self._ranks.rank} of {self._ranks.num_ranks}: {reason}")
+            last = self._ranks.num_ranks - 1
+            raise RankError(
+                f"flashsample: sampling failed on rank {self._ranks.rank} (of 0 to {last}); the other ranks need its "
+                f"part, so the server ends: {reason}"
+            )
 
     def disable(self, reason: str) -> None:
         """Leave everything to SGLang's sampler from now on, and say why, once. Raises RankError."""
@@ -140,7 +147,11 @@ class Runtime:
         if self.inactive_reason is None:
             self.inactive_reason = reason
             self._update_gauge()
-            logger.warning("flashsample: off until restart, SGLang's own sampler is used for everything: %s", reason)
+            logger.warning(
+                "flashsample: fused sampling failed; from this batch on until restart, SGLang's own sampler is used "
+                "for everything (same distribution, other random numbers): %s",
+                reason,
+            )
 
     def stop_mixing(self, reason: str) -> None:
         """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why. Raises
@@ -148,15 +159,22 @@ class Runtime:
         self._stay_with_ranks(reason)
         self.no_mixing_reason = reason
         logger.warning(
-            "flashsample: splitting a batch between the fused pass and SGLang's own sampler failed; until restart, a "
-            "batch with a request that needs SGLang's sampler uses it for all its requests: %s",
+            "flashsample: splitting a batch between fused sampling and SGLang's own sampler failed; from this batch on "
+            "until restart, SGLang's own sampler takes the whole batch where a request in it needs it: %s",
             reason,
         )
 
-    def stop_grammars(self, reason: str) -> None:
-        """Leave rows with a grammar to SGLang's sampler from now on, and say why."""
+    def stop_grammars(self, reason: str, everywhere: bool = True) -> None:
+        """Leave rows with a grammar to SGLang's sampler from now on, and say why. everywhere: every rank does so in
+        this step. Raises RankError where that is not known."""
+        if not everywhere:
+            self._stay_with_ranks(reason)
         self.no_grammars_reason = reason
-        logger.warning("flashsample: until restart, requests with a grammar use SGLang's own sampler: %s", reason)
+        logger.warning(
+            "flashsample: until restart, requests with a grammar use SGLang's own sampler, which enforces it as ever: "
+            "%s",
+            reason,
+        )
 
     @property
     def heads(self) -> list[HeadState]:
@@ -218,14 +236,14 @@ class Runtime:
     def status(self) -> dict[str, Any]:
         """For ``/server_info``: whether the fused pass serves, else why not; per head its shape and dtype, the tuned
         table (None: built-in choices), the bytes of its screen (0: none) and all bytes that it takes beside the model.
-        Values are those of JSON."""
+        Of a pipeline, the first stage answers, as the last one was at its start. Values are those of JSON."""
         reason = self.all_native_reason
         return {
             "active": reason is None,
             "reason": reason,
             "version": __version__,
             "noise": NOISE_ABI,
-            "heads": [state.status for state in self.heads],
+            "heads": [state.status for state in self.heads] or self._statuses,
         }
 
     def prepare_model(self, model: torch.nn.Module) -> None:
@@ -238,26 +256,25 @@ class Runtime:
         failure = None
         try:
             for processor, lm_head in _heads_of(model) if self._last_stage else ():
-                prepared[id(processor), id(lm_head)] = self._prepare(processor, lm_head, starting=True)
+                key = (id(processor), id(lm_head))
+                prepared[key] = self._heads.get(key) or self._prepare(processor, lm_head, starting=True)
         except Exception as error:  # the other ranks wait for an answer
             failure = f"{type(error).__name__}: {error}"
-        reasons = [None if isinstance(one, HeadState) else one for one in prepared.values()]
-        answers = self._ranks.of_all([failure, reasons])
-        failure = self._ranks.first_reason([failed for failed, _ in answers])
-        counts = {len(of_rank) for _, of_rank in answers} - {0}
-        if len(counts) > 1:
-            failure = failure or "the ranks have different numbers of LM heads"
-        agreed = [
-            failure or self._ranks.first_reason([of_rank[place] if of_rank else None for _, of_rank in answers])
-            for place in range(max(counts, default=0))
-        ]
-        if not agreed and (failure is not None or self._ranks.num_ranks > 1):
-            self.inactive_reason = failure or f"{LATE_HEAD}, and there are several ranks"
+        agreed = self._agree_on_heads(list(prepared.values()), failure)
+        if not agreed and self._ranks.num_ranks > 1:
+            self.inactive_reason = LATE_ON_RANKS
             return self.announce_inactive()
+        if self._ranks.num_ranks > 1 and None in agreed:
+            # No rank comes here without the others: the exchange itself can be tried, and what it says is agreed on.
+            for place, (key, one) in enumerate(prepared.items()):
+                if agreed[place] is None and isinstance(one, HeadState):
+                    prepared[key] = one.check_exchange() or one
+            tried = self._agree_on_heads(list(prepared.values()))
+            agreed = [first or second for first, second in zip(agreed, tried, strict=True)]
         for (key, one), reason in zip(prepared.items(), agreed, strict=False):
             self._admit(key, one, reason)
-        for reason in agreed[len(prepared) :]:  # of heads that this rank has not got
-            if reason is not None:
+        if agreed and None not in agreed:
+            for reason in filter(None, agreed[len(prepared) :]):  # of heads that this rank has not got
                 self._refuse(reason)
         if self.all_native_reason is not None:
             return refuse_to_start(self.all_native_reason)
@@ -269,11 +286,10 @@ class Runtime:
                 self._about,
             )
         for state in self.heads:
-            state.connect_ranks()
             weight, ranks = state.head.weight, "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
             logger.info(
                 "%s: fused sampling active, LM head %d x %d %s%s, random numbers of NOISE_ABI %d, kernels compiled and "
-                "checked in %.1f s; SGLang's own sampler is used for %s",
+                "checked against a reference in %.1f s; SGLang's own sampler is used for requests with %s",
                 self._about,
                 *weight.shape,
                 str(weight.dtype).removeprefix("torch."),
@@ -283,6 +299,25 @@ class Runtime:
                 NATIVE_FEATURES,
             )
 
+    def _agree_on_heads(self, prepared: list[HeadState | str], failure: str | None = None) -> list[str | None]:
+        """Per head, the reason that any rank has against it. prepared: the heads of this rank, or why SGLang has to
+        serve them. failure: why this rank does not know them. Stages of a pipeline before the last one have none."""
+        reasons = [None if isinstance(one, HeadState) else one for one in prepared]
+        statuses = [one.status for one in prepared if isinstance(one, HeadState)]
+        answers = self._ranks.of_all([failure, reasons, statuses])
+        if not prepared:
+            self._statuses = next((statuses for _, _, statuses in answers if statuses), [])
+        failure = self._ranks.first_reason([failed for failed, _, _ in answers])
+        counts = {len(of_rank) for _, of_rank, _ in answers} - {0}
+        if len(counts) > 1:
+            failure = failure or "the ranks have different numbers of LM heads"
+        if not counts and failure is not None:
+            return [failure]
+        return [
+            failure or self._ranks.first_reason([of_rank[place] if of_rank else None for _, of_rank, _ in answers])
+            for place in range(max(counts, default=0))
+        ]
+
     def head_for(self, processor: Any, lm_head: Any) -> HeadState | None:
         """The state of this processor and head; None, with the reason logged once, where SGLang serves them."""
         key = (id(processor), id(lm_head))
@@ -290,7 +325,7 @@ class Runtime:
             if _is_capturing():
                 return None  # compiling would break the capture; a head is prepared before that or not at all
             if self._ranks.num_ranks > 1:
-                prepared: HeadState | str = f"{LATE_HEAD}, and there are several ranks"
+                prepared: HeadState | str = LATE_ON_RANKS
             else:
                 prepared = self._prepare(processor, lm_head, starting=False)
             self._admit(key, prepared, None if isinstance(prepared, HeadState) else prepared)
@@ -311,7 +346,7 @@ class Runtime:
             state.newly_searched(self.metrics.read_seconds)  # allocates its pinned memory now, not in a step
             return state
         except Exception as error:  # whatever a kernel or a model does, the server must start
-            return f"{type(error).__name__}: {error}"
+            return f"its setup failed: {type(error).__name__}: {error}"
 
     def _admit(self, key: tuple[int, int], prepared: HeadState | str, reason: str | None) -> None:
         """Serve a head from now on, or leave it to SGLang, for ``reason``."""
@@ -344,8 +379,8 @@ class Runtime:
             return checked.reason
         if checked.refused:
             logger.warning(
-                "flashsample: %d tuned configurations failed the self-check before any request, their batch sizes use "
-                "built-in ones: %s",
+                "flashsample: %d tuned configurations failed the self-check at start and are not used; their batch "
+                "sizes use built-in ones, which passed it: %s",
                 len(checked.refused),
                 "; ".join(checked.refused),
             )
@@ -379,11 +414,13 @@ class Runtime:
         screen, weight = state.screen, state.head.weight
         if screen is None:
             level = logging.WARNING if self.screen_mode is ScreenMode.ON else logging.INFO
-            logger.log(level, "flashsample: no screen (INT8 copy of the LM head for small batches): %s", reason)
+            logger.log(
+                level, "flashsample: no screen (INT8 copy of the LM head for small batches), same tokens: %s", reason
+            )
             return
         logger.info(
-            "flashsample: screen built, an INT8 copy of the LM head that makes batches of up to %d rows faster, same "
-            "tokens: %s bytes of GPU memory, %.1f %% of the head's",
+            "flashsample: screen built, an INT8 copy of the LM head that makes batches of up to %d requests faster, "
+            "same tokens: %s more bytes of GPU memory, %.1f %% of the head's",
             screen.rows,
             f"{screen.num_bytes:,}",
             100 * screen.num_bytes / (weight.numel() * weight.element_size()),

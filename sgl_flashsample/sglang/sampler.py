@@ -162,7 +162,7 @@ class FlashSampler(Sampler):
             # Its cost hardly depends on the number of rows: drawing for all is cheaper than leaving some out.
             out = draw(lazy.source, lazy.hidden, batch, edits, call.positions, call.return_logprob)
         except GrammarError as error:  # its rows are SGLang's from the next step on
-            runtime.stop_grammars(str(error))
+            runtime.stop_grammars(str(error), error.everywhere)
             raise Unserved(Reason.ERROR) from None
         except torch.OutOfMemoryError:  # other batches may well find memory
             if lazy.source.exchange is not None:

@@ -198,8 +198,9 @@ class PausePolicy:
             self._pause_seconds = FIRST_PAUSE_SECONDS
             return
         logger.info(
-            "flashsample: screen paused for %.0f s, then tried again: this traffic makes it read %.1f %% of the LM "
-            "head's bytes, it pays up to %.0f %%; meanwhile the fused pass draws the same tokens without it",
+            "flashsample: screen (INT8 copy of the LM head) paused for %.0f s, then tried again: for the current "
+            "requests it read %.1f %% of the LM head's bytes, and it is faster only below %.0f %%; until then the "
+            "fused kernel draws the same tokens without it",
             self._pause_seconds,
             100 * share,
             100 * MAX_READ_SHARE,

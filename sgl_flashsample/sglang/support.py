@@ -27,9 +27,13 @@ def unsupported_server() -> str | None:
 
     parallel, execution, ranks = get_parallel(), get_exec(), get_parallel().tp_size
     dump = getattr(get_observability(), "debug_tensor_dump_output_folder", None)
+    if elastic := unsupported_ranks():
+        return elastic
     several = torch.cuda.is_available() and (ranks > 1 or parallel.pp_size > 1)
     if several and os.environ.get(RANKS_VARIABLE) != "1":
-        return f"several GPUs are served where {RANKS_VARIABLE} is 1: they are not measured yet"
+        return (
+            f"several GPUs are off by default, as the speed there is not measured yet; {RANKS_VARIABLE}=1 turns them on"
+        )
     graph = execution.graph.cuda_graph_config
     checks = (
         ("speculative decoding", get_spec().speculative_algorithm is not None),
@@ -39,7 +43,7 @@ def unsupported_server() -> str | None:
             ranks > 1 and parallel.attn_dp_size > 1 and not parallel.enable_dp_lm_head,
         ),
         ("context parallelism", ranks > 1 and parallel.attn_cp_size > 1),
-        ("a dump of tensors, which reads logits, with several ranks", ranks > 1 and dump is not None),
+        ("a dump of tensors, which reads logits, with several ranks", ranks > 1 and (dump is not None or _dumps())),
         ("deterministic inference", execution.deterministic.enable_deterministic_inference),
         ("on-policy RL logprobs", execution.deterministic.rl_on_policy_target is not None),
         ("diffusion LLM", execution.dllm.dllm_algorithm is not None),
@@ -53,6 +57,24 @@ def unsupported_server() -> str | None:
         *((name, _is_set(envs, name)) for name in LOGIT_CHECKS),
     )
     return next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
+
+
+def unsupported_ranks() -> str | None:
+    """Why the ranks of this server cannot even ask each other; None where they can."""
+    from sglang.srt.runtime_context import get_exec
+
+    # A rank that joins later would wait for those that run.
+    return "elastic expert parallelism is not supported yet" if get_exec().moe.elastic_ep_backend else None
+
+
+def _dumps() -> bool:
+    """Whether SGLang's dumper may read logits, on some ranks alone."""
+    try:
+        from sglang.srt.debug_utils.dumper import dumper
+
+        return bool(dumper.may_enable)
+    except (ImportError, AttributeError):
+        return False
 
 
 def unsupported_screens() -> str | None:
@@ -94,6 +116,7 @@ def unsupported_device(device: torch.device) -> str | None:
 def unsupported_head(processor: Any, lm_head: Any) -> str | None:
     """Why this LogitsProcessor and LM head are left to SGLang; None when the fused pass computes what they do."""
     from sglang.srt.layers.logits_processor import LogitsProcessor, should_apply_lm_head_quant_method
+    from sglang.srt.runtime_context import get_parallel
 
     weight = getattr(lm_head, "weight", None)
     kind = type(processor)
@@ -118,19 +141,23 @@ def unsupported_head(processor: Any, lm_head: Any) -> str | None:
         return "bfloat16 is wrong in Triton's interpreter"
     if processor.return_full_logits:
         return "full logits are returned"
-    ranks = 1
+    parallel, ranks = get_parallel(), 1
+    if not processor.do_tensor_parallel_all_gather and parallel.tp_size > 1 and parallel.attn_tp_size > 1:
+        return "each rank has the whole LM head, which is not supported with several ranks that have the same batches"
     if processor.do_tensor_parallel_all_gather:
         if getattr(processor, "do_tensor_parallel_all_gather_dp_attn", False):
             return "the logits of all DP ranks are computed together; --enable-dp-lm-head avoids it"
         if getattr(processor, "use_tp_lm_head_all_to_all", False):
             return "the ranks exchange logits by an all-to-all (--enable-tp-lm-head-all-to-all)"
         ranks = getattr(lm_head, "tp_size", 1)
-        if ranks == 1:
-            return "the logits are gathered over ranks, but each rank has the whole LM head"
+        gathered = parallel.attn_tp_size if processor.use_attn_tp_group else parallel.tp_size
+        if ranks != gathered:
+            return f"the logits are gathered over {gathered} ranks, but the LM head is divided over {ranks}"
         if getattr(lm_head, "num_added_embeddings", 0):
-            return "the LM head has added ids, which do not follow the others from rank to rank"
+            return "the LM head has ids that were added to the vocabulary, which is not supported with several ranks"
         if processor.vocab_size > MAX_EXCHANGED_IDS:
-            return f"the vocabulary has {processor.vocab_size} ids; ranks exchange up to {MAX_EXCHANGED_IDS}"
+            ids = f"the vocabulary has {processor.vocab_size} ids"
+            return f"{ids}; with several ranks, up to {MAX_EXCHANGED_IDS} are supported"
     if processor.vocab_size > ranks * weight.shape[0]:
         return f"the vocabulary has {processor.vocab_size} ids, the LM head {ranks * weight.shape[0]} rows"
     return unsupported_device(weight.device)

@@ -98,8 +98,8 @@ class TokenCounts:
             if self._added + len(ids) - self.counted > capacity:
                 if not self.dropped:
                     logger.warning(
-                        "flashsample: FLASHSAMPLE_TRACE leaves tokens out of its counts, as they come faster than it "
-                        "counts; answers are not affected"
+                        "flashsample: FLASHSAMPLE_TRACE cannot keep up, from now on its counts miss tokens (this line "
+                        "comes once); answers are not affected"
                     )
                 self.dropped += len(ids)
                 return

@@ -99,16 +99,17 @@ class ResolvedTable:
         """One line for a log."""
         file = self.table_file
         if file is None:
-            return f"no tuned table for {self.about}: built-in choices for all batches"
+            advice = "`sgl-flashsample tune run` makes one"
+            return f"no tuned table for {self.about}: built-in kernel settings, same tokens; {advice}"
         table = file.table
         confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
         sizes = self.dispatch.flashinfer
         flashinfer = f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
         match = f"{file.match}: {'; '.join(file.differs)}" if file.match is Match.OTHER_VERSIONS else file.match
         return (
-            f"tuned table {file.file} (match: {match}; from: {file.source}): tuned choices for {len(table.entries)} "
-            f"batch sizes; for {confirmed} others the tuner found the built-in choice fastest; batch sizes without a "
-            f"measurement, which take the built-in choice: {'; '.join(self._unmeasured()) or 'none'}{flashinfer}"
+            f"tuned table {file.file} (match of GPU, LM head and versions: {match}; from: {file.source}): tuned kernel "
+            f"settings for {len(table.entries)} batch sizes; built-in ones for {confirmed} others, where they measured "
+            f"fastest; built-in ones without a measurement: {'; '.join(self._unmeasured()) or 'for none'}{flashinfer}"
         )
 
     def _unmeasured(self) -> Iterator[str]:
@@ -410,7 +411,7 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
     if table_file.match not in FRESH and not expected:
         differs = "; ".join(table_file.differs)
         advice = "run `sgl-flashsample tune run` again"
-        advice += "" if table_file.match is Match.FAMILY else ", or check it with `sgl-flashsample tune verify`"
+        advice += "" if table_file.match is Match.FAMILY else ", or see with `tune verify` whether its times still hold"
         warnings.append(
             f"tuned table {table_file.file} is used, but it is {table_file.match} ({differs}): same "
             f"tokens, but it may be slow; {advice}"

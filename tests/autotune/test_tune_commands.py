@@ -63,8 +63,8 @@ def test_a_shard_is_planned_and_a_line_says_where_no_server_uses_its_table(comma
     assert code == 0 and not err and "V=18992,D=4096,tp=8,w=bf16.json" in out
     code, _, err = command("plan", "--vocab", 202_048, "--hidden", 5120, "--tp", 8)
     assert code == 0 and err == (
-        "warning: servers with --tp 8 use no table for this head: each rank has 25256 ids, which is not a multiple of "
-        "16\n"
+        "warning: servers with --tp 8 take built-in kernel settings for this head, and no table: each rank has 25256 "
+        "token ids, which is not a multiple of 16\n"
     )
 
 

@@ -266,7 +266,9 @@ def test_a_resolved_table_serves_its_sizes_and_the_built_in_choices_serve_the_re
         monkeypatch.setenv(name, value)
     none = resolve(head)
     assert none.table_file is None and none.warnings == ()
-    assert none.line().startswith("no tuned table for ") and none.line().endswith("built-in choices for all batches")
+    assert none.line().startswith("no tuned table for ") and none.line().endswith(
+        "built-in kernel settings, same tokens; `sgl-flashsample tune run` makes one"
+    )
     path = put(folders[0]["second"], own_table(head))
     resolved = resolve(head)
     assert (resolved.table_file.match, resolved.warnings) == (Match.EXACT, ())
@@ -276,9 +278,9 @@ def test_a_resolved_table_serves_its_sizes_and_the_built_in_choices_serve_the_re
         assert resolved.dispatch.lookup(rows) == resolved.dispatch.lookup(rows, KIND_NAMES["greedy"]) == wanted
         assert resolved.dispatch.is_measured(rows, PLAIN) == (rows in (2, 3, 4, *range(8, 65)))
     assert resolved.line() == (
-        f"tuned table {path} (match: exact; from: FLASHSAMPLE_TUNED_DIR): tuned choices for 3 batch sizes; for 2 "
-        "others the tuner found the built-in choice fastest; batch sizes without a measurement, which take the "
-        "built-in choice: plain 1, 5-7, 65-512; truncate 1-512; edit 1-7, 17-512; edit+truncate 1-512; "
+        f"tuned table {path} (match of GPU, LM head and versions: exact; from: FLASHSAMPLE_TUNED_DIR): tuned kernel "
+        "settings for 3 batch sizes; built-in ones for 2 others, where they measured fastest; built-in ones without a "
+        "measurement: plain 1, 5-7, 65-512; truncate 1-512; edit 1-7, 17-512; edit+truncate 1-512; "
         "greedy 1, 5-7, 65-512"
     )
 
@@ -318,7 +320,7 @@ def test_a_table_of_other_versions_is_used_and_only_one_of_the_user_is_worth_a_w
     resolved = resolve(head)
     assert resolved.table_file.match is Match.OTHER_VERSIONS and resolved.dispatch.lookup(16) == TILE
     differs = r"triton is \S+, it was 3\.5\.1"
-    assert re.search(rf"{path} \(match: of other versions: .*{differs}", resolved.line())
+    assert re.search(rf"{path} \(match of GPU, LM head and versions: of other versions: .*{differs}", resolved.line())
     assert len(resolved.warnings) == (0 if shipped else 1)
     if not shipped:
         assert re.search(differs, resolved.warnings[0]) and "tune run` again" in resolved.warnings[0]
@@ -367,7 +369,7 @@ def test_what_is_looked_for_is_this_machine_and_this_head(head, tmp_path):
     parts = [LMHead.of_rank(head.weight[:320], rank, 2, VOCAB) for rank in range(2)]
     assert parts[0].vocab_size != parts[1].vocab_size
     assert [lookup.head_shape_of(part) for part in parts] == [replace(shape, vocab=320, tp=2)] * 2
-    assert " 320 x 32 fp32 on each of 2 ranks: built-in choices" in resolve(parts[1]).line()
+    assert " 320 x 32 fp32 on each of 2 ranks: built-in kernel settings" in resolve(parts[1]).line()
     other_logits = LMHead(head.weight.half(), logits_dtype=torch.float32)  # no table is measured for such a head
     resolved = resolve(other_logits, file=put(tmp_path, own_table(head)))
     assert resolved.table_file is None and "logits in another dtype" in resolved.line()

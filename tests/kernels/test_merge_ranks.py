@@ -69,6 +69,12 @@ def test_a_rank_without_ids_changes_nothing(device, place):
         assert torch.equal(one, other)
 
 
+def test_a_small_logprob_beside_a_large_mass_is_not_lost(device):
+    """As at a temperature of 1e-3."""
+    records = torch.tensor([[[1.0, 0.0, -0.001, 30_000.0]], [[0.0, 16.0, -2.0, 20_000.0]]], device=device)
+    assert merge_records(records, return_logprob=True).logprobs.item() == pytest.approx(-0.001, rel=1e-5)
+
+
 def test_a_row_that_no_rank_allows_an_id_has_no_mass_and_the_first_id(device):
     records = torch.tensor([[[MASKED, 0.0, 0.0, MASKED]], [[MASKED, 16.0, 0.0, MASKED]]], device=device)
     merged = merge_records(records, return_logprob=True)

@@ -167,6 +167,18 @@ def test_edits_of_a_shard_need_the_columns_of_the_ids_before_it():
         BatchParams(torch.ones(2), row, row, edits=edits).check("hidden", torch.zeros(2, 16), spec)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_part_compiles_depends_on_the_ids_of_all_parts(rank):
+    """Whichever edits are given: the others are as far apart as SGLang's would be, which have a column for every id."""
+    part = LMHead.of_rank(torch.zeros(336, 16), rank, 2, 600)
+    filler = torch.zeros(1)
+    operands, variant = LogitEdits(mask=torch.zeros(1, 19, dtype=torch.int32)).operands(
+        part.spec.edit_width, filler, filler.int()
+    )
+    assert (operands.bias_stride, operands.mask_words) == (600, 19)
+    assert variant == LogitEdits(bias=torch.zeros(1, 600)).operands(part.spec.edit_width, filler, filler.int())[1]
+
+
 def test_a_scale_that_is_an_integer_is_a_float_to_the_kernels():
     """Another type would compile another kernel."""
     row = torch.zeros(1, dtype=torch.int64)

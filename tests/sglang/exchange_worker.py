@@ -6,6 +6,7 @@ python tests/sglang/exchange_worker.py RANK NUM_RANKS PORT
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -87,3 +88,5 @@ def main(rank: int, num_ranks: int, port: int) -> None:
 
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:]))
+    sys.stdout.flush()
+    os._exit(0)  # an interpreter that ends may be aborted by gloo's threads

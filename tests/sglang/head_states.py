@@ -79,6 +79,7 @@ class Processor:
         self.logit_scale = self.final_logit_softcapping = None
         self.vocab_size = VOCAB
         self.use_fp32_lm_head = self.do_tensor_parallel_all_gather = self.return_full_logits = False
+        self.use_attn_tp_group = False
         vars(self).update(attributes)
 
     def forward(self) -> None: ...
@@ -222,6 +223,8 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
             tp_rank=0,
             pp_rank=0,
             attn_tp_rank=0,
+            attn_tp_size=1,
+            attn_dp_rank=0,
             attn_dp_size=1,
             attn_cp_size=1,
             enable_dp_lm_head=False,
@@ -232,6 +235,7 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
             features=space(enable_custom_logit_processor=False),
             graph=space(cuda_graph_config=space(decode=space(backend="full")), enable_torch_compile=False),
             kernel=space(grammar_backend="xgrammar"),
+            moe=space(elastic_ep_backend=None),
             overlap=space(enable_two_batch_overlap=False),
         ),
         spec=space(speculative_algorithm=None),

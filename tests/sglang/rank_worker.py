@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +27,8 @@ CONFIG, MODULES = pretended_sglang()
 sys.modules.update(MODULES)
 
 from sgl_flashsample import dispatch, screen, selfcheck  # noqa: E402
-from sgl_flashsample.sglang import head, runtime, sampler, support  # noqa: E402
+from sgl_flashsample.kernels.merge_ranks import merge_records  # noqa: E402
+from sgl_flashsample.sglang import exchange, head, runtime, sampler, support  # noqa: E402
 from sgl_flashsample.sglang.head import HeadState  # noqa: E402
 from sgl_flashsample.sglang.runtime import Runtime  # noqa: E402
 from sgl_flashsample.sglang.screen_lifecycle import ScreenMode  # noqa: E402
@@ -61,6 +64,11 @@ def patched(place: Any, name: str, value: Any = fails) -> Callable[[], Any]:
     return lambda: mock.patch.object(place, name, value)
 
 
+def wrong_merge(*arguments: Any, **options: Any) -> Any:
+    merged = merge_records(*arguments, **options)
+    return merged._replace(token_ids=merged.token_ids + 1)
+
+
 @contextlib.contextmanager
 def original_logprobs() -> Iterator[None]:
     with mock.patch.object(MODULES["sglang.srt.layers.sampler"], "SGLANG_RETURN_ORIGINAL_LOGPROB", True):
@@ -92,6 +100,7 @@ STARTING: dict[str, Callable[[], Any]] = {
     "no table": patched(runtime, "resolve"),
     "a wrong token": patched(selfcheck, "difference", lambda *arguments, **options: "a fault"),
     "no memory for a workspace": patched(head, "make_workspace", out_of_memory),
+    "a wrong exchange": patched(exchange, "merge_records", wrong_merge),
     "no memory for a screen": patched(screen.Screen, "__init__", out_of_memory),
 }
 DRAWING: dict[str, Callable[[], Any]] = {
@@ -106,7 +115,7 @@ DRAWING: dict[str, Callable[[], Any]] = {
 def serve(fault: str, rank: int) -> dict[str, Any]:
     """What this rank serves: why nothing is fused, or the tokens of a plain batch and of a truncated one."""
     strikes = rank == 1
-    settings = {"tp_size": 2, "tp_rank": rank}
+    settings = {"tp_size": 2, "tp_rank": rank, "attn_tp_size": 2, "attn_tp_rank": rank}
     vars(CONFIG.parallel).update(settings)
     CONFIG.device.random_seed = 1234 + rank
     with STARTING[fault]() if strikes and fault in STARTING else contextlib.nullcontext():
@@ -115,7 +124,8 @@ def serve(fault: str, rank: int) -> dict[str, Any]:
         server.screen_mode = ScreenMode.ON
         weight = torch.nn.functional.pad(weights(CPU)[:VOCAB], (0, 0, 0, 2 * WIDTH - VOCAB))
         part = make_head(weight[rank * WIDTH : (rank + 1) * WIDTH].clone(), tp_size=2)
-        model = Model(part, do_tensor_parallel_all_gather=True, use_attn_tp_group=False)
+        gathered: list[torch.Tensor] = []
+        model = Model(part, do_tensor_parallel_all_gather=True, _logits_gatherer=gathered.append)
         server.prepare_model(model)
     told = {"reason": server.all_native_reason, "seed": server.server_seed, "heads": len(server.heads)}
     if server.all_native_reason is not None:
@@ -126,7 +136,7 @@ def serve(fault: str, rank: int) -> dict[str, Any]:
             told["tokens"] = draw_all(state)
         except Exception as error:  # as the sampler does
             server.disable(f"{type(error).__name__}: {error}")
-    return told | {"screen": state.has_screen, "path": state.path}
+    return told | {"screen": state.has_screen, "path": state.path, "gathered": [logits.shape for logits in gathered]}
 
 
 def draw_all(state: HeadState) -> list[list[int]]:
@@ -150,4 +160,11 @@ def main(rank: int, port: int, faults: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    code = 1
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)  # an interpreter that ends may be aborted by gloo's threads

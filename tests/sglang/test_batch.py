@@ -214,6 +214,15 @@ def test_the_samples_of_a_seeded_request_are_the_same_again_and_differ_from_each
     assert seeds_of(SampleIndices(), 2, sampling_seed=5, n=3) == first, "also by another server"
 
 
+def test_samples_on_other_ranks_of_dp_attention_are_others():
+    """The requests of one call are divided over these ranks."""
+    ranks = [seeds_of(SampleIndices(rank), sampling_seed=5, n=3) for rank in range(3)]
+    assert ranks[0] == seeds_of(SampleIndices(), sampling_seed=5, n=3)
+    assert len({seed for seeds in ranks for seed in seeds}) == 9
+    alone = {tuple(seeds_of(SampleIndices(rank), sampling_seed=5, n=1)) for rank in range(3)}
+    assert len(alone) == 1
+
+
 def test_samples_of_several_requests_may_come_in_turns():
     indices = SampleIndices()
     kinds = [{"prompt": (1, 2)}, {"prompt": (1, 3)}, {"prompt": (1, 2), "sampling_seed": 8}]
@@ -360,7 +369,7 @@ def test_edits_are_given_and_flagged_where_a_fused_row_has_them(overlap):
 @pytest.mark.parametrize("mask", [torch.zeros(2, 1), torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2).int()])
 def test_a_grammar_whose_mask_is_in_no_known_form_is_refused(mask):
     batch, grammars = make_batch({}, {}), [None, object()]
-    with pytest.raises(ValueError, match=r"a grammar's mask is .*; expected"):
+    with pytest.raises(ValueError, match=r"its mask is .*; expected"):
         edits_of(batch, route(batch, grammars), Info(2, grammars, mask=mask))
 
 

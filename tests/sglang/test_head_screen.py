@@ -387,8 +387,9 @@ def test_one_line_per_pause_says_what_was_measured_and_for_how_long(policy, cloc
         policy.add(counted(MIN_BLOCKS, 600))
     first, second = [record.message for record in caplog.records]
     assert first == (
-        "flashsample: screen paused for 60 s, then tried again: this traffic makes it read 91.2 % of the LM head's "
-        "bytes, it pays up to 65 %; meanwhile the fused pass draws the same tokens without it"
+        "flashsample: screen (INT8 copy of the LM head) paused for 60 s, then tried again: for the current requests it "
+        "read 91.2 % of the LM head's bytes, and it is faster only below 65 %; until then the fused kernel draws the "
+        "same tokens without it"
     )
     assert "paused for 120 s" in second and "91.2 %" not in second
 

@@ -50,7 +50,7 @@ def test_metrics_say_what_a_batch_of_fused_rows_takes_of_the_hosts_time(clock):
     counted.add_batch(FUSED, 0, clock[0] - 55e-6)
     counted.add_batch(MIXED, 0, None)
     counted.flush()
-    assert counted.summary().endswith("; CPU time 42.5 us per batch over 2 batches")
+    assert counted.summary().endswith("; CPU time of fused sampling 42.5 us per batch over 2 batches")
 
 
 SCREENED = {ScreenCounter.ROW_BLOCKS: 4, ScreenCounter.ROWS: 40, ScreenCounter.GROUPS: 18}

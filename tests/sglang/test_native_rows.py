@@ -308,7 +308,7 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
             assert got.tolist() == want.tolist()
             assert set(output.customized_info["flashsample_path"]) == {"native:error"}
     assert len(caplog.records) == 1
-    assert "uses it for all its requests: AttributeError: an SGLang that is not" in caplog.text
+    assert "takes the whole batch where a request in it needs it: AttributeError: an SGLang that is not" in caplog.text
     _, output = runners[0].sample(head.lazy(hidden(1)), info_of([request("plain")]))
     assert output.customized_info == {"flashsample_path": ["fused"]}
 
@@ -332,7 +332,10 @@ def test_a_grammar_of_an_unknown_kind_is_sglangs_from_the_next_step_on_with_one_
             paths.append(output.customized_info["flashsample_path"])
     assert paths == [["native:error"] * 2, ["fused", "native:grammar"], ["fused", "native:grammar"]]
     (record,) = caplog.records
-    assert "until restart, requests with a grammar use SGLang's own sampler: a grammar's mask is " in record.message
+    assert (
+        "until restart, requests with a grammar use SGLang's own sampler, which enforces it as ever: its mask is "
+        in record.message
+    )
 
 
 @pytest.mark.parametrize(

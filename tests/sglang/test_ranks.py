@@ -5,6 +5,7 @@ What they exchange is in ``test_exchange.py``, servers of several ranks are in `
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ from serving import needs_sglang
 
 from sgl_flashsample import sample
 from sgl_flashsample.demo.server import free_port
+from sgl_flashsample.sglang.batch import GrammarError, grammar_mask
 from sgl_flashsample.sglang.exchange import RankSync
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import RankError, Runtime
@@ -29,14 +31,15 @@ SECONDS = 20.0  # that a rank may take to end after the other one has
 # What strikes rank 1 at the start, and the reason that both then have; or, where it does not concern the other rank,
 # that it has no screen any more, or the path that it takes instead.
 REFUSED = {
-    "an unknown version": "SGLang is '.*' on rank 0 and '9.9.9' on rank 1",
-    "another setting": "SGLANG_RETURN_ORIGINAL_LOGPROB is False on rank 0 and True on rank 1",
+    "an unknown version": "the ranks differ: SGLang is '.*' on rank 0 and '9.9.9' on rank 1",
+    "another setting": "the ranks differ: SGLANG_RETURN_ORIGINAL_LOGPROB is False on rank 0 and True on rank 1",
     "no configuration": r"rank 1: this server's configuration cannot be read \(a fault\)",
     "no models": "rank 1: RuntimeError: a fault",
     "a head that is not served": "rank 1: a fault",
-    "no table": "rank 1: RuntimeError: a fault",
+    "no table": "rank 1: its setup failed: RuntimeError: a fault",
     "a wrong token": "rank 1: a fault with ReadConfig.*",
-    "no memory for a workspace": "rank 1: OutOfMemoryError: a fault",
+    "a wrong exchange": "rank 1: in a trial exchange between 2 ranks, tokens came out wrong",
+    "no memory for a workspace": "rank 1: its setup failed: OutOfMemoryError: a fault",
 }
 PRIVATE = {
     "no memory for a screen": (False, None),
@@ -76,6 +79,7 @@ def served(request) -> dict[str, list[dict]]:
 def test_without_a_fault_both_ranks_draw_the_tokens_of_one_rank_with_the_seed_of_the_first(served):
     first, second = served["none"]
     assert first == second and first["reason"] is None and first["screen"] and first["seed"] == 1234
+    assert first["gathered"] == [[1, 320]], "SGLang's own gather has connected the ranks before any step"
     state = make_state(torch.device("cpu"))
     hidden, positions = hidden_states(torch.device("cpu"), RANK_ROWS), torch.arange(RANK_ROWS)
     drawn = [sample(hidden, state.head, batch.params(positions, None), path="logits") for batch, _ in rank_batches()]
@@ -108,9 +112,13 @@ def test_how_a_rank_draws_from_its_part_is_its_own_affair_and_the_tokens_stay(se
 def test_where_a_rank_cannot_draw_at_all_both_end_and_none_waits(fault):
     ranks = start(fault)
     _, errors = ranks[1].communicate(timeout=120)
-    assert ranks[1].returncode == 1 and "flashsample: rank 1 of 2: " in errors and "a fault" in errors
+    assert (
+        ranks[1].returncode == 1
+        and "flashsample: sampling failed on rank 1 (of 0 to 1); " in errors
+        and "a fault" in errors
+    )
     _, errors = ranks[0].communicate(timeout=SECONDS)
-    assert ranks[0].returncode == 1 and "flashsample: rank 0 of 2: " in errors
+    assert ranks[0].returncode == 1 and "flashsample: sampling failed on rank 0 (of 0 to 1); " in errors
 
 
 @pytest.fixture
@@ -125,7 +133,9 @@ def shared(server_config) -> Runtime:
 @pytest.mark.parametrize("change", ["disable", "stop_mixing"])
 def test_a_rank_does_not_change_alone_what_it_serves(shared, change):
     before = shared.inactive_reason, shared.no_mixing_reason
-    with pytest.raises(RankError, match=r"^flashsample: rank 0 of 1: a fault$"):
+    with pytest.raises(
+        RankError, match=r"^flashsample: sampling failed on rank 0 \(of 0 to 0\); .*, so the server ends: a fault$"
+    ):
         getattr(shared, change)("a fault")
     assert (shared.inactive_reason, shared.no_mixing_reason) == before
 
@@ -135,11 +145,52 @@ def test_an_error_in_a_hook_of_a_step_ends_a_rank_that_shares_its_head(shared):
         StepHooks(shared).filter_batch(None, types.SimpleNamespace(_flashsample_batch=object()), [0], None)
 
 
+@pytest.mark.parametrize("error, everywhere", [(AttributeError, True), (RuntimeError, False)])
+def test_a_grammar_that_only_this_rank_cannot_read_ends_it(shared, error, everywhere):
+    class Info:
+        def update_regex_vocab_mask(self) -> None:
+            raise error("a fault")
+
+    with pytest.raises(GrammarError) as caught:
+        grammar_mask(Info(), [None])
+    assert caught.value.everywhere is everywhere
+    with contextlib.nullcontext() if everywhere else pytest.raises(RankError):
+        shared.stop_grammars(str(caught.value), caught.value.everywhere)
+    assert (shared.no_grammars_reason is None) is not everywhere
+
+
+class Peers:
+    """What other ranks say, instead of this one's own answer again."""
+
+    rank, num_ranks = 0, 2
+
+    def __init__(self, *others) -> None:
+        self.others = list(others)
+
+    def of_all(self, value):
+        return [value, self.others.pop(0)]
+
+    first_reason = RankSync.first_reason
+
+
+@pytest.mark.parametrize("reasons, active", [([None], True), (["a fault"], False), (["a fault", None], True)])
+def test_a_stage_without_the_head_says_what_the_last_stage_serves(server_config, reasons, active):
+    vars(server_config.parallel).update(pp_size=2)
+    runtime = Runtime(None)
+    status = {"vocab_size": 600, "table": "table.json"}
+    runtime._ranks = Peers(*[[None, reasons, [status]]] * 2)
+    runtime.prepare_model(torch.nn.Module())
+    assert (runtime.status["active"], runtime.status["heads"]) == (active, [status])
+    assert runtime.status["reason"] == (None if active else "rank 1: a fault")
+
+
 def test_a_head_that_shows_itself_late_is_sglangs_on_several_ranks(shared, caplog):
     shared._ranks.num_ranks = 2
     state = make_state(torch.device("cpu"))
     assert shared.head_for(state.processor, state.lm_head) is None
-    assert "the model shows its LM head only at its first batch, and there are several ranks" in caplog.text
+    assert (
+        "the model shows its LM head only at its first batch, which is not supported with several ranks" in caplog.text
+    )
 
 
 @needs_sglang

@@ -54,6 +54,7 @@ def set_to(config: types.SimpleNamespace, path: str, value: object) -> None:
         ("spec.speculative_algorithm", "EAGLE", "speculative decoding"),
         ("parallel.tp_size", 2, None),
         ("parallel.pp_size", 2, None),
+        ("exec.moe.elastic_ep_backend", "mooncake", "elastic expert parallelism"),
         ("exec.deterministic.enable_deterministic_inference", True, "deterministic inference"),
         ("exec.deterministic.rl_on_policy_target", "fsdp", "on-policy RL logprobs"),
         ("exec.dllm.dllm_algorithm", "LowConfidence", "diffusion LLM"),
@@ -98,7 +99,7 @@ def test_several_gpus_are_served_on_request(server_config, monkeypatch, size):
     setattr(server_config.parallel, size, 2)
     assert support.unsupported_server() is None or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert support.unsupported_server().startswith("several GPUs are served where FLASHSAMPLE_SEVERAL_GPUS is 1")
+    assert support.unsupported_server().startswith("several GPUs are off by default")
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
     assert support.unsupported_server() is None
 
@@ -174,9 +175,8 @@ GATHERED = Processor(do_tensor_parallel_all_gather=True)
         (Processor(), make_head(torch.zeros(16, 104).T), "not contiguous"),
         (Processor(), make_head(WEIGHT, use_intel_amx_backend=True), "AMX"),
         (Processor(), make_head(WEIGHT.bfloat16()), "bfloat16 is wrong in Triton's interpreter"),
-        (GATHERED, make_head(WEIGHT), "gathered over ranks, but each rank has the whole LM head"),
         (GATHERED, make_head(WEIGHT, tp_size=5), "600 ids, the LM head 520 rows"),
-        (GATHERED, make_head(WEIGHT, tp_size=8, num_added_embeddings=3), "added ids"),
+        (GATHERED, make_head(WEIGHT, tp_size=8, num_added_embeddings=3), "ids that were added to the vocabulary"),
         (
             Processor(do_tensor_parallel_all_gather=True, do_tensor_parallel_all_gather_dp_attn=True),
             make_head(WEIGHT, tp_size=8),
@@ -190,7 +190,7 @@ GATHERED = Processor(do_tensor_parallel_all_gather=True)
         (
             Processor(do_tensor_parallel_all_gather=True, vocab_size=2**24 + 1),
             make_head(WEIGHT, tp_size=2**20),
-            "16777217 ids; ranks exchange up to 16777216",
+            "16777217 ids; with several ranks, up to 16777216",
         ),
         (Processor(return_full_logits=True), make_head(WEIGHT), "full logits"),
         (Processor(vocab_size=200), make_head(WEIGHT), "200 ids, the LM head 104 rows"),
@@ -198,6 +198,7 @@ GATHERED = Processor(do_tensor_parallel_all_gather=True)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_head_that_cannot_be_fused_has_its_reason_in_words(server_config, processor, lm_head, words):
+    server_config.parallel.tp_size = server_config.parallel.attn_tp_size = getattr(lm_head, "tp_size", 1)
     assert words in support.unsupported_head(processor, lm_head)
 
 
@@ -205,8 +206,26 @@ def test_an_ordinary_head_is_served(server_config, device):
     assert support.unsupported_head(Processor(vocab_size=100), make_head(WEIGHT.to(device))) is None
 
 
-def test_a_part_of_a_head_is_served(server_config, device):
-    assert support.unsupported_head(GATHERED, make_head(WEIGHT.to(device), tp_size=6)) is None
+@pytest.mark.parametrize(
+    "processor, divided, words",
+    [
+        (GATHERED, 6, None),
+        (GATHERED, 1, "gathered over 6 ranks, but the LM head is divided over 1"),
+        (Processor(vocab_size=100), 1, "each rank has the whole LM head, which is not supported with several ranks"),
+        (Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True, vocab_size=300), 3, None),
+        (Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True), 6, "gathered over 3 ranks, but the LM"),
+    ],
+    ids=["a part", "replicated, gathered", "replicated", "a part over the ranks of attention", "over all ranks"],
+)
+def test_a_part_of_a_head_is_served_where_sglang_gathers_the_others(server_config, device, processor, divided, words):
+    vars(server_config.parallel).update(tp_size=6, attn_tp_size=3)
+    reason = support.unsupported_head(processor, make_head(WEIGHT.to(device), tp_size=divided))
+    assert reason is None if words is None else words in reason
+
+
+def test_a_rank_of_dp_attention_has_the_whole_head_for_itself(server_config, device):
+    vars(server_config.parallel).update(tp_size=2, attn_dp_size=2)
+    assert support.unsupported_head(Processor(vocab_size=100), make_head(WEIGHT.to(device))) is None
 
 
 def test_a_device_without_kernels_has_its_reason_in_words(monkeypatch):
@@ -308,20 +327,6 @@ def test_the_logits_of_a_part_are_rounded_as_the_models_own(device):
         torch.testing.assert_close(got.double(), want, rtol=2e-3 * (not keeps_fp32), atol=1e-5 if keeps_fp32 else 1e-3)
 
 
-def test_sglangs_gather_of_logits_connects_the_ranks_before_any_step(device):
-    gathered = []
-    processor = Processor(vocab_size=100, use_attn_tp_group=False, _logits_gatherer=gathered.append)
-    lm_head = make_head(torch.zeros(64, 16, device=device))
-    HeadState(Processor(vocab_size=64, _logits_gatherer=gathered.append), lm_head).connect_ranks()
-    assert not gathered, "one rank gathers nothing"
-    state = HeadState(processor, lm_head, exchange=types.SimpleNamespace(rank=0, num_ranks=2))
-    state.connect_ranks()
-    assert [(logits.shape, logits.dtype) for logits in gathered] == [((1, 64), torch.float32)]
-    processor.use_attn_tp_group = True
-    state.connect_ranks()
-    assert len(gathered) == 1, "SGLang gathers over these ranks in another way"
-
-
 def test_a_workspace_grows_only_for_a_larger_batch_and_goes_on_counting(device):
     state = make_state(device)
     state.update(3)
@@ -397,7 +402,7 @@ def test_a_generating_model_is_prepared_and_a_line_says_so(starting, device, cap
     assert len(starting.heads) == 1
     line = caplog.records[-1].message
     assert re.match(r"flashsample 0\.\S+ with SGLang \S+: fused sampling active, LM head 104 x 16 float32, ", line)
-    assert f", random numbers of NOISE_ABI {NOISE_ABI}, kernels compiled and checked in " in line
+    assert f", random numbers of NOISE_ABI {NOISE_ABI}, kernels compiled and checked against a reference in " in line
 
 
 @pytest.mark.parametrize(
@@ -546,9 +551,9 @@ def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(startin
     assert state.table.is_measured(4, PLAIN)
     line, about_screen, active = [record.message for record in caplog.records]
     assert line.startswith(
-        f"flashsample: tuned table {file} (match: exact; from: the named file): tuned choices for 5 batch sizes; "
+        f"flashsample: tuned table {file} (match of GPU, LM head and versions: exact; from: the named file): "
     )
-    assert about_screen.startswith("flashsample: no screen (INT8 copy of the LM head for small batches): ")
+    assert about_screen.startswith("flashsample: no screen (INT8 copy of the LM head for small batches), same tokens: ")
     assert ": fused sampling active, " in active
 
 
@@ -567,8 +572,8 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
         state = prepared(starting, lm_head)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(
-        "flashsample: 1 tuned configurations failed the self-check before any request, their batch sizes use built-in "
-        "ones: off with "
+        "flashsample: 1 tuned configurations failed the self-check at start and are not used; their batch sizes use "
+        "built-in ones, which passed it: off with "
     )
     assert str(entry.launch) in warning
     assert state.table.lookup(4) == default_table(state.head).lookup(4) and state.table.is_measured(2, PLAIN)
@@ -585,7 +590,7 @@ def test_a_bad_table_is_one_warning_and_the_built_in_choices(starting, tuned_fil
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.WARNING] + [logging.INFO] * 3, "the bad table, the choices, the screen, active"
     assert caplog.records[0].message.startswith(f"flashsample: {file}: ")
-    assert "built-in choices for all batches" in caplog.records[1].message
+    assert "built-in kernel settings, same tokens" in caplog.records[1].message
 
 
 def test_a_head_whose_built_in_kernels_fail_is_sglangs_with_one_warning(starting, device, monkeypatch, caplog):
@@ -621,9 +626,14 @@ def test_a_step_has_the_tuned_table_its_workspace_and_says_when_all_its_rows_are
 
 SCREENS = [
     (ScreenMode.ON, None, True, "screen built, "),
-    (ScreenMode.ON, "the hook is missing", True, "small batches): the hook is missing"),
-    (ScreenMode.ON, None, False, "small batches): the model shows its LM head only after the memory is shared out"),
-    (ScreenMode.AUTO, None, True, "small batches): no tuned table says that it is faster here"),
+    (ScreenMode.ON, "the hook is missing", True, "small batches), same tokens: the hook is missing"),
+    (
+        ScreenMode.ON,
+        None,
+        False,
+        "small batches), same tokens: the model shows its LM head only after the memory is shared out",
+    ),
+    (ScreenMode.AUTO, None, True, "small batches), same tokens: no tuned table says that it is faster here"),
 ]
 
 
@@ -639,8 +649,8 @@ def test_one_line_says_what_screen_was_built_or_why_not(starting, device, caplog
     if state.has_screen:
         screen, weight = state.screen, state.head.weight
         share = 100 * screen.num_bytes / (weight.numel() * weight.element_size())
-        assert f"batches of up to {screen.rows} rows faster, same tokens: " in record.message
-        assert record.message.endswith(f" {screen.num_bytes:,} bytes of GPU memory, {share:.1f} % of the head's")
+        assert f"batches of up to {screen.rows} requests faster, same tokens: " in record.message
+        assert record.message.endswith(f" {screen.num_bytes:,} more bytes of GPU memory, {share:.1f} % of the head's")
 
 
 def test_a_screen_whose_kernels_fail_at_start_is_given_back(starting, device, monkeypatch, caplog):
@@ -653,7 +663,7 @@ def test_a_screen_whose_kernels_fail_at_start_is_given_back(starting, device, mo
         state = prepared(starting, make_head(weights(device)), 600)
     assert state is not None and state.screen is None
     (line,) = [record.message for record in caplog.records if "INT8 copy" in record.message]
-    assert "small batches): its kernels fail here: " in line and "out of registers" in line
+    assert "small batches), same tokens: its kernels fail here: " in line and "out of registers" in line
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["a hook does not land", "no screen is wanted"])
@@ -742,8 +752,8 @@ def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_on
     assert [path_of_a_batch(num_rows) for num_rows in (3, 4, 5)] == ["fused", *["native:out_of_memory"] * 2]
     assert runners[0].sampler.runtime.inactive_reason is None
     assert [record.message for record in caplog.records] == [
-        f"flashsample: out of GPU memory for a batch of {rows} rows: until restart, batches of this size or more use "
-        "SGLang's own sampler; a lower --mem-fraction-static leaves more"
+        f"flashsample: out of GPU memory for a batch of {rows} requests: from this batch on until restart, batches of "
+        "this size or more use SGLang's own sampler; a lower --mem-fraction-static leaves this plugin more memory"
         for rows in (5, 4)
     ]
 
@@ -757,7 +767,8 @@ def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_
     assert runners[0].sampler.runtime.inactive_reason == "ZeroDivisionError: no such kernel"
     (record,) = caplog.records
     assert record.message.startswith(
-        "flashsample: off until restart, SGLang's own sampler is used for everything: ZeroDivisionError: "
+        "flashsample: fused sampling failed; from this batch on until restart, SGLang's own sampler is used for "
+        "everything (same distribution, other random numbers): ZeroDivisionError: "
     )
 
 

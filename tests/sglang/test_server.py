@@ -237,10 +237,10 @@ def test_the_server_says_in_one_line_each_which_table_it_uses_and_what_is_active
     (line,) = ours.log_lines("] flashsample: tuned table ")
     (path,) = (folder / "tuned").iterdir()
     assert (
-        f"tuned table {path} (match: exact; from: FLASHSAMPLE_TUNED_DIR): tuned choices for 15 batch sizes; for 0 "
-        in line
+        f"tuned table {path} (match of GPU, LM head and versions: exact; from: FLASHSAMPLE_TUNED_DIR): tuned " in line
     )
-    assert "choice: plain 17-512; truncate 3-7, 17-512; edit 9-512" in line
+    assert " kernel settings for 15 batch sizes; built-in ones for 0 others" in line
+    assert "measurement: plain 17-512; truncate 3-7, 17-512; edit 9-512" in line
     (active,) = ours.log_lines("] flashsample 0.")
     for word in ("with SGLang 0.5.", "fused sampling active", "LM head", "SGLang's own sampler is used for"):
         assert word in active
@@ -454,7 +454,7 @@ def test_what_was_served_is_in_the_log_and_in_the_metrics_with_its_reasons(ours)
     for reason in ("custom_logit_processor", "sampling_mask", "top_logprobs"):
         assert f"SGLang's sampler ({reason})" in newest
         assert metric(ours, "rows_total", path="native", reason=reason) > 0
-    assert re.search(r"; CPU time [\d.]+ us per batch over [\d,]+ batches$", newest)
+    assert re.search(r"; CPU time of fused sampling [\d.]+ us per batch over [\d,]+ batches$", newest)
     assert metric(ours, "rows_total", path="fused", reason="") > metric(ours, "batches_total", path="fused") > 0
     assert metric(ours, "host_seconds_sum") > 0
 
@@ -721,7 +721,8 @@ def test_a_screened_server_draws_the_same_tokens_and_follows_an_update_of_its_we
     with server:
         (line,) = server.log_lines("flashsample: screen ")
         assert re.search(
-            r"screen built, .* up to \d+ rows faster, .*: [\d,]+ bytes of GPU memory, [\d.]+ % of the head's$", line
+            r"screen built, .* up to \d+ requests faster, .*: [\d,]+ more bytes of GPU memory, [\d.]+ % of the head's$",
+            line,
         )
         before = tokens(server)
         assert before == tokens(ours)

@@ -240,7 +240,8 @@ def test_a_capture_that_fails_leaves_the_launches_and_warns_once(caplog):
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         assert not any(Drawing(Fails()).replays(make_step(), 3 * WARM_UP))
     assert [record.message for record in caplog.records] == [
-        "flashsample: its CUDA graphs are off until restart (SGLang's stay on), same tokens, more CPU time per step: "
+        "flashsample: CUDA graphs of the sampling step are off until restart, SGLang's own stay on; same tokens, more "
+        "CPU time per step: "
         "RuntimeError: no stream"
     ]
 
@@ -446,7 +447,7 @@ def test_every_step_is_counted_once_whether_launched_or_replayed(pair, kind, rep
         metrics.flush()  # nothing twice
     truncated = f", {2 * steps} of the rows with top-k, top-p or min-p (0 by a search)" if kind == "truncated" else ""
     assert metrics.summary().startswith(f"since the start: fused {2 * steps} rows in {steps} batches{truncated}; ")
-    assert re.search(rf"; CPU time [\d.]+ us per batch over {steps} batches$", metrics.summary())
+    assert re.search(rf"; CPU time of fused sampling [\d.]+ us per batch over {steps} batches$", metrics.summary())
 
 
 @needs_sglang

@@ -80,7 +80,7 @@ def test_ids_that_find_no_slot_are_left_out_with_one_warning_and_no_step_waits(m
             counts.add(torch.arange(30, device=device), V)
     assert counts.dropped == 240
     (record,) = caplog.records
-    assert "FLASHSAMPLE_TRACE leaves tokens out of its counts" in record.message
+    assert "FLASHSAMPLE_TRACE cannot keep up, from now on its counts miss tokens" in record.message
 
 
 class Late(torch.Tensor):
