@@ -46,7 +46,7 @@ PRIVATE = {
     "the screened path fails": (False, None),
     "the fused path fails": (False, "logits"),
 }
-ONCE = ("no models", "a wrong token")  # what runs without --full
+ONCE = ("no models", "a wrong exchange")  # what runs without --full
 FATAL = ["no way to draw", "no memory for logits", "rows cannot be drawn"]
 
 
