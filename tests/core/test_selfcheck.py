@@ -84,7 +84,11 @@ def test_right_kernels_pass_whatever_the_head_and_the_chunk_of_the_reference(nor
     assert selfcheck.compare_with_reference(head, 1, chunk, table=table, screen=Screen(head, 1)) is None
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "logit_scale": 0.5}], ids=["plain", "softcap"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"softcap": 5.0, "logit_scale": 0.5}, marks=pytest.mark.full)],
+    ids=["plain", "softcap"],
+)
 def test_whole_rows_of_logits_are_checked_as_sample_from_logits_draws_them(device, monkeypatch, options):
     drawn = set()
 

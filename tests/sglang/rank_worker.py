@@ -64,6 +64,14 @@ def patched(place: Any, name: str, value: Any = fails) -> Callable[[], Any]:
     return lambda: mock.patch.object(place, name, value)
 
 
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Kernels are taken as right, in seconds less."""
+    checked = patched(runtime, "refuse_wrong", lambda head, rows, table, **options: selfcheck.Checked(table, None, ()))
+    with checked(), patched(head, "compare_rows_with_reference", lambda *arguments, **options: None)():
+        yield
+
+
 def wrong_merge(*arguments: Any, **options: Any) -> Any:
     merged = merge_records(*arguments, **options)
     return merged._replace(token_ids=merged.token_ids + 1)
@@ -156,7 +164,8 @@ def main(rank: int, port: int, faults: list[str]) -> None:
     sys.modules["sglang.srt.distributed"] = distributed
     runtime.MAX_INTERPRETED_ROWS = 4
     for fault in faults:
-        print(json.dumps(serve(fault, rank)), flush=True)
+        with contextlib.nullcontext() if fault == "a wrong token" else unchecked():
+            print(json.dumps(serve(fault, rank)), flush=True)
 
 
 if __name__ == "__main__":

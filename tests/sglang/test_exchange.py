@@ -22,7 +22,7 @@ from sgl_flashsample.sglang.exchange import Exchange
 WORKER = Path(exchange_worker.__file__)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
 def answers(request) -> list[dict]:
     """What the others said to each rank, and what it drew, by the name of the batch."""
     port = free_port()
