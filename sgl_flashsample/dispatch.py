@@ -175,6 +175,7 @@ def default_table(head: LMHead) -> DispatchTable:
     return _default_table(HeadTraits.of(head))
 
 
+@functools.lru_cache(maxsize=256)
 def reading_table(traits: HeadTraits) -> DispatchTable:
     """What ``api.sample_from_logits`` takes: of each kind and size, the built-in choice for logits in memory."""
     traits = traits._replace(hidden_size=0, has_gemm=True)

@@ -135,9 +135,11 @@ def __getattr__(name: str):
             return "torch_native"
 
         def get_mha_kv_pool_cls(self):
-            support_dp_attention()
             from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+            from sglang.srt.runtime_context import get_parallel
 
+            if get_parallel().tp_size > 1:
+                support_dp_attention()
             return MHATokenToKVPool
 
         def get_paged_allocator_cls(self):

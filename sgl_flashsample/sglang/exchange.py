@@ -25,6 +25,7 @@ from ..kernels.launch import cdiv
 from ..kernels.merge_ranks import NUM_FIELDS, merge_records, pack_record
 from ..kernels.params import BatchParams, SampleOutput
 from ..kernels.rng import GROUP_SIZE
+from .support import is_elastic
 
 
 class RankSync:
@@ -41,9 +42,7 @@ class RankSync:
             return cls()
         from sglang.srt.distributed import parallel_state
 
-        from .support import unsupported_ranks
-
-        if unsupported_ranks() is not None:
+        if is_elastic():  # a rank that joins later would wait for those that run
             return cls()
         group = parallel_state.get_world_group()
         return cls(group if group.world_size > 1 else None)
@@ -107,7 +106,8 @@ class Exchange:
         each = cdiv(num_rows, self.num_ranks)
         start = min(self.rank * each, num_rows - 1)  # a rank without a row draws one of zeros, which nobody takes
         stop = min(start + each, num_rows)
-        sent = torch.nn.functional.pad(logits, (0, 0, 0, each * self.num_ranks - num_rows)).contiguous()
+        padding = each * self.num_ranks - num_rows
+        sent = (torch.nn.functional.pad(logits, (0, 0, 0, padding)) if padding else logits).contiguous()
         received = torch.empty_like(sent)
         self._group._all_to_all_single(received, sent)
         whole = self.num_ranks * width

@@ -203,7 +203,7 @@ class HeadState:
             gatherer(torch.zeros(1, width, dtype=self.head.rounding, device=device))
         return wrong
 
-    def logits_of_part(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of_shard(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, W]``: what the GEMM of this rank gives, rounded as the model's own."""
         if self.head.gemm_gives_logits:
             return compute_logits(hidden, self.head, self.workspace)

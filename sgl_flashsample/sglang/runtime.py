@@ -113,7 +113,11 @@ class Runtime:
         """With the other ranks of this server: nothing is fused where one of them has a reason against it, or where
         their versions or settings differ. The seed of rank 0 becomes that of all: nodes draw one each where none is
         given. Every rank calls this once, before it loads the model."""
-        self._ranks = RankSync.of_server()
+        try:
+            self._ranks = RankSync.of_server()
+        except Exception as error:  # an SGLang whose ranks we cannot find, on each of them
+            self.inactive_reason = self.inactive_reason or f"this server's ranks cannot be found ({error})"
+            return self._update_gauge()
         settings = {
             "sgl-flashsample": __version__,
             "SGLang": sglang_version(),

@@ -206,15 +206,7 @@ def draw(
         return draw_with_ranks(state, state.exchange, hidden, params, return_logprob)
 
     def launch(params: BatchParams) -> SampleOutput:
-        return sample(
-            hidden,
-            state.head,
-            params,
-            return_logprob=return_logprob,
-            workspace=state.workspace,
-            table=state.table,
-            screen=state.serving_screen,
-        )
+        return _launch(state, hidden, params, return_logprob)
 
     graphs = state.step_graphs(batch, edits, positions)
     if graphs is not None:
@@ -231,6 +223,19 @@ def draw(
         return launch(params)
 
 
+def _launch(state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
+    return sample(
+        hidden,
+        state.head,
+        params,
+        return_logprob=return_logprob,
+        workspace=state.workspace,
+        path=state.path,
+        table=state.table,
+        screen=state.serving_screen,
+    )
+
+
 def draw_with_ranks(
     state: HeadState, exchange: Exchange, hidden: torch.Tensor, params: BatchParams, return_logprob: bool
 ) -> SampleOutput:
@@ -241,19 +246,10 @@ def draw_with_ranks(
         def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:
             return state.sample_rows(logits, params, return_logprob)
 
-        return exchange.draw_rows(state.logits_of_part(hidden), params, draw_rows)
+        return exchange.draw_rows(state.logits_of_shard(hidden), params, draw_rows)
     while True:
         try:
-            drawn = sample(
-                hidden,
-                state.head,
-                params,
-                return_logprob=return_logprob,
-                workspace=state.workspace,
-                table=state.table,
-                screen=state.serving_screen,
-                path=state.path,
-            )
+            drawn = _launch(state, hidden, params, return_logprob)
         except Exception as error:
             if not state.step_down(f"{type(error).__name__}: {error}"):
                 raise

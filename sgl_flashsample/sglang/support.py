@@ -27,8 +27,6 @@ def unsupported_server() -> str | None:
 
     parallel, execution, ranks = get_parallel(), get_exec(), get_parallel().tp_size
     dump = getattr(get_observability(), "debug_tensor_dump_output_folder", None)
-    if elastic := unsupported_ranks():
-        return elastic
     several = torch.cuda.is_available() and (ranks > 1 or parallel.pp_size > 1)
     if several and os.environ.get(RANKS_VARIABLE) != "1":
         return (
@@ -42,6 +40,7 @@ def unsupported_server() -> str | None:
             "DP attention without --enable-dp-lm-head",
             ranks > 1 and parallel.attn_dp_size > 1 and not parallel.enable_dp_lm_head,
         ),
+        ("elastic expert parallelism", is_elastic()),
         ("context parallelism", ranks > 1 and parallel.attn_cp_size > 1),
         ("a dump of tensors, which reads logits, with several ranks", ranks > 1 and (dump is not None or _dumps())),
         ("deterministic inference", execution.deterministic.enable_deterministic_inference),
@@ -59,12 +58,11 @@ def unsupported_server() -> str | None:
     return next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
 
 
-def unsupported_ranks() -> str | None:
-    """Why the ranks of this server cannot even ask each other; None where they can."""
+def is_elastic() -> bool:
+    """Whether ranks may join this server while it runs."""
     from sglang.srt.runtime_context import get_exec
 
-    # A rank that joins later would wait for those that run.
-    return "elastic expert parallelism is not supported yet" if get_exec().moe.elastic_ep_backend else None
+    return get_exec().moe.elastic_ep_backend is not None
 
 
 def _dumps() -> bool:

@@ -115,7 +115,7 @@ DRAWING: dict[str, Callable[[], Any]] = {
     "the screened path fails": patched(dispatch, "screened_sample"),
     "the fused path fails": lambda: lost_draws("fused"),
     "no way to draw": lost_draws,
-    "no memory for logits": patched(HeadState, "logits_of_part", out_of_memory),
+    "no memory for logits": patched(HeadState, "logits_of_shard", out_of_memory),
     "rows cannot be drawn": patched(HeadState, "sample_rows"),
 }
 

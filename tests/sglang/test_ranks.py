@@ -201,6 +201,16 @@ def test_a_rank_without_requests_draws_nothing(runners):
     assert tokens.shape == (0,) and tokens.dtype is torch.int64
 
 
+def test_a_server_whose_ranks_cannot_be_found_is_sglangs(server_config, monkeypatch):
+    def fails():
+        raise AttributeError("an SGLang that is not the one we know")
+
+    monkeypatch.setattr(RankSync, "of_server", fails)
+    runtime = Runtime(None)
+    runtime.agree()
+    assert runtime.inactive_reason == "this server's ranks cannot be found (an SGLang that is not the one we know)"
+
+
 def test_one_process_asks_nobody():
     sync = RankSync()
     assert (sync.rank, sync.num_ranks, sync.of_all({"a": 1})) == (0, 1, [{"a": 1}])

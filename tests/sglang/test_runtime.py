@@ -322,7 +322,7 @@ def test_the_logits_of_a_part_are_rounded_as_the_models_own(device):
         state = HeadState(processor, make_head(weight), exchange=exchange)
         state.update(3)
         want = hidden.double() @ weight.double().T
-        got = state.logits_of_part(hidden)
+        got = state.logits_of_shard(hidden)
         assert got.dtype == (torch.float32 if keeps_fp32 else torch.float16)
         torch.testing.assert_close(got.double(), want, rtol=2e-3 * (not keeps_fp32), atol=1e-5 if keeps_fp32 else 1e-3)
 
