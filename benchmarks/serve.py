@@ -8,6 +8,7 @@ distance between the quartiles. Host time is the server's own metric ``sglang:fl
 
 stock    stock SGLang and our backend
 screen   our backend without a screen and with one; answers to seeded requests are compared too
+repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
 host     our backend alone on the host: microseconds of the sampler's host time per step
 profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``)
 
@@ -53,6 +54,7 @@ from sgl_flashsample.demo.server import Server, ServerError
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
 LOAD = Load(range(1000, 100_000))
 HOST_TOKENS, SHORT_ANSWERS = 600, 20  # of an answer whose steps' host time is taken; answers of SHORT tokens
+REPEATS = 10
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_BATCH, PROFILED_STEPS, PREFILL_SECONDS = 32, 40, 0.3
 CACHE_TOKENS = 65536
@@ -202,6 +204,21 @@ class ModelRun:
         )
         return rows
 
+    def repeats(self) -> Iterator[list[dict[str, Any]]]:
+        """Of each cell, the verdicts of independent comparisons by the same two servers: the change of the time per
+        token and its interval, in percent, and how many of them call our server faster and slower."""
+        with self.servers(BACKENDS) as servers:
+            for sampling, batch, about in self.cells("repeats", self.options.batches):
+                ratios = [
+                    measure(servers, LOAD, sampling, batch, self.options.pairs, latencies=False).ratio
+                    for _ in range(2 if DRY_RUN else REPEATS)
+                ]
+                verdicts = {"faster": sum(r.high < 0 for r in ratios), "slower": sum(r.low > 0 for r in ratios)}
+                percent = [[round(100 * value, 2) for value in (r.off, r.low, r.high)] for r in ratios]
+                print(f"{self.name} {sampling:12} B={batch:<3} {len(ratios)} repeats: {verdicts} {percent}", flush=True)
+                pairs = {"pairs": self.options.pairs, "percent": percent}
+                yield [about | {"section": "repeats"} | verdicts | pairs]
+
     def host(self) -> Iterator[list[dict[str, Any]]]:
         """Microseconds of the sampler's host time per step, of our server alone: in long answers, whose batches stay as
         they are, and in short ones, whose steps are hardly ever replayed."""
@@ -248,6 +265,7 @@ class ModelRun:
         sections = {
             STOCK: lambda: self.compare(STOCK, BACKENDS),
             "screen": lambda: self.compare("screen", SCREENS),
+            "repeats": self.repeats,
             "host": self.host,
             "profile": self.profile,
         }
@@ -258,7 +276,7 @@ class ModelRun:
             print(f"{section} {self.name}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
 
 
-SECTIONS = ("stock", "screen", "host", "profile")
+SECTIONS = ("stock", "screen", "repeats", "host", "profile")
 
 
 def versions(python: str, variables: dict[str, str]) -> dict[str, str]:

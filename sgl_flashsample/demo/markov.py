@@ -52,6 +52,7 @@ SIZES = {
     "tiny-softcap": Size("qwen3", 64, 128, 2, 4, 2, 16, 1024, "float32", softcap=8.0),
     "tiny-granite": Size("granite", 64, 128, 2, 4, 2, 16, 1024, "float32", logits_scaling=1.25),
     "small": Size("qwen3", 1024, 3072, 4, 16, 8, 128, 151936),
+    "smollm2-135m": Size("llama", 576, 1536, 30, 9, 3, 64, 49152, tied=True),
     "qwen3-0.6b": Size("qwen3", 1024, 3072, 28, 16, 8, 128, 151936),
     "qwen3-1.7b": Size("qwen3", 2048, 6144, 28, 16, 8, 128, 151936),
     "qwen3-8b": Size("qwen3", 4096, 12288, 36, 32, 8, 128, 151936),
