@@ -8,9 +8,13 @@ distance between the quartiles. Host time is the server's own metric ``sglang:fl
 
 stock    stock SGLang and our backend
 screen   our backend without a screen and with one; answers to seeded requests are compared too
+oracle   a backend that draws nothing (``oracle.py``) and ours: what a sampler of no cost would gain
 repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
 host     our backend alone on the host: microseconds of the sampler's host time per step
-profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``)
+profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``); with several
+         tensor-parallel ranks, microseconds of their exchange
+
+``--tp``, ``--pp``: GPUs of each server. Its rows say so, and how many bytes a rank receives per row of a step.
 
 ``--only`` runs some of the sections, stock by default, and ``--keep`` leaves the other rows in the file. ``--fast``:
 three samplings, three batch sizes, three pairs. ``--python`` names the interpreter that has SGLang, ``--set`` changes
@@ -34,6 +38,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import oracle
 import step_profile
 from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
 
@@ -50,6 +55,9 @@ from sgl_flashsample.bench import (
 )
 from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import Server, ServerError
+from sgl_flashsample.model_config import shard_of
+from sgl_flashsample.sglang.exchange import bytes_received
+from sgl_flashsample.sglang.support import RANKS_VARIABLE
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
 LOAD = Load(range(1000, 100_000))
@@ -59,7 +67,7 @@ COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_BATCH, PROFILED_STEPS, PREFILL_SECONDS = 32, 40, 0.3
 CACHE_TOKENS = 65536
 OUT_OF_TIME = "out of time"
-PLACE = ("section", "model", "sampling", "batch")  # fields that tell cells apart
+PLACE = ("section", "model", "sampling", "batch", "tp", "pp")  # fields that tell cells apart
 SERVER_ARGUMENTS = [
     *("--load-format", "dummy", "--attention-backend", "triton", "--random-seed", "1", "--enable-metrics"),
     *("--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
@@ -68,6 +76,7 @@ SERVER_ARGUMENTS = [
 # What is compared, the baseline first: {name: (--sampling-backend, environment)}
 Backends = dict[str, tuple[str, dict[str, str]]]
 BACKENDS: Backends = {STOCK: ("flashinfer", {}), OURS: (OURS, {})}
+ORACLES: Backends = {oracle.BACKEND: (oracle.BACKEND, {}), OURS: BACKENDS[OURS]}
 SCREENS: Backends = {f"screen {mode}": (OURS, {"FLASHSAMPLE_SCREEN": mode}) for mode in ("off", "on")}
 
 
@@ -114,6 +123,8 @@ class ModelRun:
 
     def __init__(self, name: str, options: Any, started: float) -> None:
         self.name, self.options, self._started = name, options, started
+        # Rows of servers with one GPU do not say so.
+        self.ranks = {"tp": options.tp, "pp": options.pp} if options.tp * options.pp > 1 else {}
         self.not_run: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
@@ -145,6 +156,12 @@ class ModelRun:
         if DRY_RUN:
             return PretendedServer(log)
         share = ["--mem-fraction-static", str(self.options.memory_share)]
+        if self.options.tp * self.options.pp > 1:
+            share += ["--tp-size", str(self.options.tp), "--pp-size", str(self.options.pp)]
+            variables = variables | {RANKS_VARIABLE: "1"}
+        if backend == oracle.BACKEND:
+            path = [str(oracle.install(model)), os.environ.get("PYTHONPATH", "")]
+            variables = variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
         return Server(
             model,
             [*SERVER_ARGUMENTS, *share],
@@ -166,7 +183,7 @@ class ModelRun:
         """Sampling, batch size and the fields of a row. What would begin after the limit is recorded instead."""
         for sampling in self.options.samplings:
             for batch in batches:
-                about = {"model": self.name, "sampling": sampling, "batch": batch}
+                about = {"model": self.name, "sampling": sampling, "batch": batch} | self.ranks
                 if time.monotonic() - self._started > self.options.limit:
                     self.not_run.append({"section": section, **about, "reason": OUT_OF_TIME})
                     print(f"{OUT_OF_TIME}: {section} {self.name} {sampling} B={batch}", flush=True)
@@ -196,13 +213,22 @@ class ModelRun:
         if section == "screen" and batch in COMPARED_BATCHES:
             one, another = (seeded(server, batch, SAMPLINGS[sampling]) for server in servers.values())
             rows[-1]["same_answers"] = sum(a == b for a, b in zip(one, another, strict=True))
+        if self.options.tp > 1:
+            rows[-1]["bytes_per_row"] = self._bytes_per_row(SAMPLINGS[sampling], batch)
         us = [row["tpot_us"] for row in rows]
         print(
             f"{self.name} {sampling:12} B={batch:<3} {' -> '.join(servers)} {us[0]:7.0f} -> {us[1]:.0f} us, "
-            f"{cell.verdict}, {cell.paths}, host {cell.host_us:.0f} us",
+            f"{cell.verdict}, {cell.paths}, host {cell.host_us:.0f} us, "
+            f"{rows[-1].get('bytes_per_row', 0):.0f} bytes per row and rank",
             flush=True,
         )
         return rows
+
+    def _bytes_per_row(self, request: Request, batch: int) -> float:
+        """What a tensor-parallel rank of ours receives in a step, by the shapes of what is exchanged."""
+        ranks, truncated = self.options.tp, not {"top_k", "top_p"}.isdisjoint(request[0])
+        part = 2 * shard_of(markov.SIZES[self.name].vocab_size, ranks) if truncated else None
+        return round(bytes_received(ranks, batch, part) / batch, 1)
 
     def repeats(self) -> Iterator[list[dict[str, Any]]]:
         """Of each cell, the verdicts of independent comparisons by the same two servers: the change of the time per
@@ -265,6 +291,7 @@ class ModelRun:
         sections = {
             STOCK: lambda: self.compare(STOCK, BACKENDS),
             "screen": lambda: self.compare("screen", SCREENS),
+            "oracle": lambda: self.compare("oracle", ORACLES),
             "repeats": self.repeats,
             "host": self.host,
             "profile": self.profile,
@@ -272,11 +299,11 @@ class ModelRun:
         try:
             yield from sections[section]()
         except (ServerError, OSError, TimeoutError) as error:
-            self.not_run.append({"section": section, "model": self.name, "reason": reason_of(error)})
+            self.not_run.append({"section": section, "model": self.name, **self.ranks, "reason": reason_of(error)})
             print(f"{section} {self.name}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
 
 
-SECTIONS = ("stock", "screen", "repeats", "host", "profile")
+SECTIONS = ("stock", "screen", "oracle", "repeats", "host", "profile")
 
 
 def versions(python: str, variables: dict[str, str]) -> dict[str, str]:
@@ -304,6 +331,8 @@ def parse() -> Any:
     parser.add_argument("--screens", nargs="+", choices=("auto", "on", "off"), default=["auto"], help="of host")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has SGLang and the plugin")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="environment of the servers")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each server")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages of each server")
     parser.add_argument("--memory-share", type=float, default=0.55, help="--mem-fraction-static of each server")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no further cell begins")
@@ -323,7 +352,9 @@ def open_gaps(gaps: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[di
     """What no row has: the last word on each cell, or on a section whose servers did not start."""
     by_place = {tuple(map(gap.get, PLACE)): gap for gap in gaps}
     measured = [tuple(map(row.get, PLACE)) for row in rows]
-    closed = {*measured, *((section, model, None, None) for section, model, _, _ in measured)}
+    cell_fields = ("sampling", "batch")
+    ended = {tuple(None if field in cell_fields else row.get(field) for field in PLACE) for row in rows}
+    closed = {*measured, *ended}
     return [gap for place, gap in by_place.items() if place not in closed]
 
 

@@ -20,6 +20,8 @@ SYNCHRONISING = (
 )
 ALLOCATING = ("cudaMalloc", "cudaFree", "cudaMallocAsync", "cuMemCreate", "cuMemMap", "cudaHostAlloc")
 LAUNCHING = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync")
+# Kernels of an exchange between ranks. Those of the model's own collectives run in its CUDA graph.
+EXCHANGING = ("pack_record", "merge_records", "cross_device_reduce", "all_reduce", "nccl")
 TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
 
 
@@ -49,10 +51,21 @@ def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str,
     ):
         summary[title] = round(sum(counts[name] for name in names) / steps, 2)
     kernels: Counter[str] = Counter()
+    replayed = {_correlation(event) for event in events if event.get("name") == "cudaGraphLaunch"}
+    exchange_us = 0.0
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             kernels[event["name"][:60]] += event["dur"]
+            if any(name in event["name"].lower() for name in EXCHANGING) and _correlation(event) not in replayed:
+                exchange_us += event["dur"]
+    if exchange_us:
+        summary["exchange_us"] = round(exchange_us / steps, 1)
     summary["gpu_busy_us"] = round(sum(kernels.values()) / steps, 1)
     summary["longest_kernels_us"] = {name: round(us / steps, 1) for name, us in kernels.most_common(12)}
     summary |= {name: round(counts[name] / steps, 2) for name in (*SYNCHRONISING, *ALLOCATING) if counts[name]}
     return summary
+
+
+def _correlation(event: dict[str, Any]) -> Any:
+    """What a kernel and the call that launched it have in common."""
+    return event.get("args", {}).get("correlation")

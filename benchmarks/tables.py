@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-GPUS = {"h200": "H200", "h100": "H100"}  # the names of files and of pages; others follow, as their files are called
+# The names of files and of pages; others follow, as their files are called.
+GPUS = {"h200": "H200", "h200x2": "two H200s", "h100": "H100"}
 NOT_MEASURED = "Not measured."
 OURS, SCREENED = ("fused", "logits"), "screened"
 GEMM, READ, NOTHING = "gemm", "read", "nothing"
@@ -64,6 +65,7 @@ TUNING = {
     "sweep": "between the measured sizes, against the default",
     "replay": "measured again in a fresh process",
 }
+EXCHANGED, ONE_NODE = (151936, 4096, 64), 8  # V, D, B of the table; GPUs of a node
 SUMMARY_BATCHES = (1, 16, 64, 256)
 SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
 SUMMARY_MODES = ("plain", "k50p90", "p90", "minp05", "edits", "logprob")
@@ -409,9 +411,53 @@ def serve_screen(results: Results) -> Table | None:
     return _pairs(results, "screen", "screen off", "screen on", words)
 
 
+def serve_oracle(results: Results) -> Table | None:
+    """Time per output token of a server whose sampler draws nothing, and ours."""
+    return _pairs(results, "oracle", "oracle", "flashsample", _pair_words)
+
+
+def serve_repeats(results: Results) -> Table | None:
+    """Of comparisons of the same two servers, how many call ours faster, and between which changes."""
+    rows = {(_served(row), row["sampling"], row["batch"]): row for row in results.serve_rows("repeats")}
+
+    def words(key: tuple[str, str], batch: int) -> str:
+        if (row := rows.get((*key, batch))) is None:
+            return ""
+        changes = sorted(change for change, _, _ in row["percent"])
+        slower = f", {row['slower']} slower" * bool(row["slower"])
+        return f"{row['faster']} of {len(changes)} faster{slower} ({changes[0]:+.1f} to {changes[-1]:+.1f} %)"
+
+    names = {key[:2]: f"{key[0]}, {SAMPLINGS[key[1]]}" for key in rows}
+    return grid("verdicts (changes of the time per token)", names, sizes(key[2] for key in rows), words)
+
+
+def exchanged(results: Results) -> Table | None:
+    """What a step of several ranks takes by its bytes: the head, from its measured read, and what ranks exchange."""
+    cell = next((c for c in results.cells if (c.vocab, c.hidden, c.batch) == EXCHANGED and c.floor), None)
+    if cell is None:
+        return None
+    rows = []
+    for ranks in (2, 4, 8, 16):
+        width, others = cell.vocab / ranks, ranks - 1
+        each = -(-cell.batch // ranks)
+        reads = ranks if ranks <= ONE_NODE else 1  # of a record, from each peer
+        stock, records = cell.batch * others * width * 2, cell.batch * others * reads * 16
+        whole_rows = others * each * (width * 2 + 16)
+        received = [f"{count / 1e6:.3g}" for count in (stock, records, whole_rows)]
+        rows.append([str(ranks), f"{cell.floor / ranks:.0f}", *received, f"{cell.batch * cell.vocab * 6 / 1e6:.0f}"])
+    head = ["ranks", "head read, us", "gather of logits, MB", "records, MB", "whole rows, MB"]
+    return Table([*head, "stock's float32 copy, MB"], rows)
+
+
+def _served(row: dict[str, Any]) -> str:
+    """The model, and its ranks where there are several."""
+    degrees = [f"{name} {row[name]}" for name in ("tp", "pp") if row.get(name, 1) > 1]
+    return ", ".join([row["model"], *degrees])
+
+
 def _pairs(results: Results, section: str, one: str, other: str, words: Callable[[dict, dict], str]) -> Table | None:
     rows = results.serve_rows(section)
-    measured = {(row["model"], row["sampling"], row["batch"], row["backend"]): row for row in rows}
+    measured = {(_served(row), row["sampling"], row["batch"], row["backend"]): row for row in rows}
     native = {key[:2] for key, row in measured.items() if row.get("paths", {"fused": 1.0}).get("fused", 0.0) < 0.5}
 
     def cell(key: tuple[str, str], batch: int) -> str:
@@ -419,7 +465,7 @@ def _pairs(results: Results, section: str, one: str, other: str, words: Callable
         return words(before, after) if before is not None and after is not None else ""
 
     keys = dict.fromkeys(
-        (row["model"], sampling) for sampling in SAMPLINGS for row in rows if row["sampling"] == sampling
+        (_served(row), sampling) for sampling in SAMPLINGS for row in rows if row["sampling"] == sampling
     )
     names = {
         key: f"{key[0]}, {SAMPLINGS[key[1]]}{', by the sampler of SGLang' * (key in native)}"
@@ -594,6 +640,9 @@ SECTIONS: dict[str, Section | Picture] = {
     "summary-picture": Picture(),
     "serve": Section(serve, "serve", "stock"),
     "serve-screen": Section(serve_screen, "serve", "screen"),
+    "serve-repeats": Section(serve_repeats, "serve", "repeats"),
+    "serve-oracle": Section(serve_oracle, "serve", "oracle"),
+    "exchanged": Section(exchanged, "kernels"),
     "serve-host": Section(serve_host, "serve", "host"),
     "serve-profile": Section(serve_profile, "serve", "profile"),
     "kernels": Section(kernels, "kernels"),

@@ -70,6 +70,15 @@ class RankSync:
         return gathered
 
 
+def bytes_received(num_ranks: int, num_rows: int, part_bytes: int | None = None) -> int:
+    """What a rank receives in a step. part_bytes: of one row's logits on a rank, where whole rows travel; None where
+    ranks draw from their parts, and each reads the records of all from all others, as SGLang's all-reduce does."""
+    record = NUM_FIELDS * 4
+    if part_bytes is None:
+        return (num_ranks - 1) * num_ranks * num_rows * record
+    return (num_ranks - 1) * cdiv(num_rows, num_ranks) * (part_bytes + record)
+
+
 class Exchange:
     """group: SGLang's ``GroupCoordinator`` of the ranks, in the order of their ids. Of its collectives it takes those
     below the operators that SGLang registers for torch.compile, which a CPU does not have."""

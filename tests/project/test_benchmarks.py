@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from serving import make_server, needs_sglang
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -148,8 +149,26 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     extended = dry_run("serve", "--only", "host", "--keep", *arguments)
     assert len(extended["rows"]) == len(result["rows"]) and len(extended["runs"]) == 2, "replaced, not added"
     assert {row["run"] for row in extended["rows"] if row["section"] == "host"} == {1}
+    several = dry_run("serve", "--only", "stock", "oracle", "repeats", "--tp", "2", "--keep", *arguments)["rows"]
+    assert several[: len(result["rows"])] == extended["rows"], "rows of one GPU stay"
+    assert all((row["tp"], row["pp"]) == (2, 1) for row in several[len(result["rows"]) :])
+    new = {(row["section"], row.get("backend"), row["batch"]): row for row in several if "tp" in row}
+    assert new["stock", "flashsample", 8]["bytes_per_row"] == 32 and ("oracle", "oracle", 8) in new
+    repeated = new["repeats", None, 1]
+    assert len(repeated["percent"]) == 2 >= repeated["faster"] + repeated["slower"] and repeated["pairs"] == 3
     late = dry_run("serve", "--only", "profile", "--keep", "--limit", "0", *arguments)
-    assert late["rows"] == extended["rows"] and late["env"]["not_run"] == [], "its cells have been measured before"
+    assert late["rows"] == several and late["env"]["not_run"] == [], "its cells have been measured before"
+
+
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.full
+def test_the_oracle_answers_token_0_without_a_draw(load, tmp_path):
+    package = load("oracle").install(tmp_path)
+    server, _ = make_server(tmp_path, "tiny", name="oracle", backend="oracle", first_on_path=package)
+    with server:
+        answers = server.generate(input_ids=[[5], [6, 7]], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+    assert [answer["output_ids"] for answer in answers] == [[0, 0, 0, 0]] * 2
 
 
 @no_gpu
@@ -247,6 +266,10 @@ def test_a_trace_says_what_a_step_asks_of_cuda(load, tmp_path):
     names = ["cudaGraphLaunch"] * 4 + ["cudaLaunchKernel"] * 6 + ["aten::item", "aten::empty", "aten::empty_like"]
     events = [{"ph": "X", "name": name} for name in names]
     events += [{"ph": "X", "cat": "kernel", "name": "mm", "dur": 30.0}, {"ph": "i", "name": "aten::item"}]
+    events[0]["args"] = {"correlation": 7}  # the model's own all-reduce is in its graph
+    for number, name in ((7, "cross_device_reduce_1stage"), (8, "cross_device_reduce_1stage"), (9, "merge_records")):
+        kernel = {"ph": "X", "cat": "kernel", "name": name, "dur": 4.0, "args": {"correlation": number}}
+        events.append(kernel)
     summarise = load("step_profile").summarise
     with pytest.raises(TimeoutError, match="no trace appeared"):
         summarise(tmp_path, 2, wait_seconds=0)
@@ -259,7 +282,8 @@ def test_a_trace_says_what_a_step_asks_of_cuda(load, tmp_path):
         "new_tensors": 1.0,
         "driver_allocating": 0.0,
     }
-    assert {name: step[name] for name in wanted} == wanted and step["gpu_busy_us"] == 15.0
+    assert {name: step[name] for name in wanted} == wanted and step["gpu_busy_us"] == 21.0
+    assert step["exchange_us"] == 4.0
 
 
 @pytest.mark.slow
@@ -275,7 +299,7 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
     class Run(serve.ModelRun):
         make_server = staticmethod(lambda model, backend, variables, log: Failing(log))
 
-    names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "limit": 60, "logs": tmp_path}
+    names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "limit": 60, "logs": tmp_path, "tp": 1, "pp": 1}
     run = Run("tiny", types.SimpleNamespace(**names), time.monotonic())
     assert [rows[0]["batch"] for rows in run.run("stock")] == [1, 4]
     assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(8, "ServerError: out of memory")]

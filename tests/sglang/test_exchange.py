@@ -16,8 +16,8 @@ from serving import needs_sglang
 
 from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.merge_ranks import merge_records, pack_record
-from sgl_flashsample.kernels.params import SampleOutput
-from sgl_flashsample.sglang.exchange import Exchange
+from sgl_flashsample.kernels.params import BatchParams, SampleOutput
+from sgl_flashsample.sglang.exchange import Exchange, bytes_received
 
 WORKER = Path(exchange_worker.__file__)
 
@@ -127,3 +127,28 @@ def test_the_ranks_of_an_exchange_are_those_whose_logits_sglang_gathers(monkeypa
     assert (exchange.rank, exchange.num_ranks) == (1, 2 if attention else 4)
     processor.do_tensor_parallel_all_gather = False
     assert Exchange.of_processor(processor) is None
+
+
+@pytest.mark.parametrize("num_ranks, num_rows", [(2, 1), (2, 17), (3, 64), (8, 3)])
+def test_the_bytes_of_a_step_are_those_of_its_collectives(num_ranks, num_rows):
+    """An all-reduce of small buffers reads those of all other ranks; an all-to-all and a gather leave out one's own."""
+    drawn = SampleOutput(*(torch.zeros(num_rows, dtype=dtype) for dtype in (torch.int64, *3 * [torch.float32])))
+    received = []
+
+    def note(tensor: torch.Tensor, share: float) -> None:
+        received.append(tensor.numel() * tensor.element_size() * share)
+
+    group = types.SimpleNamespace(rank_in_group=0, world_size=num_ranks, ca_comm=CustomAllReduce(10**6, False))
+    others = (num_ranks - 1) / num_ranks
+    group.all_reduce = lambda buffer: (note(buffer, num_ranks - 1), buffer)[1]
+    group._all_to_all_single = lambda output, sent: (note(output, others), output.copy_(sent))
+    group._all_gather_into_tensor = lambda output, own: note(output.zero_(), others)
+    Exchange(group).merge(drawn)
+    assert sum(received) == bytes_received(num_ranks, num_rows)
+    received.clear()
+    logits = torch.zeros(num_rows, 48, dtype=torch.bfloat16)
+    params = BatchParams(torch.ones(num_rows), *torch.zeros(2, num_rows, dtype=torch.int64))
+    Exchange(group).draw_rows(
+        logits, params, lambda rows, _: SampleOutput(*(None if part is None else part[: len(rows)] for part in drawn))
+    )
+    assert sum(received) == bytes_received(num_ranks, num_rows, part_bytes=96)
