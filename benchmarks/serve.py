@@ -60,7 +60,7 @@ from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.sglang.support import RANKS_VARIABLE
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
-LOAD = Load(range(1000, 100_000))
+LOAD = Load(range(1000, 100_000), seconds=0.0 if DRY_RUN else 1.0)
 HOST_TOKENS, SHORT_ANSWERS = 600, 20  # of an answer whose steps' host time is taken; answers of SHORT tokens
 REPEATS = 10
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64

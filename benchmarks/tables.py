@@ -195,9 +195,15 @@ class Results:
         flashinfer = env.get("flashinfer") or env.get("servers", {}).get("flashinfer-python")
         versions += [f"FlashInfer {flashinfer}"] if flashinfer not in (None, "none") else []
         commands = dict.fromkeys(f"`{run['command']}` on {run['date']}" for run in runs)
-        gaps = list(dict.fromkeys(f"{gap.get('path') or gap}: {gap['reason']}" for gap in env.get("not_run", [])))
+        not_run = [gap for gap in env.get("not_run", []) if section is None or gap.get("section", section) == section]
+        gaps = list(dict.fromkeys(f"{_gap_words(gap)}: {gap['reason']}" for gap in not_run))
         line = f"**{', '.join([env['device'], *versions])}**; {'; '.join(commands)}."
         return line + (f" Not run: {'; '.join(gaps[:5])}." if gaps else "")
+
+
+def _gap_words(gap: dict[str, Any]) -> str:
+    about = [str(value) for name, value in gap.items() if name not in ("section", "reason")]
+    return gap.get("path") or " ".join(about)
 
 
 def gpus(folder: Path = RESULTS) -> list[str]:

@@ -86,12 +86,14 @@ ATTEMPTS = 3
 
 
 class Load(NamedTuple):
-    """What the requests of a cell are. ids: of the prompts, drawn at random. short, long: tokens of the two answers."""
+    """What the requests of a cell are. ids: of the prompts, drawn at random. short, long: tokens of the two answers.
+    seconds: a sample is of as many long answers as take that long."""
 
     ids: range
     prompt_tokens: int = 32
     short: int = 8
     long: int = 200
+    seconds: float = 1.0
 
     def prompts(self, batch: int) -> list[list[int]]:
         return [random.choices(self.ids, k=self.prompt_tokens) for _ in range(batch)]
@@ -121,12 +123,21 @@ def generate(server: Server, load: Load, batch: int, request: Request, tokens: i
 
 
 def tpot_us(server: Server, load: Load, batch: int, request: Request) -> float:
-    """Microseconds per output token. Raises ServerError where short answers keep taking longer than long ones."""
+    """Microseconds per output token: the median of as many long answers, less a short one each, as take
+    ``load.seconds`` where none is held up. Raises ServerError where short answers keep taking longer than long ones."""
+    each: list[float] = []
+    while not each or len(each) * min(each) < load.seconds:
+        each.append(_decoding_seconds(server, load, batch, request))
+    return statistics.median(each) / (load.long - load.short) * 1e6
+
+
+def _decoding_seconds(server: Server, load: Load, batch: int, request: Request) -> float:
+    """Of the tokens that a long answer has more than a short one."""
     for _ in range(ATTEMPTS):
         short = generate(server, load, batch, request, load.short)
         seconds = generate(server, load, batch, request, load.long) - short
         if seconds > 0:
-            return seconds / (load.long - load.short) * 1e6
+            return seconds
     raise ServerError(
         f"an answer of {load.long} tokens takes no longer than one of {load.short}, {ATTEMPTS} times in a row: "
         "the machine is busy, or --output-tokens is too small"

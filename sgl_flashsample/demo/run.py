@@ -100,7 +100,8 @@ def make_server(folder: Path, model: str, dtype: str, *, stock: bool = False, po
     return Server.on_this_machine(
         folder / model,
         ["--dtype", dtype, "--random-seed", "1", *warmup],
-        gpu_arguments=["--mem-fraction-static", "0.3"],
+        # FlashAttention is not in every installation.
+        gpu_arguments=["--mem-fraction-static", "0.3", "--attention-backend", "triton"],
         backend=None,
         launcher=SGLANG_LAUNCH_SERVER if stock else SGL_FLASHSAMPLE_SERVE,
         log=folder / f"{model}{'-stock' if stock else ''}.log",

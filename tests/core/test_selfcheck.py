@@ -72,7 +72,7 @@ def broken(monkeypatch):
     [
         ({}, 97, TILE),
         ({"vocab_size": 601}, 64, READ),
-        ({"softcap": 5.0, "logit_scale": 0.5}, 5000, WIDE),
+        pytest.param({"softcap": 5.0, "logit_scale": 0.5}, 5000, WIDE, marks=pytest.mark.full),
         pytest.param({"softcap": 5.0, "logit_scale": 0.5}, 97, LONG, marks=pytest.mark.full),
         ({"vocab_start": 320, "shards": 2}, 97, LONG),
     ],

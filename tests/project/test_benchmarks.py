@@ -19,6 +19,8 @@ import pytest
 import torch
 from serving import make_server, needs_sglang
 
+from sgl_flashsample.sglang.exchange import bytes_received
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -415,6 +417,44 @@ def test_summaries_have_all_gpus_in_one_table_and_full_tables_one_each(load, res
     whole = load("tables").SECTIONS["serve"].markdown(results)
     assert whole.count("| m, temperature 1 |") == 2 and "1000 → 950 (0.950; ± 3)" in whole
     assert "**NVIDIA H100, torch 2.11, Triton 3.6, SGLang 0.5.17**; `python benchmarks/serve.py`" in whole
+
+
+def test_a_line_names_what_was_not_run_of_its_own_section(load, results):
+    file = results / "h200-serve.json"
+    data = json.loads(file.read_text())
+    cell = {"model": "m", "sampling": "greedy", "batch": 8, "reason": "out of time"}
+    data["env"]["not_run"] = [{"section": "stock", **cell}, {"section": "repeats", **cell, "batch": 64}]
+    file.write_text(json.dumps(data))
+    assert "Not run: m greedy 8: out of time" in "\n".join(lines_of(load, results, "serve"))
+    assert "64: out of time" not in "\n".join(lines_of(load, results, "serve"))
+
+
+def test_the_table_of_exchanged_bytes_is_that_of_the_exchange(load, results):
+    file = results / "h200-kernels.json"
+    data = json.loads(file.read_text())
+    about = {"D": 4096, "V": 151936, "B": 64, "mode": "nothing", "us_spread": 0.1, "form": "read"}
+    data["rows"].append(about | {"path": "read", "us": 280.0})
+    file.write_text(json.dumps(data))
+    rows = [line.strip("| ").split(" | ") for line in lines_of(load, results, "exchanged")[4:]]
+    assert [row[0] for row in rows] == ["2", "4", "8", "16"] and rows[0][1] == "140"
+    for ranks, _, _, records, whole_rows, _ in rows[:3]:
+        of_records, of_rows = (bytes_received(int(ranks), 64, part) for part in (None, 2 * 151936 // int(ranks)))
+        assert (records, whole_rows) == (f"{of_records / 1e6:.3g}", f"{of_rows / 1e6:.3g}")
+    assert float(rows[3][3]) == pytest.approx(15 * 64 * 16 / 1e6, rel=1e-2)
+
+
+def test_repeats_say_how_many_verdicts_agree_and_rows_of_several_ranks_say_so(load, results):
+    file = results / "h200-serve.json"
+    data = json.loads(file.read_text())
+    about = {"model": "m", "sampling": "t1", "batch": 8, "run": 0}
+    percent = [[-5.0, -6.0, -4.0], [-3.0, -7.0, 1.0], [2.0, 1.0, 3.0]]
+    data["rows"].append(about | {"section": "repeats", "faster": 1, "slower": 1, "percent": percent})
+    for backend, us in (("oracle", 1000.0), ("flashsample", 1010.0)):
+        ranks = {"tp": 1, "pp": 2, "spread_us": 2.0, "tpot_us": us, "backend": backend}
+        data["rows"].append(about | {"section": "oracle"} | ranks)
+    file.write_text(json.dumps(data))
+    assert "| m, temperature 1 | 1 of 3 faster, 1 slower (-5.0 to +2.0 %) |" in lines_of(load, results, "serve-repeats")
+    assert "| m, pp 2, temperature 1 | 1000 → 1010 (1.010; ± 2) |" in lines_of(load, results, "serve-oracle")
 
 
 def test_the_parity_table_has_each_feature_and_each_pair_once(load, results):

@@ -12,7 +12,7 @@ from sgl_flashsample import bench
 from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import ServerError
 
-LOAD = bench.Load(range(10, 90), prompt_tokens=4, short=2, long=6)
+LOAD = bench.Load(range(10, 90), prompt_tokens=4, short=2, long=6, seconds=0.0)
 
 
 class Clock:
@@ -90,6 +90,23 @@ def memory(monkeypatch):
     monkeypatch.setattr(bench, "memory_share", lambda device: 0.1)
     monkeypatch.setattr(bench, "perf_counter", CLOCK)
     return lambda share: monkeypatch.setattr(bench, "memory_share", lambda device: share)
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+def test_a_sample_of_a_fast_server_is_the_median_of_many_answers_and_one_that_is_held_up_does_not_count(monkeypatch):
+    monkeypatch.setattr(bench, "perf_counter", CLOCK)
+
+    class HeldUp(FakeServer):
+        def generate(self, *, sampling_params, **fields):
+            CLOCK.now += 5.0 * (sampling_params["max_new_tokens"] == LOAD.long and len(self.log) == 1)
+            return super().generate(sampling_params=sampling_params, **fields)
+
+    log: list[str] = []
+    load = LOAD._replace(seconds=0.0199)
+    us = bench.tpot_us(HeldUp("ours", 0.001, log), load, 2, bench.SAMPLINGS["greedy"])
+    assert us == pytest.approx(1000.0) and len(log) == 5, "answers of 4 tokens more than the short ones, 1 ms each"
 
 
 # --- what is called a difference ------------------------------------------------------------------------------------
@@ -278,7 +295,7 @@ def test_what_cannot_be_measured_is_one_line(run, monkeypatch, arguments, messag
 
 @needs_sglang
 @pytest.mark.server
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_real_servers_are_compared(run, tmp_path):
     markov.write(tmp_path / "model", markov.SIZES["tiny"])
     changes = ["--samplings", "greedy", "--batches", "2", "--pairs", "2", "--output-tokens", "64"]

@@ -13,6 +13,7 @@ import pytest
 
 from sgl_flashsample import __version__
 from sgl_flashsample.demo import server as servers
+from sgl_flashsample.demo import smollm2
 from sgl_flashsample.hot_vocab import HotVocab
 from sgl_flashsample.sglang import versions
 
@@ -131,6 +132,7 @@ def test_a_server_that_does_not_start_is_one_line_and_exit_code_one(run, monkeyp
         raise servers.ServerError("the server ended with code 1: ValueError: no such model")
 
     monkeypatch.setattr(servers.Server, "start", fails)
+    monkeypatch.setattr(smollm2, "weights_file", lambda: None)  # to write the trained model takes 20 s
     code, _, err = run("demo")
     assert (code, err) == (1, "error: the server ended with code 1: ValueError: no such model\n")
 

@@ -47,15 +47,28 @@ def counts_of(out: str) -> tuple[str, int, int]:
 
 
 @pytest.mark.slow
-def test_a_second_run_finds_every_kernel_of_the_first_and_another_gpu_none(warm, monkeypatch):
+def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     few = ("--max-rows", 1, "--no-screen")
-    first = warm(*few, "--device", "H100")
+    first = warm(*few, "--device", "A100")
     assert first.returncode == 0, first.stderr
-    device, compiled, found = counts_of(first.stdout)
-    assert device == "NVIDIA H100 80GB HBM3" and compiled >= 10 and found == 0
-    assert counts_of(warm(*few, "--device", "H200").stdout) == ("NVIDIA H200", 0, compiled)
-    assert counts_of(warm(*few, "--device", "A100").stdout)[1] >= 10, "sm80 is another target"
+    _, compiled, found = counts_of(first.stdout)
+    assert compiled >= 10 and found == 0
+    files = [file for file in (tmp_path / "cache").rglob("*.json") if not file.name.startswith("__grp__")]
+    assert len(files) == compiled and {json.loads(file.read_text())["target"]["arch"] for file in files} == {80}
+    (tmp_path / "table.json").write_text("{}")
+    second = warm(*few, "--device", "A100", "--tuned", "table.json")
+    assert second.returncode == 0 and second.stdout.startswith("table.json: "), "a table that is of no use is named"
+    assert counts_of(second.stdout)[1:] == (0, compiled)
+
+
+@pytest.mark.full
+def test_gpus_of_one_architecture_share_their_kernels_and_no_other_has_them(warm, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    device, compiled, found = counts_of(warm("--device", "H100").stdout)
+    assert (device, found) == ("NVIDIA H100 80GB HBM3", 0)
+    assert counts_of(warm("--device", "H200").stdout) == ("NVIDIA H200", 0, compiled)
+    assert counts_of(warm("--device", "A100").stdout)[1] >= 10
 
 
 @pytest.mark.gpu
@@ -70,13 +83,6 @@ def test_a_server_compiles_nothing_that_was_compiled_without_its_gpu(warm, tmp_p
     started = subprocess.run([sys.executable, "-c", START, shape], cwd=tmp_path, capture_output=True, text=True)
     assert started.returncode == 0, started.stderr
     assert json.loads(started.stdout.splitlines()[-1]) == []
-
-
-@pytest.mark.slow
-def test_a_table_that_is_of_no_use_is_named(warm, tmp_path):
-    (tmp_path / "table.json").write_text("{}")
-    done = warm("--device", "H200", "--max-rows", 1, "--no-screen", "--tuned", "table.json")
-    assert done.returncode == 0 and done.stdout.startswith("table.json: "), done.stdout
 
 
 @pytest.mark.parametrize(
