@@ -289,19 +289,19 @@ def test_greedy_tokens_are_the_truths(ours, truth):
     assert_greedy(ours, truth, 200, 40)
 
 
-def test_forty_thousand_tokens_follow_the_truth_and_a_temperature_off_by_5_percent_would_show(ours, truth):
+def test_fifty_thousand_tokens_follow_the_truth_and_a_temperature_off_by_5_percent_would_show(ours, truth):
     """alpha 1e-6; power above 0.99 against a temperature that is 5 % off."""
-    pairs = draw(ours, 40_000, 200, {"temperature": 1.0})
+    pairs = draw(ours, 50_000, 200, {"temperature": 1.0})
     observed, expected = rank_table(pairs, truth)
-    assert observed.sum() >= 40_000
-    assert power(40_000, expected, rank_table(pairs, truth, 1.05)[1], alpha=1e-6) > 0.99
+    assert observed.sum() >= 50_000
+    assert power(50_000, expected, rank_table(pairs, truth, 1.05)[1], alpha=1e-6) > 0.99
     assert g_test(observed, expected).p_value > 1e-6
     assert g_test(*context_table(pairs, truth)).p_value > 1e-6
 
 
 @pytest.mark.full
 def test_tokens_of_a_temperature_off_by_5_percent_do_not_follow_the_truth(ours, truth):
-    off = draw(ours, 40_000, 200, {"temperature": 1.05})
+    off = draw(ours, 50_000, 200, {"temperature": 1.05})
     assert g_test(*rank_table(off, truth)).p_value < 1e-6
 
 
