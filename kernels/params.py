@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -217,14 +217,21 @@ class BatchParams:
 
     def rows(self, start: int, stop: int) -> BatchParams:
         """Those of the rows from ``start`` to ``stop``, as views."""
+        return self._of_each(lambda tensor: tensor[start:stop])
 
-        def cut(value: Any) -> Any:
+    def repeated(self, times: int) -> BatchParams:
+        """Each row ``times`` times in a row. A mask that has as many rows already stays."""
+        rows = self.temperature.shape[0] * times
+        return self._of_each(lambda tensor: tensor if tensor.shape[0] == rows else tensor.repeat_interleave(times, 0))
+
+    def _of_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchParams:
+        def changed(value: Any) -> Any:
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            views = {name: field[start:stop] for name, field in fields.items() if isinstance(field, torch.Tensor)}
-            return dataclasses.replace(value, **views)
+            tensors = {name: change(field) for name, field in fields.items() if isinstance(field, torch.Tensor)}
+            return dataclasses.replace(value, **tensors)
 
-        truncation, edits = (None if value is None else cut(value) for value in (self.truncation, self.edits))
-        return dataclasses.replace(cut(self), truncation=truncation, edits=edits)
+        truncation, edits = (None if value is None else changed(value) for value in (self.truncation, self.edits))
+        return dataclasses.replace(changed(self), truncation=truncation, edits=edits)
 
     @property
     def is_edited(self) -> bool:

@@ -344,6 +344,29 @@ def merge_records_ref(records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return token.gather(0, winner)[0].long(), of_winner - total, total
 
 
+def follow_drafts_ref(
+    drawn: torch.Tensor, drafts: torch.Tensor, first_child: torch.Tensor, next_sibling: torch.Tensor
+) -> list[list[int]]:
+    """Per row, the nodes on the path of accepted drafts, the root first; all ``[B, D]``."""
+
+    def children(row: int, node: int) -> list[int]:
+        found, child = [], int(first_child[row, node])
+        while child >= 0:
+            found.append(child)
+            child = int(next_sibling[row, child])
+        return found
+
+    paths = []
+    for row in range(drawn.shape[0]):
+        path: list[int] = []
+        fitting = [0]
+        while fitting:
+            path.append(fitting[0])
+            fitting = [child for child in children(row, path[-1]) if drafts[row, child] == drawn[row, path[-1]]]
+        paths.append(path)
+    return paths
+
+
 def lm_head_sample_ref(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .sampler import Sampler, SamplingParams
     from .screen import Screen
     from .tables.lookup import load_table, resolve
+    from .verification import DraftTree, VerifyOutput, verify
 
 _HOMES = {
     "argmax": ".api",
@@ -48,12 +49,16 @@ _HOMES = {
     "Screen": ".screen",
     "load_table": ".tables.lookup",
     "resolve": ".tables.lookup",
+    "DraftTree": ".verification",
+    "VerifyOutput": ".verification",
+    "verify": ".verification",
 }
 
 __all__ = [
     "NOISE_ABI",
     "BatchParams",
     "DispatchTable",
+    "DraftTree",
     "LMHead",
     "LogitEdits",
     "SampleOutput",
@@ -63,6 +68,7 @@ __all__ = [
     "Screen",
     "TileConfig",
     "Truncation",
+    "VerifyOutput",
     "Workspace",
     "__version__",
     "argmax",
@@ -70,6 +76,7 @@ __all__ = [
     "resolve",
     "sample",
     "sample_from_logits",
+    "verify",
 ]
 
 

@@ -164,20 +164,23 @@ def built_in_launches(capability: int, full: bool) -> Iterator[tuple[str, Callab
                 yield label, functools.partial(launch_once, some, config, kind, table, **given)
 
 
-def merge_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The launches that merge the draws of ranks."""
+def launches_after_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The launches that merge the draws of ranks, and the one that accepts drafts."""
+    from sgl_flashsample.kernels.follow_drafts import follow_drafts
     from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
 
     for return_logprob in (False, True):
         name = "merge of ranks" + ", logprobs" * return_logprob
         yield f"{name}: pack", functools.partial(pack_record, no_record(3, torch.device("cpu"), return_logprob), 1, 2)
         yield name, functools.partial(merge_records, torch.zeros(2, 3, 4), return_logprob=return_logprob)
+    tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
+    yield "path of drafts", functools.partial(follow_drafts, *tables)
 
 
 def resources(capability: int, full: bool) -> list[dict]:
     return [
         dataclasses.asdict(used)
-        for name, launch in itertools.chain(built_in_launches(capability, full), merge_launches())
+        for name, launch in itertools.chain(built_in_launches(capability, full), launches_after_a_draw())
         for used in compiled_by(name, launch)
     ]
 

@@ -191,8 +191,8 @@ def ids(model) -> torch.Tensor:
     return torch.tensor([[5, 6, 7], [8, 9, 10]], device=model.device)
 
 
-def test_the_page_has_three_examples():
-    assert len(EXAMPLES) == 3
+def test_the_page_has_four_examples():
+    assert len(EXAMPLES) == 4
 
 
 @pytest.mark.slow

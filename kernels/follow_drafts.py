@@ -1,0 +1,110 @@
+"""Which drafted tokens are accepted, of a token drawn at every node of a tree of drafts: follow the child that equals
+the draw, as long as there is one.
+
+A node's draw is from the model's distribution after the tokens up to that node. So the tokens on the path, the draw at
+its last node included, have the law of drawing them one after another, and with noise that is keyed by their positions
+they are the same tokens: a child is taken because it is what was drawn, and only one node per depth is visited. This is
+the law of FlashSpec's and SGLang's verification by acceptance probabilities (with thresholds of 1), without
+probabilities.
+
+A tree is two tables, as SGLang has them: of each node, its first child and its next sibling, -1 for none. Node 0 is
+the root, the last token that is known; its draft is not looked at.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch
+
+
+class Accepted(NamedTuple):
+    """nodes: ``[B, P]`` int32, the nodes on the path as places in ``[B * D]``, the root first, then -1. num_tokens:
+    ``[B]`` int32, how many these are, which is also how many tokens a row gains: those drawn at its nodes."""
+
+    nodes: torch.Tensor
+    num_tokens: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["num_nodes", "max_path"])
+def follow_drafts_kernel(
+    drawn_ptr,  # [B, D] i64
+    drafts_ptr,  # [B, D] i64
+    first_child_ptr,  # [B, D] i64
+    next_sibling_ptr,  # [B, D] i64
+    accepted,  # Accepted, out
+    num_nodes,
+    max_path,
+):
+    row = tl.program_id(0).to(tl.int64)
+    base = row * num_nodes
+    path = accepted.nodes + row * max_path
+    node = tl.zeros([], tl.int64)
+    length = 1
+    tl.store(path, base.to(tl.int32))
+    found = max_path > 1
+    while found:
+        token = tl.load(drawn_ptr + base + node)
+        child = tl.load(first_child_ptr + base + node)
+        draft = tl.load(drafts_ptr + base + child, mask=child >= 0, other=-1)
+        while (child >= 0) & (draft != token):
+            child = tl.load(next_sibling_ptr + base + child)
+            draft = tl.load(drafts_ptr + base + child, mask=child >= 0, other=-1)
+        found = child >= 0
+        if found:
+            tl.store(path + length, (base + child).to(tl.int32))
+            node = child
+            length += 1
+            found = length < max_path
+    tl.store(accepted.num_tokens + row, length)
+    for place in tl.range(length, max_path):
+        tl.store(path + place, -1)
+
+
+def follow_drafts(
+    drawn: torch.Tensor,
+    drafts: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
+    max_path: int | None = None,
+) -> Accepted:
+    """The path of accepted drafts of each row. drawn: ``[B, D]`` int64, the token drawn at each node. drafts:
+    ``[B, D]`` int64, the token of each node. first_child, next_sibling: ``[B, D]`` int64, nodes of the same row, -1 for
+    none; no node comes twice. max_path: the most nodes of a path; of the whole tree when None.
+
+    Raises ValueError for another shape, dtype, layout or device.
+    """
+    shape = tuple(drawn.shape)
+    for name, value in (
+        ("drawn", drawn),
+        ("drafts", drafts),
+        ("first_child", first_child),
+        ("next_sibling", next_sibling),
+    ):
+        if len(shape) != 2 or tuple(value.shape) != shape or value.dtype is not torch.int64:
+            expected = shape if len(shape) == 2 else "[B, D]"
+            raise ValueError(f"{name} is {tuple(value.shape)} {value.dtype}; expected {expected} torch.int64")
+        if not value.is_contiguous() or value.device != drawn.device:
+            raise ValueError(
+                f"{name} has strides {value.stride()} on {value.device}; expected it contiguous on {drawn.device}"
+            )
+    num_rows, num_nodes = shape
+    max_path = num_nodes if max_path is None else max_path
+    if min(max_path, num_nodes) < 1:
+        raise ValueError(f"max_path is {max_path} of {num_nodes} nodes; expected 1 or more")
+    nodes = torch.empty(num_rows, max_path, dtype=torch.int32, device=drawn.device)
+    accepted = Accepted(nodes, torch.empty(num_rows, dtype=torch.int32, device=drawn.device))
+    launch(
+        follow_drafts_kernel,
+        num_rows,
+        (drawn, drafts, first_child, next_sibling, accepted, num_nodes, max_path),
+        {},
+        1,
+        # An engine's tables may be views that start anywhere.
+        (drawn.device.index, *(t.data_ptr() % 16 == 0 for t in (drawn, drafts, first_child, next_sibling))),
+    )
+    return accepted

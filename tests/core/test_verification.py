@@ -1,0 +1,173 @@
+"""``verify``: with drafts, whatever they are, rows gain the tokens that they would have drawn one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_flashsample import BatchParams, DraftTree, LMHead, LogitEdits, Truncation, sample, verify
+from sgl_flashsample.kernels.reference import lm_head_sample_ref
+
+PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+VOCAB, HIDDEN = 200, 64
+TREE = [-1, 0, 0, 1, 1, 2, 3, 6]  # siblings, and a path of five nodes
+NUM_ROWS = 5
+
+
+@dataclasses.dataclass
+class Model:
+    """A language model whose next token depends on the last one alone."""
+
+    embedding: torch.Tensor  # [V, D]
+    head: LMHead
+
+    def hidden_after(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embedding[tokens]
+
+
+@pytest.fixture(scope="module")
+def model(device) -> Model:
+    g = torch.Generator().manual_seed(7)
+    embedding, weight = (torch.randn(VOCAB, HIDDEN, generator=g).to(device) for _ in range(2))
+    return Model(embedding, LMHead(0.3 * weight))
+
+
+def params_of(device, position: int, **changes) -> BatchParams:
+    temperature = torch.tensor([1.0, 0.7, 0.0, 1.3, 1.0], device=device)
+    seed = torch.tensor([3, -4, 5, 6, 2**62], device=device)
+    return BatchParams(temperature, seed, torch.full((NUM_ROWS,), position, device=device), **changes)
+
+
+def truncation(device) -> Truncation:
+    top_k = torch.tensor([5, 1 << 30, 9, 3, 40], dtype=torch.int32, device=device)
+    top_p = torch.tensor([1.0, 0.6, 0.9, 0.8, 1.0], device=device)
+    return Truncation(top_k, top_p, torch.zeros(NUM_ROWS, device=device))
+
+
+def drawn_one_by_one(model: Model, first: torch.Tensor, position: int, count: int, **changes) -> torch.Tensor:
+    """``[B, count]``: the tokens after ``first``, by the reference; with a truncation, by ``sample``."""
+    tokens = [first]
+    for step in range(count):
+        params = params_of(first.device, position + step, **changes)
+        hidden = model.hidden_after(tokens[-1])
+        if changes:
+            tokens.append(sample(hidden, model.head, params).token_ids)
+        else:
+            weight = model.head.weight
+            want = lm_head_sample_ref(hidden, weight, params.temperature, params.seed, params.position)
+            assert not want.near_tie.any()
+            tokens.append(want.token)
+    return torch.stack(tokens[1:], 1)
+
+
+def drafts_of(parents: list[int], truth: torch.Tensor, right: float, seed: int) -> torch.Tensor:
+    """``[B, D]``: each node's draft, the true token of its depth with a chance of ``right``."""
+    depth = DraftTree.from_parents(parents, "cpu").depth
+    g = torch.Generator().manual_seed(seed)
+    wrong = torch.randint(VOCAB, (len(truth), len(parents)), generator=g).to(truth.device)
+    is_right = torch.rand(len(truth), len(parents), generator=g).to(truth.device) < right
+    return torch.where(is_right, truth[:, depth.clamp(min=1) - 1], wrong)
+
+
+def number_accepted(parents: list[int], drafts: torch.Tensor, truth: torch.Tensor) -> list[int]:
+    """Of each row, the tokens that it gains: by the definition, among all paths from the root."""
+
+    def longest(row: int, node: int, depth: int) -> int:
+        fitting = [c for c, p in enumerate(parents) if p == node and drafts[row, c] == truth[row, depth]]
+        return 1 + (longest(row, fitting[0], depth + 1) if fitting else 0)
+
+    return [longest(row, 0, 0) for row in range(len(drafts))]
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("parents", [[-1], [-1, 0, 1, 2], TREE], ids=["no drafts", "chain", "tree"])
+@pytest.mark.parametrize("truncated", [False, True], ids=["plain", "truncated"])
+def test_a_row_gains_the_tokens_that_it_would_have_drawn_one_after_another(model, device, parents, right, truncated):
+    changes = {"truncation": truncation(device)} if truncated else {}
+    first = torch.arange(NUM_ROWS, device=device)
+    truth = drawn_one_by_one(model, first, 11, len(parents), **changes)
+    drafts = drafts_of(parents, truth, right, seed=len(parents))
+    hidden = model.hidden_after(torch.cat([first[:, None], drafts[:, 1:]], 1))
+    tree = None if parents == list(range(-1, len(parents) - 1)) else DraftTree.from_parents(parents, device)
+    out = verify(hidden, model.head, drafts, params_of(device, 11, **changes), tree)
+    accepted = number_accepted(parents, drafts, truth)
+    assert out.num_tokens.tolist() == accepted and out.logprobs is None
+    for row, count in enumerate(accepted):
+        assert out.token_ids[row].tolist() == truth[row, :count].tolist() + [-1] * (len(parents) - count)
+        nodes = out.nodes[row, :count] - row * len(parents)
+        assert nodes[0] == 0 and [parents[node] for node in nodes[1:]] == nodes[:-1].tolist()
+        assert [drafts[row, node].item() for node in nodes[1:]] == truth[row, : count - 1].tolist()
+
+
+def test_masks_of_nodes_and_penalties_of_rows_apply_to_every_node_and_logprobs_are_of_the_tokens_gained(model, device):
+    g = torch.Generator().manual_seed(1)
+    allowed = (torch.rand(NUM_ROWS * 4, VOCAB, generator=g) < 0.5).to(device)
+    edits = LogitEdits(additive=2 * torch.randn(NUM_ROWS, VOCAB, generator=g).to(device), mask=~allowed)
+    drafts = torch.randint(VOCAB, (NUM_ROWS, 4), generator=g).to(device)
+    hidden = model.hidden_after(drafts)
+    params = params_of(device, 0, edits=edits)
+    rows = params.repeated(4)
+    assert rows.edits.mask is params.edits.mask and torch.equal(rows.edits.additive[5], edits.additive[1])
+    position = torch.arange(4, device=device).repeat(NUM_ROWS)
+    each = sample(hidden.flatten(0, 1), model.head, dataclasses.replace(rows, position=position), return_logprob=True)
+    agreeing = drafts.clone()
+    agreeing[:, 1:] = each.token_ids.view(NUM_ROWS, 4)[:, :-1]  # the hidden states stay: every draft is accepted
+    out = verify(hidden, model.head, agreeing, params, return_logprob=True)
+    assert out.num_tokens.tolist() == [4] * NUM_ROWS
+    assert torch.equal(out.token_ids.flatten(), each.token_ids) and torch.equal(out.logprobs.flatten(), each.logprobs)
+    assert allowed.gather(1, each.token_ids[:, None]).all()
+    none = verify(hidden, model.head, torch.full_like(drafts, -2), params, return_logprob=True)
+    assert none.num_tokens.tolist() == [1] * NUM_ROWS and not none.logprobs[:, 1:].any()
+    assert torch.equal(none.logprobs[:, 0], each.logprobs.view(NUM_ROWS, 4)[:, 0])
+
+
+def test_the_loop_of_the_page_gives_the_same_tokens_with_good_drafts_with_bad_ones_and_with_none(model):
+    names: dict = {}
+    exec(next(example for example in EXAMPLES if "verify" in example), names)
+    calls = []
+
+    def generate(draft):
+        calls.clear()
+        hidden_of = lambda ids: (calls.append(1), model.hidden_after(ids))[1]  # noqa: E731
+        return names["generate_with_drafts"](hidden_of, model.head, 3, 30, draft), len(calls)
+
+    alone, steps = generate(lambda token: [])
+    assert len(alone) == steps == 30
+    following = dict(zip([3, *alone], alone, strict=False))
+    good, few_steps = generate(lambda token: [following.get(token, 0), following.get(following.get(token), 0)])
+    bad, _ = generate(lambda token: [token, 5, 6, 7])
+    assert good == bad == alone and few_steps < 20
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"hidden": torch.zeros(2, 64)}, "hidden is \\(2, 64\\); expected \\[B, D, H\\]"),
+        ({"draft_tokens": torch.zeros(2, 4).long()}, "draft_tokens is \\(2, 4\\); expected \\(2, 3\\)"),
+        ({"tree": DraftTree.chain(4, "cpu")}, "tree.first_child is \\(4,\\); expected \\(3,\\) or \\(2, 3\\)"),
+        ({"params": {}}, "params is a dict; expected BatchParams"),
+    ],
+)
+def test_wrong_arguments_are_named(changed, message):
+    params = BatchParams(torch.ones(2), *torch.zeros(2, 2).long())
+    right = {"hidden": torch.zeros(2, 3, 64), "draft_tokens": torch.zeros(2, 3).long(), "params": params}
+    with pytest.raises(ValueError, match=message):
+        verify(lm_head=torch.zeros(100, 64), **right | changed)
+
+
+@pytest.mark.parametrize(
+    "parents, message",
+    [
+        ([0], "parents\\[0\\] is 0; expected -1"),
+        ([-1, -1], "parents\\[1\\] is -1; expected 0 to 0"),
+        ([-1, 0, 2], "parents\\[2\\] is 2; expected 0 to 1"),
+    ],
+)
+def test_parents_that_are_no_tree_are_named(parents, message):
+    with pytest.raises(ValueError, match=message):
+        DraftTree.from_parents(parents, "cpu")
