@@ -32,6 +32,8 @@ _INDEX_ATTRIBUTE = "_flashsample_sample_index"  # on a request: which of its n s
 # Attributes of SGLang's SamplingBatchInfo: whether its sampler has to truncate.
 NEED_FLAGS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
 TOP_K_OFF = 1 << 30  # SGLang's TOP_K_ALL
+# Removes no token of a float32 softmax. Where min-p is given, SGLang takes top-p of what top-k has left, and so do we.
+NO_MIN_P = 1e-37
 
 
 class Row(NamedTuple):
@@ -125,6 +127,22 @@ class Batch:
             self.all_greedy,
             self.distribution_only,
         )
+
+    def params_of_nodes(self, num_nodes: int) -> BatchParams:
+        """Of a verification of drafts, each row ``num_nodes`` times; the positions are still to be given. SGLang's
+        verification ignores min-p, and takes top-p of what top-k has left."""
+        params = self._params_of_nodes.get(num_nodes)
+        if params is None:
+            rows = tuple(row._replace(needs=(*row.needs[:2], row.needs[0] and row.needs[1])) for row in self.rows)
+            min_p = [NO_MIN_P if row.needs[2] else 0.0 for row in rows]
+            tensors = self.tensors._replace(min_p=to_device(min_p, torch.float32, self.tensors.min_p.device))
+            params = Batch(rows, tensors).params(self.tensors.seed, None).repeated(num_nodes)
+            params = self._params_of_nodes[num_nodes] = dataclasses.replace(params, distribution_only=False)
+        return params
+
+    @functools.cached_property
+    def _params_of_nodes(self) -> dict[int, BatchParams]:
+        return {}
 
     @classmethod
     def of_requests(
@@ -358,9 +376,7 @@ def edits_of(batch: Batch, routing: Routing, sampling_info: Any) -> LogitEdits |
 
     Raises GrammarError for a grammar without a mask in a form that we know.
     """
-    if routing.edit_kinds is None:
-        _find_edits(batch, routing, sampling_info)
-    kinds = routing.edit_kinds
+    kinds = _edit_kinds(batch, routing, sampling_info)
     if not kinds:
         return None
     additive, scaling = penalties_of(sampling_info) if kinds & (Edit.ADDITIVE | Edit.SCALING) else (None, None)
@@ -373,8 +389,46 @@ def edits_of(batch: Batch, routing: Routing, sampling_info: Any) -> LogitEdits |
     )
 
 
+def edits_of_nodes(
+    batch: Batch, routing: Routing, sampling_info: Any, grammar_mask: Any, num_nodes: int
+) -> LogitEdits | None:
+    """``edits_of`` for a verification of drafts: the penalties and the bias of a row for each of its nodes, and the
+    masks of nodes that SGLang has filled; None where no row has any.
+
+    Raises GrammarError for a mask in a form that we do not know, and where there is none.
+    """
+    kinds = _edit_kinds(batch, routing, sampling_info)
+    if not kinds:
+        return None
+    assert routing.edit_rows is not None
+
+    def repeated(kind: Edit, rows: torch.Tensor | None) -> torch.Tensor | None:
+        return rows.repeat_interleave(num_nodes, 0) if kinds & kind and rows is not None else None
+
+    mask = None
+    if kinds & Edit.MASK:
+        mask = getattr(grammar_mask, "vocab_mask", None)
+        check_mask(mask, len(batch) * num_nodes)
+    edits = LogitEdits(
+        additive=repeated(Edit.ADDITIVE, sampling_info.acc_additive_penalties),
+        scaling=repeated(Edit.SCALING, sampling_info.acc_scaling_penalties),
+        mask=mask,
+        bias=repeated(Edit.BIAS, sampling_info.logit_bias),
+    )
+    # Penalties that SGLang has not accumulated it does not apply to drafts either.
+    rows = routing.edit_rows if edits.given == kinds else routing.edit_rows & int(edits.given)
+    return dataclasses.replace(edits, rows=rows.repeat_interleave(num_nodes)) if edits.given else None
+
+
+def _edit_kinds(batch: Batch, routing: Routing, sampling_info: Any) -> Edit:
+    """``edit_kinds`` of the routing; of a new one they are set, with ``edit_rows``."""
+    if routing.edit_kinds is None:
+        _find_edits(batch, routing, sampling_info)
+    assert routing.edit_kinds is not None
+    return routing.edit_kinds
+
+
 def _find_edits(batch: Batch, routing: Routing, sampling_info: Any) -> None:
-    """Set ``edit_kinds`` and ``edit_rows`` of a new routing; later steps read them."""
     grammars = _fused_grammars(routing, sampling_info) or [None] * len(batch)
     flags = [
         Edit(0) if reason is not None else (row.edits | Edit.MASK if grammar is not None else row.edits)
@@ -419,8 +473,16 @@ def grammar_mask(sampling_info: Any, grammars: list) -> torch.Tensor:
     except Exception as error:
         everywhere = isinstance(error, (AttributeError, NotImplementedError, TypeError, ValueError))
         raise GrammarError(f"{type(error).__name__}: {error}", everywhere) from error
-    if mask.dim() != 2 or mask.dtype not in (torch.int32, torch.bool) or mask.shape[0] != len(grammars):
-        raise GrammarError(
-            f"its mask is {tuple(mask.shape)} {mask.dtype}; expected [batch, words] int32 or [batch, vocabulary] bool"
-        )
+    check_mask(mask, len(grammars))
     return mask
+
+
+def check_mask(mask: Any, num_rows: int) -> None:
+    """Raise GrammarError unless this is a grammar's mask of so many rows."""
+    if not isinstance(mask, torch.Tensor):
+        raise GrammarError(f"its mask is a {type(mask).__name__}; expected a tensor")
+    if mask.dim() != 2 or mask.dtype not in (torch.int32, torch.bool) or mask.shape[0] != num_rows:
+        raise GrammarError(
+            f"its mask is {tuple(mask.shape)} {mask.dtype}; expected [{num_rows}, words] int32 or "
+            f"[{num_rows}, vocabulary] bool"
+        )

@@ -7,6 +7,8 @@ In a step and at the start (``StepHooks``):
     ModelRunner.load_model           compile and check the kernels of the model's LM head
     SamplingBatchInfo                parameters per row, through filters and merges of the batch
 
+Where drafts are verified (``speculation.SpeculationHooks``): ``eagle_sample``, and the logprobs of accepted tokens.
+
 Where SGLang describes itself: ``Scheduler.get_internal_state``, which ``/server_info`` shows.
 
 Where SGLang changes weights later (``WeightHooks``): a screen is a copy of some, and must know.
@@ -87,11 +89,13 @@ class StepHooks:
 
     def load_model(self, result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         """ModelRunner.load_model: the weights are there, graphs are not captured yet. An embedding model samples
-        nothing, a draft model is not this backend's."""
+        nothing, the logits of a draft model are SGLang's."""
         try:
             if not model_runner.is_generation:
                 refuse_to_start("this model generates no tokens")
-            elif not model_runner.is_draft_worker:
+            elif model_runner.is_draft_worker:
+                self.runtime.leave_drafts(model_runner.model)
+            else:
                 self.runtime.prepare_model(model_runner.model)
                 if getattr(model_runner, "startup_weight_load", None) is not None:  # its weights are still to come
                     self.runtime.weights_settled = False
@@ -165,6 +169,29 @@ def install(runtime: Runtime) -> str | None:
         f"{_INFO}.copy_for_forward": (hooks.copy_for_forward, HookType.AFTER),
     }
     return apply_hooks(table)
+
+
+def install_speculation(runtime: Runtime) -> str | None:
+    """Register and apply the hooks of the verification of drafts. Returns why the fused pass must stay off, None when
+    every hook landed."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from .speculation import SpeculationHooks
+
+    targets: dict[str, None] = {}
+    reasons: list[str] = []
+    for names in versions.SPECULATION_TARGETS:
+        found = {name: versions.unsupported_target(name, parameters) for name, parameters in names.items()}
+        fitting = [name for name, reason in found.items() if reason is None]
+        targets |= dict.fromkeys(fitting[:1])
+        reasons += [] if fitting else list(filter(None, found.values()))
+    if reasons:
+        return "; ".join(reasons)
+    hooks = SpeculationHooks(runtime)
+    verify, logprobs = targets
+    return apply_hooks(
+        {verify: (hooks.eagle_sample, HookType.AROUND), logprobs: (hooks.compute_logprobs, HookType.AROUND)}
+    )
 
 
 def install_status_hook(status: Callable[[], dict[str, Any]]) -> None:

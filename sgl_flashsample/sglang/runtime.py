@@ -80,6 +80,8 @@ class Runtime:
         self.weights_settled = True
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
+        self.verifies = False  # drafts of speculative decoding
+        self._draft_processors: set[int] = set()
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
         self._last_stage = True  # of a pipeline: the others have no head
@@ -87,7 +89,7 @@ class Runtime:
         metrics, reports = False, True
         try:
             from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
-            from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel
+            from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel, get_spec
 
             self.server_seed = int(get_device().random_seed or 0)
             self.bool_masks = getattr(get_exec().kernel, "grammar_backend", None) == "outlines"
@@ -103,6 +105,7 @@ class Runtime:
             reports = parallel.tp_size == 1 or parallel.attn_tp_rank == 0
             reports = reports or bool(observability.enable_metrics_for_all_schedulers)
             self.inactive_reason = self.inactive_reason or support.unsupported_server()
+            self.verifies = get_spec().speculative_algorithm is not None
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
             self.inactive_reason = self.inactive_reason or f"this server's configuration cannot be read ({error})"
         self.metrics = Metrics(metrics, reports)
@@ -436,7 +439,9 @@ class Runtime:
             return None
         mode = metadata.forward_mode
         sampling = mode.is_decode() or (mode.is_extend() and not metadata.extend_return_logprob)
-        if not sampling or mode.is_target_verify() or mode.is_split_prefill() or metadata.is_prefill_only:
+        if not sampling or mode.is_split_prefill() or metadata.is_prefill_only:
+            return None
+        if id(processor) in self._draft_processors or (mode.is_target_verify() and not self.verifies):
             return None
         if self._screens_outdated and self.weights_settled and mode.is_extend() and not _is_capturing():
             self.renew_screens()
@@ -444,6 +449,14 @@ class Runtime:
         if state is None or hidden.dtype != lm_head.weight.dtype or hidden.stride(1) != 1:
             return None
         return state
+
+    def leave_drafts(self, draft_model: torch.nn.Module) -> None:
+        """The logits of a draft model are SGLang's."""
+        self._draft_processors |= {id(processor) for processor in _processors_of(draft_model).values()}
+
+    def count_verified(self, batch: Batch | None, routing: Routing, started: float) -> None:
+        """Count one batch whose drafts were verified, a row per request. batch: None where SGLang did it."""
+        self._count(routing, 0 if batch is None else batch.num_truncated, None if batch is None else started)
 
     def count(
         self, logits_output: Any, batch: Batch | None, routing: Routing, token_ids: torch.Tensor, started: float
@@ -454,7 +467,10 @@ class Runtime:
             logits_output.customized_info = {"flashsample_path": list(routing.labels)}
         if self.token_counts is not None:
             self.token_counts.add(token_ids, logits_output.next_token_logits.shape[-1])
-        if self.metrics.add_batch(routing, num_truncated, None if routing.native else started):
+        self._count(routing, num_truncated, None if routing.native else started)
+
+    def _count(self, routing: Routing, num_truncated: int, started: float | None) -> None:
+        if self.metrics.add_batch(routing, num_truncated, started):
             for state in self.heads:
                 self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
                 if state.screen is not None:
@@ -464,13 +480,18 @@ class Runtime:
 
 def _heads_of(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
     """Each LogitsProcessor of a model with the LM head beside it."""
+    modules = dict(model.named_modules())
+    for name, processor in _processors_of(model).items():
+        lm_head = getattr(modules.get(name.rpartition(".")[0]), "lm_head", None)
+        if lm_head is not None:
+            yield processor, lm_head
+
+
+def _processors_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Each LogitsProcessor of a model, by name."""
     from sglang.srt.layers.logits_processor import LogitsProcessor
 
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        lm_head = getattr(modules.get(name.rpartition(".")[0]), "lm_head", None)
-        if isinstance(module, LogitsProcessor) and lm_head is not None:
-            yield module, lm_head
+    return {name: module for name, module in model.named_modules() if isinstance(module, LogitsProcessor)}
 
 
 def _without_failing_flashinfer(head: Any, table: DispatchTable) -> DispatchTable:

@@ -198,8 +198,7 @@ def draw(
     positions: torch.Tensor,  # [B]
     return_logprob: bool,
 ) -> SampleOutput:
-    """One token per row: by a CUDA graph where the batch has not changed for some steps, else by launches. A screen
-    that fails is given up, and the step drawn without it."""
+    """One token per row: by a CUDA graph where the batch has not changed for some steps, else by launches."""
     state.update(len(batch))
     if state.exchange is not None:
         params = batch.params(positions.to(torch.int64), edits)
@@ -213,14 +212,20 @@ def draw(
         out = graphs.step(launch, batch, hidden, edits, positions, return_logprob)
         if out is not None:
             return out
-    params = batch.params(positions.to(torch.int64), edits)
+    return draw_without_graphs(state, hidden, batch.params(positions.to(torch.int64), edits), return_logprob)
+
+
+def draw_without_graphs(
+    state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool
+) -> SampleOutput:
+    """By launches. A screen that fails is given up, and the step drawn without it."""
     try:
-        return launch(params)
+        return _launch(state, hidden, params, return_logprob)
     except Exception as error:
         if state.serving_screen is None or isinstance(error, torch.OutOfMemoryError):
             raise
         state.stop_screen(f"{type(error).__name__}: {error}")
-        return launch(params)
+        return _launch(state, hidden, params, return_logprob)
 
 
 def _launch(state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:

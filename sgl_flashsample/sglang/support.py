@@ -9,6 +9,9 @@ import torch
 
 from ..defaults import family_of
 
+SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
+# Whose drafts SGLang verifies in the one place that we know.
+SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
 RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
 MAX_EXCHANGED_IDS = 2**24  # as float32
 # Settings with which SGLang's sampler looks for NaN in the logits. Not every known version has the second.
@@ -23,7 +26,7 @@ def _is_set(envs: Any, name: str) -> bool:
 def unsupported_server() -> str | None:
     """Why nothing is fused under this server's arguments; None when the fused pass may run."""
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_observability, get_parallel, get_spec
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_observability, get_parallel
 
     parallel, execution, ranks = get_parallel(), get_exec(), get_parallel().tp_size
     dump = getattr(get_observability(), "debug_tensor_dump_output_folder", None)
@@ -32,9 +35,10 @@ def unsupported_server() -> str | None:
         return (
             f"several GPUs are off by default, as the speed there is not measured yet; {RANKS_VARIABLE}=1 turns them on"
         )
+    if (speculation := unsupported_speculation()) is not None:
+        return speculation
     graph = execution.graph.cuda_graph_config
     checks = (
-        ("speculative decoding", get_spec().speculative_algorithm is not None),
         # Newer SGLang has only the width, and no groups to ask for it where there is one rank.
         (
             "DP attention without --enable-dp-lm-head",
@@ -56,6 +60,32 @@ def unsupported_server() -> str | None:
         *((name, _is_set(envs, name)) for name in LOGIT_CHECKS),
     )
     return next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
+
+
+def unsupported_speculation() -> str | None:
+    """Why drafts cannot be verified by the fused pass; None without speculative decoding, and where they can."""
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_parallel, get_spec
+
+    spec, parallel = get_spec(), get_parallel()
+    if spec.speculative_algorithm is None:
+        return None
+    name = str(spec.speculative_algorithm).upper()
+    thresholds = (spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc)
+    checks = (
+        (f"speculative decoding with {name}", name not in SPECULATIVE_ALGORITHMS),
+        ("speculative decoding with acceptance thresholds below 1", any(value < 1 for value in thresholds)),
+        ("speculative decoding by rejection sampling", bool(spec.speculative_use_rejection_sampling)),
+        ("speculative decoding with a simulated acceptance", envs.SGLANG_SIMULATE_ACC_LEN.get() > 0),
+        ("speculative decoding with several ranks", parallel.tp_size > 1 or parallel.pp_size > 1),
+    )
+    reason = next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
+    if reason is None and os.environ.get(SPECULATION_VARIABLE) != "1":
+        return (
+            f"speculative decoding is off by default, as its speed is not measured yet; {SPECULATION_VARIABLE}=1 turns "
+            "it on"
+        )
+    return reason
 
 
 def is_elastic() -> bool:

@@ -37,6 +37,19 @@ HOOK_TARGETS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Of a server with speculative decoding: functions with one name in some versions and another in others.
+_LOGPROBS = "sglang.srt.layers.logprob_processor.compute_spec"
+SPECULATION_TARGETS: tuple[dict[str, tuple[str, ...]], ...] = (
+    {
+        "sglang.srt.speculative.eagle_utils.eagle_sample": ("verify_input", "batch", "logits_output", "grammar_mask"),
+    },
+    {
+        f"{_LOGPROBS}_logprobs": ("batch", "logits_output", "predict", "accept_index"),
+        f"{_LOGPROBS}_v2_logprobs": ("batch", "logits_output", "predict", "accept_index"),
+    },
+)
+
+
 def sglang_version() -> str:
     """The installed SGLang's version, or "not installed"."""
     try:
@@ -59,14 +72,15 @@ def unsupported_version(version: str) -> str | None:
     return f"SGLang {version} is not among the known versions {known} ({ANY_VERSION_VARIABLE}=1 tries it)"
 
 
-def unsupported_target(target: str) -> str | None:
-    """Why ``target`` cannot be hooked in this SGLang; None when it has the parameters we rely on."""
+def unsupported_target(target: str, want: tuple[str, ...] | None = None) -> str | None:
+    """Why ``target`` cannot be hooked in this SGLang; None when it has the leading parameters ``want``, by default
+    those of ``HOOK_TARGETS``."""
     try:
         function = pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
         return f"{target} is missing ({error})"
+    want = HOOK_TARGETS[target] if want is None else want
     have = tuple(inspect.signature(inspect.unwrap(function)).parameters)
-    want = HOOK_TARGETS[target]
     if have[: len(want)] != want:
         return f"{target} has parameters {', '.join(have)}; expected {', '.join(want)} first"
     return None

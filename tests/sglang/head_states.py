@@ -238,7 +238,12 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
             moe=space(elastic_ep_backend=None),
             overlap=space(enable_two_batch_overlap=False),
         ),
-        spec=space(speculative_algorithm=None),
+        spec=space(
+            speculative_algorithm=None,
+            speculative_accept_threshold_single=1.0,
+            speculative_accept_threshold_acc=1.0,
+            speculative_use_rejection_sampling=False,
+        ),
         disagg=space(enable_pdmux=False),
         flags=space(capture=space(enable_torch_compile=False)),
         device=space(random_seed=1234),
@@ -252,7 +257,7 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
             remote_instance_weight_loader_start_seed_via_transfer_engine=False,
             remote_instance_weight_loader_backend="nccl",
         ),
-        environ=space(),
+        environ=space(SGLANG_SIMULATE_ACC_LEN=space(get=lambda: -1)),
     )
     contents: dict[str, dict[str, Any]] = {
         "sglang": {},

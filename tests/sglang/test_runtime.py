@@ -51,7 +51,7 @@ def set_to(config: types.SimpleNamespace, path: str, value: object) -> None:
         ("exec.kernel.grammar_backend", "outlines", None),
         ("exec.graph.cuda_graph_config", None, None),
         ("exec.graph.cuda_graph_config.decode.backend", "disabled", None),
-        ("spec.speculative_algorithm", "EAGLE", "speculative decoding"),
+        ("spec.speculative_algorithm", "DFLASH", "speculative decoding with DFLASH"),
         ("parallel.tp_size", 2, None),
         ("parallel.pp_size", 2, None),
         ("exec.moe.elastic_ep_backend", "mooncake", "elastic expert parallelism"),
@@ -72,6 +72,38 @@ def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(
     set_to(server_config, path, value)
     reason = None if words is None else f"{words} is not supported yet"
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        *(({"spec.speculative_algorithm": name}, None) for name in support.SPECULATIVE_ALGORITHMS),
+        ({"spec.speculative_algorithm": "uno"}, "with UNO"),
+        ({"spec.speculative_accept_threshold_single": 0.9}, "with acceptance thresholds below 1"),
+        ({"spec.speculative_accept_threshold_acc": 0.9}, "with acceptance thresholds below 1"),
+        ({"spec.speculative_use_rejection_sampling": True}, "by rejection sampling"),
+        ({"environ.SGLANG_SIMULATE_ACC_LEN": types.SimpleNamespace(get=lambda: 2)}, "with a simulated acceptance"),
+        ({"parallel.pp_size": 2}, "with several ranks"),
+        ({"parallel.tp_size": 2}, "with several ranks"),
+    ],
+    ids=str,
+)
+def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, monkeypatch, changes, words):
+    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
+    for path, value in changes.items():
+        set_to(server_config, path, value)
+    name = changes.get("spec.speculative_algorithm")
+    assert support.unsupported_speculation() is None or name is not None, (
+        "without speculation nothing stands against it"
+    )
+    server_config.spec.speculative_algorithm = name or "EAGLE"
+    off = "speculative decoding is off by default, as its speed is not measured yet; "
+    off += "FLASHSAMPLE_SPECULATION=1 turns it on"
+    reason = off if words is None else f"speculative decoding {words} is not supported yet"
+    assert support.unsupported_server() == Runtime(None).inactive_reason == reason
+    monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
+    runtime = Runtime(None)
+    assert runtime.inactive_reason == (None if words is None else reason) and runtime.verifies
 
 
 @pytest.mark.parametrize(
@@ -352,10 +384,13 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("verifies", [False, True])
 @pytest.mark.parametrize("name", STEPS)
-def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(runtime, device, name):
+def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(runtime, device, name, verifies):
     """In SGLang's forward modes, a verification and a split prefill are prefills, too."""
     modes, given, wanted = STEPS[name]
+    runtime.verifies = verifies
+    wanted = verifies if name == "target verify" else wanted
     fields = {"extend_return_logprob": False, "is_prefill_only": False, "hidden": lambda hidden: hidden} | given
     is_mode = {name: lambda name=name: name in modes for name in ("decode", "extend", "target_verify", "split_prefill")}
     mode = types.SimpleNamespace(**{f"is_{name}": answer for name, answer in is_mode.items()})
@@ -526,9 +561,23 @@ def test_a_server_that_must_fuse_starts_with_a_model_that_it_fuses_and_with_a_dr
     assert len(starting.heads) == 1
 
 
+def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
+    state, hidden = make_state(device), hidden_states(device)
+    serve(runtime, state)
+    decode = types.SimpleNamespace(
+        is_decode=lambda: True, **{f"is_{name}": lambda: False for name in ("extend", "target_verify", "split_prefill")}
+    )
+    metadata = types.SimpleNamespace(forward_mode=decode, extend_return_logprob=False, is_prefill_only=False)
+    assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is state
+    draft = types.SimpleNamespace(named_modules=lambda: [("logits_processor", state.processor)])
+    runner = types.SimpleNamespace(model=draft, is_generation=True, is_draft_worker=True)
+    StepHooks(runtime).load_model(None, runner)
+    assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is None
+
+
 def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
     server_config.spec.speculative_algorithm = "EAGLE"
-    with pytest.raises(NotActiveError, match="speculative decoding is not supported yet"):
+    with pytest.raises(NotActiveError, match="speculative decoding is off by default"):
         Runtime(None).announce_inactive()
 
 

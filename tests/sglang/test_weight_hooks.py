@@ -210,7 +210,7 @@ import types
 from sgl_flashsample.sglang import hooks
 targets, reason = hooks.weight_targets()
 assert reason is None, reason
-for install in (hooks.install, hooks.install_weight_hooks):
+for install in (hooks.install, hooks.install_weight_hooks, hooks.install_speculation):
     reason = install(types.SimpleNamespace())
     assert reason is None, reason
 print(*(target.rpartition(".")[2] for target in targets))

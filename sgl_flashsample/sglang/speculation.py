@@ -1,0 +1,137 @@
+"""Speculative decoding: SGLang's verification of drafts by a draw of the fused pass at every node.
+
+SGLang verifies a batch in one place, ``eagle_sample``, for EAGLE, EAGLE3, MTP, STANDALONE and NGRAM. Its probabilities
+of acceptance have the law of drawing a token at every node and following the drafts that were drawn
+(``kernels/follow_drafts.py``). The noise is that of a token's position, so a request with a seed gets the tokens that
+it gets without speculation. As SGLang's verification, this one ignores min-p, and takes top-p of what top-k has left.
+
+A batch in which any row needs SGLang's sampler is verified by SGLang as a whole. Its drafts are SGLang's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..kernels.follow_drafts import follow_drafts
+from ..kernels.params import SampleOutput
+from .batch import Batch, GrammarError, Reason, Routing, batch_of, edits_of_nodes, routing_of
+from .lazy_logits import LazyLogits, plain
+from .runtime import Runtime
+from .sampler import Unserved, draw_without_graphs
+
+LOGPROBS_ATTRIBUTE = "_flashsample_logprobs"  # on LogitsProcessorOutput: of the token drawn at each node
+# An argument of ``eagle_sample`` that only says how to read another one.
+_HARMLESS = {"watermark_full_mask"}
+
+
+class SpeculationHooks:
+    """The hook functions of a verification, bound to one Runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def eagle_sample(
+        self,
+        original: Callable,
+        verify_input: Any,
+        batch: Any,
+        logits_output: Any,
+        grammar_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Around SGLang's: the drawn token of each node, ``[B * D]`` int32; how many tokens each row gains, ``[B]``
+        int32; the nodes of these, ``[B, P]`` int32, -1 after them."""
+        lazy = logits_output.next_token_logits
+        if isinstance(lazy, LazyLogits):
+            started = time.perf_counter()
+            others = [*args, *(value for name, value in kwargs.items() if name not in _HARMLESS)]
+            try:
+                rows, routing = self._route(verify_input, batch, lazy, others)
+                verified = self._verify(verify_input, batch, logits_output, rows, routing, grammar_mask)
+                self.runtime.count_verified(rows, routing, started)
+                return verified
+            except Unserved as unserved:
+                self.runtime.count_verified(None, Routing.whole(unserved.reason, len(batch.seq_lens)), started)
+            logits_output.next_token_logits = plain(lazy)
+        return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+
+    def compute_logprobs(self, original: Callable, batch: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
+        """Around SGLang's logprobs of the accepted tokens: those that were drawn with them."""
+        logprobs = vars(logits_output).pop(LOGPROBS_ATTRIBUTE, None)
+        if logprobs is None:
+            return original(batch, logits_output, *args, **kwargs)
+        nodes = kwargs["accept_index"] if "accept_index" in kwargs else args[1]
+        logits_output.next_token_logprobs = logprobs[nodes.clamp(min=0).long()]
+        return None
+
+    def _route(self, verify_input: Any, batch: Any, lazy: LazyLogits, others: list) -> tuple[Batch, Routing]:
+        """The rows of the batch. Raises Unserved where SGLang has to verify them."""
+        runtime, info = self.runtime, batch.sampling_info
+        if runtime.inactive_reason is not None:
+            raise Unserved(Reason.INACTIVE)
+        if lazy.is_dense:
+            raise Unserved(Reason.LOGITS_COMPUTED)
+        if any(value is not None for value in others):
+            raise Unserved(Reason.UNKNOWN_ARGUMENT)
+        rows, num_rows, num_nodes = batch_of(info), len(batch.seq_lens), verify_input.draft_token_num
+        if rows is None or len(rows) != num_rows or lazy.shape[0] != num_rows * num_nodes:
+            raise Unserved(Reason.UNKNOWN_ROWS)
+        if verify_input.positions.shape != (num_rows * num_nodes,):
+            raise Unserved(Reason.POSITIONS)
+        if not lazy.source.fits(num_rows * num_nodes):
+            raise Unserved(Reason.OUT_OF_MEMORY)
+        try:
+            routing = routing_of(
+                rows,
+                info,
+                batch.return_logprob,
+                batch.top_logprobs_nums,
+                batch.token_ids_logprobs,
+                runtime.original_logprobs,
+                runtime.no_grammars_reason is None,
+            )
+        except Exception as error:  # a request must not fail because we cannot tell what it needs
+            runtime.disable(f"routing: {type(error).__name__}: {error}")
+            raise Unserved(Reason.ERROR) from None
+        reason = next(filter(None, routing.reasons), None)
+        if reason is not None:
+            raise Unserved(reason)
+        return rows, routing
+
+    def _verify(
+        self, verify_input: Any, batch: Any, logits_output: Any, rows: Batch, routing: Routing, grammar_mask: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Raises Unserved after a failure; ``logits_output`` is then unchanged."""
+        lazy, num_nodes = logits_output.next_token_logits, verify_input.draft_token_num
+        shape = (len(rows), num_nodes)
+        try:
+            edits = edits_of_nodes(rows, routing, batch.sampling_info, grammar_mask, num_nodes)
+            params = rows.params_of_nodes(num_nodes)
+            params = dataclasses.replace(params, position=verify_input.positions.to(torch.int64), edits=edits)
+            lazy.source.update(lazy.shape[0])
+            drawn: SampleOutput = draw_without_graphs(lazy.source, lazy.hidden, params, batch.return_logprob)
+            nodes, num_tokens = follow_drafts(
+                drawn.token_ids.view(shape),
+                verify_input.draft_token.view(shape).to(torch.int64),
+                verify_input.retrieve_next_token,
+                verify_input.retrieve_next_sibling,
+                verify_input.max_tree_depth,
+            )
+        except GrammarError as error:
+            self.runtime.stop_grammars(str(error), error.everywhere)
+            raise Unserved(Reason.ERROR) from None
+        except torch.OutOfMemoryError:
+            lazy.source.out_of_memory(lazy.shape[0])
+            raise Unserved(Reason.OUT_OF_MEMORY) from None
+        except Exception as error:  # a request must not fail because a path cannot serve it
+            self.runtime.disable(f"{type(error).__name__}: {error}")
+            raise Unserved(Reason.ERROR) from None
+        if batch.return_logprob:
+            setattr(logits_output, LOGPROBS_ATTRIBUTE, drawn.logprobs)
+        return drawn.token_ids.to(torch.int32), num_tokens, nodes

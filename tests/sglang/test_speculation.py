@@ -1,0 +1,341 @@
+"""Verification of drafts in SGLang: which batches are verified by the fused pass, that rows gain the tokens of their
+draws, and what SGLang verifies itself. The law of it is in ``test_follow_drafts.py``."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from serving import needs_sglang
+from sglang_batches import VOCAB, grammar, make_samplers, request
+
+from sgl_flashsample.kernels.params import BatchParams, Truncation
+from sgl_flashsample.kernels.reference import allowed_ref
+from sgl_flashsample.sglang.batch import Reason
+from sgl_flashsample.sglang.lazy_logits import LazyLogits
+from sgl_flashsample.verification import DraftTree
+
+CHAIN, TREE = [-1, 0, 1, 2], [-1, 0, 0, 1, 2, 2, 5]
+SETTINGS = [
+    {"temperature": 1.0, "sampling_seed": 1},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 9, "sampling_seed": 3},
+    {"temperature": 1.2, "top_p": 0.6, "sampling_seed": 4},
+    {"temperature": 1.0, "min_p": 0.3, "sampling_seed": 5},
+]
+ROWS = len(SETTINGS)
+
+
+@pytest.fixture
+def hooks(one_rank):
+    from sgl_flashsample.sglang.speculation import SpeculationHooks
+
+    return SpeculationHooks(make_samplers()[0].runtime)
+
+
+class Original:
+    """In the place of SGLang's ``eagle_sample``: notes what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def __call__(self, verify_input, batch, logits_output, grammar_mask=None, *args, **kwargs):
+        self.calls.append((logits_output.next_token_logits, grammar_mask, args, kwargs))
+        return "SGLang's"
+
+
+def verification(info, lazy: LazyLogits, parents: list[int], drafts: torch.Tensor, **changes):
+    """The arguments of ``eagle_sample``, for rows whose root is at position 7."""
+    num_rows, device = len(drafts), drafts.device
+    tree = DraftTree.from_parents(parents, device)
+    shape = (num_rows, len(parents))
+    first, following, depth = (column.expand(shape).contiguous() for column in tree)
+    verify_input = types.SimpleNamespace(
+        draft_token=drafts.reshape(-1),
+        draft_token_num=len(parents),
+        positions=(7 + depth).reshape(-1),
+        retrieve_index=torch.arange(drafts.numel(), device=device).view(shape),
+        retrieve_next_token=first,
+        retrieve_next_sibling=following,
+        max_tree_depth=int(depth.max()) + 1,
+        tree_topk=-1,
+    )
+    batch = types.SimpleNamespace(
+        seq_lens=torch.full((num_rows,), 7, device=device),
+        sampling_info=info,
+        return_logprob=False,
+        top_logprobs_nums=None,
+        token_ids_logprobs=None,
+    )
+    vars(batch).update(changes)
+    return verify_input, batch, types.SimpleNamespace(next_token_logits=lazy)
+
+
+def sequentially_allowed(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """As SGLang's verification: top-p of what top-k has left. logits: ``[V]`` float64, divided by the temperature."""
+    probabilities = torch.softmax(logits, -1)
+    kept = probabilities >= probabilities.topk(top_k).values[-1]
+    left = torch.where(kept, probabilities, 0.0) / probabilities[kept].sum()
+    ordered = left.sort(descending=True)
+    before = ordered.values.cumsum(-1) - ordered.values
+    return torch.zeros_like(kept).scatter(0, ordered.indices, before < top_p) & kept
+
+
+def draws(head, hidden: torch.Tensor, num_nodes: int, positions: torch.Tensor, settings=SETTINGS):
+    """What each node draws: by ``sample_from_logits``, of logits that are there."""
+    from sgl_flashsample import sample_from_logits
+
+    def column(name: str, other: float, dtype: torch.dtype) -> torch.Tensor:
+        values = [one.get(name, other) for one in settings for _ in range(num_nodes)]
+        return torch.tensor(values, dtype=dtype, device=hidden.device)
+
+    zero = torch.zeros(len(hidden), device=hidden.device)
+    truncation = Truncation(column("top_k", 1 << 30, torch.int32), column("top_p", 1.0, torch.float32), zero)
+    params = BatchParams(
+        column("temperature", 1.0, torch.float32),
+        column("sampling_seed", 0, torch.int64),
+        positions,
+        truncation,
+    )
+    return sample_from_logits(head.logits(hidden), params, return_logprob=True)
+
+
+def accepted_by_sglang(verify_input, drawn: torch.Tensor):
+    """SGLang's own walk over the tree: its Triton twin, interpreted."""
+    from sglang.srt.speculative.eagle_utils import verify_tree_greedy_triton
+
+    shape = verify_input.retrieve_index.shape
+    predict = torch.zeros(drawn.shape, dtype=torch.int32, device=drawn.device)
+    nodes = torch.full((shape[0], verify_input.max_tree_depth), -1, dtype=torch.int32, device=drawn.device)
+    count = torch.empty(shape[0], dtype=torch.int32, device=drawn.device)
+    verify_tree_greedy_triton(
+        predict,
+        nodes,
+        count,
+        verify_input.draft_token.view(shape),
+        verify_input.retrieve_index,
+        verify_input.retrieve_next_token,
+        verify_input.retrieve_next_sibling,
+        drawn.view(shape),
+    )
+    return predict, count + 1, nodes
+
+
+def good_drafts(drawn: torch.Tensor, parents: list[int], seed: int = 0) -> torch.Tensor:
+    """Drafts of which most are what their parents draw. The hidden states are given, so they change no draw."""
+    drawn = drawn.view(-1, len(parents))
+    wrong = torch.rand(drawn.shape, generator=torch.Generator().manual_seed(seed)).to(drawn.device) < 0.3
+    followed = drawn[:, torch.tensor(parents).clamp(min=0)]
+    return torch.where(wrong, followed + 1, followed)
+
+
+@needs_sglang
+@pytest.mark.parametrize("parents", [CHAIN, TREE], ids=["chain", "tree"])
+def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, info_of, hidden, parents):
+    nodes = len(parents)
+    states = hidden(ROWS * nodes)
+    info = info_of([request(str(row), **settings) for row, settings in enumerate(SETTINGS)])
+    positions = 7 + DraftTree.from_parents(parents, states.device).depth.repeat(ROWS)
+    drawn = draws(head, states, nodes, positions).token_ids
+    drafts = good_drafts(drawn, parents)
+    verify_input, batch, output = verification(info, head.lazy(states), parents, drafts)
+    original = Original()
+    predict, num_tokens, accepted = hooks.eagle_sample(original, verify_input, batch, output)
+    want_predict, want_tokens, want_nodes = accepted_by_sglang(verify_input, drawn)
+    assert original.calls == [] and head.computed == [], "no logits are computed"
+    assert torch.equal(num_tokens, want_tokens) and torch.equal(accepted, want_nodes)
+    assert num_tokens.max() > 2 and num_tokens.min() < verify_input.max_tree_depth
+    on_path = accepted[accepted >= 0].long()
+    assert torch.equal(predict[on_path], want_predict[on_path])
+    assert (predict.dtype, num_tokens.dtype, accepted.dtype) == (torch.int32,) * 3
+    assert hooks.runtime.inactive_reason is None
+
+
+@needs_sglang
+def test_top_p_is_of_what_top_k_has_left_and_min_p_is_ignored_as_in_sglangs_verification(hooks, head, info_of, hidden):
+    """The kept sets, of many draws: those of the joint rule would be larger."""
+    top_k, top_p, temperature, draws_per_row = 6, 0.7, 4.0, 400
+    states = hidden(1).expand(draws_per_row, -1).contiguous()
+    logits = head.logits(states[:1])[0].double() / temperature
+    sequential = sequentially_allowed(logits, top_k, top_p)
+    limits = (torch.tensor([value], device=states.device) for value in (1.0, top_k, top_p, 0.0))
+    joint = allowed_ref(logits[None], *limits)[0]
+    assert sequential.sum() < joint.sum(), "else this tells nothing"
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": 0.9}
+    info = info_of([request(str(row), sampling_seed=row, **settings) for row in range(draws_per_row)])
+    drafts = torch.zeros(draws_per_row, 1, dtype=torch.int64, device=states.device)
+    verify_input, batch, output = verification(info, head.lazy(states), [-1], drafts)
+    predict, _, _ = hooks.eagle_sample(Original(), verify_input, batch, output)
+    assert set(predict.tolist()) == set(sequential.nonzero()[:, 0].tolist())
+
+
+def mask_of(allowed: torch.Tensor) -> types.SimpleNamespace:
+    """As SGLang's GrammarMask. allowed: ``[B * D, V]`` bool."""
+
+    def apply(logits: torch.Tensor) -> None:
+        logits.masked_fill_(~allowed, float("-inf"))
+
+    return types.SimpleNamespace(vocab_mask=~allowed, apply=apply)
+
+
+def edited_case(info_of, states: torch.Tensor, nodes: int, penalised: torch.Tensor):
+    """A batch with every edit on some of its rows. penalised: a token of each row, which it has had before."""
+    requests = [
+        request("0", temperature=1.0, sampling_seed=1, frequency_penalty=2.0),
+        request("1", temperature=0.0, repetition_penalty=2.0),
+        request("2", temperature=0.7, sampling_seed=3, logit_bias={"5": 40.0}),
+        request("3", temperature=1.2, sampling_seed=4, grammar=grammar(*range(0, VOCAB, 3))),
+        request("4", temperature=1.0, sampling_seed=5),
+    ]
+    info = info_of(requests)
+    for _ in range(20):
+        info.penalizer_orchestrator.cumulate_output_tokens(penalised)
+    info.update_penalties()
+    row = torch.arange(len(states), device=states.device) // nodes
+    g = torch.Generator().manual_seed(2)
+    allowed = (torch.rand(len(states), VOCAB, generator=g) < 0.3).to(states.device) | (row != 3)[:, None]
+    return info, mask_of(allowed)
+
+
+def edited_logits(head, states: torch.Tensor, info, mask, nodes: int) -> torch.Tensor:
+    """By SGLang's own steps before its verification."""
+    from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+
+    logits = head.logits(states).clone()
+    logits.add_(torch.repeat_interleave(info.acc_additive_penalties, nodes, dim=0))
+    apply_scaling_penalties(logits, torch.repeat_interleave(info.acc_scaling_penalties, nodes, dim=0))
+    logits.add_(torch.repeat_interleave(info.logit_bias, nodes, dim=0))
+    mask.apply(logits)
+    return logits
+
+
+@needs_sglang
+def test_penalties_bias_and_masks_of_nodes_are_sglangs_and_so_are_the_logprobs_of_accepted_tokens(
+    hooks, head, info_of, hidden
+):
+    from sgl_flashsample import sample_from_logits
+
+    nodes = len(CHAIN)
+    states = hidden(ROWS * nodes)
+    temperature = torch.tensor([1.0, 0.0, 0.7, 1.2, 1.0], device=states.device).repeat_interleave(nodes)
+    seed = torch.tensor([1, 0, 3, 4, 5], device=states.device).repeat_interleave(nodes)
+    positions = 7 + torch.arange(nodes, device=states.device).repeat(ROWS)
+    params = BatchParams(temperature, seed, positions)
+    unedited = sample_from_logits(head.logits(states), params).token_ids
+    info, mask = edited_case(info_of, states, nodes, unedited[::nodes])
+    logits = edited_logits(head, states, info, mask, nodes)
+    drawn = sample_from_logits(logits, params).token_ids
+    assert (drawn != unedited).view(ROWS, nodes)[:4].any(1).all(), "each edit changes a token"
+    drafts = good_drafts(drawn, CHAIN)
+    verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts, return_logprob=True)
+    predict, _, accepted = hooks.eagle_sample(Original(), verify_input, batch, output, mask)
+    assert torch.equal(predict.long(), drawn)
+    hooks.compute_logprobs(None, batch, output, predict, accept_index=accepted)
+    scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0).double()[:, None]
+    want = torch.log_softmax(scaled, -1).gather(1, drawn[:, None])[:, 0]
+    on_path = accepted >= 0
+    got = output.next_token_logprobs
+    assert got.shape == accepted.shape and head.computed == []
+    torch.testing.assert_close(got[on_path].double(), want[accepted[on_path].long()], rtol=1e-5, atol=1e-5)
+
+
+@needs_sglang
+def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
+    calls = []
+    output = types.SimpleNamespace()
+    hooks.compute_logprobs(
+        lambda *args, **kwargs: calls.append((args, kwargs)), "batch", output, "predict", chain_stride=4
+    )
+    assert calls == [(("batch", output, "predict"), {"chain_stride": 4})]
+
+
+@needs_sglang
+def test_penalties_that_sglang_has_not_accumulated_change_no_draft(hooks, head, info_of, hidden):
+    info = info_of([request("0", temperature=1.0, sampling_seed=1, frequency_penalty=0.5)])
+    assert info.acc_additive_penalties is None
+    states = hidden(4)
+    verify_input, batch, output = verification(info, head.lazy(states), CHAIN, torch.zeros(1, 4, dtype=torch.int64))
+    verify_input.draft_token = verify_input.draft_token.to(states.device)
+    predict, _, _ = hooks.eagle_sample(Original(), verify_input, batch, output)
+    positions = 7 + torch.arange(4, device=states.device)
+    assert torch.equal(predict.long(), draws(head, states, 4, positions, settings=SETTINGS[:1]).token_ids)
+
+
+CASES = {
+    Reason.INACTIVE: lambda v: setattr(v.runtime, "inactive_reason", "off"),
+    Reason.LOGITS_COMPUTED: lambda v: v.output.next_token_logits.dense(),
+    Reason.UNKNOWN_ARGUMENT: lambda v: v.kwargs.update(uno_target_max_top_k=8),
+    Reason.UNKNOWN_ROWS: lambda v: setattr(v.verify_input, "draft_token_num", 3),
+    Reason.POSITIONS: lambda v: setattr(v.verify_input, "positions", v.verify_input.positions[:5]),
+    Reason.OUT_OF_MEMORY: lambda v: v.state.out_of_memory(1),
+    Reason.TOP_LOGPROBS: lambda v: vars(v.batch).update(return_logprob=True, top_logprobs_nums=[0, 2]),
+    Reason.SAMPLING_MASK: lambda v: v.use([request("0"), request("1", mask=True)]),
+    Reason.GRAMMAR: lambda v: (
+        setattr(v.runtime, "no_grammars_reason", "off"),
+        v.use([request("0", grammar=grammar(3))] * 2),
+    ),
+}
+
+
+@needs_sglang
+@pytest.mark.parametrize("reason", CASES)
+def test_what_sglang_has_to_verify_it_gets_with_plain_logits_and_the_reason_is_counted(
+    hooks, head, info_of, hidden, reason, monkeypatch
+):
+    states = hidden(8)
+    info = info_of([request("0"), request("1")])
+    drafts = torch.zeros(2, 4, dtype=torch.int64, device=states.device)
+    verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts)
+    case = types.SimpleNamespace(
+        runtime=hooks.runtime, state=head.state, verify_input=verify_input, batch=batch, output=output, kwargs={}
+    )
+    case.use = lambda requests: setattr(batch, "sampling_info", info_of(requests))
+    CASES[reason](case)
+    counted = []
+    monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda *args: counted.append(args))
+    original = Original()
+    assert hooks.eagle_sample(original, verify_input, batch, output, None, **case.kwargs) == "SGLang's"
+    (call,) = original.calls
+    assert type(call[0]) is torch.Tensor and torch.equal(call[0], head.logits(states)) and call[3] == case.kwargs
+    ((routing, truncated, started),) = counted
+    assert dict(routing.counts) == {("native", reason): 2} and truncated == 0 and started is None
+
+
+@needs_sglang
+@pytest.mark.parametrize("failing", ["draw_without_graphs", "edits_of_nodes", "follow_drafts"])
+def test_after_a_failure_sglang_verifies_this_batch_and_all_that_follow(
+    hooks, head, info_of, hidden, monkeypatch, failing
+):
+    from sgl_flashsample.sglang import speculation
+
+    def fail(*arguments):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(speculation, failing, fail)
+    states = hidden(4)
+    arguments = (info_of([request("0")]), head.lazy(states), CHAIN, torch.zeros(1, 4, dtype=torch.int64))
+    assert hooks.eagle_sample(Original(), *verification(*arguments)) == "SGLang's"
+    assert hooks.runtime.inactive_reason == "RuntimeError: no kernel"
+
+
+@needs_sglang
+def test_a_mask_of_another_kind_leaves_grammars_to_sglang_and_nothing_else(hooks, head, info_of, hidden):
+    states = hidden(4)
+    info = info_of([request("0", grammar=grammar(3))])
+    drafts = torch.zeros(1, 4, dtype=torch.int64, device=states.device)
+    mask = types.SimpleNamespace(vocab_mask=torch.zeros(1, 9, dtype=torch.int32))
+    assert hooks.eagle_sample(Original(), *verification(info, head.lazy(states), CHAIN, drafts), mask) == "SGLang's"
+    assert hooks.runtime.inactive_reason is None and "its mask is (1, 9)" in hooks.runtime.no_grammars_reason
+
+
+@needs_sglang
+def test_counted_rows_are_requests_that_the_fused_pass_has_verified(hooks, head, info_of, hidden, monkeypatch):
+    counted = []
+    monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda *args: counted.append(args))
+    states = hidden(8)
+    info = info_of([request("0", top_p=0.5), request("1", temperature=0.0)])
+    drafts = torch.zeros(2, 4, dtype=torch.int64, device=states.device)
+    hooks.eagle_sample(Original(), *verification(info, head.lazy(states), CHAIN, drafts))
+    ((routing, truncated, started),) = counted
+    assert dict(routing.counts) == {("fused", ""): 2} and truncated == 1 and started is not None
