@@ -16,6 +16,7 @@ flashsample_cpu = sgl_flashsample.demo.cpu_platform:activate
 
 [sglang.srt.plugins]
 flashsample_cpu_arguments = sgl_flashsample.demo.cpu_platform:keep_sampling_backend
+flashsample_cpu_ngram = sgl_flashsample.demo.cpu_platform:prepare_ngram
 """
 _METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
 # PyPI's torchvision is a CUDA build: beside a CPU torch it cannot load its library, and then lacks two schemas.
@@ -60,6 +61,7 @@ def environment(folder: Path) -> dict[str, str]:
         "TRITON_INTERPRET": "1",
         "TORCHDYNAMO_DISABLE": "1",  # else the first request with a penalty waits for a compiler
         "CUDA_VISIBLE_DEVICES": "",
+        "SGLANG_NATIVE_MOVE_KV_CACHE": "1",  # the other way is a kernel for GPUs
         "OMP_NUM_THREADS": "1",  # the models are tiny: threads that wait for each other only cost
     }
 
@@ -120,6 +122,26 @@ def support_dp_attention() -> None:
     forward_batch_info.torch = Torch()
 
 
+def prepare_ngram() -> None:
+    """Entry point: before SGLang makes the worker of a speculative algorithm."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+    HookRegistry.register(target, support_ngram, HookType.BEFORE)
+
+
+def support_ngram(*arguments: object) -> None:
+    """NGRAM reads the tree of its drafts with a kernel that is not on PyPI; SGLang has the same in Triton."""
+    import sys
+    import types
+
+    from sglang.kernels.ops.speculative.reconstruct_tree import reconstruct_indices_from_tree_mask_triton
+
+    package, module = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.speculative")
+    module.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask_triton  # type: ignore[attr-defined]
+    sys.modules |= {"sgl_kernel": package, "sgl_kernel.speculative": module}
+
+
 def __getattr__(name: str):
     if name != "NativeCpuPlatform":
         raise AttributeError(name)
@@ -133,6 +155,18 @@ def __getattr__(name: str):
 
         def get_default_attention_backend(self) -> str:
             return "torch_native"
+
+        def supports_speculative_algorithm(self, algorithm: str) -> bool:
+            return True
+
+        def get_speculative_cache_locs_fn(self):
+            import torch
+
+            def places(req_pool_indices, req_to_token, start_offset, end_offset, **others) -> torch.Tensor:
+                bounds = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+                return torch.cat([req_to_token[row, start:end] for row, start, end in bounds]).to(torch.int64)
+
+            return places
 
         def get_mha_kv_pool_cls(self):
             from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from serving import needs_sglang
+from serving import make_server, needs_sglang
 from sglang_batches import VOCAB, grammar, make_samplers, request
 
 from sgl_flashsample.kernels.params import BatchParams, Truncation
@@ -155,7 +155,7 @@ def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, inf
 @needs_sglang
 def test_top_p_is_of_what_top_k_has_left_and_min_p_is_ignored_as_in_sglangs_verification(hooks, head, info_of, hidden):
     """The kept sets, of many draws: those of the joint rule would be larger."""
-    top_k, top_p, temperature, draws_per_row = 6, 0.7, 4.0, 400
+    top_k, top_p, temperature, draws_per_row = 6, 0.7, 4.0, 120
     states = hidden(1).expand(draws_per_row, -1).contiguous()
     logits = head.logits(states[:1])[0].double() / temperature
     sequential = sequentially_allowed(logits, top_k, top_p)
@@ -216,19 +216,19 @@ def test_penalties_bias_and_masks_of_nodes_are_sglangs_and_so_are_the_logprobs_o
 ):
     from sgl_flashsample import sample_from_logits
 
-    nodes = len(CHAIN)
+    nodes = len(TREE)
     states = hidden(ROWS * nodes)
     temperature = torch.tensor([1.0, 0.0, 0.7, 1.2, 1.0], device=states.device).repeat_interleave(nodes)
     seed = torch.tensor([1, 0, 3, 4, 5], device=states.device).repeat_interleave(nodes)
-    positions = 7 + torch.arange(nodes, device=states.device).repeat(ROWS)
+    positions = 7 + DraftTree.from_parents(TREE, states.device).depth.repeat(ROWS)
     params = BatchParams(temperature, seed, positions)
     unedited = sample_from_logits(head.logits(states), params).token_ids
     info, mask = edited_case(info_of, states, nodes, unedited[::nodes])
     logits = edited_logits(head, states, info, mask, nodes)
     drawn = sample_from_logits(logits, params).token_ids
     assert (drawn != unedited).view(ROWS, nodes)[:4].any(1).all(), "each edit changes a token"
-    drafts = good_drafts(drawn, CHAIN)
-    verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts, return_logprob=True)
+    drafts = good_drafts(drawn, TREE)
+    verify_input, batch, output = verification(info, head.lazy(states), TREE, drafts, return_logprob=True)
     predict, _, accepted = hooks.eagle_sample(Original(), verify_input, batch, output, mask)
     assert torch.equal(predict.long(), drawn)
     hooks.compute_logprobs(None, batch, output, predict, accept_index=accepted)
@@ -339,3 +339,52 @@ def test_counted_rows_are_requests_that_the_fused_pass_has_verified(hooks, head,
     hooks.eagle_sample(Original(), *verification(info, head.lazy(states), CHAIN, drafts))
     ((routing, truncated, started),) = counted
     assert dict(routing.counts) == {("fused", ""): 2} and truncated == 1 and started is not None
+
+
+# --- a server -------------------------------------------------------------------------------------------------------
+
+NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4", "--attention-backend", "triton"]
+SERVED = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.4": {"temperature": 0.4},
+    "top-k": {"temperature": 0.6, "top_k": 8},
+    "top-p": {"temperature": 0.8, "top_p": 0.7},
+    "a regular expression": {"temperature": 1.0, "regex": "(ab|cd)*"},
+    "a bias": {"temperature": 0.7, "logit_bias": {"7": 3.0}},
+}
+SEEDS, TOKENS = range(2), 44
+
+
+def answers_of(server) -> list[dict]:
+    """One batch of each kind of request, with each seed, and the logprobs of the tokens."""
+    rows = [
+        {**params, "sampling_seed": seed, "max_new_tokens": TOKENS, "ignore_eos": True}
+        for params in SERVED.values()
+        for seed in SEEDS
+    ]
+    ids = [[5 + seed, 300, 7] for _ in SERVED for seed in SEEDS]
+    return server.generate(input_ids=ids, sampling_params=rows, return_logprob=True)
+
+
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.is_available(), reason="near-ties of bfloat16 are looked at by the benchmark")
+def test_a_server_with_speculation_gives_the_tokens_of_one_without(tmp_path):
+    """More than 500 tokens of seven kinds, and their logprobs; drafts of n-grams."""
+    answers = []
+    for name, arguments in (("alone", []), ("drafts", NGRAM)):
+        options = {"arguments": [*arguments, "--disable-radix-cache"], "environment": {"FLASHSAMPLE_SPECULATION": "1"}}
+        server, _ = make_server(tmp_path, "tiny", name=name, **options)
+        with server:
+            answers.append(answers_of(server))
+            assert "native" not in server.log_text().split("since the start:")[-1]
+    tokens = right = 0
+    for row, (alone, drafted) in enumerate(zip(*answers, strict=True)):
+        kind = list(SERVED)[row // len(SEEDS)]
+        assert alone["output_ids"] == drafted["output_ids"], kind
+        pair = [[value for value, *_ in a["meta_info"]["output_token_logprobs"]] for a in (alone, drafted)]
+        torch.testing.assert_close(*map(torch.tensor, pair), rtol=1e-4, atol=1e-4, msg=kind)
+        tokens, right = tokens + len(alone["output_ids"]), right + drafted["meta_info"]["spec_num_correct_drafts"]
+    assert tokens > 500 and right > 20, "drafts are accepted"
