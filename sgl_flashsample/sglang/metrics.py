@@ -179,7 +179,12 @@ def _log_seconds() -> float:
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds >= 0):
-        logger.warning("flashsample: %s is %r; expected seconds, as a number", LOG_SECONDS_VARIABLE, text)
+        logger.warning(
+            "flashsample: %s is %r; expected seconds, as a number; using %g",
+            LOG_SECONDS_VARIABLE,
+            text,
+            _DEFAULT_LOG_SECONDS,
+        )
         return _DEFAULT_LOG_SECONDS
     return seconds
 

@@ -139,7 +139,7 @@ def test_the_interval_is_the_environments_or_after_one_warning_the_default(monke
     good = {"0": 0.0, "0.25": 0.25, "1e3": 1000.0}
     seconds, counted = good.get(text, 60.0), Metrics(prometheus=False)
     assert (counted.log_seconds, counted.read_seconds) == (seconds, min(seconds, 1.0))
-    warning = f"flashsample: FLASHSAMPLE_LOG_SECONDS is '{text}'; expected seconds, as a number"
+    warning = f"flashsample: FLASHSAMPLE_LOG_SECONDS is '{text}'; expected seconds, as a number; using 60"
     assert [record.message for record in caplog.records] == ([] if text is None or text in good else [warning])
 
 
