@@ -116,12 +116,10 @@ class SpeculationHooks:
             params = dataclasses.replace(params, position=verify_input.positions.to(torch.int64), edits=edits)
             lazy.source.update(lazy.shape[0])
             drawn: SampleOutput = draw_without_graphs(lazy.source, lazy.hidden, params, batch.return_logprob)
+            tables = (verify_input.draft_token, verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
+            drafts, first_child, next_sibling = (one.reshape(shape).to(torch.int64).contiguous() for one in tables)
             nodes, num_tokens = follow_drafts(
-                drawn.token_ids.view(shape),
-                verify_input.draft_token.view(shape).to(torch.int64),
-                verify_input.retrieve_next_token,
-                verify_input.retrieve_next_sibling,
-                verify_input.max_tree_depth,
+                drawn.token_ids.view(shape), drafts, first_child, next_sibling, verify_input.max_tree_depth
             )
         except GrammarError as error:
             self.runtime.stop_grammars(str(error), error.everywhere)

@@ -58,7 +58,7 @@ def dry_run(tmp_path) -> Callable[..., dict]:
 
 
 @no_gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_beside_it(dry_run, tmp_path, load):
     """The older tree is this one: each cell has both times, and all tokens are the same."""
     contenders, kernels = load("contenders"), load("kernels")
@@ -98,7 +98,7 @@ def check_features(result: dict, modes: set[str], profiles: set[str]) -> None:
 
 
 @no_gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_feature_benchmark_times_features_and_compares_tokens_with_the_reference(dry_run):
     modes = ("plain", "k50p90", "p90", "edits")
     check_features(dry_run("features", "--profiles", "typical", "--modes", *modes), set(modes), {"typical"})
@@ -111,7 +111,7 @@ def test_the_feature_benchmark_knows_every_feature(dry_run, load):
 
 
 @no_gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_screened_benchmark_compares_tokens_and_tells_a_step_its_winners(dry_run, load):
     screened = load("screened")
     sections = dry_run("screened", "--only", "tokens", "distribution", "hot")["sections"]
@@ -174,7 +174,7 @@ def test_the_oracle_answers_token_0_without_a_draw(load, tmp_path):
 
 
 @no_gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_tuning_benchmark_runs_the_tuner(dry_run):
     arguments = ("--batch-sizes", "1,64", "--kill-after", "3")
     sections = dry_run("tuning", "--only", "runs", *arguments)["sections"]
