@@ -213,13 +213,14 @@ class ModelRun:
         if section == "screen" and batch in COMPARED_BATCHES:
             one, another = (seeded(server, batch, SAMPLINGS[sampling]) for server in servers.values())
             rows[-1]["same_answers"] = sum(a == b for a, b in zip(one, another, strict=True))
+        received = ""
         if self.options.tp > 1:
             rows[-1]["bytes_per_row"] = self._bytes_per_row(SAMPLINGS[sampling], batch)
+            received = f", {rows[-1]['bytes_per_row']:.0f} bytes per row and rank"
         us = [row["tpot_us"] for row in rows]
         print(
             f"{self.name} {sampling:12} B={batch:<3} {' -> '.join(servers)} {us[0]:7.0f} -> {us[1]:.0f} us, "
-            f"{cell.verdict}, {cell.paths}, host {cell.host_us:.0f} us, "
-            f"{rows[-1].get('bytes_per_row', 0):.0f} bytes per row and rank",
+            f"{cell.verdict}, {cell.paths}, host {cell.host_us:.0f} us{received}",
             flush=True,
         )
         return rows

@@ -46,20 +46,20 @@ def follow_drafts_kernel(
     node = tl.zeros([], tl.int64)
     length = 1
     tl.store(path, base.to(tl.int32))
-    found = max_path > 1
-    while found:
+    goes_on = max_path > 1
+    while goes_on:
         token = tl.load(drawn_ptr + base + node)
         child = tl.load(first_child_ptr + base + node)
         draft = tl.load(drafts_ptr + base + child, mask=child >= 0, other=-1)
         while (child >= 0) & (draft != token):
             child = tl.load(next_sibling_ptr + base + child)
             draft = tl.load(drafts_ptr + base + child, mask=child >= 0, other=-1)
-        found = child >= 0
-        if found:
+        goes_on = child >= 0
+        if goes_on:
             tl.store(path + length, (base + child).to(tl.int32))
             node = child
             length += 1
-            found = length < max_path
+            goes_on = length < max_path
     tl.store(accepted.num_tokens + row, length)
     for place in tl.range(length, max_path):
         tl.store(path + place, -1)

@@ -350,11 +350,11 @@ def follow_drafts_ref(
     """Per row, the nodes on the path of accepted drafts, the root first; all ``[B, D]``."""
 
     def children(row: int, node: int) -> list[int]:
-        found, child = [], int(first_child[row, node])
+        nodes, child = [], int(first_child[row, node])
         while child >= 0:
-            found.append(child)
+            nodes.append(child)
             child = int(next_sibling[row, child])
-        return found
+        return nodes
 
     paths = []
     for row in range(drawn.shape[0]):

@@ -178,20 +178,16 @@ def install_speculation(runtime: Runtime) -> str | None:
 
     from .speculation import SpeculationHooks
 
-    targets: dict[str, None] = {}
-    reasons: list[str] = []
-    for names in versions.SPECULATION_TARGETS:
-        found = {name: versions.unsupported_target(name, parameters) for name, parameters in names.items()}
-        fitting = [name for name, reason in found.items() if reason is None]
-        targets |= dict.fromkeys(fitting[:1])
-        reasons += [] if fitting else list(filter(None, found.values()))
-    if reasons:
-        return "; ".join(reasons)
     hooks = SpeculationHooks(runtime)
-    verify, logprobs = targets
-    return apply_hooks(
-        {verify: (hooks.eagle_sample, HookType.AROUND), logprobs: (hooks.compute_logprobs, HookType.AROUND)}
-    )
+    table: dict[str, tuple[Callable, Any]] = {}
+    functions: tuple[Callable, ...] = (hooks.eagle_sample, hooks.compute_logprobs)
+    for names, hook in zip(versions.SPECULATION_TARGETS, functions, strict=True):
+        reasons = {name: versions.unsupported_target(name, parameters) for name, parameters in names.items()}
+        target = next((name for name, reason in reasons.items() if reason is None), None)
+        if target is None:
+            return "; ".join(filter(None, reasons.values()))
+        table[target] = (hook, HookType.AROUND)
+    return apply_hooks(table)
 
 
 def install_status_hook(status: Callable[[], dict[str, Any]]) -> None:

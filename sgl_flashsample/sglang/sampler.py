@@ -136,19 +136,14 @@ class FlashSampler(Sampler):
             raise Unserved(Reason.UNKNOWN_ARGUMENT)
         if not lazy.source.fits(num_rows):
             raise Unserved(Reason.OUT_OF_MEMORY)
-        try:
-            routing = routing_of(
-                batch,
-                call.sampling_info,
-                call.return_logprob,
-                call.top_logprobs_nums,
-                call.token_ids_logprobs,
-                runtime.original_logprobs,
-                runtime.no_grammars_reason is None,
-            )
-        except Exception as error:  # a request must not fail because we cannot tell what it needs
-            runtime.disable(f"routing: {type(error).__name__}: {error}")
-            raise Unserved(Reason.ERROR) from None
+        routing = guarded_routing(
+            runtime,
+            batch,
+            call.sampling_info,
+            call.return_logprob,
+            call.top_logprobs_nums,
+            call.token_ids_logprobs,
+        )
         if routing.native and not routing.all_native and runtime.no_mixing_reason is not None:
             raise Unserved(Reason.ERROR)
         return routing
@@ -188,6 +183,31 @@ class FlashSampler(Sampler):
     def _native(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with get_exec().kernel.override(sampling_backend=self.native_backend):
             return super().forward(*args, **kwargs)
+
+
+def guarded_routing(
+    runtime: Runtime,
+    batch: Batch,
+    sampling_info: Any,
+    return_logprob: bool,
+    top_logprobs_nums: list[int] | None,
+    token_ids_logprobs: list | None,
+) -> Routing:
+    """``routing_of`` in this server. Raises Unserved after a failure: a request must not fail because we cannot tell
+    what it needs."""
+    try:
+        return routing_of(
+            batch,
+            sampling_info,
+            return_logprob,
+            top_logprobs_nums,
+            token_ids_logprobs,
+            runtime.original_logprobs,
+            runtime.no_grammars_reason is None,
+        )
+    except Exception as error:
+        runtime.disable(f"routing: {type(error).__name__}: {error}")
+        raise Unserved(Reason.ERROR) from None
 
 
 def draw(

@@ -19,10 +19,10 @@ import torch
 
 from ..kernels.follow_drafts import follow_drafts
 from ..kernels.params import SampleOutput
-from .batch import Batch, GrammarError, Reason, Routing, batch_of, edits_of_nodes, routing_of
+from .batch import Batch, GrammarError, Reason, Routing, batch_of, edits_of_nodes
 from .lazy_logits import LazyLogits, plain
 from .runtime import Runtime
-from .sampler import Unserved, draw_without_graphs
+from .sampler import Unserved, draw_without_graphs, guarded_routing
 
 LOGPROBS_ATTRIBUTE = "_flashsample_logprobs"  # on LogitsProcessorOutput: of the token drawn at each node
 # An argument of ``eagle_sample`` that only says how to read another one.
@@ -86,19 +86,9 @@ class SpeculationHooks:
             raise Unserved(Reason.POSITIONS)
         if not lazy.source.fits(num_rows * num_nodes):
             raise Unserved(Reason.OUT_OF_MEMORY)
-        try:
-            routing = routing_of(
-                rows,
-                info,
-                batch.return_logprob,
-                batch.top_logprobs_nums,
-                batch.token_ids_logprobs,
-                runtime.original_logprobs,
-                runtime.no_grammars_reason is None,
-            )
-        except Exception as error:  # a request must not fail because we cannot tell what it needs
-            runtime.disable(f"routing: {type(error).__name__}: {error}")
-            raise Unserved(Reason.ERROR) from None
+        routing = guarded_routing(
+            runtime, rows, info, batch.return_logprob, batch.top_logprobs_nums, batch.token_ids_logprobs
+        )
         reason = next(filter(None, routing.reasons), None)
         if reason is not None:
             raise Unserved(reason)
