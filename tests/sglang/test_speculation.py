@@ -255,8 +255,8 @@ def test_penalties_that_sglang_has_not_accumulated_change_no_draft(hooks, head, 
     info = info_of([request("0", temperature=1.0, sampling_seed=1, frequency_penalty=0.5)])
     assert info.acc_additive_penalties is None
     states = hidden(4)
-    verify_input, batch, output = verification(info, head.lazy(states), CHAIN, torch.zeros(1, 4, dtype=torch.int64))
-    verify_input.draft_token = verify_input.draft_token.to(states.device)
+    drafts = torch.zeros(1, 4, dtype=torch.int64, device=states.device)
+    verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts)
     predict, _, _ = hooks.eagle_sample(Original(), verify_input, batch, output)
     positions = 7 + torch.arange(4, device=states.device)
     assert torch.equal(predict.long(), draws(head, states, 4, positions, settings=SETTINGS[:1]).token_ids)
@@ -314,7 +314,8 @@ def test_after_a_failure_sglang_verifies_this_batch_and_all_that_follow(
 
     monkeypatch.setattr(speculation, failing, fail)
     states = hidden(4)
-    arguments = (info_of([request("0")]), head.lazy(states), CHAIN, torch.zeros(1, 4, dtype=torch.int64))
+    drafts = torch.zeros(1, 4, dtype=torch.int64, device=states.device)
+    arguments = (info_of([request("0")]), head.lazy(states), CHAIN, drafts)
     assert hooks.eagle_sample(Original(), *verification(*arguments)) == "SGLang's"
     assert hooks.runtime.inactive_reason == "RuntimeError: no kernel"
 
