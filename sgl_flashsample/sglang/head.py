@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Hashable
@@ -382,10 +383,11 @@ class StepGraphs:
     """The draws of an unchanged batch, as CUDA graphs: a step then costs the host one launch, however many kernels it
     takes.
 
-    A graph reads and writes fixed addresses. Hidden states, positions and edits come at a few addresses in turn, which
-    are part of the key of a graph. The parameters of a batch are copied, once, to buffers that all graphs read. The
-    tokens of a graph are overwritten ``SLOTS`` steps later: SGLang copies the tokens of a step to the host before it
-    launches the step after the next.
+    A graph reads and writes fixed addresses. Hidden states, positions, penalties and bias come at a few addresses in
+    turn, which are part of the key of a graph. The mask of a grammar is made anew for every step, at any address: it is
+    copied to a buffer that all graphs read. So are the parameters of a batch, once. The tokens of a graph are
+    overwritten ``SLOTS`` steps later: SGLang copies the tokens of a step to the host before it launches the step after
+    the next.
 
     For one workspace, and the head, table and screen that it was made with. max_rows: larger batches are not replayed.
     """
@@ -398,6 +400,7 @@ class StepGraphs:
         )
         self._seed = torch.empty(max_rows, dtype=torch.int64, device=device)
         self._top_k = torch.empty(max_rows, dtype=torch.int32, device=device)
+        self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._batch: Batch | None = None
         self._waiting = 0
         self._batch_key: tuple[Hashable, ...] = ()
@@ -427,6 +430,8 @@ class StepGraphs:
                 return None
             self._waiting = 0
             self._load(batch)
+        if edits is not None and edits.mask is not None:
+            edits = dataclasses.replace(edits, mask=self._load_mask(edits.mask))
         key = (hidden.data_ptr(), positions.data_ptr(), return_logprob, _places(edits), self._batch_key)
         graphs = self._graphs.get(key)
         if graphs is None:
@@ -476,6 +481,14 @@ class StepGraphs:
             self._min_p[:num_rows].copy_(truncation.min_p)
         max_top_k = None if truncation is None else truncation.max_top_k
         self._batch_key = (num_rows, truncation is not None, max_top_k, batch.all_greedy, batch.distribution_only)
+
+    def _load_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """Copy the mask of this step to where the graphs read it."""
+        num_rows, width = mask.shape
+        buffer = self._masks.get((width, mask.dtype))
+        if buffer is None:
+            buffer = self._masks[width, mask.dtype] = mask.new_empty(self._max_rows, width)
+        return buffer[:num_rows].copy_(mask)
 
     def _params(self, batch: Batch, positions: torch.Tensor, edits: LogitEdits | None) -> BatchParams:
         """As ``Batch.params``, from the buffers of the graphs."""

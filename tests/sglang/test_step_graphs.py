@@ -110,6 +110,10 @@ def make_step(rows=PLAIN, **changes) -> Step:
     return Step(make_batch(*rows), torch.zeros(len(rows), 4), torch.zeros(len(rows), dtype=torch.int64), **changes)
 
 
+def mask_of(num_words: int, value: int = 0) -> torch.Tensor:
+    return torch.full((2, num_words), value, dtype=torch.int32)
+
+
 def make_edits(num_rows: int = 2) -> LogitEdits:
     return LogitEdits(
         additive=torch.zeros(num_rows, 8),
@@ -185,7 +189,8 @@ OTHERS = {
     "logprobs": (PLAIN, lambda step: {"return_logprob": True}),
     "no edits": (PLAIN, lambda step: {"edits": None}),
     "an edit less": (PLAIN, lambda step: {"edits": dataclasses.replace(step.edits, scaling=None)}),
-    **{name: (PLAIN, moved(name)) for name in ("additive", "scaling", "mask", "bias", "rows")},
+    "a mask of other words": (PLAIN, lambda step: {"edits": dataclasses.replace(step.edits, mask=mask_of(2))}),
+    **{name: (PLAIN, moved(name)) for name in ("additive", "scaling", "bias", "rows")},
 }
 
 
@@ -216,6 +221,15 @@ def test_edits_are_read_where_this_step_has_them():
             edit.fill_(number)
         replayed.append(drawing.step(step) is not None)
     assert all(replayed[-4:])
+
+
+def test_a_mask_is_read_wherever_this_step_has_it():
+    """A grammar's mask is made anew for every step."""
+    drawing, step, kept = Drawing(), make_step(edits=make_edits()), []
+    for number in range(SETTLED):
+        kept.append(step.edits.mask)  # so that no two masks share a place
+        step.edits = dataclasses.replace(step.edits, mask=mask_of(1, number))
+        assert (drawing.step(step) is not None) is (number >= WARM_UP)
 
 
 def test_a_batch_larger_than_the_buffers_is_launched():
