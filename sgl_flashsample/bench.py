@@ -20,6 +20,7 @@ import json
 import os
 import random
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -412,6 +413,13 @@ class Bench:
                 if options.rate is not None:
                     self._serve_load(label, server)
 
+    @property
+    def missing(self) -> list[dict[str, Any]]:
+        """The cells that have no result yet."""
+        done = {(cell.sampling, cell.batch) for cell in self.cells}
+        places = (place for place in self._places if place not in done)
+        return [{"sampling": sampling, "batch": batch, "reason": "not reached"} for sampling, batch in places]
+
     def _complete(self, cell: Cell) -> None:
         self.cells.append(cell)
         if len(self.cells) == 1:
@@ -459,10 +467,32 @@ def result(bench: Bench) -> dict[str, Any]:
     comparisons = [
         {"sampling": cell.sampling, "batch": cell.batch, "verdict": cell.verdict} | cell.ratio.rounded for cell in cells
     ]
-    about = {"model": options.model, "arguments": options.arguments, "mode": bench.mode, "pairs": options.pairs}
+    about = {
+        "model": model_name(options),
+        "command": command(options),
+        "arguments": options.arguments,
+        "mode": bench.mode,
+        "pairs": options.pairs,
+        "not_run": bench.missing,
+    }
     env = describe_machine(bench.device) | {"sgl_flashsample": __version__, "date": time.strftime("%Y-%m-%d")}
     rows = [row for cell in cells for row in cell.rows()]
     return {"env": env | about, "rows": rows, "comparisons": comparisons, "load": bench.loads}
+
+
+def model_name(options: Options) -> str:
+    """Of a folder its last part, so that a result names no place of the machine it was measured on."""
+    folder = Path(options.model)
+    return folder.resolve().name if folder.is_dir() else options.model
+
+
+def command(options: Options) -> str:
+    """What measures the same cells again."""
+    load = options.load
+    words = ["--model-path", model_name(options), "--samplings", ",".join(options.samplings)]
+    words += ["--batches", ",".join(map(str, options.batches)), "--pairs", str(options.pairs)]
+    words += ["--input-tokens", str(load.prompt_tokens), "--output-tokens", str(load.long)]
+    return shlex.join(["sgl-flashsample", "bench", *words, *options.arguments])
 
 
 def heading(bench: Bench) -> str:

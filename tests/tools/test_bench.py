@@ -78,8 +78,16 @@ class FakeServer:
 def make_bench(tmp_path, servers, **changes):
     """A comparison of fake servers, and what they were asked for. servers: {label: options of FakeServer}."""
     log: list[str] = []
-    values = {"samplings": ("t1",), "batches": (2,), "pairs": 3, "logs": tmp_path, "load": LOAD, "arguments": ()}
-    comparison = bench.Bench(bench.Options(model="M", **values | changes), tmp_path / "b.json", tmp_path / "b.html")
+    values = {
+        "model": "M",
+        "samplings": ("t1",),
+        "batches": (2,),
+        "pairs": 3,
+        "logs": tmp_path,
+        "load": LOAD,
+        "arguments": (),
+    }
+    comparison = bench.Bench(bench.Options(**values | changes), tmp_path / "b.json", tmp_path / "b.html")
     comparison.server = lambda label: FakeServer(label, log=log, **{"seconds": 0.001} | servers.get(label, {}))
     return comparison, log
 
@@ -169,6 +177,28 @@ def test_two_servers_that_fit_are_asked_by_turns_and_each_comes_first_as_often(t
     assert written["comparisons"][0]["verdict"] == cells[0].verdict
     html = (tmp_path / "b.html").read_text()
     assert html.count("<tr>") == 3 and cells[1].verdict in html and "<script" not in html
+
+
+def test_a_result_says_how_to_measure_it_again_and_what_is_missing(tmp_path, memory, monkeypatch):
+    """And names no folder of the machine it was measured on."""
+    folder = tmp_path / "Model-1B"
+    folder.mkdir()
+    comparison, _ = make_bench(tmp_path, {}, model=str(folder), batches=(1, 2), arguments=("--dtype", "float32"))
+    measured = bench.measure
+
+    def only_one(servers, load, sampling, batch, *args, **kwargs):
+        if batch == 2:
+            raise ServerError("gone")
+        return measured(servers, load, sampling, batch, *args, **kwargs)
+
+    monkeypatch.setattr(bench, "measure", only_one)
+    with pytest.raises(ServerError, match="gone"):
+        comparison.run()
+    env = json.loads((tmp_path / "b.json").read_text())["env"]
+    assert env["model"] == "Model-1B"
+    assert env["not_run"] == [{"sampling": "t1", "batch": 2, "reason": "not reached"}]
+    words = "--samplings t1 --batches 1,2 --pairs 3 --input-tokens 4 --output-tokens 6 --dtype float32"
+    assert env["command"] == f"sgl-flashsample bench --model-path Model-1B {words}"
 
 
 @pytest.mark.parametrize("why", ["asked for", "no room", "second does not start"])
