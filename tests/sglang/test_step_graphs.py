@@ -30,7 +30,7 @@ from sglang_batches import SteadyServer, grammar
 
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
-from sgl_flashsample.kernels.params import BatchParams, LogitEdits, LogitsSpec, SampleOutput
+from sgl_flashsample.kernels.params import BatchParams, Edit, LogitEdits, LogitsSpec, SampleOutput
 from sgl_flashsample.kernels.workspace import ScreenCounter, Workspace
 from sgl_flashsample.sglang import head, repeat
 from sgl_flashsample.sglang.batch import Batch
@@ -545,8 +545,11 @@ def test_cuda_graphs_draw_the_tokens_of_launches(device, truncated, num_rows, ed
     hidden = torch.randn(num_rows, 256, device=device).bfloat16()
     positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
     additive = torch.zeros(num_rows, vocab, device=device)
-    edits = LogitEdits(additive=additive, rows=torch.ones(num_rows, dtype=torch.int32, device=device))
+    kinds = torch.full((num_rows,), int(Edit.ADDITIVE | Edit.MASK), dtype=torch.int32, device=device)
+    masks = []  # all kept: each is at a place of its own, as a grammar's are
     for step in range(SETTLED + 2 * SLOTS):
+        masks.append(torch.randint(-(2**31), 2**31, (num_rows, vocab // 32 + 1), dtype=torch.int32, device=device))
+        edits = LogitEdits(additive=additive, mask=masks[-1], rows=kinds)
         hidden.copy_(torch.randn(num_rows, 256, device=device))
         additive.copy_(torch.randn(num_rows, vocab, device=device))
         positions.fill_(step)
