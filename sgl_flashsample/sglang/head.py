@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import itertools
 import logging
 from collections.abc import Callable, Hashable
@@ -349,12 +350,19 @@ class CudaCapture:
 
     def __call__(self, launches: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                result = launches()
-            finally:
-                graph.capture_end()
+        # A garbage collection that finds an earlier graph destroys it, which CUDA forbids during a capture.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    result = launches()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         return graph, result
 
 

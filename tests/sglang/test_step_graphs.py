@@ -3,6 +3,7 @@ Each change is noticed at the next step."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -258,6 +259,29 @@ def test_a_capture_that_fails_leaves_the_launches_and_warns_once(caplog):
         "CPU time per step: "
         "RuntimeError: no stream"
     ]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_during_a_capture(monkeypatch, collects):
+    """An earlier graph may be part of it, and destroying that one would end the capture."""
+
+    class Recording:
+        def capture_begin(self, **arguments): ...
+        def capture_end(self): ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    before, capture = gc.isenabled(), head.CudaCapture(CPU)
+    try:
+        (gc.enable if collects else gc.disable)()
+        assert capture(gc.isenabled, None)[1] is False
+        assert gc.isenabled() is collects
+        with pytest.raises(ZeroDivisionError):
+            capture(lambda: 1 // 0, None)
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
