@@ -43,7 +43,9 @@ sys.meta_path.insert(0, _TorchvisionSchemas())
 """
 
 SERVER_ARGUMENTS = [
-    *("--device", "cpu", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"),
+    # SGLang takes memory that other processes fill while it loads for its own weights. --max-total-tokens alone bounds
+    # the cache; a small fraction would end the start on a machine that is busy.
+    *("--device", "cpu", "--max-total-tokens", "16384", "--mem-fraction-static", "0.9"),
     *("--max-running-requests", "256", "--sleep-on-idle"),  # an idle server must not take a core from a busy one
 ]
 

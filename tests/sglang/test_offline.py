@@ -31,12 +31,17 @@ def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedPr
 def test_an_engine_draws_with_the_fused_pass_through_updates_of_its_weights(tmp_path):
     size = markov.SIZES["small" if CUDA else "tiny"]
     first, second = (markov.write(tmp_path / name, size, seed) for seed, name in enumerate(("one", "two")))
-    options = {"dtype": size.dtype, "random_seed": 7, "log_level": "error", "mem_fraction_static": 0.2}
+    options = {"dtype": size.dtype, "random_seed": 7, "log_level": "error"}
     if CUDA:
-        options |= {"max_total_tokens": 8192, "cuda_graph_max_bs_decode": 8, "enable_memory_saver": True}
+        options |= {
+            "mem_fraction_static": 0.2,
+            "max_total_tokens": 8192,
+            "cuda_graph_max_bs_decode": 8,
+            "enable_memory_saver": True,
+        }
         options["attention_backend"] = "triton"  # FlashAttention is not in every installation
     else:
-        options |= {"device": "cpu", "max_total_tokens": 4096, "max_running_requests": 8}
+        options |= {"device": "cpu", "mem_fraction_static": 0.9, "max_total_tokens": 4096, "max_running_requests": 8}
     arguments = [f"{name}={json.dumps(value)}" for name, value in options.items()]
     script = str(Path(__file__).with_name("offline_engine.py"))
     variables = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_REQUIRE": "1"}
