@@ -7,9 +7,9 @@ section 4.2 and Algorithm B.4).
     log-mass  = logsumexp over ranks of log-mass
     logprob   = logprob[w] + log-mass[w] - log-mass
 
-Every rank merges the same records in the same order. A merge of merges is the merge of all, and a rank without ids
-contributes ``NO_RECORD``, which changes nothing. Ids are below 2**24, which float32 holds exactly: no integer travels
-as the bits of a float, which an exchange that adds floats would change.
+Every rank merges the same records in the same order. A merge of merges is the merge of all, and a rank without ids, or
+without a draw of some row, contributes ``NO_RECORD``, which changes nothing. Ids are below 2**24, which float32 holds
+exactly: no integer travels as the bits of a float.
 """
 
 from __future__ import annotations
@@ -27,34 +27,81 @@ MAX_RANKS = 1024
 ROWS_PER_PROGRAM = 64
 
 
-@triton.jit(do_not_specialize=["num_rows", "rank", "num_ranks"])
+@triton.jit
+def load_records(
+    drawn,  # SampleOutput of this rank
+    places,  # [BLOCK_R], rows of it
+    exists,  # [BLOCK_R], whether there is such a row
+):
+    """The fields of the records of some rows, ``NO_RECORD`` where there is no row."""
+    score = tl.load(drawn.scores + places, mask=exists, other=float("-inf"))
+    token = tl.load(drawn.token_ids + places, mask=exists, other=0).to(tl.float32)
+    logprob = tl.zeros(places.shape, tl.float32)
+    log_mass = tl.full(places.shape, float("-inf"), tl.float32)
+    if drawn.logprobs is not None:
+        logprob = tl.load(drawn.logprobs + places, mask=exists, other=0.0)
+        log_mass = tl.load(drawn.log_mass + places, mask=exists, other=float("-inf"))
+    return score, token, logprob, log_mass
+
+
+@triton.jit
+def store_records(
+    place,  # [BLOCK_R] pointers to the first fields
+    score,
+    token,
+    logprob,
+    log_mass,
+    inside,
+):
+    tl.store(place, score, mask=inside)
+    tl.store(place + 1, token, mask=inside)
+    tl.store(place + 2, logprob, mask=inside)
+    tl.store(place + 3, log_mass, mask=inside)
+
+
+@triton.jit
+def store_merged(
+    places,  # [BLOCK_N, BLOCK_R] pointers to the first fields of all ranks' records
+    mask,
+    output,  # SampleOutput, out
+    rows,  # [BLOCK_R]
+    inside,
+):
+    """The draw from the whole vocabulary. The records are read as others have written them meanwhile."""
+    ranks = tl.arange(0, places.shape[0])
+    scores = tl.load(places, mask=mask, other=float("-inf"), volatile=True)
+    winner = tl.argmax(scores, axis=0)
+    won = ranks[:, None] == winner[None, :]
+    tokens = tl.load(places + 1, mask=mask, other=0.0, volatile=True)
+    tl.store(output.scores + rows, tl.max(scores, axis=0), mask=inside)
+    tl.store(output.token_ids + rows, tl.sum(tl.where(won, tokens, 0.0), axis=0).to(tl.int64), mask=inside)
+    if output.logprobs is not None:
+        log_mass = tl.load(places + 3, mask=mask, other=float("-inf"), volatile=True)
+        logprob = tl.sum(tl.where(won, tl.load(places + 2, mask=mask, other=0.0, volatile=True), 0.0), axis=0)
+        winners_mass = tl.sum(tl.where(won, log_mass, 0.0), axis=0)
+        largest = tl.max(log_mass, axis=0)
+        reference = tl.where(largest == float("-inf"), 0.0, largest)
+        total = reference + tl.log(tl.sum(tl.exp(log_mass - reference[None, :]), axis=0))
+        # The masses first: they may be thousands of times as large as a logprob.
+        tl.store(output.logprobs + rows, logprob + (winners_mass - total), mask=inside)
+        tl.store(output.log_mass + rows, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "num_drawn", "num_rows"])
 def pack_record_kernel(
-    output,  # SampleOutput of this rank
-    records_ptr,  # [N, B, NUM_FIELDS] f32, out
+    drawn,  # SampleOutput of this rank, of the rows from ``first`` on
+    records_ptr,  # [B, NUM_FIELDS] f32, out
+    first,
+    num_drawn,
     num_rows,
-    rank,
-    num_ranks,
     # constexpr
     BLOCK_R: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = rows < num_rows
-    score = tl.load(output.scores + rows, mask=inside, other=0.0)
-    token = tl.load(output.token_ids + rows, mask=inside, other=0).to(tl.float32)
-    logprob = tl.zeros([BLOCK_R], tl.float32)
-    log_mass = tl.zeros([BLOCK_R], tl.float32)
-    if output.logprobs is not None:
-        logprob = tl.load(output.logprobs + rows, mask=inside, other=0.0)
-        log_mass = tl.load(output.log_mass + rows, mask=inside, other=0.0)
-    for other in tl.range(num_ranks):
-        # An exchange that adds the ranks' buffers gets one record per rank: x + 0 is x, and -inf + 0 is -inf.
-        place = records_ptr + (other * num_rows + rows) * FIELDS
-        mine = other == rank
-        tl.store(place, tl.where(mine, score, 0.0), mask=inside)
-        tl.store(place + 1, tl.where(mine, token, 0.0), mask=inside)
-        tl.store(place + 2, tl.where(mine, logprob, 0.0), mask=inside)
-        tl.store(place + 3, tl.where(mine, log_mass, 0.0), mask=inside)
+    places = rows - first
+    score, token, logprob, log_mass = load_records(drawn, places, (places >= 0) & (places < num_drawn))
+    store_records(records_ptr + rows * FIELDS, score, token, logprob, log_mass, rows < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_ranks"])
@@ -72,47 +119,27 @@ def merge_records_kernel(
     ranks = tl.arange(0, BLOCK_N)
     mask = (ranks < num_ranks)[:, None] & (rows < num_rows)[None, :]
     places = records_ptr + (ranks[:, None] * num_rows + rows[None, :]) * FIELDS
-    scores = tl.load(places, mask=mask, other=float("-inf"))
-    winner = tl.argmax(scores, axis=0)
-    won = ranks[:, None] == winner[None, :]
-    tokens = tl.load(places + 1, mask=mask, other=0.0)
-    inside = rows < num_rows
-    tl.store(output.scores + rows, tl.max(scores, axis=0), mask=inside)
-    tl.store(output.token_ids + rows, tl.sum(tl.where(won, tokens, 0.0), axis=0).to(tl.int64), mask=inside)
-    if output.logprobs is not None:
-        log_mass = tl.load(places + 3, mask=mask, other=float("-inf"))
-        logprob = tl.sum(tl.where(won, tl.load(places + 2, mask=mask, other=0.0), 0.0), axis=0)
-        winners_mass = tl.sum(tl.where(won, log_mass, 0.0), axis=0)
-        largest = tl.max(log_mass, axis=0)
-        reference = tl.where(largest == float("-inf"), 0.0, largest)
-        total = reference + tl.log(tl.sum(tl.exp(log_mass - reference[None, :]), axis=0))
-        # The masses first: they may be thousands of times as large as a logprob.
-        tl.store(output.logprobs + rows, logprob + (winners_mass - total), mask=inside)
-        tl.store(output.log_mass + rows, total, mask=inside)
+    store_merged(places, mask, output, rows, rows < num_rows)
 
 
-def pack_record(
-    output: SampleOutput, rank: int = 0, num_ranks: int = 1, *, records: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``[N, B, 4]`` float32: the record of this rank's draw at its place, zeros at those of the others.
+def pack_record(drawn: SampleOutput, first: int = 0, num_rows: int | None = None) -> torch.Tensor:
+    """``[1, B, 4]`` float32: the records of the rows that this rank has drawn, ``NO_RECORD`` for the others.
 
-    records: where to write it; allocated when None. Raises ValueError for a rank that is none, and for records of
-    another shape, dtype or device.
+    drawn: of the rows from ``first`` on. num_rows: B; as many as there are in ``drawn`` when None. Raises ValueError
+    where these do not fit.
     """
-    num_rows, device = output.token_ids.shape[0], output.token_ids.device
-    if not 1 <= num_ranks <= MAX_RANKS or not 0 <= rank < num_ranks:
-        raise ValueError(f"rank is {rank} of {num_ranks}; expected 0 to {num_ranks - 1}, of at most {MAX_RANKS}")
-    shape = (num_ranks, num_rows, NUM_FIELDS)
-    if records is None:
-        records = torch.empty(shape, dtype=torch.float32, device=device)
-    _check(records, shape, device)
+    num_drawn, device = drawn.token_ids.shape[0], drawn.token_ids.device
+    num_rows = num_drawn if num_rows is None else num_rows
+    if first < 0 or first + num_drawn > num_rows:
+        raise ValueError(f"first is {first} for {num_drawn} rows of {num_rows}; expected 0 to {num_rows - num_drawn}")
+    records = torch.empty(1, num_rows, NUM_FIELDS, dtype=torch.float32, device=device)
     launch(
         pack_record_kernel,
         cdiv(num_rows, ROWS_PER_PROGRAM),
-        (output, records, num_rows, rank, num_ranks),
+        (drawn, records, first, num_drawn, num_rows),
         {"BLOCK_R": ROWS_PER_PROGRAM, "FIELDS": NUM_FIELDS},
         1,
-        (device.index, output.logprobs is None),
+        (device.index, drawn.logprobs is None),
     )
     return records
 
@@ -120,12 +147,15 @@ def pack_record(
 def merge_records(records: torch.Tensor, *, return_logprob: bool) -> SampleOutput:
     """The draw from the whole vocabulary, of the records of all ranks: ``[N, B, 4]`` float32, in the order of the ids.
     return_logprob: the ranks have drawn with it. Raises ValueError for records of another shape or dtype."""
-    if records.dim() != 3 or not 1 <= records.shape[0] <= MAX_RANKS:
+    if records.dim() != 3 or not 1 <= records.shape[0] <= MAX_RANKS or records.shape[2] != NUM_FIELDS:
         raise ValueError(
             f"records is {tuple(records.shape)}; expected [N, B, {NUM_FIELDS}] of at most {MAX_RANKS} ranks"
         )
+    if records.dtype is not torch.float32 or not records.is_contiguous():
+        raise ValueError(
+            f"records is {records.dtype} with strides {records.stride()}; expected torch.float32, contiguous"
+        )
     num_ranks, num_rows, _ = records.shape
-    _check(records, (num_ranks, num_rows, NUM_FIELDS), records.device)
     output = SampleOutput.empty(num_rows, records.device, return_logprob)
     launch(
         merge_records_kernel,
@@ -148,13 +178,3 @@ def no_record(num_rows: int, device: torch.device, return_logprob: bool) -> Samp
         output.logprobs.fill_(logprob)
         output.log_mass.fill_(log_mass)
     return output
-
-
-def _check(records: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if records.shape != shape or records.dtype is not torch.float32 or records.device != device:
-        raise ValueError(
-            f"records is {tuple(records.shape)} {records.dtype} on {records.device}; "
-            f"expected {shape} torch.float32 on {device}"
-        )
-    if not records.is_contiguous():
-        raise ValueError(f"records has strides {records.stride()}; expected it contiguous")

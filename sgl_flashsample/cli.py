@@ -54,7 +54,7 @@ environment:
   FLASHSAMPLE_STEP_GRAPHS  0: launch each kernel of a step, instead of replaying a CUDA graph
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
-  FLASHSAMPLE_SEVERAL_GPUS 1: also serve several GPUs (not measured yet)
+  FLASHSAMPLE_SEVERAL_GPUS 1: also serve several GPUs (small greedy batches are slower)
   FLASHSAMPLE_ANY_SGLANG   1: also try SGLang versions that this release does not know
   FLASHSAMPLE_TRACE        a file: count the drawn tokens into it (sgl-flashsample trace --help)
 """

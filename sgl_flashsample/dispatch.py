@@ -349,10 +349,12 @@ def _has_small_top_k(params: BatchParams, config: TruncationConfig) -> bool:
     return largest is not None and largest <= config.max_small_top_k
 
 
-def compute_logits(hidden: torch.Tensor, head: LMHead, workspace: Workspace) -> torch.Tensor:
-    """``hidden @ weight.T`` in the workspace's buffer, padding of the head included."""
+def compute_logits(
+    hidden: torch.Tensor, head: LMHead, workspace: Workspace, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included."""
     head.check(hidden)
-    logits = workspace.gemm(hidden.shape[0], head.weight.shape[0], head.weight.dtype)
+    logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], head.weight.dtype)
     if not is_compiling_only():
         torch.mm(hidden.detach(), head.weight.detach().T, out=logits)
     return logits

@@ -165,14 +165,25 @@ def built_in_launches(capability: int, full: bool) -> Iterator[tuple[str, Callab
 
 
 def launches_after_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The launches that merge the draws of ranks, and the one that accepts drafts."""
+    """The launches that exchange and merge the draws of ranks, and the one that accepts drafts."""
     from sgl_flashsample.kernels.follow_drafts import follow_drafts
     from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
+    from sgl_flashsample.kernels.peer_memory import PeerMemory, exchange_records, exchange_rows
 
+    num_bytes = PeerMemory.num_bytes(2, 65, 4096, torch.bfloat16)
+    # Triton sees pointers at multiples of 16, as a GPU's allocator gives them.
+    regions = [torch.zeros(num_bytes + 128, dtype=torch.uint8) for _ in range(2)]
+    aligned = [region[-region.data_ptr() % 128 :][:num_bytes] for region in regions]
+    memory = PeerMemory(aligned, 0, 65, 4096, torch.bfloat16)
     for return_logprob in (False, True):
-        name = "merge of ranks" + ", logprobs" * return_logprob
-        yield f"{name}: pack", functools.partial(pack_record, no_record(3, torch.device("cpu"), return_logprob), 1, 2)
+        name, drawn = (
+            "merge of ranks" + ", logprobs" * return_logprob,
+            no_record(3, torch.device("cpu"), return_logprob),
+        )
+        yield f"{name}: pack", functools.partial(pack_record, drawn, 1, 5)
         yield name, functools.partial(merge_records, torch.zeros(2, 3, 4), return_logprob=return_logprob)
+        yield f"{name} by peer memory", functools.partial(exchange_records, memory, drawn, 1, 5)
+    yield "rows by peer memory", functools.partial(exchange_rows, memory, 1, 5)
     tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
     yield "path of drafts", functools.partial(follow_drafts, *tables)
 

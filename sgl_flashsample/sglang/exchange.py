@@ -2,19 +2,23 @@
 The only code that knows of groups of ranks.
 
 ``RankSync``            answers of all ranks to one question, at start
-``Exchange.merge``      each rank has drawn from its part of the vocabulary: 16 bytes per row and rank
-                        (``kernels/merge_ranks.py``)
-``Exchange.draw_rows``  each rank has the logits of its part: whole rows go to the ranks, which draw them, and 16 bytes
-                        per row come back. For truncations, which need the whole vocabulary, and for parts that the
-                        kernels cannot draw from.
+``Exchange.merge``      each rank has drawn some rows, or all of them from its part of the vocabulary: 16 bytes per row
+                        and rank (``kernels/merge_ranks.py``)
+``Exchange.draw_rows``  each rank has the logits of its part: whole rows go to the ranks, which draw them, and ``merge``
+                        follows. For truncations, which need the whole vocabulary, and for parts that the kernels cannot
+                        draw from.
 
 Every rank of a group calls the same of the two, for as many rows, with the same parameters, and gets the same output:
 it is made of the same bytes in the same order. In a step no rank changes what it does alone: the others would wait for
 it.
+
+Where the GPUs of a group reach each other's memory, both are kernels (``kernels/peer_memory.py``), which CUDA graphs
+may hold. Elsewhere, and for batches beyond that memory, they are collectives of the group.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +28,11 @@ import torch
 from ..kernels.launch import cdiv
 from ..kernels.merge_ranks import NUM_FIELDS, merge_records, pack_record
 from ..kernels.params import BatchParams, SampleOutput
+from ..kernels.peer_memory import PeerMemory, exchange_records, exchange_rows
 from ..kernels.rng import GROUP_SIZE
 from .support import is_elastic
+
+logger = logging.getLogger("sgl_flashsample")
 
 
 class RankSync:
@@ -72,21 +79,25 @@ class RankSync:
 
 def bytes_received(num_ranks: int, num_rows: int, part_bytes: int | None = None) -> int:
     """What a rank receives in a step. part_bytes: of one row's logits on a rank, where whole rows travel; None where
-    ranks draw from their parts, and each reads the records of all from all others, as SGLang's all-reduce does."""
-    record = NUM_FIELDS * 4
-    if part_bytes is None:
-        return (num_ranks - 1) * num_ranks * num_rows * record
-    return (num_ranks - 1) * cdiv(num_rows, num_ranks) * (part_bytes + record)
+    ranks draw from their parts."""
+    records = num_rows * NUM_FIELDS * 4
+    rows = 0 if part_bytes is None else cdiv(num_rows, num_ranks) * part_bytes
+    return (num_ranks - 1) * (records + rows)
 
 
 class Exchange:
     """group: SGLang's ``GroupCoordinator`` of the ranks, in the order of their ids. Of its collectives it takes those
-    below the operators that SGLang registers for torch.compile, which a CPU does not have."""
+    below the operators that SGLang registers for torch.compile, which a CPU does not have.
+
+    memory: what the ranks reach of each other, None before ``connect`` and where there is none.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self.rank: int = group.rank_in_group
         self.num_ranks: int = group.world_size
+        self.memory: PeerMemory | None = None
+        self._allocated: Any = None
 
     @classmethod
     def of_processor(cls, processor: Any) -> Exchange | None:
@@ -98,9 +109,45 @@ class Exchange:
         attention = processor.use_attn_tp_group
         return cls(parallel_state.get_attn_tp_group() if attention else parallel_state.get_tp_group())
 
-    def merge(self, drawn: SampleOutput) -> SampleOutput:
-        """The draw from the whole vocabulary. drawn: this rank's, ``no_record`` where it holds no id."""
-        records = self._records_of_all(drawn)
+    def connect(self, max_rows: int, width: int, dtype: torch.dtype) -> None:
+        """Reserve memory that all ranks reach, for batches of up to ``max_rows`` rows of ``width`` logits each, where
+        all ranks can. Every rank calls it, before any step."""
+        group, num_bytes = self._group, PeerMemory.num_bytes(self.num_ranks, max_rows, width, dtype)
+        region: torch.Tensor | None = None
+        # SGLang's own all-reduce has found that these GPUs reach each other, and exchanges through such memory itself.
+        custom: Any = getattr(group, "ca_comm", None)
+        if hasattr(custom, "graph_params") and not custom.disabled:
+            try:
+                region = _symmetric_memory(num_bytes, group)
+            except Exception as error:  # the other ranks wait for an answer
+                logger.warning("flashsample: %d bytes for exchanges between ranks: %s", num_bytes, error)
+        if not all(RankSync(group).of_all(region is not None)):
+            return
+        assert region is not None
+        from torch.distributed._symmetric_memory import rendezvous
+
+        name = group.device_group.group_name
+        handle = rendezvous(region, name)
+        regions = [handle.get_buffer(rank, [num_bytes], torch.uint8) for rank in range(self.num_ranks)]
+        regions[self.rank].zero_()
+        torch.cuda.synchronize()
+        RankSync(group).of_all(None)  # nobody writes to a region before it is zero
+        self.memory = PeerMemory(regions, self.rank, max_rows, width, dtype)
+        self._allocated = region, handle  # the regions are views, which do not keep the memory
+
+    def memory_for(self, num_rows: int) -> PeerMemory | None:
+        """Through which a batch of ``num_rows`` rows is exchanged; None where that is by collectives."""
+        return self.memory if self.memory is not None and num_rows <= self.memory.max_rows else None
+
+    def merge(self, drawn: SampleOutput, first: int = 0, num_rows: int | None = None) -> SampleOutput:
+        """The draw from the whole vocabulary, of a batch of ``num_rows`` rows. drawn: this rank's, of the rows from
+        ``first`` on, ``no_record`` where it holds no id; as many as the batch has by default."""
+        num_rows = drawn.token_ids.shape[0] if num_rows is None else num_rows
+        if (memory := self.memory_for(num_rows)) is not None:
+            return exchange_records(memory, drawn, first, num_rows)
+        record = pack_record(drawn, first, num_rows)
+        records = record.new_empty(self.num_ranks, *record.shape[1:])
+        self._group._all_gather_into_tensor(records.view(-1, NUM_FIELDS), record.view(-1, NUM_FIELDS))
         return merge_records(records, return_logprob=drawn.logprobs is not None)
 
     def draw_rows(
@@ -110,11 +157,32 @@ class Exchange:
         draw: Callable[[torch.Tensor, BatchParams], SampleOutput],
     ) -> SampleOutput:
         """The draw from the whole vocabulary, ``draw`` giving that of some whole rows (``[R, N * W]``, the padding at
-        their end) with their parameters. It is called once on each rank, also where there are fewer rows than ranks."""
-        num_rows, width = logits.shape
+        their end) with their parameters. It is called once on each rank, also where there are fewer rows than ranks.
+
+        Logits that are in ``memory_for`` already are not copied there.
+        """
+        num_rows = logits.shape[0]
         each = cdiv(num_rows, self.num_ranks)
-        start = min(self.rank * each, num_rows - 1)  # a rank without a row draws one of zeros, which nobody takes
+        start = min(self.rank * each, num_rows)
         stop = min(start + each, num_rows)
+        drawn_from = min(start, num_rows - 1)  # a rank without a row draws another's, which nobody takes
+        drawn_to = max(stop, drawn_from + 1)
+        if (memory := self.memory_for(num_rows)) is not None:
+            here = memory.own_logits[:num_rows]
+            if here.data_ptr() != logits.data_ptr():
+                here.copy_(logits)
+            rows = exchange_rows(memory, drawn_from, drawn_to - drawn_from)
+        else:
+            rows = self._gathered_rows(logits, each)[: drawn_to - drawn_from]
+        drawn = draw(rows, params.rows(drawn_from, drawn_to))
+        own = slice(stop - start)
+        logprobs, log_mass = (None if values is None else values[own] for values in (drawn.logprobs, drawn.log_mass))
+        mine = SampleOutput(drawn.token_ids[own], logprobs, drawn.scores[own], log_mass)
+        return self.merge(mine, start, num_rows)
+
+    def _gathered_rows(self, logits: torch.Tensor, each: int) -> torch.Tensor:
+        """``[each, N * W]``: this rank's share of the rows, zeros beyond the batch."""
+        num_rows, width = logits.shape
         padding = each * self.num_ranks - num_rows
         sent = (torch.nn.functional.pad(logits, (0, 0, 0, padding)) if padding else logits).contiguous()
         received = torch.empty_like(sent)
@@ -123,19 +191,14 @@ class Exchange:
         # The reader is compiled for rows that start at multiples of 16 elements.
         rows = torch.empty(each, cdiv(whole, GROUP_SIZE) * GROUP_SIZE, dtype=sent.dtype, device=sent.device)[:, :whole]
         rows.unflatten(1, (self.num_ranks, width)).copy_(received.view(self.num_ranks, each, width).transpose(0, 1))
-        drawn = draw(rows[: stop - start], params.rows(start, stop))
-        mine = torch.zeros(1, each, NUM_FIELDS, dtype=torch.float32, device=logits.device)
-        pack_record(drawn, records=mine[:, : stop - start])
-        records = torch.empty(1, self.num_ranks * each, NUM_FIELDS, dtype=torch.float32, device=logits.device)
-        self._group._all_gather_into_tensor(records.view(-1, NUM_FIELDS), mine.view(-1, NUM_FIELDS))
-        return merge_records(records[:, :num_rows], return_logprob=drawn.logprobs is not None)
+        return rows
 
-    def _records_of_all(self, drawn: SampleOutput) -> torch.Tensor:
-        """``[N, B, 4]``: by SGLang's own all-reduce, one small kernel, where it takes the buffer, else by a gather."""
-        shape = (self.num_ranks, drawn.token_ids.shape[0], NUM_FIELDS)
-        records = torch.empty(shape, dtype=torch.float32, device=drawn.token_ids.device)
-        custom = getattr(self._group, "ca_comm", None)
-        if custom is not None and not custom.disabled and custom.should_custom_ar(records):
-            return self._group.all_reduce(pack_record(drawn, self.rank, self.num_ranks, records=records))
-        self._group._all_gather_into_tensor(records.view(-1, NUM_FIELDS), pack_record(drawn).view(-1, NUM_FIELDS))
-        return records
+
+def _symmetric_memory(num_bytes: int, group: Any) -> torch.Tensor:
+    """Of this rank, for the others to open. Waits for nobody."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    name = group.device_group.group_name
+    if torch.__version__ < "2.11.0":
+        symmetric.enable_symm_mem_for_group(name)
+    return symmetric.empty(num_bytes, dtype=torch.uint8, device=group.device)

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -108,6 +108,8 @@ class HeadState:
         """Of this head, for ``Runtime.status``."""
         screen, weight = self.screen, self.head.weight
         screen_bytes = 0 if screen is None else screen.num_bytes
+        memory = None if self.exchange is None else self.exchange.memory
+        exchanged_bytes = 0 if memory is None else memory.total_bytes
         return {
             "vocab_size": self.processor.vocab_size,
             "ranks": 1 if self.exchange is None else self.exchange.num_ranks,
@@ -115,7 +117,7 @@ class HeadState:
             "dtype": str(weight.dtype).removeprefix("torch."),
             "table": self.table_file,
             "screen": None if screen is None else {"rows": screen.rows, "bytes": screen_bytes, "paused": screen.paused},
-            "bytes": screen_bytes + (0 if self._workspace is None else self._workspace.num_bytes),
+            "bytes": screen_bytes + (0 if self._workspace is None else self._workspace.num_bytes) + exchanged_bytes,
         }
 
     def is_current(self) -> bool:
@@ -157,9 +159,9 @@ class HeadState:
         compiles what the exchange launches: a rank that fails at that must not have begun to exchange."""
         assert self.exchange is not None
         head, num_ranks = self.head, self.exchange.num_ranks
-        for ranks, return_logprob in itertools.product((1, num_ranks), (True, False)):
+        for return_logprob in (True, False):
             nothing = no_record(1, head.weight.device, return_logprob)
-            merge_records(pack_record(nothing, 0, ranks), return_logprob=return_logprob)
+            merge_records(pack_record(nothing), return_logprob=return_logprob)
         return compare_rows_with_reference(
             self.processor.vocab_size,
             num_ranks * head.weight.shape[0],
@@ -172,46 +174,53 @@ class HeadState:
         )
 
     def check_exchange(self) -> str | None:
-        """Exchange known draws with the other ranks; returns what was wrong, or None. Every rank calls it, before any
-        step: what connects ranks and reserves memory at its first call does so now."""
+        """Connect with the other ranks and exchange known draws; returns what was wrong, or None. Every rank calls it,
+        before any step: what connects ranks and reserves memory at its first call does so now."""
         if self.exchange is None:
             return None
-        rank, num_ranks = self.exchange.rank, self.exchange.num_ranks
-        device, width, vocab_size = self.head.weight.device, self.head.weight.shape[0], self.processor.vocab_size
+        device, num_ranks = self.head.weight.device, self.exchange.num_ranks
         max_rows = MAX_COMPILED_ROWS if device.type == "cuda" else 2 * num_ranks
         self.update(max_rows)
-        wrong = None
-        for num_rows, return_logprob in itertools.product((max_rows, 1), (True, False)):
-            row = torch.arange(num_rows, device=device)
-            expected = row * 7919 % vocab_size
-            logits = torch.zeros(num_rows, width, dtype=self.head.rounding, device=device)
-            local = expected - rank * width
-            is_here = (local >= 0) & (local < width)
-            logits[row[is_here], local[is_here]] = 8.0
-            greedy = BatchParams(torch.zeros(num_rows, device=device), torch.zeros_like(row), torch.zeros_like(row))
-
-            def draw(rows: torch.Tensor, params: BatchParams, return_logprob: bool = return_logprob) -> SampleOutput:
-                return self.sample_rows(rows, params, return_logprob)
-
-            drawn = [self.exchange.draw_rows(logits, greedy, draw)]
-            if not self.whole_rows:
-                scores, place = logits.float().max(dim=1)
-                zeros = torch.zeros_like(scores) if return_logprob else None
-                drawn.append(self.exchange.merge(SampleOutput(place + self.head.vocab_start, zeros, scores, zeros)))
-            if not all(torch.equal(out.token_ids, expected) for out in drawn):
-                wrong = f"in a trial exchange between {num_ranks} ranks, tokens came out wrong"
-        gatherer = getattr(self.processor, "_logits_gatherer", None)
+        width, gatherer = self.head.weight.shape[0], getattr(self.processor, "_logits_gatherer", None)
+        batches = list(itertools.product((max_rows, 1), (True, False)))
+        right = [self._exchanges_right(*batch) for batch in batches]
+        self.exchange.connect(max_rows, width, self.head.rounding)
+        if self.exchange.memory is not None:
+            right += [self._exchanges_right(*batch) for batch in batches]
         if gatherer is not None and not self.processor.use_attn_tp_group:
             gatherer(torch.zeros(1, width, dtype=self.head.rounding, device=device))
-        return wrong
+        return None if all(right) else f"in a trial exchange between {num_ranks} ranks, tokens came out wrong"
+
+    def _exchanges_right(self, num_rows: int, return_logprob: bool) -> bool:
+        """Whether a batch of one-hot logits, each rank with its part, gives the known tokens."""
+        assert self.exchange is not None
+        device, width = self.head.weight.device, self.head.weight.shape[0]
+        row = torch.arange(num_rows, device=device)
+        expected = row * 7919 % self.processor.vocab_size
+        logits = torch.zeros(num_rows, width, dtype=self.head.rounding, device=device)
+        local = expected - self.exchange.rank * width
+        is_here = (local >= 0) & (local < width)
+        logits[row[is_here], local[is_here]] = 8.0
+        greedy = BatchParams(torch.zeros(num_rows, device=device), torch.zeros_like(row), torch.zeros_like(row))
+        drawn = [
+            self.exchange.draw_rows(logits, greedy, lambda rows, params: self.sample_rows(rows, params, return_logprob))
+        ]
+        if not self.whole_rows:
+            scores, place = logits.float().max(dim=1)
+            zeros = torch.zeros_like(scores) if return_logprob else None
+            drawn.append(self.exchange.merge(SampleOutput(place + self.head.vocab_start, zeros, scores, zeros)))
+        return all(torch.equal(out.token_ids, expected) for out in drawn)
 
     def logits_of_shard(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[B, W]``: what the GEMM of this rank gives, rounded as the model's own."""
+        """``[B, W]``: what the GEMM of this rank gives, rounded as the model's own; where the other ranks can read it,
+        if there is such a place."""
+        assert self.exchange is not None
+        hidden, weight, memory = hidden.detach(), self.head.weight, self.exchange.memory_for(hidden.shape[0])
+        shared = None if memory is None else memory.own_logits[: hidden.shape[0]]
         if self.head.gemm_gives_logits:
-            return compute_logits(hidden, self.head, self.workspace)
-        weight = self.head.weight
+            return compute_logits(hidden, self.head, self.workspace, out=shared)
         if weight.is_cuda:
-            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=shared)
         return hidden.float() @ weight.float().T
 
     def sample_rows(self, logits: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
@@ -227,12 +236,15 @@ class HeadState:
         )
 
     def step_graphs(self, batch: Batch, edits: LogitEdits | None, positions: torch.Tensor) -> StepGraphs | None:
-        """The CUDA graphs that may replay a step of ``batch``; None where it is to be launched.
+        """The CUDA graphs that may replay a step of ``batch``; None where it is to be launched, as collectives of ranks
+        are: a graph must not wait for ranks that launch what this one replays.
 
         FlashInfer allocates while it draws. In a pool that graphs share, what one of them allocated may hold the tokens
         of another: its batches are launched.
         """
         if not self.use_step_graphs or positions.dtype is not torch.int64:
+            return None
+        if self.exchange is not None and self.exchange.memory_for(len(batch)) is None:
             return None
         if batch.distribution_only and self.table.flashinfer:
             kind = BatchKind(batch.truncation is not None, edits is not None)
@@ -241,7 +253,8 @@ class HeadState:
         if self.graphs is None:
             if self._capture is None:
                 self._capture = CudaCapture(self.head.weight.device)
-            self.graphs = StepGraphs(self.workspace, MAX_COMPILED_ROWS, self.head.weight.device, self._capture)
+            used = [self.workspace, *([] if self._rows_workspace is None else [self._rows_workspace])]
+            self.graphs = StepGraphs(used, MAX_COMPILED_ROWS, self.head.weight.device, self._capture)
         return self.graphs
 
     def fits(self, num_rows: int) -> bool:
@@ -397,11 +410,12 @@ class StepGraphs:
     overwritten ``SLOTS`` steps later: SGLang copies the tokens of a step to the host before it launches the step after
     the next.
 
-    For one workspace, and the head, table and screen that it was made with. max_rows: larger batches are not replayed.
+    For these workspaces, and the head, table and screen that they were made with. max_rows: larger batches are not
+    replayed.
     """
 
-    def __init__(self, workspace: Workspace, max_rows: int, device: torch.device, capture: Capture) -> None:
-        self._workspace, self._max_rows, self._capture = workspace, max_rows, capture
+    def __init__(self, workspaces: Sequence[Workspace], max_rows: int, device: torch.device, capture: Capture) -> None:
+        self._workspaces, self._max_rows, self._capture = workspaces, max_rows, capture
         self._pool = capture.new_pool()
         self._temperature, self._top_p, self._min_p = (
             torch.empty(max_rows, dtype=torch.float32, device=device) for _ in range(3)
@@ -463,7 +477,7 @@ class StepGraphs:
                     error,
                 )
                 return None
-            graphs.captured.append(_Captured(graph, out, self._workspace.last_buffer))
+            graphs.captured.append(_Captured(graph, out, [used.last_buffer for used in self._workspaces]))
         if edits is None and not return_logprob and len(graphs.captured) == SLOTS:
             self._repeatable[hidden.data_ptr(), positions.data_ptr()] = graphs
         return graphs.replay_next()

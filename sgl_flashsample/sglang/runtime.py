@@ -348,8 +348,7 @@ class Runtime:
             reason = self._check(state, starting)
             if reason is not None:
                 return reason
-            # A graph must not wait for other ranks, which may launch what this one replays.
-            state.use_step_graphs = self.use_step_graphs and lm_head.weight.is_cuda and state.exchange is None
+            state.use_step_graphs = self.use_step_graphs and lm_head.weight.is_cuda
             state.newly_searched(self.metrics.read_seconds)  # allocates its pinned memory now, not in a step
             return state
         except Exception as error:  # whatever a kernel or a model does, the server must start

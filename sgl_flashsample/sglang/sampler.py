@@ -220,11 +220,10 @@ def draw(
 ) -> SampleOutput:
     """One token per row: by a CUDA graph where the batch has not changed for some steps, else by launches."""
     state.update(len(batch))
-    if state.exchange is not None:
-        params = batch.params(positions.to(torch.int64), edits)
-        return draw_with_ranks(state, state.exchange, hidden, params, return_logprob)
 
     def launch(params: BatchParams) -> SampleOutput:
+        if state.exchange is not None:
+            return draw_with_ranks(state, state.exchange, hidden, params, return_logprob, again=False)
         return _launch(state, hidden, params, return_logprob)
 
     graphs = state.step_graphs(batch, edits, positions)
@@ -232,7 +231,10 @@ def draw(
         out = graphs.step(launch, batch, hidden, edits, positions, return_logprob)
         if out is not None:
             return out
-    return draw_without_graphs(state, hidden, batch.params(positions.to(torch.int64), edits), return_logprob)
+    params = batch.params(positions.to(torch.int64), edits)
+    if state.exchange is not None:
+        return draw_with_ranks(state, state.exchange, hidden, params, return_logprob)
+    return draw_without_graphs(state, hidden, params, return_logprob)
 
 
 def draw_without_graphs(
@@ -262,10 +264,15 @@ def _launch(state: HeadState, hidden: torch.Tensor, params: BatchParams, return_
 
 
 def draw_with_ranks(
-    state: HeadState, exchange: Exchange, hidden: torch.Tensor, params: BatchParams, return_logprob: bool
+    state: HeadState,
+    exchange: Exchange,
+    hidden: torch.Tensor,
+    params: BatchParams,
+    return_logprob: bool,
+    again: bool = True,
 ) -> SampleOutput:
-    """``draw`` where this rank has a part of the head. How a rank draws from its part is its own affair, and what fails
-    is tried again in another way: the other ranks wait for the exchange."""
+    """By launches, where this rank has a part of the head. How a rank draws from its part is its own affair. again:
+    what fails is tried in another way, as the other ranks wait for the exchange."""
     if params.truncation is not None or state.whole_rows:
 
         def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:
@@ -276,7 +283,7 @@ def draw_with_ranks(
         try:
             drawn = _launch(state, hidden, params, return_logprob)
         except Exception as error:
-            if not state.step_down(f"{type(error).__name__}: {error}"):
+            if not again or not state.step_down(f"{type(error).__name__}: {error}"):
                 raise
         else:
             return exchange.merge(drawn)

@@ -25,7 +25,7 @@ EVERYWHERE = {"lm_head_sample_kernel", "sample_logits_kernel", "sample_truncated
 EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kernel", "rescore_groups_kernel"}
 EVERYWHERE |= {"bound_truncated_kernel", "list_ids_kernel", "verify_ids_kernel", "read_groups_kernel"}
 EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel", "pack_record_kernel", "merge_records_kernel"}
-EVERYWHERE.add("follow_drafts_kernel")
+EVERYWHERE |= {"exchange_records_kernel", "tell_logits_kernel", "copy_rows_kernel", "follow_drafts_kernel"}
 
 
 def printed_by(*arguments: object, path: str = ""):

@@ -346,7 +346,7 @@ def draw_by_ranks(path, whole: Case, num_ranks: int) -> SampleOutput:
             draws.append(SampleOutput(ids, of_rank.logprobs, of_rank.scores, of_rank.log_mass))
         else:
             draws.append(no_record(len(whole.hidden), weight.device, draws[0].logprobs is not None))
-    records = sum(pack_record(draw, rank, num_ranks) for rank, draw in enumerate(draws))
+    records = torch.cat([pack_record(draw) for draw in draws])
     return merge_records(records, return_logprob=draws[0].logprobs is not None)
 
 

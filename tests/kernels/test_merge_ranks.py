@@ -1,5 +1,5 @@
-"""Records of ranks: merged as the reference merges them, in any order of merging, and unchanged by an exchange that
-adds them up. That ranks draw the token of the whole vocabulary is in ``test_contract.py``."""
+"""Records of ranks: merged as the reference merges them, in any order of merging. That ranks draw the token of the
+whole vocabulary is in ``test_contract.py``."""
 
 from __future__ import annotations
 
@@ -82,39 +82,35 @@ def test_a_row_that_no_rank_allows_an_id_has_no_mass_and_the_first_id(device):
     assert merged.scores.tolist() == merged.log_mass.tolist() == [MASKED]
 
 
-@pytest.mark.parametrize("num_rows", [1, 65])
+@pytest.mark.parametrize("first, num_rows", [(0, 65), (1, 130), (65, 130), (2, 67)])
 @pytest.mark.parametrize("return_logprob", [True, False])
-def test_records_of_all_ranks_added_up_are_the_records(device, return_logprob, num_rows):
-    """Also those of a rank without ids, of masked rows, and of the largest id."""
-    records = make_records(device, 3, num_rows)
-    records[1, 0] = torch.tensor(NO_RECORD)
-    records[2, 0, 1] = 2**24 - 1
-    added = torch.zeros_like(records)
-    for rank, (score, token, logprob, log_mass) in enumerate(record.unbind(-1) for record in records):
-        logprobs = (logprob.contiguous(), log_mass.contiguous()) if return_logprob else (None, None)
-        drawn = SampleOutput(token.long(), logprobs[0], score.contiguous(), logprobs[1])
-        added += pack_record(drawn, rank, 3, records=torch.full_like(records, float("nan")))
-    fields = slice(None) if return_logprob else slice(2)
-    assert torch.equal(added[..., fields], records[..., fields])
+def test_a_record_holds_the_drawn_rows_in_their_places_and_nothing_elsewhere(device, return_logprob, first, num_rows):
+    """Also of masked rows, and of the largest id."""
+    score, token, logprob, log_mass = (values.contiguous() for values in make_records(device, 1, 65)[0].unbind(-1))
+    score[3], token[4] = MASKED, 2**24 - 1
+    drawn = SampleOutput(token.long(), logprob, score, log_mass)
+    if not return_logprob:
+        drawn = drawn._replace(logprobs=None, log_mass=None)
+        logprob, log_mass = torch.zeros_like(score), torch.full_like(score, MASKED)
+    want = torch.tensor(NO_RECORD, device=device).repeat(1, num_rows, 1)
+    want[0, first : first + 65] = torch.stack([score, token, logprob, log_mass], -1)
+    assert torch.equal(pack_record(drawn, first, num_rows), want)
+
+
+@pytest.mark.parametrize("first, num_rows", [(-1, 5), (3, 5), (0, 2)])
+def test_rows_that_do_not_fit_are_refused_by_name(device, first, num_rows):
+    with pytest.raises(ValueError, match=f"first is {first} for 3 rows of {num_rows}; expected 0 to {num_rows - 3}"):
+        pack_record(no_record(3, device, True), first, num_rows)
 
 
 @pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"rank": 2, "num_ranks": 2}, "rank is 2 of 2; expected 0 to 1"),
-        ({"num_ranks": 0}, "rank is 0 of 0; expected"),
-        ({"num_ranks": 4096}, "rank is 0 of 4096; expected 0 to 4095, of at most 1024"),
-        ({"records": torch.zeros(1, 3, 3)}, r"records is \(1, 3, 3\) torch.float32 .*; expected \(1, 3, 4\)"),
-        ({"records": torch.zeros(1, 3, 4).half()}, "records is .* torch.float16 .*; expected .* torch.float32"),
-        ({"records": torch.zeros(1, 3, 8)[..., ::2]}, "records has strides .*; expected it contiguous"),
-    ],
+    "records",
+    [torch.zeros(2, 3, 4).half(), torch.zeros(2, 3, 8)[..., ::2]],
+    ids=["dtype", "layout"],
 )
-def test_a_record_that_cannot_be_packed_is_refused_by_name(device, change, message):
-    if "records" in change:
-        records = change["records"]
-        change = {"records": torch.empty_strided(records.shape, records.stride(), dtype=records.dtype, device=device)}
-    with pytest.raises(ValueError, match=message):
-        pack_record(no_record(3, device, True), **change)
+def test_records_of_another_dtype_or_layout_are_refused_by_name(records):
+    with pytest.raises(ValueError, match=r"records is torch.float(16|32) with strides .*; expected torch.float32, con"):
+        merge_records(records, return_logprob=True)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5), (0, 3, 4)])

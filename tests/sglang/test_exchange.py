@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import exchange_worker
@@ -15,20 +17,20 @@ from head_states import Processor
 from serving import needs_sglang
 
 from sgl_flashsample.demo.server import free_port
-from sgl_flashsample.kernels.merge_ranks import merge_records, pack_record
 from sgl_flashsample.kernels.params import BatchParams, SampleOutput
-from sgl_flashsample.sglang.exchange import Exchange, bytes_received
+from sgl_flashsample.sglang import exchange as exchange_module
+from sgl_flashsample.sglang.exchange import Exchange, RankSync, bytes_received
 
 WORKER = Path(exchange_worker.__file__)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
-def answers(request) -> list[dict]:
+def answers(request, tmp_path_factory) -> list[dict]:
     """What the others said to each rank, and what it drew, by the name of the batch."""
-    port = free_port()
+    port, folder = free_port(), tmp_path_factory.mktemp("memory")
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(request.param), str(port)],
+            [sys.executable, str(WORKER), str(rank), str(request.param), str(port), str(folder)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -43,7 +45,7 @@ def answers(request) -> list[dict]:
 @needs_sglang
 @pytest.mark.slow
 def test_every_rank_gets_the_same(answers):
-    assert len(answers[0]["drawn"]) == 6 * len(exchange_worker.SHAPES)
+    assert len(answers[0]["drawn"]) == 12 * len(exchange_worker.SHAPES)
     assert all(json.dumps(answer) == json.dumps(answers[0]) for answer in answers)
     ranks = range(len(answers))
     said = [{"rank": rank, "words": ["word"] * rank, "none": None, "large": 2**63 - 1} for rank in ranks]
@@ -56,63 +58,15 @@ def test_the_token_is_that_of_one_rank_with_the_whole_head_and_so_is_its_logprob
     """Truncated rows are drawn by one rank each, and so are all where the parts are no multiple of 16 ids or a rank has
     none; of others, every rank draws from its part."""
     cases = exchange_worker.cases()
-    for name, got in answers[0]["drawn"].items():
-        case = cases[name.rpartition(", ")[0]]
+    for name, each in answers[0]["drawn"].items():
+        case = cases[name.rsplit(", ", 2)[0]]
         return_logprob = exchange_worker.wants_logprob(case)
-        want = exchange_worker.draw_whole(case, return_logprob)
-        assert got["token_ids"] == want.token_ids.tolist(), name
-        assert (got["logprobs"] is None) is (got["log_mass"] is None) is not return_logprob
-        for key in ("logprobs", "log_mass") if return_logprob else ():
-            values = torch.tensor(got[key])
-            torch.testing.assert_close(values, getattr(want, key), rtol=1e-5, atol=2e-4, equal_nan=True, msg=name)
-
-
-class CustomAllReduce:
-    """Of SGLang, as far as it decides: it takes buffers up to ``limit`` bytes."""
-
-    def __init__(self, limit: int, disabled: bool) -> None:
-        self.limit, self.disabled = limit, disabled
-
-    def should_custom_ar(self, buffer: torch.Tensor) -> bool:
-        assert buffer.numel() * 4 % 16 == 0
-        return buffer.numel() * 4 <= self.limit
-
-
-class Group:
-    """Of a rank: its collectives return what all ranks together have sent."""
-
-    def __init__(self, rank: int, draws: list[SampleOutput], limit: int, disabled: bool) -> None:
-        self.rank_in_group, self.world_size, self.used = rank, len(draws), ""
-        self.ca_comm = CustomAllReduce(limit, disabled)
-        self._draws = draws
-
-    def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
-        self.used = "all-reduce"
-        every = [pack_record(draw, rank, self.world_size) for rank, draw in enumerate(self._draws)]
-        assert torch.equal(buffer, every[self.rank_in_group])
-        return torch.stack(every).sum(0)
-
-    def _all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
-        self.used = "gather"
-        every = [pack_record(draw).view(-1, 4) for draw in self._draws]
-        assert torch.equal(own, every[self.rank_in_group])
-        output.copy_(torch.cat(every))
-
-
-@pytest.mark.parametrize(
-    "limit, disabled, used",
-    [(10**6, False, "all-reduce"), (16, False, "gather"), (10**6, True, "gather")],
-    ids=["small", "too large", "disabled"],
-)
-def test_a_record_travels_by_sglangs_all_reduce_where_that_takes_it(limit, disabled, used):
-    row = torch.arange(5.0)
-    draws = [SampleOutput((row + 100 * rank).long(), -row - rank, row * (rank - 0.5), row + rank) for rank in range(2)]
-    want = merge_records(torch.cat([pack_record(draw) for draw in draws]), return_logprob=True)
-    for rank, drawn in enumerate(draws):
-        group = Group(rank, draws, limit, disabled)
-        for got, wanted in zip(Exchange(group).merge(drawn), want, strict=True):
-            assert torch.equal(got, wanted)
-        assert group.used == used
+        for got, want in zip(each, exchange_worker.draw_whole(case, return_logprob), strict=True):
+            assert got["token_ids"] == want.token_ids.tolist(), name
+            assert (got["logprobs"] is None) is (got["log_mass"] is None) is not return_logprob
+            for key in ("logprobs", "log_mass") if return_logprob else ():
+                values = torch.tensor(got[key])
+                torch.testing.assert_close(values, getattr(want, key), rtol=1e-5, atol=2e-4, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize("attention", [False, True])
@@ -131,18 +85,16 @@ def test_the_ranks_of_an_exchange_are_those_whose_logits_sglang_gathers(monkeypa
 
 @pytest.mark.parametrize("num_ranks, num_rows", [(2, 1), (2, 17), (3, 64), (8, 3)])
 def test_the_bytes_of_a_step_are_those_of_its_collectives(num_ranks, num_rows):
-    """An all-reduce of small buffers reads those of all other ranks; an all-to-all and a gather leave out one's own."""
+    """An all-to-all and a gather leave out one's own."""
     drawn = SampleOutput(*(torch.zeros(num_rows, dtype=dtype) for dtype in (torch.int64, *3 * [torch.float32])))
     received = []
 
-    def note(tensor: torch.Tensor, share: float) -> None:
-        received.append(tensor.numel() * tensor.element_size() * share)
+    def note(tensor: torch.Tensor) -> None:
+        received.append(tensor.numel() * tensor.element_size() * (num_ranks - 1) / num_ranks)
 
-    group = types.SimpleNamespace(rank_in_group=0, world_size=num_ranks, ca_comm=CustomAllReduce(10**6, False))
-    others = (num_ranks - 1) / num_ranks
-    group.all_reduce = lambda buffer: (note(buffer, num_ranks - 1), buffer)[1]
-    group._all_to_all_single = lambda output, sent: (note(output, others), output.copy_(sent))
-    group._all_gather_into_tensor = lambda output, own: note(output.zero_(), others)
+    group = types.SimpleNamespace(rank_in_group=0, world_size=num_ranks)
+    group._all_to_all_single = lambda output, sent: (note(output), output.copy_(sent))
+    group._all_gather_into_tensor = lambda output, own: note(output.zero_())
     Exchange(group).merge(drawn)
     assert sum(received) == bytes_received(num_ranks, num_rows)
     received.clear()
@@ -152,3 +104,83 @@ def test_the_bytes_of_a_step_are_those_of_its_collectives(num_ranks, num_rows):
         logits, params, lambda rows, _: SampleOutput(*(None if part is None else part[: len(rows)] for part in drawn))
     )
     assert sum(received) == bytes_received(num_ranks, num_rows, part_bytes=96)
+
+
+def test_a_batch_beyond_the_memory_of_the_ranks_is_exchanged_by_collectives():
+    exchange = Exchange(types.SimpleNamespace(rank_in_group=0, world_size=2))
+    assert exchange.memory_for(1) is None
+    exchange.memory = types.SimpleNamespace(max_rows=8)
+    assert exchange.memory_for(8) is exchange.memory and exchange.memory_for(9) is None
+
+
+class ReachableGroup:
+    """Of two GPUs that reach each other, as far as SGLang's all-reduce has found; ``others``: what the other rank says
+    when ranks are asked."""
+
+    def __init__(self, others: bool) -> None:
+        self.rank_in_group, self.world_size, self.device = 0, 2, torch.device("cpu")
+        self.ca_comm = types.SimpleNamespace(disabled=False, graph_params=None)
+        self.device_group = types.SimpleNamespace(group_name="tp")
+        self.others = others
+
+
+class Handle:
+    """Of regions that live as long as their owner: views do not keep them."""
+
+    def __init__(self, region: torch.Tensor) -> None:
+        self._regions = [weakref.ref(region), lambda: torch.zeros_like(region)]
+
+    def get_buffer(self, rank: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        assert self._regions[rank]().shape == tuple(shape) and dtype is torch.uint8
+        size = shape[0]
+        padded = torch.zeros(size + 128, dtype=dtype)
+        return padded[-padded.data_ptr() % 128 :][:size]
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """Connects a group; returns the exchange and a reference to the memory that it reserved. fails: on this rank."""
+
+    def connect(others: bool, fails: bool = False) -> tuple[Exchange, weakref.ref | None]:
+        reserved = []
+
+        def reserve(num_bytes: int, group: ReachableGroup) -> torch.Tensor:
+            if fails:
+                raise torch.OutOfMemoryError("a fault")
+            region = torch.zeros(num_bytes, dtype=torch.uint8)
+            reserved.append(weakref.ref(region))
+            return region
+
+        monkeypatch.setattr(exchange_module, "_symmetric_memory", reserve)
+        monkeypatch.setattr(RankSync, "of_all", lambda self, value: [value, self._group.others])
+        symmetric = types.ModuleType("torch.distributed._symmetric_memory")
+        symmetric.rendezvous = lambda region, name: Handle(region)
+        monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", symmetric)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        exchange = Exchange(ReachableGroup(others))
+        exchange.connect(4, 32, torch.bfloat16)
+        return exchange, reserved[0] if reserved else None
+
+    return connect
+
+
+def test_ranks_that_reach_each_others_memory_exchange_through_it_and_keep_it(connected):
+    exchange, reserved = connected(others=True)
+    assert exchange.memory.max_rows == 4 and exchange.memory.own_logits.shape == (4, 32)
+    gc.collect()
+    assert reserved() is not None, "the views of a region do not keep its memory"
+
+
+@pytest.mark.parametrize("others, fails", [(False, False), (True, True)], ids=["another rank", "this rank"])
+def test_where_one_rank_has_no_memory_for_an_exchange_all_use_collectives(connected, others, fails):
+    exchange, _ = connected(others, fails)
+    assert exchange.memory is None
+
+
+def test_ranks_whose_gpus_do_not_reach_each_other_use_collectives(connected, monkeypatch):
+    monkeypatch.setattr(ReachableGroup, "__init__", lambda self, others: vars(self).update(BARE))
+    exchange, reserved = connected(others=True)
+    assert exchange.memory is None and reserved is None
+
+
+BARE = {"rank_in_group": 0, "world_size": 2, "ca_comm": None, "others": True}

@@ -26,6 +26,7 @@ from sgl_flashsample.kinds import BATCH_KINDS, PLAIN
 from sgl_flashsample.sglang import hooks, metrics, plugin, support
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Routing
+from sgl_flashsample.sglang.exchange import Exchange
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import NotActiveError, Runtime
@@ -337,7 +338,7 @@ def test_a_float32_head_option_keeps_the_accumulator(device, option):
 def test_a_rank_draws_from_its_part_or_hands_whole_rows_over_where_kernels_cannot(
     device, rank, rows, vocab, start, size
 ):
-    exchange = types.SimpleNamespace(rank=rank, num_ranks=2)
+    exchange = Exchange(types.SimpleNamespace(rank_in_group=rank, world_size=2))
     state = HeadState(Processor(vocab_size=vocab), make_head(torch.zeros(rows, 16, device=device)), exchange=exchange)
     assert state.whole_rows == (start is None)
     assert (state.head.vocab_start, state.head.vocab_size) == (start or 0, size)
@@ -348,7 +349,7 @@ def test_the_logits_of_a_part_are_rounded_as_the_models_own(device):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 16, generator=generator).to(device, torch.float16)
     hidden = torch.randn(3, 16, generator=generator).to(device, torch.float16)
-    exchange = types.SimpleNamespace(rank=0, num_ranks=2)
+    exchange = Exchange(types.SimpleNamespace(rank_in_group=0, world_size=2))
     for keeps_fp32 in (False, True):
         processor = Processor(vocab_size=100, use_fp32_lm_head=keeps_fp32)
         state = HeadState(processor, make_head(weight), exchange=exchange)

@@ -78,7 +78,7 @@ class Drawing:
     """Step graphs of ``read_all``. Every replay is compared with launches."""
 
     def __init__(self, capture: CountingCapture | None = None, max_rows: int = 4) -> None:
-        self.graphs = StepGraphs(Workspace(1, CPU), max_rows, CPU, capture or CountingCapture())
+        self.graphs = StepGraphs([Workspace(1, CPU)], max_rows, CPU, capture or CountingCapture())
 
     def step(self, step: Step) -> torch.Tensor | None:
         """The tokens of a replay; None where the step is to be launched."""
@@ -287,7 +287,7 @@ def test_no_garbage_is_collected_during_a_capture(monkeypatch, collects):
 def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
     """A larger batch replaces the buffer of the workspace."""
     workspace, spec, step = Workspace(1, CPU), LogitsSpec(32), make_step(TRUNCATED)
-    graphs = StepGraphs(workspace, 4, CPU, CountingCapture())
+    graphs = StepGraphs([workspace], 4, CPU, CountingCapture())
 
     def draw(params: BatchParams) -> SampleOutput:
         workspace.logits_buffer(2, spec, torch.float32, edited=False)

@@ -1,0 +1,256 @@
+"""Exchanges between the ranks of one node by kernels alone, through memory that all of them read and write.
+
+``exchange_records``  each rank writes its records to all ranks, waits for those of the others, and merges them
+                      (``merge_ranks.py``): FlashSampling, section 4.2 and Algorithm B.4
+``exchange_rows``     each rank has the logits of its part of the vocabulary, and reads its rows of the others' parts
+
+One launch each, or two, which a CUDA graph may hold: the numbers of the exchanges are counted on the device. Every rank
+makes the same exchanges, of as many rows, in the same order, each from one stream. A rank waits for the others as long
+as it takes.
+
+Why nothing is overwritten that is still read: records have two places that take turns, and a rank writes to a place
+again only after an exchange that all ranks have finished reading it for. Logits have one place. After ``exchange_rows``
+the ranks exchange records, with what they have drawn from these rows: only then may a rank write its next logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import cdiv, launch, next_power_of_2
+from .merge_ranks import MAX_RANKS, NUM_FIELDS, ROWS_PER_PROGRAM, load_records, store_merged, store_records
+from .params import SampleOutput
+from .rng import GROUP_SIZE
+
+_ALIGNMENT = 128  # bytes, of each part of a region
+COLUMNS_PER_PROGRAM = 4096  # of the logits that one program copies
+COPYING_WARPS = 4
+
+
+@triton.jit
+def address_of(addresses_ptr, rank, like):
+    """Of one rank's part, as a pointer to elements as of ``like``."""
+    pointer = tl.load(addresses_ptr + rank).to(tl.pointer_type(like.dtype.element_ty))
+    return tl.multiple_of(pointer, 16)
+
+
+@triton.jit
+def tell(flags_ptr, place, number, num_ranks, like):
+    """Tell every rank that what this one has written for exchange ``number`` is complete."""
+    tl.debug_barrier()  # all threads have written
+    for other in tl.range(num_ranks):
+        tl.atomic_xchg(address_of(flags_ptr, other, like) + place, number, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for(flag_ptr, number):
+    """Until the rank that writes to this flag has told so."""
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") < number:
+        pass
+
+
+@triton.jit(do_not_specialize=["first", "num_drawn", "num_rows", "max_rows", "rank", "num_ranks"])
+def exchange_records_kernel(
+    drawn,  # SampleOutput of this rank, of the rows from ``first`` on
+    output,  # SampleOutput, out
+    records_ptr,  # [N] i64, addresses of [2, N, max_rows, NUM_FIELDS] f32 on each rank
+    flags_ptr,  # [N] i64, addresses of [programs, N] i64 on each rank
+    exchanges_ptr,  # [programs] i64, how many there have been
+    first,
+    num_drawn,
+    num_rows,
+    max_rows,
+    rank,
+    num_ranks,
+    # constexpr
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    rows = program * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = rows < num_rows
+    number = tl.load(exchanges_ptr + program) + 1
+    turn = (number % 2).to(tl.int32)
+    places = rows - first
+    score, token, logprob, log_mass = load_records(drawn, places, (places >= 0) & (places < num_drawn))
+    for other in tl.range(num_ranks):
+        mine = address_of(records_ptr, other, drawn.scores) + ((turn * num_ranks + rank) * max_rows + rows) * FIELDS
+        store_records(mine, score, token, logprob, log_mass, inside)
+    tell(flags_ptr, program * num_ranks + rank, number, num_ranks, exchanges_ptr)
+    flags = address_of(flags_ptr, rank, exchanges_ptr) + program * num_ranks
+    for other in tl.range(num_ranks):
+        wait_for(flags + other, number)
+    ranks = tl.arange(0, BLOCK_N)
+    here = address_of(records_ptr, rank, drawn.scores)
+    everyones = here + ((turn * num_ranks + ranks[:, None]) * max_rows + rows[None, :]) * FIELDS
+    store_merged(everyones, (ranks < num_ranks)[:, None] & inside[None, :], output, rows, inside)
+    tl.store(exchanges_ptr + program, number)
+
+
+@triton.jit(do_not_specialize=["rank", "num_ranks"])
+def tell_logits_kernel(
+    flags_ptr,  # [N] i64, addresses of [N] i64 on each rank
+    exchanges_ptr,  # [1] i64, how many there have been
+    rank,
+    num_ranks,
+):
+    number = tl.load(exchanges_ptr) + 1
+    tell(flags_ptr, rank, number, num_ranks, exchanges_ptr)
+    tl.store(exchanges_ptr, number)
+
+
+@triton.jit(do_not_specialize=["first", "num_ranks", "rank"])
+def copy_rows_kernel(
+    logits_ptr,  # [N] i64, addresses of [max_rows, stride] on each rank
+    flags_ptr,  # [N] i64, addresses of [N] i64 on each rank
+    exchanges_ptr,  # [1] i64, this one counted
+    rows_ptr,  # [R, row_stride], out
+    stride,
+    row_stride,
+    width,
+    first,
+    rank,
+    num_ranks,
+    # constexpr
+    BLOCK: tl.constexpr,
+):
+    chunks = tl.cdiv(width, BLOCK)
+    program = tl.program_id(0)
+    chunk = program % chunks
+    other = program // chunks % num_ranks
+    row = (program // chunks // num_ranks).to(tl.int64)
+    wait_for(address_of(flags_ptr, rank, exchanges_ptr) + other, tl.load(exchanges_ptr))
+    columns = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    source = address_of(logits_ptr, other, rows_ptr) + (first + row).to(tl.int64) * stride
+    values = tl.load(source + columns, mask=inside, volatile=True)
+    tl.store(rows_ptr + row * row_stride + other * width + columns, values, mask=inside)
+
+
+class PeerMemory:
+    """A region of memory of each rank, which all ranks can read and write, and what this rank keeps beside it.
+
+    regions: those of all ranks, as this process sees them, ``[num_bytes(...)]`` uint8, zeros at first. max_rows: of the
+    largest exchange. width: logits of a row on each rank; dtype: of these. Raises ValueError for other regions.
+
+    records, record_flags, logits_flags, logits: ``[N]`` int64, addresses on each rank. record_exchanges,
+    logits_exchanges: int64, how many there have been. own_logits: ``[max_rows, width]``, where this rank writes its
+    logits before ``exchange_rows``. rows: what that returns.
+    """
+
+    def __init__(
+        self, regions: Sequence[torch.Tensor], rank: int, max_rows: int, width: int, dtype: torch.dtype
+    ) -> None:
+        num_ranks = len(regions)
+        if not 1 <= num_ranks <= MAX_RANKS or not 0 <= rank < num_ranks:
+            raise ValueError(f"rank is {rank} of {num_ranks}; expected 0 to {num_ranks - 1}, of at most {MAX_RANKS}")
+        device, wanted = regions[rank].device, self.num_bytes(num_ranks, max_rows, width, dtype)
+        for region in regions:
+            if region.shape != (wanted,) or region.dtype is not torch.uint8 or region.data_ptr() % _ALIGNMENT:
+                raise ValueError(
+                    f"a region is {tuple(region.shape)} {region.dtype} at {region.data_ptr()}; expected ({wanted},) "
+                    f"torch.uint8 at a multiple of {_ALIGNMENT}"
+                )
+        self.rank, self.num_ranks, self.max_rows, self.width = rank, num_ranks, max_rows, width
+        self._regions = list(regions)
+        offsets, _ = _layout(num_ranks, max_rows, width, dtype)
+        addresses = [[region.data_ptr() + offset for region in regions] for offset in offsets]
+        self.records, self.record_flags, self.logits_flags, self.logits = torch.tensor(addresses, device=device)
+        self.record_exchanges = torch.zeros(cdiv(max_rows, ROWS_PER_PROGRAM), dtype=torch.int64, device=device)
+        self.logits_exchanges = torch.zeros(1, dtype=torch.int64, device=device)
+        own, padded = regions[rank][offsets[3] :].view(dtype), _row_stride(width)
+        self.own_logits = own[: max_rows * padded].view(max_rows, padded)[:, :width]
+        # The reader is compiled for rows that start at multiples of 16 elements.
+        self.rows = own.new_empty(cdiv(max_rows, num_ranks), _row_stride(width * num_ranks))[:, : width * num_ranks]
+
+    @staticmethod
+    def num_bytes(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
+        """Of a region."""
+        return _layout(num_ranks, max_rows, width, dtype)[1]
+
+    @property
+    def total_bytes(self) -> int:
+        """That this rank holds."""
+        return self._regions[self.rank].nbytes + self.rows.untyped_storage().nbytes()
+
+
+def exchange_records(memory: PeerMemory, drawn: SampleOutput, first: int, num_rows: int) -> SampleOutput:
+    """The draw from the whole vocabulary, of ``num_rows`` rows. drawn: this rank's, of the rows from ``first`` on.
+    Raises ValueError for rows that do not fit."""
+    num_drawn, device = drawn.token_ids.shape[0], drawn.token_ids.device
+    if not 0 <= first <= num_rows - num_drawn or num_rows > memory.max_rows:
+        raise ValueError(
+            f"first is {first} for {num_drawn} rows of {num_rows}; expected them among at most {memory.max_rows}"
+        )
+    return_logprob = drawn.logprobs is not None
+    output = SampleOutput.empty(num_rows, device, return_logprob)
+    launch(
+        exchange_records_kernel,
+        cdiv(num_rows, ROWS_PER_PROGRAM),
+        (
+            *(drawn, output, memory.records, memory.record_flags, memory.record_exchanges),
+            *(first, num_drawn, num_rows, memory.max_rows, memory.rank, memory.num_ranks),
+        ),
+        {"BLOCK_N": next_power_of_2(memory.num_ranks), "BLOCK_R": ROWS_PER_PROGRAM, "FIELDS": NUM_FIELDS},
+        1,
+        (device.index, return_logprob),
+    )
+    return output
+
+
+def exchange_rows(memory: PeerMemory, first: int, num_rows: int) -> torch.Tensor:
+    """``[num_rows, N * width]``: the logits of all ranks of the rows from ``first`` on, this rank's own in
+    ``memory.own_logits``. They stay until the next exchange. Raises ValueError for rows that do not fit."""
+    tell_logits(memory)
+    return copy_rows(memory, first, num_rows)
+
+
+def tell_logits(memory: PeerMemory) -> None:
+    """Tell every rank that this one's logits are complete."""
+    arguments = (memory.logits_flags, memory.logits_exchanges, memory.rank, memory.num_ranks)
+    launch(tell_logits_kernel, 1, arguments, {}, 1, (memory.rows.device.index,))
+
+
+def copy_rows(memory: PeerMemory, first: int, num_rows: int) -> torch.Tensor:
+    """``exchange_rows``, once this rank has told the others that its logits are complete."""
+    most = len(memory.rows)
+    if not 1 <= num_rows <= most or not 0 <= first <= memory.max_rows - num_rows:
+        raise ValueError(f"first is {first} for {num_rows} rows; expected at most {most} among {memory.max_rows}")
+    rows = memory.rows[:num_rows]
+    launch(
+        copy_rows_kernel,
+        num_rows * memory.num_ranks * cdiv(memory.width, COLUMNS_PER_PROGRAM),
+        (
+            *(memory.logits, memory.logits_flags, memory.logits_exchanges, rows),
+            *(memory.own_logits.stride(0), rows.stride(0)),
+            *(memory.width, first, memory.rank, memory.num_ranks),
+        ),
+        {"BLOCK": COLUMNS_PER_PROGRAM},
+        COPYING_WARPS,
+        (rows.device.index, rows.dtype, memory.width % 16 == 0, memory.width == 1),
+    )
+    return rows
+
+
+def _row_stride(width: int) -> int:
+    return cdiv(width, GROUP_SIZE) * GROUP_SIZE
+
+
+def _layout(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> tuple[list[int], int]:
+    """Offsets of records, flags of records, flags of logits, and logits in a region; and its bytes."""
+    programs = cdiv(max_rows, ROWS_PER_PROGRAM)
+    offset, offsets = 0, []
+    for size in (
+        2 * num_ranks * max_rows * NUM_FIELDS * 4,
+        programs * num_ranks * 8,
+        num_ranks * 8,
+        max_rows * _row_stride(width) * dtype.itemsize,
+    ):
+        offsets.append(offset)
+        offset += cdiv(size, _ALIGNMENT) * _ALIGNMENT
+    return offsets, offset

@@ -1,0 +1,109 @@
+"""Exchanges through memory that ranks share, of one rank in this process, the others having written before: what they
+have written is merged and copied as the definitions say. Ranks that run at the same time are in
+``tests/sglang/test_exchange.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_merge_ranks import make_records
+
+from sgl_flashsample.kernels.merge_ranks import merge_records
+from sgl_flashsample.kernels.params import SampleOutput
+from sgl_flashsample.kernels.peer_memory import PeerMemory, copy_rows, exchange_records, exchange_rows, tell_logits
+
+MAX_ROWS = 70
+
+
+def view(memory: PeerMemory, rank: int, addresses: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype):
+    """What is at an address on a rank."""
+    region = memory._regions[rank]
+    values = region[int(addresses[rank]) - region.data_ptr() :].view(dtype)
+    return values[: torch.Size(shape).numel()].view(shape)
+
+
+def make_memory(device, num_ranks: int, rank: int, width: int = 48, dtype=torch.float32) -> PeerMemory:
+    num_bytes = PeerMemory.num_bytes(num_ranks, MAX_ROWS, width, dtype)
+    padded = [torch.zeros(num_bytes + 128, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+    regions = [region[-region.data_ptr() % 128 :][:num_bytes] for region in padded]
+    return PeerMemory(regions, rank, MAX_ROWS, width, dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 65])
+@pytest.mark.parametrize("num_ranks, rank", [(1, 0), (2, 1), (3, 0), (8, 5)])
+@pytest.mark.parametrize("return_logprob", [True, False])
+def test_records_of_all_ranks_are_merged_and_written_to_all(device, num_ranks, rank, num_rows, return_logprob):
+    memory = make_memory(device, num_ranks, rank)
+    for number in (1, 2, 3):
+        records = make_records(device, num_ranks, num_rows).roll(number, dims=0)
+        for other in set(range(num_ranks)) - {rank}:
+            places = view(memory, rank, memory.records, (2, num_ranks, MAX_ROWS, 4), torch.float32)
+            places[number % 2, other, :num_rows] = records[other]
+            view(memory, rank, memory.record_flags, (2, num_ranks), torch.int64)[:, other] = number
+        score, token, logprob, log_mass = (values.contiguous() for values in records[rank].unbind(-1))
+        drawn = SampleOutput(token.long(), logprob, score, log_mass)
+        if not return_logprob:
+            drawn = drawn._replace(logprobs=None, log_mass=None)
+        got = exchange_records(memory, drawn, 0, num_rows)
+        for one, other in zip(got, merge_records(records, return_logprob=return_logprob), strict=True):
+            assert one is other is None or torch.equal(one, other)
+        fields = 4 if return_logprob else 2
+        for other in range(num_ranks):
+            places = view(memory, other, memory.records, (2, num_ranks, MAX_ROWS, 4), torch.float32)
+            assert torch.equal(places[number % 2, rank, :num_rows, :fields], records[rank, :, :fields])
+            flags = view(memory, other, memory.record_flags, (2, num_ranks), torch.int64)[:, rank]
+            assert flags.tolist() == [number, number if num_rows > 64 else 0]
+
+
+def test_rows_that_a_rank_has_not_drawn_are_those_of_the_others(device):
+    memory = make_memory(device, 1, 0)
+    drawn = SampleOutput(
+        *(torch.arange(1.0, 4.0, device=device).to(kind) for kind in (torch.int64, *3 * [torch.float]))
+    )
+    merged = exchange_records(memory, drawn, 2, 7)
+    assert merged.token_ids.tolist() == [0, 0, 1, 2, 3, 0, 0]
+    assert merged.scores.tolist() == merged.log_mass.tolist() == [float("-inf")] * 2 + [1, 2, 3] + [float("-inf")] * 2
+
+
+@pytest.mark.parametrize("width, dtype", [(48, torch.float32), (5000, torch.bfloat16), (17, torch.float16)])
+@pytest.mark.parametrize("num_ranks, rank", [(1, 0), (2, 1), (3, 1)])
+def test_rows_of_logits_are_joined_from_all_ranks(device, num_ranks, rank, width, dtype):
+    memory = make_memory(device, num_ranks, rank, width, dtype)
+    parts = torch.randn(num_ranks, MAX_ROWS, width, device=device).to(dtype)
+    stride = memory.own_logits.stride(0)
+    for other in range(num_ranks):
+        view(memory, other, memory.logits, (MAX_ROWS, stride), dtype)[:, :width] = parts[other]
+        view(memory, rank, memory.logits_flags, (num_ranks,), torch.int64)[other] = 2
+    assert torch.equal(memory.own_logits, parts[rank])
+    tell_logits(memory)
+    for first, num_rows in ((0, 3), (60, 10)):
+        got = copy_rows(memory, first, num_rows)
+        assert torch.equal(got, torch.cat(list(parts[:, first : first + num_rows]), 1))
+        assert got.stride(0) % 16 == 0
+    assert torch.equal(exchange_rows(memory, 1, 2), torch.cat(list(parts[:, 1:3]), 1))
+    for other in range(num_ranks):
+        assert view(memory, other, memory.logits_flags, (num_ranks,), torch.int64)[rank] == 2
+
+
+@pytest.mark.parametrize("first, num_rows", [(-1, 3), (1, 3), (0, MAX_ROWS + 1)])
+def test_records_that_do_not_fit_are_refused_by_name(device, first, num_rows):
+    drawn = SampleOutput.empty(3, device, False)
+    with pytest.raises(ValueError, match=f"first is {first} for 3 rows of {num_rows}; expected them among at most 70"):
+        exchange_records(make_memory(device, 1, 0), drawn, first, num_rows)
+
+
+@pytest.mark.parametrize("first, num_rows", [(-1, 3), (0, 36), (68, 3), (0, 0)])
+def test_rows_that_do_not_fit_are_refused_by_name(device, first, num_rows):
+    with pytest.raises(ValueError, match=f"first is {first} for {num_rows} rows; expected at most 35 among 70"):
+        copy_rows(make_memory(device, 2, 0), first, num_rows)
+
+
+def test_regions_that_are_none_are_refused_by_name(device):
+    num_bytes = PeerMemory.num_bytes(2, 4, 32, torch.float32)
+    region = torch.zeros(num_bytes + 256, dtype=torch.uint8, device=device)
+    aligned = region[-region.data_ptr() % 128 :]
+    for wrong in (aligned[: num_bytes - 1], aligned[:num_bytes].view(torch.int8), aligned[1 : num_bytes + 1]):
+        with pytest.raises(ValueError, match=r"a region is \(.*; expected \(.*,\) torch.uint8 at a multiple of 128"):
+            PeerMemory([aligned[:num_bytes], wrong], 0, 4, 32, torch.float32)
+    with pytest.raises(ValueError, match="rank is 2 of 2; expected 0 to 1"):
+        PeerMemory([aligned[:num_bytes]] * 2, 2, 4, 32, torch.float32)
