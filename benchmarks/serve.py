@@ -50,6 +50,7 @@ from sgl_flashsample.bench import (
     Counters,
     Load,
     Request,
+    check_active,
     generate,
     measure,
 )
@@ -112,6 +113,9 @@ class PretendedServer:
             time.sleep(2e-5)
             yield {"output_ids": [0] * (tokens + 1)}
 
+    def get(self, path: str) -> dict[str, Any]:
+        return {"internal_states": [{"flashsample": {"active": True}}]}
+
     def metrics(self) -> str:
         rows = f'sglang:flashsample_rows_total{{path="fused",reason=""}} {self.steps}\n'
         seconds = f"sglang:flashsample_host_seconds_sum {self.steps * 40e-6}\n"
@@ -129,7 +133,7 @@ class ModelRun:
 
     @contextlib.contextmanager
     def servers(self, backends: Backends) -> Iterator[dict[str, Server]]:
-        """Started and ready, one after the other: each measures the memory that is free. Raises ServerError."""
+        """Started and ready. The first starts alone and compiles for the others. Raises ServerError."""
         running: dict[str, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             model, size = Path(folder), markov.SIZES[self.name]
@@ -137,16 +141,21 @@ class ModelRun:
             if not DRY_RUN:
                 markov.write_tokenizer(model, size.vocab_size)  # grammars are made of its tokens
             try:
-                for label, (backend, variables) in backends.items():
+                first, *others = backends
+                for labels in ([first], others):
                     began = time.monotonic()
-                    log = self.options.logs / f"{self.name}-{label.replace(' ', '-')}.log"
-                    running[label] = self.make_server(model, backend, variables, log)
-                    running[label].start()
-                    running[label].wait_until_ready()
-                    self._check_capacity(running[label])
-                    for sampling in self.options.samplings:  # compiles what the first such request compiles
-                        generate(running[label], LOAD, 2, SAMPLINGS[sampling], 4)
-                    print(f"{self.name} {label}: ready after {time.monotonic() - began:.0f} s", flush=True)
+                    for label in labels:
+                        log = self.options.logs / f"{self.name}-{label.replace(' ', '-')}.log"
+                        running[label] = self.make_server(model, *backends[label], log)
+                        running[label].start()
+                    for label in labels:
+                        running[label].wait_until_ready()
+                        self._check_capacity(running[label])
+                        if backends[label][0] == OURS:
+                            check_active(running[label])
+                        for sampling in self.options.samplings:  # compiles what the first such request compiles
+                            generate(running[label], LOAD, 2, SAMPLINGS[sampling], 4)
+                        print(f"{self.name} {label}: ready after {time.monotonic() - began:.0f} s", flush=True)
                 yield running
             finally:
                 for server in running.values():
@@ -190,15 +199,14 @@ class ModelRun:
                 else:
                     yield sampling, batch, about
 
-    def compare(self, section: str, backends: Backends) -> Iterator[list[dict[str, Any]]]:
+    def compare(self, section: str, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
         """The rows of one cell after the other, of the baseline and of what is compared with it."""
-        with self.servers(backends) as servers:
-            for sampling, batch, about in self.cells(section, self.options.batches):
-                try:
-                    yield self._cell(section, servers, sampling, batch, about)
-                except (ServerError, OSError) as error:
-                    self.not_run.append({"section": section, **about, "reason": reason_of(error)})
-                    print(f"{about}: {reason_of(error)}", flush=True)
+        for sampling, batch, about in self.cells(section, self.options.batches):
+            try:
+                yield self._cell(section, servers, sampling, batch, about)
+            except (ServerError, OSError) as error:
+                self.not_run.append({"section": section, **about, "reason": reason_of(error)})
+                print(f"{about}: {reason_of(error)}", flush=True)
 
     def _cell(
         self,
@@ -231,20 +239,19 @@ class ModelRun:
         part = 2 * shard_of(markov.SIZES[self.name].vocab_size, ranks) if truncated else None
         return round(bytes_received(ranks, batch, part) / batch, 1)
 
-    def repeats(self) -> Iterator[list[dict[str, Any]]]:
+    def repeats(self, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
         """Of each cell, the verdicts of independent comparisons by the same two servers: the change of the time per
         token and its interval, in percent, and how many of them call our server faster and slower."""
-        with self.servers(BACKENDS) as servers:
-            for sampling, batch, about in self.cells("repeats", self.options.batches):
-                ratios = [
-                    measure(servers, LOAD, sampling, batch, self.options.pairs, latencies=False).ratio
-                    for _ in range(2 if DRY_RUN else REPEATS)
-                ]
-                verdicts = {"faster": sum(r.high < 0 for r in ratios), "slower": sum(r.low > 0 for r in ratios)}
-                percent = [[round(100 * value, 2) for value in (r.off, r.low, r.high)] for r in ratios]
-                print(f"{self.name} {sampling:12} B={batch:<3} {len(ratios)} repeats: {verdicts} {percent}", flush=True)
-                pairs = {"pairs": self.options.pairs, "percent": percent}
-                yield [about | {"section": "repeats"} | verdicts | pairs]
+        for sampling, batch, about in self.cells("repeats", self.options.batches):
+            ratios = [
+                measure(servers, LOAD, sampling, batch, self.options.pairs, latencies=False).ratio
+                for _ in range(2 if DRY_RUN else REPEATS)
+            ]
+            verdicts = {"faster": sum(r.high < 0 for r in ratios), "slower": sum(r.low > 0 for r in ratios)}
+            percent = [[round(100 * value, 2) for value in (r.off, r.low, r.high)] for r in ratios]
+            print(f"{self.name} {sampling:12} B={batch:<3} {len(ratios)} repeats: {verdicts} {percent}", flush=True)
+            pairs = {"pairs": self.options.pairs, "percent": percent}
+            yield [about | {"section": "repeats"} | verdicts | pairs]
 
     def host(self) -> Iterator[list[dict[str, Any]]]:
         """Microseconds of the sampler's host time per step, of our server alone: in long answers, whose batches stay as
@@ -271,40 +278,50 @@ class ModelRun:
                     )
                     yield [row]
 
-    def profile(self) -> Iterator[list[dict[str, Any]]]:
+    def profile(self, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
         """Calls per decode step, stock and ours."""
-        with self.servers(BACKENDS) as servers:
-            for sampling, batch, about in self.cells("profile", [PROFILED_BATCH]):
-                for label, server in servers.items():
-                    row = about | {"section": "profile", "backend": label}
-                    if not DRY_RUN:
-                        folder = self.options.logs / f"{self.name}-{label}-trace" / sampling
-                        with concurrent.futures.ThreadPoolExecutor(1) as asking:
-                            answer = asking.submit(generate, server, LOAD, batch, SAMPLINGS[sampling], HOST_TOKENS)
-                            time.sleep(PREFILL_SECONDS)  # only decode steps are profiled
-                            server.profile(folder, steps=PROFILED_STEPS)
-                            answer.result()
-                        row |= step_profile.summarise(folder, PROFILED_STEPS)
-                    yield [row]
+        for sampling, batch, about in self.cells("profile", [PROFILED_BATCH]):
+            for label, server in servers.items():
+                row = about | {"section": "profile", "backend": label}
+                if not DRY_RUN:
+                    folder = self.options.logs / f"{self.name}-{label}-trace" / sampling
+                    with concurrent.futures.ThreadPoolExecutor(1) as asking:
+                        answer = asking.submit(generate, server, LOAD, batch, SAMPLINGS[sampling], HOST_TOKENS)
+                        time.sleep(PREFILL_SECONDS)  # only decode steps are profiled
+                        server.profile(folder, steps=PROFILED_STEPS)
+                        answer.result()
+                    row |= step_profile.summarise(folder, PROFILED_STEPS)
+                yield [row]
 
-    def run(self, section: str) -> Iterator[list[dict[str, Any]]]:
+    def run(self, sections: list[str]) -> Iterator[list[dict[str, Any]]]:
         """The rows of one cell after the other. A server that does not start or ends is recorded."""
-        sections = {
-            STOCK: lambda: self.compare(STOCK, BACKENDS),
-            "screen": lambda: self.compare("screen", SCREENS),
-            "oracle": lambda: self.compare("oracle", ORACLES),
-            "repeats": self.repeats,
-            "host": self.host,
-            "profile": self.profile,
-        }
         try:
-            yield from sections[section]()
+            if shared := [section for section in sections if section in BACKENDS_OF]:
+                with self.servers({k: v for section in shared for k, v in BACKENDS_OF[section].items()}) as servers:
+                    for section in shared:
+                        yield from self._section(section, {label: servers[label] for label in BACKENDS_OF[section]})
+            if "screen" in sections:
+                with self.servers(SCREENS) as servers:
+                    yield from self.compare("screen", servers)
+            if "host" in sections:
+                yield from self.host()
         except (ServerError, OSError, TimeoutError) as error:
-            self.not_run.append({"section": section, "model": self.name, **self.ranks, "reason": reason_of(error)})
-            print(f"{section} {self.name}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
+            for section in sections:
+                self.not_run.append({"section": section, "model": self.name, **self.ranks, "reason": reason_of(error)})
+            print(f"{self.name}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
+
+    def _section(self, section: str, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
+        if section == "repeats":
+            yield from self.repeats(servers)
+        elif section == "profile":
+            yield from self.profile(servers)
+        else:
+            yield from self.compare(section, servers)
 
 
-SECTIONS = ("stock", "screen", "oracle", "repeats", "host", "profile")
+# Of sections that share one start of servers: which of these they measure, the baseline first
+BACKENDS_OF = {STOCK: BACKENDS, "oracle": ORACLES, "repeats": BACKENDS, "profile": BACKENDS}
+SECTIONS = (*BACKENDS_OF, "screen", "host")
 
 
 def versions(python: str, variables: dict[str, str]) -> dict[str, str]:
@@ -376,16 +393,15 @@ def main() -> int:
     result: dict[str, Any] = {"env": env, "runs": [*kept.get("runs", []), about], "rows": kept.get("rows", [])}
     gaps = kept.get("env", {}).get("not_run", [])  # of all runs; what has been measured since is none
     for name in options.models:
-        for section in options.only:
-            run = ModelRun(name, options, started)
-            for rows in run.run(section):  # what ends a run leaves the file with all that it has measured
-                new = [row | {"run": len(result["runs"]) - 1} for row in rows]
-                keys = (*PLACE, "backend", "screen")
-                replaced = {tuple(map(row.get, keys)) for row in new}
-                result["rows"] = [row for row in result["rows"] if tuple(map(row.get, keys)) not in replaced] + new
-                write_result(options.out, result)
-            env["not_run"] = gaps = open_gaps([*gaps, *run.not_run], result["rows"])
+        run = ModelRun(name, options, started)
+        for rows in run.run(options.only):  # what ends a run leaves the file with all that it has measured
+            new = [row | {"run": len(result["runs"]) - 1} for row in rows]
+            keys = (*PLACE, "backend", "screen")
+            replaced = {tuple(map(row.get, keys)) for row in new}
+            result["rows"] = [row for row in result["rows"] if tuple(map(row.get, keys)) not in replaced] + new
             write_result(options.out, result)
+        env["not_run"] = gaps = open_gaps([*gaps, *run.not_run], result["rows"])
+        write_result(options.out, result)
     return 1 if env["not_run"] else 0
 
 

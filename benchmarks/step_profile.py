@@ -20,8 +20,10 @@ SYNCHRONISING = (
 )
 ALLOCATING = ("cudaMalloc", "cudaFree", "cudaMallocAsync", "cuMemCreate", "cuMemMap", "cudaHostAlloc")
 LAUNCHING = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync")
-# Kernels of an exchange between ranks. Those of the model's own collectives run in its CUDA graph.
-EXCHANGING = ("pack_record", "merge_records", "cross_device_reduce", "all_reduce", "nccl")
+# Kernels of an exchange between ranks, with the wait for the others: ours, and collectives. The model's own collectives
+# run in its CUDA graph.
+EXCHANGING = ("exchange_records", "tell_logits", "copy_rows", "pack_record", "merge_records")
+COLLECTIVE = ("cross_device_reduce", "all_reduce", "nccl")
 TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
 
 
@@ -56,7 +58,9 @@ def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str,
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             kernels[event["name"][:60]] += event["dur"]
-            if any(name in event["name"].lower() for name in EXCHANGING) and _correlation(event) not in replayed:
+            name = event["name"].lower()
+            collective = any(known in name for known in COLLECTIVE) and _correlation(event) not in replayed
+            if collective or any(known in name for known in EXCHANGING):
                 exchange_us += event["dur"]
     if exchange_us:
         summary["exchange_us"] = round(exchange_us / steps, 1)

@@ -199,6 +199,16 @@ class Counters(NamedTuple):
         return round((self.host_seconds - before.host_seconds) / steps * 1e6, 1)
 
 
+def check_active(server: Server) -> None:
+    """Raises ServerError where SGLang's sampler serves everything: there is nothing to compare."""
+    states = server.get("/server_info").get("internal_states") or [{}]
+    status = states[0].get("flashsample") or {}
+    if not status.get("active"):
+        raise ServerError(
+            f"flashsample is not active in its server: {status.get('reason') or 'the plugin was not found'}"
+        )
+
+
 # --- cells ----------------------------------------------------------------------------------------------------------
 
 
@@ -345,17 +355,8 @@ class Bench:
                 generate(server, self.options.load, 2, SAMPLINGS[sampling], 4)
             self._say(f"{label} is ready after {time.monotonic() - began:.0f} s")
             if label == OURS:
-                self._check_active(server)
+                check_active(server)
             yield server
-
-    def _check_active(self, server: Server) -> None:
-        """Raises ServerError where SGLang's sampler would serve everything: there is nothing to compare."""
-        states = server.get("/server_info").get("internal_states") or [{}]
-        status = states[0].get("flashsample") or {}
-        if not status.get("active"):
-            raise ServerError(
-                f"flashsample is not active in its server: {status.get('reason') or 'the plugin was not found'}"
-            )
 
     def run(self) -> None:
         """Raises ServerError for a server that does not start or answer."""
