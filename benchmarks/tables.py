@@ -65,7 +65,7 @@ TUNING = {
     "sweep": "between the measured sizes, against the default",
     "replay": "measured again in a fresh process",
 }
-EXCHANGED, ONE_NODE = (151936, 4096, 64), 8  # V, D, B of the table; GPUs of a node
+EXCHANGED = (151936, 4096, 64)  # V, D, B of the table
 SUMMARY_BATCHES = (1, 16, 64, 256)
 SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
 SUMMARY_MODES = ("plain", "k50p90", "p90", "minp05", "edits", "logprob")
@@ -446,13 +446,55 @@ def exchanged(results: Results) -> Table | None:
     for ranks in (2, 4, 8, 16):
         width, others = cell.vocab / ranks, ranks - 1
         each = -(-cell.batch // ranks)
-        reads = ranks if ranks <= ONE_NODE else 1  # of a record, from each peer
-        stock, records = cell.batch * others * width * 2, cell.batch * others * reads * 16
-        whole_rows = others * each * (width * 2 + 16)
+        stock, records = cell.batch * others * width * 2, cell.batch * others * 16
+        whole_rows = records + others * each * width * 2
         received = [f"{count / 1e6:.3g}" for count in (stock, records, whole_rows)]
         rows.append([str(ranks), f"{cell.floor / ranks:.0f}", *received, f"{cell.batch * cell.vocab * 6 / 1e6:.0f}"])
     head = ["ranks", "head read, us", "gather of logits, MB", "records, MB", "whole rows, MB"]
     return Table([*head, "stock's float32 copy, MB"], rows)
+
+
+def _rank_rows(results: Results, *sections: str) -> list[dict[str, Any]]:
+    rows = (results.data("ranks") or {}).get("rows", [])
+    return [row for row in rows if row["section"] in sections]
+
+
+def ranks_exchange(results: Results) -> Table | None:
+    """Microseconds of each way to exchange, by batch size."""
+    rows = _rank_rows(results, "exchange")
+    if not rows:
+        return None
+    measured = {(row["exchange"], row["batch"]): row for row in rows}
+
+    def words(key: tuple[str], batch: int) -> str:
+        row = measured.get((*key, batch))
+        return f"{row['us']:.1f} ± {row['us_spread']:.1f}" if row is not None else ""
+
+    names = {(row["exchange"],): row["exchange"] + ", replayed" * row["in_graph"] for row in rows}
+    return grid("us", names, sizes(row["batch"] for row in rows), words)
+
+
+def ranks_tokens(results: Results) -> Table | None:
+    """Rows drawn by several ranks, and how many of them one rank draws differently."""
+    rows = _rank_rows(results, "tokens", "soak")
+    if not rows:
+        return None
+    head = ["rows", "ranks", "drawn", "compared with one rank", "different", "near-ties among them", "ranks disagree"]
+    return Table(
+        head,
+        [
+            [
+                row.get("kind", f"all kinds, {row.get('seconds', 0):.0f} s"),
+                str(row["tp"]),
+                f"{row['rows']:,}",
+                f"{row.get('compared', row['rows']):,}",
+                str(row["differing"]),
+                str(row["near_ties"]),
+                str(row["ranks_differ"]),
+            ]
+            for row in rows
+        ],
+    )
 
 
 def _served(row: dict[str, Any]) -> str:
@@ -649,6 +691,8 @@ SECTIONS: dict[str, Section | Picture] = {
     "serve-repeats": Section(serve_repeats, "serve", "repeats"),
     "serve-oracle": Section(serve_oracle, "serve", "oracle"),
     "exchanged": Section(exchanged, "kernels"),
+    "ranks-exchange": Section(ranks_exchange, "ranks"),
+    "ranks-tokens": Section(ranks_tokens, "ranks"),
     "serve-host": Section(serve_host, "serve", "host"),
     "serve-profile": Section(serve_profile, "serve", "profile"),
     "kernels": Section(kernels, "kernels"),

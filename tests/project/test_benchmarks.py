@@ -136,6 +136,16 @@ def test_the_screened_benchmark_races_the_fused_path_and_keeps_other_sections(dr
 
 
 @no_gpu
+@needs_sglang
+@pytest.mark.slow
+def test_the_benchmark_of_ranks_compares_tokens_and_exchanges(dry_run):
+    rows = dry_run("ranks")["rows"]
+    assert [row["section"] for row in rows] == ["tokens"] * 2 + ["exchange"] * 4 + ["soak"]
+    tokens = [row for row in rows if "ranks_differ" in row]
+    assert all(row["differing"] == row["ranks_differ"] == 0 < row["rows"] for row in tokens)
+
+
+@no_gpu
 @pytest.mark.slow
 def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     arguments = ("--fast", "--samplings", "t1", "--batches", "1", "8")
@@ -155,7 +165,7 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     assert several[: len(result["rows"])] == extended["rows"], "rows of one GPU stay"
     assert all((row["tp"], row["pp"]) == (2, 1) for row in several[len(result["rows"]) :])
     new = {(row["section"], row.get("backend"), row["batch"]): row for row in several if "tp" in row}
-    assert new["stock", "flashsample", 8]["bytes_per_row"] == 32 and ("oracle", "oracle", 8) in new
+    assert new["stock", "flashsample", 8]["bytes_per_row"] == 16 and ("oracle", "oracle", 8) in new
     repeated = new["repeats", None, 1]
     assert len(repeated["percent"]) == 2 >= repeated["faster"] + repeated["slower"] and repeated["pairs"] == 3
     late = dry_run("serve", "--only", "profile", "--keep", "--limit", "0", *arguments)
@@ -304,10 +314,10 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
 
     names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "limit": 60, "logs": tmp_path, "tp": 1, "pp": 1}
     run = Run("tiny", types.SimpleNamespace(**names), time.monotonic())
-    assert [rows[0]["batch"] for rows in run.run("stock")] == [1, 4]
+    assert [rows[0]["batch"] for rows in run.run(["stock"])] == [1, 4]
     assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(8, "ServerError: out of memory")]
     run = Run("tiny", types.SimpleNamespace(**names | {"limit": 0}), time.monotonic())
-    assert list(run.run("stock")) == [], "no cell begins after the limit"
+    assert list(run.run(["stock"])) == [], "no cell begins after the limit"
     assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(size, "out of time") for size in (1, 8, 4)]
 
 
@@ -438,10 +448,24 @@ def test_the_table_of_exchanged_bytes_is_that_of_the_exchange(load, results):
     file.write_text(json.dumps(data))
     rows = [line.strip("| ").split(" | ") for line in lines_of(load, results, "exchanged")[4:]]
     assert [row[0] for row in rows] == ["2", "4", "8", "16"] and rows[0][1] == "140"
-    for ranks, _, _, records, whole_rows, _ in rows[:3]:
+    for ranks, _, _, records, whole_rows, _ in rows:
         of_records, of_rows = (bytes_received(int(ranks), 64, part) for part in (None, 2 * 151936 // int(ranks)))
         assert (records, whole_rows) == (f"{of_records / 1e6:.3g}", f"{of_rows / 1e6:.3g}")
-    assert float(rows[3][3]) == pytest.approx(15 * 64 * 16 / 1e6, rel=1e-2)
+
+
+def test_what_ranks_exchange_and_draw_is_in_tables(load, results):
+    about = {"section": "exchange", "exchange": "records, by memory", "tp": 2, "us_spread": 0.1, "in_graph": True}
+    rows = [about | {"batch": size, "us": us} for size, us in ((1, 4.5), (64, 4.75))]
+    counts = {"tp": 2, "rows": 500_000, "differing": 3, "near_ties": 2, "ranks_differ": 1}
+    rows.append({"section": "tokens", "kind": "plain"} | counts)
+    rows.append({"section": "soak", "seconds": 600.2, "compared": 1000} | counts)
+    env = {"device": "x", "torch": "1", "triton": "1", "command": "python ranks.py", "date": "2026-11-25"}
+    (results / "h200x2-ranks.json").write_text(json.dumps({"env": env, "rows": rows}))
+    text = "\n".join(lines_of(load, results, "ranks-exchange"))
+    assert "| records, by memory, replayed | 4.5 ± 0.1 | 4.8 ± 0.1 |" in text
+    text = "\n".join(lines_of(load, results, "ranks-tokens"))
+    assert "| plain | 2 | 500,000 | 500,000 | 3 | 2 | 1 |" in text
+    assert "| all kinds, 600 s | 2 | 500,000 | 1,000 | 3 | 2 | 1 |" in text
 
 
 def test_repeats_say_how_many_verdicts_agree_and_rows_of_several_ranks_say_so(load, results):

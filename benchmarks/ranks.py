@@ -1,0 +1,308 @@
+"""Ranks that share an LM head, one GPU each, without a server: are their tokens those of one rank, and what do they
+exchange per step?
+
+    python benchmarks/ranks.py --out benchmarks/results/h200x2-ranks.json
+
+tokens    rows drawn by all ranks, each from its part, against one rank with the whole head; a row that differs is a
+          near-tie where the reference cannot tell its two best scores apart
+exchange  microseconds of an exchange: by kernels through memory that all ranks reach (replayed from a CUDA graph), by
+          collectives, and stock SGLang's gather of the logits with their copy to float32
+soak      batches of every kind for some time: tokens of all ranks are compared after each, and with those of one rank
+
+A rank is a process, in SGLang's own groups. ``--only`` runs some sections, ``--tp`` is the number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import DRY_RUN, SHAPES, Batch, make_parser, new_env, reason_of, write_result
+
+from sgl_flashsample import LMHead, sample
+from sgl_flashsample.demo import cpu_platform
+from sgl_flashsample.demo.server import free_port
+from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput, Truncation
+from sgl_flashsample.kernels.reference import sample_ref
+from sgl_flashsample.model_config import shard_of
+
+SECTIONS = ("tokens", "exchange", "soak")
+KINDS = ("plain", "greedy", "mask", "truncated")
+BATCHES = (1, 16, 64, 256)
+TOKENS = 200 if DRY_RUN else 500_000  # of each of two kinds
+TOKEN_ROWS = 5 if DRY_RUN else 256
+CALLS, ROUNDS = (2, 2) if DRY_RUN else (50, 15)
+COMPARED_EVERY = 10  # batches of the soak, with those of one rank
+
+
+class Rank:
+    """What one process holds: the whole head, its part as a server has it, and the exchange with the others."""
+
+    def __init__(self, rank: int, num_ranks: int, port: int) -> None:
+        if DRY_RUN:
+            schemas = sys.modules["flashsample_torchvision"] = types.ModuleType("flashsample_torchvision")
+            exec(cpu_platform.TORCHVISION_SCHEMAS, vars(schemas))  # so that SGLang can be imported
+        from sglang.srt.distributed import parallel_state
+
+        from sgl_flashsample.sglang.exchange import Exchange
+        from sgl_flashsample.sglang.head import HeadState
+
+        cuda = torch.cuda.is_available() and not DRY_RUN
+        self.rank, self.device = rank, torch.device("cuda", rank) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self.device)
+        backend = "nccl" if cuda else "gloo"
+        parallel_state.init_distributed_environment(
+            world_size=num_ranks,
+            rank=rank,
+            local_rank=rank,
+            distributed_init_method=f"tcp://127.0.0.1:{port}",
+            backend=backend,
+        )
+        if cuda:
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=num_ranks, backend=backend)
+        self.group = parallel_state.get_tp_group() if cuda else parallel_state.get_world_group()
+        shape = SHAPES[0]
+        weight = shape.weight().to(self.device)
+        width = shard_of(shape.vocab, num_ranks)
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, width * num_ranks - shape.vocab))
+        self.whole = LMHead(weight, softcap=shape.softcap)
+        processor = types.SimpleNamespace(
+            vocab_size=shape.vocab,
+            logit_scale=None,
+            final_logit_softcapping=shape.softcap,
+            use_fp32_lm_head=False,
+            use_attn_tp_group=False,
+        )
+        part = types.SimpleNamespace(weight=padded[rank * width : (rank + 1) * width].clone())
+        del padded
+        self.state = HeadState(processor, part, exchange=Exchange(self.group))
+        wrong = self.state.check_exchange()
+        assert wrong is None, wrong
+        self.state.update(max(BATCHES))
+
+    def params(self, batch: Batch, kind: str, number: int) -> BatchParams:
+        """Of a batch that all ranks make alike."""
+        rows, vocab = batch.rows, self.whole.vocab_size
+        temperature = 0.3 + torch.arange(rows, device=self.device) % 8 * 0.2
+        truncation = edits = None
+        if kind == "greedy":
+            temperature = torch.zeros_like(temperature)
+        if kind == "truncated":
+            top_k = batch.full(50, torch.int32)
+            truncation = Truncation(top_k, batch.full(0.9), batch.full(0.0), 50)
+        if kind == "mask":
+            generator = torch.Generator(self.device).manual_seed(number)
+            words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator, device=self.device)
+            edits = LogitEdits(mask=words.to(torch.int32))
+        return BatchParams(temperature, batch.seed, batch.position[number % len(batch.position)], truncation, edits)
+
+    def draw(self, batch: Batch, params: BatchParams, return_logprob: bool = False) -> SampleOutput:
+        from sgl_flashsample.sglang.sampler import draw_with_ranks
+
+        assert self.state.exchange is not None
+        return draw_with_ranks(self.state, self.state.exchange, batch.hidden, params, return_logprob)
+
+    def draw_alone(self, batch: Batch, params: BatchParams) -> torch.Tensor:
+        """From the whole head; truncated rows from the logits that the ranks have exchanged."""
+        if params.truncation is None:
+            return sample(batch.hidden, self.whole, params).token_ids
+        logits = self.state.logits_of_shard(batch.hidden).contiguous()
+        parts = [torch.empty_like(logits) for _ in range(self.group.world_size)]
+        torch.distributed.all_gather(parts, logits, group=self.group.device_group)
+        return self.state.sample_rows(torch.cat(parts, 1), params, False).token_ids
+
+    def near_ties(self, batch: Batch, params: BatchParams, rows: torch.Tensor) -> int:
+        """How many of these rows the reference cannot decide."""
+        logits = batch.hidden[rows].double() @ self.whole.weight.double().T
+        if self.whole.softcap is not None:
+            logits = self.whole.softcap * torch.tanh(logits / self.whole.softcap)
+        room = logits.abs() * torch.finfo(batch.hidden.dtype).eps + 1e-6
+        if params.edits is not None and params.edits.mask is not None:
+            words = params.edits.mask[rows].repeat_interleave(32, 1)[:, : logits.shape[1]]
+            allowed = words >> torch.arange(logits.shape[1], device=self.device) % 32 & 1
+            logits = logits.masked_fill(allowed == 0, float("-inf"))
+        low, high = logits - room, logits + room
+        of_rows = (params.temperature[rows], params.seed[rows], params.position[rows])
+        return int(sample_ref(logits, low, high, *of_rows).near_tie.sum())
+
+    def same_on_all(self, tokens: torch.Tensor) -> int:
+        """How many of the tokens differ between ranks."""
+        every = [torch.empty_like(tokens) for _ in range(self.group.world_size)]
+        torch.distributed.all_gather(every, tokens.contiguous(), group=self.group.device_group)
+        return int(sum((other != every[0]) for other in every[1:]).gt(0).sum())
+
+
+def tokens(rank: Rank, options: Any) -> list[dict[str, Any]]:
+    result = []
+    for kind in ("plain", "truncated"):
+        batch, number = Batch(rank.whole, TOKEN_ROWS), 0
+        row = {"section": "tokens", "kind": kind, "rows": 0, "differing": 0, "near_ties": 0, "ranks_differ": 0}
+        while row["rows"] < TOKENS:
+            batch.refresh(number)
+            params = rank.params(batch, kind, number)
+            drawn, alone = rank.draw(batch, params).token_ids, rank.draw_alone(batch, params)
+            differ = (drawn != alone).nonzero().flatten()
+            row["rows"] += TOKEN_ROWS
+            row["differing"] += len(differ)
+            row["ranks_differ"] += rank.same_on_all(drawn)
+            if len(differ) and params.truncation is None:
+                row["near_ties"] += rank.near_ties(batch, params, differ)
+            number += 1
+        result.append(row)
+    return result
+
+
+def soak(rank: Rank, options: Any) -> list[dict[str, Any]]:
+    choose, number, started = random.Random(1), 0, time.monotonic()
+    row = {"section": "soak", "seconds": 0.0, "batches": 0, "rows": 0, "ranks_differ": 0, "compared": 0}
+    row |= {"differing": 0, "near_ties": 0}
+    batches = {size: Batch(rank.whole, size) for size in (1, 2, 3, 17, 64)}
+    while True:
+        batch, kind = batches[choose.choice(list(batches))], choose.choice(KINDS)
+        batch.refresh(number)
+        params = rank.params(batch, kind, number)
+        drawn = rank.draw(batch, params, return_logprob=choose.random() < 0.3).token_ids
+        row["ranks_differ"] += rank.same_on_all(drawn)
+        row["batches"] += 1
+        row["rows"] += batch.rows
+        if number % COMPARED_EVERY == 0:
+            differ = (drawn != rank.draw_alone(batch, params)).nonzero().flatten()
+            row["compared"] += batch.rows
+            row["differing"] += len(differ)
+            if len(differ) and params.truncation is None:
+                row["near_ties"] += rank.near_ties(batch, params, differ)
+        number += 1
+        # All ranks end after the same batch: the first one's clock decides.
+        ended = torch.tensor([time.monotonic() - started > options.soak_seconds], device=rank.device)
+        torch.distributed.broadcast(ended, 0, group=rank.group.device_group)
+        if ended.item():
+            return [row | {"seconds": round(time.monotonic() - started, 1)}]
+
+
+def exchange(rank: Rank, options: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    connection = rank.state.exchange
+    assert connection is not None
+    memory = connection.memory
+    for size in BATCHES[:2] if DRY_RUN else BATCHES:
+        batch = Batch(rank.whole, size)
+        drawn = rank.draw(batch, rank.params(batch, "plain", 0))
+        greedy = BatchParams(torch.zeros(size, device=rank.device), batch.seed, batch.position[0])
+        nothing = SampleOutput.empty(-(-size // rank.group.world_size), rank.device, False)
+        logits = rank.state.logits_of_shard(batch.hidden)
+
+        def undrawn(rows: torch.Tensor, params: BatchParams, nothing: SampleOutput = nothing) -> SampleOutput:
+            """In the place of a draw, which is not of the exchange."""
+            return SampleOutput(*(None if values is None else values[: len(rows)] for values in nothing))
+
+        def gathered(logits: torch.Tensor = logits) -> Any:
+            return rank.group.all_gather(logits, dim=-1).float()
+
+        ways: dict[str, tuple[bool, Callable[[], Any]]] = {
+            "records, by collectives": (False, lambda drawn=drawn: connection.merge(drawn)),
+            "rows, by collectives": (
+                False,
+                lambda logits=logits, greedy=greedy, draw=undrawn: connection.draw_rows(logits, greedy, draw),
+            ),
+        }
+        if memory is not None:
+            ways |= {name.replace("collectives", "memory"): (True, way) for name, (_, way) in ways.items()}
+        if not DRY_RUN:
+            ways["gather of logits, to float32"] = (False, gathered)
+        for name, (by_memory, call) in ways.items():
+            connection.memory = memory if by_memory else None
+            row = {"section": "exchange", "batch": size, "exchange": name}
+            rows.append(row | microseconds(rank, call, in_graph=by_memory))
+        connection.memory = memory
+    return rows
+
+
+def microseconds(rank: Rank, call: Callable[[], Any], in_graph: bool) -> dict[str, Any]:
+    """Of one of ``CALLS`` calls in a row: the median of rounds, and half the distance between the quartiles."""
+    call()
+    if rank.device.type == "cpu":
+        return {"us": 0.0, "us_spread": 0.0, "in_graph": False}
+    repeat = lambda: [call() for _ in range(CALLS)]  # noqa: E731
+    torch.cuda.synchronize()
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            repeat()
+        repeat = graph.replay
+    times = []
+    for _ in range(ROUNDS + 2):
+        torch.distributed.barrier(group=rank.group.device_group)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        repeat()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    low, middle, high = statistics.quantiles(times[2:], n=4)
+    return {"us": round(middle, 2), "us_spread": round((high - low) / 2, 2), "in_graph": in_graph}
+
+
+def work(number: int, port: int, options: Any, answers: Any) -> None:
+    rank = Rank(number, options.tp, port)
+    measured = {"tokens": tokens, "exchange": exchange, "soak": soak}
+    for section in options.only:
+        try:
+            answers.put((number, section, [row | {"tp": options.tp} for row in measured[section](rank, options)]))
+        except Exception as error:
+            answers.put((number, section, reason_of(error)))
+            break
+    answers.put((number, None, None))
+    sys.stdout.flush()
+    torch.distributed.barrier()
+    os._exit(0)  # gloo's threads may abort an interpreter that ends
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--tp", type=int, default=2, help="ranks")
+    parser.add_argument("--soak-seconds", type=float, default=1.0 if DRY_RUN else 600.0)
+    options = parser.parse_args()
+    port = free_port()
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=work, args=(number, port, options, answers)) for number in range(options.tp)]
+    for process in ranks:
+        process.start()
+    result: dict[str, Any] = {"env": new_env() | {"not_run": []}, "rows": []}
+    running = options.tp
+    while running and all(process.exitcode in (None, 0) for process in ranks):
+        if answers.empty():
+            time.sleep(0.05)
+            continue
+        number, section, found = answers.get()
+        if section is None:
+            running -= 1
+        elif isinstance(found, str):
+            result["env"]["not_run"].append({"section": section, "rank": number, "reason": found})
+        elif number == 0:
+            result["rows"] += found
+            for row in found:
+                print(row, flush=True)
+        write_result(options.out, result)
+    for process in ranks:
+        process.join(30)
+    failed = running > 0
+    if failed:
+        result["env"]["not_run"].append({"section": "all", "reason": "a rank ended"})
+        write_result(options.out, result)
+        for process in ranks:
+            process.kill()
+    return 1 if result["env"]["not_run"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
