@@ -24,6 +24,7 @@ LAUNCHING = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 # run in its CUDA graph.
 EXCHANGING = ("exchange_records", "tell_logits", "copy_rows", "pack_record", "merge_records")
 COLLECTIVE = ("cross_device_reduce", "all_reduce", "nccl")
+SHORT_GAP_US = 5.0  # between two kernels; where it is longer, the GPU waits for the host
 TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
 
 
@@ -64,10 +65,26 @@ def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str,
                 exchange_us += event["dur"]
     if exchange_us:
         summary["exchange_us"] = round(exchange_us / steps, 1)
+    summary["gaps_us"] = round(_short_gaps(events) / steps, 1)
     summary["gpu_busy_us"] = round(sum(kernels.values()) / steps, 1)
     summary["longest_kernels_us"] = {name: round(us / steps, 1) for name, us in kernels.most_common(12)}
     summary |= {name: round(counts[name] / steps, 2) for name in (*SYNCHRONISING, *ALLOCATING) if counts[name]}
     return summary
+
+
+def _short_gaps(events: list[dict[str, Any]]) -> float:
+    """Microseconds between kernels that follow each other on a stream without the host; negative where they overlap
+    (programmatic dependent launch)."""
+    ends: dict[Any, float] = {}
+    total = 0.0
+    kernels = (event for event in events if event.get("cat") == "kernel" and "ts" in event)
+    for event in sorted(kernels, key=lambda event: event["ts"]):
+        stream = event.get("args", {}).get("stream")
+        gap = event["ts"] - ends.get(stream, float("-inf"))
+        if abs(gap) <= SHORT_GAP_US:
+            total += gap
+        ends[stream] = event["ts"] + event["dur"]
+    return total
 
 
 def _correlation(event: dict[str, Any]) -> Any:

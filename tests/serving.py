@@ -19,6 +19,8 @@ from sgl_flashsample.demo.server import SGLANG_LAUNCH_SERVER, Server
 CUDA = torch.cuda.is_available()
 VERSIONS_FOLDER = Path(sys.prefix) / "sglang-versions"  # other releases, from `make test-full`
 
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # environment of a server of two ranks on the CPU
+
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
 
 

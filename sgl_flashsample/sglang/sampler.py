@@ -231,16 +231,15 @@ def draw(
         out = graphs.step(launch, batch, hidden, edits, positions, return_logprob)
         if out is not None:
             return out
-    params = batch.params(positions.to(torch.int64), edits)
-    if state.exchange is not None:
-        return draw_with_ranks(state, state.exchange, hidden, params, return_logprob)
-    return draw_without_graphs(state, hidden, params, return_logprob)
+    return draw_without_graphs(state, hidden, batch.params(positions.to(torch.int64), edits), return_logprob)
 
 
 def draw_without_graphs(
     state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool
 ) -> SampleOutput:
     """By launches. A screen that fails is given up, and the step drawn without it."""
+    if state.exchange is not None:
+        return draw_with_ranks(state, state.exchange, hidden, params, return_logprob)
     try:
         return _launch(state, hidden, params, return_logprob)
     except Exception as error:
@@ -271,7 +270,7 @@ def draw_with_ranks(
     return_logprob: bool,
     again: bool = True,
 ) -> SampleOutput:
-    """By launches, where this rank has a part of the head. How a rank draws from its part is its own affair. again:
+    """Where this rank has a part of the head. How a rank draws from its part is its own affair. again:
     what fails is tried in another way, as the other ranks wait for the exchange."""
     if params.truncation is not None or state.whole_rows:
 

@@ -5,7 +5,8 @@ of acceptance have the law of drawing a token at every node and following the dr
 (``kernels/follow_drafts.py``). The noise is that of a token's position, so a request with a seed gets the tokens that
 it gets without speculation. As SGLang's verification, this one ignores min-p, and takes top-p of what top-k has left.
 
-A batch in which any row needs SGLang's sampler is verified by SGLang as a whole. Its drafts are SGLang's own.
+A batch in which any row needs SGLang's sampler is verified by SGLang as a whole. Its drafts are SGLang's own. Ranks
+that share the head exchange the draws of their parts as in any step, and accept the same drafts.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class SpeculationHooks:
             self.runtime.stop_grammars(str(error), error.everywhere)
             raise Unserved(Reason.ERROR) from None
         except torch.OutOfMemoryError:
+            if lazy.source.exchange is not None:
+                raise  # the ranks that share the head would wait for this one
             lazy.source.out_of_memory(lazy.shape[0])
             raise Unserved(Reason.OUT_OF_MEMORY) from None
         except Exception as error:  # a request must not fail because a path cannot serve it

@@ -78,7 +78,8 @@ def unsupported_speculation() -> str | None:
         ("speculative decoding with acceptance thresholds below 1", any(value < 1 for value in thresholds)),
         ("speculative decoding by rejection sampling", bool(spec.speculative_use_rejection_sampling)),
         ("speculative decoding with a simulated acceptance", envs.SGLANG_SIMULATE_ACC_LEN.get() > 0),
-        ("speculative decoding with several ranks", parallel.tp_size > 1 or parallel.pp_size > 1),
+        ("speculative decoding with pipeline parallelism", parallel.pp_size > 1),
+        ("speculative decoding with DP attention", parallel.tp_size > 1 and parallel.attn_dp_size > 1),
     )
     reason = next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
     if reason is None and os.environ.get(SPECULATION_VARIABLE) != "1":

@@ -274,13 +274,17 @@ def test_a_hot_vocabulary_is_sized_by_what_a_known_winner_saves_and_what_a_group
     assert nothing["hot_groups"] == 0 and nothing["saves_us"] == 0
 
 
+START = {7: 100.0, 8: 105.5, 9: 109.0}  # of kernels that take 4 us
+
+
 def test_a_trace_says_what_a_step_asks_of_cuda(load, tmp_path):
     names = ["cudaGraphLaunch"] * 4 + ["cudaLaunchKernel"] * 6 + ["aten::item", "aten::empty", "aten::empty_like"]
     events = [{"ph": "X", "name": name} for name in names]
     events += [{"ph": "X", "cat": "kernel", "name": "mm", "dur": 30.0}, {"ph": "i", "name": "aten::item"}]
     events[0]["args"] = {"correlation": 7}  # the model's own all-reduce is in its graph
     for number, name in ((7, "cross_device_reduce_1stage"), (8, "cross_device_reduce_1stage"), (9, "merge_records")):
-        kernel = {"ph": "X", "cat": "kernel", "name": name, "dur": 4.0, "args": {"correlation": number}}
+        args = {"correlation": number, "stream": 7}
+        kernel = {"ph": "X", "cat": "kernel", "name": name, "dur": 4.0, "args": args, "ts": START[number]}
         events.append(kernel)
     summarise = load("step_profile").summarise
     with pytest.raises(TimeoutError, match="no trace appeared"):
@@ -296,6 +300,7 @@ def test_a_trace_says_what_a_step_asks_of_cuda(load, tmp_path):
     }
     assert {name: step[name] for name in wanted} == wanted and step["gpu_busy_us"] == 21.0
     assert step["exchange_us"] == 4.0
+    assert step["gaps_us"] == (1.5 - 0.5) / 2, "of kernels that follow each other, overlaps too"
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """One of two ranks that share an LM head, from the start of a server to its draws, over gloo and without SGLang.
 
-    python tests/sglang/rank_worker.py RANK PORT FAULT [FAULT ...]
+    python tests/sglang/rank_worker.py RANK PORT FOLDER FAULT [FAULT ...]
 
 For each fault, which strikes rank 1 alone: the ranks start anew, draw, and print as a line of JSON what they serve.
+They exchange through memory that both reach, files in FOLDER; by collectives where that is "".
 """
 
 from __future__ import annotations
@@ -39,11 +40,25 @@ WIDTH = 320  # ids per rank: the last 40 of the second one are padding
 class Group:
     """What SGLang's GroupCoordinator is to us, of all ranks."""
 
-    ca_comm = None
+    device = CPU
+    device_group = types.SimpleNamespace(group_name="ranks")
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
         self.rank_in_group, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.cpu_group = torch.distributed.group.WORLD
+        # As SGLang's, where GPUs reach each other.
+        self.ca_comm = types.SimpleNamespace(disabled=False, graph_params=None) if folder else None
+        self.regions: list[torch.Tensor] = []
+        self.folder, self.fault = Path(folder), ""
+
+    def reserve(self, num_bytes: int, group: Group) -> torch.Tensor:
+        """In the place of a GPU's memory: a file that all ranks map."""
+        files = [str(self.folder / f"{self.fault}, rank {rank}") for rank in range(self.world_size)]
+        self.regions = [torch.from_file(file, shared=True, size=num_bytes, dtype=torch.uint8) for file in files]
+        return self.regions[self.rank_in_group]
+
+    def rendezvous(self, region: torch.Tensor, name: str) -> Any:
+        return types.SimpleNamespace(get_buffer=lambda rank, shape, dtype: self.regions[rank])
 
     def _all_to_all_single(self, output: torch.Tensor, own: torch.Tensor) -> None:
         torch.distributed.all_to_all_single(output, own)
@@ -109,6 +124,7 @@ STARTING: dict[str, Callable[[], Any]] = {
     "a wrong token": patched(selfcheck, "difference", lambda *arguments, **options: "a fault"),
     "no memory for a workspace": patched(head, "make_workspace", out_of_memory),
     "a wrong exchange": patched(exchange, "merge_records", wrong_merge),
+    "no memory for an exchange": patched(exchange, "_symmetric_memory", out_of_memory),
     "no memory for a screen": patched(screen.Screen, "__init__", out_of_memory),
 }
 DRAWING: dict[str, Callable[[], Any]] = {
@@ -139,6 +155,7 @@ def serve(fault: str, rank: int) -> dict[str, Any]:
     if server.all_native_reason is not None:
         return told
     (state,) = server.heads
+    told["memory"] = state.exchange.memory is not None
     with DRAWING[fault]() if strikes and fault in DRAWING else contextlib.nullcontext():
         try:
             told["tokens"] = draw_all(state)
@@ -155,15 +172,19 @@ def draw_all(state: HeadState) -> list[list[int]]:
     ]
 
 
-def main(rank: int, port: int, faults: list[str]) -> None:
+def main(rank: int, port: int, folder: str, faults: list[str]) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    group = Group()
+    group = Group(folder)
+    exchange._symmetric_memory = group.reserve
+    sys.modules["torch.distributed._symmetric_memory"] = types.SimpleNamespace(rendezvous=group.rendezvous)
+    torch.cuda.synchronize = lambda: None
     distributed = types.ModuleType("sglang.srt.distributed")
     distributed.parallel_state = types.SimpleNamespace(get_world_group=lambda: group, get_tp_group=lambda: group)
     sys.modules["sglang.srt.distributed"] = distributed
     runtime.MAX_INTERPRETED_ROWS = 4
     for fault in faults:
+        group.fault = fault
         with contextlib.nullcontext() if fault == "a wrong token" else unchecked():
             print(json.dumps(serve(fault, rank)), flush=True)
 
@@ -171,7 +192,7 @@ def main(rank: int, port: int, faults: list[str]) -> None:
 if __name__ == "__main__":
     code = 1
     try:
-        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
         code = 0
     except Exception:
         traceback.print_exc()

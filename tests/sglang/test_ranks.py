@@ -46,15 +46,17 @@ PRIVATE = {
     "the screened path fails": (False, None),
     "the fused path fails": (False, "logits"),
 }
+NO_MEMORY = "no memory for an exchange"
 ONCE = ("no models", "a wrong exchange")  # what runs without --full
 FATAL = ["no way to draw", "no memory for logits", "rows cannot be drawn"]
 
 
-def start(*faults: str) -> list[subprocess.Popen]:
-    port = free_port()
+def start(*faults: str, folder: Path | None = None) -> list[subprocess.Popen]:
+    """folder: of memory through which the ranks exchange."""
+    port, place = free_port(), "" if folder is None else str(folder)
     return [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(port), *faults],
+            [sys.executable, str(WORKER), str(rank), str(port), place, *faults],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -64,11 +66,11 @@ def start(*faults: str) -> list[subprocess.Popen]:
 
 
 @pytest.fixture(scope="module")
-def served(request) -> dict[str, list[dict]]:
+def served(request, tmp_path_factory) -> dict[str, list[dict]]:
     """What both ranks serve, by the fault."""
     refused = REFUSED if request.config.getoption("--full") else ONCE
-    faults = ["none", *refused, *PRIVATE]
-    ranks = start(*faults)
+    faults = ["none", *refused, NO_MEMORY, *PRIVATE]
+    ranks = start(*faults, folder=tmp_path_factory.mktemp("memory"))
     printed = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], printed[0][1][-2000:] + printed[1][1][-2000:]
     lines = [[json.loads(line) for line in out.splitlines()] for out, _ in printed]
@@ -79,6 +81,7 @@ def served(request) -> dict[str, list[dict]]:
 def test_without_a_fault_both_ranks_draw_the_tokens_of_one_rank_with_the_seed_of_the_first(served):
     first, second = served["none"]
     assert first == second and first["reason"] is None and first["screen"] and first["seed"] == 1234
+    assert first["memory"]
     assert first["gathered"] == [[1, 320]], "SGLang's own gather has connected the ranks before any step"
     state = make_state(torch.device("cpu"))
     hidden, positions = hidden_states(torch.device("cpu"), RANK_ROWS), torch.arange(RANK_ROWS)
@@ -96,6 +99,12 @@ def test_what_one_rank_cannot_serve_at_the_start_neither_serves_for_the_same_rea
     assert re.fullmatch(REFUSED[fault], reason)
     assert reason.removeprefix("rank 1: ") == second.pop("reason")
     assert first == second and first["heads"] == 0
+
+
+@pytest.mark.slow
+def test_where_one_rank_has_no_memory_for_exchanges_both_use_collectives_and_the_tokens_stay(served):
+    first, second = served[NO_MEMORY]
+    assert first == second == served["none"][0] | {"memory": False}
 
 
 @pytest.mark.slow

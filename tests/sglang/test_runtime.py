@@ -84,8 +84,9 @@ def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(
         ({"spec.speculative_accept_threshold_acc": 0.9}, "with acceptance thresholds below 1"),
         ({"spec.speculative_use_rejection_sampling": True}, "by rejection sampling"),
         ({"environ.SGLANG_SIMULATE_ACC_LEN.get": 2}, "with a simulated acceptance"),
-        ({"parallel.pp_size": 2}, "with several ranks"),
-        ({"parallel.tp_size": 2}, "with several ranks"),
+        ({"parallel.pp_size": 2}, "with pipeline parallelism"),
+        ({"parallel.tp_size": 2, "parallel.attn_dp_size": 2}, "with DP attention"),
+        ({"parallel.tp_size": 2, "spec.speculative_algorithm": "NGRAM"}, None),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from serving import CUDA, draw, make_server, needs_sglang, paths, version_path
+from serving import CUDA, TWO_RANKS, draw, make_server, needs_sglang, paths, version_path
 from stats import g_test, power
 from tuned_tables import table_for_this_machine
 
@@ -548,8 +548,6 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
             assert [mixed[row]["output_ids"] for row in (0, 2)] == [alone[row]["output_ids"] for row in (0, 2)]
         assert "Traceback" not in server.log_text()
 
-
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 UNSERVED = {
     "DP attention with a head over all ranks": (

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from serving import make_server, needs_sglang
+from serving import TWO_RANKS, make_server, needs_sglang
 from sglang_batches import VOCAB, grammar, make_samplers, request
 
 from sgl_flashsample.kernels.params import BatchParams, Truncation
@@ -321,6 +321,29 @@ def test_after_a_failure_sglang_verifies_this_batch_and_all_that_follow(
 
 
 @needs_sglang
+def test_a_rank_without_memory_ends_the_step_instead_of_leaving_the_others_alone(
+    hooks, head, info_of, hidden, monkeypatch
+):
+    from sgl_flashsample.sglang import speculation
+
+    def no_memory(*arguments):
+        raise torch.OutOfMemoryError("a fault")
+
+    monkeypatch.setattr(speculation, "draw_without_graphs", no_memory)
+    drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
+    for exchange in (None, object()):
+        lazy = head.lazy(hidden(4))
+        lazy.source.exchange = exchange
+        arguments = verification(info_of([request("0")]), lazy, CHAIN, drafts)
+        if exchange is None:
+            assert hooks.eagle_sample(Original(), *arguments) == "SGLang's"
+            lazy.source._too_large = None
+        else:
+            with pytest.raises(torch.OutOfMemoryError):
+                hooks.eagle_sample(Original(), *arguments)
+
+
+@needs_sglang
 def test_a_mask_of_another_kind_leaves_grammars_to_sglang_and_nothing_else(hooks, head, info_of, hidden):
     states = hidden(4)
     info = info_of([request("0", grammar=grammar(3))])
@@ -373,19 +396,21 @@ def answers_of(server) -> list[dict]:
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="near-ties of bfloat16 are looked at by the benchmark")
 def test_a_server_with_speculation_gives_the_tokens_of_one_without(tmp_path):
-    """More than 500 tokens of seven kinds, and their logprobs; drafts of n-grams."""
+    """More than 500 tokens of seven kinds, and their logprobs; drafts of n-grams. Also with two ranks."""
     answers = []
-    for name, arguments in (("alone", []), ("drafts", NGRAM)):
-        options = {"arguments": [*arguments, "--disable-radix-cache"], "environment": {"FLASHSAMPLE_SPECULATION": "1"}}
+    for name, arguments in (("alone", []), ("drafts", NGRAM), ("ranks", [*NGRAM, "--tp-size", "2"])):
+        environment = {"FLASHSAMPLE_SPECULATION": "1"} | (TWO_RANKS if name == "ranks" else {})
+        options = {"arguments": [*arguments, "--disable-radix-cache"], "environment": environment}
         server, _ = make_server(tmp_path, "tiny", name=name, **options)
         with server:
             answers.append(answers_of(server))
             assert "native" not in server.log_text().split("since the start:")[-1]
-    tokens = right = 0
-    for row, (alone, drafted) in enumerate(zip(*answers, strict=True)):
-        kind = list(SERVED)[row // len(SEEDS)]
-        assert alone["output_ids"] == drafted["output_ids"], kind
-        pair = [[value for value, *_ in a["meta_info"]["output_token_logprobs"]] for a in (alone, drafted)]
-        torch.testing.assert_close(*map(torch.tensor, pair), rtol=1e-4, atol=1e-4, msg=kind)
-        tokens, right = tokens + len(alone["output_ids"]), right + drafted["meta_info"]["spec_num_correct_drafts"]
-    assert tokens > 500 and right > 20, "drafts are accepted"
+    for drafted_answers in answers[1:]:
+        tokens = right = 0
+        for row, (alone, drafted) in enumerate(zip(answers[0], drafted_answers, strict=True)):
+            kind = list(SERVED)[row // len(SEEDS)]
+            assert alone["output_ids"] == drafted["output_ids"], kind
+            pair = [[value for value, *_ in a["meta_info"]["output_token_logprobs"]] for a in (alone, drafted)]
+            torch.testing.assert_close(*map(torch.tensor, pair), rtol=1e-4, atol=1e-4, msg=kind)
+            tokens, right = tokens + len(alone["output_ids"]), right + drafted["meta_info"]["spec_num_correct_drafts"]
+        assert tokens > 500 and right > 20, "drafts are accepted"
