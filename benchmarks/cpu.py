@@ -1,0 +1,139 @@
+"""The cpu path: time per call, beside PyTorch's operations and the time to read the logits once.
+
+    python benchmarks/cpu.py --out results/cpu.json
+
+Logits are float32 and come from memory, not from a cache: batches take turns whose logits are larger than the last
+cache. In a server, the weights of the LM head pass through the caches between two calls. ``torch`` is what SGLang's
+pytorch backend does: softmax and multinomial; argmax; with a truncation a sort, sums, masks and multinomial. ``read`` is
+a sum that Numba compiles. In each round everything runs once per batch, in rotated order; medians, with half the
+distance between the quartiles.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from common import make_parser, new_env, print_rows, write_result
+from numba import njit
+
+from sgl_flashsample import BatchParams
+from sgl_flashsample.autotune.timing import rotated
+from sgl_flashsample.cpu_path import sample_on_cpu
+from sgl_flashsample.kernels.params import LogitsSpec, Truncation
+
+VOCABULARIES = (32768, 151936)
+BATCHES = (1, 16)
+THREADS = (1, 2)
+MODES = ("plain", "greedy", "k50p90")
+TOP_K, TOP_P = 50, 0.9
+COLD_BYTES = 2**27  # of all batches that take turns
+MOST_BATCHES = 16  # of a round, for batches of one row
+ROUNDS = 15
+
+
+@njit(nogil=True, fastmath=True)
+def _sum(values):
+    total = np.float32(0)
+    for i in range(values.size):
+        total += values[i]
+    return total
+
+
+def make_logits(rows: int, vocab: int, count: int) -> list[torch.Tensor]:
+    """``count`` batches with the tuner's typical profile: -1.2 log(rank) and noise of deviation 2."""
+    generator = torch.Generator().manual_seed(0)
+    slope = -1.2 * torch.log(torch.arange(1, vocab + 1))
+    noise = 2 * torch.randn(count, rows, vocab, generator=generator)
+    return [batch + slope[torch.randperm(vocab, generator=generator)] for batch in noise]
+
+
+def ours(mode: str, rows: int, vocab: int, threads: int) -> Callable[[torch.Tensor], object]:
+    truncation = None
+    if mode == "k50p90":
+        truncation = Truncation(
+            torch.full((rows,), TOP_K, dtype=torch.int32), torch.full((rows,), TOP_P), torch.zeros(rows), TOP_K
+        )
+    temperature = torch.full((rows,), 0.0 if mode == "greedy" else 1.0)
+    position = torch.zeros(rows, dtype=torch.int64)
+    params = BatchParams(temperature, torch.arange(rows) * 7919, position, truncation, all_greedy=mode == "greedy")
+    spec = LogitsSpec(vocab)
+
+    def call(logits: torch.Tensor) -> object:
+        position.add_(1)
+        return sample_on_cpu(logits, spec, params, threads=threads)
+
+    return call
+
+
+def of_torch(mode: str) -> Callable[[torch.Tensor], object]:
+    def plain(logits: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(torch.softmax(logits, -1), 1)
+
+    def truncated(logits: torch.Tensor) -> torch.Tensor:
+        sorted_probs, ids = torch.softmax(logits, -1).sort(dim=-1, descending=True)
+        above = torch.cumsum(sorted_probs, -1) - sorted_probs
+        sorted_probs[torch.arange(logits.shape[1])[None] >= TOP_K] = 0.0
+        sorted_probs[above > TOP_P] = 0.0
+        return ids.gather(1, torch.multinomial(sorted_probs, 1))
+
+    return {"plain": plain, "greedy": lambda logits: logits.argmax(-1), "k50p90": truncated}[mode]
+
+
+def reader(threads: int, pool: ThreadPoolExecutor) -> Callable[[torch.Tensor], object]:
+    def call(logits: torch.Tensor) -> object:
+        values = logits.numpy().reshape(-1)
+        return _sum(values) if threads == 1 else list(pool.map(_sum, np.array_split(values, threads)))
+
+    return call
+
+
+def measure(rows: int, vocab: int, threads: int, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
+    torch.set_num_threads(threads)
+    batches = make_logits(rows, vocab, max(2, -(-COLD_BYTES // (rows * vocab * 4))))
+    calls = {(mode, "cpu"): ours(mode, rows, vocab, threads) for mode in MODES}
+    calls |= {(mode, "torch"): of_torch(mode) for mode in MODES}
+    calls["", "read"] = reader(threads, pool)
+    samples: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
+    per_round = min(len(batches), MOST_BATCHES if rows == 1 else 2)
+    for index in range(ROUNDS + 1):
+        for place, name in enumerate(rotated(list(calls), index)):
+            first = (index * len(calls) + place) * per_round
+            begin = time.perf_counter()
+            for step in range(per_round):
+                calls[name](batches[(first + step) % len(batches)])
+            if index:  # the first round compiles
+                samples[name].append((time.perf_counter() - begin) / per_round * 1e6)
+    results = []
+    for (mode, path), values in samples.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        results.append(
+            {"V": vocab, "B": rows, "mode": mode, "threads": threads, "path": path, "form": "float32"}
+            | {"us": round(median, 1), "us_spread": round((high - low) / 2, 1)}
+        )
+    return results
+
+
+def main() -> None:
+    options = make_parser(__doc__, needs_gpu=False).parse_args()
+    env = new_env() | {"processor": platform.processor() or platform.machine(), "numba": numba.__version__}
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(max(THREADS)) as pool:
+        for vocab in VOCABULARIES:
+            for batch in BATCHES:
+                for threads in THREADS:
+                    cell = measure(batch, vocab, threads, pool)
+                    print_rows(f"V={vocab} B={batch} threads={threads}", cell)
+                    rows += cell
+                    write_result(options.out, {"env": env, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

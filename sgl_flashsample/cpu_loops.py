@@ -1,0 +1,725 @@
+"""The loops of the cpu path, compiled by Numba: one token per row of logits in host memory. Needs Numba, so
+``cpu_path.py``, which checks the arguments, imports this file when it is first called.
+
+The mathematics is that of ``kernels/rng.py`` and ``kernels/truncation_math.py``. What differs is what is computed at
+all. A group's score is at most its largest logit, log(16) and its noise, and the noise is at most what the upper 32 of
+its 64 bits allow. So of a group of 16 logits mostly one question is asked, whether any of them is above a number, and
+the few groups with such a logit are scored in float64. The Philox of every group cannot be spared: its noise is bounded
+by 45, more than logits differ.
+
+A truncated row is read twice. The first time for the largest logit of each group and, for top-p, the mass. What k block
+maxima reach, k logits reach, and likewise for mass: so the limits of top-k and top-p are looked for among the maxima of
+blocks of 256 ids, then among the maxima of the groups in blocks that reach it, then among the logits of the groups that
+reach that. The second time, those groups alone are read.
+
+Words are logits as integers: int32 are the bits of a float32, int16 of a bfloat16, uint16 of a float16. They are
+widened in registers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .kernels.params import Edit
+from .kernels.rng import GROUP_SIZE, Stream, Unit
+
+_LIMIT = np.float32(2.0**100)  # of ``epilogue.py``
+_NONE = np.float32(-np.inf)
+_CHUNK = 64  # groups whose noise is bounded at once: it stays in the L1 cache
+_AHEAD = 64  # groups whose memory is asked for before they are read, while the noise is computed
+_BLOCK = 16  # groups of a block
+_LOG2_E = 1.0 / math.log(2.0)
+_LOG2_GROUP = math.log2(GROUP_SIZE)
+# Room for float32 roundings, in bits: of a bound, and of a bound per its size.
+_MARGIN = np.float32(0.01)
+_RELATIVE = np.float32(2.0**-19)
+# The most that noise and 16 equal logits add to a score, in bits: v is 2**-65 or more.
+_MOST_NOISE = np.float32(65 + _LOG2_GROUP) + _MARGIN
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_TOKEN_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.TOKEN))
+_GROUP_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.GROUP))
+_ADDITIVE, _SCALING, _MASK, _BIAS = (int(flag) for flag in Edit)
+# What logits are rounded to.
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+
+_FLOAT = ir.FloatType()
+_GROUP_OF_FLOATS = ir.VectorType(_FLOAT, GROUP_SIZE)
+
+_compiled = functools.partial(njit, nogil=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+# --- what Numba has no name for ---------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _float_of_bits(_context, _bits):
+    """The float32 of these 32 bits."""
+    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], _FLOAT)
+
+
+@intrinsic
+def _bits_of_float(_context, _value):
+    """The 32 bits of a float32."""
+    return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.IntType(32)
+    )
+
+
+def _widen(builder, words, dtype, count):
+    """LLVM for words as float32. count: lanes of a vector, or 0 for one word."""
+
+    def of(element):
+        return ir.VectorType(element, count) if count else element
+
+    if dtype == types.uint16:
+        return builder.fpext(builder.bitcast(words, of(ir.HalfType())), of(_FLOAT))
+    if dtype == types.int16:
+        wide = builder.zext(words, of(ir.IntType(32)))
+        shift = ir.Constant(wide.type, [16] * count if count else 16)
+        return builder.bitcast(builder.shl(wide, shift), of(_FLOAT))
+    return builder.bitcast(words, of(_FLOAT))
+
+
+@intrinsic
+def _logit_of(_context, word):
+    """A word as float32."""
+    return types.float32(word), lambda context, builder, signature, args: _widen(builder, args[0], signature.args[0], 0)
+
+
+def _load_group(context, builder, signature, args):
+    """LLVM for the words of a group as float32."""
+    row, place = args
+    dtype = signature.args[0].dtype
+    array = context.make_array(signature.args[0])(context, builder, row)
+    words = ir.VectorType(ir.IntType(dtype.bitwidth), GROUP_SIZE)
+    pointer = builder.bitcast(builder.gep(array.data, [place]), words.as_pointer())
+    return _widen(builder, builder.load(pointer, align=dtype.bitwidth // 8), dtype, GROUP_SIZE)
+
+
+def _splat(builder, value):
+    lanes = builder.insert_element(ir.Constant(_GROUP_OF_FLOATS, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), GROUP_SIZE), [0] * GROUP_SIZE)
+    return builder.shuffle_vector(lanes, ir.Constant(_GROUP_OF_FLOATS, ir.Undefined), zeros)
+
+
+@intrinsic
+def _any_above(_context, row, _place, _limit):
+    """Whether any of the 16 words from ``place`` on is above ``limit``; a NaN is not."""
+
+    def generate(context, builder, signature, args):
+        logits = _load_group(context, builder, signature, args[:2])
+        above = builder.fcmp_ordered(">", logits, _splat(builder, args[2]))
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.IntType(1), [above.type]), f"llvm.vector.reduce.or.v{GROUP_SIZE}i1"
+        )
+        return builder.call(function, [above])
+
+    return types.boolean(row, types.intp, types.float32), generate
+
+
+@intrinsic
+def _prefetch(_context, row, _place):
+    """Ask for the memory of a word, and do not wait."""
+
+    def generate(context, builder, signature, args):
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag]), "llvm.prefetch.p0"
+        )
+        pointer = builder.bitcast(builder.gep(array.data, [args[1]]), byte)
+        builder.call(function, [pointer, *(ir.Constant(flag, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp), generate
+
+
+@intrinsic
+def _largest(_context, row, _place):
+    """The largest of the 16 words from ``place`` on, bounded as logits are; a NaN is none."""
+
+    def generate(context, builder, signature, args):
+        logits = _load_group(context, builder, signature, args)
+        lowest = ir.Constant(_FLOAT, -float(_LIMIT))
+        valid = builder.fcmp_ordered(">", logits, _splat(builder, lowest))
+        logits = builder.select(valid, logits, _splat(builder, ir.Constant(_FLOAT, -math.inf)))
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_FLOAT, [_GROUP_OF_FLOATS]), f"llvm.vector.reduce.fmax.v{GROUP_SIZE}f32"
+        )
+        largest = builder.call(function, [logits], fastmath=("nnan",))
+        highest = ir.Constant(_FLOAT, float(_LIMIT))
+        return builder.select(builder.fcmp_ordered(">", largest, highest), highest, largest)
+
+    return types.float32(row, types.intp), generate
+
+
+# --- the noise --------------------------------------------------------------------------------------------------------
+
+
+@_compiled(inline="always")
+def _philox(index, position, stream, seed):
+    """The first two words of ``rng.philox4x32``, in uint64."""
+    c0, c1, c2, c3 = index, position & _LOW, position >> _32, stream
+    k0, k1 = seed & _LOW, seed >> _32
+    for _ in range(10):
+        p0, p1 = (c0 & _LOW) * _M0, (c2 & _LOW) * _M1
+        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return c0, c1
+
+
+@_compiled()
+def gumbel(index, position, stream, seed):
+    """Gumbel(0, 1) in float64, ``reference.gumbel_ref``. All arguments uint64."""
+    hi, lo = _philox(index, position, stream, seed)
+    if hi < np.uint64(0x80000000):
+        v = (float(hi) * 2.0**32 + float(lo) + 0.5) * 2.0**-64
+        return -math.log(-math.log1p(-v))
+    v = (float(hi ^ _LOW) * 2.0**32 + float(lo ^ _LOW) + 0.5) * 2.0**-64
+    return -math.log(-math.log(v))
+
+
+@_compiled()
+def _bound_noise(groups, position, seed, bounds):
+    """A number for each group that is not below ``log2(16)`` and its noise in bits; +inf where the upper 32 bits are 0.
+
+    The noise is at most -log(v). The bits of a float32 are a logarithm, up to 0.09 below the true one.
+    """
+    top = np.float32(127 + 31 + _LOG2_GROUP) + _MARGIN
+    for i in range(bounds.size):
+        hi, _ = _philox(np.uint64(groups[i]), position, _GROUP_STREAM, seed)
+        upper = np.float32(np.int32(hi >> np.uint64(1)))
+        rounded = upper * np.float32(1 - 2.0**-20)
+        bound = top - np.float32(_bits_of_float(rounded)) * np.float32(2.0**-23)
+        bounds[i] = np.float32(np.inf) if upper == np.float32(0) else bound
+
+
+# --- one row ----------------------------------------------------------------------------------------------------------
+
+
+@_compiled(fastmath={"contract"})
+def _exp2(x):
+    """``2**x`` for float32 x in [-126, 0], within 2 ulp; anything for others. Compiles to vectors."""
+    shifted = x + np.float32(1.5 * 2.0**23)
+    r = x - (shifted - np.float32(1.5 * 2.0**23))
+    p = np.float32(1.5252734e-05)  # log(2)**k / k!, from k = 7 on
+    p = p * r + np.float32(1.5403530e-04)
+    p = p * r + np.float32(1.3333558e-03)
+    p = p * r + np.float32(9.6181291e-03)
+    p = p * r + np.float32(5.5504109e-02)
+    p = p * r + np.float32(2.4022651e-01)
+    p = p * r + np.float32(6.9314718e-01)
+    p = p * r + np.float32(1.0)
+    power = np.int32(_bits_of_float(shifted) << np.int32(23))
+    return _float_of_bits(np.int32(_bits_of_float(p) + power))
+
+
+@_compiled()
+def _weight(logit, largest, rate):
+    """``exp((logit - largest) / temperature)`` of a bounded ``largest``: 0 of NaN, and of what is no normal float32. A
+    logit out of bounds is far from ``largest`` on its side."""
+    exponent = (logit - largest) * rate
+    weight = _exp2(exponent if exponent < np.float32(0) else np.float32(0))
+    return weight if exponent > np.float32(-126) else np.float32(0)
+
+
+@_compiled(fastmath={"reassoc"})
+def _mass(row, largest, rate):
+    mass = np.float32(0)
+    for i in range(row.size):
+        mass += _weight(_logit_of(row[i]), largest, rate)
+    return mass
+
+
+@_compiled()
+def _read_group(row, group, vocab_size, logits):
+    """Copy the logits of a group, bounded, -inf beyond the last. Returns the largest."""
+    largest = _NONE
+    for i in range(GROUP_SIZE):
+        column = group * GROUP_SIZE + i
+        logit = _NONE
+        if column < vocab_size:
+            logit = min(_logit_of(row[column]), _LIMIT)
+        logits[i] = logit if logit > -_LIMIT else _NONE
+        largest = max(largest, logits[i])
+    return largest
+
+
+@_compiled()
+def _log_mass_of_group(logits, largest, rate, temperature):
+    """``logsumexp(logits / temperature)`` of a group that has a token."""
+    mass = _mass(logits.view(np.int32), largest, rate)
+    return float(largest) / temperature + math.log(mass)
+
+
+@_compiled()
+def _pick_in_group(logits, first_id, temperature, position, seed):
+    """The place of a group's token."""
+    best, pick = -math.inf, 0
+    for i in range(GROUP_SIZE):
+        if logits[i] > _NONE:
+            noise = gumbel(np.uint64(first_id + i), position, _TOKEN_STREAM, seed)
+            score = float(logits[i]) / temperature + noise
+            if score > best:
+                best, pick = score, i
+    return pick
+
+
+@_compiled()
+def _read_row(row, vocab_size, temperature, want_mass, maxima, block_maxima, logits):
+    """The largest logit of each group and of each block; returns the largest of all and, where it is wanted, the mass
+    relative to it."""
+    rate = np.float32(_LOG2_E / temperature)
+    largest, mass = _NONE, 0.0
+    whole = vocab_size // GROUP_SIZE
+    for block in range(block_maxima.size):
+        first, last = block * _BLOCK, min((block + 1) * _BLOCK, maxima.size)
+        block_max = _NONE
+        for group in range(first, min(last, whole)):
+            maxima[group] = _largest(row, group * GROUP_SIZE)
+            block_max = max(block_max, maxima[group])
+        if last > whole:
+            maxima[whole] = _read_group(row, whole, vocab_size, logits)
+            block_max = max(block_max, maxima[whole])
+        block_maxima[block] = block_max
+        if block_max > largest:
+            mass *= _weight(largest, block_max, rate)
+            largest = block_max
+        if want_mass and largest > _NONE:
+            mass += _mass(row[first * GROUP_SIZE : min(last * GROUP_SIZE, vocab_size)], largest, rate)
+    return largest, mass
+
+
+@_compiled()
+def _limit_logits(bounds, limit, per_bit, needed):
+    """What a logit of each group must exceed for the group's score to exceed ``limit`` bits."""
+    for i in range(bounds.size):
+        x = (limit - bounds[i]) * per_bit
+        needed[i] = x - abs(x) * _RELATIVE
+
+
+@_compiled()
+def _draw_plain(row, vocab_size, first_group, temperature, position, seed, groups, bounds, needed, logits):
+    """Column, logit and score of a row without limits; the first column, -inf and -inf where it has no token."""
+    rate = np.float32(_LOG2_E / temperature)
+    per_bit = np.float32(temperature / _LOG2_E)
+    best, best_group, limit = _NONE, 0, _NONE
+    num_groups = -(-vocab_size // GROUP_SIZE)
+    whole = vocab_size // GROUP_SIZE
+    for first in range(0, num_groups, _CHUNK):
+        count = min(_CHUNK, num_groups - first)
+        # Where no noise is large enough for any of these groups, none is computed: rows of a low temperature.
+        least = (limit - _MOST_NOISE) * per_bit
+        least -= abs(least) * _RELATIVE
+        i = 0
+        while i < count and first + i < whole and not _any_above(row, (first + i) * GROUP_SIZE, least):
+            i += 1
+        if i == count:
+            continue
+        for i in range(count):
+            groups[i] = first_group + first + i
+        _bound_noise(groups[:count], position, seed, bounds[:count])
+        _limit_logits(bounds[:count], limit, per_bit, needed[:count])
+        for i in range(count):
+            group = first + i
+            _prefetch(row, (group + _AHEAD) * GROUP_SIZE)
+            if group >= whole or _any_above(row, group * GROUP_SIZE, needed[i]):
+                largest = _read_group(row, group, vocab_size, logits)
+                if largest == _NONE:
+                    continue
+                log_mass = _log_mass_of_group(logits, largest, rate, temperature)
+                # Now the bound is known without the allowance for 16 equal logits: most groups end here.
+                most = log_mass + (bounds[i] - _LOG2_GROUP) / _LOG2_E
+                if most + abs(most) * _RELATIVE < best:
+                    continue
+                score = np.float32(log_mass + gumbel(np.uint64(first_group + group), position, _GROUP_STREAM, seed))
+                if score > best:
+                    best, best_group = score, group
+                    limit = np.float32(score * _LOG2_E)
+                    limit -= abs(limit) * _RELATIVE
+                    _limit_logits(bounds[i + 1 : count], limit, per_bit, needed[i + 1 : count])
+    largest = _read_group(row, best_group, vocab_size, logits)
+    if largest == _NONE:
+        return 0, _NONE, _NONE
+    pick = _pick_in_group(logits, (first_group + best_group) * GROUP_SIZE, temperature, position, seed)
+    return best_group * GROUP_SIZE + pick, logits[pick], best
+
+
+@_compiled()
+def _first_largest(row, vocab_size, logits):
+    """Column and logit of the first maximum; the first column and -inf where the row has no token."""
+    best, column = _NONE, 0
+    for group in range(-(-vocab_size // GROUP_SIZE)):
+        place = group * GROUP_SIZE
+        if place + GROUP_SIZE > vocab_size or _any_above(row, place, best):
+            _read_group(row, group, vocab_size, logits)
+            for i in range(GROUP_SIZE):
+                if logits[i] > best:
+                    best, column = logits[i], place + i
+    return column, best
+
+
+@_compiled()
+def _smallest_allowed(values, weights, count, top_k, mass, counts, masses):
+    """The smallest of ``count`` values that has fewer than ``top_k`` values and less than ``mass`` of the weight above
+    it, and whether one below it would not be allowed. The largest is always allowed. Reorders its input.
+
+    A radix select, by 8 bits of the ordered key at a time.
+    """
+    above, mass_above, key = 0, 0.0, 0
+    for shift in (24, 16, 8, 0):
+        counts[:] = 0
+        masses[:] = 0.0
+        for i in range(count):
+            digit = (_ordered(values[i]) >> shift) & 255
+            counts[digit] += 1
+            masses[digit] += weights[i]
+        chosen, next_above, next_mass = -1, above, mass_above
+        for digit in range(255, -1, -1):
+            if counts[digit]:
+                if chosen >= 0 and (next_above >= top_k or next_mass >= mass):
+                    break
+                chosen, above, mass_above = digit, next_above, next_mass
+                next_above += counts[digit]
+                next_mass += masses[digit]
+        key |= chosen << shift
+        kept = 0
+        for i in range(count):
+            if (_ordered(values[i]) >> shift) & 255 == chosen:
+                values[kept], weights[kept] = values[i], weights[i]
+                kept += 1
+        count = kept
+    reached = above + count >= top_k or mass_above + masses[key & 255] >= mass
+    return values[0], reached
+
+
+@_compiled()
+def _ordered(value):
+    """An integer from 0 to 2**32 in the order of the float32 values; -0 and 0 are equal."""
+    bits = np.int64(_bits_of_float(value + np.float32(0)))
+    return bits + 2**31 if bits >= 0 else -1 - bits
+
+
+@_compiled()
+def _draw_truncated(
+    row,
+    vocab_size,
+    largest,
+    total,  # the row's mass relative to the largest logit
+    temperature,
+    position,
+    seed,
+    top_k,  # above vocab_size where there is none
+    top_p,
+    min_p,
+    maxima,
+    block_maxima,
+    values,
+    weights,
+    listed,
+    bounds,
+    logits,
+    counts,
+    masses,
+):
+    """Column, logit and score of a row with limits and at least one token."""
+    rate = np.float32(_LOG2_E / temperature)
+    floor = -_LIMIT
+    if min_p > 0:
+        floor = min(largest, np.float32(float(largest) + math.log(min(min_p, 1.0)) * temperature))
+    # With min-p, top-p is of what top-k has left: its mass is not known before.
+    sequential = min_p > 0 and top_k <= vocab_size and top_p < 1
+    mass = math.inf if sequential or top_p >= 1 else top_p * total
+    limited = top_k <= vocab_size or top_p < 1
+    bound = -_LIMIT if sequential else floor
+    if limited:
+        count = 0
+        for block in range(block_maxima.size):
+            if block_maxima[block] >= bound:
+                values[count], weights[count] = block_maxima[block], _weight(block_maxima[block], largest, rate)
+                count += 1
+        value, reached = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
+        if reached:
+            bound = max(bound, value)
+        count = 0
+        for block in range(block_maxima.size):
+            if block_maxima[block] >= bound:
+                for group in range(block * _BLOCK, min((block + 1) * _BLOCK, maxima.size)):
+                    if maxima[group] >= bound:
+                        values[count], weights[count] = maxima[group], _weight(maxima[group], largest, rate)
+                        count += 1
+        value, reached = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
+        if reached:
+            bound = max(bound, value)
+    num_listed = 0
+    for block in range(block_maxima.size):
+        if block_maxima[block] >= bound:
+            for group in range(block * _BLOCK, min((block + 1) * _BLOCK, maxima.size)):
+                if maxima[group] >= bound:
+                    listed[num_listed] = group
+                    num_listed += 1
+    if limited:
+        count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
+        bound, _ = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
+    if sequential:
+        count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
+        left = 0.0
+        for i in range(count):
+            left += weights[i]
+        bound, _ = _smallest_allowed(values, weights, count, top_k, top_p * left, counts, masses)
+    bound = max(bound, floor)
+
+    best, best_column, best_logit = _NONE, 0, _NONE
+    for first in range(0, num_listed, _CHUNK):
+        count = min(_CHUNK, num_listed - first)
+        _bound_noise(listed[first : first + count], position, seed, bounds[:count])
+        for i in range(count):
+            group = listed[first + i]
+            peak = maxima[group] * rate
+            reach = (peak + abs(peak) * _RELATIVE + bounds[i]) / np.float32(_LOG2_E)
+            if maxima[group] < bound or reach + abs(reach) * _RELATIVE < best:
+                continue
+            _read_group(row, group, vocab_size, logits)
+            log_mass = _log_mass_of_group(logits, maxima[group], rate, temperature)
+            group_score = np.float32(log_mass + gumbel(np.uint64(group), position, _GROUP_STREAM, seed))
+            if group_score > best:
+                i, score = _first_allowed(logits, bound, group, group_score, temperature, position, seed)
+                if score > best:
+                    best, best_column, best_logit = score, group * GROUP_SIZE + i, logits[i]
+    return best_column, best_logit, best
+
+
+@_compiled()
+def _gather(row, vocab_size, listed, bound, largest, rate, values, weights, logits):
+    """Copy the logits of the listed groups that reach ``bound``, and their weights. Returns how many there are."""
+    count = 0
+    for group in listed:
+        _read_group(row, group, vocab_size, logits)
+        for i in range(GROUP_SIZE):
+            if logits[i] >= bound:
+                values[count], weights[count] = logits[i], _weight(logits[i], largest, rate)
+                count += 1
+    return count
+
+
+@_compiled()
+def _first_allowed(logits, bound, group, group_score, temperature, position, seed):
+    """Place and score of a group's best token with a logit of ``bound`` or more; ``truncation_math.token_scores``."""
+    perturbed = np.full(GROUP_SIZE, -np.inf)
+    first = -math.inf
+    for i in range(GROUP_SIZE):
+        if logits[i] > _NONE:
+            noise = gumbel(np.uint64(group * GROUP_SIZE + i), position, _TOKEN_STREAM, seed)
+            perturbed[i] = float(logits[i]) / temperature + noise
+            first = max(first, perturbed[i])
+    best, place = _NONE, 0
+    for i in range(GROUP_SIZE):
+        if logits[i] >= bound:
+            score = group_score  # of the group's first token
+            if perturbed[i] < first:
+                behind = math.exp(first - perturbed[i]) - 1.0
+                score = np.float32(group_score - math.log(1.0 + math.exp(group_score - first) * behind))
+            if score > best:
+                best, place = score, i
+    return place, best
+
+
+# --- logits that are not words yet ------------------------------------------------------------------------------------
+
+
+@_compiled()
+def _rounded(x, dtype):
+    """float32 rounded to a dtype, to the nearest and of two to the even one, as float32."""
+    bits = _bits_of_float(x)
+    if dtype == BFLOAT16:
+        half = np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))
+        rounded = _float_of_bits(((bits + half) >> np.int32(16)) << np.int32(16))
+        return rounded if x == x else x
+    if dtype == FLOAT16:
+        half = np.int32(0xFFF) + ((bits >> np.int32(13)) & np.int32(1))
+        rounded = _float_of_bits(((bits + half) >> np.int32(13)) << np.int32(13))
+        size = abs(x)
+        tiny = (size + np.float32(0.5)) - np.float32(0.5)  # in steps of 2**-24
+        rounded = (tiny if x > 0 else -tiny) if size < np.float32(2.0**-14) else rounded
+        rounded = (np.float32(np.inf) if x > 0 else _NONE) if size >= np.float32(65520.0) else rounded
+        return rounded if x == x else x
+    return x
+
+
+@_compiled(error_model="numpy")
+def _transform_row(row, dtype, scale, softcap, out):
+    """``epilogue.transform_logits``, bounded. scale: 1 where there is none; softcap: 0 where there is none."""
+    for i in range(out.size):
+        x = _rounded(_logit_of(row[i]), dtype)
+        if scale != np.float32(1):
+            x = _rounded(x * scale, dtype)
+        if softcap != np.float32(0):
+            power = -abs(x * np.float32(2 * _LOG2_E) / softcap)
+            power = _exp2(max(power, np.float32(-126)))
+            capped = softcap * ((np.float32(1) - power) / (np.float32(1) + power))
+            x = (capped if x >= 0 else -capped) if x == x else x
+        x = min(x, _LIMIT)
+        out[i] = x if x > -_LIMIT else _NONE
+
+
+@_compiled(error_model="numpy")
+def _edit_row(row, flags, additive, scaling, mask_words, mask_bools, bias, out, vocab_start):
+    """``epilogue.edit_logits`` in place on ``out``. Edits are those of the row, for all ids."""
+    for i in range(out.size):
+        column = vocab_start + i
+        x = out[i]
+        if flags & _ADDITIVE:
+            x += additive[column]
+        if flags & _SCALING:
+            x = x * scaling[column] if x < 0 else x / scaling[column]
+        if flags & _MASK:
+            if column < mask_bools.size:
+                x = _NONE if mask_bools[column] else x
+            elif column // 32 < mask_words.size:
+                x = x if (mask_words[column // 32] >> (column % 32)) & 1 else _NONE
+        if flags & _BIAS:
+            x += bias[column]
+        x = min(x, _LIMIT)
+        out[i] = x if x > -_LIMIT else _NONE
+
+
+# --- rows of a batch --------------------------------------------------------------------------------------------------
+
+
+@_compiled()
+def _draw_row(
+    row, vocab_size, first_group, temperature, position, seed, top_k, top_p, min_p, want_mass, scratch, ids, outputs, b
+):
+    """One token, and what ``outputs`` hold of it at ``b``."""
+    maxima, block_maxima, values, weights, bounds, needed, logits, masses = scratch
+    groups, counts = ids
+    tokens, scores, logprobs, log_masses = outputs
+    greedy = not temperature > 0
+    temperature = 1.0 if greedy else temperature
+    use_k = top_k >= 1 and top_k < vocab_size
+    largest, total = _NONE, 0.0
+    limited = not greedy and (use_k or top_p < 1 or min_p > 0)
+    if limited or want_mass:
+        with_mass = want_mass or top_p < 1
+        largest, total = _read_row(row, vocab_size, temperature, with_mass, maxima, block_maxima, logits)
+    if greedy:
+        column, logit = _first_largest(row, vocab_size, logits)
+        score = logit
+    elif limited:
+        column, logit, score = 0, _NONE, _NONE
+        if largest > _NONE:
+            column, logit, score = _draw_truncated(
+                row,
+                vocab_size,
+                largest,
+                total,
+                temperature,
+                position,
+                seed,
+                top_k if use_k else vocab_size + 1,
+                top_p,
+                min_p,
+                maxima,
+                block_maxima,
+                values,
+                weights,
+                groups,
+                bounds,
+                logits,
+                counts,
+                masses,
+            )
+    else:
+        column, logit, score = _draw_plain(
+            row, vocab_size, first_group, temperature, position, seed, groups, bounds, needed, logits
+        )
+    tokens[b] = first_group * GROUP_SIZE + column
+    scores[b] = score
+    if want_mass:
+        log_masses[b] = float(largest) / temperature + math.log(total) if total > 0 else -math.inf
+        # Of a row without a token this is NaN.
+        logprobs[b] = (float(logit) - float(largest)) / temperature - (math.log(total) if total > 0 else 0.0)
+
+
+@njit(nogil=True, cache=True)
+def sample_rows(
+    words,  # flat; row b starts at b * stride
+    stride,
+    first_row,
+    last_row,
+    vocab_size,
+    vocab_start,
+    transform,  # whether logits are to be rounded, scaled or soft-capped: dtype, scale, softcap
+    dtype,
+    scale,
+    softcap,
+    temperature,
+    seed,
+    position,
+    limits,  # top_k, top_p, min_p; empty arrays where there is no truncation
+    flags,  # Edit flags of each row
+    edits,  # additive, scaling, words and bools of the mask, bias: flat, empty where not given
+    edit_strides,
+    edit_widths,
+    want_mass,
+    outputs,
+):
+    """Rows ``first_row`` to ``last_row`` of a batch."""
+    num_groups = -(-vocab_size // GROUP_SIZE)
+    truncates = limits[0].size > 0
+    size = num_groups if truncates or want_mass else 0
+    scratch = (
+        np.empty(size, np.float32),
+        np.empty(-(-size // _BLOCK), np.float32),
+        np.empty(size * GROUP_SIZE if truncates else 0, np.float32),
+        np.empty(size * GROUP_SIZE if truncates else 0, np.float32),
+        np.empty(_CHUNK, np.float32),
+        np.empty(_CHUNK, np.float32),
+        np.empty(GROUP_SIZE, np.float32),
+        np.empty(256, np.float64),
+    )
+    ids = (np.empty(max(size, _CHUNK), np.int32), np.empty(256, np.int64))
+    buffer = np.empty(0, np.float32)
+    for b in range(first_row, last_row):
+        row = words[b * stride : b * stride + vocab_size]
+        top_k, top_p, min_p = 0, np.float32(1), np.float32(0)
+        if truncates:
+            top_k, top_p, min_p = np.int64(limits[0][b]), limits[1][b], limits[2][b]
+        values = (float(temperature[b]), np.uint64(position[b]), np.uint64(seed[b]), top_k, float(top_p), float(min_p))
+        first_group = vocab_start // GROUP_SIZE
+        if transform or flags[b]:
+            if buffer.size == 0:
+                buffer = np.empty(vocab_size, np.float32)
+            _transform_row(row, dtype, scale, softcap, buffer)
+            if flags[b]:
+                at = (
+                    b * edit_strides[0],
+                    b * edit_strides[1],
+                    b * edit_strides[2],
+                    b * edit_strides[3],
+                    b * edit_strides[4],
+                )
+                _edit_row(
+                    row,
+                    flags[b],
+                    edits[0][at[0] : at[0] + edit_widths[0]],
+                    edits[1][at[1] : at[1] + edit_widths[1]],
+                    edits[2][at[2] : at[2] + edit_widths[2]],
+                    edits[3][at[3] : at[3] + edit_widths[3]],
+                    edits[4][at[4] : at[4] + edit_widths[4]],
+                    buffer,
+                    vocab_start,
+                )
+            _draw_row(buffer.view(np.int32), vocab_size, first_group, *values, want_mass, scratch, ids, outputs, b)
+        else:
+            _draw_row(row, vocab_size, first_group, *values, want_mass, scratch, ids, outputs, b)

@@ -1,0 +1,328 @@
+"""The cpu path: the reference's token for every row, in every dtype and with any number of threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from kernel_cases import (
+    DTYPES,
+    KINDS,
+    Case,
+    Drawn,
+    assert_equal_to_reference,
+    limits,
+    limits_by_row,
+    make_case,
+    make_params,
+    mixed_edits,
+    pack_bits,
+    reference,
+    spelled_out,
+    take,
+    ties_apart,
+)
+
+from sgl_flashsample import BatchParams, LogitEdits, cpu_path, sample_from_logits
+from sgl_flashsample.cpu_path import sample_on_cpu
+from sgl_flashsample.kernels.merge_ranks import merge_records, pack_record
+from sgl_flashsample.kernels.params import LMHead, LogitsSpec
+from sgl_flashsample.kernels.reference import group_noise_ref, group_scores_ref
+
+pytest.importorskip("numba")
+CPU = torch.device("cpu")
+of_every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def draw(case: Case, threads: int = 1) -> Drawn:
+    spec = case.head.spec
+    return Drawn(*sample_on_cpu(case.raw, spec, case.params, return_logprob=True, threads=threads), None, None)
+
+
+def rows_of(logits: torch.Tensor, **changes) -> BatchParams:
+    """Parameters of rows that are sampled at temperature 1, but for ``changes``."""
+    rows = torch.arange(len(logits))
+    return dataclasses.replace(BatchParams(torch.ones(len(logits)), rows * 7919, rows + 2**33), **changes)
+
+
+# --- the reference's token --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows, vocab", [(17, 1), (1, 127), (3, 129), (17, 127), (33, 2003)])
+@pytest.mark.parametrize("kind", KINDS)
+@of_every_dtype
+def test_tokens_and_logprobs_equal_the_reference(dtype, kind, num_rows, vocab):
+    case = make_case(num_rows, vocab, CPU, kind, dtype, padding=vocab % 7)
+    assert_equal_to_reference(case, draw(case), 0.7 if num_rows < 9 else 0.15)
+
+
+@pytest.mark.parametrize("num_rows, kind, dtype", [(1, "plain", "bf16"), (3, "edit+truncate", "fp32")])
+def test_tokens_and_logprobs_of_a_whole_vocabulary_equal_the_reference(num_rows, kind, dtype):
+    case = make_case(num_rows, 50_257, CPU, kind, DTYPES[dtype], padding=3)
+    assert_equal_to_reference(case, draw(case), 0.7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 5.0},
+        {"logit_scale": 0.25},
+        {"logit_scale": -3.0, "softcap": 20.0},
+        {"logits_dtype": torch.float32},
+        {"logits_dtype": torch.bfloat16},
+        {"vocab_start": 1600, "shards": 9},
+        {"vocab_start": 160, "shards": 2, "logit_scale": 0.375, "softcap": 9.0, "logits_dtype": torch.float32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["plain", "edit", "truncate"])
+def test_scale_softcap_rounding_shard_and_padding_are_the_models(kind, options):
+    if kind == "truncate" and "shards" in options:
+        options = {name: value for name, value in options.items() if name not in ("shards", "vocab_start")}
+    case = make_case(17, 901, CPU, kind, seed=3, padding=11, **options)
+    assert_equal_to_reference(case, draw(case), 0.15)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.3, 1.0, 30.0])
+def test_no_group_that_could_win_is_left_out(temperature):
+    """Scores are those of the best group, whatever the distribution; also where most groups are not scored."""
+    logits = 3 * torch.randn(64, 5003, generator=torch.Generator().manual_seed(1)) - 4 * torch.rand(5003).sort()[0]
+    params = rows_of(logits, temperature=torch.full((64,), temperature))
+    drawn = sample_on_cpu(logits, LogitsSpec(5003), params)
+    noise = group_noise_ref(params.seed, params.position, 5003, 0)
+    best = group_scores_ref(logits.double(), params.temperature, noise).amax(1)
+    torch.testing.assert_close(drawn.scores.double(), best, rtol=4e-7, atol=4e-6)
+    want = reference(logits.double(), params)
+    assert torch.equal(drawn.token_ids[~want.near_tie], want.token[~want.near_tie])
+
+
+@of_every_dtype
+@pytest.mark.parametrize("kind", ["plain", "edit+truncate"])
+def test_tokens_equal_the_kernels(kind, dtype):
+    case = make_case(6, 300, CPU, kind, dtype, seed=2)
+    kernels = sample_from_logits(case.raw, case.params)
+    ours, certain = draw(case), ~reference(case.edited, case.params).near_tie
+    assert torch.equal(ours.token_ids[certain], kernels.token_ids[certain])
+    torch.testing.assert_close(ours.scores[certain], kernels.scores[certain], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rounding", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_are_rounded_as_torch_rounds_them(rounding):
+    """Float32 of every exponent, ties between two neighbours, tiny and infinite ones."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (20_000,), generator=torch.Generator().manual_seed(0))
+    bits[:9000] &= ~0x1FFF if rounding is torch.float16 else ~0xFFFF
+    bits[:6000] |= 0x1000 if rounding is torch.float16 else 0x8000
+    logits = bits.int().view(torch.float32)[:, None].clone()
+    logits[:6] = torch.tensor([65519.0, 65520.0, -65520.0, 2.0**-25, 1.5 * 2.0**-24, -(2.0**-24)])[:, None]
+    params = rows_of(logits, temperature=torch.zeros(len(logits)))
+    drawn = sample_on_cpu(logits, LogitsSpec(1, rounding=rounding), params)
+    want = logits.to(rounding).float()[:, 0]
+    want = torch.where(want > -(2.0**100), want.clamp(max=2.0**100), float("-inf"))
+    assert torch.equal(drawn.scores, want)
+
+
+# --- what a token does not depend on ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "edit+truncate"])
+def test_a_token_does_not_depend_on_the_threads_or_the_batch(kind):
+    case = make_case(33, 700, CPU, kind, torch.bfloat16, seed=5)
+    together = draw(case)
+
+    def values(drawn: Drawn) -> tuple:
+        return drawn.token_ids, drawn.logprobs, drawn.scores, drawn.log_mass
+
+    first = values(together)
+    for threads in (2, 3, 100):
+        for one, other in zip(first, values(draw(case, threads)), strict=True):
+            assert torch.equal(one, other)
+    order = torch.randperm(33, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(draw(case.rows(order)).token_ids, together.token_ids[order])
+
+
+@pytest.mark.parametrize("kind", ["plain", "greedy", "edit"])
+def test_ranks_draw_the_token_of_the_whole_vocabulary(kind):
+    whole = make_case(33, 1501, CPU, kind, torch.bfloat16, seed=6)
+    drawn = draw(whole)
+    weight = torch.nn.functional.pad(whole.head.weight, (0, 0, 0, 35), value=float("nan"))
+    records = []
+    for rank in range(2):
+        head = LMHead.of_rank(weight[rank * 768 : (rank + 1) * 768].contiguous(), rank, 2, 1501)
+        part = dataclasses.replace(whole, head=head)
+        records.append(pack_record(sample_on_cpu(part.raw, head.spec, part.params, return_logprob=True, threads=1)))
+    merged = merge_records(torch.cat(records), return_logprob=True)
+    assert torch.equal(merged.token_ids, drawn.token_ids) and torch.equal(merged.scores, drawn.scores)
+    torch.testing.assert_close(merged.logprobs, drawn.logprobs, rtol=0, atol=2e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_input_is_changed_and_logprobs_change_no_token(kind):
+    case = make_case(5, 300, CPU, kind, padding=3)
+    before = case.raw.clone()
+    with_logprobs = draw(case)
+    without = sample_on_cpu(case.raw, case.head.spec, case.params)
+    assert torch.equal(case.raw.nan_to_num(), before.nan_to_num())
+    assert without.logprobs is without.log_mass is None
+    assert torch.equal(without.token_ids, with_logprobs.token_ids)
+
+
+# --- greedy rows, and what is no number -------------------------------------------------------------------------------
+
+
+@of_every_dtype
+def test_greedy_rows_take_the_first_of_equal_maxima(dtype):
+    logits = torch.full((5, 4000), -1.0, dtype=dtype)
+    for row, ids in enumerate(([0, 1, 3999], [15, 16], [513, 600, 3590], [3998, 3999])):
+        logits[row, ids] = 1.25
+    logits[4, 40], logits[4, 30] = 0.0, -0.0
+    drawn = sample_on_cpu(logits, LogitsSpec(4000), rows_of(logits, temperature=torch.zeros(5)))
+    assert drawn.token_ids.tolist() == [0, 15, 513, 3998, 30]
+    assert drawn.scores.tolist() == [1.25] * 4 + [0.0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "greedy", "truncate"])
+@of_every_dtype
+def test_nan_is_never_drawn_infinity_wins_and_a_row_without_a_token_gives_the_first_id(dtype, kind):
+    logits = torch.zeros(5, 403, dtype=dtype)
+    logits[:, 10:40], logits[:, 401:] = float("nan"), float("-inf")
+    logits[1], logits[2] = float("nan"), float("-inf")
+    logits[3, 77] = float("inf")
+    params = make_params(5, LogitsSpec(403), CPU, kind)
+    drawn = sample_on_cpu(logits, LogitsSpec(403), params, return_logprob=True)
+    assert drawn.token_ids[1:4].tolist() == [0, 0, 77]
+    assert drawn.log_mass[[1, 2]].tolist() == [float("-inf")] * 2
+    assert drawn.scores[[1, 2]].tolist() == [float("-inf")] * 2
+    clean = torch.where(logits > float("-inf"), logits, float("-inf")).double()
+    others = torch.tensor([0, 4])
+    want = reference(clean[others], take(params, others))
+    assert torch.equal(drawn.token_ids[others][~want.near_tie], want.token[~want.near_tie])
+
+
+# --- edits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bool_mask", [False, True], ids=["words", "bools"])
+def test_each_row_has_its_own_combination_of_edits_also_of_views_and_of_one_row_for_all(bool_mask):
+    case = make_case(33, 700, CPU, seed=8)
+    edits = mixed_edits(33, 700, CPU, bool_mask=bool_mask)
+    edited = case.with_params(edits=edits)
+    first = draw(edited)
+    assert_equal_to_reference(edited, first)
+
+    def view(tensor: torch.Tensor) -> torch.Tensor:
+        buffer = torch.ones(33, tensor.shape[1] + 45, dtype=tensor.dtype)
+        buffer[:, 3 : 3 + tensor.shape[1]] = tensor
+        return buffer[:, 3 : 3 + tensor.shape[1]]
+
+    views = LogitEdits(view(edits.additive), view(edits.scaling), view(edits.mask), view(edits.bias), edits.rows)
+    assert torch.equal(draw(case.with_params(edits=views)).token_ids, first.token_ids)
+    shared = case.with_params(edits=LogitEdits(bias=edits.bias[:1].expand(33, 700)))
+    assert_equal_to_reference(shared, draw(shared))
+
+
+@pytest.mark.parametrize("words", [0, 1, 9, 12])
+def test_ids_beyond_a_short_mask_of_words_are_allowed(words):
+    case = make_case(17, 300, CPU)
+    mask = pack_bits(torch.rand(17, 12 * 32, generator=torch.Generator().manual_seed(1)) < 0.3)[:, :words]
+    masked = case.with_params(edits=LogitEdits(mask=mask.contiguous()))
+    assert_equal_to_reference(masked, draw(masked))
+
+
+# --- truncation -------------------------------------------------------------------------------------------------------
+
+VALUES = [0.0, 7.0, 5.0, -1.0, 5.0, 6.0, 5.0, 7.0, 5.0, 4.0, -1.0, 5.0, 0.0]
+LIMITS = [
+    *({"top_k": k} for k in (1, 2, 3, 4, 8, 9)),
+    *({"top_p": p} for p in (0.0, 1e-6, 0.5, 0.74, 0.84)),
+    *({"min_p": p} for p in (1.5, 0.9, 0.36, 0.13)),
+    {"top_k": 4, "top_p": 0.74},
+    {"top_k": 3, "top_p": 0.84, "min_p": 0.001},
+    {"top_k": 3, "top_p": 0.85, "min_p": 0.001},
+]
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+def test_equal_logits_at_a_limit_stay_or_go_together(limit):
+    case = spelled_out(VALUES, 200, CPU, temperature=3.0 if "min_p" not in limit else 1.0)
+    case = case.with_params(truncation=limits(200, CPU, **limit))
+    assert_equal_to_reference(case, draw(case), 0.02)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 8.0])
+def test_few_and_many_allowed_tokens_equal_the_reference(temperature):
+    each = [
+        {"top_k": 30},
+        {"top_k": 3000},
+        {"top_p": 0.1},
+        {"top_p": 0.99},
+        {"top_k": 700, "top_p": 0.6},
+        {"top_k": 700, "top_p": 0.6, "min_p": 1e-4},
+        {"top_k": 700, "top_p": 0.6, "min_p": 0.3},
+        {"top_p": 0.6, "min_p": 0.02},
+        {"min_p": 1e-6},
+    ]
+    case = make_case(len(each) * 3, 9001, CPU, dtype=torch.float32, seed=5)
+    case = case.with_params(
+        temperature=torch.full((len(each) * 3,), temperature), truncation=limits_by_row(each * 3, CPU)
+    )
+    assert_equal_to_reference(case, draw(case), 0.3)
+
+
+def test_many_ties_at_the_limit_are_all_drawn():
+    case, tied = ties_apart(16, CPU)
+    case = case.with_params(truncation=limits(16, CPU, top_k=20))
+    drawn = draw(case)
+    assert torch.isin(drawn.token_ids, tied).all() and drawn.token_ids.unique().numel() > 10
+    assert_equal_to_reference(case, drawn, 0.01)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("logits", torch.zeros(2, 399), r"logits is \(2, 399\).*expected \[B, 400 or more\]"),
+        ("logits", torch.zeros(2, 400, dtype=torch.float64), r"logits is .*float64.*bfloat16, float16 or float32"),
+        ("logits", torch.zeros(800), r"logits is \(800,\)"),
+        ("logits", torch.zeros(400, 2).T, r"logits has strides \(1, 2\); expected rows that are contiguous"),
+        ("logits", torch.zeros(2, 400, device="meta"), "logits is on meta; expected it in host memory"),
+        ("temperature", torch.zeros(3), r"temperature is \(3,\).*expected contiguous \(2,\) torch.float32"),
+        ("seed", torch.zeros(2, dtype=torch.int32), r"seed is .*int32.*expected .*int64"),
+        ("threads", 0, "threads is 0; expected 1 or more"),
+    ],
+)
+def test_a_bad_argument_raises_a_value_error_that_names_it_and_what_was_expected(name, value, message):
+    logits = torch.zeros(2, 400)
+    params = rows_of(logits)
+    if name in ("temperature", "seed"):
+        params = dataclasses.replace(params, **{name: value})
+    with pytest.raises(ValueError, match=message):
+        sample_on_cpu(
+            value if name == "logits" else logits,
+            LogitsSpec(400),
+            params,
+            threads=value if name == "threads" else None,
+        )
+
+
+def test_a_truncation_on_a_shard_is_refused_and_no_rows_give_no_tokens():
+    logits = torch.zeros(2, 400)
+    with pytest.raises(ValueError, match="shards is 2; expected 1"):
+        sample_on_cpu(logits, LogitsSpec(400, shards=2), rows_of(logits, truncation=limits(2, CPU, 5)))
+    drawn = sample_on_cpu(logits[:0], LogitsSpec(400), rows_of(logits[:0]), return_logprob=True)
+    assert drawn.token_ids.shape == drawn.scores.shape == drawn.logprobs.shape == (0,)
+
+
+def test_without_numba_an_import_error_says_what_to_install(monkeypatch):
+    logits = torch.zeros(2, 400)
+    monkeypatch.setitem(sys.modules, "sgl_flashsample.cpu_loops", None)
+    monkeypatch.delattr("sgl_flashsample.cpu_loops", raising=False)
+    cpu_path._loops.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"needs Numba.*sgl-flashsample\[cpu\]"):
+            sample_on_cpu(logits, LogitsSpec(400), rows_of(logits))
+    finally:
+        cpu_path._loops.cache_clear()
