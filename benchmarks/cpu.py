@@ -4,8 +4,8 @@
 
 Logits are float32 and come from memory, not from a cache: batches take turns whose logits are larger than the last
 cache. In a server, the weights of the LM head pass through the caches between two calls. ``torch`` is what SGLang's
-pytorch backend does: softmax and multinomial; argmax; with a truncation a sort, sums, masks and multinomial. ``read`` is
-a sum that Numba compiles. In each round everything runs once per batch, in rotated order; medians, with half the
+pytorch backend does: softmax and multinomial; argmax; with a truncation a sort, sums, masks and multinomial. ``read``
+is a sum that Numba compiles. In each round everything runs once per batch, in rotated order; medians, with half the
 distance between the quartiles.
 """
 

@@ -4,9 +4,9 @@ backend calls what they call."""
 from __future__ import annotations
 
 import torch
-import triton
 
 from . import dispatch
+from .cpu_path import draws_in_host_memory, sample_on_cpu, unsupported_by_machine
 from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
 from .dispatch import DispatchTable
 from .kernels.config import ReadConfig
@@ -117,6 +117,8 @@ def sample_from_logits(
     check_params(params)
     size = logits.shape[-1] if vocab_size is None else vocab_size
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap, shards=shards)
+    if draws_in_host_memory(logits.device):
+        return sample_on_cpu(logits, spec, params, return_logprob=return_logprob)
     family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
     kind = BatchKind(params.truncation is not None, params.edits is not None)
     traits = HeadTraits(family, itemsize, size, hidden_size=0)
@@ -174,19 +176,8 @@ def check_rows(name: str, rows: torch.Tensor) -> None:
     if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
         is_what = f"has shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else f"is a {type(rows).__name__}"
         raise ValueError(f"{name} {is_what}; expected a [B, {'D' if name == 'hidden' else 'V'}] tensor")
-    if rows.device.type == "cpu" and not triton.knobs.runtime.interpret and _triton_device() != "cpu":
-        raise ValueError(
-            f"{name} is on the CPU; expected it on a CUDA device, or TRITON_INTERPRET=1 in the environment "
-            "before Triton is imported (slow: for tests)"
-        )
-
-
-def _triton_device() -> str | None:
-    """The type of the device that Triton compiles for; None on a machine without one."""
-    try:
-        return triton.runtime.driver.active.get_active_torch_device().type
-    except RuntimeError:
-        return None
+    if draws_in_host_memory(rows.device) and (reason := unsupported_by_machine()) is not None:
+        raise ValueError(f"{name} is on the CPU; expected it on a CUDA device: {reason}")
 
 
 def _greedy_params_for(num_rows: int, device: torch.device) -> BatchParams:

@@ -10,6 +10,7 @@ The loops are compiled by Numba at the first call of each dtype and kept on disk
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -17,11 +18,26 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 
+from .kernels.launch import gpu_of
 from .kernels.params import TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 
 # The words of a dtype, as ``cpu_loops.py`` has them.
 _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.uint16}
+
+
+def draws_in_host_memory(device: torch.device) -> bool:
+    """Whether rows on ``device`` are drawn here: on a CPU, unless Triton's interpreter runs the kernels there."""
+    return device.type == "cpu" and gpu_of(device) is None and not triton.knobs.runtime.interpret
+
+
+@functools.cache
+def unsupported_by_machine() -> str | None:
+    """Why nothing can be drawn in host memory; None where it can."""
+    if importlib.util.find_spec("numba") is None:
+        return "the cpu path needs Numba (pip install 'sgl-flashsample[cpu]')"
+    return None
 
 
 @functools.cache

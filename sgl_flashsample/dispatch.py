@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
+from .cpu_path import draws_in_host_memory, sample_on_cpu
 from .defaults import HeadTraits, default_config, default_config_on, truncation_config
 from .flashinfer_path import FlashInferError, draw_with_flashinfer, give_up, unsupported_batch
 from .kernels.config import DEFAULT_TRUNCATION, ReadConfig, ScreenConfig, TruncationConfig
@@ -239,8 +240,11 @@ def launch(
     screen: Screen | None = None,
     truncation_config: TruncationConfig = DEFAULT_TRUNCATION,
 ) -> SampleOutput:
-    """Draw one token per row as ``config`` says. screen: of ``head``, for a ``ScreenConfig``. Raises ValueError for
-    arguments that do not fit."""
+    """Draw one token per row as ``config`` says; in host memory there is one way (``cpu_path.py``). screen: of
+    ``head``, for a ``ScreenConfig``. Raises ValueError for arguments that do not fit."""
+    if draws_in_host_memory(hidden.device):
+        logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
+        return sample_on_cpu(logits, head.spec, params, return_logprob=return_logprob)
     if isinstance(config, ScreenConfig):
         if screen is None or return_logprob:
             raise ValueError("the screened path needs a screen, and returns no logprobs")
@@ -352,8 +356,11 @@ def _has_small_top_k(params: BatchParams, config: TruncationConfig) -> bool:
 def compute_logits(
     hidden: torch.Tensor, head: LMHead, workspace: Workspace, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included."""
+    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included; in host memory
+    also in float32, where the head's logits are that and its weight is not."""
     head.check(hidden)
+    if not head.gemm_gives_logits and draws_in_host_memory(hidden.device):
+        return hidden.detach().float() @ head.weight.detach().float().T
     logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], head.weight.dtype)
     if not is_compiling_only():
         torch.mm(hidden.detach(), head.weight.detach().T, out=logits)

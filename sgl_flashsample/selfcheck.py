@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import triton
 
+from .cpu_path import draws_in_host_memory
 from .defaults import HeadTraits
 from .dispatch import DispatchTable, compute_logits, default_table, launch, reading_table, slots_for
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
@@ -76,7 +77,7 @@ def compile_ahead(
     first head when None. screens: of the heads, in their order, where batches may be screened. What fails to compile
     fails again where it is launched, and is reported there.
     """
-    if triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret or draws_in_host_memory(heads[0].weight.device):
         return  # there is nothing to compile
     table = table or default_table(heads[0])
     threads = min(MAX_COMPILING_THREADS, len(os.sched_getaffinity(0)))
@@ -270,7 +271,8 @@ class _Check:
             return None  # only a whole vocabulary is truncated
         if isinstance(config, ScreenConfig) and self.screen is None:
             return f"{self.screen_error} with {config} ({kind})"
-        reads, rows = isinstance(config, ReadConfig), max(num_rows, CHECKED_ROWS)
+        reads = isinstance(config, ReadConfig) or draws_in_host_memory(self.head.weight.device)
+        rows = max(num_rows, CHECKED_ROWS)
         expected = expect(self.shortened, rows, kind, reads=reads, table=self.table, chunk_ids=self.chunk_ids)
         logprobs = (False,) if kind.screen else (False, True)  # a batch that asks for logprobs is one without a screen
         for return_logprob in logprobs:
@@ -356,7 +358,10 @@ def difference(
         truncation_config=expected.table.truncation_config,
     ).token_ids
     want = expected.want
-    if params.truncation is not None:
+    if params.truncation is not None and draws_in_host_memory(expected.hidden.device):
+        limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)
+        want = _with_truncated(want, expected.logits, limited, params)
+    elif params.truncation is not None:
         assert workspace.last_buffer is not None
         written = _written_logits(expected, workspace.last_buffer, screened=isinstance(config, ScreenConfig))
         limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)

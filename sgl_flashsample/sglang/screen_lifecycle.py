@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..cpu_path import draws_in_host_memory
 from ..dispatch import DispatchTable
 from ..kernels.params import LMHead
 from ..kernels.rng import GROUP_SIZE
@@ -61,6 +62,8 @@ def unsupported_screen(head: LMHead, table: DispatchTable, mode: ScreenMode, max
     """Why this head gets no screen; None where it gets one. max_rows: of the batches to come."""
     if (reason := unsupported_head(head)) is not None:
         return f"the head cannot be screened: {reason}"
+    if draws_in_host_memory(head.weight.device):
+        return "the head is in host memory"
     if not table.screened_rows(max_rows, measured=mode is ScreenMode.AUTO):
         faster = "no tuned table says that it is faster here"
         return faster if mode is ScreenMode.AUTO else "the screened path is the choice for no batch size here"

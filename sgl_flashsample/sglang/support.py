@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..cpu_path import draws_in_host_memory, unsupported_by_machine
 from ..defaults import family_of
 
 SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
@@ -78,6 +79,10 @@ def unsupported_speculation() -> str | None:
         ("speculative decoding with acceptance thresholds below 1", any(value < 1 for value in thresholds)),
         ("speculative decoding by rejection sampling", bool(spec.speculative_use_rejection_sampling)),
         ("speculative decoding with a simulated acceptance", envs.SGLANG_SIMULATE_ACC_LEN.get() > 0),
+        (
+            "speculative decoding on a CPU without Triton's interpreter (TRITON_INTERPRET=1)",
+            not torch.cuda.is_available() and draws_in_host_memory(torch.device("cpu")),
+        ),
         ("speculative decoding with pipeline parallelism", parallel.pp_size > 1),
         ("speculative decoding with DP attention", parallel.tp_size > 1 and parallel.attn_dp_size > 1),
     )
@@ -132,9 +137,7 @@ def unsupported_screens() -> str | None:
 def unsupported_device(device: torch.device) -> str | None:
     """Why the kernels cannot run on this device; None when they can."""
     if device.type == "cpu":
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            return None
-        return "the device is a CPU and Triton's interpreter is off (TRITON_INTERPRET=1)"
+        return unsupported_by_machine() if draws_in_host_memory(device) else None
     if device.type != "cuda" or torch.version.hip is not None:
         return f"the device is {device.type}{' (ROCm)' if torch.version.hip else ''}; CUDA is needed"
     major, minor = torch.cuda.get_device_capability(device)
@@ -167,7 +170,8 @@ def unsupported_head(processor: Any, lm_head: Any) -> str | None:
         return f"the LM head's rows are not contiguous (strides {weight.stride()})"
     if getattr(lm_head, "use_intel_amx_backend", False):
         return "the LM head is packed for AMX"
-    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16:
+    in_host_memory = draws_in_host_memory(weight.device)
+    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and not in_host_memory:
         return "bfloat16 is wrong in Triton's interpreter"
     if processor.return_full_logits:
         return "full logits are returned"
@@ -175,6 +179,8 @@ def unsupported_head(processor: Any, lm_head: Any) -> str | None:
     if not processor.do_tensor_parallel_all_gather and parallel.tp_size > 1 and parallel.attn_tp_size > 1:
         return "each rank has the whole LM head, which is not supported with several ranks that have the same batches"
     if processor.do_tensor_parallel_all_gather:
+        if in_host_memory:
+            return "several ranks on CPUs exchange by kernels, which need Triton's interpreter (TRITON_INTERPRET=1)"
         if getattr(processor, "do_tensor_parallel_all_gather_dp_attn", False):
             return "the logits of all DP ranks are computed together; --enable-dp-lm-head avoids it"
         if getattr(processor, "use_tp_lm_head_all_to_all", False):

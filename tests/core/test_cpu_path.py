@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 import sys
 
 import pytest
@@ -326,3 +328,45 @@ def test_without_numba_an_import_error_says_what_to_install(monkeypatch):
             sample_on_cpu(logits, LogitsSpec(400), rows_of(logits))
     finally:
         cpu_path._loops.cache_clear()
+
+
+# --- the public functions, without the interpreter --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, logits_dtype", [("float32", None), ("bfloat16", None), ("bfloat16", "float32")])
+def test_the_public_functions_draw_in_host_memory_and_pass_the_check_of_a_starting_server(dtype, logits_dtype):
+    """In a process of its own: this one's kernels are interpreted."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_INTERPRETER, dtype, str(logits_dtype)],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+WITHOUT_INTERPRETER = """
+import sys, torch
+from sgl_flashsample import BatchParams, LMHead, Truncation, argmax, sample, sample_from_logits
+from sgl_flashsample.cpu_path import sample_on_cpu
+from sgl_flashsample.dispatch import default_table
+from sgl_flashsample.selfcheck import refuse_wrong
+
+torch.manual_seed(1)
+dtype = getattr(torch, sys.argv[1])
+options = {} if sys.argv[2] == "None" else {"logits_dtype": getattr(torch, sys.argv[2])}
+head, hidden = LMHead(torch.randn(2003, 64).to(dtype), **options), torch.randn(5, 64).to(dtype)
+logits = (hidden.float() @ head.weight.float().T) if options else hidden @ head.weight.T
+rows = torch.arange(5)
+limits = Truncation(torch.full((5,), 50, dtype=torch.int32), torch.full((5,), 0.9), torch.zeros(5))
+for truncation in (None, limits):
+    params = BatchParams(torch.ones(5), rows, rows + 7, truncation)
+    want = sample_on_cpu(logits, head.spec, params, return_logprob=True)
+    one = sample(hidden, head, params, return_logprob=True)
+    for got in (one, sample_from_logits(logits, params, return_logprob=True)):
+        assert torch.equal(got.token_ids, want.token_ids) and torch.equal(got.logprobs, want.logprobs)
+assert torch.equal(argmax(hidden, head), logits.argmax(1))
+checked = refuse_wrong(head, 16, default_table(head))
+assert checked.reason is None and not checked.refused, checked
+"""

@@ -37,7 +37,11 @@ def answers(request, tmp_path_factory) -> list[dict]:
         )
         for rank in range(request.param)
     ]
-    printed = [rank.communicate(timeout=300) for rank in ranks]
+    try:
+        printed = [rank.communicate(timeout=300) for rank in ranks]
+    finally:
+        for rank in ranks:  # one that waits for another for ever does not outlive the test
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * len(ranks), printed[0][1][-2000:]
     return [json.loads(out.splitlines()[-1]) for out, _ in printed]
 

@@ -65,13 +65,23 @@ def start(*faults: str, folder: Path | None = None) -> list[subprocess.Popen]:
     ]
 
 
+def finish(ranks: list[subprocess.Popen], *seconds: float) -> list[tuple[str, str]]:
+    """What each rank has printed. seconds: that each may take after the one before it. One that waits for another for
+    ever does not outlive the test."""
+    try:
+        return [rank.communicate(timeout=limit) for rank, limit in zip(ranks, seconds, strict=True)]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> dict[str, list[dict]]:
     """What both ranks serve, by the fault."""
     refused = REFUSED if request.config.getoption("--full") else ONCE
     faults = ["none", *refused, NO_MEMORY, *PRIVATE]
     ranks = start(*faults, folder=tmp_path_factory.mktemp("memory"))
-    printed = [rank.communicate(timeout=300) for rank in ranks]
+    printed = finish(ranks, 300, 300)
     assert [rank.returncode for rank in ranks] == [0, 0], printed[0][1][-2000:] + printed[1][1][-2000:]
     lines = [[json.loads(line) for line in out.splitlines()] for out, _ in printed]
     return {fault: list(both) for fault, *both in zip(faults, *lines, strict=True)}
@@ -120,14 +130,13 @@ def test_how_a_rank_draws_from_its_part_is_its_own_affair_and_the_tokens_stay(se
 @pytest.mark.parametrize("fault", [FATAL[0], *(pytest.param(fault, marks=pytest.mark.full) for fault in FATAL[1:])])
 def test_where_a_rank_cannot_draw_at_all_both_end_and_none_waits(fault):
     ranks = start(fault)
-    _, errors = ranks[1].communicate(timeout=120)
+    (_, errors), (_, errors_of_first) = finish(ranks[::-1], 120, SECONDS)
     assert (
         ranks[1].returncode == 1
         and "flashsample: sampling failed on rank 1 (of 0 to 1); " in errors
         and "a fault" in errors
     )
-    _, errors = ranks[0].communicate(timeout=SECONDS)
-    assert ranks[0].returncode == 1 and "flashsample: sampling failed on rank 0 (of 0 to 1); " in errors
+    assert ranks[0].returncode == 1 and "flashsample: sampling failed on rank 0 (of 0 to 1); " in errors_of_first
 
 
 @pytest.fixture

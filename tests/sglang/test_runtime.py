@@ -263,9 +263,23 @@ def test_a_rank_of_dp_attention_has_the_whole_head_for_itself(server_config, dev
 
 
 def test_a_device_without_kernels_has_its_reason_in_words(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "Triton's interpreter is off (TRITON_INTERPRET=1)" in support.unsupported_device(torch.device("cpu"))
+    assert support.unsupported_device(torch.device("cpu")) is None
+    monkeypatch.setattr(support, "draws_in_host_memory", lambda device: True)
+    monkeypatch.setattr(support, "unsupported_by_machine", lambda: "no Numba")
+    assert support.unsupported_device(torch.device("cpu")) == "no Numba"
     assert "the device is meta; CUDA is needed" in support.unsupported_device(torch.device("meta"))
+
+
+def test_in_host_memory_ranks_and_drafts_are_left_to_sglang_and_half_precision_is_served(server_config, monkeypatch):
+    weight = WEIGHT.to(torch.bfloat16)
+    assert "wrong in Triton's interpreter" in support.unsupported_head(Processor(vocab_size=100), make_head(weight))
+    monkeypatch.setattr(support, "draws_in_host_memory", lambda device: True)
+    assert support.unsupported_head(Processor(vocab_size=100), make_head(weight)) is None
+    processor = Processor(vocab_size=100, do_tensor_parallel_all_gather=True)
+    assert "several ranks on CPUs" in support.unsupported_head(processor, make_head(weight))
+    server_config.spec.speculative_algorithm = "NGRAM"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "on a CPU without Triton's interpreter" in support.unsupported_speculation()
 
 
 def test_a_server_whose_configuration_cannot_be_read_is_left_to_sglang(server_config):

@@ -555,12 +555,8 @@ UNSERVED = {
         TWO_RANKS,
         "DP attention without --enable-dp-lm-head is not supported yet",
     ),
-    # Here the reason comes from the head; test_runtime.py tests the reason for an interpreter that is off.
-    "half precision": (
-        ["--dtype", "bfloat16"],
-        {"TRITON_INTERPRET": "0"},
-        "bfloat16 is wrong in Triton's interpreter",
-    ),
+    # Here the reason comes from the head.
+    "half precision": (["--dtype", "bfloat16"], {}, "bfloat16 is wrong in Triton's interpreter"),
     "an unknown SGLang": ([], {}, "SGLang 9.9.9 is not among the known versions 0.5.17 to 0.5.23"),
 }
 
@@ -640,6 +636,29 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
             ):
                 assert ours[0] == pytest.approx(theirs[0], abs=1e-3)
         assert metric(server, "rows_total", path="fused") > metric(server, "rows_total", path="native") > 0
+        assert_no_failure(server)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CUDA, reason="runs on the CPU")
+def test_a_server_that_draws_in_host_memory_gives_the_tokens_of_the_kernels(servers, folder):
+    pytest.importorskip("numba")
+    environment = {"TRITON_INTERPRET": "0"}
+    options = ["--enable-custom-logit-processor", "--enable-return-hidden-states"]
+    server, _ = make_server(folder, SIZE, name="host memory", arguments=options, environment=environment)
+    seeded = [params | {"sampling_seed": place, "ignore_eos": True} for place, (params, _) in enumerate(FUSED.values())]
+    rows = [({key: value for key, value in params.items() if key != "n"}, {}) for params in seeded]
+    rows += [
+        ({"temperature": 1.0, "sampling_seed": 3}, {"return_logprob": True}),
+        ({"temperature": 0}, TOP_LOGPROBS),
+    ]
+    with server:
+        for got, want in zip(ask_together(server, rows), ask_together(servers["ours"], rows), strict=True):
+            assert (got["output_ids"], paths(got)) == (want["output_ids"], paths(want))
+            for ours, theirs in zip(
+                *(answer["meta_info"].get("output_token_logprobs", []) for answer in (got, want)), strict=True
+            ):
+                assert ours[0] == pytest.approx(theirs[0], abs=1e-3)
         assert_no_failure(server)
 
 
