@@ -5,8 +5,8 @@
 Logits are float32 and come from memory, not from a cache: batches take turns whose logits are larger than the last
 cache. In a server, the weights of the LM head pass through the caches between two calls. ``torch`` is what SGLang's
 pytorch backend does: softmax and multinomial; argmax; with a truncation a sort, sums, masks and multinomial. ``read``
-is a sum that Numba compiles. In each round everything runs once per batch, in rotated order; medians, with half the
-distance between the quartiles.
+is a sum that Numba compiles. Threads share rows, so one row has one thread. In each round everything runs once per
+batch, in rotated order; medians, with half the distance between the quartiles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from sgl_flashsample.kernels.params import LogitsSpec, Truncation
 
 VOCABULARIES = (32768, 151936)
 BATCHES = (1, 16)
-THREADS = (1, 2)
 MODES = ("plain", "greedy", "k50p90")
 TOP_K, TOP_P = 50, 0.9
 COLD_BYTES = 2**27  # of all batches that take turns
@@ -80,7 +79,7 @@ def of_torch(mode: str) -> Callable[[torch.Tensor], object]:
     def truncated(logits: torch.Tensor) -> torch.Tensor:
         sorted_probs, ids = torch.softmax(logits, -1).sort(dim=-1, descending=True)
         above = torch.cumsum(sorted_probs, -1) - sorted_probs
-        sorted_probs[torch.arange(logits.shape[1])[None] >= TOP_K] = 0.0
+        sorted_probs[:, TOP_K:] = 0.0
         sorted_probs[above > TOP_P] = 0.0
         return ids.gather(1, torch.multinomial(sorted_probs, 1))
 
@@ -89,8 +88,8 @@ def of_torch(mode: str) -> Callable[[torch.Tensor], object]:
 
 def reader(threads: int, pool: ThreadPoolExecutor) -> Callable[[torch.Tensor], object]:
     def call(logits: torch.Tensor) -> object:
-        values = logits.numpy().reshape(-1)
-        return _sum(values) if threads == 1 else list(pool.map(_sum, np.array_split(values, threads)))
+        values, cuts = logits.numpy().reshape(-1), min(threads, len(logits))
+        return _sum(values) if cuts == 1 else list(pool.map(_sum, np.array_split(values, cuts)))
 
     return call
 
@@ -122,13 +121,15 @@ def measure(rows: int, vocab: int, threads: int, pool: ThreadPoolExecutor) -> li
 
 
 def main() -> None:
-    options = make_parser(__doc__, needs_gpu=False).parse_args()
+    parser = make_parser(__doc__, needs_gpu=False)
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="on a machine that is busy: 1")
+    options = parser.parse_args()
     env = new_env() | {"processor": platform.processor() or platform.machine(), "numba": numba.__version__}
     rows: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(max(THREADS)) as pool:
+    with ThreadPoolExecutor(max(options.threads)) as pool:
         for vocab in VOCABULARIES:
             for batch in BATCHES:
-                for threads in THREADS:
+                for threads in options.threads:
                     cell = measure(batch, vocab, threads, pool)
                     print_rows(f"V={vocab} B={batch} threads={threads}", cell)
                     rows += cell
