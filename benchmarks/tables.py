@@ -65,6 +65,7 @@ TUNING = {
     "sweep": "between the measured sizes, against the default",
     "replay": "measured again in a fresh process",
 }
+OF_A_CPU = ("parity", "cpu")
 EXCHANGED = (151936, 4096, 64)  # V, D, B of the table
 SUMMARY_BATCHES = (1, 16, 64, 256)
 SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
@@ -454,6 +455,23 @@ def exchanged(results: Results) -> Table | None:
     return Table([*head, "stock's float32 copy, MB"], rows)
 
 
+def cpu(results: Results) -> Table | None:
+    """Microseconds per call of the cpu path, over one read of the logits; then of PyTorch's operations."""
+    rows = (results.data("cpu") or {}).get("rows", [])
+    measured = {(row["V"], row["B"], row["threads"], row["mode"], row["path"]): row["us"] for row in rows}
+    modes = {mode: MODES[mode] for mode in ("plain", "greedy", "k50p90")}
+
+    def words(key: tuple[int, int, int], mode: str) -> str:
+        ours, torch_us = (measured.get((*key, mode, path)) for path in ("cpu", "torch"))
+        read = measured.get((*key, "", READ))
+        if ours is None or torch_us is None or read is None:
+            return ""
+        return f"{ours:,.0f} ({ours / read:.2f} of a read); torch {torch_us:,.0f}"
+
+    keys = dict.fromkeys((row["V"], row["B"], row["threads"]) for row in rows)
+    return grid("us", {key: f"{key[0]:,} ids, B={key[1]}, {key[2]} threads" for key in keys}, modes, words)
+
+
 def _rank_rows(results: Results, *sections: str) -> list[dict[str, Any]]:
     rows = (results.data("ranks") or {}).get("rows", [])
     return [row for row in rows if row["section"] in sections]
@@ -663,7 +681,7 @@ class Section:
     brief: bool = False
 
     def markdown(self, folder: Path = RESULTS) -> str:
-        names = [""] if self.benchmark == "parity" else gpus(folder)
+        names = [""] if self.benchmark in OF_A_CPU else gpus(folder)
         tables = [(one, table) for one in (Results(name, folder) for name in names) if (table := self.table(one))]
         if self.brief and tables:
             longest = max((table for _, table in tables), key=lambda table: len(table.head))
@@ -706,6 +724,7 @@ SECTIONS: dict[str, Section | Picture] = {
     "hot": Section(hot, "screened", "hot"),
     "tuning": Section(tuning, "tuning"),
     "parity": Section(parity, "parity"),
+    "cpu": Section(cpu, "cpu"),
     "summary-kernels": Section(summary_kernels, "kernels", brief=True),
     "summary-serve": Section(summary_serve, "serve", "stock", brief=True),
     "summary-features": Section(summary_features, "features", brief=True),

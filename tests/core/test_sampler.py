@@ -9,7 +9,7 @@ import pytest
 import torch
 from core_examples import VOCAB, example
 
-from sgl_flashsample import BatchParams, LMHead, Sampler, SamplingParams, Truncation, sample
+from sgl_flashsample import BatchParams, LMHead, Sampler, SamplingParams, Truncation, sample, sample_from_logits
 from sgl_flashsample.tables import lookup
 
 PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
@@ -191,8 +191,16 @@ def ids(model) -> torch.Tensor:
     return torch.tensor([[5, 6, 7], [8, 9, 10]], device=model.device)
 
 
-def test_the_page_has_four_examples():
-    assert len(EXAMPLES) == 4
+def test_the_page_has_five_examples():
+    assert len(EXAMPLES) == 5
+
+
+@pytest.mark.slow
+def test_the_example_in_host_memory_draws_the_tokens_of_the_kernels():
+    pytest.importorskip("numba")
+    found = run(EXAMPLES[4])
+    want = sample_from_logits(found["logits"], found["params"]).token_ids
+    assert torch.equal(found["tokens"], want)
 
 
 @pytest.mark.slow
