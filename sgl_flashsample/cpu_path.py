@@ -97,7 +97,7 @@ def sample_on_cpu(
         scores if output.log_mass is None else output.log_mass,
     )
     flags, edits, strides, widths = _edit_arguments(params, num_rows)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         spec.vocab_size,
         spec.vocab_start,
         transforms,
