@@ -230,13 +230,17 @@ def microseconds(rank: Rank, call: Callable[[], Any], in_graph: bool) -> dict[st
     call()
     if rank.device.type == "cpu":
         return {"us": 0.0, "us_spread": 0.0, "in_graph": False}
-    repeat = lambda: [call() for _ in range(CALLS)]  # noqa: E731
+
+    def repeat() -> None:
+        for _ in range(CALLS):
+            call()
+
     torch.cuda.synchronize()
     if in_graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             repeat()
-        repeat = graph.replay
+        repeat = graph.replay  # type: ignore[assignment]
     times = []
     for _ in range(ROUNDS + 2):
         torch.distributed.barrier(group=rank.group.device_group)
@@ -258,7 +262,7 @@ def work(number: int, port: int, options: Any, answers: Any) -> None:
             answers.put((number, section, [row | {"tp": options.tp} for row in measured[section](rank, options)]))
         except Exception as error:
             answers.put((number, section, reason_of(error)))
-            break
+            os._exit(1)  # the others may wait for this one: they are ended
     answers.put((number, None, None))
     sys.stdout.flush()
     torch.distributed.barrier()

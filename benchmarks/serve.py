@@ -11,8 +11,8 @@ screen   our backend without a screen and with one; answers to seeded requests a
 oracle   a backend that draws nothing (``oracle.py``) and ours: what a sampler of no cost would gain
 repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
 host     our backend alone on the host: microseconds of the sampler's host time per step
-profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``); with several
-         tensor-parallel ranks, microseconds of their exchange
+profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``), and how long the GPU
+         idles between kernels; with several tensor-parallel ranks, microseconds of their exchange
 
 ``--tp``, ``--pp``: GPUs of each server. Its rows say so, and how many bytes a rank receives per row of a step.
 

@@ -563,11 +563,13 @@ def serve_profile(results: Results) -> Table | None:
         "driver_allocating": "allocations from the driver",
         "new_tensors": "tensors from PyTorch's allocator",
         "gpu_busy_us": "GPU busy, us",
+        "gaps_us": "gaps between kernels, us",
+        "exchange_us": "exchange between ranks, us",
     }
 
     def words(name: str, key: tuple[str, str]) -> str:
         pair = [measured.get((*key, label)) for label in ("stock", "flashsample")]
-        return " → ".join(f"{row[name]:g}" for row in pair if row is not None)
+        return " → ".join(f"{row[name]:g}" for row in pair if row is not None and name in row)
 
     columns = {key[:2]: f"{key[0]}, {SAMPLINGS[key[1]]}, B={row['batch']}" for key, row in measured.items()}
     return grid("per decode step, stock → ours", names, columns, words)

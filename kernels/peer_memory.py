@@ -8,9 +8,10 @@ One launch each, or two, which a CUDA graph may hold: the numbers of the exchang
 makes the same exchanges, of as many rows, in the same order, each from one stream. A rank waits for the others as long
 as it takes.
 
-Why nothing is overwritten that is still read: records have two places that take turns, and a rank writes to a place
-again only after an exchange that all ranks have finished reading it for. Logits have one place. After ``exchange_rows``
-the ranks exchange records, with what they have drawn from these rows: only then may a rank write its next logits.
+Why nothing is overwritten that is still read: the records of two exchanges in a row have places of their own, and a
+rank that writes those of the next one has seen every rank's records of the second, which that rank wrote after it had
+read those of the first. Logits have one place: ``exchange_records`` has to follow ``exchange_rows`` before a rank
+writes its next logits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch, next_power_of_2
+from .launch import cdiv, compiling_only, launch, next_power_of_2
 from .merge_ranks import MAX_RANKS, NUM_FIELDS, ROWS_PER_PROGRAM, load_records, store_merged, store_records
 from .params import SampleOutput
 from .rng import GROUP_SIZE
@@ -235,6 +236,16 @@ def copy_rows(memory: PeerMemory, first: int, num_rows: int) -> torch.Tensor:
         (rows.device.index, rows.dtype, memory.width % 16 == 0, memory.width == 1),
     )
     return rows
+
+
+def compile_exchanges(region: torch.Tensor, num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> None:
+    """Compile what ranks launch, and run none of it: a rank that fails at that must not have begun to exchange. region:
+    this rank's."""
+    memory = PeerMemory([region] * num_ranks, 0, max_rows, width, dtype)
+    with compiling_only():
+        for return_logprob in (True, False):
+            exchange_records(memory, SampleOutput.empty(1, region.device, return_logprob), 0, 1)
+        exchange_rows(memory, 0, 1)
 
 
 def _row_stride(width: int) -> int:

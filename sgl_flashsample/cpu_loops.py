@@ -451,23 +451,13 @@ def _draw_truncated(
         value, reached = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
         if reached:
             bound = max(bound, value)
-        count = 0
-        for block in range(block_maxima.size):
-            if block_maxima[block] >= bound:
-                for group in range(block * _BLOCK, min((block + 1) * _BLOCK, maxima.size)):
-                    if maxima[group] >= bound:
-                        values[count], weights[count] = maxima[group], _weight(maxima[group], largest, rate)
-                        count += 1
+        count = _list_groups(maxima, block_maxima, bound, listed)
+        for i in range(count):
+            values[i], weights[i] = maxima[listed[i]], _weight(maxima[listed[i]], largest, rate)
         value, reached = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
         if reached:
             bound = max(bound, value)
-    num_listed = 0
-    for block in range(block_maxima.size):
-        if block_maxima[block] >= bound:
-            for group in range(block * _BLOCK, min((block + 1) * _BLOCK, maxima.size)):
-                if maxima[group] >= bound:
-                    listed[num_listed] = group
-                    num_listed += 1
+    num_listed = _list_groups(maxima, block_maxima, bound, listed)
     if limited:
         count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
         bound, _ = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
@@ -497,6 +487,19 @@ def _draw_truncated(
                 if score > best:
                     best, best_column, best_logit = score, group * GROUP_SIZE + i, logits[i]
     return best_column, best_logit, best
+
+
+@_compiled()
+def _list_groups(maxima, block_maxima, bound, listed):
+    """The groups whose largest logit reaches ``bound``. Returns how many there are."""
+    count = 0
+    for block in range(block_maxima.size):
+        if block_maxima[block] >= bound:
+            for group in range(block * _BLOCK, min((block + 1) * _BLOCK, maxima.size)):
+                if maxima[group] >= bound:
+                    listed[count] = group
+                    count += 1
+    return count
 
 
 @_compiled()
@@ -573,7 +576,7 @@ def _transform_row(row, dtype, scale, softcap, out):
 
 
 @_compiled(error_model="numpy")
-def _edit_row(row, flags, additive, scaling, mask_words, mask_bools, bias, out, vocab_start):
+def _edit_row(flags, additive, scaling, mask_words, mask_bools, bias, out, vocab_start):
     """``epilogue.edit_logits`` in place on ``out``. Edits are those of the row, for all ids."""
     for i in range(out.size):
         column = vocab_start + i
@@ -710,7 +713,6 @@ def sample_rows(
                     b * edit_strides[4],
                 )
                 _edit_row(
-                    row,
                     flags[b],
                     edits[0][at[0] : at[0] + edit_widths[0]],
                     edits[1][at[1] : at[1] + edit_widths[1]],

@@ -356,11 +356,14 @@ def _has_small_top_k(params: BatchParams, config: TruncationConfig) -> bool:
 def compute_logits(
     hidden: torch.Tensor, head: LMHead, workspace: Workspace, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included; in host memory
-    also in float32, where the head's logits are that and its weight is not."""
+    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included; where logits are
+    to be rounded to another dtype than the weight's, in ``out`` or a new tensor, float32."""
     head.check(hidden)
-    if not head.gemm_gives_logits and draws_in_host_memory(hidden.device):
-        return hidden.detach().float() @ head.weight.detach().float().T
+    if not head.gemm_gives_logits:
+        hidden, weight = hidden.detach(), head.weight.detach()
+        if weight.is_cuda:
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
+        return torch.mm(hidden.float(), weight.float().T, out=out)
     logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], head.weight.dtype)
     if not is_compiling_only():
         torch.mm(hidden.detach(), head.weight.detach().T, out=logits)

@@ -28,7 +28,7 @@ import torch
 from ..kernels.launch import cdiv
 from ..kernels.merge_ranks import NUM_FIELDS, merge_records, pack_record
 from ..kernels.params import BatchParams, SampleOutput
-from ..kernels.peer_memory import PeerMemory, exchange_records, exchange_rows
+from ..kernels.peer_memory import PeerMemory, compile_exchanges, exchange_records, exchange_rows
 from ..kernels.rng import GROUP_SIZE
 from .support import is_elastic
 
@@ -112,28 +112,36 @@ class Exchange:
     def connect(self, max_rows: int, width: int, dtype: torch.dtype) -> None:
         """Reserve memory that all ranks reach, for batches of up to ``max_rows`` rows of ``width`` logits each, where
         all ranks can. Every rank calls it, before any step."""
-        group, num_bytes = self._group, PeerMemory.num_bytes(self.num_ranks, max_rows, width, dtype)
-        region: torch.Tensor | None = None
+        group, num_ranks = self._group, self.num_ranks
+        num_bytes = PeerMemory.num_bytes(num_ranks, max_rows, width, dtype)
         # SGLang's own all-reduce has found that these GPUs reach each other, and exchanges through such memory itself.
         custom: Any = getattr(group, "ca_comm", None)
-        if hasattr(custom, "graph_params") and not custom.disabled:
-            try:
+        reserved, memory = False, None
+        # Whatever fails on a rank, the others wait for its answers.
+        try:
+            if hasattr(custom, "graph_params") and not custom.disabled:
                 region = _symmetric_memory(num_bytes, group)
-            except Exception as error:  # the other ranks wait for an answer
-                logger.warning("flashsample: %d bytes for exchanges between ranks: %s", num_bytes, error)
-        if not all(RankSync(group).of_all(region is not None)):
+                if region.is_cuda:
+                    compile_exchanges(region, num_ranks, max_rows, width, dtype)
+                reserved = True
+        except Exception as error:
+            logger.warning("flashsample: %d bytes for exchanges between ranks: %s", num_bytes, error)
+        if not all(RankSync(group).of_all(reserved)):
             return
-        assert region is not None
-        from torch.distributed._symmetric_memory import rendezvous
+        try:
+            from torch.distributed._symmetric_memory import rendezvous
 
-        name = group.device_group.group_name
-        handle = rendezvous(region, name)
-        regions = [handle.get_buffer(rank, [num_bytes], torch.uint8) for rank in range(self.num_ranks)]
-        regions[self.rank].zero_()
-        torch.cuda.synchronize()
-        RankSync(group).of_all(None)  # nobody writes to a region before it is zero
-        self.memory = PeerMemory(regions, self.rank, max_rows, width, dtype)
-        self._allocated = region, handle  # the regions are views, which do not keep the memory
+            handle = rendezvous(region, group.device_group.group_name)
+            regions = [handle.get_buffer(rank, [num_bytes], torch.uint8) for rank in range(num_ranks)]
+            regions[self.rank].zero_()
+            torch.cuda.synchronize()
+            memory = PeerMemory(regions, self.rank, max_rows, width, dtype)
+            self._allocated = region, handle  # the regions are views, which do not keep the memory
+        except Exception as error:
+            logger.warning("flashsample: memory for exchanges between ranks cannot be shared: %s", error)
+        # Nobody writes to a region before it is zero.
+        if all(RankSync(group).of_all(memory is not None)):
+            self.memory = memory
 
     def memory_for(self, num_rows: int) -> PeerMemory | None:
         """Through which a batch of ``num_rows`` rows is exchanged; None where that is by collectives."""

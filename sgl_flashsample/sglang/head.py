@@ -215,13 +215,9 @@ class HeadState:
         """``[B, W]``: what the GEMM of this rank gives, rounded as the model's own; where the other ranks can read it,
         if there is such a place."""
         assert self.exchange is not None
-        hidden, weight, memory = hidden.detach(), self.head.weight, self.exchange.memory_for(hidden.shape[0])
+        memory = self.exchange.memory_for(hidden.shape[0])
         shared = None if memory is None else memory.own_logits[: hidden.shape[0]]
-        if self.head.gemm_gives_logits:
-            return compute_logits(hidden, self.head, self.workspace, out=shared)
-        if weight.is_cuda:
-            return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=shared)
-        return hidden.float() @ weight.float().T
+        return compute_logits(hidden, self.head, self.workspace, out=shared)
 
     def sample_rows(self, logits: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
         """The draw from whole rows of logits, ``[R, N * W]``, on this rank alone."""

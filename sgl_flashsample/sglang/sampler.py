@@ -270,8 +270,8 @@ def draw_with_ranks(
     return_logprob: bool,
     again: bool = True,
 ) -> SampleOutput:
-    """Where this rank has a part of the head. How a rank draws from its part is its own affair. again:
-    what fails is tried in another way, as the other ranks wait for the exchange."""
+    """Where this rank has a part of the head. How a rank draws from its part is its own affair. again: what fails is
+    tried in another way, as the other ranks wait for the exchange."""
     if params.truncation is not None or state.whole_rows:
 
         def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:

@@ -143,7 +143,9 @@ class Handle:
 
 @pytest.fixture
 def connected(monkeypatch):
-    """Connects a group; returns the exchange and a reference to the memory that it reserved. fails: on this rank."""
+    """Connects a group; returns the exchange and a reference to the memory that it reserved. fails: on this rank.
+    opened: the groups that have opened each other's memory."""
+    opened: list[str] = []
 
     def connect(others: bool, fails: bool = False) -> tuple[Exchange, weakref.ref | None]:
         reserved = []
@@ -158,13 +160,14 @@ def connected(monkeypatch):
         monkeypatch.setattr(exchange_module, "_symmetric_memory", reserve)
         monkeypatch.setattr(RankSync, "of_all", lambda self, value: [value, self._group.others])
         symmetric = types.ModuleType("torch.distributed._symmetric_memory")
-        symmetric.rendezvous = lambda region, name: Handle(region)
+        symmetric.rendezvous = lambda region, name: opened.append(name) or Handle(region)
         monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", symmetric)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         exchange = Exchange(ReachableGroup(others))
         exchange.connect(4, 32, torch.bfloat16)
         return exchange, reserved[0] if reserved else None
 
+    connect.opened = opened
     return connect
 
 
@@ -175,10 +178,16 @@ def test_ranks_that_reach_each_others_memory_exchange_through_it_and_keep_it(con
     assert reserved() is not None, "the views of a region do not keep its memory"
 
 
+def test_where_one_rank_cannot_open_the_memory_of_the_others_all_use_collectives(connected, monkeypatch):
+    monkeypatch.setattr(Handle, "get_buffer", lambda *arguments: 1 / 0)
+    exchange, _ = connected(others=True)
+    assert exchange.memory is None
+
+
 @pytest.mark.parametrize("others, fails", [(False, False), (True, True)], ids=["another rank", "this rank"])
 def test_where_one_rank_has_no_memory_for_an_exchange_all_use_collectives(connected, others, fails):
     exchange, _ = connected(others, fails)
-    assert exchange.memory is None
+    assert exchange.memory is None and not connected.opened, "no rank waits to open memory that another does not have"
 
 
 def test_ranks_whose_gpus_do_not_reach_each_other_use_collectives(connected, monkeypatch):
