@@ -66,7 +66,6 @@ TRUNCATIONS = {"top_k", "top_p", "min_p"}
 NATIVE = ("top_logprobs", "token_ids_logprobs")  # served by SGLang's sampler
 GREEDY_TOKENS, TOKENS = 10, 3
 ROWS = 48  # requests per cell
-TRUNCATED_ROWS = 2  # an interpreted row with a truncation takes some tenths of a second
 BINS, ALPHA = 16, 1e-6
 SIZE = "tiny"
 
@@ -84,10 +83,6 @@ class Cell:
     @property
     def native(self) -> str | None:
         return next((f"native:{name}" for name in NATIVE if name in self.names), None)
-
-    @property
-    def truncated(self) -> bool:
-        return bool(TRUNCATIONS & set(self.names)) and not self.greedy and self.native is None
 
     def params(self, truth: Truth) -> dict[str, Any]:
         params: dict[str, Any] = {"temperature": 1.0}
@@ -175,7 +170,6 @@ class Parity:
         self.problems: list[str] = []
         self.matrix: dict[tuple[str, ...], str] = {}
         self.seeded: list[tuple[Cell, dict[str, Any], int, list[int]]] = []  # cell, parameters, prompt, answer
-        self.pooled: list[np.ndarray] = []  # of the cells with too few draws for a separate test
         self.random = np.random.default_rng(0)
 
     def run(self, cells: list[Cell]) -> None:
@@ -195,8 +189,6 @@ class Parity:
             else:
                 word = self._drawn(cell, number)
             self.matrix[cell.names] = "stock" if cell.native else word
-        if self.pooled:
-            self._check(is_uniform(np.concatenate(self.pooled)), Cell(("top_k", "top_p", "min_p")), "G-test of all")
         self._together()
 
     def _check(self, holds: bool, cell: Cell, what: str) -> None:
@@ -228,14 +220,13 @@ class Parity:
         return "refused"
 
     def _drawn(self, cell: Cell, number: int) -> str:
-        rows = TRUNCATED_ROWS if cell.truncated else ROWS
         # A request without a seed among those with one, unless it is the seed that is looked at.
-        seeds: list[int | None] = [number * 1000 + i for i in range(rows)]
+        seeds: list[int | None] = [number * 1000 + i for i in range(ROWS)]
         if "seed" not in cell.names:
             seeds[-1] = None
         mine = self._ask(self.ours, cell, seeds, 300 + 7 * number % 97)
         self._paths(cell, mine.answers)
-        self._law(cell, mine, "ours", pool=cell.truncated)
+        self._law(cell, mine, "ours")
         if cell.native is None:
             self._reference(cell, mine)
         self._law(cell, self._ask(self.stock, cell, [None] * ROWS, 300), "stock")
@@ -260,7 +251,7 @@ class Parity:
         paths = {path for answer in answers for path in answer["meta_info"]["flashsample_path"]}
         self._check(paths == {want}, cell, f"served by {paths}; expected {want}")
 
-    def _law(self, cell: Cell, draws: Draws, who: str, pool: bool = False) -> None:
+    def _law(self, cell: Cell, draws: Draws, who: str) -> None:
         """Allowed set, distribution and logprobs of the drawn tokens."""
         params, uniform = cell.params(self.truth), []
         for step in range(TOKENS):
@@ -280,11 +271,7 @@ class Parity:
             shares = torch.softmax(tempered.masked_fill(~allowed, -math.inf), -1)
             uniform.append(self._uniform(shares, token))
             self._logprobs(cell, draws, step, torch.log_softmax(tempered, -1), who)
-        values = np.concatenate(uniform)
-        if pool:
-            self.pooled.append(values)
-        else:
-            self._check(is_uniform(values), cell, f"{who}: not the distribution")
+        self._check(is_uniform(np.concatenate(uniform)), cell, f"{who}: not the distribution")
 
     def _uniform(self, shares: torch.Tensor, token: torch.Tensor) -> np.ndarray:
         """A uniform number per draw, if it was drawn from ``shares``: where it lies among the tokens in the order of

@@ -361,7 +361,7 @@ class Bench:
     def run(self) -> None:
         """Raises ServerError for a server that does not start or answer."""
         if self.device.type == "cpu":
-            self._say("no CUDA GPU found: kernels run in Triton's interpreter, and the times say nothing about a GPU")
+            self._say("no CUDA GPU found: SGLang runs on the CPU, and the times say nothing about a GPU")
         try:
             self._compare()
         finally:

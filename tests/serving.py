@@ -1,4 +1,4 @@
-"""Real SGLang servers for the tests: on the GPU where there is one, else on the CPU with interpreted kernels."""
+"""Real SGLang servers for the tests: on the GPU where there is one, else on the CPU, with rows drawn in host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from sgl_flashsample.demo.server import SGLANG_LAUNCH_SERVER, Server
 CUDA = torch.cuda.is_available()
 VERSIONS_FOLDER = Path(sys.prefix) / "sglang-versions"  # other releases, from `make test-full`
 
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # environment of a server of two ranks on the CPU
+# Environments of servers on the CPU.
+INTERPRETED = {"TRITON_INTERPRET": "1"}  # draws with the kernels
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
 

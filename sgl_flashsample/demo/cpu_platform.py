@@ -1,4 +1,4 @@
-"""SGLang on a machine without a GPU, for demonstration and tests: plain PyTorch on the CPU, Triton interpreted.
+"""SGLang on a machine without a GPU, for demonstration and tests: plain PyTorch on the CPU, rows drawn in host memory.
 
 SGLang's own CPU engine needs AMX kernels that are not on PyPI, so this adds a platform through SGLang's own
 entry point group ``sglang.srt.platforms``. It is never part of an installation: ``environment`` writes the
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from ..cpu_path import unsupported_by_machine
 
 _ENTRY_POINTS = """\
 [sglang.srt.platforms]
@@ -51,7 +53,8 @@ SERVER_ARGUMENTS = [
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Environment variables of a server on the CPU; ``folder`` receives the files that they point to."""
+    """Environment variables of a server on the CPU; ``folder`` receives the files that they point to. Its rows are
+    drawn in host memory, or, without Numba, by interpreted kernels."""
     info = folder / "flashsample_cpu_demo-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
@@ -60,7 +63,7 @@ def environment(folder: Path) -> dict[str, str]:
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(path),
-        "TRITON_INTERPRET": "1",
+        "TRITON_INTERPRET": "0" if unsupported_by_machine() is None else "1",
         "TORCHDYNAMO_DISABLE": "1",  # else the first request with a penalty waits for a compiler
         "CUDA_VISIBLE_DEVICES": "",
         "SGLANG_NATIVE_MOVE_KV_CACHE": "1",  # the other way is a kernel for GPUs

@@ -99,8 +99,6 @@ def make_server(folder: Path, model: str, dtype: str, *, stock: bool = False, po
     """A server of a checkpoint in ``folder``, not started. stock: of SGLang alone."""
     warmup = [] if torch.cuda.is_available() else ["--skip-server-warmup"]  # a request of SGLang's own takes seconds
     environment = {} if stock else {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
-    if not torch.cuda.is_available() and unsupported_by_machine() is None:
-        environment["TRITON_INTERPRET"] = "0"  # rows are drawn in host memory then
     return Server.on_this_machine(
         folder / model,
         ["--dtype", dtype, "--random-seed", "1", *warmup],

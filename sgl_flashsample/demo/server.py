@@ -104,8 +104,8 @@ class Server:
         gpu_arguments: Sequence[str] = (),
         **options: Any,
     ) -> Server:
-        """A server on the GPU, or without one on the CPU, with interpreted kernels. gpu_arguments: of the first alone.
-        backend: None for SGLang's own, and where the launcher names it."""
+        """A server on the GPU, or without one on the CPU. gpu_arguments: of the first alone. backend: None for SGLang's
+        own, and where the launcher names it."""
         environment = environment or {}
         if torch.cuda.is_available():
             arguments = [*gpu_arguments, *arguments]

@@ -95,17 +95,18 @@ def accepted(request, head, tmp_path_factory) -> list[ResolvedTable]:
     folder, shape = tmp_path_factory.mktemp("fuzz"), lookup.head_shape_of(head)
     target = Target(lookup.device_of(head.weight.device), shape, lookup.environment())
     text = table_for_this_machine(head.weight.device, shape).dumps()
-    file, tables, used, started = folder / "table.json", {}, 0, time.process_time()
+    file, tables, used = folder / "table.json", {}, 0
     for seed in range(request.param):
         file.write_bytes(corrupted(text, seed))
+        started = time.process_time()
         table_file, warnings = lookup.find(target, file, {"SGLANG_CACHE_DIR": str(folder)})
+        assert time.process_time() - started < 1.0, (seed, "no table may take long")
         assert (table_file is None) == bool(warnings), seed
         assert all(line.isprintable() and len(line) < 700 for line in warnings), seed
         if table_file is not None:
             used += 1
             assert all(note.isprintable() for note in (*table_file.differs, *table_file.table.notes)), seed
             tables.setdefault(repr((table_file.table.entries, table_file.table.confirmed)), table_file)
-    assert time.process_time() - started < 1 + request.param * 6e-3, "no table may take long"
     assert request.param * 0.1 < used < request.param * 0.9, "some are used and some are refused, or this tests nothing"
     resolved = []
     for table_file in list(tables.values())[: request.param // 5]:

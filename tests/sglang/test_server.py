@@ -16,7 +16,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from serving import CUDA, TWO_RANKS, draw, make_server, needs_sglang, paths, version_path
+from serving import CUDA, INTERPRETED, TWO_RANKS, draw, make_server, needs_sglang, paths, version_path
 from stats import g_test, power
 from tuned_tables import table_for_this_machine
 
@@ -190,20 +190,28 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("servers")
 
 
+ARGUMENTS = ["--enable-metrics", "--enable-custom-logit-processor", "--enable-return-hidden-states"]
+
+
 @pytest.fixture(scope="module")
-def servers(folder):
-    """Our server and a stock server, started together, and their answers to ``COMPARED``, which are their first
-    requests. Ours has a tuned table that alternates paths over batch sizes, so that comparisons cover all of them."""
-    arguments = ["--enable-metrics", "--enable-custom-logit-processor", "--enable-return-hidden-states"]
+def tuned(folder) -> dict[str, str]:
+    """The environment of a server with a table that alternates paths over batch sizes, so that comparisons cover all
+    of them."""
     size = markov.SIZES[SIZE]
     dtype = {"float32": "fp32", "bfloat16": "bf16"}[size.dtype]
     head = HeadShape(vocab=size.vocab_size, hidden=size.hidden_size, dtype=dtype)
     table = table_for_this_machine(torch.device("cuda", 0) if CUDA else torch.device("cpu"), head)
     (folder / "tuned").mkdir()
     (folder / "tuned" / table.file_name).write_text(table.dumps())
-    tuned = {"FLASHSAMPLE_TUNED_DIR": str(folder / "tuned")}
-    ours, truth = make_server(folder, SIZE, name="ours", arguments=arguments, environment=tuned)
-    stock, _ = make_server(folder, SIZE, name="stock", backend=None, arguments=arguments)
+    return {"FLASHSAMPLE_TUNED_DIR": str(folder / "tuned")}
+
+
+@pytest.fixture(scope="module")
+def servers(folder, tuned):
+    """Our server and a stock server, started together, and their answers to ``COMPARED``, which are their first
+    requests."""
+    ours, truth = make_server(folder, SIZE, name="ours", arguments=ARGUMENTS, environment=tuned)
+    stock, _ = make_server(folder, SIZE, name="stock", backend=None, arguments=ARGUMENTS)
     try:
         for server in (ours, stock):
             server.start()
@@ -226,6 +234,17 @@ def servers(folder):
 @pytest.fixture
 def ours(servers) -> Server:
     return servers["ours"]
+
+
+@pytest.fixture(scope="module")
+def of_kernels(servers, folder, tuned):
+    """Our server whose rows are drawn by kernels: on a CPU another one, with interpreted kernels."""
+    if CUDA:
+        yield servers["ours"]
+        return
+    server, _ = make_server(folder, SIZE, name="interpreted", arguments=ARGUMENTS, environment=tuned | INTERPRETED)
+    with server:
+        yield server
 
 
 @pytest.fixture
@@ -459,7 +478,26 @@ def test_what_was_served_is_in_the_log_and_in_the_metrics_with_its_reasons(ours)
     assert metric(ours, "host_seconds_sum") > 0
 
 
-def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_in_the_metrics(ours):
+@pytest.mark.skipif(CUDA, reason="kernels draw there in any case")
+def test_interpreted_kernels_give_the_tokens_of_rows_that_are_drawn_in_host_memory(servers, of_kernels):
+    seeded = [params | {"sampling_seed": place, "ignore_eos": True} for place, (params, _) in enumerate(FUSED.values())]
+    rows = [({key: value for key, value in params.items() if key != "n"}, {}) for params in seeded]
+    rows += [
+        ({"temperature": 1.0, "sampling_seed": 3}, {"return_logprob": True}),
+        ({"temperature": 0}, TOP_LOGPROBS),
+    ]
+    for got, want in zip(ask_together(of_kernels, rows), ask_together(servers["ours"], rows), strict=True):
+        assert (got["output_ids"], paths(got)) == (want["output_ids"], paths(want))
+        for ours, theirs in zip(
+            *(answer["meta_info"].get("output_token_logprobs", []) for answer in (got, want)), strict=True
+        ):
+            assert ours[0] == pytest.approx(theirs[0], abs=1e-3)
+    assert_no_failure(of_kernels)
+
+
+def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_in_the_metrics(of_kernels):
+    ours = of_kernels
+
     def read() -> list[float]:
         return [metric(ours, f"{name}_rows_total") for name in ("truncated", "searched")]
 
@@ -552,11 +590,11 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
 UNSERVED = {
     "DP attention with a head over all ranks": (
         ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
-        TWO_RANKS,
+        TWO_RANKS | INTERPRETED,  # SGLang has kernels of its own for it
         "DP attention without --enable-dp-lm-head is not supported yet",
     ),
     # Here the reason comes from the head.
-    "half precision": (["--dtype", "bfloat16"], {}, "bfloat16 is wrong in Triton's interpreter"),
+    "half precision": (["--dtype", "bfloat16"], INTERPRETED, "bfloat16 is wrong in Triton's interpreter"),
     "an unknown SGLang": ([], {}, "SGLang 9.9.9 is not among the known versions 0.5.17 to 0.5.23"),
 }
 
@@ -600,9 +638,10 @@ RANKS = {
 @pytest.mark.parametrize("name", RANKS)
 def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, name):
     arguments, head = RANKS[name]
-    options = ["--enable-metrics", "--enable-custom-logit-processor", "--enable-return-hidden-states"]
     environment = TWO_RANKS | {"FLASHSAMPLE_SEVERAL_GPUS": "1"}
-    server, _ = make_server(folder, SIZE, name=name, arguments=[*options, *arguments], environment=environment)
+    if name != "pipeline parallelism":  # our ranks exchange by kernels, and DP attention has some
+        environment |= INTERPRETED
+    server, _ = make_server(folder, SIZE, name=name, arguments=[*ARGUMENTS, *arguments], environment=environment)
     processor = {"custom_logit_processor": servers["processor"]}
     with server:
         states = [state["flashsample"] for state in server.get("/server_info")["internal_states"]]
@@ -636,29 +675,6 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
             ):
                 assert ours[0] == pytest.approx(theirs[0], abs=1e-3)
         assert metric(server, "rows_total", path="fused") > metric(server, "rows_total", path="native") > 0
-        assert_no_failure(server)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CUDA, reason="runs on the CPU")
-def test_a_server_that_draws_in_host_memory_gives_the_tokens_of_the_kernels(servers, folder):
-    pytest.importorskip("numba")
-    environment = {"TRITON_INTERPRET": "0"}
-    options = ["--enable-custom-logit-processor", "--enable-return-hidden-states"]
-    server, _ = make_server(folder, SIZE, name="host memory", arguments=options, environment=environment)
-    seeded = [params | {"sampling_seed": place, "ignore_eos": True} for place, (params, _) in enumerate(FUSED.values())]
-    rows = [({key: value for key, value in params.items() if key != "n"}, {}) for params in seeded]
-    rows += [
-        ({"temperature": 1.0, "sampling_seed": 3}, {"return_logprob": True}),
-        ({"temperature": 0}, TOP_LOGPROBS),
-    ]
-    with server:
-        for got, want in zip(ask_together(server, rows), ask_together(servers["ours"], rows), strict=True):
-            assert (got["output_ids"], paths(got)) == (want["output_ids"], paths(want))
-            for ours, theirs in zip(
-                *(answer["meta_info"].get("output_token_logprobs", []) for answer in (got, want)), strict=True
-            ):
-                assert ours[0] == pytest.approx(theirs[0], abs=1e-3)
         assert_no_failure(server)
 
 
@@ -712,7 +728,11 @@ def test_a_server_that_is_asked_to_counts_what_it_draws_whoever_draws_it(folder,
 def test_a_screened_server_draws_the_same_tokens_and_follows_an_update_of_its_weights(folder, ours):
     """That its hooks land in every release: test_weight_hooks.py."""
     server, truth = make_server(
-        folder, SIZE, name="screened", arguments=["--enable-metrics"], environment={"FLASHSAMPLE_SCREEN": "on"}
+        folder,
+        SIZE,
+        name="screened",
+        arguments=["--enable-metrics"],
+        environment={"FLASHSAMPLE_SCREEN": "on"} | INTERPRETED,
     )
     other = markov.write(folder / "other weights" / SIZE, markov.SIZES[SIZE], seed=1)
     sampled = [{"temperature": 0.4 + i / 10, "sampling_seed": i} for i in range(6)]

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from serving import make_server, needs_sglang
+from serving import INTERPRETED, make_server, needs_sglang
 from sglang_batches import VOCAB, grammar, make_samplers, request
 
 from sgl_flashsample.kernels.params import BatchParams, Truncation
@@ -398,8 +398,9 @@ def answers_of(server) -> list[dict]:
 def test_a_server_with_speculation_gives_the_tokens_of_one_without(tmp_path):
     """More than 500 tokens of seven kinds, and their logprobs; drafts of n-grams."""
     answers = []
-    for name, arguments in (("alone", []), ("drafts", NGRAM)):
-        options = {"arguments": [*arguments, "--disable-radix-cache"], "environment": {"FLASHSAMPLE_SPECULATION": "1"}}
+    drafting = {"FLASHSAMPLE_SPECULATION": "1"} | INTERPRETED
+    for name, arguments, environment in (("alone", [], {}), ("drafts", NGRAM, drafting)):
+        options = {"arguments": [*arguments, "--disable-radix-cache"], "environment": environment}
         server, _ = make_server(tmp_path, "tiny", name=name, **options)
         with server:
             answers.append(answers_of(server))
