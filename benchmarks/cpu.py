@@ -1,16 +1,18 @@
-"""The cpu path: time per call, beside PyTorch's operations and the time to read the logits once.
+"""The cpu path: time per call, beside SGLang's sampler, PyTorch's operations and the time to read the logits once.
 
     python benchmarks/cpu.py --out results/cpu.json
 
 Logits are float32 and come from memory, not from a cache: batches take turns whose logits are larger than the last
-cache. In a server, the weights of the LM head pass through the caches between two calls. ``torch`` is what SGLang's
-pytorch backend does: softmax and multinomial; argmax; with a truncation a sort, sums, masks and multinomial. ``read``
-is a sum that Numba compiles. Threads share rows, so one row has one thread. In each round everything runs once per
-batch, in rotated order; medians, with half the distance between the quartiles.
+cache. In a server, the weights of the LM head pass through the caches between two calls. ``stock`` is the sampler of
+SGLang's CPU engine (its pytorch backend), where SGLang is installed. ``torch`` is the shortest way with PyTorch:
+softmax and multinomial; argmax; with a truncation the multinomial of the largest ``TOP_K``. ``read`` is a sum that
+Numba compiles. Threads share rows, so one row has one thread. In each round everything runs once per batch, in rotated
+order; medians, with half the distance between the quartiles.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import statistics
 import time
@@ -27,6 +29,7 @@ from numba import njit
 from sgl_flashsample import BatchParams
 from sgl_flashsample.autotune.timing import rotated
 from sgl_flashsample.cpu_path import sample_on_cpu
+from sgl_flashsample.demo import cpu_platform
 from sgl_flashsample.kernels.params import LogitsSpec, Truncation
 
 VOCABULARIES = (32768, 151936)
@@ -77,13 +80,28 @@ def of_torch(mode: str) -> Callable[[torch.Tensor], object]:
         return torch.multinomial(torch.softmax(logits, -1), 1)
 
     def truncated(logits: torch.Tensor) -> torch.Tensor:
-        sorted_probs, ids = torch.softmax(logits, -1).sort(dim=-1, descending=True)
-        above = torch.cumsum(sorted_probs, -1) - sorted_probs
-        sorted_probs[:, TOP_K:] = 0.0
-        sorted_probs[above > TOP_P] = 0.0
-        return ids.gather(1, torch.multinomial(sorted_probs, 1))
+        largest, ids = torch.softmax(logits, -1).topk(TOP_K)
+        above = torch.cumsum(largest, -1) - largest
+        return ids.gather(1, torch.multinomial(largest.masked_fill(above > TOP_P, 0.0), 1))
 
     return {"plain": plain, "greedy": lambda logits: logits.argmax(-1), "k50p90": truncated}[mode]
+
+
+def of_sglang(mode: str, rows: int) -> Callable[[torch.Tensor], object]:
+    """Without the copy that SGLang's sampler divides by the temperatures in place."""
+    from sglang.srt.layers import sampler
+
+    temperature = torch.ones(rows, 1)
+    limits = torch.full((rows,), TOP_K, dtype=torch.int32), torch.full((rows,), TOP_P), torch.zeros(rows)
+
+    def plain(logits: torch.Tensor) -> torch.Tensor:
+        return sampler.sampling_from_probs_torch(torch.softmax(logits / temperature, -1))
+
+    def truncated(logits: torch.Tensor) -> torch.Tensor:
+        probs = torch.softmax(logits / temperature, -1)
+        return sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs, *limits, False, None, None)
+
+    return {"plain": plain, "greedy": lambda logits: torch.argmax(logits, -1).int(), "k50p90": truncated}[mode]
 
 
 def reader(threads: int, pool: ThreadPoolExecutor) -> Callable[[torch.Tensor], object]:
@@ -99,6 +117,8 @@ def measure(rows: int, vocab: int, threads: int, pool: ThreadPoolExecutor) -> li
     batches = make_logits(rows, vocab, max(2, -(-COLD_BYTES // (rows * vocab * 4))))
     calls = {(mode, "cpu"): ours(mode, rows, vocab, threads) for mode in MODES}
     calls |= {(mode, "torch"): of_torch(mode) for mode in MODES}
+    if importlib.util.find_spec("sglang") is not None:
+        calls |= {(mode, "stock"): of_sglang(mode, rows) for mode in MODES}
     calls["", "read"] = reader(threads, pool)
     samples: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
     per_round = min(len(batches), MOST_BATCHES if rows == 1 else 2)
@@ -124,6 +144,7 @@ def main() -> None:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="on a machine that is busy: 1")
     options = parser.parse_args()
+    cpu_platform.prepare_imports()
     env = new_env() | {"processor": platform.processor() or platform.machine(), "numba": numba.__version__}
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(max(options.threads)) as pool:

@@ -47,8 +47,7 @@ class Rank:
 
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         if DRY_RUN:
-            schemas = sys.modules["flashsample_torchvision"] = types.ModuleType("flashsample_torchvision")
-            exec(cpu_platform.TORCHVISION_SCHEMAS, vars(schemas))  # so that SGLang can be imported
+            cpu_platform.prepare_imports()
         from sglang.srt.distributed import parallel_state
 
         from sgl_flashsample.sglang.exchange import Exchange

@@ -456,17 +456,19 @@ def exchanged(results: Results) -> Table | None:
 
 
 def cpu(results: Results) -> Table | None:
-    """Microseconds per call of the cpu path, over one read of the logits; then of PyTorch's operations."""
+    """Microseconds per call of the cpu path, over one read of the logits; then of the others."""
     rows = (results.data("cpu") or {}).get("rows", [])
     measured = {(row["V"], row["B"], row["threads"], row["mode"], row["path"]): row["us"] for row in rows}
     modes = {mode: MODES[mode] for mode in ("plain", "greedy", "k50p90")}
 
     def words(key: tuple[int, int, int], mode: str) -> str:
-        ours, torch_us = (measured.get((*key, mode, path)) for path in ("cpu", "torch"))
-        read = measured.get((*key, "", READ))
-        if ours is None or torch_us is None or read is None:
+        ours, read = measured.get((*key, mode, "cpu")), measured.get((*key, "", READ))
+        if ours is None or read is None:
             return ""
-        return f"{ours:,.0f} ({ours / read:.2f} of a read); torch {torch_us:,.0f}"
+        others = ((path, measured.get((*key, mode, path))) for path in ("stock", "torch"))
+        return "; ".join(
+            [f"{ours:,.0f} ({ours / read:.2f} of a read)", *(f"{path} {us:,.0f}" for path, us in others if us)]
+        )
 
     keys = dict.fromkeys((row["V"], row["B"], row["threads"]) for row in rows)
     return grid("us", {key: f"{key[0]:,} ids, B={key[1]}, {key[2]} threads" for key in keys}, modes, words)

@@ -118,14 +118,12 @@ def sample_on_cpu(
     stride = logits.stride(0) if num_rows > 1 else 0
     words = _flat(logits.detach().view(_WORDS[logits.dtype]))
     threads = min(num_rows, torch.get_num_threads() if threads is None else threads)
-    if threads == 1:
-        loops.sample_rows(words, stride, 0, num_rows, *arguments)
-        return output
     cuts = [num_rows * thread // threads for thread in range(threads + 1)]
     calls = [
-        _pool(threads).submit(loops.sample_rows, words, stride, first, last, *arguments)
-        for first, last in itertools.pairwise(cuts)
+        _pool(threads - 1).submit(loops.sample_rows, words, stride, first, last, *arguments)
+        for first, last in itertools.pairwise(cuts[1:])
     ]
+    loops.sample_rows(words, stride, 0, cuts[1], *arguments)  # this thread has a share too
     for call in calls:
         call.result()
     return output

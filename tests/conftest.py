@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,10 @@ except ImportError:
 
     sgl_flashsample.__path__.append(str(ROOT))
 
-if torch.version.cuda is None:  # so that SGLang can be imported here and in the servers of the tests
+if torch.version.cuda is None:  # so that SGLang can be imported here
     from sgl_flashsample.demo import cpu_platform
 
-    torchvision = sys.modules["flashsample_torchvision"] = types.ModuleType("flashsample_torchvision")
-    exec(cpu_platform.TORCHVISION_SCHEMAS, vars(torchvision))
+    cpu_platform.prepare_imports()
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

@@ -8,6 +8,8 @@ entry points to a folder that only the servers it is given to have on their path
 from __future__ import annotations
 
 import os
+import sys
+import types
 from pathlib import Path
 
 from ..cpu_path import unsupported_by_machine
@@ -69,6 +71,14 @@ def environment(folder: Path) -> dict[str, str]:
         "SGLANG_NATIVE_MOVE_KV_CACHE": "1",  # the other way is a kernel for GPUs
         "OMP_NUM_THREADS": "1",  # the models are tiny: threads that wait for each other only cost
     }
+
+
+def prepare_imports() -> None:
+    """Let this process import SGLang beside a CPU build of PyTorch."""
+    name = "flashsample_torchvision"
+    if name not in sys.modules:
+        schemas = sys.modules[name] = types.ModuleType(name)
+        exec(TORCHVISION_SCHEMAS, vars(schemas))
 
 
 def activate() -> str:
@@ -137,9 +147,6 @@ def prepare_ngram() -> None:
 
 def support_ngram(*arguments: object) -> None:
     """NGRAM reads the tree of its drafts with a kernel that is not on PyPI; SGLang has the same in Triton."""
-    import sys
-    import types
-
     from sglang.kernels.ops.speculative.reconstruct_tree import reconstruct_indices_from_tree_mask_triton
 
     package, module = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.speculative")

@@ -458,14 +458,20 @@ def test_the_table_of_exchanged_bytes_is_that_of_the_exchange(load, results):
         assert (records, whole_rows) == (f"{of_records / 1e6:.3g}", f"{of_rows / 1e6:.3g}")
 
 
-def test_the_table_of_the_cpu_path_compares_it_with_a_read_and_with_torch(load, results):
+def test_the_table_of_the_cpu_path_compares_it_with_a_read_and_with_other_samplers(load, results):
     about = {"V": 50, "B": 2, "threads": 1}
-    us = {("plain", "cpu"): 30.0, ("plain", "torch"): 1200.0, ("greedy", "cpu"): 10.0, ("", "read"): 20.0}
+    us = {
+        ("plain", "cpu"): 30.0,
+        ("plain", "stock"): 1300.0,
+        ("plain", "torch"): 1200.0,
+        ("greedy", "cpu"): 10.0,
+        ("", "read"): 20.0,
+    }
     rows = [about | {"mode": mode, "path": path, "us": value} for (mode, path), value in us.items()]
     env = {"device": "cpu", "torch": "1", "triton": "1", "command": "python cpu.py", "date": "2026-11-25"}
     (results / "cpu.json").write_text(json.dumps({"env": env, "rows": rows}))
     text = "\n".join(lines_of(load, results, "cpu"))
-    assert "| 50 ids, B=2, 1 threads | 30 (1.50 of a read); torch 1,200 |  |  |" in text
+    assert "| 50 ids, B=2, 1 threads | 30 (1.50 of a read); stock 1,300; torch 1,200 | 10 (0.50 of a read) |  |" in text
 
 
 def test_what_ranks_exchange_and_draw_is_in_tables(load, results):
