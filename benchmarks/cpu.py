@@ -29,7 +29,6 @@ from numba import njit
 from sgl_flashsample import BatchParams
 from sgl_flashsample.autotune.timing import rotated
 from sgl_flashsample.cpu_path import sample_on_cpu
-from sgl_flashsample.demo import cpu_platform
 from sgl_flashsample.kernels.params import LogitsSpec, Truncation
 
 VOCABULARIES = (32768, 151936)
@@ -91,6 +90,8 @@ def of_sglang(mode: str, rows: int) -> Callable[[torch.Tensor], object]:
     """Without the copy that SGLang's sampler divides by the temperatures in place."""
     from sglang.srt.layers import sampler
 
+    import sgl_flashsample.demo.torchvision_schemas  # noqa: F401
+
     temperature = torch.ones(rows, 1)
     limits = torch.full((rows,), TOP_K, dtype=torch.int32), torch.full((rows,), TOP_P), torch.zeros(rows)
 
@@ -144,7 +145,6 @@ def main() -> None:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="on a machine that is busy: 1")
     options = parser.parse_args()
-    cpu_platform.prepare_imports()
     env = new_env() | {"processor": platform.processor() or platform.machine(), "numba": numba.__version__}
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(max(options.threads)) as pool:

@@ -27,7 +27,6 @@ import torch
 from common import DRY_RUN, SHAPES, Batch, make_parser, new_env, reason_of, write_result
 
 from sgl_flashsample import LMHead, sample
-from sgl_flashsample.demo import cpu_platform
 from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput, Truncation
 from sgl_flashsample.kernels.reference import sample_ref
@@ -47,7 +46,7 @@ class Rank:
 
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         if DRY_RUN:
-            cpu_platform.prepare_imports()
+            import sgl_flashsample.demo.torchvision_schemas  # noqa: F401
         from sglang.srt.distributed import parallel_state
 
         from sgl_flashsample.sglang.exchange import Exchange

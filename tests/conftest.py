@@ -26,9 +26,7 @@ except ImportError:
     sgl_flashsample.__path__.append(str(ROOT))
 
 if torch.version.cuda is None:  # so that SGLang can be imported here
-    from sgl_flashsample.demo import cpu_platform
-
-    cpu_platform.prepare_imports()
+    import sgl_flashsample.demo.torchvision_schemas
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

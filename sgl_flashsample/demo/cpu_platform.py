@@ -8,6 +8,7 @@ entry points to a folder that only the servers it is given to have on their path
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -23,29 +24,6 @@ flashsample_cpu_arguments = sgl_flashsample.demo.cpu_platform:keep_sampling_back
 flashsample_cpu_ngram = sgl_flashsample.demo.cpu_platform:prepare_ngram
 """
 _METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
-# PyPI's torchvision is a CUDA build: beside a CPU torch it cannot load its library, and then lacks two schemas.
-TORCHVISION_SCHEMAS = """\
-import importlib.abc
-import sys
-
-
-class _TorchvisionSchemas(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name == "torchvision":
-            sys.meta_path.remove(self)
-            import torch
-
-            if torch.version.cuda is None:
-                library = torch.library.Library("torchvision", "DEF")
-                sys.modules[__name__].torchvision_library = library
-                for op in ("nms", "qnms"):
-                    library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return None
-
-
-sys.meta_path.insert(0, _TorchvisionSchemas())
-"""
-
 SERVER_ARGUMENTS = [
     # SGLang takes memory that other processes fill while it loads for its own weights. --max-total-tokens alone bounds
     # the cache; a small fraction would end the start on a machine that is busy.
@@ -61,7 +39,7 @@ def environment(folder: Path) -> dict[str, str]:
     info.mkdir(parents=True, exist_ok=True)
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
     (info / "METADATA").write_text(_METADATA)
-    (folder / "sitecustomize.py").write_text(TORCHVISION_SCHEMAS)
+    shutil.copy(Path(__file__).with_name("torchvision_schemas.py"), folder / "sitecustomize.py")
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(path),
@@ -71,14 +49,6 @@ def environment(folder: Path) -> dict[str, str]:
         "SGLANG_NATIVE_MOVE_KV_CACHE": "1",  # the other way is a kernel for GPUs
         "OMP_NUM_THREADS": "1",  # the models are tiny: threads that wait for each other only cost
     }
-
-
-def prepare_imports() -> None:
-    """Let this process import SGLang beside a CPU build of PyTorch."""
-    name = "flashsample_torchvision"
-    if name not in sys.modules:
-        schemas = sys.modules[name] = types.ModuleType(name)
-        exec(TORCHVISION_SCHEMAS, vars(schemas))
 
 
 def activate() -> str:
