@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from kernel_cases import (
@@ -33,8 +34,14 @@ from sgl_flashsample.kernels.merge_ranks import merge_records, pack_record
 from sgl_flashsample.kernels.params import LMHead, LogitsSpec
 from sgl_flashsample.kernels.reference import group_noise_ref, group_scores_ref
 
-pytest.importorskip("numba")
+numba = pytest.importorskip("numba")
 CPU = torch.device("cpu")
+# Random123's kat_vectors for philox4x32-10: counter, key, the first two words of the answer.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E)),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB)),
+]
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
@@ -123,6 +130,18 @@ def test_logits_are_rounded_as_torch_rounds_them(rounding):
     want = logits.to(rounding).float()[:, 0]
     want = torch.where(want > -(2.0**100), want.clamp(max=2.0**100), float("-inf"))
     assert torch.equal(drawn.scores, want)
+
+
+@pytest.mark.parametrize("counter, key, answer", KNOWN_ANSWERS)
+def test_philox_gives_the_known_answers_of_random123(counter, key, answer):
+    philox = cpu_path._loops()._philox
+
+    @numba.njit
+    def words(index, position, stream, seed):
+        return philox(index, position, stream, seed)
+
+    position, seed = counter[1] | counter[2] << 32, key[0] | key[1] << 32
+    assert words(*map(numpy.uint64, (counter[0], position, counter[3], seed))) == answer
 
 
 # --- what a token does not depend on ----------------------------------------------------------------------------------

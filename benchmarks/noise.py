@@ -1,0 +1,557 @@
+"""The noise, on a CPU: the map from bits to noise at every upper word, the order in which words are used, collisions.
+
+    python benchmarks/noise.py --out benchmarks/results/noise.json
+
+known       Random123's answers for Philox4x32-10, from ``kernels/rng.py`` (interpreted), ``kernels/reference.py`` and
+            ``cpu_loops.py``; and the three equal on random counters and keys
+collisions  steps that share all their noise: counted and expected, ours and vLLM's. Ours is a function of a 64-bit
+            seed and the position; vLLM's default (0.33, PR 51367) of 32 bits that Murmur3 makes of the two
+map         all 2**32 upper words with a lower word of 0, where the noise is largest: the float64 noise of the cpu path
+            and the float32 noise of the kernels against the definition, and the bound of the cpu path above it. The
+            cpu path's own functions, with words in place of Philox; the kernels' arithmetic compiled by Numba, which is
+            compared with the kernels' own function. "with_lg2_approx": with all of the error that PTX allows to the
+            hardware's logarithm, which is larger than this machine's
+streams     words in orders in which samplers use them, piped into dieharder (Debian has it) and PractRand's RNG_test,
+            each where it is installed. Of good words, dieharder calls 1 % WEAK
+
+Each section has rows with a planted error, which must be noticed. The exit code is 1 where something is not as it must
+be; the file then says what under "wrong". Takes half an hour on one core; ``--only`` runs some of the sections, and
+``--keep`` leaves the others in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import numba
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from common import command_line, make_parser, new_env, read_result, today, write_result
+from numba import njit
+
+from sgl_flashsample import cpu_loops
+from sgl_flashsample.kernels import rng
+from sgl_flashsample.kernels.reference import philox4x32_ref
+from sgl_flashsample.sglang.batch import request_seed
+
+U64 = np.uint64
+LOW = U64(0xFFFFFFFF)
+WORDS = 2**32
+TOKEN, GROUP = (int(rng.Stream.SAMPLE) + 256 * int(unit) for unit in (rng.Unit.TOKEN, rng.Unit.GROUP))
+# Random123's kat_vectors: counter, key, answer.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+COMPARED = 2**20  # random counters and words
+
+Words = Callable[..., Any]  # as ``cpu_loops._philox``, compiled
+
+
+def with_globals(function: Any, **changes: Any) -> Any:
+    """A compiled function of the cpu path, compiled again with other globals."""
+    source = function.py_func
+    return njit(types.FunctionType(source.__code__, source.__globals__ | changes, source.__name__))
+
+
+# --- known answers
+
+
+@triton.jit
+def _philox_kernel(words_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    c0 = tl.load(words_ptr + offs).to(tl.uint32)
+    c1 = tl.load(words_ptr + n + offs).to(tl.uint32)
+    c2 = tl.load(words_ptr + 2 * n + offs).to(tl.uint32)
+    c3 = tl.load(words_ptr + 3 * n + offs).to(tl.uint32)
+    k0 = tl.load(words_ptr + 4 * n + offs).to(tl.uint32)
+    k1 = tl.load(words_ptr + 5 * n + offs).to(tl.uint32)
+    r0, r1, r2, r3 = rng.philox4x32(c0, c1, c2, c3, k0, k1)
+    tl.store(out_ptr + offs, r0.to(tl.int64))
+    tl.store(out_ptr + n + offs, r1.to(tl.int64))
+    tl.store(out_ptr + 2 * n + offs, r2.to(tl.int64))
+    tl.store(out_ptr + 3 * n + offs, r3.to(tl.int64))
+
+
+def of_kernels(words: torch.Tensor) -> torch.Tensor:
+    """``[6, N]`` counters and keys -> ``[4, N]`` answers; N a power of two."""
+    out = torch.empty(4, words.shape[1], dtype=torch.int64)
+    _philox_kernel[(1,)](words, out, words.shape[1], BLOCK=words.shape[1])
+    return out
+
+
+@functools.cache
+def drawer(philox: Words) -> Callable[..., None]:
+    """A loop over ``_philox`` of the cpu path, or another in its place."""
+
+    @njit
+    def draw(index, position, stream, seed, out):
+        for i in range(len(out)):
+            out[i, 0], out[i, 1] = philox(index[i], position[i], stream[i], seed[i])
+
+    return draw
+
+
+def of_cpu_path(words: torch.Tensor, philox: Words = cpu_loops._philox) -> torch.Tensor:
+    """``[2, N]``, the first two words of each answer: the others are not used."""
+    c0, c1, c2, c3, k0, k1 = words.numpy().astype(U64)
+    out = np.empty((words.shape[1], 2), U64)
+    drawer(philox)(c0, c1 | c2 << U64(32), c3, k0 | k1 << U64(32), out)
+    return torch.from_numpy(out.T.astype(np.int64))
+
+
+def check_known() -> tuple[list[dict[str, Any]], list[str]]:
+    known = torch.tensor([[*counter, *key] for counter, key, _ in KNOWN_ANSWERS]).T.contiguous()
+    answers = torch.tensor([answer for *_, answer in KNOWN_ANSWERS]).T
+    random = torch.randint(0, WORDS, (6, COMPARED), generator=torch.Generator().manual_seed(1))
+    reference = torch.stack(philox4x32_ref(list(random[:4]), list(random[4:])))
+    one_at_a_time = [known[:, i : i + 1].contiguous() for i in range(len(KNOWN_ANSWERS))]
+    wrong_key = with_globals(cpu_loops._philox, _W0=cpu_loops._W0 + U64(2))
+
+    def row(path: str, known_answers: torch.Tensor, of_random: torch.Tensor, planted: str = "") -> dict[str, Any]:
+        equal = (known_answers == answers[: len(known_answers)]).all(0).sum().item()
+        differ = (of_random != reference[: len(of_random)]).any(0).sum().item()
+        row = {"path": path, "words": len(of_random), "known": len(KNOWN_ANSWERS), "equal": equal}
+        return row | {"random": COMPARED, "differ": differ} | ({"planted": planted} if planted else {})
+
+    def kernels() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([of_kernels(one) for one in one_at_a_time], 1), of_kernels(random)
+
+    rows = [row("kernels/rng.py", *kernels())]
+    rows.append(row("kernels/reference.py", torch.stack(philox4x32_ref(list(known[:4]), list(known[4:]))), reference))
+    rows.append(row("cpu_loops.py", of_cpu_path(known), of_cpu_path(random)))
+    rows.append(row("cpu_loops.py", of_cpu_path(known, wrong_key), of_cpu_path(random, wrong_key), "_W0 + 2"))
+    rng._PHILOX_ROUNDS = tl.constexpr(9)
+    rows.append(row("kernels/rng.py", *kernels(), "9 rounds"))
+    rng._PHILOX_ROUNDS = tl.constexpr(10)
+    bad = [r for r in rows if (r["equal"] == r["known"] and not r["differ"]) == ("planted" in r)]
+    return rows, [f"known answers: {r}" for r in bad]
+
+
+# --- collisions
+
+
+def seeds_of(requests: int, first: int = 0) -> np.ndarray:
+    """uint64, of requests without a seed of their own, with ids like SGLang's: 32 hexadecimal digits."""
+    text = np.random.default_rng(first).bytes(16 * requests).hex()
+    unseeded = types.SimpleNamespace(sampling_seed=None)
+    seeds = (
+        request_seed(42, types.SimpleNamespace(rid=text[32 * i : 32 * i + 32], sampling_params=unseeded))
+        for i in range(requests)
+    )
+    return np.fromiter(seeds, np.int64, requests).view(U64)
+
+
+@njit
+def _murmur_prefix(seed, position):
+    """MurmurHash3_x86_32 after the words of seed and position, before those of the token: all that tokens share."""
+    state = U64(0)
+    for key in (seed & LOW, seed >> U64(32), position & LOW):
+        key = (key * U64(0xCC9E2D51)) & LOW
+        key = (key << U64(15) | key >> U64(17)) & LOW
+        state ^= (key * U64(0x1B873593)) & LOW
+        state = (state << U64(13) | state >> U64(19)) & LOW
+        state = (state * U64(5) + U64(0xE6546B64)) & LOW
+    return state
+
+
+@njit
+def _prefixes(seeds, positions):
+    out = np.empty(len(seeds) * positions, U64)
+    for i in range(len(out)):
+        out[i] = _murmur_prefix(seeds[i // positions], U64(i % positions))
+    return out
+
+
+def equal_pairs(values: np.ndarray) -> int:
+    counts = np.unique(values, return_counts=True)[1]
+    return int((counts * (counts - 1) // 2).sum())
+
+
+def check_collisions() -> tuple[list[dict[str, Any]], list[str]]:
+    """Two steps share all noise where seed and position are equal; for vLLM, where the 32 bits made of them are. Steps
+    of one request differ in position, so of ours only steps of different requests at one position can."""
+    rows: list[dict[str, Any]] = []
+    for requests, positions in ((1000, 1000), (10**6, 1), (10**7, 1)):
+        seeds = seeds_of(requests)
+        steps = {"requests": requests, "positions": positions, "steps": requests * positions}
+        pairs = math.comb(requests, 2)
+        shared = {
+            "ours": (positions * equal_pairs(seeds), positions * pairs / 2**64),
+            "vLLM": (equal_pairs(_prefixes(seeds, positions)), positions**2 * pairs / 2**32),
+        }
+        if positions == 1:
+            shared["ours, seeds cut to 32 bits"] = equal_pairs(seeds & LOW), pairs / 2**32
+        for noise, (equal, expected) in shared.items():
+            planted = {"planted": True} if noise.endswith("bits") else {}
+            rows.append(
+                {"noise": noise, **steps, "equal_pairs": equal, "expected": float(f"{expected:.4g}"), **planted}
+            )
+    # Five deviations of a Poisson count; of ours, with 1e-6 expected, any pair is too many.
+    bad = [
+        r for r in rows if abs(r["equal_pairs"] - r["expected"]) > 5 * math.sqrt(r["expected"]) and r["expected"] > 1
+    ]
+    bad += [r for r in rows if r["noise"] == "ours" and r["equal_pairs"]]
+    return rows, [f"collisions: {r}" for r in bad]
+
+
+# --- the map
+
+LN_2, SIXTH, TWO_32, TWO_64 = (np.float32(x) for x in (math.log(2), 1 / 6, 2.0**-32, 2.0**-64))
+HALF, ONE = np.float32(0.5), np.float32(1)
+LG2_ERROR = np.float32(2.0**-22)  # of lg2.approx (PTX): absolute between 1/2 and 2, relative elsewhere
+COEFFICIENTS = np.array([1 / n for n in range(1, 13)])
+MAX_ULP = 16.0  # what ``exponential_from_bits`` promises
+NUMBERS = (  # of ``scan``
+    "cpu_max_absolute_error",
+    "cpu_max_error_over_max_1_noise",
+    "cpu_not_finite_or_not_below_the_one_before",
+    "bound_min_slack_bits",
+    "bound_max_slack_bits",
+    "bound_below_noise",
+    "kernel_exponential_max_relative_error",
+    "kernel_exponential_max_relative_error_with_lg2_approx",
+    "kernel_exponential_not_positive_or_beyond_16_ulp",
+    "kernel_noise_max_absolute_error",
+    "kernel_exponential_max_relative_fall",
+)
+
+
+@njit
+def exponential_float32(hi, lo):
+    """``rng.exponential_from_bits``, and how far from it the hardware's logarithm may take it."""
+    upper = hi >= U64(0x80000000)
+    flip = LOW if upper else U64(0)
+    t = np.float32(hi ^ flip) * TWO_32 + (np.float32(lo ^ flip) + HALF) * TWO_64
+    if not upper and t <= SIXTH:
+        series = np.float32(1 / 8)
+        for term in range(1, 8):
+            series = series * t + np.float32(1 / (8 - term))
+        return series * t, np.float32(0)
+    log2 = np.float32(math.log2(t if upper else ONE - t))
+    return log2 * -LN_2, LG2_ERROR * LN_2 * max(ONE, abs(log2))
+
+
+@triton.jit
+def _exponential_kernel(hi_ptr, lo_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    hi, lo = tl.load(hi_ptr + offs).to(tl.uint32), tl.load(lo_ptr + offs).to(tl.uint32)
+    tl.store(out_ptr + offs, rng.exponential_from_bits(hi, lo))
+
+
+def definition(hi: Any, lo: Any = 0) -> tuple[Any, Any, Any]:
+    """1 - v, -log1p(-v) and -log(-log1p(-v)) of words, with 64 bits."""
+    scale = np.longdouble(2) ** 32
+    v = (np.longdouble(hi) + (np.longdouble(lo) + np.longdouble(0.5)) / scale) / scale
+    rest = (np.longdouble(LOW - U64(hi)) + (np.longdouble(LOW - U64(lo)) + np.longdouble(0.5)) / scale) / scale
+    exponential = np.where(hi < WORDS // 2, -np.log1p(-np.minimum(v, np.longdouble(0.5))), -np.log(rest))[()]
+    return rest, exponential, -np.log(exponential)
+
+
+def compare_pairs(gumbel: Any) -> dict[str, Any]:
+    """On random pairs of words of every size: ``exponential_float32`` beside the kernels' own function, interpreted,
+    and the noise of the cpu path beside the definition."""
+
+    @njit
+    def evaluate(hi, lo, exponentials, noise):
+        for i in range(len(hi)):
+            exponentials[i] = exponential_float32(hi[i], lo[i])[0]
+            noise[i] = gumbel(hi[i], lo[i], U64(0), U64(0))
+
+    hi, lo = np.random.default_rng(1).integers(0, WORDS, (2, COMPARED), dtype=U64)
+    hi[: COMPARED // 2] >>= lo[: COMPARED // 2] & U64(31)
+    hi[: COMPARED // 4] ^= LOW
+    here, noise, kernels = np.empty(COMPARED, np.float32), np.empty(COMPARED), torch.empty(COMPARED)
+    evaluate(hi, lo, here, noise)
+    _exponential_kernel[(1,)](*(torch.from_numpy(w.astype(np.int64)) for w in (hi, lo)), kernels, BLOCK=COMPARED)
+    ulp = np.abs(kernels.numpy().view(np.int32).astype(np.int64) - here.view(np.int32))
+    want = definition(hi, lo)[2]
+    error = float((np.abs(noise - want) / np.maximum(1, np.abs(want))).max())
+    pairs = {"pairs": COMPARED, "pairs_equal_to_kernels": int((ulp == 0).sum()), "pairs_max_ulp_apart": int(ulp.max())}
+    return pairs | {"pairs_cpu_max_error_over_max_1_noise": float(f"{error:.4g}")}
+
+
+def pair(x: np.longdouble) -> tuple[float, float]:
+    return float(x), float(x - np.longdouble(float(x)))
+
+
+def anchors(stop: int) -> Iterator[tuple[int, int, np.longdouble, np.longdouble, np.longdouble]]:
+    """Runs of upper words within which 1 - v and -log1p(-v) change by at most 1/64: the first, the one after the last,
+    and ``definition`` of the first."""
+    first = 0
+    while first < stop:
+        rest, exponential, noise = definition(first)
+        last = min(first + max(1, int(rest * min(exponential, 1) * WORDS / 64)), stop)
+        yield first, last, rest, exponential, noise
+        first = last
+
+
+@njit
+def _minus_log1p(x):
+    """-log(1 + x) for |x| up to 1/64, by its series: within 2**-80 of it but for rounding."""
+    total = 0.0
+    for n in range(len(COEFFICIENTS) - 1, -1, -1):
+        total = COEFFICIENTS[n] - total * x
+    return -total * x
+
+
+def make_scan(gumbel: Any, bound_noise: Any, kept: int = 0xFFFFFFFF) -> Callable[..., None]:
+    """kept: bits of the upper word that the kernels' map gets."""
+    mask = U64(kept)
+
+    @njit
+    def scan(first, last, rest, exponential, exponential_low, noise, noise_low, before, words, bounds, numbers):
+        """Adds a run of upper words to ``numbers``. What is not a number is no error but a violation."""
+        for i in range(last - first):
+            words[i] = first + i
+        bound_noise(words[: last - first], U64(0), U64(0), bounds[: last - first])
+        for i in range(last - first):
+            hi = U64(first + i)
+            # Of the definition: how much later than those of the first word, without a logarithm.
+            more = _minus_log1p(-(i * 2.0**-32) / rest)
+            less = _minus_log1p(more / exponential)
+            got = gumbel(hi, U64(0), U64(0), U64(0))
+            numbers[0] = max(numbers[0], abs((got - noise) - (noise_low + less)))
+            numbers[1] = max(numbers[1], abs((got - noise) - (noise_low + less)) / max(1.0, abs(noise + less)))
+            numbers[2] += not (math.isfinite(got) and got < before[0])
+            before[0] = got
+            if math.isfinite(bounds[i]):
+                slack = bounds[i] - (4.0 + (noise + less) / math.log(2.0))
+                numbers[3] = min(numbers[3], slack)
+                numbers[4] = max(numbers[4], slack)
+                numbers[5] += slack < 0
+            else:
+                numbers[5] += not bounds[i] > 0  # NaN or -inf; +inf bounds all
+            value, hardware = exponential_float32(hi & mask, U64(0))
+            off = abs((value - exponential) - (exponential_low + more))
+            numbers[6] = max(numbers[6], off / (exponential + more))
+            numbers[7] = max(numbers[7], (off + hardware) / (exponential + more))
+            most = math.ldexp(MAX_ULP, math.frexp(exponential + more)[1] - 24)
+            numbers[8] += not (math.isfinite(value) and value > 0 and off + hardware <= most)
+            numbers[9] = max(numbers[9], abs((-np.log(value) - noise) - (noise_low + less)))
+            numbers[10] = max(numbers[10], (before[1] - value) / value)
+            before[1] = value
+
+    return scan
+
+
+def row_of_map(scan: Callable[..., None], stop: int, **more: Any) -> dict[str, Any]:
+    numbers = np.zeros(len(NUMBERS))
+    numbers[3] = np.inf
+    before = np.array([np.inf, 0.0])
+    words, bounds = np.empty(WORDS // 64, np.uint32), np.empty(WORDS // 64, np.float32)
+    apart = 0.0
+    for first, last, rest, exponential, noise in anchors(stop):
+        scan(first, last, float(rest), *pair(exponential), *pair(noise), before, words, bounds, numbers)
+        later = definition(last - 1)[2] - noise
+        step = _minus_log1p(_minus_log1p(-((last - 1 - first) * 2.0**-32) / float(rest)) / float(exponential))
+        apart = max(apart, abs(float(later - step)))
+    found = {key: int(x) if x.is_integer() else float(f"{x:.4g}") for key, x in zip(NUMBERS, numbers, strict=True)}
+    return {"upper_words": stop} | more | found | {"definition_max_difference": float(f"{apart:.2g}")}
+
+
+@njit
+def words_as_given(index, position, stream, seed):
+    """In place of Philox: the upper word is the index, the lower one the position."""
+    return index, position
+
+
+@njit
+def words_of_24_bits(index, position, stream, seed):
+    return index & U64(0xFFFFFF00), position
+
+
+def check_map(stop: int) -> tuple[list[dict[str, Any]], list[str]]:
+    gumbel = with_globals(cpu_loops.gumbel, _philox=words_as_given)
+    bound = with_globals(cpu_loops._bound_noise, _philox=words_as_given)
+    low_bound = with_globals(cpu_loops._bound_noise, _philox=words_as_given, _MARGIN=np.float32(-0.01))
+    rough_gumbel = with_globals(cpu_loops.gumbel, _philox=words_of_24_bits)
+    few = min(stop, 2**24)
+    rows = [
+        compare_pairs(gumbel) | row_of_map(make_scan(gumbel, bound), stop),
+        row_of_map(make_scan(gumbel, bound, 0xFFFFFF00), few, planted="24 bits in the kernels' map"),
+        row_of_map(make_scan(gumbel, low_bound), few, planted="a margin of -0.01 bits"),
+        row_of_map(make_scan(rough_gumbel, bound), few, planted="24 bits in the cpu path"),
+    ]
+
+    def good(row: dict[str, Any]) -> bool:
+        return (
+            row["cpu_max_error_over_max_1_noise"] < 2.0**-51
+            and row["cpu_not_finite_or_not_below_the_one_before"] == row["bound_below_noise"] == 0
+            and row["kernel_exponential_not_positive_or_beyond_16_ulp"] == 0
+            and row["kernel_exponential_max_relative_fall"] <= 2.0**-20
+            and row["definition_max_difference"] < 2.0**-55
+            and row.get("pairs_max_ulp_apart", 0) <= 2
+            and row.get("pairs_cpu_max_error_over_max_1_noise", 0) < 2.0**-51
+        )
+
+    return rows, [f"map: {row}" for row in rows if good(row) == ("planted" in row)]
+
+
+# --- streams
+
+CHUNK = 2**17  # words of 64 bits
+VOCABULARY = 151936
+Order = Callable[[int], tuple[Any, Any, Any, Any]]  # of a chunk from its number: index, position, stream, seed
+
+
+def numbers_of(chunk: int) -> np.ndarray:
+    return np.arange(chunk * CHUNK, (chunk + 1) * CHUNK, dtype=U64)
+
+
+def requests(chunk: int) -> tuple[Any, Any, Any, Any]:
+    """The 16 tokens of a group at four positions, for request after request."""
+    place = np.arange(CHUNK) % 64
+    return place % 16 + 4096, place // 16 + 7, TOKEN, np.repeat(seeds_of(CHUNK // 64, chunk), 64)
+
+
+def steps(chunk: int) -> tuple[Any, Any, Any, Any]:
+    """What one request draws: all groups and the tokens of one, position after position."""
+    groups = VOCABULARY // 16
+    place, position = numbers_of(chunk) % U64(groups + 16), numbers_of(chunk) // U64(groups + 16)
+    in_group = place >= groups
+    return np.where(in_group, place - U64(groups), place), position, np.where(in_group, TOKEN, GROUP), 42
+
+
+ORDERS: dict[str, Order] = {
+    "groups": lambda chunk: (numbers_of(chunk), 7, GROUP, 42),
+    "positions": lambda chunk: (5, numbers_of(chunk), GROUP, 42),
+    "seeds": lambda chunk: (5, 7, GROUP, numbers_of(chunk)),
+    "requests": requests,
+    "token and group": lambda chunk: (numbers_of(chunk) // U64(2), 7, (TOKEN, GROUP) * (CHUNK // 2), 42),
+    "steps": steps,
+}
+# dieharder's tests, cheap ones first. All that it calls good but the GCD test, which takes minutes.
+DIEHARDER: list[tuple[int, tuple[str, ...]]] = [
+    *((test, ()) for test in (8, 15, 0, 4, 11, 9, 100, 16, 12, 1, 13, 205, 206, 207, 208, 209, 204)),
+    *((test, ("-n", n)) for test, n in ((200, "2"), (202, "5"), (203, "1"), (203, "16"), (200, "8"), (201, "3"))),
+    *((test, ()) for test in (3, 2, 102, 101, 10)),
+]
+VERSION = re.compile(r"version (\S+)")
+UNUSUAL = re.compile(r"unusual|suspicious|FAIL")  # verdicts of PractRand
+
+
+def feed(command: list[str], order: Order, philox: Words, chunk: int, stop: float) -> tuple[str, int, bool]:
+    """Pipes words into a program, from a chunk on, until it ends or the time is ``stop``. What it said, how many chunks
+    it took, and whether it ended by itself."""
+    draw, words, first = drawer(philox), np.empty((CHUNK, 2), U64), chunk
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdin is not None and process.stdout is not None
+    ended = False
+    try:
+        while time.monotonic() < stop:
+            draw(*(np.broadcast_to(np.asarray(part).astype(U64), CHUNK) for part in order(chunk)), words)
+            process.stdin.write(words.astype("<u4").tobytes())
+            chunk += 1
+        process.kill()
+    except BrokenPipeError:
+        ended = True
+    said = process.stdout.read().decode()
+    process.wait()
+    return said, chunk - first, ended
+
+
+def dieharder(order: Order, philox: Words, seconds: float) -> dict[str, Any]:
+    stop, chunk, done, count, rest = time.monotonic() + seconds, 0, 0, 0, []
+    version: list[str] = []
+    for test, ntuple in DIEHARDER:
+        said, used, ended = feed(["dieharder", "-g", "200", "-d", str(test), *ntuple], order, philox, chunk, stop)
+        chunk += used
+        if not ended:
+            break
+        done, version = done + 1, VERSION.findall(said)[:1]
+        for line in said.splitlines():
+            words = [word.strip() for word in line.split("|")]
+            if words[-1] in ("PASSED", "WEAK", "FAILED"):
+                count += 1
+                if words[-1] != "PASSED":
+                    rest.append({"test": f"{words[0]} {words[1]}", "p": float(words[4]), "verdict": words[5]})
+    tests = {"version": version, "bytes": chunk * CHUNK * 8, "tests": done, "of": len(DIEHARDER)}
+    return tests | {"p_values": count, "not_normal": rest}
+
+
+def practrand(order: Order, philox: Words, seconds: float) -> dict[str, Any]:
+    said, used, _ = feed(["RNG_test", "stdin64"], order, philox, 0, time.monotonic() + seconds)
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    rest = [{"test": line, "verdict": "FAILED" if "FAIL" in line else "WEAK"} for line in lines if UNUSUAL.search(line)]
+    tested = [line for line in lines if line.startswith("length=")]
+    tests = {"version": VERSION.findall(said)[:1], "bytes": used * CHUNK * 8, "tested": tested[-1:]}
+    return tests | {"tests": len(tested), "not_normal": rest}
+
+
+PROGRAMS = {"dieharder": ("dieharder", dieharder), "PractRand": ("RNG_test", practrand)}
+
+
+def check_streams(seconds: float) -> tuple[list[dict[str, Any]], list[str]]:
+    # Without its multiplications, Philox moves bits and mixes none.
+    planted = with_globals(cpu_loops._philox, _M0=U64(1), _M1=U64(1))
+    rows = []
+    for program, (command, test) in PROGRAMS.items():
+        if shutil.which(command) is None:
+            rows.append({"program": program, "reason": f"{command} is not installed"})
+            continue
+        for order in ORDERS:
+            rows.append({"program": program, "order": order} | test(ORDERS[order], cpu_loops._philox, seconds))
+            print(rows[-1], flush=True)
+        found = test(ORDERS["positions"], planted, min(seconds, 20))
+        rows.append({"program": program, "order": "positions", "planted": "no multiplications"} | found)
+
+    def good(row: dict[str, Any]) -> bool:
+        return row["tests"] > 0 and all(one["verdict"] != "FAILED" for one in row["not_normal"])
+
+    return rows, [f"streams: {row}" for row in rows if "reason" not in row and good(row) == ("planted" in row)]
+
+
+def main() -> int:
+    parser = make_parser(__doc__, needs_gpu=False)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--words", type=int, default=WORDS, help="upper words of the map (default: all)")
+    parser.add_argument("--seconds", type=float, default=150, help="for each stream (default: 150)")
+    parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not run now")
+    options = parser.parse_args()
+    env = new_env() | {"processor": platform.processor() or platform.machine(), "numba": numba.__version__}
+    keep = options.keep and options.out.exists()
+    sections: dict[str, Any] = {}
+    for name in options.only:
+        began = time.monotonic()
+        rows, wrong = SECTIONS[name](options)
+        about = {"date": today(), "command": command_line(), "seconds": round(time.monotonic() - began)}
+        sections[name] = about | {"wrong": wrong, "rows": rows}
+        print(*rows, f"{name}: {about['seconds']} s", *wrong, sep="\n", flush=True)
+        if keep:  # as the file is now: another call may have added to it
+            sections = read_result(options.out, "noise.py")["sections"] | sections
+        write_result(options.out, {"env": env, "sections": sections})
+    return int(any(section["wrong"] for section in sections.values()))
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], tuple[list[dict[str, Any]], list[str]]]] = {
+    "known": lambda options: check_known(),
+    "collisions": lambda options: check_collisions(),
+    "map": lambda options: check_map(options.words),
+    "streams": lambda options: check_streams(options.seconds),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
