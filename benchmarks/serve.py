@@ -15,6 +15,8 @@ profile  calls per decode step, stock and ours, counted in profiler traces (``st
          idles between kernels; with several tensor-parallel ranks, microseconds of their exchange
 
 ``--tp``, ``--pp``: GPUs of each server. Its rows say so, and how many bytes a rank receives per row of a step.
+``--speculation``: drafts of n-grams in both servers, ``--draft-tokens`` per step; its rows say so. Dummy weights repeat
+hardly an n-gram, so these rows tell what a step costs, not how many drafts are accepted.
 
 ``--only`` runs some of the sections, stock by default, and ``--keep`` leaves the other rows in the file. ``--fast``:
 three samplings, three batch sizes, three pairs. ``--python`` names the interpreter that has SGLang, ``--set`` changes
@@ -58,7 +60,7 @@ from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import Server, ServerError
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
-from sgl_flashsample.sglang.support import RANKS_VARIABLE
+from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
 LOAD = Load(range(1000, 100_000), seconds=0.0 if DRY_RUN else 1.0)
@@ -68,7 +70,7 @@ COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_BATCH, PROFILED_STEPS, PREFILL_SECONDS = 32, 40, 0.3
 CACHE_TOKENS = 65536
 OUT_OF_TIME = "out of time"
-PLACE = ("section", "model", "sampling", "batch", "tp", "pp")  # fields that tell cells apart
+PLACE = ("section", "model", "sampling", "batch", "tp", "pp", "speculation", "draft_tokens")  # fields that tell cells apart
 SERVER_ARGUMENTS = [
     *("--load-format", "dummy", "--attention-backend", "triton", "--random-seed", "1", "--enable-metrics"),
     *("--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
@@ -127,8 +129,10 @@ class ModelRun:
 
     def __init__(self, name: str, options: Any, started: float) -> None:
         self.name, self.options, self._started = name, options, started
-        # Rows of servers with one GPU do not say so.
-        self.ranks = {"tp": options.tp, "pp": options.pp} if options.tp * options.pp > 1 else {}
+        # What its rows say of the servers; of one GPU and of no drafts they say nothing.
+        self.about = {"tp": options.tp, "pp": options.pp} if options.tp * options.pp > 1 else {}
+        if options.speculation:
+            self.about |= {"speculation": options.speculation, "draft_tokens": options.draft_tokens}
         self.not_run: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
@@ -164,16 +168,20 @@ class ModelRun:
     def make_server(self, model: Path, backend: str, variables: dict[str, str], log: Path) -> Any:
         if DRY_RUN:
             return PretendedServer(log)
-        share = ["--mem-fraction-static", str(self.options.memory_share)]
+        arguments = ["--mem-fraction-static", str(self.options.memory_share)]
         if self.options.tp * self.options.pp > 1:
-            share += ["--tp-size", str(self.options.tp), "--pp-size", str(self.options.pp)]
+            arguments += ["--tp-size", str(self.options.tp), "--pp-size", str(self.options.pp)]
             variables = variables | {RANKS_VARIABLE: "1"}
+        if self.options.speculation:
+            arguments += ["--speculative-algorithm", self.options.speculation]
+            arguments += ["--speculative-num-draft-tokens", str(self.options.draft_tokens)]
+            variables = variables | {SPECULATION_VARIABLE: "1"}
         if backend == oracle.BACKEND:
             path = [str(oracle.install(model)), os.environ.get("PYTHONPATH", "")]
             variables = variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
         return Server(
             model,
-            [*SERVER_ARGUMENTS, *share],
+            [*SERVER_ARGUMENTS, *arguments],
             backend=backend,
             log=log,
             launcher=(self.options.python, "-m", "sglang.launch_server"),
@@ -192,7 +200,7 @@ class ModelRun:
         """Sampling, batch size and the fields of a row. What would begin after the limit is recorded instead."""
         for sampling in self.options.samplings:
             for batch in batches:
-                about = {"model": self.name, "sampling": sampling, "batch": batch} | self.ranks
+                about = {"model": self.name, "sampling": sampling, "batch": batch} | self.about
                 if time.monotonic() - self._started > self.options.limit:
                     self.not_run.append({"section": section, **about, "reason": OUT_OF_TIME})
                     print(f"{OUT_OF_TIME}: {section} {self.name} {sampling} B={batch}", flush=True)
@@ -307,7 +315,7 @@ class ModelRun:
                 yield from self.host()
         except (ServerError, OSError, TimeoutError) as error:
             for section in sections:
-                self.not_run.append({"section": section, "model": self.name, **self.ranks, "reason": reason_of(error)})
+                self.not_run.append({"section": section, "model": self.name, **self.about, "reason": reason_of(error)})
             print(f"{self.name}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
 
     def _section(self, section: str, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
@@ -351,6 +359,8 @@ def parse() -> Any:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="environment of the servers")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each server")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages of each server")
+    parser.add_argument("--speculation", choices=("NGRAM",), help="speculative decoding in each server")
+    parser.add_argument("--draft-tokens", type=int, default=8, help="nodes that a step verifies, with --speculation")
     parser.add_argument("--memory-share", type=float, default=0.55, help="--mem-fraction-static of each server")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no further cell begins")

@@ -164,12 +164,15 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     several = dry_run("serve", "--only", "stock", "oracle", "repeats", "--tp", "2", "--keep", *arguments)["rows"]
     assert several[: len(result["rows"])] == extended["rows"], "rows of one GPU stay"
     assert all((row["tp"], row["pp"]) == (2, 1) for row in several[len(result["rows"]) :])
+    drafted = dry_run("serve", "--speculation", "NGRAM", "--draft-tokens", "4", "--keep", *arguments)["rows"]
+    assert drafted[: len(several)] == several, "rows without drafts stay"
+    assert {(row["speculation"], row["draft_tokens"]) for row in drafted[len(several) :]} == {("NGRAM", 4)}
     new = {(row["section"], row.get("backend"), row["batch"]): row for row in several if "tp" in row}
     assert new["stock", "flashsample", 8]["bytes_per_row"] == 16 and ("oracle", "oracle", 8) in new
     repeated = new["repeats", None, 1]
     assert len(repeated["percent"]) == 2 >= repeated["faster"] + repeated["slower"] and repeated["pairs"] == 3
     late = dry_run("serve", "--only", "profile", "--keep", "--limit", "0", *arguments)
-    assert late["rows"] == several and late["env"]["not_run"] == [], "its cells have been measured before"
+    assert late["rows"] == drafted and late["env"]["not_run"] == [], "its cells have been measured before"
 
 
 @needs_sglang
