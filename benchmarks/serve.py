@@ -70,7 +70,8 @@ COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_BATCH, PROFILED_STEPS, PREFILL_SECONDS = 32, 40, 0.3
 CACHE_TOKENS = 65536
 OUT_OF_TIME = "out of time"
-PLACE = ("section", "model", "sampling", "batch", "tp", "pp", "speculation", "draft_tokens")  # fields that tell cells apart
+# Fields that tell cells apart.
+PLACE = ("section", "model", "sampling", "batch", "tp", "pp", "speculation", "draft_tokens")
 SERVER_ARGUMENTS = [
     *("--load-format", "dummy", "--attention-backend", "triton", "--random-seed", "1", "--enable-metrics"),
     *("--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
