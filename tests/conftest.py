@@ -67,6 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="exhaustive: runs with --full"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """pytest-xdist marks the groups in the names of their tests. Without, each worker would start every server."""
+    for item in session.items:
+        if session.config.getoption("loadgroup", False) and item.get_closest_marker("xdist_group") is not None:
+            assert "@" in item.nodeid, "pytest-xdist does not group the tests of one file with this release of pytest"
+
+
 @pytest.fixture
 def caplog(caplog):
     """What this package logs. Others warn once per process, in whichever test comes first."""
