@@ -26,6 +26,7 @@ import torch
 from common import make_parser, new_env, print_rows, write_result
 from numba import njit
 
+import sgl_flashsample.demo.torchvision_schemas  # noqa: F401
 from sgl_flashsample import BatchParams
 from sgl_flashsample.autotune.timing import rotated
 from sgl_flashsample.cpu_path import sample_on_cpu
@@ -89,8 +90,6 @@ def of_torch(mode: str) -> Callable[[torch.Tensor], object]:
 def of_sglang(mode: str, rows: int) -> Callable[[torch.Tensor], object]:
     """Without the copy that SGLang's sampler divides by the temperatures in place."""
     from sglang.srt.layers import sampler
-
-    import sgl_flashsample.demo.torchvision_schemas  # noqa: F401
 
     temperature = torch.ones(rows, 1)
     limits = torch.full((rows,), TOP_K, dtype=torch.int32), torch.full((rows,), TOP_P), torch.zeros(rows)

@@ -69,8 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """pytest-xdist marks the groups in the names of their tests. Without, each worker would start every server."""
-    for item in session.items:
-        if session.config.getoption("loadgroup", False) and item.get_closest_marker("xdist_group") is not None:
+    grouped = session.items if session.config.getoption("loadgroup", False) else []
+    for item in grouped:
+        if item.get_closest_marker("xdist_group") is not None:
             assert "@" in item.nodeid, "pytest-xdist does not group the tests of one file with this release of pytest"
 
 

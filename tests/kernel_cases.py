@@ -26,6 +26,16 @@ from sgl_flashsample.kernels.workspace import ScreenWorkspace, Workspace
 CUDA = torch.cuda.is_available()
 PATHS = ("fused", "logits", "screened")
 KINDS = ("plain", "greedy", "edit", "truncate", "edit+truncate")
+# Random123's kat_vectors for philox4x32-10: counter, key, answer.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Config = TileConfig | ReadConfig | ScreenConfig
 

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 
-import numpy
+import numpy as np
 import pytest
 import torch
 from kernel_cases import (
     DTYPES,
     KINDS,
+    KNOWN_ANSWERS,
     Case,
     Drawn,
     assert_equal_to_reference,
@@ -36,12 +37,6 @@ from sgl_flashsample.kernels.reference import group_noise_ref, group_scores_ref
 
 numba = pytest.importorskip("numba")
 CPU = torch.device("cpu")
-# Random123's kat_vectors for philox4x32-10: counter, key, the first two words of the answer.
-KNOWN_ANSWERS = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB)),
-]
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
@@ -141,7 +136,7 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, answer):
         return philox(index, position, stream, seed)
 
     position, seed = counter[1] | counter[2] << 32, key[0] | key[1] << 32
-    assert words(*map(numpy.uint64, (counter[0], position, counter[3], seed))) == answer
+    assert words(*map(np.uint64, (counter[0], position, counter[3], seed))) == answer[:2]
 
 
 # --- what a token does not depend on ----------------------------------------------------------------------------------

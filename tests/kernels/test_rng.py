@@ -9,22 +9,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_cases import KNOWN_ANSWERS
 from scipy import stats
 
 from sgl_flashsample.kernels import rng
 from sgl_flashsample.kernels.reference import exponential_from_bits_ref, gumbel_ref, philox4x32_ref
 from sgl_flashsample.kernels.rng import Stream, Unit
 
-# Random123's kat_vectors for philox4x32-10: counter, key, answer.
-KNOWN_ANSWERS = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
-]
 # -log(-log1p(-v)) of three (seed, position, index), computed with Python's integers and floats.
 TOKEN_NOISE = [0.6748404362832034, -0.5360987695275121, -0.35710413780552125]
 GROUP_NOISE = [0.06991854893082804, 3.286111557616761, 1.8504467226994248]

@@ -29,6 +29,7 @@ from sgl_flashsample.tables.schema import HeadShape
 pytestmark = [needs_sglang, pytest.mark.server, *([pytest.mark.gpu] if CUDA else [])]
 
 SIZE = "small" if CUDA else "tiny"
+ARGUMENTS = ["--enable-metrics", "--enable-custom-logit-processor", "--enable-return-hidden-states"]
 STRUCTURAL_TAG = json.dumps(
     {
         "type": "structural_tag",
@@ -132,6 +133,24 @@ def ask_together(server: Server, rows: list[tuple[dict, dict]]) -> list[dict]:
     )
 
 
+def seeded_rows() -> list[tuple[dict, dict]]:
+    """Rows that draw the same wherever the pass runs: each kind of ``FUSED`` with a seed, and logprobs."""
+    seeded = [params | {"sampling_seed": place, "ignore_eos": True} for place, (params, _) in enumerate(FUSED.values())]
+    rows = [({key: value for key, value in params.items() if key != "n"}, {}) for params in seeded]
+    rows += [({"temperature": 1.0, "sampling_seed": 3}, {"return_logprob": True}), ({"temperature": 0}, TOP_LOGPROBS)]
+    return rows
+
+
+def assert_same_answers(answers: list[dict], others: list[dict], *, with_paths: bool = True) -> None:
+    """The same tokens and paths, and logprobs within 1e-3."""
+    for got, want in zip(answers, others, strict=True):
+        assert got["output_ids"] == want["output_ids"]
+        assert not with_paths or paths(got) == paths(want)
+        logprobs = (answer["meta_info"].get("output_token_logprobs", []) for answer in (got, want))
+        for one, other in zip(*logprobs, strict=True):
+            assert one[0] == pytest.approx(other[0], abs=1e-3)
+
+
 def all_paths(answers: list[dict]) -> set[str]:
     return {path for answer in answers for path in paths(answer)}
 
@@ -188,9 +207,6 @@ def disallow_tokens(environment: dict[str, str]) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("servers")
-
-
-ARGUMENTS = ["--enable-metrics", "--enable-custom-logit-processor", "--enable-return-hidden-states"]
 
 
 @pytest.fixture(scope="module")
@@ -480,38 +496,26 @@ def test_what_was_served_is_in_the_log_and_in_the_metrics_with_its_reasons(ours)
 
 @pytest.mark.skipif(CUDA, reason="kernels draw there in any case")
 def test_interpreted_kernels_give_the_tokens_of_rows_that_are_drawn_in_host_memory(servers, of_kernels):
-    seeded = [params | {"sampling_seed": place, "ignore_eos": True} for place, (params, _) in enumerate(FUSED.values())]
-    rows = [({key: value for key, value in params.items() if key != "n"}, {}) for params in seeded]
-    rows += [
-        ({"temperature": 1.0, "sampling_seed": 3}, {"return_logprob": True}),
-        ({"temperature": 0}, TOP_LOGPROBS),
-    ]
-    for got, want in zip(ask_together(of_kernels, rows), ask_together(servers["ours"], rows), strict=True):
-        assert (got["output_ids"], paths(got)) == (want["output_ids"], paths(want))
-        for ours, theirs in zip(
-            *(answer["meta_info"].get("output_token_logprobs", []) for answer in (got, want)), strict=True
-        ):
-            assert ours[0] == pytest.approx(theirs[0], abs=1e-3)
+    rows = seeded_rows()
+    assert_same_answers(ask_together(of_kernels, rows), ask_together(servers["ours"], rows))
     assert_no_failure(of_kernels)
 
 
 def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_in_the_metrics(of_kernels):
-    ours = of_kernels
-
     def read() -> list[float]:
-        return [metric(ours, f"{name}_rows_total") for name in ("truncated", "searched")]
+        return [metric(of_kernels, f"{name}_rows_total") for name in ("truncated", "searched")]
 
     # So flat that the first tokens to arrive are hardly ever the one that is allowed.
     flat = {"temperature": 50.0, "top_p": 1e-6, "max_new_tokens": 6}
-    ours.generate(input_ids=[300], sampling_params=flat)  # counts of earlier searches have arrived by now
+    of_kernels.generate(input_ids=[300], sampling_params=flat)  # counts of earlier searches have arrived by now
     truncated, searched = read()
-    ours.generate(input_ids=[300], sampling_params=flat)
+    of_kernels.generate(input_ids=[300], sampling_params=flat)
     now_truncated, now_searched = read()
     assert 6 <= now_truncated - truncated <= 7, "overlap scheduling has drawn one more when it sees the last"
     assert 1 <= now_searched - searched <= 8, "the counts of its steps and of the step before"
     (logged,) = re.findall(
         r"([\d,]+) of the rows with top-k, top-p or min-p \(([\d,]+) by a search\)",
-        ours.log_lines("] flashsample: ")[-1],
+        of_kernels.log_lines("] flashsample: ")[-1],
     )
     logged = [int(number.replace(",", "")) for number in logged]
     assert 0 <= logged[0] - now_truncated <= 1 and 0 <= logged[1] - now_searched <= 1
@@ -658,22 +662,9 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
                     assert got == want, request
                 else:
                     assert (got["output_ids"], paths(got)) == (want["output_ids"], paths(want)), request
-        seeded = [
-            params | {"sampling_seed": place, "ignore_eos": True} for place, (params, _) in enumerate(FUSED.values())
-        ]
-        rows = [({key: value for key, value in params.items() if key != "n"}, {}) for params in seeded]
-        rows += [
-            ({"temperature": 1.0, "sampling_seed": 3}, {"return_logprob": True}),
-            ({"temperature": 0}, TOP_LOGPROBS),
-        ]
-        rows += [({"temperature": 0, "custom_params": {"token_ids": [738]}}, processor)]
-        for got, want in zip(ask_together(server, rows), ask_together(servers["ours"], rows), strict=True):
-            assert got["output_ids"] == want["output_ids"]
-            assert name == "pipeline parallelism" or paths(got) == paths(want)
-            for ours, theirs in zip(
-                *(answer["meta_info"].get("output_token_logprobs", []) for answer in (got, want)), strict=True
-            ):
-                assert ours[0] == pytest.approx(theirs[0], abs=1e-3)
+        rows = [*seeded_rows(), ({"temperature": 0, "custom_params": {"token_ids": [738]}}, processor)]
+        with_paths = name != "pipeline parallelism"
+        assert_same_answers(ask_together(server, rows), ask_together(servers["ours"], rows), with_paths=with_paths)
         assert metric(server, "rows_total", path="fused") > metric(server, "rows_total", path="native") > 0
         assert_no_failure(server)
 
