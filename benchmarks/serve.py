@@ -15,8 +15,8 @@ profile  calls per decode step, stock and ours, counted in profiler traces (``st
          idles between kernels; with several tensor-parallel ranks, microseconds of their exchange
 
 ``--tp``, ``--pp``: GPUs of each server. Its rows say so, and how many bytes a rank receives per row of a step.
-``--speculation``: drafts of n-grams in both servers, ``--draft-tokens`` per step; its rows say so. Dummy weights repeat
-hardly an n-gram, so these rows tell what a step costs, not how many drafts are accepted.
+``--speculation``: drafts of n-grams in both servers, ``--draft-tokens`` per step; its rows say so. With dummy weights
+they tell what a step costs, not how many drafts are accepted.
 
 ``--only`` runs some of the sections, stock by default, and ``--keep`` leaves the other rows in the file. ``--fast``:
 three samplings, three batch sizes, three pairs. ``--python`` names the interpreter that has SGLang, ``--set`` changes
@@ -138,7 +138,8 @@ class ModelRun:
 
     @contextlib.contextmanager
     def servers(self, backends: Backends) -> Iterator[dict[str, Server]]:
-        """Started and ready. The first starts alone and compiles for the others. Raises ServerError."""
+        """Started and ready. The first starts alone and compiles for the others, where they do not start together.
+        Raises ServerError."""
         running: dict[str, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             model, size = Path(folder), markov.SIZES[self.name]
@@ -147,7 +148,7 @@ class ModelRun:
                 markov.write_tokenizer(model, size.vocab_size)  # grammars are made of its tokens
             try:
                 first, *others = backends
-                for labels in ([first], others):
+                for labels in [list(backends)] if self.options.together else [[first], others]:
                     began = time.monotonic()
                     for label in labels:
                         log = self.options.logs / f"{self.name}-{label.replace(' ', '-')}.log"
@@ -362,6 +363,7 @@ def parse() -> Any:
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages of each server")
     parser.add_argument("--speculation", choices=("NGRAM",), help="speculative decoding in each server")
     parser.add_argument("--draft-tokens", type=int, default=8, help="nodes that a step verifies, with --speculation")
+    parser.add_argument("--together", action="store_true", help="start all servers at once: with warm caches, sooner")
     parser.add_argument("--memory-share", type=float, default=0.55, help="--mem-fraction-static of each server")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no further cell begins")

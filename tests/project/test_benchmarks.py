@@ -321,7 +321,7 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
         make_server = staticmethod(lambda model, backend, variables, log: Failing(log))
 
     names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "limit": 60, "logs": tmp_path, "tp": 1, "pp": 1}
-    names["speculation"] = None
+    names |= {"speculation": None, "together": False}
     run = Run("tiny", types.SimpleNamespace(**names), time.monotonic())
     assert [rows[0]["batch"] for rows in run.run(["stock"])] == [1, 4]
     assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(8, "ServerError: out of memory")]
