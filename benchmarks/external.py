@@ -45,6 +45,7 @@ import openai
 import requests
 import torch
 from common import MAX_REASON, make_parser, new_env, read_result, reason_of, write_result
+from definition import Row, make_row, may_and_must, probabilities
 from scipy import stats
 
 from sgl_flashsample import BatchParams, Truncation, sample_from_logits
@@ -59,7 +60,6 @@ OPTIONAL = ("anthropic", "datasets")  # packages that the kits import, and few o
 SHORT_PROMPT = 500  # tokens
 REPEATS = 9
 CASES, DRAWS = 240, 8192
-SHAPES = ("peaked", "flat", "ties", "holes", "zipf")
 ALPHA = 1e-3 / CASES
 
 
@@ -379,78 +379,8 @@ def run_servers(results: Results) -> None:
 # --- may draw, must draw --------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Logits ``[V]`` float32, and limits; a limit that is None is off."""
-
-    shape: str
-    logits: np.ndarray
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-
-    def __str__(self) -> str:
-        limits = [f"{name} {getattr(self, name):.4g}" for name in ("top_k", "top_p", "min_p") if getattr(self, name)]
-        return ", ".join([f"V {len(self.logits)}", self.shape, f"temperature {self.temperature:.4g}", *limits])
-
-
-def make_row(index: int) -> Row:
-    random = np.random.default_rng(index)
-    vocab = int(np.exp(random.uniform(0, np.log(5000))))
-    shape, use = SHAPES[index // 8 % len(SHAPES)], [bool(index >> bit & 1) for bit in range(3)]
-    normal = random.standard_normal(vocab)
-    logits = {
-        "peaked": 5 * normal,
-        "flat": 0.05 * normal,
-        "ties": np.round(normal),
-        "holes": np.where((random.random(vocab) < 0.4) & (np.arange(vocab) > 0), -np.inf, 2 * normal),
-        "zipf": -1.2 * np.log(1.0 + random.permutation(vocab)),
-    }[shape]
-    return Row(
-        shape,
-        logits.astype(np.float32),
-        float(np.float32(random.uniform(0.3, 2) if index % 3 else 1)),
-        int(random.integers(1, max(2, min(vocab, 200)))) if use[0] else None,
-        float(np.float32(random.uniform(0.05, 0.99))) if use[1] else None,
-        float(np.float32(10 ** random.uniform(-3, -0.1))) if use[2] else None,
-    )
-
-
-def may_and_must(row: Row, p: np.ndarray, *, flashinfer: bool, slack: float = 1e-5) -> tuple[np.ndarray, np.ndarray]:
-    """``[V]`` bool each. p: probabilities in float64.
-
-    flashinfer: as SGLang defines the limits on its FlashInfer backend, and we do: equal logits stay or go together, and
-    beside a min-p, top-p looks at what top-k has left. Else, as on its PyTorch backend, of equal logits any may go, and
-    top-p looks at the whole distribution.
-    """
-    values, which, sizes = np.unique(-row.logits, return_inverse=True, return_counts=True)
-    masses = np.bincount(which, weights=p, minlength=len(values))
-    larger = (np.cumsum(sizes) - sizes)[which]  # how many logits are above each
-    above = (np.cumsum(masses) - masses)[which]
-    before = (larger, above)  # how many, and of what mass, go before each id; its equals too, where any of them may
-    if not flashinfer:
-        before = (larger + sizes[which] - 1, above + masses[which] - p)
-    may = must = np.isfinite(row.logits)
-    if row.top_k is not None:
-        may, must = may & (larger < row.top_k), must & (before[0] < row.top_k)
-    if row.top_p is not None:
-        limit = row.top_p * (p[may].sum() if flashinfer and row.min_p is not None else 1.0)
-        may, must = (
-            may & ((above < limit + slack) | (larger == 0)),
-            must & ((before[1] < limit - slack) | (before[0] == 0)),
-        )
-    if row.min_p is not None:
-        least = np.log(row.min_p) + np.log(p.max())
-        may = may & (np.log(np.maximum(p, 1e-300)) >= least - 10 * slack)
-        must = must & (np.log(np.maximum(p, 1e-300)) >= np.minimum(least + 10 * slack, np.log(p.max())))
-    return may, must
-
-
 def check_draws(tokens: np.ndarray, row: Row, *, flashinfer: bool) -> str:
-    scaled = row.logits.astype(np.float64) / row.temperature
-    p = np.exp(scaled - scaled.max())
-    p /= p.sum()
+    p = probabilities(row)
     may, must = may_and_must(row, p, flashinfer=flashinfer)
     if tokens.min() < 0 or tokens.max() >= len(p):
         return f"fail: id {tokens.min() if tokens.min() < 0 else tokens.max()} of {len(p)}"

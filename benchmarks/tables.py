@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -604,6 +605,97 @@ def parity(results: Results) -> Table | None:
     return Table(["", *names], rows)
 
 
+def _wrong_of(rows: Iterable[dict[str, Any]], wrong: Callable[[dict[str, Any]], bool]) -> str:
+    rows = list(rows)
+    return f"{sum(map(wrong, rows)):,} of {len(rows):,}"
+
+
+def _sums(rows: Iterable[dict[str, Any]], wrong: str, all_of: str) -> str:
+    rows = list(rows)
+    return f"{sum(row[wrong] for row in rows):,} of {sum(row[all_of] for row in rows):,}"
+
+
+def _counted(words: Iterable[str]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in Counter(words).most_common())
+
+
+def _illegal(data: dict[str, Any]) -> str:
+    return "; ".join(f"{row['path']}: {row['illegal']:,} of {row['draws']:,}" for row in data["rows"])
+
+
+def _map_errors(data: dict[str, Any]) -> str:
+    row = data["sections"]["map"]["rows"][0]
+    wrong, error = row["cpu_not_finite_or_not_below_the_one_before"], row["cpu_max_absolute_error"]
+    return f"{error:.1e}; {wrong:,} of {row['upper_words']:,} not finite or out of order"
+
+
+def _equal_noise(data: dict[str, Any]) -> str:
+    rows = [row for row in data["sections"]["collisions"]["rows"] if "planted" not in row]
+    ours, other = (row for row in rows if row["steps"] == 10**7)
+    return f"{ours['equal_pairs']:,}; {other['equal_pairs']:,} with {other['noise']}'s 32 bits"
+
+
+def _streams(data: dict[str, Any]) -> str:
+    rows = [row for row in data["sections"]["streams"]["rows"] if "p_values" in row and "planted" not in row]
+    verdicts = [one["verdict"] for row in rows for one in row["not_normal"]]
+    tested = sum(row["p_values"] for row in rows)
+    return f"{verdicts.count('FAILED')} of {tested}, {verdicts.count('WEAK')} weak, in {len(rows)} orders"
+
+
+# What is proven by a count: the goal, how many, and the file of results with how to read it.
+PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
+    (
+        "planted defects that no test notices",
+        "0 of at least 60",
+        "planted-defects",
+        lambda data: _wrong_of(data["defects"], lambda row: not row["caught"]),
+    ),
+    (
+        "cases of others' suites that stock SGLang passes and ours does not",
+        "0",
+        "external-suites",
+        lambda data: _wrong_of(data["cases"], lambda row: row["stock"] == "pass" and row["ours"] != "pass"),
+    ),
+    (
+        "features and pairs of features: how they equal stock SGLang's",
+        "each in one of these ways",
+        "parity",
+        lambda data: _counted(row["result"] for row in data["rows"]),
+    ),
+    ("illegal tokens", "0 of 1e9 draws", "legal", _illegal),
+    ("noise in host memory: largest error over all upper words", "below 1e-12", "noise", _map_errors),
+    ("noise: equal pairs among 1e7 steps", "0", "noise", _equal_noise),
+    ("noise: p-values of dieharder that fail", "0", "noise", _streams),
+    (
+        "tokens of several ranks that differ from one rank's",
+        "0 of 1e6",
+        "h200x2-ranks",
+        lambda data: _sums((row for row in data["rows"] if row["section"] == "tokens"), "differing", "rows"),
+    ),
+    (
+        "tokens of the screened path that differ from the fused path's",
+        "0",
+        "h200-screened",
+        lambda data: _sums(data["sections"]["tokens"]["rows"], "no_near_tie", "rows"),
+    ),
+    (
+        "draws of a known distribution: deviations from chance",
+        "below 4",
+        "h200-screened",
+        lambda data: f"{data['sections']['distribution']['deviations_from_chance']:+.1f}",
+    ),
+)
+
+
+def proof(results: Results) -> Table:
+    """What is proven by counts, and in which file of results."""
+    rows = []
+    for name, goal, file, words in PROOFS:
+        data = Results("", results.folder).data(file)
+        rows.append([name, goal, NOT_MEASURED if data is None else words(data), f"`{file}.json`"])
+    return Table(["", "goal", "found", "file"], rows)
+
+
 def summary_kernels(results: Results) -> Table | None:
     """Of the first head: a few batch sizes, ours beside the fastest way without us."""
     head = ["us, LM head to token", *(MODES[mode] for mode in ("plain", "k50p90", "greedy")), "with a screen"]
@@ -695,6 +787,16 @@ class Section:
         return "\n\n".join(blocks) or NOT_MEASURED
 
 
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A table that takes a number from each of several files."""
+
+    table: Callable[[Results], Table]
+
+    def markdown(self, folder: Path = RESULTS) -> str:
+        return self.table(Results("", folder)).markdown
+
+
 class Picture:
     """The plot of the README, where it has been drawn, for light pages and dark ones."""
 
@@ -706,7 +808,7 @@ class Picture:
         return f"<picture>{dark}{light}</picture>"
 
 
-SECTIONS: dict[str, Section | Picture] = {
+SECTIONS: dict[str, Section | Page | Picture] = {
     "summary-picture": Picture(),
     "serve": Section(serve, "serve", "stock"),
     "serve-screen": Section(serve_screen, "serve", "screen"),
@@ -727,6 +829,7 @@ SECTIONS: dict[str, Section | Picture] = {
     "screened-distribution": Section(screened_distribution, "screened", "distribution"),
     "hot": Section(hot, "screened", "hot"),
     "tuning": Section(tuning, "tuning"),
+    "proof": Page(proof),
     "parity": Section(parity, "parity"),
     "cpu": Section(cpu, "cpu"),
     "summary-kernels": Section(summary_kernels, "kernels", brief=True),

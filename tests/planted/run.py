@@ -1,18 +1,23 @@
 """Proves the tests: plants one defect at a time into a copy of the repository, and runs the tests that must fail.
 
-    python tests/planted/run.py [--only WORDS ...] [--json FILE] [--sound]
+    python tests/planted/run.py [--only WORDS ...] [--json FILE] [--sound] [--workers N]
 
 Defects are listed in ``defects*.toml``. A defect is caught if every test that it names fails with it, or if they do not
 end; one that is named and passes, or that cannot be run, is reported. ``--sound`` first runs the named tests without
 any defect: they must pass. Prints a table; ends with 1 unless all is as it must be.
+
+``--json`` keeps the file's rows of listed defects that are not run now, so that a new defect needs no new run of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
+import importlib.metadata
 import json
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -42,11 +47,17 @@ class Defect:
 class Outcome:
     """passed: named tests that do not fail. error: why nothing is known, or an empty string."""
 
-    name: str
+    defect: Defect
     caught: bool
     passed: list[str]
     error: str
     seconds: float
+
+    @property
+    def row(self) -> dict[str, object]:
+        """Of the result file. by: the named tests that fail."""
+        by = [test for test in self.defect.tests if test not in self.passed and not self.error]
+        return {"name": self.defect.name, "file": self.defect.file, "caught": self.caught, "by": by}
 
 
 def defects() -> list[Defect]:
@@ -92,7 +103,7 @@ def plant(copy: Path, defect: Defect) -> Outcome:
     text = path.read_text()
     if text.count(defect.old) != 1:
         error = f"its text occurs {text.count(defect.old)} times in {defect.file}"
-        return Outcome(defect.name, False, [], error, 0.0)
+        return Outcome(defect, False, [], error, 0.0)
     path.write_text(text.replace(defect.old, defect.new))
     try:
         code, output = run_tests(copy, defect.tests, SECONDS)
@@ -106,7 +117,7 @@ def plant(copy: Path, defect: Defect) -> Outcome:
     elif code in NOTHING_COLLECTED and not failed:
         error = f"pytest ended with {code}: {output.strip().splitlines()[-1:]}"
     caught = not passed and not error
-    return Outcome(defect.name, caught, passed, error, time.monotonic() - started)
+    return Outcome(defect, caught, passed, error, time.monotonic() - started)
 
 
 def unsound(copy: Path, chosen: list[Defect]) -> Iterator[str]:
@@ -118,36 +129,68 @@ def unsound(copy: Path, chosen: list[Defect]) -> Iterator[str]:
         yield f"pytest ended with {code}: {output.strip()[-500:]}"
 
 
+def outcomes(copies: list[Path], chosen: list[Defect]) -> Iterator[Outcome]:
+    """One after the other as they end; as many at a time as there are copies."""
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def plant_in_a_free_copy(defect: Defect) -> Outcome:
+        copy = free.get()
+        try:
+            return plant(copy, defect)
+        finally:
+            free.put(copy)
+
+    with concurrent.futures.ThreadPoolExecutor(len(copies)) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(plant_in_a_free_copy, one) for one in chosen]):
+            yield done.result()
+
+
+def write(file: Path, rows: list[dict[str, object]]) -> None:
+    """``rows`` in the order of the lists, with those of the file that are listed and were not run now."""
+    kept = json.loads(file.read_text())["defects"] if file.exists() else []
+    by_name = {row["name"]: row for row in [*kept, *rows]}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "pytest")}
+    env = versions | {"date": time.strftime("%Y-%m-%d"), "command": "python tests/planted/run.py"}
+    found = [by_name[defect.name] for defect in defects() if defect.name in by_name]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in found)
+    file.write_text(f'{{\n "env": {json.dumps(env)},\n "defects": [\n{lines}\n ]\n}}\n')
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="defects whose name or file contains any of these")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there")
     parser.add_argument("--sound", action="store_true", help="also run the named tests without a defect")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="defects at a time, one per core")
     arguments = parser.parse_args()
+    if arguments.workers < 1:
+        parser.error(f"--workers is {arguments.workers}; expected 1 or more")
     chosen = [
         defect
         for defect in defects()
         if not arguments.only or any(words in defect.name or words in defect.file for words in arguments.only)
     ]
-    wrong, outcomes = [], []
+    wrong: list[str] = []
+    rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = copy_of_repository(Path(folder))
+        copies = [copy_of_repository(Path(folder) / str(number)) for number in range(arguments.workers)]
         if arguments.sound:
-            wrong = list(unsound(copy, chosen))
+            wrong = list(unsound(copies[0], chosen))
             for test in wrong:
                 print(f"fails without a defect: {test}", flush=True)
-        for defect in chosen:
-            outcome = plant(copy, defect)
-            outcomes.append(outcome)
-            verdict = "caught" if outcome.caught else "NOT CAUGHT"
+        for outcome in outcomes(copies, chosen):
+            rows.append(outcome.row)
+            verdict, defect = "caught" if outcome.caught else "NOT CAUGHT", outcome.defect
             print(f"{verdict:10} {outcome.seconds:5.0f} s  {defect.file}: {defect.name}", flush=True)
             for line in [*(f"passes: {test}" for test in outcome.passed), *([outcome.error] if outcome.error else [])]:
                 print(f"{'':20}{line}", flush=True)
-    caught = sum(outcome.caught for outcome in outcomes)
-    print(f"{caught} of {len(outcomes)} caught")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1) + "\n")
-    return 0 if caught == len(outcomes) and not wrong else 1
+            if arguments.json is not None:
+                write(arguments.json, rows)
+    caught = sum(row["caught"] is True for row in rows)
+    print(f"{caught} of {len(rows)} caught")
+    return 0 if caught == len(rows) and not wrong else 1
 
 
 if __name__ == "__main__":

@@ -430,6 +430,31 @@ def test_what_is_faster_than_what_is_taken_is_named_and_nothing_else(load, resul
     assert rows == ["| 151,936 x 4,096, 128 | temperature 1 | logits 330.0 | fused 380.0 | 1.152 |  |"]
 
 
+def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, results):
+    def put(name: str, **data: object) -> None:
+        (results / f"{name}.json").write_text(json.dumps({"env": ENV | {"device": "cpu"}} | data))
+
+    put("planted-defects", defects=[{"caught": True}, {"caught": False}, {"caught": False}])
+    put("external-suites", cases=[{"stock": "pass", "ours": "fail: x"}, {"stock": "fail: x", "ours": "pass"}])
+    put("legal", rows=[{"path": "cpu", "illegal": 3, "draws": 2000}])
+    found = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
+    assert found["planted defects that no test notices"] == "2 of 3"
+    assert found["cases of others' suites that stock SGLang passes and ours does not"] == "1 of 2"
+    assert found["illegal tokens"] == "cpu: 3 of 2,000"
+    assert found["noise: equal pairs among 1e7 steps"] == "Not measured."
+
+
+def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
+    legal = load("legal")
+    batches = [legal.Batch(index, rows=16) for index in range(4)]
+    assert any(not batch.may.all() for batch in batches) and all(batch.may.any(1).all() for batch in batches)
+    for batch in batches:
+        draw, (rows, vocab) = legal.from_logits(batch), batch.may.shape
+        assert batch.illegal(draw, range(3), batch.may) == 0
+        assert batch.illegal(draw, range(3), ~batch.may) == 3 * rows
+        assert batch.illegal(lambda _, beyond=torch.full((rows,), vocab): beyond, range(3), batch.may) == 3 * rows
+
+
 def test_summaries_have_all_gpus_in_one_table_and_full_tables_one_each(load, results):
     summary = lines_of(load, results, "summary-serve")
     assert [line.split(" | ")[0] for line in summary[2:]] == ["| H200, m, temperature 1", "| H100, m, temperature 1"]
