@@ -619,8 +619,9 @@ def _counted(words: Iterable[str]) -> str:
     return ", ".join(f"{count} {word}" for word, count in Counter(words).most_common())
 
 
-def _illegal(data: dict[str, Any]) -> str:
-    return "; ".join(f"{row['path']}: {row['illegal']:,} of {row['draws']:,}" for row in data["rows"])
+def _by_path(data: dict[str, Any], section: str, wrong: str, all_of: str) -> str:
+    rows = [row for row in data["rows"] if row["section"] == section]
+    return "; ".join(f"{row['path']}: {row[wrong]:,} of {row[all_of]:,}" for row in rows) or NOT_MEASURED
 
 
 def _map_errors(data: dict[str, Any]) -> str:
@@ -662,7 +663,18 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         "parity",
         lambda data: _counted(row["result"] for row in data["rows"]),
     ),
-    ("illegal tokens", "0 of 1e9 draws", "legal", _illegal),
+    (
+        "illegal tokens",
+        "0 of 1e9 draws",
+        "exact",
+        lambda data: _by_path(data, "legal", "illegal", "draws"),
+    ),
+    (
+        "rows of all features with another token than the float64 reference's",
+        "0 of 1e6",
+        "exact",
+        lambda data: _by_path(data, "reference", "different", "rows"),
+    ),
     ("noise in host memory: largest error over all upper words", "below 1e-12", "noise", _map_errors),
     ("noise: equal pairs among 1e7 steps", "0", "noise", _equal_noise),
     ("noise: p-values of dieharder that fail", "0", "noise", _streams),

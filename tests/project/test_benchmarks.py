@@ -4,6 +4,7 @@ result files."""
 from __future__ import annotations
 
 import ast
+import dataclasses
 import graphlib
 import gzip
 import importlib
@@ -19,6 +20,7 @@ import pytest
 import torch
 from serving import make_server, needs_sglang
 
+from sgl_flashsample import sample_from_logits
 from sgl_flashsample.sglang.exchange import bytes_received
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -436,7 +438,7 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
 
     put("planted-defects", defects=[{"caught": True}, {"caught": False}, {"caught": False}])
     put("external-suites", cases=[{"stock": "pass", "ours": "fail: x"}, {"stock": "fail: x", "ours": "pass"}])
-    put("legal", rows=[{"path": "cpu", "illegal": 3, "draws": 2000}])
+    put("exact", rows=[{"section": "legal", "path": "cpu", "illegal": 3, "draws": 2000}])
     found = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
     assert found["planted defects that no test notices"] == "2 of 3"
     assert found["cases of others' suites that stock SGLang passes and ours does not"] == "1 of 2"
@@ -445,18 +447,33 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
 
 
 def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
-    legal = load("legal")
+    exact = load("exact")
 
     def always(tokens: torch.Tensor) -> Callable[[int], torch.Tensor]:
         return lambda position: tokens
 
-    batches = [legal.Batch(index, rows=8) for index in range(4)]
+    batches = [exact.Batch(index, rows=8) for index in range(4)]
     assert any(not batch.may.all() for batch in batches) and all(batch.may.any(1).all() for batch in batches)
     for batch in batches:
-        draw, (rows, vocab) = legal.from_logits(batch), batch.may.shape
+        draw, (rows, vocab) = exact.from_logits(batch), batch.may.shape
         assert batch.illegal(draw, range(2), batch.may) == 0
         assert batch.illegal(draw, range(2), ~batch.may) == 2 * rows
         assert batch.illegal(always(torch.full((rows,), vocab)), range(2), batch.may) == 2 * rows
+
+
+def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch):
+    exact = load("exact")
+    monkeypatch.setattr(exact, "ROWS", 64)
+    monkeypatch.setattr(exact, "MOST_IDS", 50)
+    options = types.SimpleNamespace(rows=60)
+    found = exact.compare(options)
+    assert (found["rows"], found["different"]) == (64, 0) and found["planted_noticed"] > 5
+
+    def of_the_next_position(logits, params):
+        return sample_from_logits(logits, dataclasses.replace(params, position=params.position + 1))
+
+    monkeypatch.setattr(exact, "sample_from_logits", of_the_next_position)
+    assert exact.compare(options)["different"] > 5
 
 
 def test_summaries_have_all_gpus_in_one_table_and_full_tables_one_each(load, results):

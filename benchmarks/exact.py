@@ -1,0 +1,254 @@
+"""A billion draws without an illegal token, and a million rows with the reference's token.
+
+    python benchmarks/exact.py --out benchmarks/results/exact.json
+
+legal      Random rows of logits with temperatures, top-k, top-p, min-p and grammar masks, of 1 to 5,000 ids, holes of
+           -inf among them. An oracle says in float64 which ids each may draw (``definition.py``); each batch is drawn
+           at many positions. A token is illegal if it is none of these ids, or no id at all.
+reference  Rows of 1 to 2,000 ids in which every feature is on or off at random, so all pairs occur: greedy, top-k,
+           top-p, min-p, both kinds of penalties, a mask and a bias, in each dtype. Tokens are compared with the float64
+           reference (``kernels/reference.py``), but for near-ties, which it cannot decide.
+
+Each is counted by path. cpu: in host memory, where there is no GPU; logits: from logits on the GPU; fused: from an LM
+head whose products are these logits, as a hidden state has a single element that is not 0.
+
+In one more batch the oracle forbids each row's most likely id, and the reference has another position: those rows must
+be counted, or nothing is proven. The exit code is 1 if a token is wrong, or if that is not noticed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from common import DEVICE, make_parser, new_env, write_result
+from definition import make_row, may_and_must, probabilities
+
+from sgl_flashsample import BatchParams, LMHead, Truncation, sample, sample_from_logits
+from sgl_flashsample.cpu_path import draws_in_host_memory
+from sgl_flashsample.kernels.params import LogitEdits
+from sgl_flashsample.kernels.reference import edit_logits_ref, sample_ref, truncated_sample_ref
+
+SECTIONS = ("legal", "reference")
+ROWS, MASKED_SHARE, MOST_IDS = 1024, 0.3, 2000
+FUSED_WIDTH = 64  # elements of a hidden state: rows of logits that a head can hold at a time
+FEATURES = 8  # greedy, top-k, top-p, min-p, additive, scaling, mask, bias
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Draw = Callable[[int], torch.Tensor]
+
+
+def packed(allowed: np.ndarray) -> LogitEdits:
+    """A mask of ``[B, V]`` bool as SGLang's grammars have it, 32 ids per word."""
+    bits = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return LogitEdits(mask=torch.from_numpy(words.copy()).to(DEVICE))
+
+
+# --- legal ------------------------------------------------------------------------------------------------------------
+
+
+class Batch:
+    """``rows`` rows of one size. may: ``[B, V]`` bool, what each may draw."""
+
+    def __init__(self, index: int, rows: int) -> None:
+        random = np.random.default_rng(index)
+        vocab = make_row(index).logits.size
+        made = [make_row(index * rows + row, vocab) for row in range(rows)]
+        allowed = np.ones((rows, vocab), dtype=bool)
+        for row in np.flatnonzero(random.random(rows) < MASKED_SHARE):
+            allowed[row] = random.random(vocab) < 0.5
+            allowed[row, made[row].logits.argmax()] = True  # a grammar leaves a row something to draw
+        self.logits = np.stack([row.logits for row in made])
+        self.may = np.empty_like(allowed)
+        for place, row in enumerate(made):
+            logits = np.where(allowed[place], row.logits, np.float32(-np.inf))
+            seen = row.__class__(row.shape, logits, row.temperature, row.top_k, row.top_p, row.min_p)
+            self.may[place] = may_and_must(seen, probabilities(seen), flashinfer=True)[0]
+        columns = {
+            "temperature": [row.temperature for row in made],
+            "top_k": [row.top_k or 0 for row in made],
+            "top_p": [row.top_p or 1.0 for row in made],
+            "min_p": [row.min_p or 0.0 for row in made],
+        }
+        on_device = {name: torch.tensor(values, device=DEVICE) for name, values in columns.items()}
+        self._temperature = on_device["temperature"]
+        limits = on_device["top_k"].to(torch.int32), on_device["top_p"], on_device["min_p"]
+        self._truncation = Truncation(*limits)
+        self._edits = packed(allowed)
+        self._seed = torch.arange(rows, device=DEVICE) + index * rows
+
+    def params(self, position: int) -> BatchParams:
+        positions = torch.full_like(self._seed, position)
+        return BatchParams(self._temperature, self._seed, positions, truncation=self._truncation, edits=self._edits)
+
+    def illegal(self, draw: Draw, positions: range, may: np.ndarray) -> int:
+        """How many tokens of these positions are not in ``may``."""
+        legal, count = torch.from_numpy(may).to(DEVICE), torch.zeros((), dtype=torch.int64, device=DEVICE)
+        for position in positions:
+            tokens = draw(position).long()
+            inside = (tokens >= 0) & (tokens < legal.shape[1])
+            found = legal.gather(1, tokens.clamp(0, legal.shape[1] - 1)[:, None])[:, 0]
+            count += (~(inside & found)).sum()
+        return int(count)
+
+
+def from_logits(batch: Batch) -> Draw:
+    logits = torch.from_numpy(batch.logits).to(DEVICE)
+    return lambda position: sample_from_logits(logits, batch.params(position)).token_ids
+
+
+def from_head(batch: Batch) -> Draw:
+    """Products of an element 1.0 and its column of the head, and of zeros: the logits, bit for bit. A hole is a logit
+    of -3e38, which no row draws that has another."""
+    weight = torch.from_numpy(np.maximum(batch.logits, np.float32(-3e38)).T.copy()).to(DEVICE)
+    head, hidden = LMHead(weight), torch.eye(len(batch.logits), device=DEVICE)
+    return lambda position: sample(hidden, head, batch.params(position)).token_ids
+
+
+def count_illegal(path: str, draw_of: Callable[[Batch], Draw], rows: int, options: Any) -> dict[str, Any]:
+    """Batches are made until there are enough draws."""
+    total, illegal, index, say = 0, 0, 0, Progress(f"legal, {path}")
+    while total < options.draws:
+        batch = Batch(index, rows)
+        illegal += batch.illegal(draw_of(batch), range(options.positions), batch.may)
+        total += rows * options.positions
+        index += 1
+        say(f"{total:.3g} draws, {illegal} illegal")
+    batch = Batch(0, rows)
+    wrong = batch.may.copy()
+    wrong[np.arange(rows), batch.logits.argmax(1)] = False
+    noticed = batch.illegal(draw_of(batch), range(2), wrong)
+    return {"draws": total, "illegal": illegal, "planted_noticed": noticed, "seconds": say.seconds}
+
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
+def make_rows(index: int, rows: int) -> tuple[torch.Tensor, BatchParams, torch.Tensor]:
+    """``[B, V]`` logits, what the rows ask for, and the edited logits in float64, all on the CPU."""
+    g = torch.Generator().manual_seed(index)
+    vocab = int(np.exp(np.random.default_rng(index).uniform(0, np.log(MOST_IDS))))
+
+    def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
+        return low + (high - low) * torch.rand(*shape, generator=g)
+
+    logits = 3 * torch.randn(rows, vocab, generator=g)
+    logits = torch.where(torch.rand(rows, 1, generator=g) < 0.2, logits.round(), logits).to(DTYPES[index % len(DTYPES)])
+    greedy, k, p, m, additive, scaling, masked, biased = torch.rand(FEATURES, rows, generator=g) < 0.5
+    largest_k = max(2, min(vocab, 200))
+    top_k = torch.where(k, torch.randint(1, largest_k, (rows,), generator=g), 0).int()
+    limits = top_k, torch.where(p, uniform(0.05, 0.99, rows), 1.0), torch.where(m, uniform(0.01, 0.5, rows), 0.0)
+    allowed = (torch.rand(rows, vocab, generator=g) < 0.6) | ~masked[:, None]
+    allowed[:, 0] = True
+    edits = {
+        "additive": additive[:, None] * uniform(-2, 0, rows, vocab),
+        "scaling": torch.where(scaling[:, None], uniform(1, 1.5, rows, vocab), 1.0),
+        "bias": biased[:, None] * torch.randn(rows, vocab, generator=g),
+    }
+    params = BatchParams(
+        torch.where(greedy & (torch.rand(rows, generator=g) < 0.25), 0.0, uniform(0.3, 2.0, rows)),
+        torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g),
+        torch.randint(0, 2**40, (rows,), generator=g),
+        Truncation(*limits),
+        LogitEdits(mask=packed(allowed.numpy()).mask, **edits),
+    )
+    return logits, params, edit_logits_ref(logits, allowed=allowed, **edits).double()
+
+
+def expected(edited: torch.Tensor, params: BatchParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's token of each row, and whether it is certain. A greedy row has no limits."""
+    drawn = params.temperature, params.seed, position
+    plain = sample_ref(edited, edited, edited, *drawn)
+    assert params.truncation is not None
+    limits = params.truncation.top_k, params.truncation.top_p, params.truncation.min_p
+    limited = ((limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0)) & (params.temperature > 0)
+    some = limited.nonzero()[:, 0]
+    truncated = truncated_sample_ref(edited[some], *(one[some] for one in (*drawn, *limits)))
+    token = plain.token.index_copy(0, some, truncated.token)
+    return token, ~plain.near_tie.index_copy(0, some, truncated.near_tie)
+
+
+def compare(options: Any) -> dict[str, Any]:
+    """Rows are made until there are enough."""
+    total, different, ties, index, noticed, say = 0, 0, 0, 0, 0, Progress("reference")
+    while total < options.rows:
+        logits, params, edited = make_rows(index, ROWS)
+        token = sample_from_logits(logits.to(DEVICE), on_device(params)).token_ids.cpu()
+        want, certain = expected(edited, params, params.position)
+        different += int((certain & (token != want)).sum())
+        ties += int((~certain).sum())
+        if index == 0:
+            noticed = int((token != expected(edited, params, params.position + 1)[0]).sum())
+        total += ROWS
+        index += 1
+        say(f"{total:,} rows, {different} different")
+    return {
+        "rows": total,
+        "different": different,
+        "near_ties": ties,
+        "planted_noticed": noticed,
+        "seconds": say.seconds,
+    }
+
+
+def on_device(params: BatchParams) -> BatchParams:
+    truncation, edits = params.truncation, params.edits
+    assert truncation is not None and edits is not None
+    moved = [None if value is None else value.to(DEVICE) for value in (edits.additive, edits.scaling, edits.bias)]
+    limits = (truncation.top_k, truncation.top_p, truncation.min_p)
+    return BatchParams(
+        *(value.to(DEVICE) for value in (params.temperature, params.seed, params.position)),
+        Truncation(*(value.to(DEVICE) for value in limits)),
+        LogitEdits(mask=edits.mask, additive=moved[0], scaling=moved[1], bias=moved[2]),
+    )
+
+
+class Progress:
+    """Prints a line now and then."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._started, self._next = title, time.monotonic(), 15.0
+
+    @property
+    def seconds(self) -> float:
+        return round(time.monotonic() - self._started, 1)
+
+    def __call__(self, line: str) -> None:
+        if self.seconds >= self._next:
+            self._next = self.seconds + 15.0
+            print(f"{self._title}: {line}, {self.seconds:.0f} s", flush=True)
+
+
+def main() -> int:
+    parser = make_parser(__doc__, needs_gpu=False)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--draws", type=float, default=1e9, help="of each path, for legal")
+    parser.add_argument("--positions", type=int, default=1000, help="that each batch is drawn at, for legal")
+    parser.add_argument("--rows", type=float, default=1e6, help="for reference")
+    options = parser.parse_args()
+    counts: dict[tuple[str, str], Callable[[], dict[str, Any]]]
+    if DEVICE.type == "cpu":
+        if not draws_in_host_memory(DEVICE):
+            parser.error("without a GPU this draws in host memory: the extra `cpu`, and TRITON_INTERPRET unset")
+        counts = {("reference", "cpu"): lambda: compare(options)}
+        counts["legal", "cpu"] = lambda: count_illegal("cpu", from_logits, ROWS, options)
+    else:
+        counts = {("reference", "logits"): lambda: compare(options)}
+        counts["legal", "logits"] = lambda: count_illegal("logits", from_logits, ROWS, options)
+        counts["legal", "fused"] = lambda: count_illegal("fused", from_head, FUSED_WIDTH, options)
+    result: dict[str, Any] = {"env": new_env(), "rows": []}
+    for (section, path), count in counts.items():
+        if section in options.only:
+            result["rows"].append({"section": section, "path": path} | count())
+            print(result["rows"][-1], flush=True)
+            write_result(options.out, result)
+    wrong = (row.get("illegal") or row.get("different") or not row["planted_noticed"] for row in result["rows"])
+    return int(any(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
