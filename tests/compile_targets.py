@@ -41,7 +41,7 @@ except ImportError:  # a bare checkout, as in conftest.py
 
     sgl_flashsample.__path__.append(sys.path[0])
 
-FAMILIES = {80: "sm80", 86: "sm80", 90: "sm90", 100: "sm100"}
+FAMILIES = {80: "sm80", 90: "sm90", 100: "sm100"}
 MULTIPROCESSORS = 132  # about: it decides how many splits there are, and so how much each leaves behind
 VOCAB, HIDDEN = 151_936, 4096
 
