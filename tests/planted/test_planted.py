@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 import run as planted
 
 DEFECTS = planted.defects()
+RESULTS = planted.ROOT / "benchmarks" / "results" / "planted-defects.json"
 
 
 # Modules of the package that decide no token, no path and no answer of a server.
@@ -40,6 +42,13 @@ def test_a_defect_can_be_planted_and_names_tests_that_exist(defect):
         file, _, function = test.partition("::")
         source = (planted.ROOT / file).read_text()
         assert f"def {function.partition('[')[0]}(" in source, test
+
+
+def test_every_defect_has_been_run_and_was_caught():
+    rows = {row["name"]: row for row in json.loads(RESULTS.read_text())["defects"]}
+    missing = {defect.name for defect in DEFECTS} ^ rows.keys()
+    assert not missing, f"run `python tests/planted/run.py --json {RESULTS.name} --only ...` for these"
+    assert all(row["caught"] for row in rows.values())
 
 
 def test_failures_are_read_from_what_pytest_prints():

@@ -139,7 +139,7 @@ def test_the_screened_benchmark_races_the_fused_path_and_keeps_other_sections(dr
 
 @no_gpu
 @needs_sglang
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_benchmark_of_ranks_compares_tokens_and_exchanges(dry_run):
     rows = dry_run("ranks")["rows"]
     assert [row["section"] for row in rows] == ["tokens"] * 2 + ["exchange"] * 4 + ["soak"]
