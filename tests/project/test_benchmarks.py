@@ -457,6 +457,7 @@ def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
     for batch in batches:
         draw, (rows, vocab) = exact.from_logits(batch), batch.may.shape
         assert batch.illegal(draw, range(2), batch.may) == 0
+        assert torch.equal(exact.from_head(batch)(5), draw(5))
         assert batch.illegal(draw, range(2), ~batch.may) == 2 * rows
         assert batch.illegal(always(torch.full((rows,), vocab)), range(2), batch.may) == 2 * rows
 
