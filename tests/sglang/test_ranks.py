@@ -20,7 +20,7 @@ from serving import needs_sglang
 
 from sgl_flashsample import sample
 from sgl_flashsample.demo.server import free_port
-from sgl_flashsample.sglang.batch import GrammarError, grammar_mask
+from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
 from sgl_flashsample.sglang.exchange import RankSync
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import RankError, Runtime
@@ -175,6 +175,29 @@ def test_a_grammar_that_only_this_rank_cannot_read_ends_it(shared, error, everyw
     with contextlib.nullcontext() if everywhere else pytest.raises(RankError):
         shared.stop_grammars(str(caught.value), caught.value.everywhere)
     assert (shared.no_grammars_reason is None) is not everywhere
+
+
+def test_no_memory_for_a_mask_is_no_error_of_its_grammar():
+    class Info:
+        def update_regex_vocab_mask(self) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        grammar_mask(Info(), [None])
+
+
+@pytest.mark.parametrize(
+    "mask, words",
+    [
+        (None, "its mask is a NoneType; expected a tensor"),
+        (torch.zeros(3, 4, dtype=torch.int32), r"its mask is \(3, 4\) torch.int32; expected \[2, words\] int32 or "),
+        (torch.zeros(2, 4), r"its mask is \(2, 4\) torch.float32; expected \[2, words\] int32 or "),
+    ],
+    ids=["none", "rows", "dtype"],
+)
+def test_a_mask_of_another_form_is_an_error_of_its_grammars(mask, words):
+    with pytest.raises(GrammarError, match=words):
+        check_mask(mask, 2)
 
 
 class Peers:

@@ -665,6 +665,18 @@ def test_a_head_whose_built_in_kernels_fail_is_sglangs_with_one_warning(starting
     assert "not active, SGLang's own sampler is used for everything: 3 of 4 tokens differ with " in warning
 
 
+def test_a_head_that_cannot_be_set_up_is_sglangs_with_one_warning(starting, device, monkeypatch, caplog):
+    def fails(*arguments, **options):
+        raise RuntimeError("no such layout")
+
+    monkeypatch.setattr(HeadState, "__init__", fails)
+    assert prepared(starting, make_head(weights(device)), 600) is None and starting.heads == []
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.endswith(
+        "SGLang's own sampler is used for everything: its setup failed: RuntimeError: no such layout"
+    )
+
+
 def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting, device, monkeypatch):
     processor, lm_head = Processor(), make_head(weights(device))
     with monkeypatch.context() as capturing:
@@ -729,6 +741,19 @@ def test_a_screen_whose_kernels_fail_at_start_is_given_back(starting, device, mo
     assert state is not None and state.screen is None
     (line,) = [record.message for record in caplog.records if "INT8 copy" in record.message]
     assert "small batches), same tokens: its kernels fail here: " in line and "out of registers" in line
+
+
+def test_a_screen_that_finds_no_memory_leaves_the_head_without_one(starting, device, monkeypatch, caplog):
+    def fails(*arguments, **options):
+        raise torch.OutOfMemoryError("no memory")
+
+    starting.screen_mode = ScreenMode.ON
+    monkeypatch.setattr(runtime_module, "HeadScreen", fails)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = prepared(starting, make_head(weights(device)), 600)
+    assert state is not None and state.screen is None
+    (line,) = [record.message for record in caplog.records if "INT8 copy" in record.message]
+    assert line.endswith("small batches), same tokens: OutOfMemoryError: no memory")
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["a hook does not land", "no screen is wanted"])
@@ -835,6 +860,16 @@ def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_
         "flashsample: fused sampling failed; from this batch on until restart, SGLang's own sampler is used for "
         "everything (same distribution, other random numbers): ZeroDivisionError: "
     )
+
+
+@needs_sglang
+def test_a_failure_to_tell_rows_apart_leaves_everything_to_sglang(path_of_a_batch, runners, monkeypatch):
+    def fails(*arguments, **options):
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr("sgl_flashsample.sglang.sampler.routing_of", fails)
+    assert [path_of_a_batch(2) for _ in range(2)] == ["native:error", "native:inactive"]
+    assert runners[0].sampler.runtime.inactive_reason == "routing: ZeroDivisionError: a fault"
 
 
 @needs_sglang
