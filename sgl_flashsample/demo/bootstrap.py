@@ -8,6 +8,8 @@ With an NVIDIA GPU it installs SGLang as anybody would; without one, the parts o
 What is done already is not done again.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -19,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 VENV = ROOT / ".venv"
 LOG = ROOT / ".cache" / "setup.log"
+LOCK = ROOT / ".cache" / "setup.lock"
 CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
     Path(__file__).with_name(name) for name in ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")
 )
@@ -142,6 +145,19 @@ def fingerprint(gpu):
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+@contextlib.contextmanager
+def alone():
+    """One setup at a time: a second one waits, and finds everything there."""
+    LOCK.parent.mkdir(parents=True, exist_ok=True)
+    with LOCK.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("[setup] waiting for another target that is setting up .venv")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def set_up(environment):
     started, gpu = time.monotonic(), has_gpu()
     wanted = fingerprint(gpu)
@@ -190,7 +206,8 @@ def main(arguments):
         version = "{}.{}".format(*sys.version_info[:2])
         raise SetupError("Python 3.11 or newer is needed, this is {}; try `make PYTHON=python3.12`".format(version))
     needed, pytest_arguments = TARGETS[target]
-    set_up(needed)
+    with alone():
+        set_up(needed)
     environment = dict(os.environ)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles all that it imports
     if target == "demo":

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -193,6 +194,27 @@ def test_without_the_trained_model_everything_else_is_installed(monkeypatch, cap
     bootstrap.install("demo", gpu=True)
     assert installed == ["SGLang and this package (several GB)"]
     assert "the demo goes without it (no network)" in capsys.readouterr().out
+
+
+def test_two_targets_at_the_same_time_set_up_one_after_the_other(monkeypatch, tmp_path):
+    monkeypatch.setattr(bootstrap, "LOCK", tmp_path / "cache" / "setup.lock")
+    said, order = [], []
+    monkeypatch.setattr(bootstrap, "say", said.append)
+
+    def second() -> None:
+        with bootstrap.alone():
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with bootstrap.alone():
+        thread.start()
+        deadline = time.monotonic() + 10
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    assert said == ["[setup] waiting for another target that is setting up .venv"]
 
 
 def test_a_trained_model_that_cannot_be_converted_is_one_line_and_no_folder(monkeypatch, tmp_path):
