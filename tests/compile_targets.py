@@ -125,7 +125,7 @@ def loaded_arguments(ttir: str) -> list[str]:
 
 def built_in_launches(capability: int, full: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A name for, and the launch of, every built-in choice of the device's family with the features it is for. Without
-    ``full``, of 2-byte heads, and of each path the first choice for rows with no feature and with all."""
+    ``full``, of 2-byte heads, and of each kind and path the first, but of truncation only with edits."""
     from sgl_flashsample.defaults import builtin_table, truncation_config
     from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig
     from sgl_flashsample.kernels.params import LMHead
@@ -146,7 +146,7 @@ def built_in_launches(capability: int, full: bool) -> Iterator[tuple[str, Callab
         for entry in builtin_table(family, itemsize).entries:
             config = entry.launch
             kind = KIND_NAMES[entry.kind].launched(config)
-            if (kind, config if full else path_of(config)) in seen or (not full and kind.edit is not kind.truncate):
+            if (kind, config if full else path_of(config)) in seen or (not full and kind.truncate and not kind.edit):
                 continue
             seen.add((kind, config if full else path_of(config)))
             if str(kind) == "plain+screen" and not full:  # every sm90 choice lists the groups, other devices do not
