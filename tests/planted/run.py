@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -20,6 +21,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,13 +85,24 @@ def run_tests(copy: Path, tests: list[str], seconds: float | None = None) -> tup
     environment = dict(os.environ, PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1")
     environment.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
+    process = subprocess.Popen(
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-        )
+        output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         return -1, "took too long"
-    return done.returncode, done.stdout + done.stderr
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # processes that a test with the defect has left behind
+        process.wait()
+    return process.returncode, output
 
 
 def failures(output: str) -> set[str]:
