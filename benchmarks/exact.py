@@ -18,6 +18,7 @@ be counted, or nothing is proven. The exit code is 1 if a token is wrong, or if 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from sgl_flashsample import BatchParams, LMHead, Truncation, sample, sample_from
 from sgl_flashsample.cpu_path import draws_in_host_memory
 from sgl_flashsample.kernels.params import LogitEdits
 from sgl_flashsample.kernels.reference import edit_logits_ref, sample_ref, truncated_sample_ref
+from sgl_flashsample.selfcheck import pack_bits
 
 SECTIONS = ("legal", "reference")
 ROWS, MASKED_SHARE, MOST_IDS = 1024, 0.3, 2000
@@ -39,13 +41,6 @@ FUSED_WIDTH = 64  # elements of a hidden state: rows of logits that a head can h
 FEATURES = 8  # greedy, top-k, top-p, min-p, additive, scaling, mask, bias
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Draw = Callable[[int], torch.Tensor]
-
-
-def packed(allowed: np.ndarray) -> LogitEdits:
-    """A mask of ``[B, V]`` bool as SGLang's grammars have it, 32 ids per word."""
-    bits = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
-    words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-    return LogitEdits(mask=torch.from_numpy(words.copy()).to(DEVICE))
 
 
 # --- legal ------------------------------------------------------------------------------------------------------------
@@ -66,7 +61,7 @@ class Batch:
         self.may = np.empty_like(allowed)
         for place, row in enumerate(made):
             logits = np.where(allowed[place], row.logits, np.float32(-np.inf))
-            seen = row.__class__(row.shape, logits, row.temperature, row.top_k, row.top_p, row.min_p)
+            seen = dataclasses.replace(row, logits=logits)
             self.may[place] = may_and_must(seen, probabilities(seen), flashinfer=True)[0]
         columns = {
             "temperature": [row.temperature for row in made],
@@ -78,7 +73,7 @@ class Batch:
         self._temperature = on_device["temperature"]
         limits = on_device["top_k"].to(torch.int32), on_device["top_p"], on_device["min_p"]
         self._truncation = Truncation(*limits)
-        self._edits = packed(allowed)
+        self._edits = LogitEdits(mask=pack_bits(torch.from_numpy(allowed).to(DEVICE)))
         self._seed = torch.arange(rows, device=DEVICE) + index * rows
 
     def params(self, position: int) -> BatchParams:
@@ -154,7 +149,7 @@ def make_rows(index: int, rows: int) -> tuple[torch.Tensor, BatchParams, torch.T
         torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g),
         torch.randint(0, 2**40, (rows,), generator=g),
         Truncation(*limits),
-        LogitEdits(mask=packed(allowed.numpy()).mask, **edits),
+        LogitEdits(mask=pack_bits(allowed), **edits),
     )
     return logits, params, edit_logits_ref(logits, allowed=allowed, **edits).double()
 
@@ -198,12 +193,12 @@ def compare(options: Any) -> dict[str, Any]:
 def on_device(params: BatchParams) -> BatchParams:
     truncation, edits = params.truncation, params.edits
     assert truncation is not None and edits is not None
-    moved = [None if value is None else value.to(DEVICE) for value in (edits.additive, edits.scaling, edits.bias)]
+    given = {"mask": edits.mask, "additive": edits.additive, "scaling": edits.scaling, "bias": edits.bias}
     limits = (truncation.top_k, truncation.top_p, truncation.min_p)
     return BatchParams(
         *(value.to(DEVICE) for value in (params.temperature, params.seed, params.position)),
         Truncation(*(value.to(DEVICE) for value in limits)),
-        LogitEdits(mask=edits.mask, additive=moved[0], scaling=moved[1], bias=moved[2]),
+        LogitEdits(**{name: value.to(DEVICE) for name, value in given.items() if value is not None}),
     )
 
 
