@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from common import DEVICE, make_parser, new_env, read_result, write_result
 from definition import make_row, may_and_must, probabilities
+from tqdm import tqdm
 
 from sgl_flashsample import BatchParams, LMHead, Truncation, sample, sample_from_logits
 from sgl_flashsample.cpu_path import draws_in_host_memory
@@ -41,6 +41,12 @@ FUSED_WIDTH = 64  # elements of a hidden state: rows of logits that a head can h
 FEATURES = 8  # greedy, top-k, top-p, min-p, additive, scaling, mask, bias
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Draw = Callable[[int], torch.Tensor]
+
+
+def finished(bar: tqdm) -> float:
+    """The seconds that it took."""
+    bar.close()
+    return round(bar.format_dict["elapsed"], 1)
 
 
 # --- legal ------------------------------------------------------------------------------------------------------------
@@ -106,18 +112,19 @@ def from_head(batch: Batch) -> Draw:
 
 def count_illegal(path: str, draw_of: Callable[[Batch], Draw], rows: int, options: Any) -> dict[str, Any]:
     """Batches are made until there are enough draws."""
-    total, illegal, index, say = 0, 0, 0, Progress(f"legal, {path}")
+    total, illegal, index = 0, 0, 0
+    bar = tqdm(total=options.draws, desc=f"legal, {path}", unit="draw", unit_scale=True)
     while total < options.draws:
         batch = Batch(index, rows)
         illegal += batch.illegal(draw_of(batch), range(options.positions), batch.may)
         total += rows * options.positions
         index += 1
-        say(f"{total:.3g} draws, {illegal} illegal")
+        bar.update(rows * options.positions)
     batch = Batch(0, rows)
     wrong = batch.may.copy()
     wrong[np.arange(rows), batch.logits.argmax(1)] = False
     noticed = batch.illegal(draw_of(batch), range(2), wrong)
-    return {"draws": total, "illegal": illegal, "planted_noticed": noticed, "seconds": say.seconds}
+    return {"draws": total, "illegal": illegal, "planted_noticed": noticed, "seconds": finished(bar)}
 
 
 # --- reference --------------------------------------------------------------------------------------------------------
@@ -169,7 +176,8 @@ def expected(edited: torch.Tensor, params: BatchParams, position: torch.Tensor) 
 
 def compare(options: Any) -> dict[str, Any]:
     """Rows are made until there are enough."""
-    total, different, ties, index, noticed, say = 0, 0, 0, 0, 0, Progress("reference")
+    total, different, ties, index, noticed = 0, 0, 0, 0, 0
+    bar = tqdm(total=options.rows, desc="reference", unit="row", unit_scale=True)
     while total < options.rows:
         logits, params, edited = make_rows(index, ROWS)
         token = sample_from_logits(logits.to(DEVICE), on_device(params)).token_ids.cpu()
@@ -180,13 +188,13 @@ def compare(options: Any) -> dict[str, Any]:
             noticed = int((token != expected(edited, params, params.position + 1)[0]).sum())
         total += ROWS
         index += 1
-        say(f"{total:,} rows, {different} different")
+        bar.update(ROWS)
     return {
         "rows": total,
         "different": different,
         "near_ties": ties,
         "planted_noticed": noticed,
-        "seconds": say.seconds,
+        "seconds": finished(bar),
     }
 
 
@@ -200,22 +208,6 @@ def on_device(params: BatchParams) -> BatchParams:
         Truncation(*(value.to(DEVICE) for value in limits)),
         LogitEdits(**{name: value.to(DEVICE) for name, value in given.items() if value is not None}),
     )
-
-
-class Progress:
-    """Prints a line now and then."""
-
-    def __init__(self, title: str) -> None:
-        self._title, self._started, self._next = title, time.monotonic(), 15.0
-
-    @property
-    def seconds(self) -> float:
-        return round(time.monotonic() - self._started, 1)
-
-    def __call__(self, line: str) -> None:
-        if self.seconds >= self._next:
-            self._next = self.seconds + 15.0
-            print(f"{self._title}: {line}, {self.seconds:.0f} s", flush=True)
 
 
 def main() -> int:
