@@ -8,6 +8,8 @@ distance between the quartiles. Host time is the server's own metric ``sglang:fl
 
 stock    stock SGLang and our backend
 screen   our backend without a screen and with one; answers to seeded requests are compared too
+graphs   our backend with the model's CUDA graphs as SGLang captures them and with a second root, and how long the GPU
+         idles between kernels in each
 oracle   a backend that draws nothing (``oracle.py``) and ours: what a sampler of no cost would gain
 repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
 host     our backend alone on the host: microseconds of the sampler's host time per step
@@ -60,6 +62,7 @@ from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import Server, ServerError
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
+from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
 from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
@@ -81,6 +84,10 @@ SERVER_ARGUMENTS = [
 Backends = dict[str, tuple[str, dict[str, str]]]
 BACKENDS: Backends = {STOCK: ("flashinfer", {}), OURS: (OURS, {})}
 ORACLES: Backends = {oracle.BACKEND: (oracle.BACKEND, {}), OURS: BACKENDS[OURS]}
+GRAPHS: Backends = {
+    "one root": (OURS, {MODEL_GRAPHS_VARIABLE: "0"}),
+    "two roots": (OURS, {MODEL_GRAPHS_VARIABLE: "1"}),
+}
 SCREENS: Backends = {f"screen {mode}": (OURS, {"FLASHSAMPLE_SCREEN": mode}) for mode in ("off", "on")}
 
 
@@ -228,9 +235,12 @@ class ModelRun:
     ) -> list[dict[str, Any]]:
         cell = measure(servers, LOAD, sampling, batch, self.options.pairs, latencies=section == STOCK)
         rows = [about | {"section": section} | row for row in cell.rows()]
-        if section == "screen" and batch in COMPARED_BATCHES:
+        if section in ("screen", "graphs") and batch in COMPARED_BATCHES:
             one, another = (seeded(server, batch, SAMPLINGS[sampling]) for server in servers.values())
             rows[-1]["same_answers"] = sum(a == b for a, b in zip(one, another, strict=True))
+        if section == "graphs":
+            for row, (label, server) in zip(rows, servers.items(), strict=True):
+                row["gaps_us"] = self._summary(label, server, sampling, batch).get("gaps_us")
         received = ""
         if self.options.tp > 1:
             rows[-1]["bytes_per_row"] = self._bytes_per_row(SAMPLINGS[sampling], batch)
@@ -293,15 +303,19 @@ class ModelRun:
         for sampling, batch, about in self.cells("profile", [PROFILED_BATCH]):
             for label, server in servers.items():
                 row = about | {"section": "profile", "backend": label}
-                if not DRY_RUN:
-                    folder = self.options.logs / f"{self.name}-{label}-trace" / sampling
-                    with concurrent.futures.ThreadPoolExecutor(1) as asking:
-                        answer = asking.submit(generate, server, LOAD, batch, SAMPLINGS[sampling], HOST_TOKENS)
-                        time.sleep(PREFILL_SECONDS)  # only decode steps are profiled
-                        server.profile(folder, steps=PROFILED_STEPS)
-                        answer.result()
-                    row |= step_profile.summarise(folder, PROFILED_STEPS)
-                yield [row]
+                yield [row | self._summary(label, server, sampling, batch)]
+
+    def _summary(self, label: str, server: Server, sampling: str, batch: int) -> dict[str, Any]:
+        """Of a trace of decode steps; nothing in a dry run."""
+        if DRY_RUN:
+            return {}
+        folder = self.options.logs / f"{self.name}-{label.replace(' ', '-')}-trace" / f"{sampling}-{batch}"
+        with concurrent.futures.ThreadPoolExecutor(1) as asking:
+            answer = asking.submit(generate, server, LOAD, batch, SAMPLINGS[sampling], HOST_TOKENS)
+            time.sleep(PREFILL_SECONDS)  # only decode steps are profiled
+            server.profile(folder, steps=PROFILED_STEPS)
+            answer.result()
+        return step_profile.summarise(folder, PROFILED_STEPS)
 
     def run(self, sections: list[str]) -> Iterator[list[dict[str, Any]]]:
         """The rows of one cell after the other. A server that does not start or ends is recorded."""
@@ -330,7 +344,7 @@ class ModelRun:
 
 
 # Of sections that share one start of servers: which of these they measure, the baseline first
-BACKENDS_OF = {STOCK: BACKENDS, "oracle": ORACLES, "repeats": BACKENDS, "profile": BACKENDS}
+BACKENDS_OF = {STOCK: BACKENDS, "graphs": GRAPHS, "oracle": ORACLES, "repeats": BACKENDS, "profile": BACKENDS}
 SECTIONS = (*BACKENDS_OF, "screen", "host")
 
 

@@ -2,7 +2,7 @@
 
 In a step and at the start (``StepHooks``):
 
-    LogitsProcessor._get_logits      carry the hidden states instead of computing logits
+    LogitsProcessor._get_logits      carry the hidden states instead of computing logits; in a capture, one more root
     ModelRunner._preprocess_logits   penalties, grammars and biases, of rows that need real logits
     ModelRunner.load_model           compile and check the kernels of the model's LM head
     SamplingBatchInfo                parameters per row, through filters and merges of the batch
@@ -81,6 +81,8 @@ class StepHooks:
                 self.runtime.disable(f"get_logits: {type(error).__name__}: {error}")
         if state is None:
             return original(processor, hidden_states, lm_head, logits_metadata, embedding_bias, use_logits_buffer)
+
+        self.runtime.extend_model_graph()
 
         def compute(hidden: Any) -> Any:
             return original(processor, hidden, lm_head, logits_metadata, None, False)

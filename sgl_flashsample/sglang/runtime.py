@@ -22,6 +22,7 @@ from .batch import Batch, Routing, SampleIndices
 from .exchange import Exchange, RankSync
 from .head import HeadState
 from .metrics import Metrics
+from .model_graph import ExtraRoot
 from .screen_lifecycle import SCREEN_VARIABLE, HeadScreen, ScreenMode, screen_mode, unsupported_screen
 from .versions import sglang_version
 
@@ -80,6 +81,7 @@ class Runtime:
         self.weights_settled = True
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
+        self._extra_root: ExtraRoot | None = None
         self.verifies = False  # drafts of speculative decoding
         self._draft_processors: set[int] = set()
         self._refused: list[str] = []  # why a head is left to SGLang
@@ -305,6 +307,13 @@ class Runtime:
                 time.monotonic() - started,
                 NATIVE_FEATURES,
             )
+        if self.heads:
+            self._extra_root = ExtraRoot.of_device(self.heads[0].head.weight.device)
+
+    def extend_model_graph(self) -> None:
+        """Where SGLang captures its model into a CUDA graph, give that one more root."""
+        if self._extra_root is not None and _is_capturing():
+            self._extra_root.add(torch.cuda.current_stream().cuda_stream)
 
     def _agree_on_heads(self, prepared: list[HeadState | str], failure: str | None = None) -> list[str | None]:
         """Per head, the reason that any rank has against it. prepared: the heads of this rank, or why SGLang has to
