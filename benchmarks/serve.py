@@ -3,8 +3,9 @@
     python benchmarks/serve.py --out benchmarks/results/h200-serve.json --models qwen3-1.7b
 
 Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the GPU
-alone. Cells are measured as ``sgl-flashsample bench`` does (``sgl_flashsample/bench.py``). Medians, and half the
-distance between the quartiles. Host time is the server's own metric ``sglang:flashsample_host_seconds``.
+alone, and one with pipeline stages stands still meanwhile, since it keeps CPU cores busy. Cells are measured as
+``sgl-flashsample bench`` does (``sgl_flashsample/bench.py``). Medians, and half the distance between the quartiles.
+Host time is the server's own metric ``sglang:flashsample_host_seconds``.
 
 stock    stock SGLang and our backend
 screen   our backend without a screen and with one; answers to seeded requests are compared too
@@ -13,8 +14,9 @@ graphs   our backend with the model's CUDA graphs as SGLang captures them and wi
 oracle   a backend that draws nothing (``oracle.py``) and ours: what a sampler of no cost would gain
 repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
 host     our backend alone on the host: microseconds of the sampler's host time per step
-profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``), and how long the GPU
-         idles between kernels; with several tensor-parallel ranks, microseconds of their exchange
+profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``), how long the GPU
+         idles between kernels, and the time of kernels that are no part of the model's graph; with several
+         tensor-parallel ranks, microseconds of their exchange
 
 ``--tp``, ``--pp``: GPUs of each server. Its rows say so, and how many bytes a rank receives per row of a step.
 ``--speculation``: drafts of n-grams in both servers, ``--draft-tokens`` per step; its rows say so. With dummy weights
@@ -34,11 +36,12 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +73,7 @@ LOAD = Load(range(1000, 100_000), seconds=0.0 if DRY_RUN else 1.0)
 HOST_TOKENS, SHORT_ANSWERS = 600, 20  # of an answer whose steps' host time is taken; answers of SHORT tokens
 REPEATS = 10
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
-PROFILED_BATCH, PROFILED_STEPS, PREFILL_SECONDS = 32, 40, 0.3
+PROFILED_STEPS, PREFILL_SECONDS = 40, 0.3
 CACHE_TOKENS = 65536
 OUT_OF_TIME = "out of time"
 # Fields that tell cells apart.
@@ -97,6 +100,28 @@ def seeded(server: Server, batch: int, request: Request) -> list[list[int]]:
     params = {**request[0], "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
     rows = [params | {"sampling_seed": row} for row in range(batch)]
     return [a["output_ids"] for a in server.generate(input_ids=prompts, sampling_params=rows, **request[1])]
+
+
+class TakingTurns(Server):
+    """Of ``others``, none runs while this one answers. Stages of a pipeline look for work without a pause, on cores
+    that the measured server needs."""
+
+    others: Sequence[TakingTurns] = ()
+
+    def _open(self, *request: Any) -> Any:
+        for other in self.others:
+            other._signal(signal.SIGSTOP)
+        self._signal(signal.SIGCONT)
+        return super()._open(*request)
+
+    def stop(self, patience: float = 15.0) -> None:
+        self._signal(signal.SIGCONT)
+        super().stop(patience)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
 
 class PretendedServer:
@@ -169,6 +194,9 @@ class ModelRun:
                         for sampling in self.options.samplings:  # compiles what the first such request compiles
                             generate(running[label], LOAD, 2, SAMPLINGS[sampling], 4)
                         print(f"{self.name} {label}: ready after {time.monotonic() - began:.0f} s", flush=True)
+                if self.options.pp > 1:
+                    for server in running.values():
+                        server.others = [other for other in running.values() if other is not server]
                 yield running
             finally:
                 for server in running.values():
@@ -188,7 +216,7 @@ class ModelRun:
         if backend == oracle.BACKEND:
             path = [str(oracle.install(model)), os.environ.get("PYTHONPATH", "")]
             variables = variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-        return Server(
+        return (TakingTurns if self.options.pp > 1 else Server)(
             model,
             [*SERVER_ARGUMENTS, *arguments],
             backend=backend,
@@ -300,7 +328,7 @@ class ModelRun:
 
     def profile(self, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
         """Calls per decode step, stock and ours."""
-        for sampling, batch, about in self.cells("profile", [PROFILED_BATCH]):
+        for sampling, batch, about in self.cells("profile", self.options.profiled):
             for label, server in servers.items():
                 row = about | {"section": "profile", "backend": label}
                 yield [row | self._summary(label, server, sampling, batch)]
@@ -369,6 +397,7 @@ def parse() -> Any:
     parser.add_argument("--models", nargs="+", choices=markov.SIZES, default=["qwen3-1.7b"])
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS)
     parser.add_argument("--batches", type=int, nargs="+")
+    parser.add_argument("--profiled", type=int, nargs="+", default=[32], metavar="BATCH", help="of profile")
     parser.add_argument("--pairs", type=int, help="samples of each server per cell, 6 by default")
     parser.add_argument("--screens", nargs="+", choices=("auto", "on", "off"), default=["auto"], help="of host")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has SGLang and the plugin")

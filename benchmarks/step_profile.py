@@ -55,10 +55,11 @@ def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str,
         summary[title] = round(sum(counts[name] for name in names) / steps, 2)
     kernels: Counter[str] = Counter()
     replayed = {_correlation(event) for event in events if event.get("name") == "cudaGraphLaunch"}
-    exchange_us = 0.0
+    exchange_us = beside_us = 0.0
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             kernels[event["name"][:60]] += event["dur"]
+            beside_us += event["dur"] * (_correlation(event) not in replayed)
             name = event["name"].lower()
             collective = any(known in name for known in COLLECTIVE) and _correlation(event) not in replayed
             if collective or any(known in name for known in EXCHANGING):
@@ -66,6 +67,7 @@ def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str,
     if exchange_us:
         summary["exchange_us"] = round(exchange_us / steps, 1)
     summary["gaps_us"] = round(_short_gaps(events) / steps, 1)
+    summary["beside_graphs_us"] = round(beside_us / steps, 1)
     summary["gpu_busy_us"] = round(sum(kernels.values()) / steps, 1)
     summary["longest_kernels_us"] = {name: round(us / steps, 1) for name, us in kernels.most_common(12)}
     summary |= {name: round(counts[name] / steps, 2) for name in (*SYNCHRONISING, *ALLOCATING) if counts[name]}

@@ -566,6 +566,7 @@ def serve_profile(results: Results) -> Table | None:
         "driver_allocating": "allocations from the driver",
         "new_tensors": "tensors from PyTorch's allocator",
         "gpu_busy_us": "GPU busy, us",
+        "beside_graphs_us": "of this, beside the CUDA graphs, us",
         "gaps_us": "gaps between kernels, us",
         "exchange_us": "exchange between ranks, us",
     }

@@ -45,9 +45,10 @@ class HeadState:
     exchange: with the ranks that hold the rest of the head; None where it is whole. whole_rows: the kernels cannot draw
     from the parts of these ranks, so every batch is exchanged as whole rows of logits. table: what batches of this head
     take. table_file: the tuned table that it is from, or None. path: which every batch takes instead, after a failure.
-    screen: where the head has one. use_step_graphs: whether steps of unchanged batches are captured as CUDA graphs. As
-    of the last ``update``: head (this rank's part), workspace, serving_screen (None where the screen does not serve),
-    graphs (None where there are none yet, or something that they were captured with has changed).
+    screen: where the head has one. use_step_graphs: whether steps of unchanged batches are captured as CUDA graphs;
+    copies_tokens: whether each step then has tokens of its own, which stay. As of the last ``update``: head (this
+    rank's part), workspace, serving_screen (None where the screen does not serve), graphs (None where there are none
+    yet, or something that they were captured with has changed).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class HeadState:
     ) -> None:
         """capture: of CUDA graphs; ``CudaCapture`` where None."""
         self.processor, self.lm_head, self.exchange = processor, lm_head, exchange
-        self.use_step_graphs = False
+        self.use_step_graphs = self.copies_tokens = False
         self.path: SamplingPath | None = None
         self.screen: HeadScreen | None = None
         self.serving_screen: Screen | None = None
@@ -250,7 +251,8 @@ class HeadState:
             if self._capture is None:
                 self._capture = CudaCapture(self.head.weight.device)
             used = [self.workspace, *([] if self._rows_workspace is None else [self._rows_workspace])]
-            self.graphs = StepGraphs(used, MAX_COMPILED_ROWS, self.head.weight.device, self._capture)
+            device, capture = self.head.weight.device, self._capture
+            self.graphs = StepGraphs(used, MAX_COMPILED_ROWS, device, capture, self.copies_tokens)
         return self.graphs
 
     def fits(self, num_rows: int) -> bool:
@@ -382,9 +384,11 @@ class _Captured(NamedTuple):
 
 
 class _KeyedGraphs:
-    """The graphs of one key. waiting: steps to come before one is captured. slot: the place of the next graph."""
+    """The graphs of one key. copies_tokens: as of ``StepGraphs``. waiting: steps to come before one is captured. slot:
+    the place of the next graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies_tokens: bool) -> None:
+        self._copies_tokens = copies_tokens
         self.waiting = PATIENCE
         self.captured: list[_Captured] = []
         self.slot = 0
@@ -393,7 +397,11 @@ class _KeyedGraphs:
         captured = self.captured[self.slot]
         self.slot = (self.slot + 1) % SLOTS
         captured.graph.replay()
-        return captured.out
+        out = captured.out
+        if self._copies_tokens:
+            logprobs = None if out.logprobs is None else out.logprobs.clone()
+            out = out._replace(token_ids=out.token_ids.clone(), logprobs=logprobs)
+        return out
 
 
 class StepGraphs:
@@ -404,14 +412,23 @@ class StepGraphs:
     turn, which are part of the key of a graph. The mask of a grammar is made anew for every step, at any address: it is
     copied to a buffer that all graphs read. So are the parameters of a batch, once. The tokens of a graph are
     overwritten ``SLOTS`` steps later: SGLang copies the tokens of a step to the host before it launches the step after
-    the next.
+    the next. A pipeline sends them to its first stage later than that: with ``copies_tokens`` a step returns a copy of
+    its tokens and logprobs.
 
     For these workspaces, and the head, table and screen that they were made with. max_rows: larger batches are not
     replayed.
     """
 
-    def __init__(self, workspaces: Sequence[Workspace], max_rows: int, device: torch.device, capture: Capture) -> None:
+    def __init__(
+        self,
+        workspaces: Sequence[Workspace],
+        max_rows: int,
+        device: torch.device,
+        capture: Capture,
+        copies_tokens: bool = False,
+    ) -> None:
         self._workspaces, self._max_rows, self._capture = workspaces, max_rows, capture
+        self._copies_tokens = copies_tokens
         self._pool = capture.new_pool()
         self._temperature, self._top_p, self._min_p = (
             torch.empty(max_rows, dtype=torch.float32, device=device) for _ in range(3)
@@ -437,7 +454,7 @@ class StepGraphs:
         return_logprob: bool,
     ) -> SampleOutput | None:
         """The tokens of one step of ``batch``; None where the caller has to launch it. draw: makes the launches that a
-        graph captures. The tokens stay until ``SLOTS`` steps later."""
+        graph captures. Without ``copies_tokens``, the tokens stay until ``SLOTS`` steps later."""
         if self._failed:
             return None
         if batch is not self._batch:
@@ -455,7 +472,7 @@ class StepGraphs:
         if graphs is None:
             if len(self._graphs) == MAX_GRAPH_KEYS:
                 self._graphs.popitem(last=False)
-            graphs = self._graphs[key] = _KeyedGraphs()
+            graphs = self._graphs[key] = _KeyedGraphs(self._copies_tokens)
         self._graphs.move_to_end(key)
         if graphs.waiting:
             graphs.waiting -= 1

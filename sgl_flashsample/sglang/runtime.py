@@ -86,7 +86,7 @@ class Runtime:
         self._draft_processors: set[int] = set()
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
-        self._last_stage = True  # of a pipeline: the others have no head
+        self._is_pipeline, self._last_stage = False, True  # the other stages have no head
         self._statuses: list[dict[str, Any]] = []  # of heads that other ranks have
         metrics, reports = False, True
         try:
@@ -100,8 +100,7 @@ class Runtime:
             parallel, observability = get_parallel(), get_observability()
             self._last_stage = parallel.pp_rank == parallel.pp_size - 1
             self.samples = SampleIndices(0 if parallel.tp_size == 1 else parallel.attn_dp_rank)
-            # A pipeline reads tokens after more steps than a graph keeps them.
-            self.use_step_graphs = self.use_step_graphs and parallel.pp_size == 1
+            self._is_pipeline = parallel.pp_size > 1
             metrics = bool(observability.enable_metrics)
             # Of ranks with the same batches the first reports, as of SGLang's own metrics.
             reports = parallel.tp_size == 1 or parallel.attn_tp_rank == 0
@@ -358,6 +357,7 @@ class Runtime:
             if reason is not None:
                 return reason
             state.use_step_graphs = self.use_step_graphs and lm_head.weight.is_cuda
+            state.copies_tokens = self._is_pipeline
             state.newly_searched(self.metrics.read_seconds)  # allocates its pinned memory now, not in a step
             return state
         except Exception as error:  # whatever a kernel or a model does, the server must start

@@ -151,13 +151,14 @@ def test_the_benchmark_of_ranks_compares_tokens_and_exchanges(dry_run):
 @pytest.mark.slow
 def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     arguments = ("--fast", "--samplings", "t1", "--batches", "1", "8")
-    result = dry_run("serve", "--only", "stock", "screen", "host", "profile", *arguments)
+    result = dry_run("serve", "--only", "stock", "screen", "host", "profile", "graphs", *arguments)
     pairs = {(row["section"], row["batch"], row["backend"]): row for row in result["rows"] if "tpot_us" in row}
     labels = {"stock": ("stock", "flashsample"), "screen": ("screen off", "screen on")}
+    labels |= {"graphs": ("one root", "two roots")}
     assert pairs.keys() == {(s, batch, label) for s, names in labels.items() for label in names for batch in (1, 8)}
     assert all(len(row["samples"]) == 3 for row in pairs.values())
     assert all(("itl_p99_us" in row) is (row["section"] == "stock") for row in pairs.values())
-    assert pairs["screen", 8, "screen on"]["same_answers"] == 8
+    assert pairs["screen", 8, "screen on"]["same_answers"] == pairs["graphs", 8, "two roots"]["same_answers"] == 8
     host = [row for row in result["rows"] if row["section"] == "host"]
     assert [row["host_us"] for row in host] == [40.0, 40.0] and result["env"]["servers"]["sgl-flashsample"]
     extended = dry_run("serve", "--only", "host", "--keep", *arguments)
@@ -285,7 +286,8 @@ START = {7: 100.0, 8: 105.5, 9: 109.0}  # of kernels that take 4 us
 def test_a_trace_says_what_a_step_asks_of_cuda(load, tmp_path):
     names = ["cudaGraphLaunch"] * 4 + ["cudaLaunchKernel"] * 6 + ["aten::item", "aten::empty", "aten::empty_like"]
     events = [{"ph": "X", "name": name} for name in names]
-    events += [{"ph": "X", "cat": "kernel", "name": "mm", "dur": 30.0}, {"ph": "i", "name": "aten::item"}]
+    beside = {"args": {"correlation": 10}}
+    events += [{"ph": "X", "cat": "kernel", "name": "mm", "dur": 30.0} | beside, {"ph": "i", "name": "aten::item"}]
     events[0]["args"] = {"correlation": 7}  # the model's own all-reduce is in its graph
     for number, name in ((7, "cross_device_reduce_1stage"), (8, "cross_device_reduce_1stage"), (9, "merge_records")):
         args = {"correlation": number, "stream": 7}
@@ -304,7 +306,7 @@ def test_a_trace_says_what_a_step_asks_of_cuda(load, tmp_path):
         "driver_allocating": 0.0,
     }
     assert {name: step[name] for name in wanted} == wanted and step["gpu_busy_us"] == 21.0
-    assert step["exchange_us"] == 4.0
+    assert step["exchange_us"] == 4.0 and step["beside_graphs_us"] == (30.0 + 4.0 + 4.0) / 2
     assert step["gaps_us"] == (1.5 - 0.5) / 2, "of kernels that follow each other, overlaps too"
 
 
@@ -330,6 +332,30 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
     run = Run("tiny", types.SimpleNamespace(**names | {"limit": 0}), time.monotonic())
     assert list(run.run(["stock"])) == [], "no cell begins after the limit"
     assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(size, "out of time") for size in (1, 8, 4)]
+
+
+ANSWERING = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b"here")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_servers_with_a_pipeline_stand_still_while_another_one_answers(load, tmp_path):
+    def stands_still(server) -> bool:
+        return Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    kind, launcher = load("serve").TakingTurns, (sys.executable, "-c", ANSWERING)
+    servers = [kind("m", [], backend=None, log=tmp_path / name, launcher=launcher) for name in "ab"]
+    with servers[0] as first, servers[1] as second:
+        first.others, second.others = [second], [first]
+        for one, other in ((first, second), (second, first), (first, second)):
+            assert one.get("/anything") == "here"
+            assert stands_still(other) and not stands_still(one)
+        second.stop(patience=5.0)
+        assert second.process is None
 
 
 def test_a_result_names_what_no_run_has_measured_by_the_last_reason(load):

@@ -138,10 +138,14 @@ def test_several_gpus_are_served_on_request(server_config, monkeypatch, size):
     assert support.unsupported_server() is None
 
 
-def test_a_pipeline_replays_no_graphs_whose_tokens_it_would_read_too_late(server_config):
-    assert Runtime(None).use_step_graphs
-    server_config.parallel.pp_size = 2
-    assert not Runtime(None).use_step_graphs
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_a_pipeline_which_reads_tokens_late_gets_copies_of_those_of_a_graph(server_config, monkeypatch, pp_size):
+    server_config.parallel.pp_size = pp_size
+    runtime = Runtime(None)
+    assert runtime.use_step_graphs
+    monkeypatch.setattr(runtime, "_check", lambda state, starting: None)
+    state = runtime._prepare(Processor(), make_head(weights(torch.device("cpu"))), starting=True)
+    assert state.copies_tokens is (pp_size > 1)
 
 
 CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLANG_SANITIZE_NAN_LOGITS")

@@ -77,8 +77,8 @@ class Step:
 class Drawing:
     """Step graphs of ``read_all``. Every replay is compared with launches."""
 
-    def __init__(self, capture: CountingCapture | None = None, max_rows: int = 4) -> None:
-        self.graphs = StepGraphs([Workspace(1, CPU)], max_rows, CPU, capture or CountingCapture())
+    def __init__(self, capture: CountingCapture | None = None, max_rows: int = 4, copies_tokens: bool = False) -> None:
+        self.graphs = StepGraphs([Workspace(1, CPU)], max_rows, CPU, capture or CountingCapture(), copies_tokens)
 
     def step(self, step: Step) -> torch.Tensor | None:
         """The tokens of a replay; None where the step is to be launched."""
@@ -147,15 +147,16 @@ def test_another_batch_at_the_same_place_is_replayed_with_its_own_parameters(par
     assert drawing.replays(step, PATIENCE) == [False] * (PATIENCE - 1) + [True]
 
 
-def test_tokens_outlive_the_next_step():
-    """SGLang has them on the host before it launches the second next."""
-    drawing, step = Drawing(), make_step()
+@pytest.mark.parametrize(("copies_tokens", "steps"), [(False, 2), (True, 8)])
+def test_tokens_outlive_the_next_step_and_copies_of_them_all(copies_tokens, steps):
+    """SGLang has them on the host before it launches the second next; a pipeline sends them later."""
+    drawing, step = Drawing(copies_tokens=copies_tokens), make_step(return_logprob=True)
     drawing.replays(step, WARM_UP)
     results = []
     for number in range(8):
         step.positions[:] = number
         results.append((drawing.step(step), step.launched))
-        for tokens, drawn in results[-2:]:
+        for tokens, drawn in results[-steps:]:
             assert torch.equal(tokens, drawn)
 
 
