@@ -17,7 +17,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # The names of files and of pages; others follow, as their files are called.
-GPUS = {"h200": "H200", "h200x2": "two H200s", "h100": "H100"}
+GPUS = {"h200": "H200", "h200x2": "two H200s", "h100": "H100", "h100x2": "two H100s"}
 NOT_MEASURED = "Not measured."
 OURS, SCREENED = ("fused", "logits"), "screened"
 GEMM, READ, NOTHING = "gemm", "read", "nothing"
@@ -419,6 +419,17 @@ def serve_screen(results: Results) -> Table | None:
     return _pairs(results, "screen", "screen off", "screen on", words)
 
 
+def serve_graphs(results: Results) -> Table | None:
+    """Time per output token of our server with one root in the model's graphs, and with two; and the gaps in each."""
+
+    def words(one: dict[str, Any], two: dict[str, Any]) -> str:
+        gaps = f"gaps {one['gaps_us']:.0f} → {two['gaps_us']:.0f}" if "gaps_us" in two else ""
+        same = f"{two['same_answers']} of {two['batch']} answers the same" if "same_answers" in two else ""
+        return f"{_pair_words(one, two)[:-1]}; {'; '.join(filter(None, (gaps, same)))})"
+
+    return _pairs(results, "graphs", "one root", "two roots", words)
+
+
 def serve_oracle(results: Results) -> Table | None:
     """Time per output token of a server whose sampler draws nothing, and ours."""
     return _pairs(results, "oracle", "oracle", "flashsample", _pair_words)
@@ -519,9 +530,11 @@ def ranks_tokens(results: Results) -> Table | None:
 
 
 def _served(row: dict[str, Any]) -> str:
-    """The model, and its ranks where there are several."""
-    degrees = [f"{name} {row[name]}" for name in ("tp", "pp") if row.get(name, 1) > 1]
-    return ", ".join([row["model"], *degrees])
+    """The model, its ranks where there are several, and its drafts where it has some."""
+    about = [f"{name} {row[name]}" for name in ("tp", "pp") if row.get(name, 1) > 1]
+    if "speculation" in row:
+        about.append(f"{row['draft_tokens']} drafts of {row['speculation']}")
+    return ", ".join([row["model"], *about])
 
 
 def _pairs(results: Results, section: str, one: str, other: str, words: Callable[[dict, dict], str]) -> Table | None:
@@ -558,7 +571,8 @@ def serve_host(results: Results) -> Table | None:
 
 def serve_profile(results: Results) -> Table | None:
     """Calls of one decode step, stock and ours."""
-    measured = {(r["model"], r["sampling"], r["backend"]): r for r in results.serve_rows("profile") if "steps" in r}
+    rows = [row for row in results.serve_rows("profile") if "steps" in row]
+    measured = {(_served(row), row["sampling"], row["batch"], row["backend"]): row for row in rows}
     names = {
         "graph_launches": "CUDA graphs",
         "launches": "kernel launches and copies beside them",
@@ -571,11 +585,11 @@ def serve_profile(results: Results) -> Table | None:
         "exchange_us": "exchange between ranks, us",
     }
 
-    def words(name: str, key: tuple[str, str]) -> str:
+    def words(name: str, key: tuple[str, str, int]) -> str:
         pair = [measured.get((*key, label)) for label in ("stock", "flashsample")]
         return " → ".join(f"{row[name]:g}" for row in pair if row is not None and name in row)
 
-    columns = {key[:2]: f"{key[0]}, {SAMPLINGS[key[1]]}, B={row['batch']}" for key, row in measured.items()}
+    columns = {key[:3]: f"{key[0]}, {SAMPLINGS[key[1]]}, B={key[2]}" for key in measured}
     return grid("per decode step, stock → ours", names, columns, words)
 
 
@@ -728,10 +742,11 @@ def summary_kernels(results: Results) -> Table | None:
 
 
 def summary_rows(results: Results) -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
-    """{(model, sampling): {batch size: microseconds per token, stock and ours}} of the usual samplings."""
+    """{(model, sampling): {batch size: microseconds per token, stock and ours}} of the usual samplings, of servers as
+    they are by default: of one GPU, without drafts."""
     times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for row in results.serve_rows("stock"):
-        if row["sampling"] in SUMMARY_SAMPLINGS:
+        if row["sampling"] in SUMMARY_SAMPLINGS and _served(row) == row["model"]:
             by_batch = times.setdefault((row["model"], row["sampling"]), {})
             by_batch.setdefault(row["batch"], {})[row["backend"]] = row["tpot_us"]
     pairs = {
@@ -826,6 +841,7 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "serve": Section(serve, "serve", "stock"),
     "serve-screen": Section(serve_screen, "serve", "screen"),
     "serve-repeats": Section(serve_repeats, "serve", "repeats"),
+    "serve-graphs": Section(serve_graphs, "serve", "graphs"),
     "serve-oracle": Section(serve_oracle, "serve", "oracle"),
     "exchanged": Section(exchanged, "kernels"),
     "ranks-exchange": Section(ranks_exchange, "ranks"),

@@ -56,7 +56,7 @@ environment:
                            GPU; unset: on an H100 or H200
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
-  FLASHSAMPLE_SEVERAL_GPUS 1: also serve several GPUs (small greedy batches are slower)
+  FLASHSAMPLE_SEVERAL_GPUS 1: also serve several GPUs (measured on two alone)
   FLASHSAMPLE_ANY_SGLANG   1: also try SGLang versions that this release does not know
   FLASHSAMPLE_TRACE        a file: count the drawn tokens into it (sgl-flashsample trace --help)
 """

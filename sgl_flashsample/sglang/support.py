@@ -33,10 +33,7 @@ def unsupported_server() -> str | None:
     dump = getattr(get_observability(), "debug_tensor_dump_output_folder", None)
     several = torch.cuda.is_available() and (ranks > 1 or parallel.pp_size > 1)
     if several and os.environ.get(RANKS_VARIABLE) != "1":
-        return (
-            "several GPUs are off by default, as small greedy batches are slower there (large ones are faster); "
-            f"{RANKS_VARIABLE}=1 turns them on"
-        )
+        return f"several GPUs are off by default, as they were measured on two alone; {RANKS_VARIABLE}=1 turns them on"
     if (speculation := unsupported_speculation()) is not None:
         return speculation
     graph = execution.graph.cuda_graph_config
