@@ -128,20 +128,23 @@ class Batch:
             self.distribution_only,
         )
 
-    def params_of_nodes(self, num_nodes: int) -> BatchParams:
-        """Of a verification of drafts, each row ``num_nodes`` times; the positions are still to be given. SGLang's
-        verification ignores min-p, and takes top-p of what top-k has left."""
-        params = self._params_of_nodes.get(num_nodes)
-        if params is None:
-            rows = tuple(row._replace(needs=(*row.needs[:2], row.needs[0] and row.needs[1])) for row in self.rows)
+    def of_nodes(self, num_nodes: int) -> Batch:
+        """Of a verification of drafts, each row ``num_nodes`` times. SGLang's verification ignores min-p, and takes
+        top-p of what top-k has left."""
+        nodes = self._of_nodes.get(num_nodes)
+        if nodes is None:
+            # Seeded: a draft is accepted where it equals the draw, so a node needs the noise of its position.
+            rows = [
+                row._replace(needs=(*row.needs[:2], row.needs[0] and row.needs[1]), seeded=True) for row in self.rows
+            ]
             min_p = [NO_MIN_P if row.needs[2] else 0.0 for row in rows]
             tensors = self.tensors._replace(min_p=to_device(min_p, torch.float32, self.tensors.min_p.device))
-            params = Batch(rows, tensors).params(self.tensors.seed, None).repeated(num_nodes)
-            params = self._params_of_nodes[num_nodes] = dataclasses.replace(params, distribution_only=False)
-        return params
+            repeated = RowTensors(*(tensor.repeat_interleave(num_nodes) for tensor in tensors))
+            nodes = self._of_nodes[num_nodes] = Batch(tuple(row for row in rows for _ in range(num_nodes)), repeated)
+        return nodes
 
     @functools.cached_property
-    def _params_of_nodes(self) -> dict[int, BatchParams]:
+    def _of_nodes(self) -> dict[int, Batch]:
         return {}
 
     @classmethod

@@ -11,7 +11,6 @@ that share the head exchange the draws of their parts as in any step, and accept
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 
 from ..kernels.follow_drafts import follow_drafts
-from ..kernels.params import SampleOutput
+from ..kernels.params import LogitEdits, SampleOutput
+from ..selfcheck import MAX_COMPILED_ROWS
 from .batch import Batch, GrammarError, Reason, Routing, batch_of, edits_of_nodes
 from .lazy_logits import LazyLogits, plain
 from .runtime import Runtime
-from .sampler import Unserved, draw_without_graphs, guarded_routing
+from .sampler import Unserved, draw, draw_without_graphs, guarded_routing
 
 LOGPROBS_ATTRIBUTE = "_flashsample_logprobs"  # on LogitsProcessorOutput: of the token drawn at each node
 # An argument of ``eagle_sample`` that only says how to read another one.
@@ -35,6 +35,7 @@ class SpeculationHooks:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self._positions: torch.Tensor | None = None
 
     def eagle_sample(
         self,
@@ -103,10 +104,7 @@ class SpeculationHooks:
         shape = (len(rows), num_nodes)
         try:
             edits = edits_of_nodes(rows, routing, batch.sampling_info, grammar_mask, num_nodes)
-            params = rows.params_of_nodes(num_nodes)
-            params = dataclasses.replace(params, position=verify_input.positions.to(torch.int64), edits=edits)
-            lazy.source.update(lazy.shape[0])
-            drawn: SampleOutput = draw_without_graphs(lazy.source, lazy.hidden, params, batch.return_logprob)
+            drawn = self._draw(lazy, rows.of_nodes(num_nodes), edits, verify_input.positions, batch.return_logprob)
             tables = (verify_input.draft_token, verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
             drafts, first_child, next_sibling = (one.reshape(shape).to(torch.int64).contiguous() for one in tables)
             nodes, num_tokens = follow_drafts(
@@ -126,3 +124,19 @@ class SpeculationHooks:
         if batch.return_logprob:
             setattr(logits_output, LOGPROBS_ATTRIBUTE, drawn.logprobs)
         return drawn.token_ids.to(torch.int32), num_tokens, nodes
+
+    def _draw(
+        self, lazy: LazyLogits, nodes: Batch, edits: LogitEdits | None, positions: torch.Tensor, return_logprob: bool
+    ) -> SampleOutput:
+        """The draw of each node. A graph reads positions at one place, and SGLang makes them anew for each step, as it
+        does the edits of nodes: steps without edits are replayed, from a copy of their positions."""
+        state, num_nodes = lazy.source, len(nodes)
+        if edits is not None:
+            state.update(num_nodes)
+            return draw_without_graphs(
+                state, lazy.hidden, nodes.params(positions.to(torch.int64), edits), return_logprob
+            )
+        if self._positions is None or len(self._positions) < num_nodes:
+            self._positions = torch.empty(max(num_nodes, MAX_COMPILED_ROWS), dtype=torch.int64, device=positions.device)
+        places = self._positions[:num_nodes].copy_(positions)
+        return draw(state, lazy.hidden, nodes, None, places, return_logprob)

@@ -7,12 +7,14 @@ import types
 
 import pytest
 import torch
+from head_states import CountingCapture
 from serving import INTERPRETED, make_server, needs_sglang
-from sglang_batches import VOCAB, grammar, make_samplers, request
+from sglang_batches import VOCAB, CountingHead, grammar, make_samplers, request
 
 from sgl_flashsample.kernels.params import BatchParams, Truncation
 from sgl_flashsample.kernels.reference import allowed_ref
 from sgl_flashsample.sglang.batch import Reason
+from sgl_flashsample.sglang.head import PATIENCE
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.verification import DraftTree
 
@@ -150,6 +152,31 @@ def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, inf
     assert torch.equal(predict[on_path], want_predict[on_path])
     assert (predict.dtype, num_tokens.dtype, accepted.dtype) == (torch.int32,) * 3
     assert hooks.runtime.inactive_reason is None
+
+
+@needs_sglang
+@pytest.mark.parametrize("edited", [False, True])
+def test_steps_of_an_unchanged_batch_are_replayed_wherever_their_positions_are(hooks, info_of, hidden, device, edited):
+    """Edits of nodes are made anew in every step, at any address: these steps are launched."""
+    nodes, steps = len(CHAIN), 2 * PATIENCE + 3
+    head = CountingHead(device, capture=(capture := CountingCapture(device)))
+    states = hidden(ROWS * nodes)
+    bias = {"logit_bias": {str(VOCAB - 1): 0.0}} if edited else {}
+    info = info_of([request(str(row), **settings, **bias) for row, settings in enumerate(SETTINGS)])
+    depth = DraftTree.from_parents(CHAIN, states.device).depth.repeat(ROWS)
+    kept = []  # else the next step's positions would be at the same place
+    for step in range(steps):
+        kept.append(positions := 7 + 2 * step + depth)
+        drawn = draws(head, states, nodes, positions)
+        drafts = good_drafts(drawn.token_ids, CHAIN, seed=step)
+        verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts, return_logprob=True)
+        verify_input.positions = positions
+        predict, _, accepted = hooks.eagle_sample(Original(), verify_input, batch, output)
+        assert torch.equal(predict.long(), drawn.token_ids)
+        hooks.compute_logprobs(None, batch, output, predict, accept_index=accepted)
+        want = drawn.logprobs[accepted.clamp(min=0).long()]
+        torch.testing.assert_close(output.next_token_logprobs, want, rtol=1e-5, atol=1e-5)
+    assert capture.replays == (0 if edited else steps - (2 * PATIENCE - 1))
 
 
 @needs_sglang
@@ -303,7 +330,7 @@ def test_what_sglang_has_to_verify_it_gets_with_plain_logits_and_the_reason_is_c
 
 
 @needs_sglang
-@pytest.mark.parametrize("failing", ["draw_without_graphs", "edits_of_nodes", "follow_drafts"])
+@pytest.mark.parametrize("failing", ["draw", "edits_of_nodes", "follow_drafts"])
 def test_after_a_failure_sglang_verifies_this_batch_and_all_that_follow(
     hooks, head, info_of, hidden, monkeypatch, failing
 ):
@@ -329,7 +356,7 @@ def test_a_rank_without_memory_ends_the_step_instead_of_leaving_the_others_alone
     def no_memory(*arguments):
         raise torch.OutOfMemoryError("a fault")
 
-    monkeypatch.setattr(speculation, "draw_without_graphs", no_memory)
+    monkeypatch.setattr(speculation, "draw", no_memory)
     drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
     for exchange in (None, object()):
         lazy = head.lazy(hidden(4))
