@@ -21,7 +21,7 @@ flashsample_cpu = sgl_flashsample.demo.cpu_platform:activate
 
 [sglang.srt.plugins]
 flashsample_cpu_arguments = sgl_flashsample.demo.cpu_platform:keep_sampling_backend
-flashsample_cpu_ngram = sgl_flashsample.demo.cpu_platform:prepare_ngram
+flashsample_cpu_speculation = sgl_flashsample.demo.cpu_platform:prepare_speculation
 """
 _METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
 SERVER_ARGUMENTS = [
@@ -107,21 +107,24 @@ def support_dp_attention() -> None:
     forward_batch_info.torch = Torch()
 
 
-def prepare_ngram() -> None:
+def prepare_speculation() -> None:
     """Entry point: before SGLang makes the worker of a speculative algorithm."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-    HookRegistry.register(target, support_ngram, HookType.BEFORE)
+    HookRegistry.register(target, support_speculation, HookType.BEFORE)
 
 
-def support_ngram(*arguments: object) -> None:
-    """NGRAM reads the tree of its drafts with a kernel that is not on PyPI; SGLang has the same in Triton."""
+def support_speculation(*arguments: object) -> None:
+    """Trees of drafts are made, and NGRAM's are read, with kernels that are not on PyPI; SGLang has the same in
+    Triton."""
     from sglang.kernels.ops.speculative.reconstruct_tree import reconstruct_indices_from_tree_mask_triton
+    from sglang.srt.speculative import eagle_utils
 
     package, module = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.speculative")
     module.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask_triton  # type: ignore[attr-defined]
     sys.modules |= {"sgl_kernel": package, "sgl_kernel.speculative": module}
+    eagle_utils.sgl_build_tree_kernel_efficient = eagle_utils.sgl_build_tree_kernel_triton
 
 
 def __getattr__(name: str):
