@@ -7,6 +7,7 @@ entry points to a folder that only the servers it is given to have on their path
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -117,14 +118,20 @@ def prepare_speculation() -> None:
 
 def support_speculation(*arguments: object) -> None:
     """Trees of drafts are made, and NGRAM's are read, with kernels that are not on PyPI; SGLang has the same in
-    Triton."""
-    from sglang.kernels.ops.speculative.reconstruct_tree import reconstruct_indices_from_tree_mask_triton
+    Triton. Not in 0.5.17: no NGRAM there."""
+    package, module = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.speculative")
+    module.reconstruct_indices_from_tree_mask = None  # type: ignore[attr-defined]  # imported, and not called
+    sys.modules |= {"sgl_kernel": package, "sgl_kernel.speculative": module}
     from sglang.srt.speculative import eagle_utils
 
-    package, module = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.speculative")
-    module.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask_triton  # type: ignore[attr-defined]
-    sys.modules |= {"sgl_kernel": package, "sgl_kernel.speculative": module}
-    eagle_utils.sgl_build_tree_kernel_efficient = eagle_utils.sgl_build_tree_kernel_triton
+    with contextlib.suppress(ImportError):
+        from sglang.kernels.ops.speculative.reconstruct_tree import reconstruct_indices_from_tree_mask_triton
+
+        module.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask_triton  # type: ignore[attr-defined]
+    # Newer versions have a module for trees, and refuse platforms that are not SGLang's own there.
+    for trees in filter(None, (eagle_utils, sys.modules.get("sglang.kernels.ops.speculative.spec_tree"))):
+        build = getattr(trees, "sgl_build_tree_kernel_triton", None)
+        vars(trees).update(sgl_build_tree_kernel_efficient=build, reject_out_of_tree_path=lambda *args, **named: None)
 
 
 def __getattr__(name: str):
