@@ -7,6 +7,7 @@ entry points to a folder that only the servers it is given to have on their path
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -21,7 +22,7 @@ flashsample_cpu = sgl_flashsample.demo.cpu_platform:activate
 
 [sglang.srt.plugins]
 flashsample_cpu_arguments = sgl_flashsample.demo.cpu_platform:keep_sampling_backend
-flashsample_cpu_ngram = sgl_flashsample.demo.cpu_platform:prepare_ngram
+flashsample_cpu_speculation = sgl_flashsample.demo.cpu_platform:prepare_speculation
 """
 _METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
 SERVER_ARGUMENTS = [
@@ -107,21 +108,30 @@ def support_dp_attention() -> None:
     forward_batch_info.torch = Torch()
 
 
-def prepare_ngram() -> None:
+def prepare_speculation() -> None:
     """Entry point: before SGLang makes the worker of a speculative algorithm."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-    HookRegistry.register(target, support_ngram, HookType.BEFORE)
+    HookRegistry.register(target, support_speculation, HookType.BEFORE)
 
 
-def support_ngram(*arguments: object) -> None:
-    """NGRAM reads the tree of its drafts with a kernel that is not on PyPI; SGLang has the same in Triton."""
-    from sglang.kernels.ops.speculative.reconstruct_tree import reconstruct_indices_from_tree_mask_triton
-
+def support_speculation(*arguments: object) -> None:
+    """Trees of drafts are made, and NGRAM's are read, with kernels that are not on PyPI; SGLang has the same in
+    Triton. Not in 0.5.17: no NGRAM there."""
     package, module = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.speculative")
-    module.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask_triton  # type: ignore[attr-defined]
+    module.reconstruct_indices_from_tree_mask = None  # type: ignore[attr-defined]  # imported, and not called
     sys.modules |= {"sgl_kernel": package, "sgl_kernel.speculative": module}
+    from sglang.srt.speculative import eagle_utils
+
+    with contextlib.suppress(ImportError):
+        from sglang.kernels.ops.speculative.reconstruct_tree import reconstruct_indices_from_tree_mask_triton
+
+        module.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask_triton  # type: ignore[attr-defined]
+    # Newer versions have a module for trees, and refuse platforms that are not SGLang's own there.
+    for trees in filter(None, (eagle_utils, sys.modules.get("sglang.kernels.ops.speculative.spec_tree"))):
+        build = getattr(trees, "sgl_build_tree_kernel_triton", None)
+        vars(trees).update(sgl_build_tree_kernel_efficient=build, reject_out_of_tree_path=lambda *args, **named: None)
 
 
 def __getattr__(name: str):

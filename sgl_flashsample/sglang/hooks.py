@@ -9,6 +9,11 @@ In a step and at the start (``StepHooks``):
 
 Where drafts are verified (``speculation.SpeculationHooks``): ``eagle_sample``, and the logprobs of accepted tokens.
 
+Where drafts are coupled (``drafts.CoupledDrafts``):
+
+    EagleDraftWorker.init_cuda_graphs          a forward hook on the draft model's LogitsProcessor
+    EAGLEWorkerV2.forward_batch_generation     temperatures and seeds of the step's batch
+
 Where SGLang describes itself: ``Scheduler.get_internal_state``, which ``/server_info`` shows.
 
 Where SGLang changes weights later (``WeightHooks``): a screen is a copy of some, and must know.
@@ -31,6 +36,7 @@ from typing import Any
 
 from . import versions
 from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Batch, Reason, batch_of
+from .drafts import CoupledDrafts
 from .lazy_logits import LazyLogits, plain
 from .runtime import NotActiveError, Runtime, refuse_to_start
 
@@ -190,6 +196,20 @@ def install_speculation(runtime: Runtime) -> str | None:
             return "; ".join(filter(None, reasons.values()))
         table[target] = (hook, HookType.AROUND)
     return apply_hooks(table)
+
+
+def install_drafts(drafts: CoupledDrafts) -> str | None:
+    """Register and apply the hooks of coupled drafts. Returns why drafts stay SGLang's own, None when every hook
+    landed."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    wanted = versions.DRAFT_TARGETS | versions.READ_CALLS
+    reasons = [reason for target in wanted if (reason := versions.unsupported_target(target, wanted[target]))]
+    if reasons:
+        return "; ".join(reasons)
+    functions: tuple[Callable, ...] = (drafts.attach, drafts.load)
+    hooks = zip(versions.DRAFT_TARGETS, functions, strict=True)
+    return apply_hooks({target: (hook, HookType.BEFORE) for target, hook in hooks})
 
 
 def install_status_hook(status: Callable[[], dict[str, Any]]) -> None:

@@ -58,7 +58,7 @@ def _explain_replacement(sampler, *args, **kwargs) -> None:
 def make_sampler() -> FlashSampler:
     """The sampler that SGLang asks for when the backend is selected; installs the hooks at the first call."""
     global _runtime
-    from . import hooks
+    from . import drafts, hooks
     from .runtime import Runtime
     from .sampler import FlashSampler
 
@@ -68,6 +68,8 @@ def make_sampler() -> FlashSampler:
             _runtime.inactive_reason = hooks.install(_runtime)
         if _runtime.inactive_reason is None and _runtime.verifies:
             _runtime.inactive_reason = hooks.install_speculation(_runtime)
+        if _runtime.inactive_reason is None and _runtime.verifies:
+            drafts.couple(_runtime, hooks.install_drafts)
         if _runtime.inactive_reason is None and _runtime.no_screen_reason is None:
             _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)
         _runtime.agree()

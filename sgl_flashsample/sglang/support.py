@@ -13,6 +13,8 @@ from ..defaults import family_of
 SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
 # Whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
+# Whose draft model has one head, run by the one worker that we know.
+COUPLED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
 MAX_EXCHANGED_IDS = 2**24  # as float32
 # Settings with which SGLang's sampler looks for NaN in the logits. Not every known version has the second.
@@ -90,6 +92,21 @@ def unsupported_speculation() -> str | None:
             "it on"
         )
     return reason
+
+
+def unsupported_drafts() -> str | None:
+    """Why the drafts of this server cannot be coupled, as far as its arguments say; None where they can."""
+    from sglang.srt.runtime_context import get_parallel, get_spec
+
+    spec, parallel = get_spec(), get_parallel()
+    name = str(spec.speculative_algorithm).upper()
+    checks = (
+        (f"{name} drafts", name not in COUPLED_ALGORITHMS),
+        ("several draft heads (--enable-multi-layer-eagle)", getattr(spec, "enable_multi_layer_eagle", False)),
+        ("a tree of drafts (--speculative-eagle-topk above 1)", spec.speculative_eagle_topk != 1),
+        ("a draft head that several ranks share", parallel.tp_size > 1 or parallel.pp_size > 1),
+    )
+    return next((f"coupling {reason} is not supported yet" for reason, applies in checks if applies), None)
 
 
 def is_elastic() -> bool:

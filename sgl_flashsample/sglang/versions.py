@@ -49,6 +49,21 @@ SPECULATION_TARGETS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
 )
 
+# Of a server whose drafts are coupled: what is hooked, and what is not but tells us what a draft model has computed.
+DRAFT_TARGETS: dict[str, tuple[str, ...]] = {
+    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_cuda_graphs": ("self",),
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation": ("self", "batch"),
+}
+READ_CALLS: dict[str, tuple[str, ...]] = {
+    "sglang.srt.layers.logits_processor.LogitsProcessor.forward": (
+        "self",
+        "input_ids",
+        "hidden_states",
+        "lm_head",
+        "logits_metadata",
+    ),
+}
+
 
 def sglang_version() -> str:
     """The installed SGLang's version, or "not installed"."""

@@ -243,6 +243,7 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
             speculative_accept_threshold_single=1.0,
             speculative_accept_threshold_acc=1.0,
             speculative_use_rejection_sampling=False,
+            speculative_eagle_topk=1,
         ),
         disagg=space(enable_pdmux=False),
         flags=space(capture=space(enable_torch_compile=False)),
