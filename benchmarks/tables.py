@@ -486,6 +486,30 @@ def cpu(results: Results) -> Table | None:
     return grid("us", {key: f"{key[0]:,} ids, B={key[1]}, {key[2]} threads" for key in keys}, modes, words)
 
 
+def speculation(results: Results) -> Table | None:
+    """Tokens per second and accepted drafts of each server; with a trace, microseconds of the verification."""
+    rows = (results.data("speculation") or {}).get("rows", [])
+    fields = ("model", "algorithm", "draft_tokens", "batch", "temperature", "error")
+    measured: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        measured.setdefault(tuple(map(row.get, fields)), {})[row["backend"]] = row
+
+    def about(key: tuple) -> str:
+        model, algorithm, nodes, batch, temperature, _ = key
+        distances = [row["draft_tv"] for row in measured[key].values() if "draft_tv" in row]
+        distance = f", total variation {min(distances):.2f}" if distances else ""
+        return f"{model}, {nodes} nodes of {algorithm}, B={batch}, temperature {temperature:g}{distance}"
+
+    def words(key: tuple, backend: str) -> str:
+        if (row := measured[key].get(backend)) is None:
+            return ""
+        verify = f"; verification {row['verify_us']:.0f} us" if "verify_us" in row else ""
+        return f"{row['tokens_s']:.0f} ± {row['tokens_s_spread']:.0f} ({row['acceptance']:.2f}){verify}"
+
+    backends = {row["backend"]: row["backend"] for row in rows}
+    return grid("tokens/s", {key: about(key) for key in measured}, backends, words)
+
+
 def _rank_rows(results: Results, *sections: str) -> list[dict[str, Any]]:
     rows = (results.data("ranks") or {}).get("rows", [])
     return [row for row in rows if row["section"] in sections]
@@ -847,6 +871,7 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "ranks-exchange": Section(ranks_exchange, "ranks"),
     "ranks-tokens": Section(ranks_tokens, "ranks"),
     "serve-host": Section(serve_host, "serve", "host"),
+    "speculation": Section(speculation, "speculation"),
     "serve-profile": Section(serve_profile, "serve", "profile"),
     "kernels": Section(kernels, "kernels"),
     "kernels-faster": Section(kernels_faster, "kernels"),

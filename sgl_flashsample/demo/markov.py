@@ -145,20 +145,25 @@ def _wanted_logits(size: Size, generator: torch.Generator) -> torch.Tensor:
     return wanted
 
 
-def build(size: Size, seed: int = 0) -> MarkovModel:
-    """Embedding and head of a checkpoint; the same for the same size and seed."""
+def build(size: Size, seed: int = 0, error: float = 0.0) -> MarkovModel:
+    """Embedding and head of a checkpoint; the same for the same size, seed and error. error: standard deviation of a
+    normal error of each logit, for a draft model of the checkpoint without any."""
     generator = torch.Generator().manual_seed(seed)
     dtype, hidden = _DTYPES[size.dtype], size.hidden_size
     patterns = _hadamard_rows(hidden)
-    head = _wanted_logits(size, generator) @ patterns / hidden
+    wanted = _wanted_logits(size, generator)
+    if error:
+        wanted += error * torch.randn(wanted.shape, generator=torch.Generator().manual_seed(seed + 2))
+    head = wanted @ patterns / hidden
     head += torch.randn(size.vocab_size, hidden, generator=generator) * (0.2 / hidden**0.5)
     head = head.to(dtype)
     embedding = head if size.tied else patterns[_contexts(size)].to(dtype)
     return MarkovModel(size, embedding, head)
 
 
-def write(folder: Path, size: Size, seed: int = 0) -> MarkovModel:
-    """Write config, tokenizer and weights to ``folder`` unless they are there already; return the truth."""
+def write(folder: Path, size: Size, seed: int = 0, error: float = 0.0) -> MarkovModel:
+    """Write config, tokenizer and weights to ``folder`` unless they are there already; return the truth. error: as of
+    ``build``."""
     marker = folder / "markov.json"
     description = json.dumps(dataclasses.asdict(size))
     if marker.is_file() and marker.read_text() == description:
@@ -167,7 +172,7 @@ def write(folder: Path, size: Size, seed: int = 0) -> MarkovModel:
 
     folder.mkdir(parents=True, exist_ok=True)
     marker.unlink(missing_ok=True)
-    model = build(size, seed)
+    model = build(size, seed, error)
     (folder / "config.json").write_text(json.dumps(config(size), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
     write_tokenizer(folder, size.vocab_size)

@@ -280,6 +280,91 @@ def test_a_hot_vocabulary_is_sized_by_what_a_known_winner_saves_and_what_a_group
     assert nothing["hot_groups"] == 0 and nothing["saves_us"] == 0
 
 
+def graph(number: int, start: float, kernels: list[tuple[str, float]]) -> list[dict]:
+    """The events of one CUDA graph whose kernels follow each other."""
+    args, events = {"correlation": number}, []
+    for name, us in kernels:
+        events.append({"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": us, "args": args})
+        start += us
+    return [{"ph": "X", "name": "cudaGraphLaunch", "args": args}, *events]
+
+
+def test_a_trace_of_speculation_has_the_times_of_its_verification_and_of_a_draft(load):
+    """A step: the draft model's chain, the target, the draw of every node (in a graph of its own), the draft model over
+    what was accepted."""
+    events = []
+    for step, wait in enumerate((30.0, 40.0, 50.0)):
+        start, number = 10_000.0 * step, 10 * step
+        events += graph(number, start, [("gemm", 300.0), ("rms_norm", 10.0), ("gemm", 90.0)])
+        events += graph(number + 1, start + 400.0, [*[("gemm", 500.0)] * 6, ("RMSNorm", 20.0), ("head gemm", 200.0)])
+        events += graph(number + 2, start + 3700.0, [("fused", 15.0)])
+        events += graph(number + 3, start + 3620.0 + wait, [("gemm", 350.0), ("norm", 5.0)])
+        events.append({"ph": "X", "cat": "kernel", "name": "no graph's", "ts": start + 3715.0, "dur": 5.0})
+    assert load("speculation").parts(events, chain=2) == {"verify_us": 240.0, "draft_step_us": 200.0}
+    assert load("speculation").parts([event for event in events if "norm" not in event["name"].lower()], 2) == {}
+
+
+def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
+    speculation, markov = load("speculation"), importlib.import_module("sgl_flashsample.demo.markov")
+    size = markov.SIZES["tiny"]
+    target, draft = markov.build(size), markov.build(size, error=0.6)
+    assert speculation.distances(target, markov.build(size), [5, 6], 1.0)[1] == 0.0, "an error of 0 is the target"
+    by_token = {token: speculation.distances(target, draft, [token], 1.0) for token in (5, 6)}
+    assert all(0.0 < tv < 0.6 for _, tv in by_token.values()) and by_token[5] != by_token[6]
+    means = speculation.distances(target, draft, [5, 5, 5, 6], 1.0)
+    for got, five, six in zip(means, by_token[5], by_token[6], strict=True):
+        assert got == pytest.approx(0.75 * five + 0.25 * six)
+    p, q = (model.distribution(torch.tensor([5]))[0] for model in (target, draft))
+    assert by_token[5] == pytest.approx((p.max().item(), 1 - torch.minimum(p, q).sum().item()))
+    greedy = speculation.distances(target, draft, [5], 0.0)
+    assert greedy == (1.0, float(p.argmax() != q.argmax()))
+
+
+def test_of_an_answer_the_first_token_is_no_verifications_and_the_root_of_one_is_no_draft(load):
+    speculation = load("speculation")
+    answers = speculation.Answers(1.0, [[7] * 9, [7] * 5], verifications=6)  # gain 2 tokens each, of 4 nodes
+    assert speculation.acceptance(answers, 4) == pytest.approx(1 / 3)
+
+
+@no_gpu
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.full
+def test_the_benchmark_of_speculation_runs_on_a_cpu_too(load, tmp_path):
+    out, speculation = tmp_path / "speculation.json", Path(load("speculation").__file__)
+    arguments = ["--sizes", "tiny", "--algorithms", "STANDALONE", "--draft-tokens", "4", "--batches", "2"]
+    arguments += ["--temperatures", "1", "--backends", "greedy", "coupled", "--pairs", "2", "--tokens", "24"]
+    arguments += ["--checkpoints", str(tmp_path), "--logs", str(tmp_path), "--out", str(out)]
+    done = subprocess.run([sys.executable, str(speculation), *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    greedy, coupled = json.loads(out.read_text())["rows"]
+    assert (greedy["backend"], coupled["backend"]) == ("greedy", "coupled")
+    for row in (greedy, coupled):
+        assert 0.0 <= row["acceptance"] <= 1.0 and 0.0 < row["draft_tv"] < 1.0 and row["tokens_s"] > 0
+
+
+def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
+    tables, cell = (
+        load("tables"),
+        {"model": "m", "algorithm": "STANDALONE", "draft_tokens": 4, "batch": 8, "error": 0.6},
+    )
+    speeds = {"tokens_s": 100.0, "tokens_s_spread": 2.0, "acceptance": 0.5}
+    rows = [cell | speeds | {"temperature": 1.0, "backend": "stock", "draft_tv": 0.25, "verify_us": 200.0}]
+    rows += [cell | speeds | {"temperature": 1.0, "backend": "coupled", "draft_tv": 0.26}]
+    rows += [{**cell, **speeds, "temperature": 0.7, "backend": "coupled", "algorithm": "NGRAM"}]
+    (tmp_path / "h200-speculation.json").write_text(json.dumps({"env": {}, "rows": rows}))
+    table = tables.speculation(tables.Results("h200", tmp_path))
+    assert table.head == ["tokens/s", "stock", "coupled"]
+    assert table.rows == [
+        [
+            "m, 4 nodes of STANDALONE, B=8, temperature 1, total variation 0.25",
+            "100 ± 2 (0.50); verification 200 us",
+            "100 ± 2 (0.50)",
+        ],
+        ["m, 4 nodes of NGRAM, B=8, temperature 0.7", "", "100 ± 2 (0.50)"],
+    ]
+
+
 START = {7: 100.0, 8: 105.5, 9: 109.0}  # of kernels that take 4 us
 
 

@@ -1,0 +1,377 @@
+"""Speculative decoding in real SGLang servers: tokens per second, accepted drafts and the time of each part of a step.
+
+    python benchmarks/speculation.py --out benchmarks/results/h200-speculation.json --sizes qwen3-1.7b
+
+stock    SGLang's own verification and drafts
+greedy   our verification, SGLang's drafts
+coupled  our verification, drafts with the noise of the target's tokens (STANDALONE alone)
+
+The target is a checkpoint whose distribution is known (``sgl_flashsample/demo/markov.py``), computed at the full cost
+of its size. STANDALONE drafts with a smaller one whose logits have a normal error of ``--errors``; "p_max" and
+"draft_tv" are the largest probability and the total variation between the two distributions, means over the tokens that
+were answered. NGRAM drafts from what it has seen. All servers of an algorithm run at once, with ``--draft-tokens``
+nodes per verification (the root and its drafts), and are measured in turns. Medians, and half the distance between the
+quartiles.
+
+tokens_s       tokens per second: of a long answer less a short one
+acceptance     share of the drafts that are accepted
+verify_us      on the GPU, from the end of the target's last norm to the next pass of a model, with what the GPU waits
+               for the host: the head's GEMM, the verification, its launches
+draft_step_us  a pass of the draft model in its chain
+
+The last two are of traces; without a GPU there are none. Runs on a CPU too, slowly, with ``--sizes tiny``. The file is
+written after each cell; no cell begins after ``--limit``. What fails is recorded in ``env.not_run``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import gzip
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import command_line, make_parser, new_env, read_result, reason_of, today, write_result
+
+from sgl_flashsample.bench import OURS, STOCK, check_active
+from sgl_flashsample.demo import markov
+from sgl_flashsample.demo.server import Server, ServerError, stop_all
+from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
+from sgl_flashsample.sglang.support import SPECULATION_VARIABLE
+
+PROMPT_TOKENS, SHORT = 32, 16
+DRAFT_LAYERS = 4
+PROFILED_STEPS, PREFILL_SECONDS = 20, 0.3
+PLACE = ("model", "algorithm", "draft_tokens", "error", "batch", "temperature")
+OUT_OF_TIME = "out of time"
+GPU_ARGUMENTS = [
+    *("--attention-backend", "triton", "--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
+    *("--cuda-graph-max-bs-decode", "32"),
+]
+
+
+class Backend(NamedTuple):
+    """name: --sampling-backend on a GPU."""
+
+    name: str | None
+    environment: dict[str, str]
+
+
+BACKENDS = {
+    STOCK: Backend("flashinfer", {}),
+    "greedy": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "greedy"}),
+    "coupled": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "coupled"}),
+}
+
+
+def draft_size(size: markov.Size) -> markov.Size:
+    """Of the draft model: the target's shape with few layers."""
+    return dataclasses.replace(size, num_hidden_layers=min(DRAFT_LAYERS, size.num_hidden_layers))
+
+
+# --- what is known --------------------------------------------------------------------------------------------------
+
+
+def distances(
+    target: markov.MarkovModel, draft: markov.MarkovModel, tokens: list[int], temperature: float
+) -> tuple[float, float]:
+    """The target's largest probability, and the total variation between the two: means over what follows ``tokens``."""
+    counts = Counter(target.representative(torch.tensor(tokens)).tolist())
+    last = torch.tensor(list(counts))
+    weights = torch.tensor(list(counts.values()), dtype=torch.float64) / len(tokens)
+    if temperature == 0:  # all mass is on the most likely token
+        differ = target.logits(last).argmax(-1) != draft.logits(last).argmax(-1)
+        return 1.0, float(weights @ differ.double())
+    p, q = (model.distribution(last, temperature) for model in (target, draft))
+    return float(weights @ p.max(-1).values), float(weights @ (p - q).abs().sum(-1)) / 2
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+class Answers(NamedTuple):
+    """Of one batch of requests. verifications: in all of them."""
+
+    seconds: float
+    tokens: list[list[int]]
+    verifications: int
+
+
+def ask(server: Server, vocab_size: int, batch: int, temperature: float, tokens: int) -> Answers:
+    """``batch`` fresh random prompts, ``tokens`` tokens each. Raises ServerError for answers of another length."""
+    prompts = [random.choices(range(3, vocab_size), k=PROMPT_TOKENS) for _ in range(batch)]
+    params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+    started = time.perf_counter()
+    answers = server.generate(input_ids=prompts, sampling_params=params)
+    seconds = time.perf_counter() - started
+    ids = [answer["output_ids"] for answer in answers]
+    if {len(one) for one in ids} != {tokens}:
+        raise ServerError(f"answers have {sorted({len(one) for one in ids})} tokens; expected {tokens}")
+    return Answers(seconds, ids, sum(answer["meta_info"].get("spec_verify_ct") or 0 for answer in answers))
+
+
+def acceptance(answers: Answers, draft_tokens: int) -> float:
+    """The share of the drafts that were accepted. Of each answer the first token is the prefill's, and a verification
+    gains one token more than it accepts."""
+    gained = sum(len(tokens) - 1 for tokens in answers.tokens)
+    return (gained / answers.verifications - 1) / (draft_tokens - 1)
+
+
+def spread(values: list[float]) -> float:
+    quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    return (quartiles[2] - quartiles[0]) / 2
+
+
+# --- the parts of a step --------------------------------------------------------------------------------------------
+
+
+class Replay(NamedTuple):
+    """One CUDA graph of a trace, on the GPU, in microseconds. last_norm: the end of its last norm, None without one:
+    then it is no pass of a model."""
+
+    start: float
+    end: float
+    last_norm: float | None
+    kernels: int
+
+
+def parts(events: list[dict[str, Any]], chain: int) -> dict[str, float]:
+    """``verify_us`` and ``draft_step_us`` of a trace, each where it shows. chain: passes in the draft model's graph.
+
+    The target's pass is the kind of graph that takes longest; the draft model's chain is the one ahead of it.
+    """
+    launches = {_correlation(event) for event in events if event.get("name") == "cudaGraphLaunch"} - {None}
+    by_launch: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "kernel" and _correlation(event) in launches:
+            by_launch[_correlation(event)].append(event)
+    passes = sorted(replay for kernels in by_launch.values() if (replay := _replay(kernels)).last_norm is not None)
+    if not passes:
+        return {}
+    kinds: dict[int, list[float]] = defaultdict(list)
+    for one in passes:
+        kinds[one.kernels].append(one.end - one.start)
+    target = max(kinds, key=lambda kind: statistics.median(kinds[kind]))
+    verify, steps = [], []
+    for before, one, after in zip([None, *passes], passes, [*passes[1:], None], strict=False):
+        if one.kernels == target:
+            if after is not None and one.last_norm is not None:
+                verify.append(after.start - one.last_norm)
+            if before is not None and before.kernels != target:
+                steps.append((before.end - before.start) / chain)
+    found = {"verify_us": verify, "draft_step_us": steps}
+    return {name: round(statistics.median(values), 1) for name, values in found.items() if values}
+
+
+def _replay(kernels: list[dict[str, Any]]) -> Replay:
+    norms = [event["ts"] + event["dur"] for event in kernels if "norm" in event["name"].lower()]
+    start, end = min(event["ts"] for event in kernels), max(event["ts"] + event["dur"] for event in kernels)
+    return Replay(start, end, max(norms, default=None), len(kernels))
+
+
+def _correlation(event: dict[str, Any]) -> Any:
+    return event.get("args", {}).get("correlation")
+
+
+def profiled(server: Server, folder: Path, run: Any, chain: int) -> dict[str, float]:
+    """``parts`` of decode steps while ``run()`` asks for them."""
+    with concurrent.futures.ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(run)
+        time.sleep(PREFILL_SECONDS)
+        server.profile(folder, steps=PROFILED_STEPS)
+        answer.result()
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        for file in sorted(folder.rglob("*.trace.json.gz")):
+            with contextlib.suppress(EOFError, ValueError, OSError):  # it is still being written
+                return parts(json.loads(gzip.decompress(file.read_bytes()))["traceEvents"], chain)
+        time.sleep(0.5)
+    raise TimeoutError(f"no trace appeared in {folder}")
+
+
+# --- servers and cells ----------------------------------------------------------------------------------------------
+
+
+class Run:
+    """The servers of one model, algorithm, number of nodes and error, and what is asked of them."""
+
+    def __init__(self, options: Any, size: str, algorithm: str, nodes: int, error: float, started: float) -> None:
+        self.options, self.algorithm, self.nodes, self.started = options, algorithm, nodes, started
+        self.about = {"model": size, "algorithm": algorithm, "draft_tokens": nodes}
+        if algorithm == "STANDALONE":
+            self.about["error"] = error
+        self.size, self.error = markov.SIZES[size], error
+        self.backends = [name for name in options.backends if name != "coupled" or algorithm == "STANDALONE"]
+        self.not_run: list[dict[str, Any]] = []
+
+    def rows(self) -> Iterator[list[dict[str, Any]]]:
+        """The rows of one cell after the other."""
+        try:
+            yield from self._cells()
+        except (ServerError, OSError) as error:
+            self.not_run.append(self.about | {"reason": reason_of(error)})
+            print(f"{self.about}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
+
+    def _cells(self) -> Iterator[list[dict[str, Any]]]:
+        folder = self.options.checkpoints
+        target = markov.write(folder / self.about["model"], self.size)
+        draft = None
+        if self.algorithm == "STANDALONE":
+            draft = markov.write(self._draft_folder, draft_size(self.size), error=self.error)
+        servers = {name: self._server(name) for name in self.backends}
+        try:
+            for server in servers.values():
+                server.start()
+            for name, server in servers.items():
+                server.wait_until_ready()
+                if BACKENDS[name].name == OURS:
+                    check_active(server)
+                if name == "coupled" and not server.log_lines("drafts are coupled"):
+                    raise ServerError(f"drafts are not coupled: {server.log_lines('drafts are')[-1:]}")
+            for batch in self.options.batches:
+                for temperature in self.options.temperatures:
+                    about = self.about | {"batch": batch, "temperature": temperature}
+                    if time.monotonic() - self.started > self.options.limit:
+                        self.not_run.append(about | {"reason": OUT_OF_TIME})
+                    else:
+                        yield self._cell(servers, target, draft, batch, temperature, about)
+        finally:
+            stop_all(servers.values(), patience=15.0)
+
+    @property
+    def _draft_folder(self) -> Path:
+        return self.options.checkpoints / f"{self.about['model']}-draft-{self.error:g}"
+
+    def _server(self, name: str) -> Server:
+        arguments = ["--speculative-algorithm", self.algorithm, "--disable-radix-cache", "--random-seed", "1"]
+        arguments += ["--speculative-num-draft-tokens", str(self.nodes)]
+        arguments += [
+            "--max-total-tokens",
+            str(max(self.options.batches) * (PROMPT_TOKENS + self.options.tokens + 64) + 1024),
+        ]
+        if self.algorithm == "STANDALONE":
+            arguments += ["--speculative-draft-model-path", str(self._draft_folder), "--speculative-eagle-topk", "1"]
+            arguments += ["--speculative-num-steps", str(self.nodes - 1)]
+        backend, on_gpu = BACKENDS[name], torch.cuda.is_available()
+        environment = backend.environment | self.options.set
+        if not on_gpu and backend.name == OURS:
+            environment = {"TRITON_INTERPRET": "1"} | environment
+        cpu_arguments = [] if on_gpu else ["--attention-backend", "triton", "--disable-cuda-graph"]
+        return Server.on_this_machine(
+            self.options.checkpoints / self.about["model"],
+            [*arguments, *cpu_arguments],
+            backend=backend.name if on_gpu or backend.name == OURS else None,
+            log=self.options.logs / f"{self.about['model']}-{self.algorithm}-{self.nodes}-{name}.log",
+            environment=environment,
+            gpu_arguments=[*GPU_ARGUMENTS, "--mem-fraction-static", str(self.options.memory_share)],
+        )
+
+    def _cell(
+        self,
+        servers: dict[str, Server],
+        target: markov.MarkovModel,
+        draft: markov.MarkovModel | None,
+        batch: int,
+        temperature: float,
+        about: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        vocab, pairs, long_tokens = self.size.vocab_size, self.options.pairs, self.options.tokens
+        speeds: dict[str, list[float]] = {name: [] for name in servers}
+        answered: dict[str, list[Answers]] = {name: [] for name in servers}
+        for server in servers.values():
+            ask(server, vocab, batch, temperature, SHORT)  # compiles, and fills caches
+        for pair in range(pairs):
+            for name in list(servers) if pair % 2 == 0 else reversed(servers):
+                short = ask(servers[name], vocab, batch, temperature, SHORT)
+                long = ask(servers[name], vocab, batch, temperature, long_tokens)
+                speeds[name].append(batch * (long_tokens - SHORT) / max(1e-9, long.seconds - short.seconds))
+                answered[name].append(long)
+        rows = []
+        for name, server in servers.items():
+            tokens = [token for answers in answered[name] for one in answers.tokens for token in one]
+            row = about | {"backend": name, "tokens_s": round(statistics.median(speeds[name]), 1)}
+            row["tokens_s_spread"] = round(spread(speeds[name]), 1)
+            row["acceptance"] = round(statistics.fmean(acceptance(a, self.nodes) for a in answered[name]), 4)
+            if draft is not None:
+                p_max, tv = distances(target, draft, tokens, temperature)
+                row |= {"p_max": round(p_max, 4), "draft_tv": round(tv, 4)}
+            if torch.cuda.is_available() and batch in self.options.profiled:
+                trace = (
+                    self.options.logs / f"{about['model']}-{self.algorithm}-{self.nodes}-{name}-{batch}-{temperature}"
+                )
+                chain = max(1, self.nodes - 2)  # the first draft is of the pass over the verified tokens
+                row |= profiled(server, trace, lambda s=server: ask(s, vocab, batch, temperature, long_tokens), chain)
+            rows.append(row)
+        line = ", ".join(f"{row['backend']} {row['tokens_s']:.0f}/s ({row['acceptance']:.3f})" for row in rows)
+        print(f"{about}: {line}", flush=True)
+        return rows
+
+
+def parse() -> Any:
+    parser = make_parser(__doc__, needs_gpu=False)
+    parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
+    parser.add_argument("--sizes", nargs="+", choices=markov.SIZES, default=["qwen3-1.7b"])
+    parser.add_argument("--algorithms", nargs="+", choices=("NGRAM", "STANDALONE"), default=["NGRAM", "STANDALONE"])
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4, 8], metavar="NODES")
+    parser.add_argument("--errors", type=float, nargs="+", default=[0.6], help="of the draft's logits")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--profiled", type=int, nargs="*", default=[1, 32], metavar="BATCH", help="batches with traces")
+    parser.add_argument("--pairs", type=int, default=5, help="samples of each server per cell")
+    parser.add_argument("--tokens", type=int, default=256, help="of a long answer; a short one has 16")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="environment of the servers")
+    parser.add_argument("--memory-share", type=float, default=0.3, help="--mem-fraction-static of each server")
+    parser.add_argument("--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-checkpoints")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-speculation")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no further cell begins")
+    options = parser.parse_args()
+    if options.pairs < 2:
+        parser.error(f"--pairs is {options.pairs}; expected 2 or more")
+    if options.tokens <= SHORT:
+        parser.error(f"--tokens is {options.tokens}; expected more than {SHORT}")
+    if min(options.draft_tokens) < 2:
+        parser.error(f"--draft-tokens is {options.draft_tokens}; expected 2 or more: the root and its drafts")
+    if any("=" not in text for text in options.set):
+        parser.error(f"--set is {options.set}; expected NAME=VALUE")
+    options.set = dict(text.split("=", 1) for text in options.set)
+    return options
+
+
+def main() -> int:
+    options, started = parse(), time.monotonic()
+    random.seed(1)
+    try:
+        kept = read_result(options.out, "speculation.py") if options.keep and options.out.exists() else {}
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    rows: list[dict[str, Any]] = kept.get("rows", [])
+    runs = [*kept.get("runs", []), {"date": today(), "command": command_line()}]
+    env = new_env() | {"not_run": []}
+    for size in options.sizes:
+        for algorithm in options.algorithms:
+            for nodes in options.draft_tokens:
+                for error in options.errors if algorithm == "STANDALONE" else options.errors[:1]:
+                    run = Run(options, size, algorithm, nodes, error, started)
+                    for new in run.rows():
+                        new = [row | {"run": len(runs) - 1} for row in new]
+                        places = {tuple(map(row.get, (*PLACE, "backend"))) for row in new}
+                        rows = [row for row in rows if tuple(map(row.get, (*PLACE, "backend"))) not in places] + new
+                        write_result(options.out, {"env": env, "runs": runs, "rows": rows})
+                    env["not_run"] += run.not_run
+    write_result(options.out, {"env": env, "runs": runs, "rows": rows})
+    return 1 if env["not_run"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
