@@ -249,8 +249,8 @@ def is_certain(case: Case) -> torch.Tensor:
     limits = [torch.zeros(num_rows, dtype=torch.int32), torch.ones(num_rows), torch.zeros(num_rows)]
     if params.truncation is not None:
         limits = [one.cpu() for one in (params.truncation.top_k, params.truncation.top_p, params.truncation.min_p)]
-    drawn = (value.cpu() for value in (params.temperature, params.seed, params.position))
-    on_cpu = BatchParams(*drawn, Truncation(*limits))
+    temperature, seed, position = (value.cpu() for value in (params.temperature, params.seed, params.position))
+    on_cpu = BatchParams(temperature, seed, position, Truncation(*limits))
     return expected(logits.double(), on_cpu, on_cpu.position)[1]
 
 

@@ -483,6 +483,7 @@ def test_what_differs_between_two_servers_is_found_and_what_a_draw_decides_is_no
         (generated([5]), generated([5, 6]), counted, "tokens"),
         (generated([5]), generated([5, 6], "stop"), free, None),
         (generated([5]), generated([5], "abort"), free, "end"),
+        (generated([5], "abort"), generated([6], "abort"), greedy, None),
         (generated([5]), generated([1024]), free, "no id"),
         (generated([5], **logprobs), generated([5]), free, "fields"),
         (generated([5], **logprobs), generated([5], output_token_logprobs=[]), free, "logprobs"),
