@@ -169,6 +169,8 @@ def expected(edited: torch.Tensor, params: BatchParams, position: torch.Tensor) 
     limits = params.truncation.top_k, params.truncation.top_p, params.truncation.min_p
     limited = ((limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0)) & (params.temperature > 0)
     some = limited.nonzero()[:, 0]
+    if not len(some):
+        return plain.token, ~plain.near_tie
     truncated = truncated_sample_ref(edited[some], *(one[some] for one in (*drawn, *limits)))
     token = plain.token.index_copy(0, some, truncated.token)
     return token, ~plain.near_tie.index_copy(0, some, truncated.near_tie)

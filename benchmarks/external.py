@@ -46,7 +46,8 @@ import requests
 import torch
 from common import MAX_REASON, make_parser, new_env, read_result, reason_of, write_result
 from definition import Row, make_row, may_and_must, probabilities
-from scipy import stats
+from scipy.stats import fisher_exact
+from stats import g_test
 
 from sgl_flashsample import BatchParams, Truncation, sample_from_logits
 from sgl_flashsample.cpu_path import draws_in_host_memory
@@ -329,7 +330,7 @@ def repeat(suite: str, case: str, servers: dict[str, Server], test: Callable[...
     passed = {side: outcomes.count("pass") for side, outcomes in runs.items()}
     outcomes = {side: max(runs[side]) for side in SIDES}  # "pass" is above any "fail"
     table = [[passed[side], REPEATS + 1 - passed[side]] for side in SIDES]
-    if stats.fisher_exact(table, "greater").pvalue < 0.01:
+    if fisher_exact(table, "greater").pvalue < 0.01:
         outcomes["ours"] = min(runs["ours"])
     counts = ", ".join(f"{side} {count}" for side, count in passed.items())
     results.add(suite, case, **outcomes, passed=f"of {REPEATS + 1} runs: {counts}")
@@ -390,23 +391,9 @@ def check_draws(tokens: np.ndarray, row: Row, *, flashinfer: bool) -> str:
     missing = must & (counts == 0) & (len(tokens) * p / p[may].sum() > 30)
     if missing.any():
         return f"fail: id {int(np.flatnonzero(missing)[0])} and {int(missing.sum()) - 1} more are never drawn"
-    p_value = g_test(counts[must], p[must])
+    certain = p[must].sum()
+    p_value = g_test(counts[must], p[must] / certain).p_value if certain > 0 else 1.0
     return "pass" if p_value > ALPHA else f"fail: a G-test of the counts has the p-value {p_value:.3g}"
-
-
-def g_test(counts: np.ndarray, p: np.ndarray, least: float = 10.0) -> float:
-    """The p-value, with Williams' correction. Cells that expect fewer draws than ``least`` are one."""
-    expected = p * counts.sum() / max(p.sum(), 1e-300)
-    small = expected < least
-    expected = np.append(expected[~small], expected[small].sum())
-    counts = np.append(counts[~small], counts[small].sum())[expected > 0]
-    expected = expected[expected > 0]
-    freedom = len(expected) - 1
-    if freedom < 1:
-        return 1.0
-    statistic = 2 * np.sum(counts * np.log(np.maximum(counts, 1) / expected))
-    correction = 1 + (np.sum(1 / expected) - 1 / expected.sum()) / (6 * freedom)
-    return float(stats.chi2.sf(statistic / correction, freedom))
 
 
 def draw_ours(row: Row, index: int) -> np.ndarray:

@@ -663,6 +663,19 @@ def _by_path(data: dict[str, Any], section: str, wrong: str, all_of: str) -> str
     return "; ".join(f"{row['path']}: {row[wrong]:,} of {row[all_of]:,}" for row in rows) or NOT_MEASURED
 
 
+def _fuzzed(data: dict[str, Any]) -> str:
+    bad = [*data["failures"], *(one["side"] for one in data["ended"] if "side" in one)]
+    return f"{data['different']:,} of {data['requests']:,}" + f"; {len(bad)} failures" * bool(bad)
+
+
+def _same_tokens(data: dict[str, Any]) -> str:
+    rows = data["rows"]
+    places = dict.fromkeys(row["on"] for row in rows)
+    return "; ".join(
+        f"{place}: {_sums((row for row in rows if row['on'] == place), 'different', 'tokens')}" for place in places
+    )
+
+
 def _map_errors(data: dict[str, Any]) -> str:
     row = data["sections"]["map"]["rows"][0]
     wrong, error = row["cpu_not_finite_or_not_below_the_one_before"], row["cpu_max_absolute_error"]
@@ -701,6 +714,18 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         "each in one of these ways",
         "parity",
         lambda data: _counted(row["result"] for row in data["rows"]),
+    ),
+    (
+        "random requests to a server that stock SGLang answers in another way, or that end it",
+        "0 of 1e5",
+        "http-fuzz",
+        _fuzzed,
+    ),
+    (
+        "tokens that depend on the batch, the order, the path, the configuration, the ranks or a CUDA graph",
+        "0",
+        "determinism",
+        _same_tokens,
     ),
     (
         "illegal tokens",

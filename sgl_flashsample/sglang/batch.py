@@ -209,7 +209,7 @@ def _row_of(request: Any, custom_processors: bool) -> Row:
         needs=(params.top_p != 1.0, params.top_k != TOP_K_OFF, params.min_p > 0),
         edits=edits,
         seeded=params.sampling_seed is not None,
-        top_k=params.top_k,
+        top_k=int(params.top_k),  # SGLang lets a fraction through, and drops it on the way to the device
     )
 
 

@@ -9,6 +9,7 @@ import graphlib
 import gzip
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -549,12 +550,136 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
 
     put("planted-defects", defects=[{"caught": True}, {"caught": False}, {"caught": False}])
     put("external-suites", cases=[{"stock": "pass", "ours": "fail: x"}, {"stock": "fail: x", "ours": "pass"}])
+    put("http-fuzz", requests=9000, different=2, failures=["x"], ended=[{"side": "ours"}, {"number": 7}])
+    put(
+        "determinism",
+        rows=[{"on": "GPU", "different": 1, "tokens": 50}, {"on": "interpreted", "different": 0, "tokens": 9}],
+    )
     put("exact", rows=[{"section": "legal", "path": "cpu", "illegal": 3, "draws": 2000}])
     found = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
     assert found["planted defects that no test notices"] == "2 of 3"
     assert found["cases of others' suites that stock SGLang passes and ours does not"] == "1 of 2"
+    fuzzed, same = (
+        words for name, words in found.items() if name.startswith(("random requests", "tokens that depend"))
+    )
+    assert fuzzed == "2 of 9,000; 2 failures" and same == "GPU: 1 of 50; interpreted: 0 of 9"
     assert found["illegal tokens"] == "cpu: 3 of 2,000"
     assert found["noise: equal pairs among 1e7 steps"] == "Not measured."
+
+
+def generated(tokens: list[int], end: str = "length", **about: object) -> dict:
+    """An answer of /generate with status 200."""
+    about |= {"finish_reason": {"type": end, "length": len(tokens)}, "completion_tokens": len(tokens)}
+    return {"text": "a" * len(tokens), "output_ids": tokens, "meta_info": about}
+
+
+def found_by(load, stock: dict, ours: dict, params: dict, streams: bool = False, statuses=(200, 200)) -> list[str]:
+    fuzz = load("fuzz")
+    bodies = [json.dumps(answer) for answer in (stock, ours)]
+    if streams:
+        bodies = [f"data: {body}\n\ndata: [DONE]\n\n" for body in bodies]
+    answers = [fuzz.Answer.of(status, body, streams) for status, body in zip(statuses, bodies, strict=True)]
+    request = fuzz.Request(0, "usual", "/generate", b"", (params,), streams=streams)
+    return fuzz.differences(*answers, request)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_differs_between_two_servers_is_found_and_what_a_draw_decides_is_not(load, streams):
+    """With a greedy request, with one whose number of tokens is known, and with one that may end at any token."""
+    greedy, counted, free = {"temperature": 0}, {"ignore_eos": True}, {}
+    logprobs = {"output_token_logprobs": [[-1.0, 5, None]]}
+    cases = [
+        (generated([5]), generated([6]), greedy, "ids"),
+        (generated([5]), generated([6]), counted, None),
+        (generated([5]), generated([5, 6]), counted, "tokens"),
+        (generated([5]), generated([5, 6], "stop"), free, None),
+        (generated([5]), generated([5], "abort"), free, "end"),
+        (generated([5], "abort"), generated([6], "abort"), greedy, None),
+        (generated([5]), generated([1024]), free, "no id"),
+        (generated([5], **logprobs), generated([5]), free, "fields"),
+        (generated([5], **logprobs), generated([5], output_token_logprobs=[]), free, "logprobs"),
+        (generated([5], **logprobs), generated([5], output_token_logprobs=[[None, 5, None]]), free, "logprobs"),
+        (generated([5]), {"error": {"message": "no"}}, free, "message"),
+    ]
+    for stock, ours, params, words in cases:
+        found = found_by(load, stock, ours, params, streams)
+        assert any(words in one for one in found) if words else not found, (params, found)
+        assert not found_by(load, stock, stock, params, streams)
+    assert found_by(load, generated([5]), generated([5]), free, streams, statuses=(200, 500))
+
+
+def test_requests_are_the_same_each_time_of_every_kind_and_ask_for_nothing_that_is_excluded(load):
+    fuzz = load("fuzz")
+    made = [fuzz.make_request(3, number) for number in range(3000)]
+    assert made == [fuzz.make_request(3, number) for number in range(3000)]
+    assert made != [fuzz.make_request(4, number) for number in range(3000)]
+    assert {request.kind for request in made} == set(fuzz.KINDS)
+    assert {request.path for request in made} == set(fuzz.ENDPOINTS)
+    assert sum(request.certain for request in made) > 300 < sum(request.leave is not None for request in made) + 200
+    excluded = [
+        {"top_k": 2**31},
+        {"logit_bias": [1]},
+        {"regex": [1]},
+        {"min_new_tokens": 1, "regex": "a"},
+        {"min_new_tokens": 1, "stop_token_ids": list(fuzz.IDS)},
+        {"min_tokens": 1, "temperature": 1e308},
+        {"stop_token_ids": [fuzz.VOCAB]},
+        {"skip_special_tokens": "x"},
+        {"max_new_tokens": 1.5},
+        {"max_new_tokens": None},
+    ]
+    assert all(
+        fuzz.unfit({"sampling_params": params}) and fuzz.unfit({"sampling_params": [{}, params]}) for params in excluded
+    )
+    fields = [{"top_logprobs_num": fuzz.VOCAB + 1}, {"logprob_start_len": -2}, {"token_ids_logprob": ["x"]}]
+    assert all(fuzz.unfit({"sampling_params": {}} | one) for one in fields)
+    assert not fuzz.unfit({"sampling_params": {"top_k": 5}, "top_logprobs_num": 2})
+
+
+@no_gpu
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.full
+def test_two_servers_answer_random_requests_alike(tmp_path):
+    out = tmp_path / "out.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(FOLDER / "fuzz.py"), "--out", str(out), "--requests", "300", "--seed", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["requests"] == sum(result["kinds"].values()) == 300 and result["counters"]["active"] == 1
+    assert result["counters"]["fused"] > 100 and not result["ended"] and not result["failures"]
+
+
+@no_gpu
+@pytest.mark.full
+def test_the_determinism_benchmark_compares_every_path_interpreted(dry_run):
+    rows = dry_run("determinism", "--only", "rows", "tables", "shards")["rows"]
+    assert {row["section"] for row in rows} == {"rows", "tables", "shards"}
+    assert {row["path"] for row in rows} == {"fused", "screened", "logits", "reader"}
+    assert not any(row["different"] for row in rows)
+    assert all(row["planted_noticed"] > 0 for row in rows if "planted_noticed" in row)
+
+
+def test_a_token_that_differs_where_the_reference_is_certain_is_counted(load, monkeypatch):
+    determinism = load("determinism")
+    rows, vocab = 4, 40
+    weight = torch.arange(vocab).float()[:, None].expand(-1, 16) / 64
+    params = determinism.BatchParams(torch.ones(rows), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
+    hidden = torch.ones(rows, 16)
+    case = determinism.Case("plain", hidden, determinism.LMHead(weight), hidden @ weight.T, params, None)
+    want = sample_from_logits(case.logits, params).token_ids
+    count = determinism.Count("rows", "cpu", "plain", "alone")
+    count.add(want, want, case)
+    assert (count.tokens, count.different) == (rows, 0)
+    other = want.clone()
+    other[2] = (want[2] + 1) % vocab
+    count.add(other, want, case)
+    assert (count.tokens, count.different, count.near_ties) == (2 * rows, 1, 0)
+    assert determinism.is_certain(case).all()
+    monkeypatch.setattr(determinism, "is_certain", lambda case: torch.zeros(len(case.hidden), dtype=torch.bool))
+    count.add(other, want, case)
+    assert (count.tokens, count.different, count.near_ties) == (3 * rows, 1, 1)
 
 
 def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):

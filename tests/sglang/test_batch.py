@@ -140,6 +140,7 @@ def test_a_truncation_ends_with_the_last_row_that_has_one():
         ([{"top_k": 5}, {"top_k": 33}, {}, GREEDY], 64),
         ([{"top_k": 5}, {"top_k": 8, "top_p": 0.5}], 8),
         ([{"top_k": 5}, {"top_p": 0.5}], None),
+        ([{"top_k": 5}, {"top_k": 8.5}], 8),  # SGLang refuses no fraction; one must not end our service
     ],
 )
 def test_the_largest_top_k_is_known_where_every_truncated_row_has_one(rows, max_top_k):

@@ -1,4 +1,4 @@
-"""Statistics of the distribution tests: a G-test whose power is known before it runs."""
+"""Statistics of the tests and benchmarks: a G-test whose power is known before it runs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def g_test(observed: np.ndarray, probability: np.ndarray, min_expected: float = 
     observed, expected = observed[keep], expected[keep]
     terms = np.where(observed > 0, observed * np.log(np.where(observed > 0, observed, 1.0) / expected), 0.0)
     statistic, dof = 2.0 * terms.sum(), len(observed) - 1
-    if dof:
-        statistic /= 1.0 + ((1.0 / expected).sum() - 1.0 / expected.sum()) / (6.0 * dof)
-    return GTest(float(statistic), dof, float(stats.chi2.sf(statistic, dof)) if dof else 1.0)
+    if dof < 1:  # one cell, or none
+        return GTest(float(statistic), 0, 1.0)
+    statistic /= 1.0 + ((1.0 / expected).sum() - 1.0 / expected.sum()) / (6.0 * dof)
+    return GTest(float(statistic), dof, float(stats.chi2.sf(statistic, dof)))
 
 
 def power(draws: int, truth: np.ndarray, alternative: np.ndarray, alpha: float, min_expected: float = 10.0) -> float:
