@@ -149,7 +149,7 @@ def test_the_benchmark_of_ranks_compares_tokens_and_exchanges(dry_run):
 
 
 @no_gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     arguments = ("--fast", "--samplings", "t1", "--batches", "1", "8")
     result = dry_run("serve", "--only", "stock", "screen", "host", "profile", "graphs", *arguments)

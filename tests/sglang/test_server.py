@@ -669,6 +669,7 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
         assert_no_failure(server)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CUDA, reason="runs on the CPU")
 def test_a_server_that_must_fuse_and_cannot_ends_with_the_reason(folder):
     environment = {"FLASHSAMPLE_REQUIRE": "1", "SGLANG_SANITIZE_NAN_LOGITS": "1"}

@@ -158,18 +158,18 @@ def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, inf
 @pytest.mark.parametrize("edited", [False, True])
 def test_steps_of_an_unchanged_batch_are_replayed_wherever_their_positions_are(hooks, info_of, hidden, device, edited):
     """Edits of nodes are made anew in every step, at any address: these steps are launched."""
-    nodes, steps = len(CHAIN), 2 * PATIENCE + 3
+    parents, settings, steps = CHAIN[:2], SETTINGS[:3], 2 * PATIENCE + 3
     head = CountingHead(device, capture=(capture := CountingCapture(device)))
-    states = hidden(ROWS * nodes)
+    states = hidden(len(settings) * len(parents))
     bias = {"logit_bias": {str(VOCAB - 1): 0.0}} if edited else {}
-    info = info_of([request(str(row), **settings, **bias) for row, settings in enumerate(SETTINGS)])
-    depth = DraftTree.from_parents(CHAIN, states.device).depth.repeat(ROWS)
+    info = info_of([request(str(row), **one, **bias) for row, one in enumerate(settings)])
+    depth = DraftTree.from_parents(parents, states.device).depth.repeat(len(settings))
     kept = []  # else the next step's positions would be at the same place
     for step in range(steps):
         kept.append(positions := 7 + 2 * step + depth)
-        drawn = draws(head, states, nodes, positions)
-        drafts = good_drafts(drawn.token_ids, CHAIN, seed=step)
-        verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts, return_logprob=True)
+        drawn = draws(head, states, len(parents), positions, settings)
+        drafts = good_drafts(drawn.token_ids, parents, seed=step)
+        verify_input, batch, output = verification(info, head.lazy(states), parents, drafts, return_logprob=True)
         verify_input.positions = positions
         predict, _, accepted = hooks.eagle_sample(Original(), verify_input, batch, output)
         assert torch.equal(predict.long(), drawn.token_ids)
