@@ -75,9 +75,9 @@ EXCLUDED = {
     "skip_special_tokens, spaces_between_special_tokens or no_stop_trim of a wrong type": "the detokenizer ends",
     "min_new_tokens beside stop_token_ids of all ids": "likewise",
     "a temperature above 3e38 beside a grammar or min_new_tokens": "likewise: -inf over inf",
-    "return_sampling_mask": "a greedy request gets 500 alone and 200 beside a drawn one",
     "an empty prompt": "AssertionError (not req.kv.holds_kv) == req.kv.is_kv_released, or IndexError beside a penalty",
     "max_new_tokens that is a fraction": "TypeError: slice indices must be integers",
+    "return_sampling_mask": "a greedy request gets 500 alone and 200 beside a drawn one",
     "max_new_tokens of null": "it is well, but each answer has 4,096 tokens and takes seconds",
 }
 KINDS = {"usual": 40, "edge": 35, "types": 8, "junk": 3, "batch": 6, "left": 8}

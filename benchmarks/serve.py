@@ -30,7 +30,6 @@ its environment. The file is written after each cell; no cell begins after ``--l
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -73,7 +72,7 @@ LOAD = Load(range(1000, 100_000), seconds=0.0 if DRY_RUN else 1.0)
 HOST_TOKENS, SHORT_ANSWERS = 600, 20  # of an answer whose steps' host time is taken; answers of SHORT tokens
 REPEATS = 10
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
-PROFILED_STEPS, PREFILL_SECONDS = 40, 0.3
+PROFILED_STEPS = 40
 CACHE_TOKENS = 65536
 OUT_OF_TIME = "out of time"
 # Fields that tell cells apart.
@@ -338,11 +337,9 @@ class ModelRun:
         if DRY_RUN:
             return {}
         folder = self.options.logs / f"{self.name}-{label.replace(' ', '-')}-trace" / f"{sampling}-{batch}"
-        with concurrent.futures.ThreadPoolExecutor(1) as asking:
-            answer = asking.submit(generate, server, LOAD, batch, SAMPLINGS[sampling], HOST_TOKENS)
-            time.sleep(PREFILL_SECONDS)  # only decode steps are profiled
-            server.profile(folder, steps=PROFILED_STEPS)
-            answer.result()
+        step_profile.record(
+            server, folder, PROFILED_STEPS, lambda: generate(server, LOAD, batch, SAMPLINGS[sampling], HOST_TOKENS)
+        )
         return step_profile.summarise(folder, PROFILED_STEPS)
 
     def run(self, sections: list[str]) -> Iterator[list[dict[str, Any]]]:

@@ -25,11 +25,7 @@ written after each cell; no cell begins after ``--limit``. What fails is recorde
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import gzip
-import json
 import random
 import statistics
 import sys
@@ -42,7 +38,9 @@ from typing import Any, NamedTuple
 
 import torch
 from common import command_line, make_parser, new_env, read_result, reason_of, today, write_result
+from step_profile import correlation, events_of, record
 
+from sgl_flashsample.autotune.timing import Timing
 from sgl_flashsample.bench import OURS, STOCK, check_active
 from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import Server, ServerError, stop_all
@@ -51,7 +49,7 @@ from sgl_flashsample.sglang.support import SPECULATION_VARIABLE
 
 PROMPT_TOKENS, SHORT = 32, 16
 DRAFT_LAYERS = 4
-PROFILED_STEPS, PREFILL_SECONDS = 20, 0.3
+PROFILED_STEPS = 20
 PLACE = ("model", "algorithm", "draft_tokens", "error", "batch", "temperature")
 OUT_OF_TIME = "out of time"
 GPU_ARGUMENTS = [
@@ -127,11 +125,6 @@ def acceptance(answers: Answers, draft_tokens: int) -> float:
     return (gained / answers.verifications - 1) / (draft_tokens - 1)
 
 
-def spread(values: list[float]) -> float:
-    quartiles = statistics.quantiles(values, n=4, method="inclusive")
-    return (quartiles[2] - quartiles[0]) / 2
-
-
 # --- the parts of a step --------------------------------------------------------------------------------------------
 
 
@@ -150,11 +143,11 @@ def parts(events: list[dict[str, Any]], chain: int) -> dict[str, float]:
 
     The target's pass is the kind of graph that takes longest; the draft model's chain is the one ahead of it.
     """
-    launches = {_correlation(event) for event in events if event.get("name") == "cudaGraphLaunch"} - {None}
+    launches = {correlation(event) for event in events if event.get("name") == "cudaGraphLaunch"} - {None}
     by_launch: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        if event.get("cat") == "kernel" and _correlation(event) in launches:
-            by_launch[_correlation(event)].append(event)
+        if event.get("cat") == "kernel" and correlation(event) in launches:
+            by_launch[correlation(event)].append(event)
     passes = sorted(replay for kernels in by_launch.values() if (replay := _replay(kernels)).last_norm is not None)
     if not passes:
         return {}
@@ -177,26 +170,6 @@ def _replay(kernels: list[dict[str, Any]]) -> Replay:
     norms = [event["ts"] + event["dur"] for event in kernels if "norm" in event["name"].lower()]
     start, end = min(event["ts"] for event in kernels), max(event["ts"] + event["dur"] for event in kernels)
     return Replay(start, end, max(norms, default=None), len(kernels))
-
-
-def _correlation(event: dict[str, Any]) -> Any:
-    return event.get("args", {}).get("correlation")
-
-
-def profiled(server: Server, folder: Path, run: Any, chain: int) -> dict[str, float]:
-    """``parts`` of decode steps while ``run()`` asks for them."""
-    with concurrent.futures.ThreadPoolExecutor(1) as asking:
-        answer = asking.submit(run)
-        time.sleep(PREFILL_SECONDS)
-        server.profile(folder, steps=PROFILED_STEPS)
-        answer.result()
-    deadline = time.monotonic() + 30.0
-    while time.monotonic() < deadline:
-        for file in sorted(folder.rglob("*.trace.json.gz")):
-            with contextlib.suppress(EOFError, ValueError, OSError):  # it is still being written
-                return parts(json.loads(gzip.decompress(file.read_bytes()))["traceEvents"], chain)
-        time.sleep(0.5)
-    raise TimeoutError(f"no trace appeared in {folder}")
 
 
 # --- servers and cells ----------------------------------------------------------------------------------------------
@@ -299,8 +272,8 @@ class Run:
         rows = []
         for name, server in servers.items():
             tokens = [token for answers in answered[name] for one in answers.tokens for token in one]
-            row = about | {"backend": name, "tokens_s": round(statistics.median(speeds[name]), 1)}
-            row["tokens_s_spread"] = round(spread(speeds[name]), 1)
+            speed = Timing.of(speeds[name])
+            row = about | {"backend": name, "tokens_s": round(speed.us, 1), "tokens_s_spread": round(speed.spread, 1)}
             row["acceptance"] = round(statistics.fmean(acceptance(a, self.nodes) for a in answered[name]), 4)
             if draft is not None:
                 p_max, tv = distances(target, draft, tokens, temperature)
@@ -310,7 +283,8 @@ class Run:
                     self.options.logs / f"{about['model']}-{self.algorithm}-{self.nodes}-{name}-{batch}-{temperature}"
                 )
                 chain = max(1, self.nodes - 2)  # the first draft is of the pass over the verified tokens
-                row |= profiled(server, trace, lambda s=server: ask(s, vocab, batch, temperature, long_tokens), chain)
+                record(server, trace, PROFILED_STEPS, lambda s=server: ask(s, vocab, batch, temperature, long_tokens))
+                row |= parts(events_of(trace), chain)
             rows.append(row)
         line = ", ".join(f"{row['backend']} {row['tokens_s']:.0f}/s ({row['acceptance']:.3f})" for row in rows)
         print(f"{about}: {line}", flush=True)

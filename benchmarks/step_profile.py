@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gzip
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from sgl_flashsample.demo.server import Server
+
+PREFILL_SECONDS = 0.3  # then only decode steps are left to be profiled
 
 # Calls that make the host wait, and calls that take memory from the driver. None may be added to a steady step.
 SYNCHRONISING = (
@@ -28,9 +34,17 @@ SHORT_GAP_US = 5.0  # between two kernels; where it is longer, the GPU waits for
 TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
 
 
-def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str, Any]:
-    """Calls and kernel time per step in the one trace in ``folder``, of ``steps`` decode steps. Raises TimeoutError
-    where there is no whole one."""
+def record(server: Server, folder: Path, steps: int, ask: Callable[[], Any]) -> None:
+    """Have a trace of ``steps`` decode steps written to ``folder``, while ``ask()`` waits for a long answer."""
+    with concurrent.futures.ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(ask)
+        time.sleep(PREFILL_SECONDS)
+        server.profile(folder, steps=steps)
+        answer.result()
+
+
+def events_of(folder: Path, wait_seconds: float = 60.0) -> list[dict[str, Any]]:
+    """The events of the last trace in ``folder``. Raises TimeoutError where there is no whole one."""
     deadline = time.monotonic() + wait_seconds
     while not (traces := sorted(folder.rglob("*.trace.json.gz"))):
         if time.monotonic() > deadline:
@@ -38,12 +52,16 @@ def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str,
         time.sleep(0.5)
     for _ in range(20):  # the file exists before it is complete
         try:
-            events = json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]
-            break
+            return json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]
         except (EOFError, ValueError, OSError):
             time.sleep(1.0)
-    else:
-        raise TimeoutError(f"the trace in {folder} is not complete")
+    raise TimeoutError(f"the trace in {folder} is not complete")
+
+
+def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str, Any]:
+    """Calls and kernel time per step in the trace in ``folder``, of ``steps`` decode steps. Raises TimeoutError, as
+    ``events_of``."""
+    events = events_of(folder, wait_seconds)
     counts = Counter(event["name"] for event in events if event.get("ph") == "X")
     summary: dict[str, Any] = {"steps": steps, "graph_launches": round(counts["cudaGraphLaunch"] / steps, 2)}
     for title, names in (
@@ -54,14 +72,14 @@ def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str,
     ):
         summary[title] = round(sum(counts[name] for name in names) / steps, 2)
     kernels: Counter[str] = Counter()
-    replayed = {_correlation(event) for event in events if event.get("name") == "cudaGraphLaunch"}
+    replayed = {correlation(event) for event in events if event.get("name") == "cudaGraphLaunch"}
     exchange_us = beside_us = 0.0
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             kernels[event["name"][:60]] += event["dur"]
-            beside_us += event["dur"] * (_correlation(event) not in replayed)
+            beside_us += event["dur"] * (correlation(event) not in replayed)
             name = event["name"].lower()
-            collective = any(known in name for known in COLLECTIVE) and _correlation(event) not in replayed
+            collective = any(known in name for known in COLLECTIVE) and correlation(event) not in replayed
             if collective or any(known in name for known in EXCHANGING):
                 exchange_us += event["dur"]
     if exchange_us:
@@ -89,6 +107,6 @@ def _short_gaps(events: list[dict[str, Any]]) -> float:
     return total
 
 
-def _correlation(event: dict[str, Any]) -> Any:
+def correlation(event: dict[str, Any]) -> Any:
     """What a kernel and the call that launched it have in common."""
     return event.get("args", {}).get("correlation")

@@ -101,7 +101,7 @@ class MarkovModel:
         """Of a folder that ``write`` made."""
         from safetensors import safe_open
 
-        size = Size(**json.loads((folder / "markov.json").read_text()))
+        size = Size(**json.loads((folder / "markov.json").read_text())["size"])
         with safe_open(folder / "model.safetensors", framework="pt") as tensors:
             embedding = tensors.get_tensor("model.embed_tokens.weight")
             head = embedding if size.tied else tensors.get_tensor("lm_head.weight")
@@ -165,7 +165,7 @@ def write(folder: Path, size: Size, seed: int = 0, error: float = 0.0) -> Markov
     """Write config, tokenizer and weights to ``folder`` unless they are there already; return the truth. error: as of
     ``build``."""
     marker = folder / "markov.json"
-    description = json.dumps(dataclasses.asdict(size))
+    description = json.dumps({"size": dataclasses.asdict(size), "seed": seed, "error": error})
     if marker.is_file() and marker.read_text() == description:
         return MarkovModel.load(folder)
     from safetensors.torch import save_file

@@ -2,8 +2,8 @@
 
 SGLang captures a decode step as one chain of kernels, most of them with programmatic dependent launch: such a kernel
 may begin before the one ahead of it has ended. In a graph of one chain, CUDA leaves gaps all the same. In a graph that
-has a second root, whatever it is, the same kernels overlap (``benchmarks/README.md``, "The model's graph", has the
-times). SGLang's own gather of logits adds such a root with several ranks; with one rank its graphs have none.
+has a second root, the same kernels overlap (``benchmarks/README.md``, "The model's graph", has the times). SGLang's own
+gather of logits adds such a root with several ranks; with one rank its graphs have none.
 
 The root is the record of an event that nothing waits for. It reads and writes no memory, and no kernel depends on it.
 """

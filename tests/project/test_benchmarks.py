@@ -321,6 +321,13 @@ def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
     assert greedy == (1.0, float(p.argmax() != q.argmax()))
 
 
+def test_a_draft_checkpoint_is_written_anew_for_another_error(tmp_path):
+    markov = importlib.import_module("sgl_flashsample.demo.markov")
+    heads = {error: markov.write(tmp_path, markov.SIZES["tiny"], error=error).head for error in (0.0, 0.6)}
+    assert not torch.equal(heads[0.0], heads[0.6])
+    assert torch.equal(markov.write(tmp_path, markov.SIZES["tiny"], error=0.6).head, heads[0.6])
+
+
 def test_of_an_answer_the_first_token_is_no_verifications_and_the_root_of_one_is_no_draft(load):
     speculation = load("speculation")
     answers = speculation.Answers(1.0, [[7] * 9, [7] * 5], verifications=6)  # gain 2 tokens each, of 4 nodes
