@@ -193,6 +193,8 @@ class Paths:
 
         def draw(case: Case) -> torch.Tensor:
             workspace, screen = self.held(case.head)
+            if path == SamplingPath.LOGITS:
+                workspace = None  # the kept one holds what the batches need that take this path by themselves
             return sample(case.hidden, case.head, case.params, path=path, workspace=workspace, screen=screen).token_ids
 
         return draw

@@ -3,7 +3,7 @@
     python benchmarks/speculation.py --out benchmarks/results/h200-speculation.json --sizes qwen3-1.7b
 
 stock    SGLang's own verification and drafts
-greedy   our verification, SGLang's drafts
+greedy   our verification, and of STANDALONE our drafts: the most likely tokens
 coupled  our verification, drafts with the noise of the target's tokens (STANDALONE alone)
 
 The target is a checkpoint whose distribution is known (``sgl_flashsample/demo/markov.py``), computed at the full cost
@@ -14,9 +14,10 @@ nodes per verification (the root and its drafts), and are measured in turns. Med
 quartiles.
 
 tokens_s       tokens per second: of a long answer less a short one
+step_us        of the same, per verification: what tokens_s would be but for the luck of the drafts
 acceptance     share of the drafts that are accepted
-verify_us      on the GPU, from the end of the target's last norm to the next pass of a model, with what the GPU waits
-               for the host: the head's GEMM, the verification, its launches
+verify_us      on the GPU, from the end of the target's last norm until the accepted drafts are known: the head, the
+               verification, and what the GPU waits for its launches
 draft_step_us  a pass of the draft model in its chain
 
 The last two are of traces; without a GPU there are none. Runs on a CPU too, slowly, with ``--sizes tiny``. The file is
@@ -25,6 +26,7 @@ written after each cell; no cell begins after ``--limit``. What fails is recorde
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import random
 import statistics
@@ -49,6 +51,9 @@ from sgl_flashsample.sglang.support import SPECULATION_VARIABLE
 
 PROMPT_TOKENS, SHORT = 32, 16
 DRAFT_LAYERS = 4
+EXTEND_ATTENTION = "_fwd_kernel"  # of several new tokens per row: a verification has it in each layer of the target
+# Kernels that end a verification
+VERIFYING = ("TreeSpeculativeSampling", "VerifyTreeGreedy", "verify_tree_greedy", "follow_drafts")
 PROFILED_STEPS = 20
 PLACE = ("model", "algorithm", "draft_tokens", "error", "batch", "temperature")
 OUT_OF_TIME = "out of time"
@@ -105,9 +110,12 @@ class Answers(NamedTuple):
     verifications: int
 
 
-def ask(server: Server, vocab_size: int, batch: int, temperature: float, tokens: int) -> Answers:
-    """``batch`` fresh random prompts, ``tokens`` tokens each. Raises ServerError for answers of another length."""
-    prompts = [random.choices(range(3, vocab_size), k=PROMPT_TOKENS) for _ in range(batch)]
+def prompts_of(vocab_size: int, batch: int) -> list[list[int]]:
+    return [random.choices(range(3, vocab_size), k=PROMPT_TOKENS) for _ in range(batch)]
+
+
+def ask(server: Server, prompts: list[list[int]], temperature: float, tokens: int) -> Answers:
+    """``tokens`` tokens for each prompt. Raises ServerError for answers of another length."""
     params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
     started = time.perf_counter()
     answers = server.generate(input_ids=prompts, sampling_params=params)
@@ -130,38 +138,40 @@ def acceptance(answers: Answers, draft_tokens: int) -> float:
 
 class Replay(NamedTuple):
     """One CUDA graph of a trace, on the GPU, in microseconds. last_norm: the end of its last norm, None without one:
-    then it is no pass of a model."""
+    then it is no pass of a model. extends: kernels of attention for several new tokens per row."""
 
     start: float
     end: float
     last_norm: float | None
-    kernels: int
+    extends: int
 
 
 def parts(events: list[dict[str, Any]], chain: int) -> dict[str, float]:
     """``verify_us`` and ``draft_step_us`` of a trace, each where it shows. chain: passes in the draft model's graph.
 
-    The target's pass is the kind of graph that takes longest; the draft model's chain is the one ahead of it.
+    The target's pass has attention for several new tokens in more layers than any other; the draft model's chain is the
+    pass ahead of it.
     """
     launches = {correlation(event) for event in events if event.get("name") == "cudaGraphLaunch"} - {None}
+    kernels = [event for event in events if event.get("cat") == "kernel"]
     by_launch: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") == "kernel" and correlation(event) in launches:
-            by_launch[correlation(event)].append(event)
-    passes = sorted(replay for kernels in by_launch.values() if (replay := _replay(kernels)).last_norm is not None)
-    if not passes:
-        return {}
-    kinds: dict[int, list[float]] = defaultdict(list)
-    for one in passes:
-        kinds[one.kernels].append(one.end - one.start)
-    target = max(kinds, key=lambda kind: statistics.median(kinds[kind]))
+    for kernel in kernels:
+        if correlation(kernel) in launches:
+            by_launch[correlation(kernel)].append(kernel)
+    passes = sorted(one for each in by_launch.values() if (one := _replay(each)).last_norm is not None)
+    most = max((one.extends for one in passes), default=0)
+    ends = sorted(
+        kernel["ts"] + kernel["dur"] for kernel in kernels if any(name in kernel["name"] for name in VERIFYING)
+    )
     verify, steps = [], []
-    for before, one, after in zip([None, *passes], passes, [*passes[1:], None], strict=False):
-        if one.kernels == target:
-            if after is not None and one.last_norm is not None:
-                verify.append(after.start - one.last_norm)
-            if before is not None and before.kernels != target:
-                steps.append((before.end - before.start) / chain)
+    for before, one in zip([None, *passes], passes, strict=False):
+        if not most or one.extends != most or one.last_norm is None:
+            continue
+        place = bisect.bisect_left(ends, one.last_norm)
+        if place < len(ends):
+            verify.append(ends[place] - one.last_norm)
+        if before is not None and before.extends != most:
+            steps.append((before.end - before.start) / chain)
     found = {"verify_us": verify, "draft_step_us": steps}
     return {name: round(statistics.median(values), 1) for name, values in found.items() if values}
 
@@ -169,7 +179,8 @@ def parts(events: list[dict[str, Any]], chain: int) -> dict[str, float]:
 def _replay(kernels: list[dict[str, Any]]) -> Replay:
     norms = [event["ts"] + event["dur"] for event in kernels if "norm" in event["name"].lower()]
     start, end = min(event["ts"] for event in kernels), max(event["ts"] + event["dur"] for event in kernels)
-    return Replay(start, end, max(norms, default=None), len(kernels))
+    extends = sum(event["name"] == EXTEND_ATTENTION for event in kernels)
+    return Replay(start, end, max(norms, default=None), extends)
 
 
 # --- servers and cells ----------------------------------------------------------------------------------------------
@@ -260,20 +271,25 @@ class Run:
     ) -> list[dict[str, Any]]:
         vocab, pairs, long_tokens = self.size.vocab_size, self.options.pairs, self.options.tokens
         speeds: dict[str, list[float]] = {name: [] for name in servers}
+        steps: dict[str, list[float]] = {name: [] for name in servers}
         answered: dict[str, list[Answers]] = {name: [] for name in servers}
         for server in servers.values():
-            ask(server, vocab, batch, temperature, SHORT)  # compiles, and fills caches
+            ask(server, prompts_of(vocab, batch), temperature, SHORT)  # compiles, and fills caches
         for pair in range(pairs):
+            prompts = prompts_of(vocab, batch)  # the same ones: a greedy answer's drafts are as lucky in each server
             for name in list(servers) if pair % 2 == 0 else reversed(servers):
-                short = ask(servers[name], vocab, batch, temperature, SHORT)
-                long = ask(servers[name], vocab, batch, temperature, long_tokens)
-                speeds[name].append(batch * (long_tokens - SHORT) / max(1e-9, long.seconds - short.seconds))
+                short = ask(servers[name], prompts, temperature, SHORT)
+                long = ask(servers[name], prompts, temperature, long_tokens)
+                seconds = max(1e-9, long.seconds - short.seconds)
+                speeds[name].append(batch * (long_tokens - SHORT) / seconds)
+                steps[name].append(1e6 * seconds * batch / max(1, long.verifications - short.verifications))
                 answered[name].append(long)
         rows = []
         for name, server in servers.items():
             tokens = [token for answers in answered[name] for one in answers.tokens for token in one]
-            speed = Timing.of(speeds[name])
+            speed, step = Timing.of(speeds[name]), Timing.of(steps[name])
             row = about | {"backend": name, "tokens_s": round(speed.us, 1), "tokens_s_spread": round(speed.spread, 1)}
+            row |= {"step_us": round(step.us, 1), "step_us_spread": round(step.spread, 1)}
             row["acceptance"] = round(statistics.fmean(acceptance(a, self.nodes) for a in answered[name]), 4)
             if draft is not None:
                 p_max, tv = distances(target, draft, tokens, temperature)
@@ -283,10 +299,13 @@ class Run:
                     self.options.logs / f"{about['model']}-{self.algorithm}-{self.nodes}-{name}-{batch}-{temperature}"
                 )
                 chain = max(1, self.nodes - 2)  # the first draft is of the pass over the verified tokens
-                record(server, trace, PROFILED_STEPS, lambda s=server: ask(s, vocab, batch, temperature, long_tokens))
+                record(server, trace, PROFILED_STEPS, lambda s=server: ask(s, prompts, temperature, long_tokens))
                 row |= parts(events_of(trace), chain)
             rows.append(row)
-        line = ", ".join(f"{row['backend']} {row['tokens_s']:.0f}/s ({row['acceptance']:.3f})" for row in rows)
+        line = ", ".join(
+            f"{row['backend']} {row['tokens_s']:.0f}/s ({row['acceptance']:.3f}; step {row['step_us']:.0f} us)"
+            for row in rows
+        )
         print(f"{about}: {line}", flush=True)
         return rows
 

@@ -14,6 +14,8 @@ from typing import Any
 from sgl_flashsample.demo.server import Server
 
 PREFILL_SECONDS = 0.3  # then only decode steps are left to be profiled
+MOST_ANSWERS = 10  # that one trace is taken of
+TRACES = "*.trace.json.gz"
 
 # Calls that make the host wait, and calls that take memory from the driver. None may be added to a steady step.
 SYNCHRONISING = (
@@ -35,18 +37,23 @@ TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
 
 
 def record(server: Server, folder: Path, steps: int, ask: Callable[[], Any]) -> None:
-    """Have a trace of ``steps`` decode steps written to ``folder``, while ``ask()`` waits for a long answer."""
+    """Have a trace of ``steps`` decode steps written to ``folder``, while ``ask()`` waits for a long answer, and for
+    more where that has too few steps."""
     with concurrent.futures.ThreadPoolExecutor(1) as asking:
         answer = asking.submit(ask)
         time.sleep(PREFILL_SECONDS)
         server.profile(folder, steps=steps)
         answer.result()
+    for _ in range(MOST_ANSWERS):
+        if any(folder.rglob(TRACES)):
+            break
+        ask()
 
 
 def events_of(folder: Path, wait_seconds: float = 60.0) -> list[dict[str, Any]]:
     """The events of the last trace in ``folder``. Raises TimeoutError where there is no whole one."""
     deadline = time.monotonic() + wait_seconds
-    while not (traces := sorted(folder.rglob("*.trace.json.gz"))):
+    while not (traces := sorted(folder.rglob(TRACES))):
         if time.monotonic() > deadline:
             raise TimeoutError(f"no trace appeared in {folder}")
         time.sleep(0.5)

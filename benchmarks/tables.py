@@ -187,7 +187,7 @@ class Results:
         env = data["env"]
         runs: list[dict[str, Any]] = [env]
         if "runs" in data:
-            used = {row["run"] for row in data["rows"] if section in (None, row["section"])}
+            used = {row["run"] for row in data["rows"] if section in (None, row.get("section"))}
             runs = [data["runs"][place] for place in sorted(used)]
         elif section is not None and (part := self.section(benchmark, section)) is not None:
             runs = [part] if "command" in part else list(part.values())
@@ -487,7 +487,8 @@ def cpu(results: Results) -> Table | None:
 
 
 def speculation(results: Results) -> Table | None:
-    """Tokens per second and accepted drafts of each server; with a trace, microseconds of the verification."""
+    """Tokens per second, accepted drafts and microseconds of a step of each server; with a trace, those of the
+    verification and of a draft."""
     rows = (results.data("speculation") or {}).get("rows", [])
     fields = ("model", "algorithm", "draft_tokens", "batch", "temperature", "error")
     measured: dict[tuple, dict[str, dict[str, Any]]] = {}
@@ -503,8 +504,10 @@ def speculation(results: Results) -> Table | None:
     def words(key: tuple, backend: str) -> str:
         if (row := measured[key].get(backend)) is None:
             return ""
-        verify = f"; verification {row['verify_us']:.0f} us" if "verify_us" in row else ""
-        return f"{row['tokens_s']:.0f} ± {row['tokens_s_spread']:.0f} ({row['acceptance']:.2f}){verify}"
+        text = f"{row['tokens_s']:.0f} ± {row['tokens_s_spread']:.0f} ({row['acceptance']:.2f})"
+        text += f"; step {row['step_us']:.0f} ± {row['step_us_spread']:.0f}"
+        text += f", verification {row['verify_us']:.0f}" if "verify_us" in row else ""
+        return text + (f", draft {row['draft_step_us']:.0f}" if "draft_step_us" in row else "")
 
     backends = {row["backend"]: row["backend"] for row in rows}
     return grid("tokens/s", {key: about(key) for key in measured}, backends, words)

@@ -1,17 +1,20 @@
-"""Coupled drafts of speculative decoding: the draft model draws as the verification will.
+"""Drafts of speculative decoding, straight from the draft model's hidden states.
 
-The verification keeps a draft where it is the token that the target draws (``speculation.py``). A draft that is drawn
-at the request's temperature, with the noise of that token, is more often the target's token than the draft model's most
-likely one is (Daliri, Musco and Suresh, arXiv 2408.07978). The tokens do not depend on the drafts.
+Greedy drafts are the most likely tokens, as SGLang's own; coupled drafts are drawn as the verification will draw. It
+keeps a draft where that is the token that the target draws (``speculation.py``). A draft that is drawn at the request's
+temperature, with the noise of that token, is more often the target's token than the draft model's most likely one is
+(Daliri, Musco and Suresh, arXiv 2408.07978). The tokens do not depend on the drafts.
 
-SGLang takes the largest logit of its draft model in several places, some of them in its own CUDA graphs. So the token
-that was drawn is made the largest where the draft model's LogitsProcessor returns the logits, and SGLang's code stays.
-A graph reads temperatures and seeds in buffers that never move, and each step of the server fills them first.
+SGLang takes the largest logit of its draft model in several places, some of them in its own CUDA graphs. When the draft
+model's LogitsProcessor returns, the drafts are known: what it returns stands for logits of which they are the largest
+(``DraftLogits``). A graph reads temperatures and seeds in buffers that never move, and each step of the server fills
+them first. The workspace and the screen that it was captured with stay too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 from collections.abc import Callable
@@ -19,105 +22,131 @@ from typing import Any
 
 import torch
 
-from ..api import sample_from_logits
-from ..defaults import HeadTraits, family_of_device
-from ..dispatch import make_reading_workspace
+from ..dispatch import make_workspace, sample
 from ..kernels.params import BatchParams
 from ..kernels.workspace import Workspace
+from ..screen import Screen
+from ..selfcheck import MAX_COMPILED_ROWS
 from .batch import Batch, batch_of, routing_of
+from .lazy_logits import DraftLogits, LazyLogits, plain
 from .runtime import LATE_HEAD, Runtime
-from .support import unsupported_drafts
+from .support import draft_model_has_its_own_head, unsupported_drafts
 
 logger = logging.getLogger("sgl_flashsample")
 
 DRAFTS_VARIABLE = "FLASHSAMPLE_DRAFTS"
-_LOGITS_ITEMSIZE = 4  # of SGLang's float32 logits
 _METADATA = 3  # the place of ``logits_metadata`` among the arguments of ``LogitsProcessor.forward``
 
 
-def couple(runtime: Runtime, install: Callable[[CoupledDrafts], str | None]) -> None:
-    """At the start of a server that verifies drafts: couple them where ``FLASHSAMPLE_DRAFTS`` says so. install: puts
-    the hooks in place (``hooks.install_drafts``)."""
-    mode = os.environ.get(DRAFTS_VARIABLE, "greedy")
-    if mode == "greedy":
+class DraftMode(enum.StrEnum):
+    """What the server was asked for."""
+
+    COUPLED = "coupled"  # drawn at the request's temperature, with the noise of the target's token
+    GREEDY = "greedy"  # the most likely tokens, without logits
+    STOCK = "stock"  # SGLang's own: the most likely tokens
+
+
+def start(runtime: Runtime, install: Callable[[Drafts], str | None]) -> None:
+    """At the start of a server that verifies drafts. install: puts the hooks in place (``hooks.install_drafts``)."""
+    text = os.environ.get(DRAFTS_VARIABLE, DraftMode.COUPLED)
+    if text == DraftMode.STOCK:
         return
-    if mode != "coupled":
-        return _announce_greedy(f"{DRAFTS_VARIABLE} is {mode!r}; expected greedy or coupled")
     try:
-        reason = unsupported_drafts() or install(CoupledDrafts(runtime))
+        mode = DraftMode(text)
+    except ValueError:
+        return _announce_stock(f"{DRAFTS_VARIABLE} is {text!r}; expected {', '.join(DraftMode)}")
+    try:
+        reason = unsupported_drafts() or install(Drafts(runtime, mode))
+        runtime.prepares_drafts = reason is None and draft_model_has_its_own_head()
     except Exception as error:  # an SGLang whose configuration we cannot read
         reason = f"{type(error).__name__}: {error}"
     if reason is not None:
-        _announce_greedy(reason)
+        _announce_stock(reason)
 
 
-def _announce_greedy(reason: str) -> None:
-    logger.warning("flashsample: drafts are greedy (SGLang's own), the tokens are the same: %s", reason)
+def _announce_stock(reason: str) -> None:
+    logger.warning("flashsample: drafts are SGLang's own (greedy), the tokens are the same: %s", reason)
 
 
-class CoupledDrafts:
-    """The drafts of a server whose draft model has the target's vocabulary. Its methods are hooks, and none of them
-    raises: drafts are SGLang's own after a failure, and the log says why."""
+class Drafts:
+    """The drafts of a server with one draft model, on one GPU. Its methods are hooks, and none of them raises: drafts
+    are SGLang's own after a failure, and the log says why."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self._processor: Any = None  # the draft model's, while its drafts are coupled
+    def __init__(self, runtime: Runtime, mode: DraftMode) -> None:
+        self.runtime, self.mode = runtime, mode
+        self._stopped = False
         self._max_requests = 0
         self._batch: Batch | None = None  # whose parameters are loaded; None: all rows are greedy
         # Graphs of SGLang's read and write these for as long as the process lives.
         self._temperature: torch.Tensor | None = None  # [max_requests] f32
         self._seed: torch.Tensor | None = None  # [max_requests] i64
         self._workspace: Workspace | None = None
+        self._max_rows = 0  # of the workspace
+        self._screen: Screen | None = None
 
     def attach(self, worker: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``EagleDraftWorker.init_cuda_graphs``: the draft model is complete, and no graph is captured."""
         if self._temperature is not None:
             return
+        reason = not_coupled = None
         try:
             reason = self._unsupported(worker)
             if reason is None:
+                not_coupled = self._not_coupled(worker)
+                self.mode = DraftMode.COUPLED if not_coupled is None else DraftMode.GREEDY
                 self._allocate(worker)
-                (self._processor,) = _processors(worker)
-                self._processor.register_forward_hook(self.draw, with_kwargs=True)
+                (processor,) = _processors(worker)
+                processor.register_forward_hook(self.draw, with_kwargs=True)
         except Exception as error:  # a server must start without
-            self._processor, reason = None, f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
         if reason is not None:
-            return _announce_greedy(reason)
-        logger.info("flashsample: drafts are coupled: drawn at each request's temperature, with the target's noise")
+            return self._stop(reason)
+        if not_coupled is None:
+            words = "coupled: drawn at each request's temperature, with the target's noise"
+        else:
+            words = f"greedy: {not_coupled}"
+        logger.info("flashsample: no logits are computed for drafts; drafts are %s", words)
 
     def _unsupported(self, worker: Any) -> str | None:
-        runtime, heads = self.runtime, self.runtime.heads
-        if runtime.all_native_reason is not None:
-            return runtime.all_native_reason
-        if not heads:
+        """Why drafts are SGLang's own."""
+        if self.runtime.all_native_reason is not None:
+            return self.runtime.all_native_reason
+        if not self.runtime.heads:
             return LATE_HEAD
-        if getattr(worker, "hot_token_id", None) is not None:
-            return "the draft model has a vocabulary of its own"
         processors = _processors(worker)
         if len(processors) != 1:
             return f"the draft model has {len(processors)} places that compute logits; expected 1"
-        drafted, verified = processors[0].vocab_size, {state.processor.vocab_size for state in heads}
+        return self.runtime.prepare_draft_head(worker.draft_runner.model, starting=False)
+
+    def _not_coupled(self, worker: Any) -> str | None:
+        """Why drafts are greedy; None where they are coupled."""
+        if self.mode is DraftMode.GREEDY:
+            return f"{DRAFTS_VARIABLE} says so"
+        if getattr(worker, "hot_token_id", None) is not None:
+            return "the draft model has a vocabulary of its own"
+        drafted, verified = _processors(worker)[0].vocab_size, {s.processor.vocab_size for s in self.runtime.heads}
         if verified != {drafted}:
             return f"the draft model has {drafted} ids, the target {', '.join(map(str, sorted(verified)))}"
         return None
 
     def _allocate(self, worker: Any) -> None:
-        device = self.runtime.heads[0].head.weight.device
+        state = self.runtime.draft_head
+        assert state is not None
+        device = state.head.weight.device
         self._max_requests = worker.req_to_token_pool.size
-        vocab_size = self.runtime.heads[0].processor.vocab_size
-        traits = HeadTraits(family_of_device(device), _LOGITS_ITEMSIZE, vocab_size, hidden_size=0)
-        # A draft extend may compute the logits of all nodes of a request.
-        max_rows = self._max_requests * worker.speculative_num_draft_tokens
-        self._workspace = make_reading_workspace(traits, max_rows, device)
+        # A draft extend may compute all nodes of a request.
+        self._max_rows = min(self._max_requests * worker.speculative_num_draft_tokens, MAX_COMPILED_ROWS)
+        self._workspace = make_workspace(state.head, self._max_rows, table=state.table)
+        self._screen = None if state.screen is None else state.screen.pin()
         self._temperature = torch.zeros(self._max_requests, dtype=torch.float32, device=device)
         self._seed = torch.zeros(self._max_requests, dtype=torch.int64, device=device)
 
     def load(self, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. Those of a batch that
         SGLang verifies are greedy: its coins do not know our noise."""
-        if self._processor is None:
+        if self._stopped or self._temperature is None or self.mode is not DraftMode.COUPLED:
             return
-        assert self._temperature is not None and self._seed is not None
+        assert self._seed is not None
         try:
             rows = self._rows_of(batch)
             if rows is self._batch:
@@ -149,34 +178,64 @@ class CoupledDrafts:
         return None if routing.native else rows
 
     def draw(self, processor: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """After the draft model's ``LogitsProcessor``: the token that is drawn becomes the largest logit of its row."""
-        if self._processor is None:
+        """After the draft model's ``LogitsProcessor``: the drafts in the place of the logits."""
+        lazy, drafts = output.next_token_logits, None
+        if not isinstance(lazy, LazyLogits):
             return
         try:
             forward_batch = kwargs["logits_metadata"] if "logits_metadata" in kwargs else args[_METADATA]
-            logits = output.next_token_logits
-            if logits is not None and 0 < forward_batch.batch_size <= self._max_requests:
-                self._draw(logits, forward_batch)
+            if not self._stopped:
+                drafts = self._draw(lazy, forward_batch)
         except Exception as error:  # in the steps before a capture, or outside of any
             self._stop(f"{type(error).__name__}: {error}")
+        output.next_token_logits = plain(lazy) if drafts is None else DraftLogits.of(lazy, drafts)
 
-    def _draw(self, logits: torch.Tensor, forward_batch: Any) -> None:
+    def _draw(self, lazy: LazyLogits, forward_batch: Any) -> torch.Tensor | None:
+        """``[N]`` int64: the draft of each row; None of a pass that drafts nothing."""
         assert self._temperature is not None and self._seed is not None
+        hidden, num_requests = lazy.hidden, forward_batch.batch_size
         positions = target_positions(forward_batch)
-        if positions is None:
-            return
-        requests = slice(forward_batch.batch_size)
-        params = BatchParams(self._temperature[requests], self._seed[requests], positions)
-        params = params.repeated(len(positions) // forward_batch.batch_size)
-        drawn = sample_from_logits(logits, params, workspace=self._workspace)
-        logits.scatter_(1, drawn.token_ids[:, None], torch.finfo(logits.dtype).max)
+        if positions is None or len(positions) != len(hidden) or not 0 < num_requests <= self._max_requests:
+            return None
+        requests = slice(num_requests)
+        all_greedy = self.mode is DraftMode.GREEDY
+        params = BatchParams(self._temperature[requests], self._seed[requests], positions, all_greedy=all_greedy)
+        params = params.repeated(len(hidden) // num_requests)
+        state, drawn = self.runtime.draft_head, []
+        assert state is not None
+        for start in range(0, len(hidden), self._max_rows):
+            rows = slice(start, start + self._max_rows)
+            part = params.rows(rows.start, rows.stop)
+            tokens = sample(
+                hidden[rows], state.head, part, workspace=self._workspace, table=state.table, screen=self._screen
+            ).token_ids
+            drawn.append(tokens)
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+    def add_to_chain(
+        self,
+        original: Callable,
+        next_token_logits: torch.Tensor,
+        positions: torch.Tensor,
+        draft_tokens: torch.Tensor | None = None,
+        draft_token_column: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Around SGLang's ``draft_topk1_postprocess``, a kernel that reads the logits' memory: the draft goes into its
+        column of ``draft_tokens``, and the positions advance. Returns ``[N, 1]`` ones and drafts."""
+        if not isinstance(next_token_logits, DraftLogits) or next_token_logits.is_dense:
+            return original(next_token_logits, positions, draft_tokens, draft_token_column)
+        drafts = next_token_logits.tokens[:, None]
+        if draft_tokens is not None:
+            draft_tokens[:, draft_token_column : draft_token_column + 1].copy_(drafts)
+        positions.add_(1)
+        return torch.ones_like(drafts, dtype=torch.float32), drafts
 
     def _stop(self, reason: str) -> None:
-        self._processor = None
+        self._stopped, self.runtime.draft_head = True, None
         if self._temperature is not None:
             with contextlib.suppress(Exception):
                 self._temperature.zero_()  # graphs that are captured already go on reading it
-        _announce_greedy(reason)
+        _announce_stock(reason)
 
 
 def target_positions(forward_batch: Any) -> torch.Tensor | None:

@@ -68,7 +68,7 @@ class HeadState:
         self._searched: DeviceCounters | None = None
         self.graphs: StepGraphs | None = None
         self._capture = capture
-        self._fingerprint = self._current_fingerprint()
+        self.fingerprint = self._current_fingerprint()
         self.head = self._current_head()
         self.table = default_table(self.head)
         self.table_file: str | None = None
@@ -77,12 +77,12 @@ class HeadState:
         """Follow the model, and make the workspace large enough for ``num_rows`` rows. Where nothing has changed, it
         costs the host about a microsecond."""
         fingerprint = self._current_fingerprint()
-        if fingerprint != self._fingerprint:
+        if fingerprint != self.fingerprint:
             self.graphs = None
             self.head = self._current_head()
             if HeadTraits.of(self.head) != self.table.traits:
                 self.table, self.table_file = default_table(self.head), None
-            self._fingerprint = fingerprint
+            self.fingerprint = fingerprint
         if num_rows > self._workspace_rows:
             # At once for all batches that kernels are compiled for: none of these allocates a workspace in a step.
             rows = max(num_rows, MAX_COMPILED_ROWS)
@@ -124,7 +124,7 @@ class HeadState:
     def is_current(self) -> bool:
         """Whether ``head`` still describes the model: the weight's address and version (PyTorch's count of its writes),
         and the processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``."""
-        return self._current_fingerprint() == self._fingerprint
+        return self._current_fingerprint() == self.fingerprint
 
     def _current_fingerprint(self) -> tuple:
         """Changes when an attribute that ``head`` is made of changes, and with each write to the weight that PyTorch

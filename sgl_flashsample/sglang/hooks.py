@@ -9,10 +9,11 @@ In a step and at the start (``StepHooks``):
 
 Where drafts are verified (``speculation.SpeculationHooks``): ``eagle_sample``, and the logprobs of accepted tokens.
 
-Where drafts are coupled (``drafts.CoupledDrafts``):
+Where drafts are drawn (``drafts.Drafts``):
 
     EagleDraftWorker.init_cuda_graphs          a forward hook on the draft model's LogitsProcessor
     EAGLEWorkerV2.forward_batch_generation     temperatures and seeds of the step's batch
+    draft_topk1_postprocess                    a draft into the chain
 
 Where SGLang describes itself: ``Scheduler.get_internal_state``, which ``/server_info`` shows.
 
@@ -36,7 +37,7 @@ from typing import Any
 
 from . import versions
 from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Batch, Reason, batch_of
-from .drafts import CoupledDrafts
+from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
 from .runtime import NotActiveError, Runtime, refuse_to_start
 
@@ -198,8 +199,8 @@ def install_speculation(runtime: Runtime) -> str | None:
     return apply_hooks(table)
 
 
-def install_drafts(drafts: CoupledDrafts) -> str | None:
-    """Register and apply the hooks of coupled drafts. Returns why drafts stay SGLang's own, None when every hook
+def install_drafts(drafts: Drafts) -> str | None:
+    """Register and apply the hooks of drafts. Returns why drafts stay SGLang's own, None when every hook
     landed."""
     from sglang.srt.plugins.hook_registry import HookType
 
@@ -207,9 +208,9 @@ def install_drafts(drafts: CoupledDrafts) -> str | None:
     reasons = [reason for target in wanted if (reason := versions.unsupported_target(target, wanted[target]))]
     if reasons:
         return "; ".join(reasons)
-    functions: tuple[Callable, ...] = (drafts.attach, drafts.load)
-    hooks = zip(versions.DRAFT_TARGETS, functions, strict=True)
-    return apply_hooks({target: (hook, HookType.BEFORE) for target, hook in hooks})
+    functions: list[tuple[Callable, Any]] = [(drafts.attach, HookType.BEFORE), (drafts.load, HookType.BEFORE)]
+    functions.append((drafts.add_to_chain, HookType.AROUND))
+    return apply_hooks(dict(zip(versions.DRAFT_TARGETS, functions, strict=True)))
 
 
 def install_status_hook(status: Callable[[], dict[str, Any]]) -> None:

@@ -59,12 +59,16 @@ class LazyLogits(torch.Tensor):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         if isinstance(index, slice) and index.step in (None, 1) and not self.is_dense:
-            return LazyLogits(self.hidden[index], self.shape[1], self.source, self._compute)
+            return self._of_hidden(self.hidden[index])
         return self.dense()[index]
+
+    def _of_hidden(self, hidden: torch.Tensor) -> LazyLogits:
+        """The logits of these hidden states."""
+        return LazyLogits(hidden, self.shape[1], self.source, self._compute)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits.dense, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyLogits, lambda lazy: lazy.dense(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     # Triton's launcher, DLPack and NumPy ask for memory instead of dispatching.
@@ -86,6 +90,43 @@ class LazyLogits(torch.Tensor):
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"LazyLogits({tuple(self.shape)}, {'dense' if self.is_dense else 'not computed'})"
+
+
+class DraftLogits(LazyLogits):
+    """The logits of a draft model whose drafts are known: ``tokens`` (``[N]`` int64).
+
+    Where SGLang takes the largest logit of each row, it gets the draft. The logits themselves are computed, with the
+    draft the largest by far, for any other reader.
+    """
+
+    tokens: torch.Tensor
+
+    @staticmethod
+    def of(lazy: LazyLogits, tokens: torch.Tensor) -> DraftLogits:
+        drafts = LazyLogits.__new__(DraftLogits, lazy.hidden, lazy.shape[1], lazy.source, lazy._compute)
+        assert isinstance(drafts, DraftLogits)
+        drafts.tokens = tokens
+        return drafts
+
+    def dense(self) -> torch.Tensor:
+        if self._dense is None:
+            logits = self._compute(self.hidden)
+            self._dense = logits.scatter_(1, self.tokens[:, None], torch.finfo(logits.dtype).max)
+        return self._dense
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows = isinstance(index, slice) or (isinstance(index, torch.Tensor) and index.dim() == 1)
+        if rows and not self.is_dense:
+            return DraftLogits.of(self._of_hidden(self.hidden[index]), self.tokens[index])
+        return self.dense()[index]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.argmax.default and isinstance(args[0], DraftLogits) and not args[0].is_dense:
+            options = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | (kwargs or {})
+            if options.get("dim") in (1, -1):
+                return args[0].tokens[:, None].clone() if options.get("keepdim") else args[0].tokens.clone()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def plain(logits: torch.Tensor | None) -> torch.Tensor | None:

@@ -69,7 +69,7 @@ def make_sampler() -> FlashSampler:
         if _runtime.inactive_reason is None and _runtime.verifies:
             _runtime.inactive_reason = hooks.install_speculation(_runtime)
         if _runtime.inactive_reason is None and _runtime.verifies:
-            drafts.couple(_runtime, hooks.install_drafts)
+            drafts.start(_runtime, hooks.install_drafts)
         if _runtime.inactive_reason is None and _runtime.no_screen_reason is None:
             _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)
         _runtime.agree()

@@ -84,6 +84,8 @@ class Runtime:
         self._extra_root: ExtraRoot | None = None
         self.verifies = False  # drafts of speculative decoding
         self._draft_processors: set[int] = set()
+        self.prepares_drafts = False  # before memory is shared out: the draft model has a head of its own
+        self.draft_head: HeadState | None = None  # that drafts are drawn from; it may be a head of the target
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
         self._is_pipeline, self._last_stage = False, True  # the other stages have no head
@@ -189,15 +191,21 @@ class Runtime:
         """The heads that this server fuses."""
         return [state for state in self._heads.values() if state is not None]
 
+    @property
+    def _heads_and_drafts(self) -> list[HeadState]:
+        """``heads``, and the draft model's where it is another."""
+        heads, drafts = self.heads, self.draft_head
+        return heads if drafts is None or drafts in heads else [*heads, drafts]
+
     def weights_change(self) -> None:
         """Weights change, or may have changed: no screen serves until ``renew_screens``."""
-        for state in self.heads:
+        for state in self._heads_and_drafts:
             state.weights_change()
             self._screens_outdated = self._screens_outdated or state.has_screen
 
     def free_screens(self) -> None:
         """Give the memory of all screens back: SGLang has released that of the weights."""
-        for state in self.heads:
+        for state in self._heads_and_drafts:
             state.free_screen()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -208,7 +216,7 @@ class Runtime:
             return
         self._screens_outdated = False
         started = time.monotonic()
-        states = [state for state in self.heads if state.has_screen]
+        states = [state for state in self._heads_and_drafts if state.has_screen]
         for state in states:
             state.renew_screen()
         if any(state.has_screen for state in states):
@@ -216,7 +224,7 @@ class Runtime:
 
     def stop_screens(self, reason: str) -> None:
         """Draw without screens from now on, and say why."""
-        for state in self.heads:
+        for state in self._heads_and_drafts:
             state.stop_screen(reason)
 
     @property
@@ -244,6 +252,7 @@ class Runtime:
     def status(self) -> dict[str, Any]:
         """For ``/server_info``: whether the fused pass serves, else why not; per head its shape and dtype, the tuned
         table (None: built-in choices), the bytes of its screen (0: none) and all bytes that it takes beside the model.
+        draft_head: the same of the head that drafts are drawn from, one of ``heads`` or the draft model's.
         Of a pipeline, the first stage answers, as the last one was at its start. Values are those of JSON."""
         reason = self.all_native_reason
         return {
@@ -252,6 +261,7 @@ class Runtime:
             "version": __version__,
             "noise": NOISE_ABI,
             "heads": [state.status for state in self.heads] or self._statuses,
+            "draft_head": None if self.draft_head is None else self.draft_head.status,
         }
 
     def prepare_model(self, model: torch.nn.Module) -> None:
@@ -445,22 +455,41 @@ class Runtime:
         """The head's state when these logits need not be computed now; None when SGLang should compute them."""
         if self.inactive_reason is not None or hidden.shape[0] == 0:
             return None
-        mode = metadata.forward_mode
+        mode, drafting = metadata.forward_mode, id(processor) in self._draft_processors
         sampling = mode.is_decode() or (mode.is_extend() and not metadata.extend_return_logprob)
+        sampling = sampling or (drafting and mode.is_draft_extend_v2())
         if not sampling or mode.is_split_prefill() or metadata.is_prefill_only:
             return None
-        if id(processor) in self._draft_processors or (mode.is_target_verify() and not self.verifies):
+        if mode.is_target_verify() and not self.verifies:
             return None
         if self._screens_outdated and self.weights_settled and mode.is_extend() and not _is_capturing():
             self.renew_screens()
-        state = self.head_for(processor, lm_head)
+        state = self.draft_head if drafting else self.head_for(processor, lm_head)
         if state is None or hidden.dtype != lm_head.weight.dtype or hidden.stride(1) != 1:
             return None
         return state
 
     def leave_drafts(self, draft_model: torch.nn.Module) -> None:
-        """The logits of a draft model are SGLang's."""
+        """The logits of a draft model are SGLang's, but for those of ``draft_head``."""
         self._draft_processors |= {id(processor) for processor in _processors_of(draft_model).values()}
+        if self.prepares_drafts:
+            self.prepare_draft_head(draft_model, starting=True)  # what it says is said again before graphs are captured
+
+    def prepare_draft_head(self, draft_model: torch.nn.Module, starting: bool) -> str | None:
+        """Make ``draft_head`` the head of this model: one of the target's where it is the same, else a checked one of
+        its own. Returns why there is none."""
+        if self.draft_head is not None:
+            return None
+        pairs = list(_heads_of(draft_model))
+        if len(pairs) != 1:
+            return f"the draft model shows {len(pairs)} LM heads; expected 1"
+        found = HeadState(*pairs[0])
+        same = next((state for state in self.heads if state.fingerprint == found.fingerprint), None)
+        prepared = same or self._prepare(*pairs[0], starting=starting)
+        if isinstance(prepared, str):
+            return prepared
+        self.draft_head = prepared
+        return None
 
     def count_verified(self, batch: Batch | None, routing: Routing, started: float) -> None:
         """Count one batch whose drafts were verified, a row per request. batch: None where SGLang did it."""

@@ -92,7 +92,7 @@ class HeadScreen:
 
     def __init__(self, head: LMHead, rows: int, counter_seconds: float) -> None:
         self.rows, self._counter_seconds = rows, counter_seconds
-        self.stopped = False
+        self.stopped = self._pinned = False
         copy_bytes = self._build(head).int8_head.num_bytes
         row_bytes = head.weight.shape[1] * head.weight.element_size()
         self._pause = PausePolicy(head.vocab_size * row_bytes, copy_bytes, GROUP_SIZE * row_bytes)
@@ -113,6 +113,12 @@ class HeadScreen:
         if screen is None or self.stopped or self._pause.is_paused():
             return None
         return screen if screen.serves(head) else None
+
+    def pin(self) -> Screen:
+        """The screen, for graphs that are never captured anew: its memory is kept from now on."""
+        assert self._screen is not None
+        self._pinned = True
+        return self._screen
 
     @property
     def paused(self) -> bool:
@@ -135,8 +141,9 @@ class HeadScreen:
         self.stopped = True
 
     def free(self, head: LMHead) -> None:
-        """Give the memory back, until ``renew``; waits for the device. No graph that reads it may be replayed."""
-        if self._screen is not None:
+        """Give the memory back, until ``renew``, unless it is pinned; waits for the device. No graph that reads it may
+        be replayed."""
+        if self._screen is not None and not self._pinned:
             _wait(head.weight.device)
             self._screen.close()
             self._screen = None

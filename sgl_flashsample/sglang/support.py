@@ -14,7 +14,7 @@ SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
 # Whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
 # Whose draft model has one head, run by the one worker that we know.
-COUPLED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
 MAX_EXCHANGED_IDS = 2**24  # as float32
 # Settings with which SGLang's sampler looks for NaN in the logits. Not every known version has the second.
@@ -88,25 +88,32 @@ def unsupported_speculation() -> str | None:
     reason = next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
     if reason is None and os.environ.get(SPECULATION_VARIABLE) != "1":
         return (
-            f"speculative decoding is off by default, as its speed is not measured yet; {SPECULATION_VARIABLE}=1 turns "
-            "it on"
+            f"speculative decoding is off by default, as it was measured with NGRAM and STANDALONE alone; "
+            f"{SPECULATION_VARIABLE}=1 turns it on"
         )
     return reason
 
 
 def unsupported_drafts() -> str | None:
-    """Why the drafts of this server cannot be coupled, as far as its arguments say; None where they can."""
+    """Why the drafts of this server are SGLang's own, as far as its arguments say; None where they need not be."""
     from sglang.srt.runtime_context import get_parallel, get_spec
 
     spec, parallel = get_spec(), get_parallel()
     name = str(spec.speculative_algorithm).upper()
     checks = (
-        (f"{name} drafts", name not in COUPLED_ALGORITHMS),
+        (f"{name} drafts", name not in DRAFT_ALGORITHMS),
         ("several draft heads (--enable-multi-layer-eagle)", getattr(spec, "enable_multi_layer_eagle", False)),
         ("a tree of drafts (--speculative-eagle-topk above 1)", spec.speculative_eagle_topk != 1),
         ("a draft head that several ranks share", parallel.tp_size > 1 or parallel.pp_size > 1),
     )
-    return next((f"coupling {reason} is not supported yet" for reason, applies in checks if applies), None)
+    return next((f"drawing {reason} is not supported yet" for reason, applies in checks if applies), None)
+
+
+def draft_model_has_its_own_head() -> bool:
+    """Whether the LM head that a draft model is loaded with stays: EAGLE's becomes the target's."""
+    from sglang.srt.runtime_context import get_spec
+
+    return str(get_spec().speculative_algorithm).upper() == "STANDALONE"
 
 
 def is_elastic() -> bool:

@@ -49,10 +49,16 @@ SPECULATION_TARGETS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
 )
 
-# Of a server whose drafts are coupled: what is hooked, and what is not but tells us what a draft model has computed.
+# Of a server whose drafts we draw: what is hooked, and what is not but tells us what a draft model has computed.
 DRAFT_TARGETS: dict[str, tuple[str, ...]] = {
     "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_cuda_graphs": ("self",),
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation": ("self", "batch"),
+    "sglang.srt.speculative.eagle_worker_v2.draft_topk1_postprocess": (
+        "next_token_logits",
+        "positions",
+        "draft_tokens",
+        "draft_token_column",
+    ),
 }
 READ_CALLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.layers.logits_processor.LogitsProcessor.forward": (

@@ -291,18 +291,23 @@ def graph(number: int, start: float, kernels: list[tuple[str, float]]) -> list[d
 
 
 def test_a_trace_of_speculation_has_the_times_of_its_verification_and_of_a_draft(load):
-    """A step: the draft model's chain, the target, the draw of every node (in a graph of its own), the draft model over
-    what was accepted."""
+    """A step: the draft model's chain, which may take longer than the target, the target, the draw of every node (in a
+    graph of its own), the draft model over what was accepted."""
     events = []
     for step, wait in enumerate((30.0, 40.0, 50.0)):
         start, number = 10_000.0 * step, 10 * step
-        events += graph(number, start, [("gemm", 300.0), ("rms_norm", 10.0), ("gemm", 90.0)])
-        events += graph(number + 1, start + 400.0, [*[("gemm", 500.0)] * 6, ("RMSNorm", 20.0), ("head gemm", 200.0)])
-        events += graph(number + 2, start + 3700.0, [("fused", 15.0)])
-        events += graph(number + 3, start + 3620.0 + wait, [("gemm", 350.0), ("norm", 5.0)])
-        events.append({"ph": "X", "cat": "kernel", "name": "no graph's", "ts": start + 3715.0, "dur": 5.0})
-    assert load("speculation").parts(events, chain=2) == {"verify_us": 240.0, "draft_step_us": 200.0}
-    assert load("speculation").parts([event for event in events if "norm" not in event["name"].lower()], 2) == {}
+        events += graph(number, start, [("gemm", 3300.0), ("rms_norm", 10.0), ("gemm", 90.0)])
+        target = [*[("_fwd_kernel", 500.0)] * 6, ("RMSNorm", 20.0), ("head gemm", 200.0)]
+        events += graph(number + 1, start + 3400.0, target)
+        events += graph(number + 2, start + 6620.0 + wait, [("fused", 15.0)])
+        verifying = {"name": "void TreeSpeculativeSamplingTargetOnly<1024>", "ts": start + 6635.0 + wait, "dur": 5.0}
+        events.append({"ph": "X", "cat": "kernel", **verifying})
+        events += graph(number + 3, start + 6700.0 + wait, [("_fwd_kernel", 350.0), ("norm", 5.0)])
+        events.append({"ph": "X", "cat": "kernel", "name": "no graph's", "ts": start + 6715.0, "dur": 5.0})
+    assert load("speculation").parts(events, chain=2) == {"verify_us": 260.0, "draft_step_us": 1700.0}
+    for name in ("norm", "_fwd"):
+        others = [event for event in events if name not in event["name"].lower()]
+        assert load("speculation").parts(others, 2) == {}, "no pass of the target"
 
 
 def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
@@ -355,8 +360,9 @@ def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
         load("tables"),
         {"model": "m", "algorithm": "STANDALONE", "draft_tokens": 4, "batch": 8, "error": 0.6},
     )
-    speeds = {"tokens_s": 100.0, "tokens_s_spread": 2.0, "acceptance": 0.5}
-    rows = [cell | speeds | {"temperature": 1.0, "backend": "stock", "draft_tv": 0.25, "verify_us": 200.0}]
+    speeds = {"tokens_s": 100.0, "tokens_s_spread": 2.0, "acceptance": 0.5, "step_us": 5000.0, "step_us_spread": 9.0}
+    rows = [cell | speeds | {"temperature": 1.0, "backend": "stock", "draft_tv": 0.25}]
+    rows[0] |= {"verify_us": 200.0, "draft_step_us": 50.0}
     rows += [cell | speeds | {"temperature": 1.0, "backend": "coupled", "draft_tv": 0.26}]
     rows += [{**cell, **speeds, "temperature": 0.7, "backend": "coupled", "algorithm": "NGRAM"}]
     (tmp_path / "h200-speculation.json").write_text(json.dumps({"env": {}, "rows": rows}))
@@ -365,10 +371,10 @@ def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
     assert table.rows == [
         [
             "m, 4 nodes of STANDALONE, B=8, temperature 1, total variation 0.25",
-            "100 ± 2 (0.50); verification 200 us",
-            "100 ± 2 (0.50)",
+            "100 ± 2 (0.50); step 5000 ± 9, verification 200, draft 50",
+            "100 ± 2 (0.50); step 5000 ± 9",
         ],
-        ["m, 4 nodes of NGRAM, B=8, temperature 0.7", "", "100 ± 2 (0.50)"],
+        ["m, 4 nodes of NGRAM, B=8, temperature 0.7", "", "100 ± 2 (0.50); step 5000 ± 9"],
     ]
 
 

@@ -1,5 +1,5 @@
-"""Coupled drafts: the draft model's tokens are drawn with the noise of the target's, so that they are often the same.
-The tokens of a request do not depend on them."""
+"""Drafts from the hidden states of the draft model: the most likely tokens, or drawn with the noise of the target's,
+so that they are often the same. The tokens of a request do not depend on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_states import serve
+from head_states import Processor, dtype_on, is_serving, make_head, make_state, serve, weights
 from serving import INTERPRETED, make_server, needs_sglang
 from sglang_batches import VOCAB, make_samplers, request
 from test_speculation import CHAIN, Original, verification
@@ -22,75 +22,84 @@ from sgl_flashsample import sample_from_logits
 from sgl_flashsample.demo import markov
 from sgl_flashsample.kernels.params import BatchParams
 from sgl_flashsample.kernels.rng import GROUP_SIZE
-from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, CoupledDrafts, couple
+from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, DraftMode, Drafts, start
+from sgl_flashsample.sglang.head import HeadState
+from sgl_flashsample.sglang.hooks import StepHooks
+from sgl_flashsample.sglang.runtime import Runtime
 
 REQUESTS, NODES = 6, 4  # places in the server, and nodes of a verification: the root and three drafts
 FIRST = 7  # the KV length without the last known token: the position of the root
 
 
 def forward_batch(mode: str, positions: torch.Tensor, batch_size: int, **others: Any) -> types.SimpleNamespace:
-    """As SGLang's ForwardBatch."""
+    """As SGLang's ForwardBatch and LogitsMetadata."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    fields = {"spec_info": types.SimpleNamespace(), **others}
+    fields = {"spec_info": types.SimpleNamespace(), "extend_return_logprob": False, "is_prefill_only": False, **others}
     return types.SimpleNamespace(forward_mode=ForwardMode[mode], positions=positions, batch_size=batch_size, **fields)
 
 
 class Server:
-    """A server's coupled drafts, and a draft model whose logits are a function of what it is called with.
+    """A server's drafts, and a draft model with the target's LM head, or with ``lm_head``.
 
-    logits: ``[N, V]`` of the next call. worker: as SGLang's EagleDraftWorker. largest: the tokens with the largest
-    logits that the last call returned."""
+    worker: as SGLang's EagleDraftWorker. computed: how many rows of logits SGLang has computed."""
 
-    def __init__(self, head: Any, **worker: Any) -> None:
-        from sglang.srt.layers.logits_processor import LogitsProcessor
-
-        server = self
-
-        class Processor(LogitsProcessor):
-            def __init__(self, vocab_size: int) -> None:
-                torch.nn.Module.__init__(self)
-                self.vocab_size = vocab_size
-
-            def forward(self, input_ids, hidden_states, lm_head, logits_metadata) -> types.SimpleNamespace:
-                return types.SimpleNamespace(next_token_logits=server.logits.clone(), hidden_states=None)
-
+    def __init__(
+        self, head: Any, lm_head: Any = None, mode: DraftMode = DraftMode.COUPLED, attach: bool = True, **worker: Any
+    ) -> None:
         self.runtime = make_samplers()[0].runtime
         serve(self.runtime, head.state)
-        model = torch.nn.Module()
-        model.logits_processor = Processor(worker.pop("vocab_size", VOCAB))
+        self.hooks, self.computed = StepHooks(self.runtime), 0
+        self.model = torch.nn.Module()
+        self.model.lm_head = lm_head or head.state.lm_head
+        self.model.logits_processor = self._processor(worker.pop("vocab_size", VOCAB))
         for place in range(worker.pop("others", 0)):
-            setattr(model, f"other_{place}", Processor(VOCAB))
+            setattr(self.model, f"other_{place}", self._processor(VOCAB))
         self.worker = types.SimpleNamespace(
             hot_token_id=None,
-            draft_runner=types.SimpleNamespace(model=model),
+            draft_runner=types.SimpleNamespace(model=self.model),
             req_to_token_pool=types.SimpleNamespace(size=worker.pop("size", REQUESTS)),
             speculative_num_draft_tokens=NODES,
         )
         vars(self.worker).update(worker)
-        self.logits = torch.empty(0)
-        self.drafts = CoupledDrafts(self.runtime)
-        self.drafts.attach(self.worker)
+        self.runtime.leave_drafts(self.model)
+        self.drafts = Drafts(self.runtime, mode)
+        if attach:
+            self.drafts.attach(self.worker)
+
+    def _processor(self, vocab_size: int) -> Any:
+        from sglang.srt.layers.logits_processor import LogitsProcessor
+
+        processor = LogitsProcessor.__new__(LogitsProcessor)
+        torch.nn.Module.__init__(processor)
+        vars(processor).update(vars(Processor(vocab_size=vocab_size)))
+
+        def compute(processor: Any, hidden: torch.Tensor, lm_head: Any, *others: Any) -> torch.Tensor:
+            self.computed += len(hidden)
+            return (hidden.float() @ lm_head.weight.float().T)[:, : processor.vocab_size]
+
+        def forward(input_ids: Any, hidden_states: torch.Tensor, lm_head: Any, logits_metadata: Any) -> Any:
+            logits = self.hooks.get_logits(compute, processor, hidden_states, lm_head, logits_metadata)
+            return types.SimpleNamespace(next_token_logits=logits, hidden_states=None)
+
+        processor.forward = forward
+        return processor
 
     def load(self, info: Any, top_logprobs: int = 0) -> None:
         batch = types.SimpleNamespace(sampling_info=info, return_logprob=top_logprobs > 0, token_ids_logprobs=None)
         batch.top_logprobs_nums = [top_logprobs] * (0 if info is None else len(info))
         self.drafts.load(None, batch)
 
-    def call(self, batch: types.SimpleNamespace, logits: torch.Tensor) -> torch.Tensor:
+    def call(self, batch: types.SimpleNamespace, hidden: torch.Tensor) -> torch.Tensor:
         """The logits that SGLang's worker sees."""
-        self.logits = logits
-        return self.worker.draft_runner.model.logits_processor(None, None, None, batch).next_token_logits
+        return self.model.logits_processor(None, hidden, self.model.lm_head, batch).next_token_logits
 
 
 @pytest.fixture
-def server(head, one_rank) -> Callable[..., Server]:
-    return lambda **worker: Server(head, **worker)
-
-
-def random_logits(rows: int, device: torch.device, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return 2.0 * torch.randn(rows, VOCAB, generator=generator).to(device)
+def server(head, one_rank, monkeypatch) -> Callable[..., Server]:
+    """Heads are not checked here, as in ``test_runtime.py``."""
+    monkeypatch.setattr(Runtime, "_prepare", lambda runtime, *head, starting: HeadState(*head))
+    return lambda **options: Server(head, **options)
 
 
 def drawn(logits: torch.Tensor, temperatures: list[float], seeds: list[int], positions: list[int]) -> list[int]:
@@ -123,19 +132,19 @@ def closed_form(p: torch.Tensor, q: torch.Tensor) -> float:
 
 @needs_sglang
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_drafts_are_the_targets_tokens_as_often_as_the_noise_allows(server, info_of, device, temperature):
-    """Within five standard deviations, of a draft model that is wrong by a normal error; far more often than the draft
-    model's best token."""
+def test_drafts_are_the_targets_tokens_as_often_as_the_noise_allows(server, head, hidden, info_of, device, temperature):
+    """Within five standard deviations, of a draft model that is wrong; far more often than the draft model's best
+    token."""
     requests = 20_000 if device.type == "cuda" else 3_000
-    target, error = random_logits(2, device)
+    target, error = 0.2 * hidden(2)
     draft = target + 0.4 * error
-    p, q = (torch.softmax(logits.double() / temperature, -1) for logits in (target, draft))
+    p, q = (torch.softmax(head.logits(state[None])[0].double() / temperature, -1) for state in (target, draft))
     coupled = server(size=requests)
     coupled.load(info_of([request(str(row), temperature=temperature, sampling_seed=row) for row in range(requests)]))
     positions = torch.full((requests,), FIRST, device=device)
-    drafts = coupled.call(forward_batch("DECODE", positions, requests), draft.expand(requests, -1)).argmax(-1)
+    drafts = coupled.call(forward_batch("DECODE", positions, requests), draft.repeat(requests, 1)).argmax(-1)
     tokens = drawn(
-        target.expand(requests, -1).contiguous(),
+        head.logits(target[None]).repeat(requests, 1),
         [temperature] * requests,
         list(range(requests)),
         [FIRST + 1] * requests,
@@ -153,14 +162,16 @@ TEMPERATURES = [0.0, 1.0, 0.3, 0.0]
 @needs_sglang
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "DRAFT_EXTEND_V2", "selected"])
+@pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
 def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_logit(
-    server, info_of, device, mode, padding
+    server, head, hidden, info_of, device, drafting, mode, padding
 ):
     """In all passes of a draft model: a step of the chain, a prefill, and the pass over verified tokens, whose rows are
-    all nodes or the last accepted ones. padding: rows that a graph of SGLang's has beside the batch."""
-    coupled = server()
+    all nodes or the last accepted ones. No logits are computed where SGLang takes the largest. padding: rows that a
+    graph of SGLang's has beside the batch."""
+    server = server(mode=drafting)
     info = info_of([request(str(row), sampling_seed=row, **params) for row, params in enumerate(MIXED)])
-    coupled.load(info)
+    server.load(info)
     rows, others, copies, name = len(MIXED) + padding, {}, 1, mode
     if mode == "DECODE":
         positions = FIRST + torch.arange(rows)
@@ -176,8 +187,9 @@ def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_lo
             select = NODES * torch.arange(rows) + torch.arange(rows) % NODES
             others["spec_info"] = types.SimpleNamespace(select_index=select.to(device))
             last, copies = positions[select].tolist(), 1
-    logits = random_logits(rows * copies, device)
-    seen = coupled.call(forward_batch(name, positions.to(device), rows, **others), logits)
+    states = hidden(rows * copies)
+    logits = head.logits(states)
+    seen = server.call(forward_batch(name, positions.to(device), rows, **others), states)
     served = len(MIXED) * copies
     want = drawn(
         logits[:served],
@@ -185,48 +197,95 @@ def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_lo
         [row for row in range(len(MIXED)) for _ in range(copies)],
         [position + 1 for position in last[:served]],
     )
-    assert seen.argmax(-1)[:served].tolist() == want
+    best = logits.argmax(-1)
+    if drafting is DraftMode.GREEDY:
+        want = best[:served].tolist()
+    drafts = torch.argmax(seen, dim=-1, keepdim=True)
+    assert drafts.shape == (len(states), 1) and drafts.dtype == torch.int64
+    assert drafts[:served, 0].tolist() == want
     greedy = torch.tensor([temperature == 0 for temperature in TEMPERATURES]).repeat_interleave(copies).to(device)
-    assert torch.equal(seen.argmax(-1)[:served][greedy], logits.argmax(-1)[:served][greedy])
-    assert (seen.argmax(-1) != logits.argmax(-1)).any(), "some rows are drawn"
+    assert torch.equal(drafts[:served, 0][greedy], best[:served][greedy])
+    assert (drafts[:, 0] != best).any() == (drafting is DraftMode.COUPLED), "some rows are drawn"
+    # Some rows: as SGLang's graphs cut off padding, and as it selects the last accepted node.
+    selected = torch.arange(served - 1, -1, -2, device=device)
+    assert torch.equal(seen[:served].argmax(-1), drafts[:served, 0])
+    assert torch.equal(seen[selected].argmax(-1), drafts[selected, 0])
+    assert server.computed == 0
     # SGLang also takes the most probable token, and one that is certain is that.
-    assert torch.softmax(seen, -1).max(-1).values.tolist() == [1.0] * len(seen) and seen.isfinite().all()
+    probabilities = torch.softmax(seen, -1).max(-1)
+    assert probabilities.values.tolist() == [1.0] * len(seen) and torch.equal(probabilities.indices, drafts[:, 0])
+    assert server.computed == len(states)
+    assert torch.equal(seen.argmax(-1), drafts[:, 0]) and torch.equal(seen[selected].argmax(-1), drafts[selected, 0])
+    assert torch.equal(seen.argmax(0), seen.dense().argmax(0)), "of each id"
 
 
 @needs_sglang
-def test_a_pass_without_rows_and_one_of_more_requests_than_the_server_has_are_left_alone(server, info_of, device):
+def test_the_chain_gets_its_drafts_without_logits_and_moves_on(server, hidden, info_of, device):
+    """In the place of a kernel of SGLang's, which would read the logits' memory."""
+    coupled = server()
+    coupled.load(info_of([request(str(row), temperature=1.0) for row in range(REQUESTS)]))
+    positions = torch.arange(REQUESTS, device=device)
+    seen = coupled.call(forward_batch("DECODE", positions, REQUESTS), hidden(REQUESTS))
+    chain, before = torch.zeros(REQUESTS, 3, dtype=torch.int64, device=device), positions.clone()
+    p, drafts = coupled.drafts.add_to_chain(None, seen, positions, chain, 1)
+    assert torch.equal(drafts, seen.argmax(-1, keepdim=True)) and coupled.computed == 0
+    assert torch.equal(positions, before + 1) and torch.equal(chain[:, 1:2], drafts)
+    assert p.tolist() == [[1.0]] * REQUESTS and not chain[:, [0, 2]].any()
+    assert torch.equal(coupled.drafts.add_to_chain(None, seen, positions)[1], drafts)
+    for other in (torch.zeros(2, VOCAB), seen):  # SGLang's logits, and such as somebody has read
+        _ = seen.sum()
+        given = coupled.drafts.add_to_chain(lambda *arguments: arguments, other, positions, chain, 2)
+        assert given[0] is other and given[1:] == (positions, chain, 2)
+
+
+@needs_sglang
+def test_a_batch_larger_than_the_workspace_is_drawn_in_parts(server, hidden, info_of, device, monkeypatch):
+    from sgl_flashsample.sglang import drafts
+
+    rows = REQUESTS * NODES
+    batch = forward_batch("DRAFT_EXTEND_V2", torch.arange(rows, device=device), REQUESTS)
+    tokens = []
+    for largest in (drafts.MAX_COMPILED_ROWS, 7):
+        monkeypatch.setattr(drafts, "MAX_COMPILED_ROWS", largest)
+        coupled = server()
+        coupled.load(info_of([request(str(row), temperature=1.0, sampling_seed=row) for row in range(REQUESTS)]))
+        tokens.append(coupled.call(batch, hidden(rows)).argmax(-1))
+        assert coupled.drafts._max_rows == min(rows, largest)
+    assert torch.equal(*tokens)
+
+
+@needs_sglang
+def test_a_pass_that_drafts_nothing_is_left_alone(server, head, hidden, info_of, device):
     coupled = server()
     coupled.load(info_of([request("0", temperature=1.0)]))
     none = forward_batch("IDLE", torch.empty(0, dtype=torch.int64), 0)
-    assert coupled.call(none, torch.empty(0, VOCAB)).shape == (0, VOCAB)
+    assert coupled.call(none, hidden(1)[:0]).shape == (0, VOCAB)
+    states = hidden(REQUESTS + 1)
     for batch in (
-        forward_batch("DECODE", torch.arange(REQUESTS + 1, device=device), REQUESTS + 1),
+        forward_batch("DECODE", torch.arange(REQUESTS + 1, device=device), REQUESTS + 1),  # more than the server has
         forward_batch("TARGET_VERIFY", torch.arange(REQUESTS + 1, device=device), 1),
+        forward_batch("DECODE", torch.arange(2, device=device), 2),  # rows of whom?
+        forward_batch("EXTEND", torch.arange(2, device=device), 2, extend_return_logprob=True),
     ):
-        logits = random_logits(REQUESTS + 1, device)
-        assert torch.equal(coupled.call(batch, logits), logits)
-    coupled.logits = None  # what an autotuner of SGLang's computes
+        assert type(coupled.call(batch, states)) is torch.Tensor
     batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
-    assert (
-        coupled.drafts.draw(None, (None, None, None, batch), {}, types.SimpleNamespace(next_token_logits=None)) is None
-    )
-    assert torch.equal(
-        coupled.call(batch, random_logits(1, device)).argmax(-1).cpu(),
-        torch.tensor(drawn(random_logits(1, device), [1.0], coupled.drafts._seed[:1].tolist(), [1])),
-    ), "still coupled"
+    nothing = types.SimpleNamespace(next_token_logits=None)  # what an autotuner of SGLang's computes
+    assert coupled.drafts.draw(None, (None, None, None, batch), {}, nothing) is None
+    want = drawn(head.logits(states[:1]), [1.0], coupled.drafts._seed[:1].tolist(), [1])
+    assert coupled.call(batch, states[:1]).argmax(-1).tolist() == want, "still coupled"
 
 
-def chain_of(coupled: Server, first: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """``[B, D - 1]``: the drafts after ``first`` (``[B, 1]``), by SGLang's own loop. logits: ``[B, D, V]`` of the
+def chain_of(coupled: Server, first: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """``[B, D - 1]``: the drafts after ``first`` (``[B, 1]``), by SGLang's own loop. hidden: ``[B, D, H]`` of the
     draft model after each node."""
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
-    rows, steps = logits.shape[0], iter(range(1, NODES - 1))
-    device = logits.device
+    rows, steps = hidden.shape[0], iter(range(1, NODES - 1))
+    device = hidden.device
 
     def forward(batch: types.SimpleNamespace) -> types.SimpleNamespace:
-        coupled.logits = logits[:, next(steps)]
-        output = coupled.worker.draft_runner.model.logits_processor(None, None, None, batch)
+        states = hidden[:, next(steps)].contiguous()
+        output = coupled.model.logits_processor(None, states, coupled.model.lm_head, batch)
         return types.SimpleNamespace(logits_output=output)
 
     spec_info = types.SimpleNamespace(
@@ -238,7 +297,7 @@ def chain_of(coupled: Server, first: torch.Tensor, logits: torch.Tensor) -> torc
         hf_config=types.SimpleNamespace(architectures=["LlamaForCausalLM"]), model_is_mrope=False
     )
     runner = types.SimpleNamespace(forward=forward, canary_manager=None, model_config=model_config)
-    runner.model = coupled.worker.draft_runner.model
+    runner.model = coupled.model
     worker = types.SimpleNamespace(
         topk=1,
         speculative_num_steps=NODES - 1,
@@ -268,19 +327,73 @@ def test_drafts_of_the_target_itself_are_all_accepted_at_every_temperature(serve
     info = info_of([request(str(row), temperature=one) for row, one in enumerate(temperatures)])
     coupled.load(info)
     states = hidden(rows * NODES)
-    logits = head.logits(states).view(rows, NODES, VOCAB)
+    nodes = states.view(rows, NODES, -1)
     # The pass over the tokens of the last verification gained the root, one past what is in the KV cache.
     verified = torch.full((rows,), FIRST - 1, device=states.device)
     selected = types.SimpleNamespace(select_index=torch.arange(rows, device=states.device))
     extend = forward_batch("DRAFT_EXTEND_V2", verified, rows, spec_info=selected)
-    first = coupled.call(extend, logits[:, 0]).argmax(-1, keepdim=True)
-    drafts = torch.cat([torch.zeros_like(first), chain_of(coupled, first, logits)], 1)
-    assert (drafts[:, 1:] != logits[:, :-1].argmax(-1)).any(0).all(), (
-        "each depth has drafts that are not the best token"
-    )
+    first = coupled.call(extend, nodes[:, 0].contiguous()).argmax(-1, keepdim=True)
+    drafts = torch.cat([torch.zeros_like(first), chain_of(coupled, first, nodes)], 1)
+    best = head.logits(states).view(rows, NODES, VOCAB)[:, :-1].argmax(-1)
+    assert (drafts[:, 1:] != best).any(0).all(), "each depth has drafts that are not the best token"
     verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts)
     _, num_tokens, _ = SpeculationHooks(coupled.runtime).eagle_sample(Original(), verify_input, batch, output)
     assert num_tokens.tolist() == [NODES] * rows
+
+
+# --- from which head --------------------------------------------------------------------------------------------------
+
+
+@needs_sglang
+def test_a_head_that_is_the_targets_is_not_prepared_again(server, head):
+    """EAGLE's draft model has the target's LM head."""
+    drafting = server()
+    assert drafting.runtime.draft_head is head.state
+    assert drafting.runtime.status["draft_head"] == drafting.runtime.status["heads"][0]
+
+
+@needs_sglang
+def test_a_draft_model_with_a_head_of_its_own_is_drawn_from_it(server, hidden, info_of, device):
+    """STANDALONE's is prepared when it has loaded, and is then the one whose drafts are drawn."""
+    own = make_head(weights(device, seed=9, dtype=torch.float32))
+    drafting = server(lm_head=own, attach=False)
+    drafting.runtime.prepares_drafts = True
+    drafting.runtime.leave_drafts(drafting.model)
+    prepared = drafting.runtime.draft_head
+    assert prepared is not None and prepared not in drafting.runtime.heads
+    drafting.drafts.attach(drafting.worker)
+    assert drafting.runtime.draft_head is prepared
+    drafting.load(info_of([request(str(row), temperature=1.0, sampling_seed=row) for row in range(4)]))
+    states, positions = hidden(4), torch.full((4,), FIRST, device=device)
+    seen = drafting.call(forward_batch("DECODE", positions, 4), states)
+    want = drawn((states @ own.weight.T)[:, :VOCAB], [1.0] * 4, list(range(4)), [FIRST + 1] * 4)
+    assert seen.argmax(-1).tolist() == want
+
+
+@needs_sglang
+def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_and_never_freed(
+    one_rank, hidden, info_of, device
+):
+    """Of the draft model's own head, through a change of its weights."""
+    target = types.SimpleNamespace(state=make_state(device))
+    own = make_state(device, seed=9, screened=True)
+    drafting = Server(target, lm_head=own.lm_head, attach=False)
+    drafting.runtime.draft_head = own
+    drafting.drafts.attach(drafting.worker)
+    screen = drafting.drafts._screen
+    assert is_serving(own) and screen is not None
+    place = screen.int8_head.weight.data_ptr()
+    drafting.runtime.weights_change()
+    assert not is_serving(own)
+    drafting.runtime.free_screens()
+    own.lm_head.weight.copy_(weights(device, seed=10))
+    drafting.runtime.renew_screens()
+    assert is_serving(own) and drafting.drafts._screen.int8_head.weight.data_ptr() == place
+    states = hidden(4).to(dtype_on(device))
+    batch = forward_batch("DECODE", torch.zeros(4, dtype=torch.int64, device=device), 4)
+    logits = (states.float() @ own.lm_head.weight.float().T)[:, :VOCAB]
+    want = logits.to(states.dtype).argmax(-1)  # as the head rounds them; of equal ones the lowest id
+    assert torch.equal(drafting.call(batch, states).argmax(-1), want)
 
 
 # --- which rows -----------------------------------------------------------------------------------------------------
@@ -288,13 +401,14 @@ def test_drafts_of_the_target_itself_are_all_accepted_at_every_temperature(serve
 
 @needs_sglang
 @pytest.mark.parametrize("case", ["SGLang's row", "top logprobs", "no batch", "inactive", "too many"])
-def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, info_of, device, case):
+def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, info_of, device, case):
     """Its coins accept a draft by the target's probability, whichever noise it has: the most likely token is best."""
     coupled = server()
     coupled.load(info_of([request(str(row), temperature=1.0) for row in range(3)]))
     batch = forward_batch("DECODE", torch.arange(3, device=device), 3)
-    logits = random_logits(3, device)
-    assert not torch.equal(coupled.call(batch, logits).argmax(-1), logits.argmax(-1))
+    states = hidden(3)
+    best = head.logits(states).argmax(-1)
+    assert not torch.equal(coupled.call(batch, states).argmax(-1), best)
     info = info_of([request("0", mask=case == "SGLang's row"), request("1"), request("2")])
     if case == "no batch":
         info = None
@@ -303,11 +417,11 @@ def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, info_of, device,
     elif case == "too many":
         info = info_of([request(str(row)) for row in range(REQUESTS + 1)])
     coupled.load(info, top_logprobs=2 if case == "top logprobs" else 0)
-    assert torch.equal(coupled.call(batch, logits).argmax(-1), logits.argmax(-1))
+    assert torch.equal(coupled.call(batch, states).argmax(-1), best)
 
 
 @needs_sglang
-def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_changes(server, info_of, device):
+def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_changes(server, hidden, info_of, device):
     coupled = server()
     drafts = coupled.drafts
     tensors = [drafts._temperature, drafts._seed, *drafts._workspace.splits]
@@ -324,7 +438,7 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
     coupled.drafts.attach(coupled.worker)
     rows = REQUESTS * NODES
     batch = forward_batch("DRAFT_EXTEND_V2", torch.arange(rows, device=device), REQUESTS)
-    coupled.call(batch, random_logits(rows, device))
+    coupled.call(batch, hidden(rows))
     tensors = [drafts._temperature, drafts._seed, *drafts._workspace.splits]
     assert [tensor.data_ptr() for tensor in tensors] == places
     assert drafts._temperature[:4].tolist() == pytest.approx([0.9] * 4) and drafts._seed[:4].tolist() == [5, 6, 7, 8]
@@ -338,29 +452,57 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
     "changes, words",
     [
         ({}, None),
+        ({"mode": DraftMode.GREEDY}, "FLASHSAMPLE_DRAFTS says so"),
         ({"hot_token_id": [5, 9]}, "the draft model has a vocabulary of its own"),
         ({"vocab_size": VOCAB - 16}, f"the draft model has {VOCAB - 16} ids, the target {VOCAB}"),
+    ],
+    ids=str,
+)
+def test_where_drafts_cannot_be_coupled_they_are_greedy_and_the_log_says_why(
+    server, head, hidden, info_of, device, caplog, changes, words
+):
+    with caplog.at_level(logging.INFO):
+        drafting = server(**changes)
+    drafting.load(info_of([request("0", temperature=5.0)]))
+    batch, states = forward_batch("DECODE", torch.arange(1, device=device), 1), hidden(1)
+    ids = changes.get("vocab_size", VOCAB)
+    best = head.logits(states)[:, :ids].argmax(-1)
+    assert torch.equal(drafting.call(batch, states).argmax(-1), best) == (words is not None)
+    assert drafting.computed == 0
+    (line,) = [record.message for record in caplog.records if "drafts are" in record.message]
+    assert line.endswith("with the target's noise" if words is None else f"drafts are greedy: {words}")
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    "changes, words",
+    [
         ({"others": 1}, "the draft model has 2 places that compute logits; expected 1"),
+        ({"lm_head": types.SimpleNamespace(weight=None)}, "'NoneType' object has no attribute"),
+        ({"lm_head": "float64"}, "weight is (608, 32) torch.float64"),
         ({"req_to_token_pool": None}, "AttributeError: 'NoneType' object has no attribute 'size'"),
     ],
     ids=str,
 )
-def test_a_draft_model_that_cannot_be_coupled_keeps_its_drafts_and_the_log_says_why(
-    server, info_of, device, caplog, changes, words
+def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
+    server, hidden, info_of, device, caplog, changes, words
 ):
-    with caplog.at_level(logging.INFO):
-        coupled = server(**changes)
-    coupled.load(info_of([request("0", temperature=5.0)]))
-    batch, logits = forward_batch("DECODE", torch.arange(1, device=device), 1), random_logits(1, device)
-    assert torch.equal(coupled.call(batch, logits), logits) == (words is not None)
+    if changes.get("lm_head") == "float64":
+        changes = {"lm_head": make_head(weights(device).double())}
+    drafting = server(**changes)
+    drafting.load(info_of([request("0", temperature=5.0)]))
+    assert drafting.runtime.draft_head is None
+    if "lm_head" not in changes:
+        batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
+        assert type(drafting.call(batch, hidden(1))) is torch.Tensor and drafting.computed == 1
     (line,) = [record.message for record in caplog.records if "drafts are" in record.message]
-    assert line.endswith("with the target's noise" if words is None else words)
+    assert line.startswith("flashsample: drafts are SGLang's own (greedy), the tokens are the same: ") and words in line
 
 
 @needs_sglang
 @pytest.mark.parametrize("failing", ["load", "draw"])
-def test_after_a_failure_drafts_are_greedy_and_the_log_says_so_once(
-    server, info_of, device, caplog, monkeypatch, failing
+def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
+    server, head, hidden, info_of, device, caplog, monkeypatch, failing
 ):
     from sgl_flashsample.sglang import drafts
 
@@ -370,12 +512,12 @@ def test_after_a_failure_drafts_are_greedy_and_the_log_says_so_once(
     def fail(*arguments, **named):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(drafts, {"load": "batch_of", "draw": "sample_from_logits"}[failing], fail)
-    batch, logits = forward_batch("DECODE", torch.arange(1, device=device), 1), random_logits(1, device)
+    monkeypatch.setattr(drafts, {"load": "batch_of", "draw": "sample"}[failing], fail)
+    batch, states = forward_batch("DECODE", torch.arange(1, device=device), 1), hidden(1)
     for _ in range(2):
         coupled.load(info_of([request("1", temperature=5.0)]))
-        assert torch.equal(coupled.call(batch, logits), logits)
-    (line,) = [record.message for record in caplog.records if "drafts are greedy" in record.message]
+        assert torch.equal(coupled.call(batch, states), head.logits(states))
+    (line,) = [record.message for record in caplog.records if "drafts are SGLang's" in record.message]
     assert not coupled.drafts._temperature.any(), "what graphs read"
     assert line.endswith("RuntimeError: no kernel") and coupled.runtime.inactive_reason is None
 
@@ -383,22 +525,26 @@ def test_after_a_failure_drafts_are_greedy_and_the_log_says_so_once(
 @pytest.fixture
 def installed(server_config, monkeypatch) -> list:
     """What ``install`` gets in a server of EAGLE."""
-    monkeypatch.setenv(DRAFTS_VARIABLE, "coupled")
+    monkeypatch.delenv(DRAFTS_VARIABLE, raising=False)
     server_config.spec.speculative_algorithm = "EAGLE"
     return []
 
 
 @pytest.mark.parametrize(
-    "text, words",
-    [(None, None), ("greedy", None), ("coupled", None), ("1", "FLASHSAMPLE_DRAFTS is '1'; expected greedy or coupled")],
+    "text, mode, words",
+    [
+        (None, "coupled", None),
+        ("coupled", "coupled", None),
+        ("greedy", "greedy", None),
+        ("stock", None, None),
+        ("1", None, "FLASHSAMPLE_DRAFTS is '1'; expected coupled, greedy, stock"),
+    ],
 )
-def test_drafts_are_coupled_where_the_switch_says_so(installed, monkeypatch, caplog, text, words):
-    if text is None:
-        monkeypatch.delenv(DRAFTS_VARIABLE)
-    else:
+def test_drafts_are_what_the_switch_says(installed, runtime, monkeypatch, caplog, text, mode, words):
+    if text is not None:
         monkeypatch.setenv(DRAFTS_VARIABLE, text)
-    couple("runtime", installed.append)
-    assert [drafts.runtime for drafts in installed] == (["runtime"] if text == "coupled" else [])
+    start(runtime, installed.append)
+    assert [drafts.mode for drafts in installed] == ([] if mode is None else [mode])
     assert [record.message.partition("the same: ")[2] for record in caplog.records] == (
         [] if words is None else [words]
     )
@@ -416,19 +562,22 @@ def test_drafts_are_coupled_where_the_switch_says_so(installed, monkeypatch, cap
     ],
     ids=str,
 )
-def test_of_a_server_whose_drafts_cannot_be_coupled_the_log_says_why(installed, server_config, caplog, changes, words):
+def test_of_a_server_whose_drafts_cannot_be_drawn_the_log_says_why(
+    installed, runtime, server_config, caplog, changes, words
+):
     for path, value in changes.items():
         part, name = path.split(".")
         setattr(getattr(server_config, part), name, value)
-    couple("runtime", installed.append)
+    start(runtime, installed.append)
     assert len(installed) == (0 if words else 1)
+    assert runtime.prepares_drafts == (changes.get("spec.speculative_algorithm") == "STANDALONE"), "its head stays"
     lines = [record.message for record in caplog.records]
     assert lines == ([] if words is None else [lines[0]]) and all(words in line for line in lines)
 
 
-def test_a_server_whose_configuration_cannot_be_read_keeps_its_drafts(installed, server_config, caplog):
+def test_a_server_whose_configuration_cannot_be_read_keeps_its_drafts(installed, runtime, server_config, caplog):
     del server_config.spec.speculative_eagle_topk
-    couple("runtime", installed.append)
+    start(runtime, installed.append)
     (line,) = [record.message for record in caplog.records]
     assert installed == [] and "speculative_eagle_topk" in line
 
@@ -443,7 +592,8 @@ def test_an_sglang_without_a_place_that_we_hook_keeps_its_drafts(server_config, 
     module = types.ModuleType("sglang.srt.plugins.hook_registry")
     module.HookType = module.HookRegistry = types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    missing = "init_cuda_graphs is missing; forward_batch_generation is missing; forward is missing"
+    missing = "init_cuda_graphs is missing; forward_batch_generation is missing; "
+    missing += "draft_topk1_postprocess is missing; forward is missing"
     assert hooks.install_drafts(None) == missing
 
 
@@ -491,15 +641,17 @@ def accepted(answers: list[dict]) -> float:
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="near-ties of bfloat16 are looked at by the benchmark")
 def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accepted_more_often(tmp_path):
-    """Servers without drafts, with greedy ones, with coupled ones, and with coupled ones of the target itself."""
+    """Servers without drafts, with SGLang's, with greedy and coupled ones, and with coupled ones of the target
+    itself."""
     markov.write(tmp_path / "tiny", markov.SIZES["tiny"])
     write_wrong_drafter(tmp_path)
     answers = {}
-    for name, drafter in (("none", None), ("greedy", "drafter"), ("coupled", "drafter"), ("itself", "tiny")):
+    drafters = {"none": None, "stock": "drafter", "greedy": "drafter", "coupled": "drafter", "itself": "tiny"}
+    for name, drafter in drafters.items():
         environment, arguments = {}, ["--disable-radix-cache"]
         if drafter is not None:
             environment = {"FLASHSAMPLE_SPECULATION": "1"} | INTERPRETED
-            environment["FLASHSAMPLE_DRAFTS"] = "greedy" if name == "greedy" else "coupled"
+            environment["FLASHSAMPLE_DRAFTS"] = name if name in ("stock", "greedy") else "coupled"
             arguments += [*STANDALONE, "--speculative-draft-model-path", str(tmp_path / drafter)]
         server, _ = make_server(tmp_path, "tiny", name=name, arguments=arguments, environment=environment)
         with server:
@@ -507,11 +659,13 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
             ids = [[5 + row, 300, 7] for row in range(len(SERVED))]
             answers[name] = server.generate(input_ids=ids, sampling_params=rows)
             assert bool(server.log_lines("drafts are coupled")) == (name in ("coupled", "itself"))
-            assert "drafts are greedy" not in server.log_text()
+            assert bool(server.log_lines("drafts are greedy")) == (name == "greedy")
+            assert "drafts are SGLang's" not in server.log_text()
     tokens = {name: [answer["output_ids"] for answer in each] for name, each in answers.items()}
-    assert tokens["none"] == tokens["greedy"] == tokens["coupled"] == tokens["itself"]
+    assert all(each == tokens["none"] for each in tokens.values())
     assert all(len(one) == TOKENS for one in tokens["none"])
-    rates = {name: accepted([answers[name][row] for row in AT_ONE]) for name in ("greedy", "coupled", "itself")}
+    rates = {name: accepted([answers[name][row] for row in AT_ONE]) for name in drafters if name != "none"}
     print(rates)
+    assert rates["stock"] == rates["greedy"], "the same drafts"
     assert 0.05 < rates["greedy"] < rates["coupled"] - 0.2 and 0.3 < rates["coupled"] < 0.95
     assert rates["itself"] == 1.0

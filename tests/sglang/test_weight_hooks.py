@@ -208,13 +208,13 @@ def test_every_target_of_this_sglang_is_known():
 INSTALL = """
 import types
 from sgl_flashsample.sglang import hooks
-from sgl_flashsample.sglang.drafts import CoupledDrafts
+from sgl_flashsample.sglang.drafts import Drafts, DraftMode
 targets, reason = hooks.weight_targets()
 assert reason is None, reason
 for install in (hooks.install, hooks.install_weight_hooks, hooks.install_speculation):
     reason = install(types.SimpleNamespace())
     assert reason is None, reason
-reason = hooks.install_drafts(CoupledDrafts(types.SimpleNamespace()))
+reason = hooks.install_drafts(Drafts(types.SimpleNamespace(), DraftMode.COUPLED))
 assert reason is None, reason
 print(*(target.rpartition(".")[2] for target in targets))
 """
