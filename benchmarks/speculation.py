@@ -20,8 +20,15 @@ verify_us      on the GPU, from the end of the target's last norm until the acce
                verification, and what the GPU waits for its launches
 draft_step_us  a pass of the draft model in its chain
 
-The last two are of traces; without a GPU there are none. Runs on a CPU too, slowly, with ``--sizes tiny``. The file is
-written after each cell; no cell begins after ``--limit``. What fails is recorded in ``env.not_run``.
+The last two are of traces; without a GPU there are none.
+
+``--only tokens``: answers to seeded requests, with the drafts of each backend and without any, token by token until the
+first that differs. A difference is a near-tie where the float64 reference, of the logits that the target is known to
+have, cannot tell the two tokens apart once each logit may be off by a rounding. The first token of each answer is
+compared with the reference itself. Ends with 1 where a difference is none.
+
+Runs on a CPU too, slowly, with ``--sizes tiny``. The file is written after each cell; no cell begins after ``--limit``.
+What fails is recorded in ``env.not_run``.
 """
 
 from __future__ import annotations
@@ -34,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +53,7 @@ from sgl_flashsample.autotune.timing import Timing
 from sgl_flashsample.bench import OURS, STOCK, check_active
 from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import Server, ServerError, stop_all
+from sgl_flashsample.kernels.reference import sample_ref
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.support import SPECULATION_VARIABLE
 
@@ -55,7 +63,10 @@ EXTEND_ATTENTION = "_fwd_kernel"  # of several new tokens per row: a verificatio
 # Kernels that end a verification
 VERIFYING = ("TreeSpeculativeSampling", "VerifyTreeGreedy", "verify_tree_greedy", "follow_drafts")
 PROFILED_STEPS = 20
-PLACE = ("model", "algorithm", "draft_tokens", "error", "batch", "temperature")
+SECTIONS = ("speed", "tokens")
+NO_DRAFTS = "no drafts"
+COMPARED_BATCH = 32  # seeded requests at once
+PLACE = ("section", "model", "algorithm", "draft_tokens", "error", "batch", "temperature")
 OUT_OF_TIME = "out of time"
 GPU_ARGUMENTS = [
     *("--attention-backend", "triton", "--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
@@ -68,9 +79,11 @@ class Backend(NamedTuple):
 
     name: str | None
     environment: dict[str, str]
+    speculates: bool = True
 
 
 BACKENDS = {
+    NO_DRAFTS: Backend(OURS, {}, speculates=False),
     STOCK: Backend("flashinfer", {}),
     "greedy": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "greedy"}),
     "coupled": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "coupled"}),
@@ -114,9 +127,13 @@ def prompts_of(vocab_size: int, batch: int) -> list[list[int]]:
     return [random.choices(range(3, vocab_size), k=PROMPT_TOKENS) for _ in range(batch)]
 
 
-def ask(server: Server, prompts: list[list[int]], temperature: float, tokens: int) -> Answers:
+def ask(
+    server: Server, prompts: list[list[int]], temperature: float, tokens: int, seeds: Sequence[int] | None = None
+) -> Answers:
     """``tokens`` tokens for each prompt. Raises ServerError for answers of another length."""
-    params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+    params: Any = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+    if seeds is not None:
+        params = [params | {"sampling_seed": seed} for seed in seeds]
     started = time.perf_counter()
     answers = server.generate(input_ids=prompts, sampling_params=params)
     seconds = time.perf_counter() - started
@@ -196,10 +213,12 @@ class Run:
             self.about["error"] = error
         self.size, self.error = markov.SIZES[size], error
         self.backends = [name for name in options.backends if name != "coupled" or algorithm == "STANDALONE"]
+        if "tokens" in options.only:
+            self.backends = [NO_DRAFTS, *(name for name in self.backends if name != STOCK or "speed" in options.only)]
         self.not_run: list[dict[str, Any]] = []
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
-        """The rows of one cell after the other."""
+        """The rows of one cell after the other, with their "section"."""
         try:
             yield from self._cells()
         except (ServerError, OSError) as error:
@@ -222,13 +241,20 @@ class Run:
                     check_active(server)
                 if name == "coupled" and not server.log_lines("drafts are coupled"):
                     raise ServerError(f"drafts are not coupled: {server.log_lines('drafts are')[-1:]}")
-            for batch in self.options.batches:
-                for temperature in self.options.temperatures:
-                    about = self.about | {"batch": batch, "temperature": temperature}
-                    if time.monotonic() - self.started > self.options.limit:
-                        self.not_run.append(about | {"reason": OUT_OF_TIME})
-                    else:
-                        yield self._cell(servers, target, draft, batch, temperature, about)
+            cells = [
+                (batch, temperature) for batch in self.options.batches for temperature in self.options.temperatures
+            ]
+            for batch, temperature in cells if "speed" in self.options.only else ():
+                about = self.about | {"batch": batch, "temperature": temperature}
+                if time.monotonic() - self.started > self.options.limit:
+                    self.not_run.append(about | {"reason": OUT_OF_TIME})
+                else:
+                    yield self._cell(
+                        {name: servers[name] for name in servers if BACKENDS[name].speculates},
+                        *(target, draft, batch, temperature, about),
+                    )
+            for temperature in self.options.temperatures if "tokens" in self.options.only else ():
+                yield self._compared(servers, target, temperature)
         finally:
             stop_all(servers.values(), patience=15.0)
 
@@ -237,13 +263,13 @@ class Run:
         return self.options.checkpoints / f"{self.about['model']}-draft-{self.error:g}"
 
     def _server(self, name: str) -> Server:
-        arguments = ["--speculative-algorithm", self.algorithm, "--disable-radix-cache", "--random-seed", "1"]
-        arguments += ["--speculative-num-draft-tokens", str(self.nodes)]
-        arguments += [
-            "--max-total-tokens",
-            str(max(self.options.batches) * (PROMPT_TOKENS + self.options.tokens + 64) + 1024),
-        ]
-        if self.algorithm == "STANDALONE":
+        most = max(COMPARED_BATCH, *self.options.batches)
+        arguments = ["--disable-radix-cache", "--random-seed", "1"]
+        arguments += ["--max-total-tokens", str(most * (PROMPT_TOKENS + self.options.tokens + 64) + 1024)]
+        if BACKENDS[name].speculates:
+            arguments += ["--speculative-algorithm", self.algorithm]
+            arguments += ["--speculative-num-draft-tokens", str(self.nodes)]
+        if BACKENDS[name].speculates and self.algorithm == "STANDALONE":
             arguments += ["--speculative-draft-model-path", str(self._draft_folder), "--speculative-eagle-topk", "1"]
             arguments += ["--speculative-num-steps", str(self.nodes - 1)]
         backend, on_gpu = BACKENDS[name], torch.cuda.is_available()
@@ -284,11 +310,16 @@ class Run:
                 speeds[name].append(batch * (long_tokens - SHORT) / seconds)
                 steps[name].append(1e6 * seconds * batch / max(1, long.verifications - short.verifications))
                 answered[name].append(long)
-        rows = []
+        rows: list[dict[str, Any]] = []
         for name, server in servers.items():
             tokens = [token for answers in answered[name] for one in answers.tokens for token in one]
             speed, step = Timing.of(speeds[name]), Timing.of(steps[name])
-            row = about | {"backend": name, "tokens_s": round(speed.us, 1), "tokens_s_spread": round(speed.spread, 1)}
+            row = about | {
+                "section": "speed",
+                "backend": name,
+                "tokens_s": round(speed.us, 1),
+                "tokens_s_spread": round(speed.spread, 1),
+            }
             row |= {"step_us": round(step.us, 1), "step_us_spread": round(step.spread, 1)}
             row["acceptance"] = round(statistics.fmean(acceptance(a, self.nodes) for a in answered[name]), 4)
             if draft is not None:
@@ -309,6 +340,69 @@ class Run:
         print(f"{about}: {line}", flush=True)
         return rows
 
+    def _compared(
+        self, servers: dict[str, Server], target: markov.MarkovModel, temperature: float
+    ) -> list[dict[str, Any]]:
+        """Of each server with drafts of ours, and, of the first tokens, of the one without."""
+        about = self.about | {"section": "tokens", "batch": COMPARED_BATCH, "temperature": temperature}
+        names = [name for name in servers if name != STOCK]
+        rows = {name: about | {"backend": name, **dict.fromkeys(COUNTS, 0), "ties": []} for name in names}
+        first_seed = 0
+        while rows[NO_DRAFTS]["tokens"] < self.options.compared:
+            prompts = prompts_of(self.size.vocab_size, COMPARED_BATCH)
+            seeds = range(first_seed, first_seed + COMPARED_BATCH)
+            answers = {
+                name: ask(servers[name], prompts, temperature, self.options.tokens, seeds).tokens for name in names
+            }
+            want, ties = drawn(target, [prompt[-1] for prompt in prompts], temperature, seeds, PROMPT_TOKENS - 1)
+            firsts = [answer[0] for answer in answers[NO_DRAFTS]]
+            rows[NO_DRAFTS]["tokens"] += COMPARED_BATCH * self.options.tokens
+            rows[NO_DRAFTS]["different"] += sum(
+                token != wanted and not tie for token, wanted, tie in zip(firsts, want, ties, strict=True)
+            )
+            for name in names[1:]:
+                for prompt, seed, one, other in zip(prompts, seeds, answers[NO_DRAFTS], answers[name], strict=True):
+                    _add_difference(rows[name], target, prompt, seed, temperature, one, other)
+            first_seed += COMPARED_BATCH
+        for row in rows.values():
+            print({key: value for key, value in row.items() if key != "ties"}, flush=True)
+        return list(rows.values())
+
+
+COUNTS = ("tokens", "near_ties", "different")
+
+
+def _add_difference(
+    row: dict[str, Any],
+    target: markov.MarkovModel,
+    prompt: list[int],
+    seed: int,
+    temperature: float,
+    one: list[int],
+    other: list[int],
+) -> None:
+    """Count two answers to one request into ``row``, up to their first difference."""
+    equal = next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+    row["tokens"] += len(one) if equal is None else equal + 1
+    if equal is not None:
+        context = [*prompt, *one[:equal]]
+        _, (near_tie,) = drawn(target, context[-1:], temperature, [seed], len(context) - 1)
+        row["near_ties" if near_tie else "different"] += 1
+        row["ties"].append({"seed": seed, "position": len(context) - 1, "tokens": [one[equal], other[equal]]})
+
+
+def drawn(
+    target: markov.MarkovModel, last: list[int], temperature: float, seeds: Sequence[int], position: int
+) -> tuple[list[int], list[bool]]:
+    """What the float64 reference draws after each of these tokens, and whether that is a near-tie: each logit may be
+    off by a rounding of the model's dtype."""
+    logits = target.logits(torch.tensor(last))
+    room = logits.abs() * torch.finfo(target.head.dtype).eps + 1e-6
+    temperatures = torch.full((len(last),), temperature)
+    positions = torch.full((len(last),), position)
+    found = sample_ref(logits, logits - room, logits + room, temperatures, torch.tensor(list(seeds)), positions)
+    return found.token.tolist(), found.near_tie.tolist()
+
 
 def parse() -> Any:
     parser = make_parser(__doc__, needs_gpu=False)
@@ -319,7 +413,10 @@ def parse() -> Any:
     parser.add_argument("--errors", type=float, nargs="+", default=[0.6], help="of the draft's logits")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=["speed"])
+    drafting = [name for name in BACKENDS if name != NO_DRAFTS]
+    parser.add_argument("--backends", nargs="+", choices=drafting, default=drafting)
+    parser.add_argument("--compared", type=int, default=50_000, help="tokens of each server and temperature, of tokens")
     parser.add_argument("--profiled", type=int, nargs="*", default=[1, 32], metavar="BATCH", help="batches with traces")
     parser.add_argument("--pairs", type=int, default=5, help="samples of each server per cell")
     parser.add_argument("--tokens", type=int, default=256, help="of a long answer; a short one has 16")
@@ -363,7 +460,7 @@ def main() -> int:
                         write_result(options.out, {"env": env, "runs": runs, "rows": rows})
                     env["not_run"] += run.not_run
     write_result(options.out, {"env": env, "runs": runs, "rows": rows})
-    return 1 if env["not_run"] else 0
+    return 1 if env["not_run"] or any(row.get("different") for row in rows) else 0
 
 
 if __name__ == "__main__":

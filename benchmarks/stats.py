@@ -1,11 +1,15 @@
-"""Statistics of the tests and benchmarks: a G-test whose power is known before it runs."""
+"""Statistics of the tests and benchmarks: a G-test whose power is known before it runs, and how often coupled draws of
+two distributions are equal."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
+import torch
 from scipy import stats
+
+from sgl_flashsample.kernels.rng import GROUP_SIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,3 +52,18 @@ def power(draws: int, truth: np.ndarray, alternative: np.ndarray, alpha: float, 
     noncentrality = draws * float(((q - p) ** 2 / p).sum())
     dof = len(p) - 1
     return float(stats.ncx2.sf(stats.chi2.isf(alpha, dof), dof, noncentrality))
+
+
+def coupled_acceptance(p: torch.Tensor, q: torch.Tensor) -> float:
+    """How often a draw of p and a draw of q with the same noise are equal. ``[V]`` float64 probabilities.
+
+    A group of ids is chosen first, then an id in it, each by noise of its own: two choices among the same things with
+    the same noise are both i with probability 1 / sum_j max(p_j / p_i, q_j / q_i)."""
+
+    def both(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        equal = 1 / torch.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None]).sum(1)
+        return equal.nan_to_num()  # what neither can draw
+
+    groups = list(zip(p.split(GROUP_SIZE), q.split(GROUP_SIZE), strict=True))
+    masses = (torch.stack([pair[which].sum() for pair in groups]) for which in range(2))
+    return sum(chosen * both(*pair).sum() for chosen, pair in zip(both(*masses), groups, strict=True)).item()

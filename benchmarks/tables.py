@@ -486,10 +486,31 @@ def cpu(results: Results) -> Table | None:
     return grid("us", {key: f"{key[0]:,} ids, B={key[1]}, {key[2]} threads" for key in keys}, modes, words)
 
 
+def _speculation_rows(results: Results, section: str) -> list[dict[str, Any]]:
+    return [row for row in (results.data("speculation") or {}).get("rows", []) if row["section"] == section]
+
+
+def speculation_tokens(results: Results) -> Table | None:
+    """Tokens of seeded requests with drafts, against those without: until the first difference of each answer."""
+    rows = [row for row in _speculation_rows(results, "tokens") if row["backend"] != "no drafts"]
+    if not rows:
+        return None
+    head = ["drafts", "tokens compared", "first differences that are near-ties", "other differences"]
+    cells = [
+        [
+            f"{row['model']}, {row['draft_tokens']} nodes of {row['algorithm']}, {row['backend']}, "
+            f"temperature {row['temperature']:g}",
+            *(f"{row[name]:,}" for name in ("tokens", "near_ties", "different")),
+        ]
+        for row in rows
+    ]
+    return Table(head, cells)
+
+
 def speculation(results: Results) -> Table | None:
     """Tokens per second, accepted drafts and microseconds of a step of each server; with a trace, those of the
     verification and of a draft."""
-    rows = (results.data("speculation") or {}).get("rows", [])
+    rows = _speculation_rows(results, "speed")
     fields = ("model", "algorithm", "draft_tokens", "batch", "temperature", "error")
     measured: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -742,6 +763,18 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         "exact",
         lambda data: _by_path(data, "reference", "different", "rows"),
     ),
+    (
+        "verified drafts: tokens that a step without drafts would not have drawn",
+        "0 of 1e6",
+        "verified",
+        lambda data: _sums(data["rows"], "different", "positions"),
+    ),
+    (
+        "verified drafts: smallest p-value of the tokens' law, of 1e7 positions per case",
+        "above 1e-5",
+        "verified",
+        lambda data: f"{min(row['p_value'] for row in data['rows']):.2g}",
+    ),
     ("noise in host memory: largest error over all upper words", "below 1e-12", "noise", _map_errors),
     ("noise: equal pairs among 1e7 steps", "0", "noise", _equal_noise),
     ("noise: p-values of dieharder that fail", "0", "noise", _streams),
@@ -899,7 +932,8 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "ranks-exchange": Section(ranks_exchange, "ranks"),
     "ranks-tokens": Section(ranks_tokens, "ranks"),
     "serve-host": Section(serve_host, "serve", "host"),
-    "speculation": Section(speculation, "speculation"),
+    "speculation": Section(speculation, "speculation", "speed"),
+    "speculation-tokens": Section(speculation_tokens, "speculation", "tokens"),
     "serve-profile": Section(serve_profile, "serve", "profile"),
     "kernels": Section(kernels, "kernels"),
     "kernels-faster": Section(kernels_faster, "kernels"),

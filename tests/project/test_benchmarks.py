@@ -347,24 +347,47 @@ def test_the_benchmark_of_speculation_runs_on_a_cpu_too(load, tmp_path):
     out, speculation = tmp_path / "speculation.json", Path(load("speculation").__file__)
     arguments = ["--sizes", "tiny", "--algorithms", "STANDALONE", "--draft-tokens", "4", "--batches", "2"]
     arguments += ["--temperatures", "1", "--backends", "coupled", "--pairs", "2", "--tokens", "24"]
+    arguments += ["--only", "speed", "tokens", "--compared", "700"]
     arguments += ["--checkpoints", str(tmp_path), "--logs", str(tmp_path), "--out", str(out)]
     done = subprocess.run([sys.executable, str(speculation), *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
+    row, without, compared = json.loads(out.read_text())["rows"]
     assert row["backend"] == "coupled" and row["tokens_s"] > 0
     assert 0.0 < row["acceptance"] < 1.0 and 0.0 < row["draft_tv"] < 1.0
+    assert [one["backend"] for one in (without, compared)] == ["no drafts", "coupled"]
+    for one in (without, compared):
+        assert one["section"] == "tokens" and (one["tokens"], one["near_ties"], one["different"]) == (768, 0, 0)
+
+
+def test_answers_are_compared_until_they_differ_and_a_difference_is_judged_by_the_reference(load):
+    speculation = load("speculation")
+    target, seeds = speculation.markov.build(speculation.markov.SIZES["tiny"]), range(40)
+    tokens, ties = speculation.drawn(target, [300] * 40, 1.0, seeds, 7)
+    assert len(set(tokens)) > 5 and not any(ties), "another token with another seed, and none a near-tie"
+    speculation._add_difference(
+        row := dict.fromkeys(speculation.COUNTS, 0) | {"ties": []}, target, [5], 1, 1.0, [7, 8], [7, 8]
+    )
+    speculation._add_difference(row, target, [5], 1, 1.0, [7, 8, 9, 4], [7, 8, 3, 4])
+    assert {name: row[name] for name in speculation.COUNTS} == {"tokens": 2 + 3, "near_ties": 0, "different": 1}
+    assert row["ties"] == [{"seed": 1, "position": 2, "tokens": [9, 3]}]
+    target.head[:] = target.head[:1]  # every id has the same logit: of a group, the noise alone decides
+    target.head[16:] *= 1 + 1e-7
+    _, ties = speculation.drawn(target, [300], 0.0, [1], 7)
+    assert ties == [True], "two ids are equally likely"
 
 
 def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
     tables, cell = (
         load("tables"),
-        {"model": "m", "algorithm": "STANDALONE", "draft_tokens": 4, "batch": 8, "error": 0.6},
+        {"section": "speed", "model": "m", "algorithm": "STANDALONE", "draft_tokens": 4, "batch": 8, "error": 0.6},
     )
     speeds = {"tokens_s": 100.0, "tokens_s_spread": 2.0, "acceptance": 0.5, "step_us": 5000.0, "step_us_spread": 9.0}
     rows = [cell | speeds | {"temperature": 1.0, "backend": "stock", "draft_tv": 0.25}]
     rows[0] |= {"verify_us": 200.0, "draft_step_us": 50.0}
     rows += [cell | speeds | {"temperature": 1.0, "backend": "coupled", "draft_tv": 0.26}]
     rows += [{**cell, **speeds, "temperature": 0.7, "backend": "coupled", "algorithm": "NGRAM"}]
+    counts = {"section": "tokens", "temperature": 0.7, "tokens": 50_000, "near_ties": 3, "different": 0}
+    rows += [cell | counts | {"backend": name} for name in ("no drafts", "coupled")]
     (tmp_path / "h200-speculation.json").write_text(json.dumps({"env": {}, "rows": rows}))
     table = tables.speculation(tables.Results("h200", tmp_path))
     assert table.head == ["tokens/s", "stock", "coupled"]
@@ -375,6 +398,9 @@ def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
             "100 ± 2 (0.50); step 5000 ± 9",
         ],
         ["m, 4 nodes of NGRAM, B=8, temperature 0.7", "", "100 ± 2 (0.50); step 5000 ± 9"],
+    ]
+    assert tables.speculation_tokens(tables.Results("h200", tmp_path)).rows == [
+        ["m, 4 nodes of STANDALONE, coupled, temperature 0.7", "50,000", "3", "0"]
     ]
 
 
@@ -661,6 +687,32 @@ def test_two_servers_answer_random_requests_alike(tmp_path):
     result = json.loads(out.read_text())
     assert result["requests"] == sum(result["kinds"].values()) == 300 and result["counters"]["active"] == 1
     assert result["counters"]["fused"] > 100 and not result["ended"] and not result["failures"]
+
+
+@no_gpu
+@pytest.mark.full
+def test_the_benchmark_of_verified_drafts_counts_tokens_of_every_shape(dry_run, load):
+    rows = dry_run("verified")["rows"]
+    assert {(row["shape"], row["drafts"]) for row in rows} == {case[:2] for case in load("verified").cases()}
+    assert not any(load("verified").is_wrong(row, planted=False) for row in rows)
+    (certain,) = [row for row in rows if row["accepted_z"] is None]
+    assert certain["drafts"] == "the target's" and certain["rejected"] == 0, "all are accepted"
+
+
+def test_what_is_wrong_with_verified_drafts_is_told(load):
+    is_wrong, right = load("verified").is_wrong, {"p_value": 0.3, "accepted_z": -2.0, "different": 0}
+    right |= {"noticed_law": True, "noticed_tokens": 5}
+    assert not is_wrong(right, planted=True) and not is_wrong(right | {"noticed_law": False}, planted=False)
+    for wrong in (
+        {"p_value": 1e-6},
+        {"accepted_z": 5.1},
+        {"accepted_z": -5.1},
+        {"accepted_z": None, "rejected": 1},
+        {"different": 1},
+        {"noticed_law": False},
+        {"noticed_tokens": 0},
+    ):
+        assert is_wrong(right | wrong, planted=True), wrong
 
 
 @no_gpu

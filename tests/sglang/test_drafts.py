@@ -3,6 +3,7 @@ so that they are often the same. The tokens of a request do not depend on them."
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import sys
@@ -16,12 +17,12 @@ import torch
 from head_states import Processor, dtype_on, is_serving, make_head, make_state, serve, weights
 from serving import INTERPRETED, make_server, needs_sglang
 from sglang_batches import VOCAB, make_samplers, request
+from stats import coupled_acceptance
 from test_speculation import CHAIN, Original, verification
 
 from sgl_flashsample import sample_from_logits
 from sgl_flashsample.demo import markov
 from sgl_flashsample.kernels.params import BatchParams
-from sgl_flashsample.kernels.rng import GROUP_SIZE
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, DraftMode, Drafts, start
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
@@ -116,20 +117,6 @@ def drawn(logits: torch.Tensor, temperatures: list[float], seeds: list[int], pos
 # --- which token ----------------------------------------------------------------------------------------------------
 
 
-def closed_form(p: torch.Tensor, q: torch.Tensor) -> float:
-    """How often a draw of p and a draw of q with the same noise are equal. ``[V]`` float64 probabilities.
-
-    A group of ids is chosen first, then an id in it, each by noise of its own: two choices among the same things with
-    the same noise are both i with probability 1 / sum_j max(p_j / p_i, q_j / q_i)."""
-
-    def both(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        return 1 / torch.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None]).sum(1)
-
-    groups = list(zip(p.split(GROUP_SIZE), q.split(GROUP_SIZE), strict=True))
-    masses = (torch.stack([pair[which].sum() for pair in groups]) for which in range(2))
-    return sum(chosen * both(*pair).sum() for chosen, pair in zip(both(*masses), groups, strict=True)).item()
-
-
 @needs_sglang
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_drafts_are_the_targets_tokens_as_often_as_the_noise_allows(server, head, hidden, info_of, device, temperature):
@@ -150,7 +137,7 @@ def test_drafts_are_the_targets_tokens_as_often_as_the_noise_allows(server, head
         [FIRST + 1] * requests,
     )
     accepted = (drafts == torch.tensor(tokens, device=device)).double().mean().item()
-    want = closed_form(p, q)
+    want = coupled_acceptance(p, q)
     assert abs(accepted - want) < 5 * (want * (1 - want) / requests) ** 0.5
     assert want > p[q.argmax()] + 0.2, "else this says little"
 
@@ -187,9 +174,9 @@ def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_lo
             select = NODES * torch.arange(rows) + torch.arange(rows) % NODES
             others["spec_info"] = types.SimpleNamespace(select_index=select.to(device))
             last, copies = positions[select].tolist(), 1
-    states = hidden(rows * copies)
-    logits = head.logits(states)
-    seen = server.call(forward_batch(name, positions.to(device), rows, **others), states)
+    states = 0.3 * hidden(rows * copies)
+    logits, batch = head.logits(states), forward_batch(name, positions.to(device), rows, **others)
+    seen = server.call(batch, states)
     served = len(MIXED) * copies
     want = drawn(
         logits[:served],
@@ -216,7 +203,8 @@ def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_lo
     assert probabilities.values.tolist() == [1.0] * len(seen) and torch.equal(probabilities.indices, drafts[:, 0])
     assert server.computed == len(states)
     assert torch.equal(seen.argmax(-1), drafts[:, 0]) and torch.equal(seen[selected].argmax(-1), drafts[selected, 0])
-    assert torch.equal(seen.argmax(0), seen.dense().argmax(0)), "of each id"
+    again = server.call(batch, states)
+    assert torch.equal(again.argmax(0), seen.argmax(0)), "the row of each id"
 
 
 @needs_sglang
@@ -272,7 +260,7 @@ def test_a_pass_that_drafts_nothing_is_left_alone(server, head, hidden, info_of,
     nothing = types.SimpleNamespace(next_token_logits=None)  # what an autotuner of SGLang's computes
     assert coupled.drafts.draw(None, (None, None, None, batch), {}, nothing) is None
     want = drawn(head.logits(states[:1]), [1.0], coupled.drafts._seed[:1].tolist(), [1])
-    assert coupled.call(batch, states[:1]).argmax(-1).tolist() == want, "still coupled"
+    assert coupled.call(batch, states[:1]).argmax(-1).tolist() == want and coupled.computed == 4 * len(states)
 
 
 def chain_of(coupled: Server, first: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -418,6 +406,7 @@ def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, in
         info = info_of([request(str(row)) for row in range(REQUESTS + 1)])
     coupled.load(info, top_logprobs=2 if case == "top logprobs" else 0)
     assert torch.equal(coupled.call(batch, states).argmax(-1), best)
+    assert not coupled.drafts._temperature.any(), "what graphs read that were captured already"
 
 
 @needs_sglang
@@ -600,10 +589,9 @@ def test_an_sglang_without_a_place_that_we_hook_keeps_its_drafts(server_config, 
 # --- a server -------------------------------------------------------------------------------------------------------
 
 STEPS = NODES - 1
-STANDALONE = [
-    *("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1"),
+SPECULATING = [
+    *("--speculative-eagle-topk", "1", "--attention-backend", "triton", "--disable-cuda-graph"),
     *("--speculative-num-steps", str(STEPS), "--speculative-num-draft-tokens", str(NODES)),
-    *("--attention-backend", "triton", "--disable-cuda-graph"),
 ]
 TOKENS = 12
 SERVED = [
@@ -613,18 +601,53 @@ SERVED = [
     {"temperature": 1.0, "top_p": 0.9, "sampling_seed": 2},
 ]
 AT_ONE = range(4)  # the rows at temperature 1
+HOT_IDS = 500  # of EAGLE3's draft model: every second id
 
 
-def write_wrong_drafter(folder: Path) -> None:
+def write_standalone(folder: Path, size: markov.Size) -> None:
     """A checkpoint like the target's, but that each logit has a normal error of 0.6."""
     from safetensors.torch import load_file, save_file
 
-    size = markov.SIZES["tiny"]
-    shutil.copytree(folder / "tiny", folder / "drafter")
-    weights = load_file(folder / "drafter" / "model.safetensors")
+    shutil.copytree(folder.parent / "tiny", folder)
+    weights = load_file(folder / "model.safetensors")
     error = torch.randn(weights["lm_head.weight"].shape, generator=torch.Generator().manual_seed(5))
     weights["lm_head.weight"] += 0.6 / size.hidden_size**0.5 * error
-    save_file(weights, folder / "drafter" / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_eagle(folder: Path, size: markov.Size) -> None:
+    """One layer that adds nothing. EAGLE: the hidden state of the target, with an error, under its LM head. EAGLE3: a
+    vocabulary of every second id, and an LM head that knows nothing."""
+    from safetensors.torch import save_file
+
+    eagle3 = folder.name == "eagle3"
+    generator = torch.Generator().manual_seed(6)
+    hidden, inner, inputs = size.hidden_size, size.intermediate_size, size.hidden_size * (2 if eagle3 else 1)
+    queries, keys = size.num_attention_heads * size.head_dim, size.num_key_value_heads * size.head_dim
+    shapes = {"q_proj": (queries, inputs), "k_proj": (keys, inputs), "v_proj": (keys, inputs)}
+    weights = {
+        **{f"layers.0.self_attn.{name}.weight": 0.02 * torch.randn(shape) for name, shape in shapes.items()},
+        "layers.0.self_attn.o_proj.weight": torch.zeros(hidden, queries),
+        "layers.0.post_attention_layernorm.weight": torch.ones(hidden),
+        "layers.0.mlp.gate_proj.weight": torch.zeros(inner, hidden),
+        "layers.0.mlp.up_proj.weight": torch.zeros(inner, hidden),
+        "layers.0.mlp.down_proj.weight": torch.zeros(hidden, inner),
+    }
+    config = markov.config(size) | {"model_type": "llama", "num_hidden_layers": 1}
+    if eagle3:
+        norms = ("layers.0.hidden_norm", "layers.0.input_layernorm", "norm")
+        weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+        weights["fc.weight"] = 0.1 * torch.randn(hidden, 3 * hidden, generator=generator)
+        weights["lm_head.weight"] = torch.randn(HOT_IDS, hidden, generator=generator)
+        weights["d2t"] = torch.arange(HOT_IDS)  # added to the draft model's id
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": HOT_IDS}
+    else:
+        embedding = torch.eye(hidden) + 0.05 * torch.randn(hidden, hidden, generator=generator)
+        weights |= {"fc.weight": torch.cat([embedding, torch.zeros(hidden, hidden)], 1), "fc.bias": torch.zeros(hidden)}
+        config["architectures"] = ["LlamaForCausalLMEagle"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def accepted(answers: list[dict]) -> float:
@@ -636,36 +659,49 @@ def accepted(answers: list[dict]) -> float:
     return correct / tried
 
 
+# By name: the algorithm, the folder of its draft model, FLASHSAMPLE_DRAFTS, and what the log says.
+SERVERS = {
+    "stock": ("STANDALONE", "standalone", "stock", None),
+    "coupled": ("STANDALONE", "standalone", "coupled", "drafts are coupled"),
+    "itself": ("STANDALONE", "tiny", "coupled", "drafts are coupled"),
+    "eagle, greedy": ("EAGLE", "eagle", "greedy", "drafts are greedy: FLASHSAMPLE_DRAFTS says so"),
+    "eagle": ("EAGLE", "eagle", "coupled", "drafts are coupled"),
+    "eagle3": ("EAGLE3", "eagle3", "coupled", "drafts are greedy: the draft model has a vocabulary of its own"),
+}
+
+
 @needs_sglang
 @pytest.mark.server
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="near-ties of bfloat16 are looked at by the benchmark")
 def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accepted_more_often(tmp_path):
-    """Servers without drafts, with SGLang's, with greedy and coupled ones, and with coupled ones of the target
-    itself."""
-    markov.write(tmp_path / "tiny", markov.SIZES["tiny"])
-    write_wrong_drafter(tmp_path)
+    """Servers without drafts, and with drafts of several algorithms, SGLang's own, greedy and coupled ones."""
+    size = markov.SIZES["tiny"]
+    markov.write(tmp_path / "tiny", size)
+    write_standalone(tmp_path / "standalone", size)
+    for name in ("eagle", "eagle3"):
+        write_eagle(tmp_path / name, size)
     answers = {}
-    drafters = {"none": None, "stock": "drafter", "greedy": "drafter", "coupled": "drafter", "itself": "tiny"}
-    for name, drafter in drafters.items():
-        environment, arguments = {}, ["--disable-radix-cache"]
-        if drafter is not None:
-            environment = {"FLASHSAMPLE_SPECULATION": "1"} | INTERPRETED
-            environment["FLASHSAMPLE_DRAFTS"] = name if name in ("stock", "greedy") else "coupled"
-            arguments += [*STANDALONE, "--speculative-draft-model-path", str(tmp_path / drafter)]
+    for name in ("none", *SERVERS):
+        environment, arguments, line = {}, ["--disable-radix-cache"], None
+        if name in SERVERS:
+            algorithm, drafter, drafts, line = SERVERS[name]
+            environment = {"FLASHSAMPLE_SPECULATION": "1", "FLASHSAMPLE_DRAFTS": drafts} | INTERPRETED
+            arguments += [*SPECULATING, "--speculative-algorithm", algorithm]
+            arguments += ["--speculative-draft-model-path", str(tmp_path / drafter)]
         server, _ = make_server(tmp_path, "tiny", name=name, arguments=arguments, environment=environment)
         with server:
             rows = [{**params, "max_new_tokens": TOKENS, "ignore_eos": True} for params in SERVED]
             ids = [[5 + row, 300, 7] for row in range(len(SERVED))]
             answers[name] = server.generate(input_ids=ids, sampling_params=rows)
-            assert bool(server.log_lines("drafts are coupled")) == (name in ("coupled", "itself"))
-            assert bool(server.log_lines("drafts are greedy")) == (name == "greedy")
-            assert "drafts are SGLang's" not in server.log_text()
+            assert len(server.log_lines("drafts are ")) == (line is not None), server.log_lines("drafts are ")
+            assert line is None or server.log_lines(line)
     tokens = {name: [answer["output_ids"] for answer in each] for name, each in answers.items()}
-    assert all(each == tokens["none"] for each in tokens.values())
+    for name, each in tokens.items():
+        assert each == tokens["none"], name
     assert all(len(one) == TOKENS for one in tokens["none"])
-    rates = {name: accepted([answers[name][row] for row in AT_ONE]) for name in drafters if name != "none"}
+    rates = {name: accepted([answers[name][row] for row in AT_ONE]) for name in SERVERS}
     print(rates)
-    assert rates["stock"] == rates["greedy"], "the same drafts"
-    assert 0.05 < rates["greedy"] < rates["coupled"] - 0.2 and 0.3 < rates["coupled"] < 0.95
+    assert 0.05 < rates["stock"] < rates["coupled"] - 0.2 and 0.3 < rates["coupled"] < 0.95
+    assert rates["eagle, greedy"] < rates["eagle"] - 0.2 and 0.3 < rates["eagle"] < 1.0
     assert rates["itself"] == 1.0
