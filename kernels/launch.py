@@ -172,12 +172,6 @@ class _PretendedDriver:
     def get_current_stream(self, device: int) -> int:
         return 0
 
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, kind: str) -> str:
-        return kind
-
 
 @functools.cache
 def resident_programs(device: torch.device, ctas_per_sm: int) -> int:

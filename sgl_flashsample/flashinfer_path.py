@@ -58,10 +58,10 @@ def unsupported_batch(head: LMHead, params: BatchParams, return_logprob: bool) -
 
 
 def give_up(error: FlashInferError) -> None:
-    """Our own paths serve FlashInfer's batches from now on, in this process. Says so once."""
-    if not _given_up:
-        _given_up.append(f"FlashInfer failed: {error}")
-        logger.warning(CANNOT_USE, error)
+    """Our own paths serve FlashInfer's batches from now on, in this process: it is not asked again, so this is said
+    once."""
+    _given_up.append(f"FlashInfer failed: {error}")
+    logger.warning(CANNOT_USE, error)
 
 
 def draw_with_flashinfer(

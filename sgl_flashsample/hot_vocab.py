@@ -415,10 +415,7 @@ def ids_of_lines(file: str, vocab: int) -> Iterator[Portion]:
     """Ids of JSON lines, ``STDIN`` or a file: a line is a list of ids, an answer of SGLang (an object with
     ``output_ids``) or a list of answers. Raises OSError and HotVocabError."""
     with _open(file) as opened:
-        for number in itertools.count(1):
-            line = opened.readline(MAX_LINE + 1)
-            if not line:
-                return
+        for number, line in enumerate(iter(lambda: opened.readline(MAX_LINE + 1), ""), 1):
             try:
                 if line.strip():
                     yield _ids_in(parse_json(line, MAX_LINE), vocab), len(line.encode())

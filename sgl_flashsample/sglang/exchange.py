@@ -120,8 +120,8 @@ class Exchange:
         # Whatever fails on a rank, the others wait for its answers.
         try:
             if hasattr(custom, "graph_params") and not custom.disabled:
-                region = _symmetric_memory(num_bytes, group)
-                if region.is_cuda:
+                region = _symmetric_memory(num_bytes, group.device)
+                if region.is_cuda:  # coverage: needs several GPUs
                     compile_exchanges(region, num_ranks, max_rows, width, dtype)
                 reserved = True
         except Exception as error:
@@ -202,11 +202,8 @@ class Exchange:
         return rows
 
 
-def _symmetric_memory(num_bytes: int, group: Any) -> torch.Tensor:
+def _symmetric_memory(num_bytes: int, device: torch.device) -> torch.Tensor:  # coverage: needs several GPUs
     """Of this rank, for the others to open. Waits for nobody."""
     import torch.distributed._symmetric_memory as symmetric
 
-    name = group.device_group.group_name
-    if torch.__version__ < "2.11.0":
-        symmetric.enable_symm_mem_for_group(name)
-    return symmetric.empty(num_bytes, dtype=torch.uint8, device=group.device)
+    return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -110,6 +110,18 @@ def test_the_bytes_of_a_step_are_those_of_its_collectives(num_ranks, num_rows):
     assert sum(received) == bytes_received(num_ranks, num_rows, part_bytes=96)
 
 
+def test_ranks_that_others_may_join_while_they_run_agree_on_nothing(server_config, monkeypatch):
+    """One that joins later would wait for answers of those that run. The fused pass stays off there."""
+    parallel_state = types.SimpleNamespace(get_world_group=lambda: types.SimpleNamespace(rank_in_group=1, world_size=2))
+    distributed = types.ModuleType("sglang.srt.distributed")
+    distributed.parallel_state = parallel_state
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed", distributed)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert RankSync.of_server().num_ranks == 2
+    server_config.exec.moe.elastic_ep_backend = "mooncake"
+    assert RankSync.of_server().num_ranks == 1
+
+
 def test_a_batch_beyond_the_memory_of_the_ranks_is_exchanged_by_collectives():
     exchange = Exchange(types.SimpleNamespace(rank_in_group=0, world_size=2))
     assert exchange.memory_for(1) is None
@@ -150,7 +162,7 @@ def connected(monkeypatch):
     def connect(others: bool, fails: bool = False) -> tuple[Exchange, weakref.ref | None]:
         reserved = []
 
-        def reserve(num_bytes: int, group: ReachableGroup) -> torch.Tensor:
+        def reserve(num_bytes: int, device: torch.device) -> torch.Tensor:
             if fails:
                 raise torch.OutOfMemoryError("a fault")
             region = torch.zeros(num_bytes, dtype=torch.uint8)
