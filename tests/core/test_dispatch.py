@@ -258,6 +258,14 @@ def test_a_screen_that_cannot_serve_a_batch_is_as_none_and_a_path_that_insists_s
             sample(case.hidden, head, case.params, path="screened", **options)
 
 
+def test_a_configuration_of_the_screened_path_needs_a_screen_and_gives_no_logprobs(device):
+    case = example(device)
+    config = default_config_on(HeadTraits.of(case.head), SamplingPath.SCREENED, ROWS, PLAIN)
+    for options in ({}, {"screen": Screen(case.head, ROWS), "return_logprob": True}):
+        with pytest.raises(ValueError, match="the screened path needs a screen, and returns no logprobs"):
+            dispatch.launch(config, case.hidden, case.head, case.params, **options)
+
+
 # Devices.
 
 

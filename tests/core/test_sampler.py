@@ -10,6 +10,7 @@ import torch
 from core_examples import VOCAB, example
 
 from sgl_flashsample import BatchParams, LMHead, Sampler, SamplingParams, Truncation, sample, sample_from_logits
+from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.tables import lookup
 
 PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
@@ -38,6 +39,15 @@ def test_numbers_in_any_form_draw_what_tensors_on_the_device_draw(case, form):
     tensors = (rows(case, 0.7, torch.float32), rows(case, 5, torch.int64), rows(case, 3, torch.int64))
     wanted = sample(case.hidden, case.head, BatchParams(*tensors, Truncation(*limits, 20)), return_logprob=True)
     assert torch.equal(out.token_ids, wanted.token_ids) and torch.equal(out.logprobs, wanted.logprobs)
+
+
+def test_a_table_that_cannot_be_used_is_one_warning_and_the_built_in_choices_draw(case, tmp_path, caplog):
+    file = tmp_path / "table.json"
+    file.write_text("{")
+    sampler = Sampler(case.head, tuned=file)
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.startswith(f"flashsample: {file}: ")
+    assert sampler.table.lookup(1) == default_table(sampler.head).lookup(1)
 
 
 @pytest.mark.slow

@@ -104,6 +104,8 @@ def test_a_screen_serves_the_heads_of_its_weight_and_no_other(device):
         assert not screen.serves(other)
     with pytest.raises(ValueError, match=r"head is \(600, 32, 32, torch.float16.*expected the screen's \(600, 32"):
         screen.rebuild(LMHead(head.weight.half()))
+    with pytest.raises(ValueError, match=r"the head cannot be screened: its logit_scale is -1\.0"):
+        screen.rebuild(LMHead(head.weight, logit_scale=-1.0))
     assert screen.serves(head), "as before"
 
 

@@ -3,7 +3,9 @@ removed."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 
 import pytest
 import torch
@@ -268,6 +270,38 @@ def test_nothing_is_compiled_ahead_where_kernels_are_interpreted(head, monkeypat
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(selfcheck, "launch", lambda *arguments, **keywords: pytest.fail("launched"))
     selfcheck.compile_ahead([head], 64, screens=[Screen(head, 64)])
+
+
+@pytest.fixture
+def compiler(monkeypatch) -> list:
+    """A process with a compiler, without interpreter. Returns the kinds of batches, of all shards of heads, whose
+    kernels are compiled ahead."""
+    compiled: list = []
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(selfcheck, "draws_in_host_memory", lambda device: False)
+    monkeypatch.setattr(triton, "AsyncCompileMode", lambda pool, **options: contextlib.nullcontext(), raising=False)
+    monkeypatch.setattr(
+        selfcheck, "launch_once", lambda head, config, kind, *arguments, **options: compiled.append((head.shards, kind))
+    )
+    return compiled
+
+
+def test_of_a_head_that_ranks_share_no_truncation_is_compiled_as_only_whole_rows_are_truncated(compiler, device):
+    whole = LMHead(torch.zeros(64, 16, device=device))
+    selfcheck.compile_ahead([whole, LMHead(whole.weight, shards=2)], 4)
+    truncated = {shards: {kind.truncate for of, kind in compiler if of == shards} for shards in (1, 2)}
+    assert truncated == {1: {True, False}, 2: {False}}
+
+
+def test_a_triton_without_parallel_compilation_compiles_nothing_ahead_and_nobody_is_warned(
+    compiler, device, monkeypatch, caplog
+):
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    with caplog.at_level(logging.DEBUG, "sgl_flashsample"):
+        selfcheck.compile_ahead([LMHead(torch.zeros(64, 16, device=device))], 4)
+    assert compiler == []
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG and "kernels are not compiled ahead: AttributeError" in record.message
 
 
 @pytest.mark.gpu

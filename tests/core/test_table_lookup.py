@@ -3,9 +3,11 @@ any harm."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import time
+import types
 from pathlib import Path
 
 import msgspec
@@ -357,6 +359,41 @@ def test_a_tuned_table_of_this_machine_draws_the_references_tokens(device, head,
             drawn = sample(case.hidden[: entry.rows], case.head, params, table=resolved.dispatch)
             assert_reference(drawn.token_ids, case)
             assert launched.pop() == entry.launch
+
+
+def test_a_gpu_is_what_its_driver_says_with_its_l2_cache_in_mib(monkeypatch):
+    properties = {"major": 9, "minor": 0, "multi_processor_count": 132, "L2_cache_size": 50 << 20}
+    properties |= {"name": "NVIDIA H200", "shared_memory_per_block_optin": 232_448}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(**properties))
+    assert lookup.device_of.__wrapped__(torch.device("cuda", 0)) == H200
+
+
+@pytest.mark.parametrize(
+    "line, driver",
+    [
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build", "580.82.07"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104  Sat Aug", "535.104"),
+        ("nothing that we know", None),
+        (None, None),
+    ],
+)
+def test_the_version_of_the_gpus_driver_is_part_of_the_environment_where_there_is_one(monkeypatch, line, driver):
+    def read(file: str) -> io.StringIO:
+        assert file == "/proc/driver/nvidia/version"
+        if line is None:
+            raise FileNotFoundError(file)
+        return io.StringIO(line)
+
+    monkeypatch.setattr(lookup, "open", read, raising=False)
+    assert lookup.environment.__wrapped__().get("driver") == driver
+
+
+def test_a_kind_that_was_measured_at_every_size_is_not_named_among_those_without_a_measurement(head, tmp_path):
+    sizes = range(1, 513)
+    confirmed = {"plain": Confirmed(rows=list(sizes), us=[1.0] * len(sizes))}
+    path = put(tmp_path, own_table(head, entries=[], confirmed=confirmed))
+    line = resolve(head, file=path).line()
+    assert line.endswith("built-in ones without a measurement: truncate 1-512; edit 1-512; edit+truncate 1-512")
 
 
 def test_what_is_looked_for_is_this_machine_and_this_head(head, tmp_path):

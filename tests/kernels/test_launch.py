@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import triton.language as tl
 from sgl_flashsample.kernels.launch import (
     cdiv,
     compiling_only,
+    gpu_of,
     is_compiling_only,
     launch,
     next_power_of_2,
@@ -118,6 +120,17 @@ def test_the_interpreter_has_no_binary_to_keep_and_is_asked_each_time():
     for _ in range(3):
         launch(increment, 1, (x,), {"N": 4}, 1, ())
     assert x.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("capability, early", [((8, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_a_gpu_says_how_many_programs_it_holds_and_whether_a_launch_may_start_early(monkeypatch, capability, early):
+    (major, minor), device = capability, torch.device("cuda", 99)
+    properties = types.SimpleNamespace(major=major, minor=minor, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for remembered in (gpu_of, resident_programs, supports_early_launch):
+        monkeypatch.setattr(f"sgl_flashsample.kernels.launch.{remembered.__name__}", remembered.__wrapped__)
+    assert resident_programs.__wrapped__(device, 2) == 264
+    assert supports_early_launch.__wrapped__(device) is early
 
 
 def test_devices_say_what_they_hold_and_can_do():

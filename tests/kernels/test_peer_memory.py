@@ -10,7 +10,14 @@ from test_merge_ranks import make_records
 
 from sgl_flashsample.kernels.merge_ranks import merge_records
 from sgl_flashsample.kernels.params import SampleOutput
-from sgl_flashsample.kernels.peer_memory import PeerMemory, copy_rows, exchange_records, exchange_rows, tell_logits
+from sgl_flashsample.kernels.peer_memory import (
+    PeerMemory,
+    compile_exchanges,
+    copy_rows,
+    exchange_records,
+    exchange_rows,
+    tell_logits,
+)
 
 MAX_ROWS = 70
 
@@ -83,6 +90,14 @@ def test_rows_of_logits_are_joined_from_all_ranks(device, num_ranks, rank, width
     assert torch.equal(exchange_rows(memory, 1, 2), torch.cat(list(parts[:, 1:3]), 1))
     for other in range(num_ranks):
         assert view(memory, other, memory.logits_flags, (num_ranks,), torch.int64)[rank] == 2
+
+
+def test_compiling_what_ranks_exchange_with_exchanges_nothing(device):
+    """A rank that fails at it must not have begun: the others would wait."""
+    memory = make_memory(device, 2, 0)
+    region = memory._regions[0]
+    compile_exchanges(region, 2, MAX_ROWS, 48, torch.float32)
+    assert not region.any()
 
 
 @pytest.mark.parametrize("first, num_rows", [(-1, 3), (1, 3), (0, MAX_ROWS + 1)])

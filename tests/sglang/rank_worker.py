@@ -35,6 +35,7 @@ from sgl_flashsample.sglang.runtime import Runtime  # noqa: E402
 from sgl_flashsample.sglang.screen_lifecycle import ScreenMode  # noqa: E402
 
 WIDTH = 320  # ids per rank: the last 40 of the second one are padding
+ODD_WIDTH = 312  # no multiple of 16: kernels cannot draw from such parts
 
 
 class Group:
@@ -51,7 +52,7 @@ class Group:
         self.regions: list[torch.Tensor] = []
         self.folder, self.fault = Path(folder), ""
 
-    def reserve(self, num_bytes: int, group: Group) -> torch.Tensor:
+    def reserve(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """In the place of a GPU's memory: a file that all ranks map."""
         files = [str(self.folder / f"{self.fault}, rank {rank}") for rank in range(self.world_size)]
         self.regions = [torch.from_file(file, shared=True, size=num_bytes, dtype=torch.uint8) for file in files]
@@ -146,10 +147,13 @@ def serve(fault: str, rank: int) -> dict[str, Any]:
         server = Runtime(None)
         server.agree()
         server.screen_mode = ScreenMode.ON
-        weight = torch.nn.functional.pad(weights(CPU)[:VOCAB], (0, 0, 0, 2 * WIDTH - VOCAB))
-        part = make_head(weight[rank * WIDTH : (rank + 1) * WIDTH].clone(), tp_size=2)
+        odd = fault == "an odd width"
+        width = ODD_WIDTH if odd else WIDTH
+        weight = torch.nn.functional.pad(weights(CPU)[:VOCAB], (0, 0, 0, 2 * width - VOCAB))
+        part = make_head(weight[rank * width : (rank + 1) * width].clone(), tp_size=2)
         gathered: list[torch.Tensor] = []
-        model = Model(part, do_tensor_parallel_all_gather=True, _logits_gatherer=gathered.append)
+        gatherer = {} if odd else {"_logits_gatherer": gathered.append}  # not in every SGLang
+        model = Model(part, do_tensor_parallel_all_gather=True, **gatherer)
         server.prepare_model(model)
     told = {"reason": server.all_native_reason, "seed": server.server_seed, "heads": len(server.heads)}
     if server.all_native_reason is not None:

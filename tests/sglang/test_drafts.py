@@ -489,6 +489,27 @@ def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
 
 
 @needs_sglang
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda runtime: runtime.disable("a kernel failed"), "a kernel failed"),
+        (lambda runtime: runtime._heads.clear(), "the model shows its LM head only at its first batch"),
+    ],
+    ids=["inactive", "no head"],
+)
+def test_drafts_of_a_target_that_is_sglangs_or_not_known_yet_are_sglangs(server, monkeypatch, caplog, change, words):
+    attach = CoupledDrafts.attach
+
+    def attach_after(drafts, worker) -> None:
+        change(drafts.runtime)
+        attach(drafts, worker)
+
+    monkeypatch.setattr(CoupledDrafts, "attach", attach_after)
+    server()
+    assert caplog.records[-1].message.endswith(f"drafts are greedy (SGLang's own), the tokens are the same: {words}")
+
+
+@needs_sglang
 @pytest.mark.parametrize("failing", ["load", "draw"])
 def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
     server, head, hidden, info_of, device, caplog, monkeypatch, failing

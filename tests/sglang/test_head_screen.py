@@ -89,6 +89,13 @@ def test_auto_wants_a_table_that_has_measured_it_and_on_takes_the_built_in_choic
         assert unsupported_screen(head, built_in, ScreenMode.ON, 16) is None
 
 
+def test_a_head_in_host_memory_has_none(device, monkeypatch):
+    head = make_state(device).head
+    monkeypatch.setattr("sgl_flashsample.sglang.screen_lifecycle.draws_in_host_memory", lambda device: True)
+    reason = unsupported_screen(head, screening_table(HeadTraits.of(head)), ScreenMode.ON, 16)
+    assert reason == "the head is in host memory"
+
+
 def test_a_head_that_the_bound_does_not_cover_has_none(device):
     head = make_state(device, logit_scale=-1.0).head
     reason = unsupported_screen(head, screening_table(HeadTraits.of(head)), ScreenMode.ON, 16)

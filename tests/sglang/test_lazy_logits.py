@@ -107,6 +107,11 @@ def test_memory_is_that_of_the_computed_logits_and_never_null(lazy):
     assert lazy.data_ptr() == lazy.dense().data_ptr() != 0
 
 
+def test_it_is_a_cuda_array_where_its_logits_are(lazy):
+    """Numba and CuPy ask for one."""
+    assert hasattr(lazy, "__cuda_array_interface__") is lazy.dense().is_cuda
+
+
 def test_it_survives_the_rebuilds_that_sglang_makes_of_its_output(lazy):
     @dataclasses.dataclass
     class Output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import types
 
 import pytest
@@ -87,6 +88,16 @@ def test_prometheus_has_the_same_numbers(prometheus):
         assert prometheus("screen_paused") == paused
     for counter, number in SCREENED.items():
         assert prometheus(f"screen_{counter.name.lower()}_total") == 3 * number
+
+
+def test_without_prometheus_client_the_server_counts_into_its_log_alone_after_one_warning(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    counted = Metrics(prometheus=True)
+    counted.add_batch(FUSED, 0, None)
+    counted.flush()
+    assert counted.summary() == "since the start: fused 500 rows in 1 batches"
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.endswith("prometheus_client is not installed: no flashsample metrics")
 
 
 def test_counters_on_the_device_are_asked_at_most_once_per_interval_and_never_waited_for(device, clock):

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_states import RANK_ROWS, hidden_states, make_state, rank_batches, serve
+from head_states import CPU, RANK_ROWS, CountingCapture, Model, hidden_states, make_state, rank_batches, serve
 from serving import needs_sglang
+from sglang_batches import request
 
 from sgl_flashsample import sample
 from sgl_flashsample.demo.server import free_port
+from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
 from sgl_flashsample.sglang.exchange import RankSync
 from sgl_flashsample.sglang.hooks import StepHooks
@@ -47,6 +49,7 @@ PRIVATE = {
     "the fused path fails": (False, "logits"),
 }
 NO_MEMORY = "no memory for an exchange"
+ODD = "an odd width"  # of both ranks' parts
 ONCE = ("no models", "a wrong exchange")  # what runs without --full
 FATAL = ["no way to draw", "no memory for logits", "rows cannot be drawn"]
 
@@ -79,7 +82,7 @@ def finish(ranks: list[subprocess.Popen], *seconds: float) -> list[tuple[str, st
 def served(request, tmp_path_factory) -> dict[str, list[dict]]:
     """What both ranks serve, by the fault."""
     refused = REFUSED if request.config.getoption("--full") else ONCE
-    faults = ["none", *refused, NO_MEMORY, *PRIVATE]
+    faults = ["none", *refused, NO_MEMORY, ODD, *PRIVATE]
     ranks = start(*faults, folder=tmp_path_factory.mktemp("memory"))
     printed = finish(ranks, 300, 300)
     assert [rank.returncode for rank in ranks] == [0, 0], printed[0][1][-2000:] + printed[1][1][-2000:]
@@ -115,6 +118,13 @@ def test_what_one_rank_cannot_serve_at_the_start_neither_serves_for_the_same_rea
 def test_where_one_rank_has_no_memory_for_exchanges_both_use_collectives_and_the_tokens_stay(served):
     first, second = served[NO_MEMORY]
     assert first == second == served["none"][0] | {"memory": False}
+
+
+@pytest.mark.slow
+def test_of_parts_that_kernels_cannot_draw_from_the_ranks_draw_whole_rows_and_the_tokens_stay(served):
+    first, second = served[ODD]
+    assert first == second and first["reason"] is None and not first["gathered"] and not first["screen"]
+    assert first["tokens"] == served["none"][0]["tokens"]
 
 
 @pytest.mark.slow
@@ -223,6 +233,87 @@ def test_a_stage_without_the_head_says_what_the_last_stage_serves(server_config,
     runtime.prepare_model(torch.nn.Module())
     assert (runtime.status["active"], runtime.status["heads"]) == (active, [status])
     assert runtime.status["reason"] == (None if active else "rank 1: a fault")
+
+
+@pytest.mark.parametrize(
+    "answer, reason",
+    [
+        ([None, [None, None], []], "the ranks have different numbers of LM heads"),
+        (["a fault", [], []], "rank 1: a fault"),
+    ],
+    ids=["another model", "a fault"],
+)
+def test_ranks_that_do_not_find_the_same_heads_serve_none(server_config, monkeypatch, caplog, answer, reason):
+    runtime, state = Runtime(None), make_state(torch.device("cpu"))
+    runtime._ranks = Peers(answer)
+    monkeypatch.setattr(runtime, "_prepare", lambda processor, lm_head, starting: state)
+    runtime.prepare_model(Model(state.lm_head))
+    assert runtime.heads == [] and runtime.status["reason"] == reason
+    assert all(record.message.endswith(f"for everything: {reason}") for record in caplog.records) and caplog.records
+
+
+def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(server_config, monkeypatch):
+    """Ranks with the whole head each, as of DP attention: they exchange nothing."""
+    runtime, states = Runtime(None), [make_state(CPU), make_state(CPU)]
+    runtime._ranks = Peers(*[[None, ["a fault", None], []]] * 2)
+    monkeypatch.setattr(runtime_module, "_heads_of", lambda model: [(one.processor, one.lm_head) for one in states])
+    monkeypatch.setattr(runtime, "_prepare", lambda processor, *_, **__: states[processor is states[1].processor])
+    runtime.prepare_model(torch.nn.Module())
+    assert runtime.heads == [states[1]] and runtime.status["active"]
+
+
+def test_ranks_whose_model_does_not_show_its_head_at_the_start_serve_nothing(server_config, caplog):
+    runtime = Runtime(None)
+    runtime._ranks = Peers([None, [], []])
+    runtime.prepare_model(torch.nn.Module())
+    reason = "the model shows its LM head only at its first batch, which is not supported with several ranks"
+    assert runtime.inactive_reason == reason and caplog.records[-1].message.endswith(reason)
+
+
+def test_a_fault_of_another_rank_where_this_one_finds_no_head_is_the_reason_of_both(server_config):
+    """The head may show itself at the first batch; then no rank has any."""
+    runtime = Runtime(None)
+    runtime._ranks = Peers(["a fault", [], []])
+    runtime.prepare_model(torch.nn.Module())
+    assert runtime.heads == [] and runtime.status["reason"] == "rank 1: a fault"
+
+
+@needs_sglang
+def test_a_rank_without_memory_in_a_step_ends_instead_of_leaving_the_others_alone(
+    runners, head, hidden, info_of, monkeypatch
+):
+    def no_memory(*arguments):
+        raise torch.OutOfMemoryError("a fault")
+
+    monkeypatch.setattr("sgl_flashsample.sglang.sampler.draw", no_memory)
+    lazy = head.lazy(hidden(2))
+    lazy.source.exchange = types.SimpleNamespace(rank=0, num_ranks=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        runners[0].sample(lazy, info_of([request("a"), request("b")]))
+
+
+def test_steps_of_ranks_without_common_memory_are_launched():
+    """A graph must not hold a collective: it would wait for ranks that launch what this one replays."""
+    state, batch, positions = make_state(CPU, capture=CountingCapture()), rank_batches()[0][0], torch.arange(RANK_ROWS)
+    state.update(RANK_ROWS)
+    for memory in (None, object()):
+        state.exchange = types.SimpleNamespace(memory_for=lambda num_rows, memory=memory: memory)
+        assert (state.step_graphs(batch, None, positions) is None) is (memory is None)
+
+
+@needs_sglang
+def test_each_step_is_exchanged_whether_launched_or_replayed():
+    from sgl_flashsample.sglang import sampler
+
+    state, merged = make_state(CPU, capture=CountingCapture()), []
+    exchange = types.SimpleNamespace(memory_for=lambda num_rows: "memory", num_ranks=1, rank=0)
+    exchange.merge = lambda drawn: merged.append(drawn) or drawn
+    state.exchange, steps = exchange, 12
+    hidden, batch, positions = hidden_states(CPU, RANK_ROWS), rank_batches()[0][0], torch.arange(RANK_ROWS)
+    for _ in range(steps):
+        sampler.draw(state, hidden, batch, None, positions, return_logprob=False)
+    replays = state._capture.replays
+    assert replays and len(merged) == steps + len(state._capture.graphs), "a capture here draws once more than on a GPU"
 
 
 def test_a_head_that_shows_itself_late_is_sglangs_on_several_ranks(shared, caplog):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import types
+from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
 from head_states import Model, Processor, hidden_states, make_batch, make_head, make_state, serve, weights
 from serving import needs_sglang
-from sglang_batches import SteadyServer, request
+from sglang_batches import ModelRunner, SteadyServer, request
 from tuned_tables import table_for_this_machine
 
 from sgl_flashsample import __version__, dispatch, selfcheck
@@ -22,10 +24,11 @@ from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
-from sgl_flashsample.kinds import BATCH_KINDS, PLAIN
+from sgl_flashsample.kinds import BATCH_KINDS, PLAIN, BatchKind
 from sgl_flashsample.sglang import hooks, metrics, plugin, support
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Routing
+from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.exchange import Exchange
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
@@ -274,6 +277,27 @@ def test_a_device_without_kernels_has_its_reason_in_words(monkeypatch):
     assert "the device is meta; CUDA is needed" in support.unsupported_device(torch.device("meta"))
 
 
+@pytest.mark.parametrize(
+    "capability, reason",
+    [((7, 5), "compute capability 7.5 is below 8.0"), *((one, None) for one in ((8, 0), (9, 0), (10, 0), (12, 0)))],
+    ids=str,
+)
+def test_gpus_from_compute_capability_8_on_are_served(monkeypatch, capability, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert support.unsupported_device(torch.device("cuda", 0)) == reason
+
+
+def test_a_dumper_of_tensors_that_this_sglang_lacks_dumps_nothing(server_config, monkeypatch):
+    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
+    server_config.parallel.tp_size = 2
+    assert support.unsupported_server() is None
+    module = types.ModuleType("sglang.srt.debug_utils.dumper")
+    module.dumper = types.SimpleNamespace(may_enable=True)
+    monkeypatch.setitem(sys.modules, "sglang.srt.debug_utils", types.ModuleType("debug_utils"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert support.unsupported_server().startswith("a dump of tensors, which reads logits, with several ranks")
+
+
 def test_in_host_memory_ranks_and_drafts_are_left_to_sglang_and_half_precision_is_served(server_config, monkeypatch):
     weight = WEIGHT.to(torch.bfloat16)
     assert "wrong in Triton's interpreter" in support.unsupported_head(Processor(vocab_size=100), make_head(weight))
@@ -467,6 +491,22 @@ def test_a_model_that_samples_nothing_here_compiles_nothing_and_has_no_screen(st
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         load(starting, device, **attributes)
     assert starting.heads == [] and not caplog.records and starting.inactive_reason is None
+
+
+@pytest.mark.parametrize("place", ["no LogitsProcessor", "no head beside it"])
+def test_a_model_that_does_not_show_its_head_is_waited_for_and_a_line_says_so(starting, device, caplog, place):
+    model = Headless() if place == "no LogitsProcessor" else Model(None, vocab_size=100)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        load(starting, device, model=model)
+        assert starting.heads == [] and starting.status["active"]
+        assert starting.head_for(Processor(vocab_size=100), make_model(device).lm_head) is not None
+    assert ": waiting for the first batch, which shows where the model's LM head is; " in caplog.records[0].message
+
+
+def test_a_server_that_is_inactive_prepares_no_model(starting, device, caplog):
+    starting.inactive_reason = "a mode that is not served"
+    load(starting, device)
+    assert starting.heads == [] and not caplog.records
 
 
 # What a server says of itself, and refuses to start without.
@@ -669,6 +709,29 @@ def test_a_head_whose_built_in_kernels_fail_is_sglangs_with_one_warning(starting
     assert "not active, SGLang's own sampler is used for everything: 3 of 4 tokens differ with " in warning
 
 
+@pytest.mark.parametrize("says", [None, "2 of its 8 tokens are truncated ones", MemoryError("no room")], ids=str)
+def test_flashinfer_draws_what_a_table_gives_it_only_if_it_draws_right_here(
+    starting, device, tmp_path, monkeypatch, caplog, says
+):
+    def check(head) -> str | None:
+        if isinstance(says, Exception):
+            raise says
+        return says
+
+    lm_head = make_head(weights(device))
+    table = table_for_this_machine(device, lookup.head_shape_of(LMHead(lm_head.weight, vocab_size=600)))
+    entry = next(entry for entry in table.entries if (entry.kind, entry.rows) == ("truncate", 2))
+    file = tmp_path / "table.json"
+    file.write_text(msgspec.structs.replace(table, entries=[msgspec.structs.replace(entry, flashinfer=True)]).dumps())
+    monkeypatch.setenv(lookup.FILE_VARIABLE, str(file))
+    monkeypatch.setattr(runtime_module, "unsupported_by_flashinfer", check)
+    state = prepared(starting, lm_head, 600)
+    assert state.table.takes_flashinfer(2, BatchKind(truncate=True)) is (says is None)
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    words = f"cannot use FlashInfer ({'MemoryError: no room' if isinstance(says, Exception) else says}): until restart"
+    assert len(warnings) == (0 if says is None else 1) and all(words in warning for warning in warnings)
+
+
 def test_a_head_that_cannot_be_set_up_is_sglangs_with_one_warning(starting, device, monkeypatch, caplog):
     def fails(*arguments, **options):
         raise RuntimeError("no such layout")
@@ -773,6 +836,82 @@ def test_a_server_without_hooks_of_weight_changes_has_no_screen(server_config, m
     made = plugin.make_sampler()
     assert plugin.make_sampler() is made and made.inactive_reason is None
     assert made.no_screen_reason == ("SGLang did not apply the hook on X" if wanted else "FLASHSAMPLE_SCREEN is off")
+
+
+@pytest.fixture
+def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]]]:
+    """Makes the sampler of a server; returns its runtime and which hooks were installed, in their order. reasons: why
+    an installation fails, by its name."""
+    installed: list[str] = []
+
+    def start(version: str | None = None, **reasons: str) -> tuple[Runtime, list[str]]:
+        module = types.ModuleType("sampler")
+        module.FlashSampler = lambda runtime: runtime
+        monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
+        monkeypatch.setattr(plugin, "_runtime", None)
+        monkeypatch.setattr(plugin.versions, "unsupported_version", lambda installed: version)
+        for name in ("install", "install_speculation", "install_drafts", "install_weight_hooks"):
+            monkeypatch.setattr(hooks, name, lambda _, name=name: installed.append(name) or reasons.get(name))
+        monkeypatch.setattr(hooks, "install_status_hook", lambda status: installed.append(status()["reason"]))
+        return plugin.make_sampler(), installed
+
+    return start
+
+
+def test_a_server_with_drafts_gets_the_hooks_of_their_verification_and_of_coupled_drafts(
+    starts, server_config, monkeypatch
+):
+    monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
+    monkeypatch.setenv(DRAFTS_VARIABLE, "coupled")
+    server_config.spec.speculative_algorithm = "EAGLE"
+    runtime, installed = starts()
+    assert runtime.inactive_reason is None
+    assert installed == ["install", "install_speculation", "install_drafts", "install_weight_hooks", None]
+
+
+def test_a_server_without_drafts_gets_the_hooks_of_a_step_and_of_weight_changes(starts):
+    assert starts()[1] == ["install", "install_weight_hooks", None]
+
+
+@pytest.mark.parametrize(
+    "reasons, installed",
+    [
+        ({"version": "SGLang 9.9 is unknown"}, []),
+        ({"install": "a hook is missing"}, ["install"]),
+        ({"install_speculation": "eagle_sample is missing"}, ["install", "install_speculation"]),
+    ],
+    ids=str,
+)
+def test_what_stands_against_the_fused_pass_ends_the_installation_of_hooks_and_is_said(
+    starts, server_config, monkeypatch, caplog, reasons, installed
+):
+    monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
+    server_config.spec.speculative_algorithm = "EAGLE"
+    (reason,) = reasons.values()
+    runtime, done = starts(**reasons)
+    assert runtime.inactive_reason == reason and done == [*installed, reason], "the last one is /server_info"
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.endswith(f"not active, SGLang's own sampler is used for everything: {reason}")
+
+
+@pytest.mark.parametrize("arguments, inherited", [(["--sampling-backend", "flashsample"], None), ([], "1"), ([], None)])
+def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only_where_it_was_asked_for(
+    server_config, monkeypatch, arguments, inherited
+):
+    """The server's processes are started without its arguments: they inherit a variable."""
+    registered, backends = [], {}
+    registry = types.ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry = types.SimpleNamespace(register=lambda target, *_: registered.append(target))
+    registry.HookType = types.SimpleNamespace(AFTER="after")
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    sys.modules["sglang.srt.layers.sampler"].register_sampler_backend = backends.__setitem__
+    monkeypatch.setattr(sys, "argv", ["server", *arguments])
+    monkeypatch.setenv("FLASHSAMPLE_REQUESTED", inherited or "")
+    plugin.register()
+    requested = bool(arguments or inherited)
+    assert backends == {"flashsample": plugin.make_sampler}
+    assert registered == ["sglang.srt.layers.sampler.create_sampler"] * requested
+    assert os.environ["FLASHSAMPLE_REQUESTED"] == ("1" if requested else "")
 
 
 @pytest.mark.parametrize("must_fuse", [False, True])
@@ -914,6 +1053,19 @@ def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hid
     assert tokens.tolist() == head.logits(states).argmax(-1).tolist()
 
 
+@needs_sglang
+def test_logits_that_sglang_has_preprocessed_are_sampled_as_they_are(runners, head, info_of, hidden):
+    """Its bias is not added twice."""
+    states, requests = hidden(2), [request(rid, temperature=0, logit_bias={"17": 3.0}) for rid in "ab"]
+    ours = ModelRunner(runners[0].sampler)  # without our hook
+    tokens, output = ours.sample(head.lazy(states), info_of(requests))
+    assert tokens.tolist() == runners[1].sample(head.logits(states), info_of(requests))[0].tolist()
+    assert output.customized_info == {"flashsample_path": ["native:logits_computed"] * 2}
+    biased = head.logits(states)
+    biased[:, 17] += 3.0
+    assert torch.equal(output.next_token_logits, biased)
+
+
 def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_scheduler(runtime):
     info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: "something"})
     broken = types.SimpleNamespace(reqs=[object()], device="cpu")  # a request without the attributes we read
@@ -934,6 +1086,36 @@ def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(runtim
         )
         assert logits == "sglang's"
     assert runtime.inactive_reason.startswith(f"{hook}: AttributeError")
+
+
+def test_of_several_failures_the_first_is_the_reason_and_the_only_warning(runtime, caplog):
+    runtime.disable("a kernel failed")
+    runtime.disable("another one")
+    assert runtime.inactive_reason == "a kernel failed" and len(caplog.records) == 1
+
+
+def test_logits_that_were_left_for_later_are_sglangs_own_whoever_reads_them(runtime, device, monkeypatch):
+    """Computed by SGLang's code, without its buffer of logits: another step may have that one."""
+    state, hidden = make_state(device), hidden_states(device)
+    monkeypatch.setattr(runtime, "can_defer", lambda *arguments: state)
+
+    def original(processor, hidden, lm_head, metadata, bias, use_buffer):
+        assert bias is None and use_buffer is False
+        return hidden @ lm_head.weight.T
+
+    logits = StepHooks(runtime).get_logits(original, state.processor, hidden, state.lm_head, "metadata")
+    assert torch.equal(logits.dense(), hidden @ state.lm_head.weight.T)
+
+
+def test_once_the_fused_pass_is_off_new_batches_and_plain_logits_are_left_as_they_are(runtime):
+    step_hooks, info = StepHooks(runtime), types.SimpleNamespace()
+    runtime.inactive_reason = "off"
+    step_hooks.from_schedule_batch(None, info, types.SimpleNamespace(reqs=[], device="cpu"), 100)
+    step_hooks.filter_batch(None, info, [0], None)
+    assert vars(info) == {}
+    output = types.SimpleNamespace(next_token_logits=torch.zeros(1, 4))
+    got = step_hooks.preprocess_logits(lambda *arguments: arguments, "runner", output, info)
+    assert got == ("runner", output, info)
 
 
 def test_logits_with_an_embedding_bias_are_sglangs(runtime, device):

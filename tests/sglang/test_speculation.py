@@ -278,6 +278,15 @@ def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
 
 
 @needs_sglang
+def test_logits_that_sglang_has_computed_it_verifies_itself(hooks, head, info_of, hidden):
+    drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
+    verify_input, batch, output = verification(info_of([request("0")]), head.logits(hidden(4)), CHAIN, drafts)
+    original = Original()
+    assert hooks.eagle_sample(original, verify_input, batch, output, "mask") == "SGLang's"
+    assert original.calls[0][0] is output.next_token_logits and original.calls[0][1] == "mask"
+
+
+@needs_sglang
 def test_penalties_that_sglang_has_not_accumulated_change_no_draft(hooks, head, info_of, hidden):
     info = info_of([request("0", temperature=1.0, sampling_seed=1, frequency_penalty=0.5)])
     assert info.acc_additive_penalties is None

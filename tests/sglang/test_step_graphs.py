@@ -330,6 +330,15 @@ def test_only_steps_that_a_graph_can_repeat_have_graphs(device):
     assert state.step_graphs(batch, None, positions) is None
 
 
+def test_a_head_captures_by_itself_where_nobody_says_how(device, monkeypatch):
+    monkeypatch.setattr(head, "CudaCapture", CountingCapture)
+    state = make_state(device)
+    state.use_step_graphs = True
+    state.update(1)
+    graphs = state.step_graphs(make_batch({}), None, torch.zeros(1, dtype=torch.int64))
+    assert graphs is state.step_graphs(make_batch({}), None, torch.zeros(1, dtype=torch.int64)) is not None
+
+
 def test_batches_that_flashinfer_draws_have_no_graphs(device):
     """FlashInfer allocates while it draws: in the pool of the graphs, one's tokens may share memory with another's
     scratch."""

@@ -16,6 +16,7 @@ from serving import needs_sglang, version_path
 
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.sglang import hooks, versions
+from sgl_flashsample.sglang.drafts import CoupledDrafts
 from sgl_flashsample.sglang.hooks import MANAGER, READING_METHODS, UPDATER, WRITING_METHODS, StepHooks, WeightHooks
 from sgl_flashsample.sglang.runtime import Runtime
 
@@ -190,6 +191,35 @@ def test_a_failure_of_ours_never_reaches_sglang_and_switches_the_screen_off(runt
     assert off.endswith(": weights_changed: AttributeError: 'Manager' object has no attribute 'offload_tags'")
 
 
+def test_a_screen_that_cannot_be_invalidated_is_switched_off(runtime, state, monkeypatch, caplog):
+    """It would serve a copy of old weights."""
+    monkeypatch.setattr(state, "weights_change", lambda: 1 / 0)
+    assert call(runtime, Manager(), "update") == "updated"
+    assert not state.has_screen and not is_serving(state)
+    (off,) = [record.message for record in caplog.records]
+    assert off.endswith(": weights_change: ZeroDivisionError: division by zero")
+
+
+def test_a_head_without_a_screen_goes_through_every_change_of_weights(runtime, device, caplog):
+    state = make_state(device)
+    serve(runtime, state)
+    manager = Manager()
+    call(runtime, manager, "update")
+    call(runtime, manager, "release", tags=["weights"])
+    call(runtime, manager, "resume", tags=["weights"])
+    runtime.stop_screens("a fault")
+    assert not state.has_screen and not caplog.records
+
+
+def test_memory_that_is_released_twice_is_given_back_once(runtime, state):
+    manager, screen = Manager(), state.screen.serving(state.head)
+    for _ in range(2):
+        call(runtime, manager, "release", tags=["weights"])
+    assert screen.closed
+    call(runtime, manager, "resume", tags=["weights"])
+    assert is_a_copy(state)
+
+
 # What is hooked.
 
 SESSIONS = {"begin_weight_update", "end_weight_update", "finalize_startup_weight_load"}  # not in 0.5.17
@@ -254,6 +284,89 @@ def test_a_hook_that_did_not_land_is_named(monkeypatch, server_config):
     reason = hooks.apply_hooks({f"theirs.Kind.{name}": (print, "after") for name in ("lands", "stays")})
     assert reason == "SGLang did not apply the hook on theirs.Kind.stays"
     assert registered == [("theirs.Kind.lands", "after"), ("theirs.Kind.stays", "after")]
+
+
+@pytest.fixture
+def registry(monkeypatch, server_config) -> types.SimpleNamespace:
+    """SGLang's registry of hooks, in which all of them land. missing: targets that this SGLang lacks. hooked: what was
+    applied, {target: (hook, when)}."""
+    noted = types.SimpleNamespace(missing=set(), hooked={})
+    module = types.ModuleType("hook_registry")
+    module.HookType = types.SimpleNamespace(AROUND="around", BEFORE="before", AFTER="after")
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
+    monkeypatch.setattr(hooks, "apply_hooks", lambda table: noted.hooked.update(table))
+    speculation = types.ModuleType("speculation")  # our own imports SGLang
+    speculation.SpeculationHooks = lambda runtime: types.SimpleNamespace(eagle_sample="sample", compute_logprobs="logs")
+    monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.speculation", speculation)
+    monkeypatch.setattr(
+        versions, "unsupported_target", lambda target, want=None: f"no {target}" if target in noted.missing else None
+    )
+    return noted
+
+
+DRAFTS = CoupledDrafts(None)
+INSTALLATIONS = {
+    "a step": (hooks.install, versions.HOOK_TARGETS),
+    "drafts": (hooks.install_drafts, versions.DRAFT_TARGETS),
+}
+
+
+@pytest.mark.parametrize("name", INSTALLATIONS)
+def test_what_is_looked_for_is_what_is_hooked_and_where_one_is_missing_nothing_is(registry, name):
+    install, targets = INSTALLATIONS[name]
+    last = list(targets)[-1]
+    registry.missing.add(last)
+    assert install(DRAFTS) == f"no {last}" and not registry.hooked
+    registry.missing.clear()
+    assert install(DRAFTS) is None and registry.hooked.keys() == targets.keys()
+
+
+def test_of_a_function_with_two_names_the_one_that_this_sglang_has_is_hooked(registry):
+    sample, logprobs = ([*names] for names in versions.SPECULATION_TARGETS)
+    registry.missing.add(logprobs[0])
+    assert hooks.install_speculation(None) is None
+    assert registry.hooked == {sample[0]: ("sample", "around"), logprobs[1]: ("logs", "around")}
+    registry.hooked.clear()
+    registry.missing.add(logprobs[1])
+    assert hooks.install_speculation(None) == f"no {logprobs[0]}; no {logprobs[1]}" and not registry.hooked
+
+
+def test_hooks_of_weight_changes_are_around_requests_before_writes_and_after_a_late_load(registry, classes):
+    assert hooks.install_weight_hooks(None) is None
+    when = {target: kind for target, (_, kind) in registry.hooked.items()}
+    assert {when[f"{MANAGER}.{name}"] for name in WRITING_METHODS[MANAGER][0]} == {"around"}
+    assert {when[f"{UPDATER}.{name}"] for name in WRITING_METHODS[UPDATER][0]} == {"before"}
+    assert when[hooks.LATE_LOAD] == "after"
+
+
+def test_an_sglang_without_late_loads_is_hooked_without_them(registry, classes, monkeypatch):
+    resolve = hooks.pkgutil.resolve_name
+
+    def without(path: str):
+        if path == hooks.LATE_LOAD:
+            raise AttributeError(path)
+        return resolve(path)
+
+    monkeypatch.setattr(hooks.pkgutil, "resolve_name", without)
+    assert hooks.install_weight_hooks(None) is None and registry.hooked
+    assert hooks.LATE_LOAD not in registry.hooked
+
+
+def test_an_sglang_without_a_class_that_changes_weights_has_no_screen(registry):
+    reason = hooks.install_weight_hooks(None)
+    assert reason.startswith(f"{MANAGER} is missing (") and not registry.hooked
+
+
+def test_server_info_has_our_status_and_is_answered_without_it_after_a_failure(registry, caplog):
+    stated = [{"active": True}]
+    hooks.install_status_hook(stated.pop)
+    hook, when = registry.hooked[hooks.STATUS_TARGET]
+    answer = types.SimpleNamespace(internal_state={})
+    assert hook(answer) is None and when == "after"
+    assert answer.internal_state == {"flashsample": {"active": True}} and not caplog.records
+    hook(answer)
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.startswith("flashsample: no status in /server_info: IndexError: ")
 
 
 @pytest.fixture

@@ -151,6 +151,14 @@ def test_an_unknown_sglang_version_is_named_with_those_that_are_known(version, m
     assert versions.unsupported_version(version) is None
 
 
+def test_without_sglang_its_version_is_said_to_be_not_installed(monkeypatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert versions.sglang_version() == "not installed"
+
+
 def test_a_hook_target_that_is_missing_or_changed_is_named(monkeypatch):
     targets = {"json.nothing": ("self",), "json.loads": ("s", "strict"), "json.dumps": ("obj",)}
     monkeypatch.setattr(versions, "HOOK_TARGETS", targets)

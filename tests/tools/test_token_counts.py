@@ -202,6 +202,18 @@ def test_a_step_never_fails_and_after_a_failure_nothing_is_counted(make, caplog)
     assert "counts no tokens any more, answers are not affected: AttributeError" in record.message
 
 
+def test_a_failure_of_the_thread_is_one_warning_and_the_server_goes_on(make, monkeypatch, caplog):
+    counts = make()
+    monkeypatch.setattr(counts, "_write", lambda: 1 / 0)
+    counts.add(torch.tensor([1]), V)
+    until(lambda: counts.disabled_reason is not None)
+    counts._disable(ValueError("of a step that was under way"))
+    counts.add(torch.tensor([2]), V)
+    counts.close()
+    (record,) = caplog.records
+    assert record.message.endswith("answers are not affected: ZeroDivisionError: division by zero")
+
+
 @pytest.mark.slow
 def test_one_process_counts_into_a_file_and_its_end_lets_another_one(file):
     code = (

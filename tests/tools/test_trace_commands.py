@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from collections import Counter
 
 import numpy as np
@@ -123,6 +125,26 @@ def test_a_transformers_tokenizer_is_loaded_by_its_name_and_v_is_what_it_knows(t
         written = HotVocab.load("hot.json")
         assert (written.name, written.vocab) == ("Qwen/Qwen9-1B", len(fast))
         assert written.digest == counts_of(ids_in(model, text_of(50)), len(fast)).digest
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_named_with_the_file(trace, model, monkeypatch):
+    def fails(texts: list[str]) -> list[list[int]]:
+        raise ValueError("no rule for it")
+
+    monkeypatch.setattr(hot_vocab, "load_tokenizer", lambda name: (fails, V))
+    write("a.txt", "a text")
+    code, _, err = trace("text", "a.txt", "--tokenizer", model)
+    assert code == 2 and "a.txt: the tokenizer: no rule for it" in err
+
+
+def test_a_count_that_takes_long_says_every_five_seconds_how_far_it_is(trace, monkeypatch):
+    seconds = itertools.count(100.0, 2.0)
+    monkeypatch.setattr(hot_vocab, "time", types.SimpleNamespace(monotonic=lambda: next(seconds)))
+    write("ids", "[1, 2, 3]\n" * 1024)
+    code, _, err = trace("ids", "ids", "--vocab", V)
+    lines = [line for line in err.splitlines() if " KiB read, " in line]
+    assert code == 0 and lines and all(" of 10 KiB read, " in line for line in lines)
+    assert lines[0].endswith(" 0 of 10 KiB read, 9 tokens")
 
 
 def test_ids_are_counted_from_lists_answers_and_lists_of_answers(trace, model):
