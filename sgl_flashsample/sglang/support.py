@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..cpu_path import draws_in_host_memory, unsupported_by_machine
-from ..defaults import family_of
+from ..defaults import FAMILIES, family_of
 
 SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
 # Whose drafts SGLang verifies in the one place that we know.
@@ -163,7 +163,7 @@ def unsupported_device(device: torch.device) -> str | None:
         return f"the device is {device.type}{' (ROCm)' if torch.version.hip else ''}; CUDA is needed"
     major, minor = torch.cuda.get_device_capability(device)
     if family_of(f"{major}.{minor}") is None:
-        return f"compute capability {major}.{minor} is below 8.0"
+        return f"compute capability {major}.{minor} is not known: {min(FAMILIES)}.x to {max(FAMILIES)}.x are"
     return None
 
 

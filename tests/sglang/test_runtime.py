@@ -279,10 +279,14 @@ def test_a_device_without_kernels_has_its_reason_in_words(monkeypatch):
 
 @pytest.mark.parametrize(
     "capability, reason",
-    [((7, 5), "compute capability 7.5 is below 8.0"), *((one, None) for one in ((8, 0), (9, 0), (10, 0), (12, 0)))],
+    [
+        *((one, None) for one in ((8, 0), (9, 0), (10, 0), (12, 0))),
+        ((7, 5), "compute capability 7.5 is not known: 8.x to 12.x are"),
+        ((13, 0), "compute capability 13.0 is not known: 8.x to 12.x are"),
+    ],
     ids=str,
 )
-def test_gpus_from_compute_capability_8_on_are_served(monkeypatch, capability, reason):
+def test_gpus_of_known_compute_capabilities_are_served_and_no_older_or_newer_ones(monkeypatch, capability, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert support.unsupported_device(torch.device("cuda", 0)) == reason
 
