@@ -260,15 +260,14 @@ class HeadState:
         return self._too_large is None or num_rows < self._too_large
 
     def out_of_memory(self, num_rows: int) -> None:
-        """A batch of ``num_rows`` rows found no memory: leave it, and larger ones, to SGLang's sampler from now on."""
-        if self.fits(num_rows):
-            self._too_large = num_rows
-            logger.warning(
-                "flashsample: out of GPU memory for a batch of %d requests: from this batch on until restart, batches "
-                "of this size or more use SGLang's own sampler; a lower --mem-fraction-static leaves this plugin more "
-                "memory",
-                num_rows,
-            )
+        """A batch of ``num_rows`` rows, which ``fits``, found no memory: leave it, and larger ones, to SGLang's sampler
+        from now on."""
+        self._too_large = num_rows
+        logger.warning(
+            "flashsample: out of GPU memory for a batch of %d requests: from this batch on until restart, batches of "
+            "this size or more use SGLang's own sampler; a lower --mem-fraction-static leaves this plugin more memory",
+            num_rows,
+        )
 
     @property
     def has_screen(self) -> bool:
@@ -355,7 +354,7 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def new_pool(self) -> Any:
+    def new_pool(self) -> Any:  # coverage: needs a GPU
         """A memory pool. Its graphs are dropped together: PyTorch refuses a pool whose graphs have all gone."""
         return torch.cuda.graph_pool_handle()
 

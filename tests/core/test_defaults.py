@@ -24,6 +24,7 @@ from sgl_flashsample.defaults import (
     truncation_config,
 )
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
+from sgl_flashsample.kernels.launch import Gpu
 from sgl_flashsample.kinds import BATCH_KINDS, CONFIGS, KIND_NAMES, PLAIN, SamplingPath, path_of
 from sgl_flashsample.tables.lookup import load_table, unsupported_config
 from sgl_flashsample.tables.schema import Device
@@ -160,12 +161,17 @@ def test_a_head_whose_gemm_is_slow_or_rounds_otherwise_keeps_to_the_fused_pass(d
             assert default_config(traits(has_gemm=False), rows, kind) == fused
 
 
-def test_a_family_is_that_of_the_compute_capability():
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_family_is_that_of_the_compute_capability(monkeypatch):
     names = dict.fromkeys(("8.0", "8.6", "8.9", "12.0"), "sm80") | {"9.0": "sm90", "10.0": "sm100", "10.3": "sm100"}
     names |= dict.fromkeys(("7.5", "13.0", "0.0"))
     assert {cc: family_of(cc) for cc in names} == names
     assert set(FAMILIES.values()) == {family for family, _ in TABLES}
     assert family_of_device(torch.device("cpu")) == INTERPRETED
+    monkeypatch.setattr("sgl_flashsample.kernels.launch.gpu_of", {CUDA: Gpu((10, 3), 148)}.get)
+    assert family_of_device.__wrapped__(CUDA) == names["10.3"]
     with pytest.raises(ValueError, match=r"device is meta; expected a CUDA device of compute capability 8\.0 or newer"):
         family_of_device(torch.device("meta"))
     with pytest.raises(ValueError, match="No such file"):

@@ -274,23 +274,32 @@ def test_nothing_is_compiled_ahead_where_kernels_are_interpreted(head, monkeypat
 
 @pytest.fixture
 def compiler(monkeypatch) -> list:
-    """A process with a compiler, without interpreter. Returns the kinds of batches, of all shards of heads, whose
-    kernels are compiled ahead."""
+    """A process with a compiler, without interpreter. Returns what is compiled ahead: the shards of the head, the kind
+    of batch, and whether its grammars have masks of dtype bool."""
     compiled: list = []
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(selfcheck, "draws_in_host_memory", lambda device: False)
     monkeypatch.setattr(triton, "AsyncCompileMode", lambda pool, **options: contextlib.nullcontext(), raising=False)
-    monkeypatch.setattr(
-        selfcheck, "launch_once", lambda head, config, kind, *arguments, **options: compiled.append((head.shards, kind))
-    )
+
+    def launch_once(head, config, kind, *arguments, bool_mask=False, **options) -> None:
+        compiled.append((head.shards, kind, bool_mask))
+
+    monkeypatch.setattr(selfcheck, "launch_once", launch_once)
     return compiled
 
 
 def test_of_a_head_that_ranks_share_no_truncation_is_compiled_as_only_whole_rows_are_truncated(compiler, device):
     whole = LMHead(torch.zeros(64, 16, device=device))
     selfcheck.compile_ahead([whole, LMHead(whole.weight, shards=2)], 4)
-    truncated = {shards: {kind.truncate for of, kind in compiler if of == shards} for shards in (1, 2)}
+    truncated = {shards: {kind.truncate for of, kind, _ in compiler if of == shards} for shards in (1, 2)}
     assert truncated == {1: {True, False}, 2: {False}}
+
+
+@pytest.mark.parametrize("bool_masks", [True, False])
+def test_masks_of_dtype_bool_are_compiled_for_where_a_grammar_may_have_them(compiler, device, bool_masks):
+    selfcheck.compile_ahead([LMHead(torch.zeros(64, 16, device=device))], 4, bool_masks=bool_masks)
+    edited = {kind for _, kind, _ in compiler if kind.edit}
+    assert {kind for _, kind, bool_mask in compiler if bool_mask} == (edited if bool_masks else set())
 
 
 def test_a_triton_without_parallel_compilation_compiles_nothing_ahead_and_nobody_is_warned(

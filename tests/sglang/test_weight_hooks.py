@@ -352,9 +352,12 @@ def test_an_sglang_without_late_loads_is_hooked_without_them(registry, classes, 
     assert hooks.LATE_LOAD not in registry.hooked
 
 
-def test_an_sglang_without_a_class_that_changes_weights_has_no_screen(registry):
-    reason = hooks.install_weight_hooks(None)
-    assert reason.startswith(f"{MANAGER} is missing (") and not registry.hooked
+def test_an_sglang_without_a_class_that_changes_weights_has_no_screen(registry, monkeypatch):
+    def missing(path: str):
+        raise ImportError(f"no {path}")
+
+    monkeypatch.setattr(hooks.pkgutil, "resolve_name", missing)
+    assert hooks.install_weight_hooks(None) == f"{MANAGER} is missing (no {MANAGER})" and not registry.hooked
 
 
 def test_server_info_has_our_status_and_is_answered_without_it_after_a_failure(registry, caplog):

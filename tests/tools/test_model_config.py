@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from sgl_flashsample.model_config import HeadError, head_of, shard_of
+from sgl_flashsample.model_config import HeadError, config_file, head_of, shard_of
 from sgl_flashsample.tables.schema import HeadShape
 
 QWEN3_8B = {"vocab_size": 151936, "hidden_size": 4096, "torch_dtype": "bfloat16"}
@@ -49,6 +50,21 @@ def test_a_hub_s_name_is_looked_up_in_the_cache(monkeypatch, tmp_path):
     assert head_of("Qwen/Qwen3-8B") == HeadShape(vocab=151936, hidden=4096, dtype="bf16")
     with pytest.raises(HeadError, match="nor a name in the Hugging Face cache"):
         head_of("Qwen/another")
+
+
+def test_a_hub_s_config_is_downloaded_where_that_is_asked_for(monkeypatch, config):
+    hub = pytest.importorskip("huggingface_hub")
+    there = {("Qwen/Qwen3-8B", "config.json"): config(**QWEN3_8B)}
+
+    def download(name: str, file: str) -> str:
+        if (name, file) not in there:
+            raise ValueError("no such model")
+        return there[name, file]
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    assert config_file("Qwen/Qwen3-8B", download=True) == Path(there["Qwen/Qwen3-8B", "config.json"])
+    with pytest.raises(HeadError, match="nor a name of the Hugging Face hub"):
+        config_file("Qwen/another", download=True)
 
 
 def test_a_shard_is_cut_as_servers_cut_it(config):

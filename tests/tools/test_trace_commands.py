@@ -127,6 +127,12 @@ def test_a_transformers_tokenizer_is_loaded_by_its_name_and_v_is_what_it_knows(t
         assert written.digest == counts_of(ids_in(model, text_of(50)), len(fast)).digest
 
 
+def test_without_the_tokenizers_library_the_error_says_so(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match="tokenizers"):
+        hot_vocab.load_tokenizer(str(model))
+
+
 def test_a_tokenizer_that_fails_on_a_text_is_named_with_the_file(trace, model, monkeypatch):
     def fails(texts: list[str]) -> list[list[int]]:
         raise ValueError("no rule for it")
