@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BOOTSTRAP = $(PYTHON) sgl_flashsample/demo/bootstrap.py
 
-.PHONY: demo test test-fast test-full lint clean
+.PHONY: demo test test-fast test-full coverage lint clean
 
 demo:  ## serve a generated checkpoint with SGLang and the backend on; send real requests
 	@$(BOOTSTRAP) demo $(ARGS)
@@ -15,6 +15,9 @@ test-fast:  ## what needs no server and no compiler
 
 test-full:  ## all combinations, all SGLang releases, all compile targets
 	@$(BOOTSTRAP) test-full $(ARGS)
+
+coverage:  ## branch coverage of the host code that a server runs, by the tests that start none
+	@$(BOOTSTRAP) coverage $(ARGS)
 
 lint:  ## ruff, formatting, types
 	@$(BOOTSTRAP) lint

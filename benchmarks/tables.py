@@ -728,6 +728,12 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         lambda data: _wrong_of(data["defects"], lambda row: not row["caught"]),
     ),
     (
+        "branches of a server's host code that no test takes, apart from what needs a GPU",
+        "0",
+        "coverage",
+        lambda data: f"{data['total']['missing_branches']:,} of {data['total']['branches']:,}",
+    ),
+    (
         "cases of others' suites that stock SGLang passes and ours does not",
         "0",
         "external-suites",

@@ -186,7 +186,7 @@ def _greedy_params_for(num_rows: int, device: torch.device) -> BatchParams:
     if params is None:
         zeros = _zeros_for(num_rows, device)
         params = BatchParams(zeros.view(torch.float32)[:num_rows], zeros[:num_rows], zeros[:num_rows], all_greedy=True)
-        if (device, len(zeros)) in _zeros:
+        if (device, len(zeros)) in _zeros:  # coverage: else needs a GPU
             _greedy_params[device, num_rows] = params
     return params
 
@@ -197,7 +197,7 @@ def _zeros_for(num_rows: int, device: torch.device) -> torch.Tensor:
     zeros = _zeros.get((device, size))
     if zeros is None:
         zeros = torch.zeros(size, dtype=torch.int64, device=device)
-        if device.type == "cuda":
+        if device.type == "cuda":  # coverage: needs a GPU
             if torch.cuda.is_current_stream_capturing():
                 return zeros  # its graph alone fills it
             torch.cuda.current_stream(device).synchronize()  # other streams will read it

@@ -361,7 +361,7 @@ def compute_logits(
     head.check(hidden)
     if not head.gemm_gives_logits:
         hidden, weight = hidden.detach(), head.weight.detach()
-        if weight.is_cuda:
+        if weight.is_cuda:  # coverage: needs a GPU
             return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
         return torch.mm(hidden.float(), weight.float().T, out=out)
     logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], head.weight.dtype)

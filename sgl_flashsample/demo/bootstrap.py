@@ -2,6 +2,7 @@
 
     python3 sgl_flashsample/demo/bootstrap.py demo [arguments of `sgl-flashsample demo`]
     python3 sgl_flashsample/demo/bootstrap.py test | test-fast | test-full [arguments of pytest]
+    python3 sgl_flashsample/demo/bootstrap.py coverage [arguments of benchmarks/host_coverage.py]
     python3 sgl_flashsample/demo/bootstrap.py lint
 
 With an NVIDIA GPU it installs SGLang as anybody would; without one, the parts of it that a CPU server imports.
@@ -40,6 +41,7 @@ TARGETS = {
     "test": ("test", []),
     "test-fast": ("test", ["-m", "not server and not slow and not full"]),
     "test-full": ("full", ["--full"]),
+    "coverage": ("test", []),
     "lint": ("test", []),
 }
 NETWORK_ERRORS = (
@@ -212,6 +214,9 @@ def main(arguments):
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles all that it imports
     if target == "demo":
         command = [str(VENV / "bin" / "sgl-flashsample"), "demo", *rest]
+        return subprocess.call(command, env=environment, cwd=str(ROOT))
+    if target == "coverage":
+        command = [str(VENV / "bin" / "python"), "benchmarks/host_coverage.py", *rest]
         return subprocess.call(command, env=environment, cwd=str(ROOT))
     if target == "lint":
         return lint(environment)

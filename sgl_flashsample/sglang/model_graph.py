@@ -24,7 +24,7 @@ MEASURED = ((9, 0),)  # compute capabilities on which the gaps were measured
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
-def _driver() -> Any:
+def _driver() -> Any:  # coverage: needs a GPU
     """CUDA's driver library. Raises OSError where there is none."""
     library = ctypes.CDLL("libcuda.so.1")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

@@ -90,7 +90,7 @@ class TokenCounts:
         if self.disabled_reason is not None:
             return
         try:
-            if token_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            if token_ids.is_cuda and torch.cuda.is_current_stream_capturing():  # coverage: needs a GPU
                 return  # a copy in a graph would be made at every replay
             if self._thread is None:
                 self._begin(vocab)

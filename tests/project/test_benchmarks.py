@@ -582,11 +582,24 @@ def test_what_is_faster_than_what_is_taken_is_named_and_nothing_else(load, resul
     assert rows == ["| 151,936 x 4,096, 128 | temperature 1 | logits 330.0 | fused 380.0 | 1.152 |  |"]
 
 
+def test_coverage_counts_what_no_test_takes_and_what_is_left_out_by_its_reason(load):
+    script = load("host_coverage")
+    counts = {"num_statements": 9, "missing_lines": 1, "num_branches": 8, "missing_branches": 2}
+    about = {"summary": counts, "missing_lines": [4], "missing_branches": [[2, 4], [7, -1]]}
+    whole = {"summary": dict.fromkeys(counts, 0), "missing_lines": [], "missing_branches": []}
+    row, complete = script.rows_of({"files": {"a.py": about, "b.py": whole}})
+    assert (row["module"], row["percent"], row["missing"]) == ("a.py", 75.0, ["4", "2->4", "7->-1"])
+    assert complete["percent"] == 100.0 and "missing" not in complete
+    texts = ["if a:  # coverage: needs a GPU\n", "if b:  # coverage: else needs a GPU\nx = 1  # coverage: needs more\n"]
+    assert script.excluded(texts) == {"a GPU": 2, "more": 1}
+
+
 def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, results):
     def put(name: str, **data: object) -> None:
         (results / f"{name}.json").write_text(json.dumps({"env": ENV | {"device": "cpu"}} | data))
 
     put("planted-defects", defects=[{"caught": True}, {"caught": False}, {"caught": False}])
+    put("coverage", total={"branches": 1500, "missing_branches": 7})
     put("external-suites", cases=[{"stock": "pass", "ours": "fail: x"}, {"stock": "fail: x", "ours": "pass"}])
     put("http-fuzz", requests=9000, different=2, failures=["x"], ended=[{"side": "ours"}, {"number": 7}])
     put(
@@ -596,6 +609,7 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
     put("exact", rows=[{"section": "legal", "path": "cpu", "illegal": 3, "draws": 2000}])
     found = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
     assert found["planted defects that no test notices"] == "2 of 3"
+    assert found["branches of a server's host code that no test takes, apart from what needs a GPU"] == "7 of 1,500"
     assert found["cases of others' suites that stock SGLang passes and ours does not"] == "1 of 2"
     fuzzed, same = (
         words for name, words in found.items() if name.startswith(("random requests", "tokens that depend"))

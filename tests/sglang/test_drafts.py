@@ -497,16 +497,11 @@ def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
     ],
     ids=["inactive", "no head"],
 )
-def test_drafts_of_a_target_that_is_sglangs_or_not_known_yet_are_sglangs(server, monkeypatch, caplog, change, words):
-    attach = CoupledDrafts.attach
-
-    def attach_after(drafts, worker) -> None:
-        change(drafts.runtime)
-        attach(drafts, worker)
-
-    monkeypatch.setattr(CoupledDrafts, "attach", attach_after)
-    server()
-    assert caplog.records[-1].message.endswith(f"drafts are greedy (SGLang's own), the tokens are the same: {words}")
+def test_drafts_of_a_target_that_is_sglangs_or_not_known_yet_are_sglangs(server, caplog, change, words):
+    drafting = server(attach=False)
+    change(drafting.runtime)
+    drafting.drafts.attach(drafting.worker)
+    assert caplog.records[-1].message.endswith(f"drafts are SGLang's own (greedy), the tokens are the same: {words}")
 
 
 @needs_sglang

@@ -1,0 +1,104 @@
+"""Branch coverage of the host code that a server process runs, by the tests that start no server.
+
+    python benchmarks/host_coverage.py --out benchmarks/results/coverage.json
+    python benchmarks/host_coverage.py --keep -k WORDS    # these tests beside those of the last run
+
+What is measured is in ``pyproject.toml``, ``[tool.coverage]``. Kernels are left out: no tracer sees what a device runs.
+A line that says ``# coverage: needs REASON`` is left out with the block that it opens, and of one that says
+``# coverage: else needs REASON`` the other way; the result counts both by their reason.
+
+The exit code is 1 where a test fails, or a branch or statement is not covered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from common import command_line, today, write_result
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "coverage.json"
+DATA = ROOT / ".cache" / "coverage"
+TOOLS = ("doctor", "hot_vocab", "model_config", "token_counts", "trace_commands")
+TESTS = ("tests/core", "tests/kernels", "tests/sglang", *(f"tests/tools/test_{name}.py" for name in TOOLS))
+EXCLUDED = re.compile(r"# coverage: (?:else )?needs (.+)")
+COUNTS = {
+    "statements": "num_statements",
+    "missing_statements": "missing_lines",
+    "branches": "num_branches",
+    "missing_branches": "missing_branches",
+}
+
+
+def run(*command: str) -> int:
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "COVERAGE_FILE": str(DATA / "data")}
+    return subprocess.call([sys.executable, "-m", *command], env=environment, cwd=ROOT)
+
+
+def measure(keep: bool, arguments: list[str]) -> tuple[bool, dict[str, Any]]:
+    """Whether the tests pass, and the report of coverage.py. keep: what the last run has measured. arguments: further
+    ones, of pytest."""
+    if not keep:
+        shutil.rmtree(DATA, ignore_errors=True)
+    DATA.mkdir(parents=True, exist_ok=True)
+    workers = min(4, len(os.sched_getaffinity(0)))
+    chosen = ["-q", "-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "not server", *TESTS]
+    passed = run("coverage", "run", "-m", "pytest", *chosen, *arguments) == 0
+    run("coverage", "combine", "-q", "--append")
+    run("coverage", "json", "-q", "-o", str(DATA / "report.json"))
+    return passed, json.loads((DATA / "report.json").read_text())
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    counts = {name: found[key] for name, key in COUNTS.items()}
+    branches = counts["branches"]
+    return counts | {"percent": round(100 - 100 * counts["missing_branches"] / branches, 2) if branches else 100.0}
+
+
+def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per module its counts, and what is missing: lines, and the two ends of branches."""
+    rows = []
+    for module, about in sorted(report["files"].items()):
+        missing = [*map(str, about["missing_lines"]), *(f"{one}->{other}" for one, other in about["missing_branches"])]
+        rows.append({"module": module, **summary(about["summary"]), **({"missing": missing} if missing else {})})
+    return rows
+
+
+def excluded(texts: Iterable[str]) -> dict[str, int]:
+    """Lines that are left out, by what they need."""
+    return dict(collections.Counter(reason for text in texts for reason in EXCLUDED.findall(text)).most_common())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULT, help="the JSON file to write")
+    parser.add_argument("--keep", action="store_true", help="add to what the last run has measured")
+    options, arguments = parser.parse_known_args()
+    passed, report = measure(options.keep, arguments)
+    rows = rows_of(report)
+    versions = {name: importlib.metadata.version(name) for name in ("coverage", "torch", "triton", "sglang")}
+    commands = [json.loads(options.out.read_text())["env"]["command"]] if options.keep and options.out.exists() else []
+    env = versions | {"date": today(), "command": "; ".join([*commands, command_line()])}
+    total = summary(report["totals"])
+    left_out = excluded((ROOT / row["module"]).read_text() for row in rows)
+    write_result(options.out, {"env": env, "total": total, "excluded": left_out, "rows": rows})
+    incomplete = [row for row in rows if "missing" in row]
+    for row in incomplete:
+        print(f"{row['percent']:6.2f} %  {row['module']}: {', '.join(row['missing'])}")
+    print(f"{total['percent']:6.2f} % of {total['branches']:,} branches; left out: {left_out}")
+    return 0 if passed and not incomplete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
