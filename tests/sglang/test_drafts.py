@@ -679,8 +679,6 @@ def accepted(answers: list[dict]) -> float:
 SERVERS = {
     "stock": ("STANDALONE", "standalone", "stock", None),
     "coupled": ("STANDALONE", "standalone", "coupled", "drafts are coupled"),
-    "itself": ("STANDALONE", "tiny", "coupled", "drafts are coupled"),
-    "eagle, greedy": ("EAGLE", "eagle", "greedy", "drafts are greedy: FLASHSAMPLE_DRAFTS says so"),
     "eagle": ("EAGLE", "eagle", "coupled", "drafts are coupled"),
     "eagle3": ("EAGLE3", "eagle3", "coupled", "drafts are greedy: the draft model has a vocabulary of its own"),
 }
@@ -719,5 +717,4 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
     rates = {name: accepted([answers[name][row] for row in AT_ONE]) for name in SERVERS}
     print(rates)
     assert 0.05 < rates["stock"] < rates["coupled"] - 0.2 and 0.3 < rates["coupled"] < 0.95
-    assert rates["eagle, greedy"] < rates["eagle"] - 0.2 and 0.3 < rates["eagle"] < 1.0
-    assert rates["itself"] == 1.0
+    assert rates["eagle"] > 0.8, "its hidden states are almost the target's"
