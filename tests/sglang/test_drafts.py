@@ -23,6 +23,7 @@ from test_speculation import CHAIN, Original, verification
 from sgl_flashsample import sample_from_logits
 from sgl_flashsample.demo import markov
 from sgl_flashsample.kernels.params import BatchParams
+from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, DraftMode, Drafts, start
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
@@ -431,6 +432,35 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
     tensors = [drafts._temperature, drafts._seed, *drafts._workspace.splits]
     assert [tensor.data_ptr() for tensor in tensors] == places
     assert drafts._temperature[:4].tolist() == pytest.approx([0.9] * 4) and drafts._seed[:4].tolist() == [5, 6, 7, 8]
+
+
+@needs_sglang
+@pytest.mark.gpu
+def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_parameters(
+    server, head, hidden, info_of, device
+):
+    """100,000 replays, between which the target's workspace is replaced by larger ones."""
+    coupled, states = server(), 0.3 * hidden(REQUESTS)
+    batch = forward_batch("DECODE", torch.full((REQUESTS,), FIRST, device=device), REQUESTS)
+    infos = [
+        info_of([request(str(row), temperature=t, sampling_seed=row) for row in range(REQUESTS)]) for t in (1.0, 0.5)
+    ]
+    wanted = []
+    for info in infos:
+        coupled.load(info)
+        wanted.append(coupled.call(batch, states).argmax(-1))
+    assert not torch.equal(*wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drafts = coupled.call(batch, states).tokens
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for replay in range(100):
+        coupled.load(infos[replay % 2])
+        head.state.update(MAX_COMPILED_ROWS + 8 * replay)
+        for _ in range(1000):
+            graph.replay()
+            wrong += (drafts != wanted[replay % 2]).sum()
+    assert int(wrong) == 0
 
 
 # --- where not ------------------------------------------------------------------------------------------------------
