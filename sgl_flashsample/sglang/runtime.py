@@ -12,9 +12,12 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..decision_plane import DecisionPlane
 from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
+from ..kernels.params import BatchParams
 from ..kernels.rng import NOISE_ABI
+from ..kernels.workspace import Workspace
 from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinfer
 from ..tables.lookup import resolve
 from . import support, token_counts
@@ -31,6 +34,7 @@ logger = logging.getLogger("sgl_flashsample")
 REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
 STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
 REQUIRE_VARIABLE = "FLASHSAMPLE_REQUIRE"
+PLANE_VARIABLE = "FLASHSAMPLE_DECISION_PLANE"
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
 NATIVE_FEATURES = "custom logit processors, sampling masks, beam search, top logprobs and token-id logprobs"
 
@@ -75,6 +79,7 @@ class Runtime:
         self.custom_processors = self.original_logprobs = self.bool_masks = False
         self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
         self.use_step_graphs = os.environ.get(STEP_GRAPHS_VARIABLE) != "0"
+        self.wants_plane = _wants_plane()
         self.screen_mode = screen_mode()
         self.no_screen_reason = _unsupported_screens(self.screen_mode)
         self.samples = SampleIndices()
@@ -386,10 +391,12 @@ class Runtime:
         logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
-        """Give ``state`` its table and its screen, as far as they pass the checks on this machine. Returns why its
-        kernels cannot be trusted, or None."""
+        """Give ``state`` its decision plane, its table and its screen, as far as they pass the checks on this machine.
+        Returns why its kernels cannot be trusted, or None."""
         head = state.head
         max_rows = MAX_COMPILED_ROWS if head.weight.is_cuda else MAX_INTERPRETED_ROWS
+        if self.wants_plane:
+            self._build_plane(state)
         if state.exchange is not None:
             reason = state.unsupported_rows(max_rows, self.bool_masks)
             if reason is not None or state.whole_rows:
@@ -421,10 +428,39 @@ class Runtime:
         self._announce_screen(state, no_screen)
         return None
 
+    def _build_plane(self, state: HeadState) -> None:
+        """Let a head be drawn from in host memory, and say so, or why not. A first row compiles the loops and reserves
+        the pinned memory now, not in a step."""
+        head, reason = state.head, None
+        if state.exchange is not None:
+            reason = "several ranks share the LM head"
+        elif self.verifies:
+            reason = "drafts are verified on the device"
+        else:
+            try:
+                device = head.weight.device
+                plane, row = DecisionPlane(device), torch.zeros(1, dtype=torch.int64, device=device)
+                hidden = head.weight.new_zeros(1, head.weight.shape[1])
+                plane.draw(hidden, head, BatchParams(row.float(), row, row), workspace=Workspace(1, device))
+                state.plane = plane
+            except Exception as error:  # a server must start without
+                reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if state.plane is None:
+            logger.warning("flashsample: no decision plane, the fused pass draws: %s", reason)
+            return
+        logger.info(
+            "flashsample: decision plane on, as %s is cpu: logits are copied to host memory in blocks of %d rows and "
+            "drawn there by up to %d threads, same tokens; no screen, no CUDA graphs of the sampling step",
+            PLANE_VARIABLE,
+            state.plane.block_rows,
+            state.plane.threads,
+        )
+
     def _build_screen(self, state: HeadState, table: DispatchTable, max_rows: int, starting: bool) -> str | None:
         """Build the screen of a head; returns why it gets none, or None."""
         try:
-            reason = self.no_screen_reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
+            reason = "the decision plane draws" if state.plane is not None else self.no_screen_reason
+            reason = reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
             if reason is None and not starting:
                 reason = "the model shows its LM head only after the memory is shared out"
             if reason is None:
@@ -513,6 +549,14 @@ class Runtime:
                 if state.screen is not None:
                     self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
             self.metrics.flush()
+
+
+def _wants_plane() -> bool:
+    """What ``FLASHSAMPLE_DECISION_PLANE`` says."""
+    text = os.environ.get(PLANE_VARIABLE, "")
+    if text not in ("", "cpu"):
+        logger.warning("flashsample: %s is %r; expected cpu; the fused pass draws", PLANE_VARIABLE, text)
+    return text == "cpu"
 
 
 def _heads_of(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
