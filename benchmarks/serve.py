@@ -12,6 +12,8 @@ screen   our backend without a screen and with one; answers to seeded requests a
 graphs   our backend with the model's CUDA graphs as SGLang captures them and with a second root, and how long the GPU
          idles between kernels in each
 oracle   a backend that draws nothing (``oracle.py``) and ours: what a sampler of no cost would gain
+plane    our backend with the fused pass and with the decision plane, which draws on the CPU; answers to seeded requests
+         are compared too. With ``--keep --only oracle`` into the same file, its table has what draws nothing as well
 repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
 host     our backend alone on the host: microseconds of the sampler's host time per step
 profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``), how long the GPU
@@ -65,6 +67,7 @@ from sgl_flashsample.demo.server import Server, ServerError
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
+from sgl_flashsample.sglang.runtime import PLANE_VARIABLE
 from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
@@ -86,6 +89,7 @@ SERVER_ARGUMENTS = [
 Backends = dict[str, tuple[str, dict[str, str]]]
 BACKENDS: Backends = {STOCK: ("flashinfer", {}), OURS: (OURS, {})}
 ORACLES: Backends = {oracle.BACKEND: (oracle.BACKEND, {}), OURS: BACKENDS[OURS]}
+PLANES: Backends = {OURS: BACKENDS[OURS], "decision plane": (OURS, {PLANE_VARIABLE: "cpu"})}
 GRAPHS: Backends = {
     "one root": (OURS, {MODEL_GRAPHS_VARIABLE: "0"}),
     "two roots": (OURS, {MODEL_GRAPHS_VARIABLE: "1"}),
@@ -134,7 +138,7 @@ class PretendedServer:
     start = wait_until_ready = stop = lambda self: None
 
     def log_text(self) -> str:
-        return f"max_total_num_tokens={CACHE_TOKENS}"
+        return f"max_total_num_tokens={CACHE_TOKENS}, flashsample: decision plane on"
 
     def generate(self, *, input_ids: list, sampling_params: Any, **fields: Any) -> list[dict[str, Any]]:
         params = sampling_params if isinstance(sampling_params, dict) else sampling_params[0]
@@ -232,6 +236,12 @@ class ModelRun:
                 f"the server has room for {capacities[-1:]} tokens; expected {CACHE_TOKENS} (--memory-share)"
             )
 
+    def _check_plane(self, server: Server) -> None:
+        """Without its plane, a server would be compared with its like."""
+        log = server.log_text()
+        if "flashsample: decision plane on" not in log or "flashsample: decision plane off" in log:
+            raise ServerError(f"the decision plane does not draw; {server.log} says why")
+
     def cells(self, section: str, batches: tuple[int, ...] | list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Sampling, batch size and the fields of a row. What would begin after the limit is recorded instead."""
         for sampling in self.options.samplings:
@@ -262,7 +272,9 @@ class ModelRun:
     ) -> list[dict[str, Any]]:
         cell = measure(servers, LOAD, sampling, batch, self.options.pairs, latencies=section == STOCK)
         rows = [about | {"section": section} | row for row in cell.rows()]
-        if section in ("screen", "graphs") and batch in COMPARED_BATCHES:
+        if section == "plane":
+            self._check_plane(servers["decision plane"])
+        if section in ("screen", "graphs", "plane") and batch in COMPARED_BATCHES:
             one, another = (seeded(server, batch, SAMPLINGS[sampling]) for server in servers.values())
             rows[-1]["same_answers"] = sum(a == b for a, b in zip(one, another, strict=True))
         if section == "graphs":
@@ -369,7 +381,14 @@ class ModelRun:
 
 
 # Of sections that share one start of servers: which of these they measure, the baseline first
-BACKENDS_OF = {STOCK: BACKENDS, "graphs": GRAPHS, "oracle": ORACLES, "repeats": BACKENDS, "profile": BACKENDS}
+BACKENDS_OF = {
+    STOCK: BACKENDS,
+    "graphs": GRAPHS,
+    "oracle": ORACLES,
+    "plane": PLANES,
+    "repeats": BACKENDS,
+    "profile": BACKENDS,
+}
 SECTIONS = (*BACKENDS_OF, "screen", "host")
 
 

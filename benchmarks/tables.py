@@ -168,8 +168,8 @@ class Results:
         data = self.data(benchmark)
         return data["sections"].get(name) if data is not None else None
 
-    def serve_rows(self, section: str) -> list[dict[str, Any]]:
-        data = self.data("serve")
+    def serve_rows(self, section: str, benchmark: str = "serve") -> list[dict[str, Any]]:
+        data = self.data(benchmark)
         return [row for row in data["rows"] if row["section"] == section] if data is not None else []
 
     @functools.cached_property
@@ -400,7 +400,7 @@ def hot(results: Results) -> Table | None:
 
 def serve(results: Results) -> Table | None:
     """Time per output token, stock and ours, per model, sampling and batch size."""
-    return _pairs(results, "stock", "stock", "flashsample", _pair_words)
+    return _pairs(results.serve_rows("stock"), "stock", "flashsample", _pair_words)
 
 
 def _pair_words(stock: dict[str, Any], ours: dict[str, Any]) -> str:
@@ -416,7 +416,7 @@ def serve_screen(results: Results) -> Table | None:
         same = f"; {on['same_answers']} of {on['batch']} answers the same" if "same_answers" in on else ""
         return f"{on['tpot_us']:.0f} ({on['tpot_us'] / off['tpot_us']:.3f}{same})"
 
-    return _pairs(results, "screen", "screen off", "screen on", words)
+    return _pairs(results.serve_rows("screen"), "screen off", "screen on", words)
 
 
 def serve_graphs(results: Results) -> Table | None:
@@ -427,12 +427,30 @@ def serve_graphs(results: Results) -> Table | None:
         same = f"{two['same_answers']} of {two['batch']} answers the same" if "same_answers" in two else ""
         return f"{_pair_words(one, two)[:-1]}; {'; '.join(filter(None, (gaps, same)))})"
 
-    return _pairs(results, "graphs", "one root", "two roots", words)
+    return _pairs(results.serve_rows("graphs"), "one root", "two roots", words)
 
 
 def serve_oracle(results: Results) -> Table | None:
     """Time per output token of a server whose sampler draws nothing, and ours."""
-    return _pairs(results, "oracle", "oracle", "flashsample", _pair_words)
+    return _pairs(results.serve_rows("oracle"), "oracle", "flashsample", _pair_words)
+
+
+def serve_plane(results: Results) -> Table | None:
+    """Time per output token of our server with the fused pass and with the decision plane; of one that draws nothing,
+    where that was measured too."""
+    nothing = {
+        (_served(row), row["sampling"], row["batch"]): row["tpot_us"]
+        for row in results.serve_rows("oracle", "decision-plane")
+        if row["backend"] == "oracle"
+    }
+
+    def words(fused: dict[str, Any], plane: dict[str, Any]) -> str:
+        least = nothing.get((_served(plane), plane["sampling"], plane["batch"]))
+        notes = [] if least is None else [f"nothing drawn {least:.0f}"]
+        notes += [f"{plane['same_answers']} of {plane['batch']} answers the same"] if "same_answers" in plane else []
+        return f"{'; '.join([_pair_words(fused, plane)[:-1], *notes])})"
+
+    return _pairs(results.serve_rows("plane", "decision-plane"), "flashsample", "decision plane", words)
 
 
 def serve_repeats(results: Results) -> Table | None:
@@ -585,8 +603,7 @@ def _served(row: dict[str, Any]) -> str:
     return ", ".join([row["model"], *about])
 
 
-def _pairs(results: Results, section: str, one: str, other: str, words: Callable[[dict, dict], str]) -> Table | None:
-    rows = results.serve_rows(section)
+def _pairs(rows: list[dict[str, Any]], one: str, other: str, words: Callable[[dict, dict], str]) -> Table | None:
     measured = {(_served(row), row["sampling"], row["batch"], row["backend"]): row for row in rows}
     native = {key[:2] for key, row in measured.items() if row.get("paths", {"fused": 1.0}).get("fused", 0.0) < 0.5}
 
@@ -934,6 +951,7 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "serve-repeats": Section(serve_repeats, "serve", "repeats"),
     "serve-graphs": Section(serve_graphs, "serve", "graphs"),
     "serve-oracle": Section(serve_oracle, "serve", "oracle"),
+    "serve-plane": Section(serve_plane, "decision-plane"),
     "exchanged": Section(exchanged, "kernels"),
     "ranks-exchange": Section(ranks_exchange, "ranks"),
     "ranks-tokens": Section(ranks_tokens, "ranks"),

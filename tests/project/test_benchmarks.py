@@ -152,14 +152,15 @@ def test_the_benchmark_of_ranks_compares_tokens_and_exchanges(dry_run):
 @pytest.mark.full
 def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     arguments = ("--fast", "--samplings", "t1", "--batches", "1", "8")
-    result = dry_run("serve", "--only", "stock", "screen", "host", "profile", "graphs", *arguments)
+    result = dry_run("serve", "--only", "stock", "screen", "host", "profile", "graphs", "plane", *arguments)
     pairs = {(row["section"], row["batch"], row["backend"]): row for row in result["rows"] if "tpot_us" in row}
     labels = {"stock": ("stock", "flashsample"), "screen": ("screen off", "screen on")}
-    labels |= {"graphs": ("one root", "two roots")}
+    labels |= {"graphs": ("one root", "two roots"), "plane": ("flashsample", "decision plane")}
     assert pairs.keys() == {(s, batch, label) for s, names in labels.items() for label in names for batch in (1, 8)}
     assert all(len(row["samples"]) == 3 for row in pairs.values())
     assert all(("itl_p99_us" in row) is (row["section"] == "stock") for row in pairs.values())
     assert pairs["screen", 8, "screen on"]["same_answers"] == pairs["graphs", 8, "two roots"]["same_answers"] == 8
+    assert pairs["plane", 8, "decision plane"]["same_answers"] == 8
     host = [row for row in result["rows"] if row["section"] == "host"]
     assert [row["host_us"] for row in host] == [40.0, 40.0] and result["env"]["servers"]["sgl-flashsample"]
     extended = dry_run("serve", "--only", "host", "--keep", *arguments)
@@ -866,6 +867,37 @@ def test_repeats_say_how_many_verdicts_agree_and_rows_of_several_ranks_say_so(lo
     file.write_text(json.dumps(data))
     assert "| m, temperature 1 | 1 of 3 faster, 1 slower (-5.0 to +2.0 %) |" in lines_of(load, results, "serve-repeats")
     assert "| m, pp 2, temperature 1 | 1000 → 1010 (1.010; ± 2) |" in lines_of(load, results, "serve-oracle")
+
+
+def test_the_table_of_the_decision_plane_has_what_draws_nothing_where_that_was_measured(load, results):
+    about = {"model": "m", "sampling": "t1", "batch": 8, "run": 0, "tp": 1, "pp": 2, "spread_us": 2.0}
+    times = {("plane", "flashsample"): 1000.0, ("plane", "decision plane"): 1500.0, ("oracle", "oracle"): 990.0}
+    rows = [about | {"section": section, "backend": backend, "tpot_us": us} for (section, backend), us in times.items()]
+    rows[1]["same_answers"] = 7
+    alone = [row | {"batch": 64} for row in rows[:1]]
+    runs = [{"date": "2026-11-26", "command": "python serve.py", "sglang": "0.5.17"}]
+    data = {"env": ENV | {"device": "NVIDIA H100"}, "runs": runs, "rows": rows + alone}
+    assert lines_of(load, results, "serve-plane") == ["Not measured."]
+    (results / "h100x2-decision-plane.json").write_text(json.dumps(data))
+    assert lines_of(load, results, "serve-plane")[2:] == [
+        "| us per token | B=8 | B=64 |",
+        "| --- | --- | --- |",
+        "| m, pp 2, temperature 1 | 1000 → 1500 (1.500; ± 2; nothing drawn 990; 7 of 8 answers the same) |  |",
+    ]
+
+
+@pytest.mark.parametrize(
+    "log",
+    ["", "flashsample: decision plane on\nflashsample: decision plane off until restart"],
+    ids=["never on", "off again"],
+)
+def test_a_server_whose_decision_plane_does_not_draw_is_not_measured(load, log):
+    serve = load("serve")
+    server = serve.PretendedServer(Path("server.log"))
+    serve.ModelRun._check_plane(None, server)
+    server.log_text = lambda: log
+    with pytest.raises(serve.ServerError, match=r"the decision plane does not draw; server\.log says why"):
+        serve.ModelRun._check_plane(None, server)
 
 
 def test_the_parity_table_has_each_feature_and_each_pair_once(load, results):
