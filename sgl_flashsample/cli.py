@@ -54,6 +54,8 @@ environment:
   FLASHSAMPLE_STEP_GRAPHS  0: launch each kernel of a step, instead of replaying a CUDA graph
   FLASHSAMPLE_MODEL_GRAPHS 0: leave the CUDA graphs of SGLang's model as they are; 1: let their kernels overlap on every
                            GPU; unset: on an H100 or H200
+  FLASHSAMPLE_DECISION_PLANE
+                           cpu: copy the logits to the host and draw them there, to compare
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
   FLASHSAMPLE_SEVERAL_GPUS 1: also serve several GPUs (measured on two alone)
