@@ -670,6 +670,25 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_server_with_the_decision_plane_draws_the_same_tokens(servers, folder, stages):
+    if CUDA and torch.cuda.device_count() < stages:
+        pytest.skip("needs two GPUs")
+    environment = {"FLASHSAMPLE_DECISION_PLANE": "cpu"}
+    if stages > 1:
+        environment |= TWO_RANKS | {"FLASHSAMPLE_SEVERAL_GPUS": "1"}
+    arguments = [*ARGUMENTS, "--pp-size", str(stages)]
+    server, _ = make_server(folder, SIZE, name=f"plane {stages}", arguments=arguments, environment=environment)
+    with server:
+        assert len(server.log_lines("flashsample: decision plane on")) == 1
+        rows = seeded_rows()
+        for _ in range(2):
+            answers = ask_together(server, rows), ask_together(servers["ours"], rows)
+            assert_same_answers(*answers, with_paths=stages == 1)
+        assert_no_failure(server)
+
+
+@pytest.mark.full
 @pytest.mark.skipif(CUDA, reason="runs on the CPU")
 def test_a_server_that_must_fuse_and_cannot_ends_with_the_reason(folder):
     environment = {"FLASHSAMPLE_REQUIRE": "1", "SGLANG_SANITIZE_NAN_LOGITS": "1"}
