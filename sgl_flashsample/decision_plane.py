@@ -76,7 +76,7 @@ class DecisionPlane:
         self._rows: dict[str, torch.Tensor] = {}  # of the whole batch, by the names of ``_ROW_DTYPES``
         self._sources: dict[str, _Source] = {}  # what these were copied from
         self._views: tuple[Hashable, list[BatchParams]] = (None, [])  # of the blocks of the last batch, and of which
-        self._outputs = torch.empty(0, dtype=torch.uint8)
+        self._outputs = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def draw(
         self,
@@ -195,7 +195,7 @@ class DecisionPlane:
 
     def _host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):  # else it could not be written to outside of inference mode
-            return torch.empty(size, dtype=dtype, pin_memory=self._pinned)
+            return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         return destination.copy_(source, non_blocking=self._pinned)
