@@ -3,6 +3,8 @@ before it has arrived."""
 
 from __future__ import annotations
 
+import contextlib
+import types
 from collections.abc import Callable
 
 import pytest
@@ -98,28 +100,35 @@ def test_logprobs_are_given_where_they_are_asked_for_and_no_rows_give_no_tokens(
 
 
 class Late(DecisionPlane):
-    """Copies to the host are made when they are waited for, not before. log: the copied and the awaited slots."""
+    """As on a GPU: copies to the host are made on another stream when they are waited for, not before. log: what was
+    done in which order, by slot."""
 
     def __init__(self, block_rows: int) -> None:
         super().__init__(CPU, block_rows)
         self.pending: list[Callable[[], object]] = []
         self.log: list[str] = []
+        self.aside = False  # whether the copying stream is the current one
+        self._stream = types.SimpleNamespace(wait_event=lambda event: self.log.append(f"wait for {event.name}"))
+        self._computed = types.SimpleNamespace(name="GEMM", record=lambda: self.log.append("GEMM"))
         self._arrived = [Arrival(self, slot) for slot in range(SLOTS)]
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if source.untyped_storage().data_ptr() == self._outputs.untyped_storage().data_ptr():
+            self.log.append("back, aside" if self.aside else "back")
             return super()._copy(destination, source)
+        assert self.aside
         self.pending.append(lambda: destination.copy_(source))
         return destination
 
 
 class Arrival:
-    """An event on the stream of a ``Late`` plane."""
+    """An event on the copying stream of a ``Late`` plane."""
 
     def __init__(self, plane: Late, slot: int) -> None:
         self.plane, self.slot, self.before = plane, slot, 0
 
     def record(self) -> None:
+        assert self.plane.aside
         self.plane.log.append(f"copy {self.slot}")
         self.before = len(self.plane.pending)
 
@@ -130,18 +139,33 @@ class Arrival:
         self.plane.pending[: self.before] = [lambda: None] * self.before
 
 
+@pytest.fixture
+def late(monkeypatch) -> Late:
+    plane = Late(4)
+
+    @contextlib.contextmanager
+    def aside(stream):
+        assert stream is plane._stream
+        plane.aside = True
+        yield
+        plane.aside = False
+
+    monkeypatch.setattr(torch.cuda, "stream", aside)
+    return plane
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_drawn_before_it_has_arrived(sampled, kind):
-    case, plane = make_case(17, 300, CPU, kind, torch.bfloat16), Late(4)
+def test_nothing_is_drawn_before_it_has_arrived(sampled, late, kind):
+    case = make_case(17, 300, CPU, kind, torch.bfloat16)
     for position in (case.params.position, case.params.position + 1):
         case = case.with_params(position=position)
-        assert_same(draw(plane, case), sampled(case), case)
+        assert_same(draw(late, case), sampled(case), case)
 
 
-def test_a_block_is_copied_while_the_one_before_is_drawn():
-    plane = Late(4)
-    draw(plane, make_case(13, 127, CPU))
-    assert plane.log == ["copy 0", "copy 1", "draw 0", "copy 0", "draw 1", "copy 1", "draw 0", "draw 1"]
+def test_blocks_are_copied_after_the_gemm_each_while_the_one_before_is_drawn(late):
+    draw(late, make_case(13, 127, CPU))
+    blocks = ["copy 0", "copy 1", "draw 0", "copy 0", "draw 1", "copy 1", "draw 0", "draw 1"]
+    assert late.log == ["GEMM", "wait for GEMM", *blocks, "back"]
 
 
 @pytest.fixture

@@ -937,7 +937,7 @@ def test_the_pages_say_what_the_result_files_say(load, page):
 def test_committed_results_are_of_gpus_and_of_this_format(load):
     tables = load("tables")
     for gpu in tables.gpus():
-        for benchmark in ("kernels", "features", "screened", "serve", "tuning"):
+        for benchmark in ("kernels", "features", "screened", "serve", "decision-plane", "tuning"):
             data = tables.Results(gpu).data(benchmark)
             assert data is None or data["env"].keys() >= {"device", "torch", "triton", "date", "command"}
 
