@@ -16,7 +16,7 @@ from serving import needs_sglang, version_path
 
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.sglang import hooks, versions
-from sgl_flashsample.sglang.drafts import CoupledDrafts
+from sgl_flashsample.sglang.drafts import DraftMode, Drafts
 from sgl_flashsample.sglang.hooks import MANAGER, READING_METHODS, UPDATER, WRITING_METHODS, StepHooks, WeightHooks
 from sgl_flashsample.sglang.runtime import Runtime
 
@@ -304,7 +304,7 @@ def registry(monkeypatch, server_config) -> types.SimpleNamespace:
     return noted
 
 
-DRAFTS = CoupledDrafts(None)
+DRAFTS = Drafts(None, DraftMode.COUPLED)
 INSTALLATIONS = {
     "a step": (hooks.install, versions.HOOK_TARGETS),
     "drafts": (hooks.install_drafts, versions.DRAFT_TARGETS),
