@@ -184,8 +184,7 @@ class Drafts:
             return
         try:
             forward_batch = kwargs["logits_metadata"] if "logits_metadata" in kwargs else args[_METADATA]
-            if not self._stopped:
-                drafts = self._draw(lazy, forward_batch)
+            drafts = self._draw(lazy, forward_batch)
         except Exception as error:  # in the steps before a capture, or outside of any
             self._stop(f"{type(error).__name__}: {error}")
         output.next_token_logits = plain(lazy) if drafts is None else DraftLogits.of(lazy, drafts)

@@ -50,6 +50,7 @@ class Server:
         self, head: Any, lm_head: Any = None, mode: DraftMode = DraftMode.COUPLED, attach: bool = True, **worker: Any
     ) -> None:
         self.runtime = make_samplers()[0].runtime
+        self.runtime.verifies = True
         serve(self.runtime, head.state)
         self.hooks, self.computed = StepHooks(self.runtime), 0
         self.model = torch.nn.Module()
@@ -516,6 +517,17 @@ def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
         assert type(drafting.call(batch, hidden(1))) is torch.Tensor and drafting.computed == 1
     (line,) = [record.message for record in caplog.records if "drafts are" in record.message]
     assert line.startswith("flashsample: drafts are SGLang's own (greedy), the tokens are the same: ") and words in line
+
+
+@needs_sglang
+def test_drafts_of_a_head_that_is_not_shown_or_not_served_are_sglangs(server, device, caplog, monkeypatch):
+    hidden_head = server(attach=False)
+    del hidden_head.model.lm_head
+    hidden_head.drafts.attach(hidden_head.worker)
+    monkeypatch.setattr(Runtime, "_prepare", lambda *arguments, starting: "the LM head is quantised")
+    server(lm_head=make_head(weights(device, seed=9, dtype=torch.float32)))
+    reasons = [record.message.partition("the same: ")[2] for record in caplog.records]
+    assert reasons == ["the draft model shows 0 LM heads; expected 1", "the LM head is quantised"]
 
 
 @needs_sglang
