@@ -328,7 +328,7 @@ def test_drafts_of_the_target_itself_are_all_accepted_at_every_temperature(serve
     assert (drafts[:, 1:] != best).any(0).all(), "each depth has drafts that are not the best token"
     verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts)
     _, num_tokens, _ = SpeculationHooks(coupled.runtime).eagle_sample(Original(), verify_input, batch, output)
-    assert num_tokens.tolist() == [NODES] * rows
+    assert num_tokens.tolist() == [NODES] * rows and coupled.computed == 0, "no logits of drafts"
 
 
 # --- from which head --------------------------------------------------------------------------------------------------
