@@ -124,7 +124,7 @@ def drawn(logits: torch.Tensor, temperatures: list[float], seeds: list[int], pos
 def test_drafts_are_the_targets_tokens_as_often_as_the_noise_allows(server, head, hidden, info_of, device, temperature):
     """Within five standard deviations, of a draft model that is wrong; far more often than the draft model's best
     token."""
-    requests = 20_000 if device.type == "cuda" else 3_000
+    requests = 20_000 if device.type == "cuda" else 1_500
     target, error = 0.2 * hidden(2)
     draft = target + 0.4 * error
     p, q = (torch.softmax(head.logits(state[None])[0].double() / temperature, -1) for state in (target, draft))
