@@ -14,11 +14,14 @@ nodes per verification (the root and its drafts), and are measured in turns. Med
 quartiles.
 
 tokens_s       tokens per second: of a long answer less a short one
-step_us        of the same, per verification: what tokens_s would be but for the luck of the drafts
-acceptance     share of the drafts that are accepted
+step_us        of the same, per verification of the request that needs most of them. With one request it does not depend
+               on how many drafts are accepted; with several it does a little, as the last steps have fewer rows
+acceptance     share of the drafts that are accepted, but for what the last one accepts beyond the answer's length
 verify_us      on the GPU, from the end of the target's last norm until the accepted drafts are known: the head, the
                verification, and what the GPU waits for its launches
 draft_step_us  a pass of the draft model in its chain
+
+"env" has the versions of what the servers run; "screen" of a row, whether the target's head had an INT8 copy.
 
 The last two are of traces; without a GPU there are none.
 
@@ -35,6 +38,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import importlib.metadata
 import random
 import statistics
 import sys
@@ -116,11 +120,12 @@ def distances(
 
 
 class Answers(NamedTuple):
-    """Of one batch of requests. verifications: in all of them."""
+    """Of one batch of requests. verifications: of all of them; steps: of the one that needed most."""
 
     seconds: float
     tokens: list[list[int]]
     verifications: int
+    steps: int
 
 
 def prompts_of(vocab_size: int, batch: int) -> list[list[int]]:
@@ -140,7 +145,8 @@ def ask(
     ids = [answer["output_ids"] for answer in answers]
     if {len(one) for one in ids} != {tokens}:
         raise ServerError(f"answers have {sorted({len(one) for one in ids})} tokens; expected {tokens}")
-    return Answers(seconds, ids, sum(answer["meta_info"].get("spec_verify_ct") or 0 for answer in answers))
+    counts = [answer["meta_info"].get("spec_verify_ct") or 0 for answer in answers]
+    return Answers(seconds, ids, sum(counts), max(counts))
 
 
 def acceptance(answers: Answers, draft_tokens: int) -> float:
@@ -239,7 +245,7 @@ class Run:
                 server.wait_until_ready()
                 if BACKENDS[name].name == OURS:
                     check_active(server)
-                if name == "coupled" and not server.log_lines("drafts are coupled"):
+                if name == "coupled" and not server.log_lines("they are coupled"):
                     raise ServerError(f"drafts are not coupled: {server.log_lines('drafts are')[-1:]}")
             cells = [
                 (batch, temperature) for batch in self.options.batches for temperature in self.options.temperatures
@@ -308,7 +314,7 @@ class Run:
                 long = ask(servers[name], prompts, temperature, long_tokens)
                 seconds = max(1e-9, long.seconds - short.seconds)
                 speeds[name].append(batch * (long_tokens - SHORT) / seconds)
-                steps[name].append(1e6 * seconds * batch / max(1, long.verifications - short.verifications))
+                steps[name].append(1e6 * seconds / max(1, long.steps - short.steps))
                 answered[name].append(long)
         rows: list[dict[str, Any]] = []
         for name, server in servers.items():
@@ -320,6 +326,7 @@ class Run:
                 "tokens_s": round(speed.us, 1),
                 "tokens_s_spread": round(speed.spread, 1),
             }
+            row["screen"] = bool(server.log_lines("flashsample: screen built"))
             row |= {"step_us": round(step.us, 1), "step_us_spread": round(step.spread, 1)}
             row["acceptance"] = round(statistics.fmean(acceptance(a, self.nodes) for a in answered[name]), 4)
             if draft is not None:
@@ -404,6 +411,13 @@ def drawn(
     return found.token.tolist(), found.near_tie.tolist()
 
 
+def installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
 def parse() -> Any:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
@@ -447,7 +461,8 @@ def main() -> int:
         sys.exit(f"error: {error}")
     rows: list[dict[str, Any]] = kept.get("rows", [])
     runs = [*kept.get("runs", []), {"date": today(), "command": command_line()}]
-    env = new_env() | {"not_run": []}
+    versions = {name: installed(name) for name in ("sglang", "transformers")}
+    env = new_env() | {"servers": versions, "not_run": []}
     for size in options.sizes:
         for algorithm in options.algorithms:
             for nodes in options.draft_tokens:

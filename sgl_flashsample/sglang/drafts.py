@@ -6,9 +6,10 @@ temperature, with the noise of that token, is more often the target's token than
 (Daliri, Musco and Suresh, arXiv 2408.07978). The tokens do not depend on the drafts.
 
 SGLang takes the largest logit of its draft model in several places, some of them in its own CUDA graphs. When the draft
-model's LogitsProcessor returns, the drafts are known: what it returns stands for logits of which they are the largest
-(``DraftLogits``). A graph reads temperatures and seeds in buffers that never move, and each step of the server fills
-them first. The workspace and the screen that it was captured with stay too.
+model's LogitsProcessor returns, the drafts are known. It returns a stand-in for the logits, ``DraftLogits``, whose
+largest one in each row is the draft. A graph reads temperatures and seeds in buffers that never move, and each step of
+the server fills them first. The workspace and the screen that it was captured with stay too; until a change of weights
+is over, and after a failure, graphs draft from an outdated screen: fewer drafts are accepted, the tokens are the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS
 from .batch import Batch, batch_of, routing_of
 from .lazy_logits import DraftLogits, LazyLogits, plain
-from .runtime import LATE_HEAD, Runtime
+from .runtime import Runtime
 from .support import draft_model_has_its_own_head, unsupported_drafts
 
 logger = logging.getLogger("sgl_flashsample")
@@ -74,7 +75,6 @@ class Drafts:
 
     def __init__(self, runtime: Runtime, mode: DraftMode) -> None:
         self.runtime, self.mode = runtime, mode
-        self._stopped = False
         self._max_requests = 0
         self._batch: Batch | None = None  # whose parameters are loaded; None: all rows are greedy
         # Graphs of SGLang's read and write these for as long as the process lives.
@@ -97,6 +97,7 @@ class Drafts:
                 self._allocate(worker)
                 (processor,) = _processors(worker)
                 processor.register_forward_hook(self.draw, with_kwargs=True)
+                self.runtime.draws_drafts = True
         except Exception as error:  # a server must start without
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
@@ -105,14 +106,12 @@ class Drafts:
             words = "coupled: drawn at each request's temperature, with the target's noise"
         else:
             words = f"greedy: {not_coupled}"
-        logger.info("flashsample: no logits are computed for drafts; drafts are %s", words)
+        logger.info(
+            "flashsample: drafts come from hidden states, without logits except a prefill's; they are %s", words
+        )
 
     def _unsupported(self, worker: Any) -> str | None:
         """Why drafts are SGLang's own."""
-        if self.runtime.all_native_reason is not None:
-            return self.runtime.all_native_reason
-        if not self.runtime.heads:
-            return LATE_HEAD
         processors = _processors(worker)
         if len(processors) != 1:
             return f"the draft model has {len(processors)} places that compute logits; expected 1"
@@ -136,7 +135,11 @@ class Drafts:
         self._max_requests = worker.req_to_token_pool.size
         # A draft extend may compute all nodes of a request.
         self._max_rows = min(self._max_requests * worker.speculative_num_draft_tokens, MAX_COMPILED_ROWS)
-        self._workspace = make_workspace(state.head, self._max_rows, table=state.table)
+        if state in self.runtime.heads:  # whose workspace is replaced when a batch outgrows it
+            self._workspace = make_workspace(state.head, self._max_rows, table=state.table)
+        else:
+            state.update(self._max_rows)
+            self._workspace = state.workspace
         self._screen = None if state.screen is None else state.screen.pin()
         self._temperature = torch.zeros(self._max_requests, dtype=torch.float32, device=device)
         self._seed = torch.zeros(self._max_requests, dtype=torch.int64, device=device)
@@ -144,9 +147,9 @@ class Drafts:
     def load(self, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. Those of a batch that
         SGLang verifies are greedy: its coins do not know our noise."""
-        if self._stopped or self._temperature is None or self.mode is not DraftMode.COUPLED:
+        if not self.runtime.draws_drafts or self.mode is not DraftMode.COUPLED:
             return
-        assert self._seed is not None
+        assert self._temperature is not None and self._seed is not None
         try:
             rows = self._rows_of(batch)
             if rows is self._batch:
@@ -158,7 +161,7 @@ class Drafts:
                 self._seed[: len(rows)].copy_(rows.tensors.seed)
             self._batch = rows
         except Exception as error:
-            self._stop(f"{type(error).__name__}: {error}")
+            self._stop(f"until restart, after {type(error).__name__}: {error}")
 
     def _rows_of(self, batch: Any) -> Batch | None:
         """The rows of a batch of SGLang's that the fused pass will verify; None where SGLang will."""
@@ -185,8 +188,10 @@ class Drafts:
         try:
             forward_batch = kwargs["logits_metadata"] if "logits_metadata" in kwargs else args[_METADATA]
             drafts = self._draw(lazy, forward_batch)
+        except torch.OutOfMemoryError:  # of one pass: SGLang computes its logits
+            pass
         except Exception as error:  # in the steps before a capture, or outside of any
-            self._stop(f"{type(error).__name__}: {error}")
+            self._stop(f"until restart, after {type(error).__name__}: {error}")
         output.next_token_logits = plain(lazy) if drafts is None else DraftLogits.of(lazy, drafts)
 
     def _draw(self, lazy: LazyLogits, forward_batch: Any) -> torch.Tensor | None:
@@ -222,7 +227,7 @@ class Drafts:
         """Around SGLang's ``draft_topk1_postprocess``, a kernel that reads the logits' memory: the draft goes into its
         column of ``draft_tokens``, and the positions advance. Returns ``[N, 1]`` ones and drafts."""
         if not isinstance(next_token_logits, DraftLogits) or next_token_logits.is_dense:
-            return original(next_token_logits, positions, draft_tokens, draft_token_column)
+            return original(plain(next_token_logits), positions, draft_tokens, draft_token_column)
         drafts = next_token_logits.tokens[:, None]
         if draft_tokens is not None:
             draft_tokens[:, draft_token_column : draft_token_column + 1].copy_(drafts)
@@ -230,7 +235,7 @@ class Drafts:
         return torch.ones_like(drafts, dtype=torch.float32), drafts
 
     def _stop(self, reason: str) -> None:
-        self._stopped, self.runtime.draft_head = True, None
+        self.runtime.draws_drafts = False
         if self._temperature is not None:
             with contextlib.suppress(Exception):
                 self._temperature.zero_()  # graphs that are captured already go on reading it

@@ -71,7 +71,7 @@ class HeadState:
         self._searched: DeviceCounters | None = None
         self.graphs: StepGraphs | None = None
         self._capture = capture
-        self.fingerprint = self._current_fingerprint()
+        self._fingerprint = self._current_fingerprint()
         self.head = self._current_head()
         self.table = default_table(self.head)
         self.table_file: str | None = None
@@ -80,12 +80,12 @@ class HeadState:
         """Follow the model, and make the workspace large enough for ``num_rows`` rows. Where nothing has changed, it
         costs the host about a microsecond."""
         fingerprint = self._current_fingerprint()
-        if fingerprint != self.fingerprint:
+        if fingerprint != self._fingerprint:
             self.graphs = None
             self.head = self._current_head()
             if HeadTraits.of(self.head) != self.table.traits:
                 self.table, self.table_file = default_table(self.head), None
-            self.fingerprint = fingerprint
+            self._fingerprint = fingerprint
         if num_rows > self._workspace_rows:
             # At once for all batches that kernels are compiled for: none of these allocates a workspace in a step.
             rows = max(num_rows, MAX_COMPILED_ROWS)
@@ -128,7 +128,16 @@ class HeadState:
     def is_current(self) -> bool:
         """Whether ``head`` still describes the model: the weight's address and version (PyTorch's count of its writes),
         and the processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``."""
-        return self._current_fingerprint() == self.fingerprint
+        return self._current_fingerprint() == self._fingerprint
+
+    def is_of(self, processor: Any, lm_head: Any) -> bool:
+        """Whether another processor computes these logits from this weight too."""
+        weight = getattr(lm_head, "weight", None)
+        if not isinstance(weight, torch.Tensor):
+            return False
+        softcap = getattr(processor, "final_logit_softcapping", None)
+        other = weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size
+        return other == self._fingerprint[: len(other)]
 
     def _current_fingerprint(self) -> tuple:
         """Changes when an attribute that ``head`` is made of changes, and with each write to the weight that PyTorch

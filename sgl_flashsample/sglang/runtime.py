@@ -91,6 +91,7 @@ class Runtime:
         self._draft_processors: set[int] = set()
         self.prepares_drafts = False  # before memory is shared out: the draft model has a head of its own
         self.draft_head: HeadState | None = None  # that drafts are drawn from; it may be a head of the target
+        self.draws_drafts = False  # graphs may read ``draft_head`` also when this has ended
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
         self._is_pipeline, self._last_stage = False, True  # the other stages have no head
@@ -266,7 +267,7 @@ class Runtime:
             "version": __version__,
             "noise": NOISE_ABI,
             "heads": [state.status for state in self.heads] or self._statuses,
-            "draft_head": None if self.draft_head is None else self.draft_head.status,
+            "draft_head": None if self._drawing_head is None else self._drawing_head.status,
         }
 
     def prepare_model(self, model: torch.nn.Module) -> None:
@@ -500,10 +501,15 @@ class Runtime:
             return None
         if self._screens_outdated and self.weights_settled and mode.is_extend() and not _is_capturing():
             self.renew_screens()
-        state = self.draft_head if drafting else self.head_for(processor, lm_head)
+        state = self._drawing_head if drafting else self.head_for(processor, lm_head)
         if state is None or hidden.dtype != lm_head.weight.dtype or hidden.stride(1) != 1:
             return None
         return state
+
+    @property
+    def _drawing_head(self) -> HeadState | None:
+        """That drafts are drawn from now."""
+        return self.draft_head if self.draws_drafts else None
 
     def leave_drafts(self, draft_model: torch.nn.Module) -> None:
         """The logits of a draft model are SGLang's, but for those of ``draft_head``."""
@@ -516,11 +522,12 @@ class Runtime:
         its own. Returns why there is none."""
         if self.draft_head is not None:
             return None
+        if self.all_native_reason is not None or not self.heads:
+            return self.all_native_reason or LATE_HEAD
         pairs = list(_heads_of(draft_model))
         if len(pairs) != 1:
             return f"the draft model shows {len(pairs)} LM heads; expected 1"
-        found = HeadState(*pairs[0])
-        same = next((state for state in self.heads if state.fingerprint == found.fingerprint), None)
+        same = next((state for state in self.heads if state.is_of(*pairs[0])), None)
         prepared = same or self._prepare(*pairs[0], starting=starting)
         if isinstance(prepared, str):
             return prepared

@@ -336,7 +336,7 @@ def test_a_draft_checkpoint_is_written_anew_for_another_error(tmp_path):
 
 def test_of_an_answer_the_first_token_is_no_verifications_and_the_root_of_one_is_no_draft(load):
     speculation = load("speculation")
-    answers = speculation.Answers(1.0, [[7] * 9, [7] * 5], verifications=6)  # gain 2 tokens each, of 4 nodes
+    answers = speculation.Answers(1.0, [[7] * 9, [7] * 5], verifications=6, steps=4)  # gain 2 tokens each, of 4 nodes
     assert speculation.acceptance(answers, 4) == pytest.approx(1 / 3)
 
 

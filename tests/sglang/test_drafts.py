@@ -16,7 +16,7 @@ import pytest
 import torch
 from head_states import Processor, dtype_on, is_serving, make_head, make_state, serve, weights
 from serving import INTERPRETED, needs_sglang, server_of
-from sglang_batches import VOCAB, make_samplers, request
+from sglang_batches import VOCAB, CountingHead, make_samplers, request
 from stats import coupled_acceptance
 from test_speculation import CHAIN, Original, verification
 
@@ -27,7 +27,9 @@ from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, DraftMode, Drafts, start
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
+from sgl_flashsample.sglang.lazy_logits import plain
 from sgl_flashsample.sglang.runtime import Runtime
+from sgl_flashsample.sglang.sampler import draw_without_graphs
 
 REQUESTS, NODES = 6, 4  # places in the server, and nodes of a verification: the root and three drafts
 FIRST = 7  # the KV length without the last known token: the position of the root
@@ -225,7 +227,7 @@ def test_the_chain_gets_its_drafts_without_logits_and_moves_on(server, hidden, i
     for other in (torch.zeros(2, VOCAB), seen):  # SGLang's logits, and such as somebody has read
         _ = seen.sum()
         given = coupled.drafts.add_to_chain(lambda *arguments: arguments, other, positions, chain, 2)
-        assert given[0] is other and given[1:] == (positions, chain, 2)
+        assert given[0] is plain(other) and given[1:] == (positions, chain, 2)
 
 
 @needs_sglang
@@ -310,8 +312,8 @@ def test_drafts_of_the_target_itself_are_all_accepted_at_every_temperature(serve
 
     from sgl_flashsample.sglang.speculation import SpeculationHooks
 
-    plain = types.SimpleNamespace(speculative_use_rejection_sampling=False)
-    monkeypatch.setattr(eagle_worker_v2, "get_spec", lambda: plain)
+    spec = types.SimpleNamespace(speculative_use_rejection_sampling=False)
+    monkeypatch.setattr(eagle_worker_v2, "get_spec", lambda: spec)
     temperatures = [0.0, 0.2, 0.7, 1.0, 1.5, 4.0]
     coupled, rows = server(), len(temperatures)
     info = info_of([request(str(row), temperature=one) for row, one in enumerate(temperatures)])
@@ -437,11 +439,15 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
 
 @needs_sglang
 @pytest.mark.gpu
+@pytest.mark.parametrize("screened", [False, True])
 def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_parameters(
-    server, head, hidden, info_of, device
+    one_rank, hidden, info_of, device, screened
 ):
-    """100,000 replays, between which the target's workspace is replaced by larger ones."""
-    coupled, states = server(), 0.3 * hidden(REQUESTS)
+    """100,000 replays, between which the target draws, from the same screen where there is one, and its workspace is
+    replaced by larger ones."""
+    head = CountingHead(device, screened=screened)
+    coupled, states = Server(head), 0.3 * hidden(REQUESTS)
+    assert (coupled.drafts._screen is not None) == screened
     batch = forward_batch("DECODE", torch.full((REQUESTS,), FIRST, device=device), REQUESTS)
     infos = [
         info_of([request(str(row), temperature=t, sampling_seed=row) for row in range(REQUESTS)]) for t in (1.0, 0.5)
@@ -454,10 +460,12 @@ def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_para
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         drafts = coupled.call(batch, states).tokens
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    ones, row = torch.ones(REQUESTS, device=device), torch.arange(REQUESTS, device=device)
+    params, wrong = BatchParams(ones, row, row), torch.zeros((), dtype=torch.int64, device=device)
     for replay in range(100):
         coupled.load(infos[replay % 2])
         head.state.update(MAX_COMPILED_ROWS + 8 * replay)
+        draw_without_graphs(head.state, states, params, False)
         for _ in range(1000):
             graph.replay()
             wrong += (drafts != wanted[replay % 2]).sum()
@@ -489,8 +497,8 @@ def test_where_drafts_cannot_be_coupled_they_are_greedy_and_the_log_says_why(
     best = head.logits(states)[:, :ids].argmax(-1)
     assert torch.equal(drafting.call(batch, states).argmax(-1), best) == (words is not None)
     assert drafting.computed == 0
-    (line,) = [record.message for record in caplog.records if "drafts are" in record.message]
-    assert line.endswith("with the target's noise" if words is None else f"drafts are greedy: {words}")
+    (line,) = [record.message for record in caplog.records if "they are" in record.message]
+    assert line.endswith("with the target's noise" if words is None else f"they are greedy: {words}")
 
 
 @needs_sglang
@@ -498,20 +506,19 @@ def test_where_drafts_cannot_be_coupled_they_are_greedy_and_the_log_says_why(
     "changes, words",
     [
         ({"others": 1}, "the draft model has 2 places that compute logits; expected 1"),
-        ({"lm_head": types.SimpleNamespace(weight=None)}, "'NoneType' object has no attribute"),
-        ({"lm_head": "float64"}, "weight is (608, 32) torch.float64"),
+        ({"lm_head": types.SimpleNamespace(weight=None)}, "the LM head is quantised"),
         ({"req_to_token_pool": None}, "AttributeError: 'NoneType' object has no attribute 'size'"),
     ],
     ids=str,
 )
 def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
-    server, hidden, info_of, device, caplog, changes, words
+    server, hidden, info_of, device, caplog, monkeypatch, changes, words
 ):
-    if changes.get("lm_head") == "float64":
-        changes = {"lm_head": make_head(weights(device).double())}
+    if "lm_head" in changes:
+        monkeypatch.setattr(Runtime, "_prepare", lambda *arguments, starting: words)
     drafting = server(**changes)
     drafting.load(info_of([request("0", temperature=5.0)]))
-    assert drafting.runtime.draft_head is None
+    assert not drafting.runtime.draws_drafts
     if "lm_head" not in changes:
         batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
         assert type(drafting.call(batch, hidden(1))) is torch.Tensor and drafting.computed == 1
@@ -520,14 +527,33 @@ def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
 
 
 @needs_sglang
-def test_drafts_of_a_head_that_is_not_shown_or_not_served_are_sglangs(server, device, caplog, monkeypatch):
-    hidden_head = server(attach=False)
-    del hidden_head.model.lm_head
-    hidden_head.drafts.attach(hidden_head.worker)
-    monkeypatch.setattr(Runtime, "_prepare", lambda *arguments, starting: "the LM head is quantised")
-    server(lm_head=make_head(weights(device, seed=9, dtype=torch.float32)))
-    reasons = [record.message.partition("the same: ")[2] for record in caplog.records]
-    assert reasons == ["the draft model shows 0 LM heads; expected 1", "the LM head is quantised"]
+def test_drafts_of_a_head_that_is_not_shown_are_sglangs(server, caplog):
+    drafting = server(attach=False)
+    del drafting.model.lm_head
+    drafting.drafts.attach(drafting.worker)
+    (line,) = [record.message for record in caplog.records]
+    assert line.endswith("the same: the draft model shows 0 LM heads; expected 1")
+
+
+@needs_sglang
+def test_a_draft_model_that_cannot_be_drawn_from_leaves_the_target_alone(server, monkeypatch, device):
+    """Of STANDALONE it is looked at when it has loaded, in the middle of SGLang's start; and not at all where nothing
+    is fused."""
+    prepared = []
+
+    def prepare(*arguments, starting: bool) -> str:
+        prepared.append(starting)
+        return "the LM head is quantised"
+
+    monkeypatch.setattr(Runtime, "_prepare", prepare)
+    drafting = server(lm_head=make_head(weights(device, seed=9).double()), attach=False)
+    runner = types.SimpleNamespace(is_generation=True, is_draft_worker=True, model=drafting.model)
+    drafting.runtime.prepares_drafts = True
+    drafting.hooks.load_model(None, runner)
+    assert drafting.runtime.inactive_reason is None and drafting.runtime.draft_head is None
+    drafting.runtime.disable("a kernel failed")
+    drafting.hooks.load_model(None, runner)
+    assert prepared == [True]
 
 
 @needs_sglang
@@ -566,7 +592,26 @@ def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
         assert torch.equal(coupled.call(batch, states), head.logits(states))
     (line,) = [record.message for record in caplog.records if "drafts are SGLang's" in record.message]
     assert not coupled.drafts._temperature.any(), "what graphs read"
-    assert line.endswith("RuntimeError: no kernel") and coupled.runtime.inactive_reason is None
+    assert line.endswith("the same: until restart, after RuntimeError: no kernel")
+    assert coupled.runtime.inactive_reason is None and coupled.runtime.draft_head is head.state, "its screen lives on"
+
+
+@needs_sglang
+def test_a_pass_that_finds_no_memory_has_sglangs_logits_and_the_next_one_is_drawn(
+    server, hidden, info_of, device, monkeypatch
+):
+    from sgl_flashsample.sglang import drafts
+
+    drafting, states = server(), hidden(1)
+    batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
+
+    def no_memory(*arguments, **named):
+        raise torch.OutOfMemoryError("a fault")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(drafts, "sample", no_memory)
+        assert type(drafting.call(batch, states)) is torch.Tensor and drafting.computed == 1
+    assert drafting.call(batch, states).tokens.shape == (1,) and drafting.computed == 1
 
 
 @pytest.fixture
@@ -747,10 +792,10 @@ def accepted(answers: list[dict]) -> float:
 # By name: the algorithm, the folder of its draft model (None: in the target), FLASHSAMPLE_DRAFTS, what the log says.
 SERVERS = {
     "stock": ("STANDALONE", "standalone", "stock", None),
-    "coupled": ("STANDALONE", "standalone", "coupled", "drafts are coupled"),
-    "eagle": ("EAGLE", "eagle", "coupled", "drafts are coupled"),
-    "mtp": ("NEXTN", None, "coupled", "drafts are coupled"),
-    "eagle3": ("EAGLE3", "eagle3", "coupled", "drafts are greedy: the draft model has a vocabulary of its own"),
+    "coupled": ("STANDALONE", "standalone", "coupled", "they are coupled"),
+    "eagle": ("EAGLE", "eagle", "coupled", "they are coupled"),
+    "mtp": ("NEXTN", None, "coupled", "they are coupled"),
+    "eagle3": ("EAGLE3", "eagle3", "coupled", "they are greedy: the draft model has a vocabulary of its own"),
 }
 
 
@@ -781,8 +826,8 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
             rows = [{**params, "max_new_tokens": TOKENS, "ignore_eos": True} for params in SERVED]
             ids = [[5 + row, 300, 7] for row in range(len(SERVED))]
             answers[name] = server.generate(input_ids=ids, sampling_params=rows)
-            assert len(server.log_lines("drafts are ")) == (line is not None), server.log_lines("drafts are ")
-            assert line is None or server.log_lines(line)
+            said = server.log_lines("drafts come from hidden states") + server.log_lines("drafts are SGLang's")
+            assert len(said) == (line is not None) and (line is None or line in said[0]), said
     tokens = {name: [answer["output_ids"] for answer in each] for name, each in answers.items()}
     for name, each in tokens.items():
         assert each == tokens["none"], name
