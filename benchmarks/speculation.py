@@ -21,14 +21,14 @@ verify_us      on the GPU, from the end of the target's last norm until the acce
                verification, and what the GPU waits for its launches
 draft_step_us  a pass of the draft model in its chain
 
-"env" has the versions of what the servers run; "screen" of a row, whether the target's head had an INT8 copy.
+The last two are of traces; without a GPU there are none. "env" has the versions of what the servers run; "screen" of a
+row, whether the target's head had an INT8 copy.
 
-The last two are of traces; without a GPU there are none.
-
-``--only tokens``: answers to seeded requests, with the drafts of each backend and without any, token by token until the
-first that differs. A difference is a near-tie where the float64 reference, of the logits that the target is known to
-have, cannot tell the two tokens apart once each logit may be off by a rounding. The first token of each answer is
-compared with the reference itself. Ends with 1 where a difference is none.
+``--only tokens``: answers to seeded requests, as many at once as the largest of ``--batches``, with the drafts of each
+backend and without any, token by token until the first that differs. A difference is a near-tie where the float64
+reference, of the logits that the target is known to have, cannot tell the two tokens apart once each logit may be off
+by a rounding. The first token of each answer is compared with the reference itself. Ends with 1 where a difference is
+none.
 
 Runs on a CPU too, slowly, with ``--sizes tiny``. The file is written after each cell; no cell begins after ``--limit``.
 What fails is recorded in ``env.not_run``.
@@ -69,7 +69,6 @@ VERIFYING = ("TreeSpeculativeSampling", "VerifyTreeGreedy", "verify_tree_greedy"
 PROFILED_STEPS = 20
 SECTIONS = ("speed", "tokens")
 NO_DRAFTS = "no drafts"
-COMPARED_BATCH = 32  # seeded requests at once
 PLACE = ("section", "model", "algorithm", "draft_tokens", "error", "batch", "temperature")
 OUT_OF_TIME = "out of time"
 GPU_ARGUMENTS = [
@@ -265,13 +264,16 @@ class Run:
             stop_all(servers.values(), patience=15.0)
 
     @property
+    def _largest(self) -> int:
+        return max(self.options.batches)
+
+    @property
     def _draft_folder(self) -> Path:
         return self.options.checkpoints / f"{self.about['model']}-draft-{self.error:g}"
 
     def _server(self, name: str) -> Server:
-        most = max(COMPARED_BATCH, *self.options.batches)
         arguments = ["--disable-radix-cache", "--random-seed", "1"]
-        arguments += ["--max-total-tokens", str(most * (PROMPT_TOKENS + self.options.tokens + 64) + 1024)]
+        arguments += ["--max-total-tokens", str(self._largest * (PROMPT_TOKENS + self.options.tokens + 64) + 1024)]
         if BACKENDS[name].speculates:
             arguments += ["--speculative-algorithm", self.algorithm]
             arguments += ["--speculative-num-draft-tokens", str(self.nodes)]
@@ -351,26 +353,26 @@ class Run:
         self, servers: dict[str, Server], target: markov.MarkovModel, temperature: float
     ) -> list[dict[str, Any]]:
         """Of each server with drafts of ours, and, of the first tokens, of the one without."""
-        about = self.about | {"section": "tokens", "batch": COMPARED_BATCH, "temperature": temperature}
+        about = self.about | {"section": "tokens", "batch": self._largest, "temperature": temperature}
         names = [name for name in servers if name != STOCK]
         rows = {name: about | {"backend": name, **dict.fromkeys(COUNTS, 0), "ties": []} for name in names}
         first_seed = 0
         while rows[NO_DRAFTS]["tokens"] < self.options.compared:
-            prompts = prompts_of(self.size.vocab_size, COMPARED_BATCH)
-            seeds = range(first_seed, first_seed + COMPARED_BATCH)
+            prompts = prompts_of(self.size.vocab_size, self._largest)
+            seeds = range(first_seed, first_seed + self._largest)
             answers = {
                 name: ask(servers[name], prompts, temperature, self.options.tokens, seeds).tokens for name in names
             }
             want, ties = drawn(target, [prompt[-1] for prompt in prompts], temperature, seeds, PROMPT_TOKENS - 1)
             firsts = [answer[0] for answer in answers[NO_DRAFTS]]
-            rows[NO_DRAFTS]["tokens"] += COMPARED_BATCH * self.options.tokens
+            rows[NO_DRAFTS]["tokens"] += self._largest * self.options.tokens
             rows[NO_DRAFTS]["different"] += sum(
                 token != wanted and not tie for token, wanted, tie in zip(firsts, want, ties, strict=True)
             )
             for name in names[1:]:
                 for prompt, seed, one, other in zip(prompts, seeds, answers[NO_DRAFTS], answers[name], strict=True):
                     _add_difference(rows[name], target, prompt, seed, temperature, one, other)
-            first_seed += COMPARED_BATCH
+            first_seed += self._largest
         for row in rows.values():
             print({key: value for key, value in row.items() if key != "ties"}, flush=True)
         return list(rows.values())
