@@ -82,8 +82,9 @@ def test_edits_may_be_views_and_a_mask_of_bools(device, sampled):
     edits = mixed_edits(9, 700, device, bool_mask=True)
     wide = torch.cat([edits.additive, edits.additive], 1)
     one_bias = edits.bias[:1].expand(9, 700)
-    case = case.with_params(edits=LogitEdits(wide[:, :700], mask=edits.mask, bias=one_bias, rows=edits.rows))
-    assert_same(draw(DecisionPlane(device, 4), case), sampled(case), case)
+    for rows in (edits.rows, None):  # which rows are edited; all where nothing says so
+        edited = case.with_params(edits=LogitEdits(wide[:, :700], mask=edits.mask, bias=one_bias, rows=rows))
+        assert_same(draw(DecisionPlane(device, block_rows=4), edited), sampled(edited), edited)
 
 
 def test_logprobs_are_given_where_they_are_asked_for_and_no_rows_give_no_tokens(device):
