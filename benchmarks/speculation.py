@@ -21,8 +21,8 @@ verify_us      on the GPU, from the end of the target's last norm until the acce
                verification, and what the GPU waits for its launches
 draft_step_us  a pass of the draft model in its chain
 
-The last two are of traces; without a GPU there are none. "env" has the versions of what the servers run; "screen" of a
-row, whether the target's head had an INT8 copy.
+The last two are of traces; without a GPU there are none. "screen" of a row: whether the target's head had an INT8
+copy.
 
 ``--only tokens``: answers to seeded requests, as many at once as the largest of ``--batches``, with the drafts of each
 backend and without any, token by token until the first that differs. A difference is a near-tie where the float64
@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import importlib.metadata
 import random
 import statistics
 import sys
@@ -60,6 +59,7 @@ from sgl_flashsample.demo.server import Server, ServerError, stop_all
 from sgl_flashsample.kernels.reference import sample_ref
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.support import SPECULATION_VARIABLE
+from sgl_flashsample.sglang.versions import sglang_version
 
 PROMPT_TOKENS, SHORT = 32, 16
 DRAFT_LAYERS = 4
@@ -68,6 +68,7 @@ EXTEND_ATTENTION = "_fwd_kernel"  # of several new tokens per row: a verificatio
 VERIFYING = ("TreeSpeculativeSampling", "VerifyTreeGreedy", "verify_tree_greedy", "follow_drafts")
 PROFILED_STEPS = 20
 SECTIONS = ("speed", "tokens")
+COUNTS = ("tokens", "near_ties", "different")
 NO_DRAFTS = "no drafts"
 PLACE = ("section", "model", "algorithm", "draft_tokens", "error", "batch", "temperature")
 OUT_OF_TIME = "out of time"
@@ -245,7 +246,7 @@ class Run:
                 if BACKENDS[name].name == OURS:
                     check_active(server)
                 if name == "coupled" and not server.log_lines("they are coupled"):
-                    raise ServerError(f"drafts are not coupled: {server.log_lines('drafts are')[-1:]}")
+                    raise ServerError(f"drafts are not coupled: {server.log_lines('flashsample: drafts ')[-1:]}")
             cells = [
                 (batch, temperature) for batch in self.options.batches for temperature in self.options.temperatures
             ]
@@ -259,7 +260,10 @@ class Run:
                         *(target, draft, batch, temperature, about),
                     )
             for temperature in self.options.temperatures if "tokens" in self.options.only else ():
-                yield self._compared(servers, target, temperature)
+                if time.monotonic() - self.started > self.options.limit:
+                    self.not_run.append(self.about | {"temperature": temperature, "reason": OUT_OF_TIME})
+                else:
+                    yield self._compared(servers, target, temperature)
         finally:
             stop_all(servers.values(), patience=15.0)
 
@@ -355,7 +359,7 @@ class Run:
         """Of each server with drafts of ours, and, of the first tokens, of the one without."""
         about = self.about | {"section": "tokens", "batch": self._largest, "temperature": temperature}
         names = [name for name in servers if name != STOCK]
-        rows = {name: about | {"backend": name, **dict.fromkeys(COUNTS, 0), "ties": []} for name in names}
+        rows = {name: about | {"backend": name, **dict.fromkeys(COUNTS, 0), "differences": []} for name in names}
         first_seed = 0
         while rows[NO_DRAFTS]["tokens"] < self.options.compared:
             prompts = prompts_of(self.size.vocab_size, self._largest)
@@ -374,11 +378,8 @@ class Run:
                     _add_difference(rows[name], target, prompt, seed, temperature, one, other)
             first_seed += self._largest
         for row in rows.values():
-            print({key: value for key, value in row.items() if key != "ties"}, flush=True)
+            print({key: value for key, value in row.items() if key != "differences"}, flush=True)
         return list(rows.values())
-
-
-COUNTS = ("tokens", "near_ties", "different")
 
 
 def _add_difference(
@@ -391,13 +392,13 @@ def _add_difference(
     other: list[int],
 ) -> None:
     """Count two answers to one request into ``row``, up to their first difference."""
-    equal = next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
-    row["tokens"] += len(one) if equal is None else equal + 1
-    if equal is not None:
-        context = [*prompt, *one[:equal]]
+    place = next((n for n, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+    row["tokens"] += len(one) if place is None else place + 1
+    if place is not None:
+        context = [*prompt, *one[:place]]
         _, (near_tie,) = drawn(target, context[-1:], temperature, [seed], len(context) - 1)
         row["near_ties" if near_tie else "different"] += 1
-        row["ties"].append({"seed": seed, "position": len(context) - 1, "tokens": [one[equal], other[equal]]})
+        row["differences"].append({"seed": seed, "position": len(context) - 1, "tokens": [one[place], other[place]]})
 
 
 def drawn(
@@ -411,13 +412,6 @@ def drawn(
     positions = torch.full((len(last),), position)
     found = sample_ref(logits, logits - room, logits + room, temperatures, torch.tensor(list(seeds)), positions)
     return found.token.tolist(), found.near_tie.tolist()
-
-
-def installed(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def parse() -> Any:
@@ -462,9 +456,8 @@ def main() -> int:
     except ValueError as error:
         sys.exit(f"error: {error}")
     rows: list[dict[str, Any]] = kept.get("rows", [])
-    runs = [*kept.get("runs", []), {"date": today(), "command": command_line()}]
-    versions = {name: installed(name) for name in ("sglang", "transformers")}
-    env = new_env() | {"servers": versions, "not_run": []}
+    runs = [*kept.get("runs", []), {"date": today(), "command": command_line(), "sglang": sglang_version()}]
+    env = new_env() | {"not_run": []}
     for size in options.sizes:
         for algorithm in options.algorithms:
             for nodes in options.draft_tokens:

@@ -13,8 +13,8 @@ accepted_z   first drafts that are accepted, less what the two distributions say
              must be accepted
 different    tokens that a step without drafts would not have drawn: each is drawn again, alone with its context, in a
              shuffled batch
-noticed      the same test with a temperature that is 1 % higher, and the tokens of the positions before: both must be
-             noticed, or nothing is proven
+noticed_law  whether the G-tests reject the same counts against a temperature that is 1 % higher; they must
+noticed_tokens  tokens that differ when they are drawn with the noise of the position before; some must
 
 Ends with 1 if a p-value is below 1e-5, an acceptance off by more than 5 deviations, a token different, or a planted
 error unnoticed.
@@ -42,7 +42,7 @@ ROWS = 16 if DRY_RUN else 4096
 TREE = [-1, 0, 0, 0, 1, 1, 2, 4]  # the parent of each node
 TOP_K, TOP_P = 20, 0.9
 LEAST_P, MOST_DEVIATIONS = 1e-5, 5.0
-# Name, shape, drafts, temperature, whether tokens are truncated
+# Shape, drafts, temperature, whether tokens are truncated
 Case = tuple[str, str, float, bool]
 
 
@@ -110,7 +110,7 @@ class Batches:
         self.shape, self.drafts, self.temperature, self.truncated = case
         self.target, self.drafter, self.rows = target, target if self.drafts == "the target's" else drafter, rows
         self._generator = torch.Generator().manual_seed(7)
-        self._device_generator = torch.Generator(DEVICE).manual_seed(8)
+        self.device_generator = torch.Generator(DEVICE).manual_seed(8)
         self._parents = make_parents(self.shape, rows, self._generator)
         self.tree = tree_of(self._parents)
         self._q = self.drafter.distribution(self.temperature).float().to(DEVICE)
@@ -129,12 +129,12 @@ class Batches:
         seed = torch.arange(self._next_seed, self._next_seed + self.rows, device=DEVICE)
         self._next_seed += self.rows
         params = self.params(seed, torch.full_like(seed, 100))
-        tokens = torch.randint(VOCAB, (self.rows, NODES), generator=self._device_generator, device=DEVICE)
+        tokens = torch.randint(VOCAB, (self.rows, NODES), generator=self.device_generator, device=DEVICE)
         for node in range(1, NODES):
             parent = self._parents[:, node].to(DEVICE)
             before = tokens.gather(1, parent[:, None])[:, 0]
             if self.drafts == "random":
-                drawn = torch.multinomial(self._q[before], 1, generator=self._device_generator)[:, 0]
+                drawn = torch.multinomial(self._q[before], 1, generator=self.device_generator)[:, 0]
             else:
                 at = self.params(seed, params.position + node - 1)  # of a chain
                 drawn = sample(self.drafter.hidden(before), self.drafter.head, at).token_ids
@@ -171,11 +171,8 @@ def count(case: Case, target: Language, drafter: Language, positions: float) -> 
         nodes = found.nodes[rows, places].long() % NODES
         before, gained = tokens[rows, nodes], found.token_ids[rows, places]
         counts.view(-1).index_add_(0, before * VOCAB + gained, torch.ones_like(gained))
-        shuffled = torch.randperm(len(rows), generator=batches._device_generator, device=DEVICE)
-        alone = batches.params(params.seed[rows], params.position[rows] + places).rows(0, len(rows))
-        alone = BatchParams(*(one[shuffled] for one in (alone.temperature, alone.seed, alone.position)))
-        if truncated:
-            alone = batches.params(alone.seed, alone.position)
+        shuffled = torch.randperm(len(rows), generator=batches.device_generator, device=DEVICE)
+        alone = batches.params(params.seed[rows][shuffled], (params.position[rows] + places)[shuffled])
         hidden = target.hidden(before[shuffled])
         different += int((sample(hidden, target.head, alone).token_ids != gained[shuffled]).sum())
         if not total:

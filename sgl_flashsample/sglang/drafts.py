@@ -30,7 +30,7 @@ from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS
 from .batch import Batch, batch_of, routing_of
 from .lazy_logits import DraftLogits, LazyLogits, plain
-from .runtime import Runtime
+from .runtime import Runtime, processors_of
 from .support import draft_model_has_its_own_head, unsupported_drafts
 
 logger = logging.getLogger("sgl_flashsample")
@@ -90,12 +90,13 @@ class Drafts:
             return
         reason = not_coupled = None
         try:
-            reason = self._unsupported(worker)
+            processors = list(processors_of(worker.draft_runner.model).values())
+            reason = self._unsupported(worker, processors)
             if reason is None:
-                not_coupled = self._not_coupled(worker)
+                (processor,) = processors
+                not_coupled = self._not_coupled(worker, processor)
                 self.mode = DraftMode.COUPLED if not_coupled is None else DraftMode.GREEDY
                 self._allocate(worker)
-                (processor,) = _processors(worker)
                 processor.register_forward_hook(self.draw, with_kwargs=True)
                 self.runtime.draws_drafts = True
         except Exception as error:  # a server must start without
@@ -110,20 +111,19 @@ class Drafts:
             "flashsample: drafts come from hidden states, without logits except a prefill's; they are %s", words
         )
 
-    def _unsupported(self, worker: Any) -> str | None:
+    def _unsupported(self, worker: Any, processors: list[Any]) -> str | None:
         """Why drafts are SGLang's own."""
-        processors = _processors(worker)
         if len(processors) != 1:
             return f"the draft model has {len(processors)} places that compute logits; expected 1"
         return self.runtime.prepare_draft_head(worker.draft_runner.model, starting=False)
 
-    def _not_coupled(self, worker: Any) -> str | None:
+    def _not_coupled(self, worker: Any, processor: Any) -> str | None:
         """Why drafts are greedy; None where they are coupled."""
         if self.mode is DraftMode.GREEDY:
             return f"{DRAFTS_VARIABLE} says so"
         if getattr(worker, "hot_token_id", None) is not None:
             return "the draft model has a vocabulary of its own"
-        drafted, verified = _processors(worker)[0].vocab_size, {s.processor.vocab_size for s in self.runtime.heads}
+        drafted, verified = processor.vocab_size, {s.processor.vocab_size for s in self.runtime.heads}
         if verified != {drafted}:
             return f"the draft model has {drafted} ids, the target {', '.join(map(str, sorted(verified)))}"
         return None
@@ -140,7 +140,7 @@ class Drafts:
         else:
             state.update(self._max_rows)
             self._workspace = state.workspace
-        self._screen = None if state.screen is None else state.screen.pin()
+        self._screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
         self._temperature = torch.zeros(self._max_requests, dtype=torch.float32, device=device)
         self._seed = torch.zeros(self._max_requests, dtype=torch.int64, device=device)
 
@@ -258,10 +258,3 @@ def target_positions(forward_batch: Any) -> torch.Tensor | None:
     elif not mode.is_decode():
         return None
     return positions.to(torch.int64) + 1
-
-
-def _processors(worker: Any) -> list[Any]:
-    from sglang.srt.layers.logits_processor import LogitsProcessor
-
-    modules = worker.draft_runner.model.modules()
-    return [module for module in modules if isinstance(module, LogitsProcessor)]

@@ -135,8 +135,7 @@ class HeadState:
         weight = getattr(lm_head, "weight", None)
         if not isinstance(weight, torch.Tensor):
             return False
-        softcap = getattr(processor, "final_logit_softcapping", None)
-        other = weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size
+        other = _identity(processor, weight)
         return other == self._fingerprint[: len(other)]
 
     def _current_fingerprint(self) -> tuple:
@@ -147,8 +146,7 @@ class HeadState:
         if weight is None:
             weight = self.lm_head.weight
         version = None if weight.is_inference() else weight._version
-        softcap = getattr(processor, "final_logit_softcapping", None)
-        return weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size, version
+        return *_identity(processor, weight), version
 
     def _current_head(self) -> LMHead:
         processor, weight = self.processor, self.lm_head.weight
@@ -559,6 +557,12 @@ class StepGraphs:
             batch.all_greedy,
             batch.distribution_only,
         )
+
+
+def _identity(processor: Any, weight: torch.Tensor) -> tuple:
+    """What the logits of a processor depend on, beside the values of its weight."""
+    softcap = getattr(processor, "final_logit_softcapping", None)
+    return weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size
 
 
 def _places(edits: LogitEdits | None) -> tuple[Hashable, ...]:

@@ -508,12 +508,12 @@ class Runtime:
 
     @property
     def _drawing_head(self) -> HeadState | None:
-        """That drafts are drawn from now."""
+        """The head that drafts are drawn from now; None where SGLang makes them."""
         return self.draft_head if self.draws_drafts else None
 
     def leave_drafts(self, draft_model: torch.nn.Module) -> None:
-        """The logits of a draft model are SGLang's, but for those of ``draft_head``."""
-        self._draft_processors |= {id(processor) for processor in _processors_of(draft_model).values()}
+        """SGLang computes a draft model's logits, except where drafts are drawn from ``draft_head``."""
+        self._draft_processors |= {id(processor) for processor in processors_of(draft_model).values()}
         if self.prepares_drafts:
             self.prepare_draft_head(draft_model, starting=True)  # what it says is said again before graphs are captured
 
@@ -569,13 +569,13 @@ def _wants_plane() -> bool:
 def _heads_of(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
     """Each LogitsProcessor of a model with the LM head beside it."""
     modules = dict(model.named_modules())
-    for name, processor in _processors_of(model).items():
+    for name, processor in processors_of(model).items():
         lm_head = getattr(modules.get(name.rpartition(".")[0]), "lm_head", None)
         if lm_head is not None:
             yield processor, lm_head
 
 
-def _processors_of(model: torch.nn.Module) -> dict[str, Any]:
+def processors_of(model: torch.nn.Module) -> dict[str, Any]:
     """Each LogitsProcessor of a model, by name."""
     from sglang.srt.layers.logits_processor import LogitsProcessor
 

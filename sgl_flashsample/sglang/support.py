@@ -88,7 +88,7 @@ def unsupported_speculation() -> str | None:
     reason = next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
     if reason is None and os.environ.get(SPECULATION_VARIABLE) != "1":
         return (
-            f"speculative decoding is off by default, as it was measured with NGRAM and STANDALONE alone; "
+            "speculative decoding is off by default, because only NGRAM and STANDALONE have been measured; "
             f"{SPECULATION_VARIABLE}=1 turns it on"
         )
     return reason

@@ -366,11 +366,11 @@ def test_answers_are_compared_until_they_differ_and_a_difference_is_judged_by_th
     tokens, ties = speculation.drawn(target, [300] * 40, 1.0, seeds, 7)
     assert len(set(tokens)) > 5 and not any(ties), "another token with another seed, and none a near-tie"
     speculation._add_difference(
-        row := dict.fromkeys(speculation.COUNTS, 0) | {"ties": []}, target, [5], 1, 1.0, [7, 8], [7, 8]
+        row := dict.fromkeys(speculation.COUNTS, 0) | {"differences": []}, target, [5], 1, 1.0, [7, 8], [7, 8]
     )
     speculation._add_difference(row, target, [5], 1, 1.0, [7, 8, 9, 4], [7, 8, 3, 4])
     assert {name: row[name] for name in speculation.COUNTS} == {"tokens": 2 + 3, "near_ties": 0, "different": 1}
-    assert row["ties"] == [{"seed": 1, "position": 2, "tokens": [9, 3]}]
+    assert row["differences"] == [{"seed": 1, "position": 2, "tokens": [9, 3]}]
     target.head[:] = target.head[:1]  # every id has the same logit: of a group, the noise alone decides
     target.head[16:] *= 1 + 1e-7
     _, ties = speculation.drawn(target, [300], 0.0, [1], 7)

@@ -102,7 +102,7 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
         "without speculation nothing stands against it"
     )
     server_config.spec.speculative_algorithm = name or "EAGLE"
-    off = "speculative decoding is off by default, as it was measured with NGRAM and STANDALONE alone; "
+    off = "speculative decoding is off by default, because only NGRAM and STANDALONE have been measured; "
     off += "FLASHSAMPLE_SPECULATION=1 turns it on"
     reason = off if words is None else f"speculative decoding {words} is not supported yet"
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
