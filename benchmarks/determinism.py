@@ -91,8 +91,8 @@ STEPS = {torch.float32: 256, torch.bfloat16: 4}[DTYPE]  # of a weight, per unit
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A batch, and the logits that its hidden states have, in the dtype of the head. allowed: ``[B, V]`` bool, what the
-    mask of the edits says."""
+    """A batch, and the logits that its hidden states have, in the dtype of the head. allowed: ``[B, V]`` bool, on the
+    CPU, what the mask of the edits says."""
 
     kind: str
     hidden: torch.Tensor
@@ -114,7 +114,8 @@ class Case:
         params = dataclasses.replace(
             taken(self.params), truncation=taken(self.params.truncation), edits=taken(self.params.edits)
         )
-        allowed = None if self.allowed is None else self.allowed[rows]
+        on_cpu = rows.cpu() if isinstance(rows, torch.Tensor) else rows
+        allowed = None if self.allowed is None else self.allowed[on_cpu]
         return dataclasses.replace(
             self, hidden=self.hidden[rows], logits=self.logits[rows], params=params, allowed=allowed
         )

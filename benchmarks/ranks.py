@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ TOKENS = 200 if DRY_RUN else 500_000  # of each of two kinds
 TOKEN_ROWS = 5 if DRY_RUN else 256
 CALLS, ROUNDS = (2, 2) if DRY_RUN else (50, 15)
 COMPARED_EVERY = 10  # batches of the soak, with those of one rank
+WRITTEN_EVERY = 20.0  # seconds of the soak
 
 
 class Rank:
@@ -138,7 +139,7 @@ class Rank:
         return int(sum((other != every[0]) for other in every[1:]).gt(0).sum())
 
 
-def tokens(rank: Rank, options: Any) -> list[dict[str, Any]]:
+def tokens(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
     result = []
     for kind in ("plain", "truncated"):
         batch, number = Batch(rank.whole, TOKEN_ROWS), 0
@@ -155,11 +156,12 @@ def tokens(rank: Rank, options: Any) -> list[dict[str, Any]]:
                 row["near_ties"] += rank.near_ties(batch, params, differ)
             number += 1
         result.append(row)
-    return result
+    yield result
 
 
-def soak(rank: Rank, options: Any) -> list[dict[str, Any]]:
-    choose, number, started = random.Random(1), 0, time.monotonic()
+def soak(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
+    """Its row every ``WRITTEN_EVERY`` seconds, and in the end."""
+    choose, number, started, written = random.Random(1), 0, time.monotonic(), 0.0
     row = {"section": "soak", "seconds": 0.0, "batches": 0, "rows": 0, "ranks_differ": 0, "compared": 0}
     row |= {"differing": 0, "near_ties": 0}
     batches = {size: Batch(rank.whole, size) for size in (1, 2, 3, 17, 64)}
@@ -179,13 +181,17 @@ def soak(rank: Rank, options: Any) -> list[dict[str, Any]]:
                 row["near_ties"] += rank.near_ties(batch, params, differ)
         number += 1
         # All ranks end after the same batch: the first one's clock decides.
-        ended = torch.tensor([time.monotonic() - started > options.soak_seconds], device=rank.device)
+        seconds = time.monotonic() - started
+        ended = torch.tensor([seconds > options.soak_seconds], device=rank.device)
         torch.distributed.broadcast(ended, 0, group=rank.group.device_group)
+        if ended.item() or seconds - written > WRITTEN_EVERY:
+            written = seconds
+            yield [row | {"seconds": round(seconds, 1)}]
         if ended.item():
-            return [row | {"seconds": round(time.monotonic() - started, 1)}]
+            return
 
 
-def exchange(rank: Rank, options: Any) -> list[dict[str, Any]]:
+def exchange(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
     connection = rank.state.exchange
     assert connection is not None
@@ -220,7 +226,7 @@ def exchange(rank: Rank, options: Any) -> list[dict[str, Any]]:
             row = {"section": "exchange", "batch": size, "exchange": name}
             rows.append(row | microseconds(rank, call, in_graph=by_memory))
         connection.memory = memory
-    return rows
+    yield rows
 
 
 def microseconds(rank: Rank, call: Callable[[], Any], in_graph: bool) -> dict[str, Any]:
@@ -257,7 +263,8 @@ def work(number: int, port: int, options: Any, answers: Any) -> None:
     measured = {"tokens": tokens, "exchange": exchange, "soak": soak}
     for section in options.only:
         try:
-            answers.put((number, section, [row | {"tp": options.tp} for row in measured[section](rank, options)]))
+            for rows in measured[section](rank, options):
+                answers.put((number, section, [row | {"tp": options.tp} for row in rows]))
         except Exception as error:
             answers.put((number, section, reason_of(error)))
             os._exit(1)  # the others may wait for this one: they are ended
@@ -290,8 +297,8 @@ def main() -> int:
             running -= 1
         elif isinstance(found, str):
             result["env"]["not_run"].append({"section": section, "rank": number, "reason": found})
-        elif number == 0:
-            result["rows"] += found
+        elif number == 0:  # all rows of the section that there are so far
+            result["rows"] = [row for row in result["rows"] if row["section"] != section] + found
             for row in found:
                 print(row, flush=True)
         write_result(options.out, result)

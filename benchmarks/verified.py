@@ -38,7 +38,7 @@ from sgl_flashsample.kernels.reference import allowed_ref
 from sgl_flashsample.verification import DraftTree, verify
 
 VOCAB, NODES = 64, 8
-ROWS = 16 if DRY_RUN else 4096
+ROWS = 16 if DRY_RUN else 32_768
 TREE = [-1, 0, 0, 0, 1, 1, 2, 4]  # the parent of each node
 TOP_K, TOP_P = 20, 0.9
 LEAST_P, MOST_DEVIATIONS = 1e-5, 5.0
@@ -96,11 +96,12 @@ def make_parents(shape: str, rows: int, generator: torch.Generator) -> torch.Ten
 
 
 def tree_of(parents: torch.Tensor) -> DraftTree:
-    """A tree per row."""
-    if bool((parents == parents[0]).all()):
-        return DraftTree.from_parents(parents[0].tolist(), DEVICE)
-    trees = [DraftTree.from_parents(row, "cpu") for row in parents.tolist()]
-    return DraftTree(*(torch.stack(column).to(DEVICE) for column in zip(*trees, strict=True)))
+    """One tree where all rows have the same, else one per row."""
+    distinct, which = parents.unique(dim=0, return_inverse=True)
+    if len(distinct) == 1:
+        return DraftTree.from_parents(distinct[0].tolist(), DEVICE)
+    trees = [DraftTree.from_parents(row, "cpu") for row in distinct.tolist()]
+    return DraftTree(*(torch.stack(column)[which].to(DEVICE) for column in zip(*trees, strict=True)))
 
 
 class Batches:
@@ -111,8 +112,8 @@ class Batches:
         self.target, self.drafter, self.rows = target, target if self.drafts == "the target's" else drafter, rows
         self._generator = torch.Generator().manual_seed(7)
         self.device_generator = torch.Generator(DEVICE).manual_seed(8)
-        self._parents = make_parents(self.shape, rows, self._generator)
-        self.tree = tree_of(self._parents)
+        parents = make_parents(self.shape, rows, self._generator)
+        self.tree, self._parents = tree_of(parents), parents.to(DEVICE)
         self._q = self.drafter.distribution(self.temperature).float().to(DEVICE)
         self._next_seed = 0
 
@@ -131,8 +132,7 @@ class Batches:
         params = self.params(seed, torch.full_like(seed, 100))
         tokens = torch.randint(VOCAB, (self.rows, NODES), generator=self.device_generator, device=DEVICE)
         for node in range(1, NODES):
-            parent = self._parents[:, node].to(DEVICE)
-            before = tokens.gather(1, parent[:, None])[:, 0]
+            before = tokens.gather(1, self._parents[:, node : node + 1])[:, 0]
             if self.drafts == "random":
                 drawn = torch.multinomial(self._q[before], 1, generator=self.device_generator)[:, 0]
             else:
@@ -144,13 +144,12 @@ class Batches:
     def expected_accepted(self, tokens: torch.Tensor, p: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
         """``[rows]`` float64: how likely each row accepts a draft at its root. both: by token, of coupled drafts."""
         if self.drafts != "random":
-            return both[tokens[:, 0].cpu()]
-        probability = p[tokens[:, 0].cpu()].clone()
-        of_root = torch.zeros(self.rows, VOCAB, dtype=torch.bool)
+            return both[tokens[:, 0]]
+        of_root = torch.zeros(self.rows, VOCAB, dtype=torch.bool, device=DEVICE)
+        row = torch.arange(self.rows, device=DEVICE)
         for node in range(1, NODES):
-            below = self._parents[:, node] == 0
-            of_root[below, tokens[below.to(DEVICE), node].cpu()] = True
-        return (probability * of_root).sum(1)
+            of_root[row, tokens[:, node]] |= self._parents[:, node] == 0
+        return (p[tokens[:, 0]] * of_root).sum(1)
 
 
 def count(case: Case, target: Language, drafter: Language, positions: float) -> dict[str, Any]:
@@ -159,10 +158,13 @@ def count(case: Case, target: Language, drafter: Language, positions: float) -> 
     shape, drafts, temperature, truncated = case
     p = target.distribution(temperature, truncated)
     q = batches.drafter.distribution(temperature)
-    both = torch.tensor([coupled_acceptance(one, other) for one, other in zip(p, q, strict=True)])
+    both = torch.tensor([coupled_acceptance(one, other) for one, other in zip(p, q, strict=True)], dtype=p.dtype)
+    p_on_device, both = p.to(DEVICE), both.to(DEVICE)
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.int64, device=DEVICE)
-    accepted = different = earlier = total = 0
-    expected = variance = 0.0
+    earlier = total = 0
+    # On the device, so that a batch does not wait for the counts of the one before
+    accepted, different = (torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in range(2))
+    expected, variance = (torch.zeros((), dtype=torch.float64, device=DEVICE) for _ in range(2))
     bar = tqdm(total=positions, desc=", ".join(map(str, case)), unit="token", unit_scale=True)
     while total < positions:
         tokens, params = batches.new()
@@ -174,13 +176,14 @@ def count(case: Case, target: Language, drafter: Language, positions: float) -> 
         shuffled = torch.randperm(len(rows), generator=batches.device_generator, device=DEVICE)
         alone = batches.params(params.seed[rows][shuffled], (params.position[rows] + places)[shuffled])
         hidden = target.hidden(before[shuffled])
-        different += int((sample(hidden, target.head, alone).token_ids != gained[shuffled]).sum())
+        different += (sample(hidden, target.head, alone).token_ids != gained[shuffled]).sum()
         if not total:
             moved = batches.params(alone.seed, alone.position - 1)
             earlier = int((sample(hidden, target.head, moved).token_ids != gained[shuffled]).sum())
-        chance = batches.expected_accepted(tokens, p, both)
-        accepted += int((found.num_tokens > 1).sum())
-        expected, variance = expected + float(chance.sum()), variance + float((chance * (1 - chance)).sum())
+        chance = batches.expected_accepted(tokens, p_on_device, both)
+        accepted += (found.num_tokens > 1).sum()
+        expected += chance.sum()
+        variance += (chance * (1 - chance)).sum()
         total += len(rows)
         bar.update(len(rows))
     bar.close()
@@ -188,12 +191,12 @@ def count(case: Case, target: Language, drafter: Language, positions: float) -> 
     row = {"shape": shape, "drafts": drafts, "temperature": temperature, "truncated": truncated, "positions": total}
     row |= {"p_value": smallest_p(observed, p.numpy()), **distance(observed, p.numpy())}
     if variance > 1e-6:
-        row["accepted_z"] = round((accepted - expected) / variance**0.5, 2)
+        row["accepted_z"] = round(float((accepted - expected) / variance**0.5), 2)
     else:
-        row |= {"accepted_z": None, "rejected": round(expected) - accepted}
+        row |= {"accepted_z": None, "rejected": round(float(expected)) - int(accepted)}
     hotter = target.distribution(1.01 * temperature, truncated).numpy()
-    row |= {"different": different, "noticed_law": smallest_p(observed, hotter) < LEAST_P, "noticed_tokens": earlier}
-    return row
+    noticed = {"noticed_law": smallest_p(observed, hotter) < LEAST_P, "noticed_tokens": earlier}
+    return row | {"different": int(different)} | noticed
 
 
 def smallest_p(observed: np.ndarray, p: np.ndarray) -> float:

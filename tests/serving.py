@@ -19,9 +19,9 @@ from sgl_flashsample.demo.server import SGLANG_LAUNCH_SERVER, Server
 CUDA = torch.cuda.is_available()
 VERSIONS_FOLDER = Path(sys.prefix) / "sglang-versions"  # other releases, from `make test-full`
 
-# Environments of servers on the CPU.
-INTERPRETED = {"TRITON_INTERPRET": "1"}  # draws with the kernels
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+# Environments of servers. INTERPRETED: of kernels, where there is no GPU. Other tests may use one of two GPUs more.
+INTERPRETED = {} if CUDA else {"TRITON_INTERPRET": "1"}
+TWO_RANKS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"} if CUDA else {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
 

@@ -208,7 +208,7 @@ def _row_of(request: Any, custom_processors: bool) -> Row:
         tempered=greedy and params.temperature != 1.0,
         needs=(params.top_p != 1.0, params.top_k != TOP_K_OFF, params.min_p > 0),
         edits=edits,
-        seeded=params.sampling_seed is not None,
+        seeded=given_seed(params) is not None,
         top_k=int(params.top_k),  # SGLang lets a fraction through, and drops it on the way to the device
     )
 
@@ -241,7 +241,7 @@ class SampleIndices:
         params = request.sampling_params
         count = getattr(params, "n", None) or 1
         # The request that only fills the prefix cache for the others has no new token.
-        if count == 1 or params.sampling_seed is None or getattr(params, "max_new_tokens", None) == 0:
+        if count == 1 or given_seed(params) is None or getattr(params, "max_new_tokens", None) == 0:
             return 0
         index = getattr(request, _INDEX_ATTRIBUTE, None)
         if index is None:
@@ -256,10 +256,17 @@ class SampleIndices:
         return index
 
 
+def given_seed(params: Any) -> int | None:
+    """The seed that a request gave. Older SGLang lets any JSON value through and uses none: what is no integer is no
+    seed."""
+    seed = params.sampling_seed
+    return seed if isinstance(seed, int) else None
+
+
 def request_seed(server_seed: int, request: Any, sample_index: int = 0) -> int:
     """The noise seed of one request: the one that it gave, or one that every rank derives alike from the server's seed
     and the request's id. Two requests never share noise by accident, nor do the n samples of one request."""
-    seed = request.sampling_params.sampling_seed
+    seed = given_seed(request.sampling_params)
     if seed is not None and sample_index == 0:
         return (seed + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
     text = f"{server_seed}/{request.rid}" if seed is None else f"seed {seed}, sample {sample_index}"

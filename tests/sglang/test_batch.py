@@ -190,6 +190,15 @@ def test_an_oversized_seed_still_fits_a_device_tensor(seed):
     make_batch({"sampling_seed": seed})
 
 
+@pytest.mark.parametrize("seed", ["x", "7", 7.0, float("nan"), [7], {"seed": 7}], ids=str)
+def test_what_is_no_integer_is_no_seed(seed):
+    """SGLang 0.5.17 lets it through."""
+    given, none = request("a", sampling_seed=seed, n=2), request("a", n=2)
+    assert request_seed(1, given, SampleIndices().of(given)) == request_seed(1, none)
+    batch = make_batch({"sampling_seed": seed})
+    assert batch.tensors.seed.tolist() == make_batch({}).tensors.seed.tolist() and not batch.rows[0].seeded
+
+
 def test_requests_without_a_seed_have_one_of_the_servers_seed_and_their_id():
     assert request_seed(1, request("a")) == request_seed(1, request("a", temperature=0.5))
     seeds = {request_seed(server, request(rid)) for server in (1, 2) for rid in ("a", "b", "c")}

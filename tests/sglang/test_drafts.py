@@ -3,6 +3,7 @@ so that they are often the same. The tokens of a request do not depend on them."
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
@@ -268,9 +269,9 @@ def test_a_pass_that_drafts_nothing_is_left_alone(server, head, hidden, info_of,
 
 
 def chain_of(coupled: Server, first: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """``[B, D - 1]``: the drafts after ``first`` (``[B, 1]``), by SGLang's own loop. hidden: ``[B, D, H]`` of the
-    draft model after each node."""
-    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+    """``[B, D - 1]``: the drafts after ``first`` (``[B, 1]``), by SGLang's own loop, hooked as in a server. hidden:
+    ``[B, D, H]`` of the draft model after each node."""
+    from sglang.srt.speculative import eagle_worker_v2
 
     rows, steps = hidden.shape[0], iter(range(1, NODES - 1))
     device = hidden.device
@@ -302,7 +303,11 @@ def chain_of(coupled: Server, first: torch.Tensor, hidden: torch.Tensor) -> torc
         _topk1_parents_prealloc=torch.zeros(rows, NODES, dtype=torch.int64, device=device),
         _topk1_score_indices_prealloc=torch.zeros(rows, NODES, dtype=torch.int64, device=device),
     )
-    return EagleDraftWorker.draft_forward(worker, batch)[2]
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(eagle_worker_v2, "draft_topk1_postprocess"):
+            hooked = functools.partial(coupled.drafts.add_to_chain, eagle_worker_v2.draft_topk1_postprocess)
+            patch.setattr(eagle_worker_v2, "draft_topk1_postprocess", hooked)
+        return eagle_worker_v2.EagleDraftWorker.draft_forward(worker, batch)[2]
 
 
 @needs_sglang
