@@ -423,12 +423,14 @@ def main() -> int:
     if DEVICE.type == "cpu" and not HOST and not INTERPRETED:
         parser.error("without a GPU this draws in host memory: the extra `cpu`, and TRITON_INTERPRET unset")
     try:
-        kept = read_result(options.out, "determinism.py")["rows"] if options.keep and options.out.exists() else []
+        kept = read_result(options.out, "determinism.py") if options.keep and options.out.exists() else {}
     except ValueError as error:
         sys.exit(f"error: {error}")
     now = {WHERE, "interpreted"} if HOST else {WHERE}
-    rows = [row for row in kept if row["section"] not in options.only or row["on"] not in now]
-    result: dict[str, Any] = {"env": new_env(), "rows": rows}
+    rows = [row for row in kept.get("rows", []) if row["section"] not in options.only or row["on"] not in now]
+    env = new_env()
+    run = {name: env[name] for name in ("device", "torch", "triton", "date", "command")}
+    result: dict[str, Any] = {"env": env, "runs": [*kept.get("runs", []), run], "rows": rows}
     paths, cases = Paths(), {kind: make_case(kind) for kind in KINDS}
     if WHERE == "GPU":
         compile_ahead(paths, cases, options)

@@ -7,13 +7,13 @@ a tree, or a tree of each row's own, as n-grams give: random ones of another dis
 the noise of the target's tokens (coupled), and those of the target itself. The tokens that rows gain are counted by the
 token before them.
 
-p_value      of the smallest of 64 G-tests, one for each token before, times 64
+p_value      of the G-tests of what follows each token, whose statistics are added
 tv           the total variation between the counted and the true transitions; tv_chance: what chance alone gives
 accepted_z   first drafts that are accepted, less what the two distributions say, in standard deviations; None where all
              must be accepted
 different    tokens that a step without drafts would not have drawn: each is drawn again, alone with its context, in a
              shuffled batch
-noticed_law  whether the G-tests reject the same counts against a temperature that is 1 % higher; they must
+noticed_law  whether the p-value rejects the same counts against a temperature that is 1 % higher; they must
 noticed_tokens  tokens that differ when they are drawn with the noise of the position before; some must
 
 Ends with 1 if a p-value is below 1e-5, an acceptance off by more than 5 deviations, a token different, or a planted
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import DEVICE, DRY_RUN, make_parser, new_env, write_result
+from scipy.stats import chi2
 from stats import coupled_acceptance, g_test
 from tqdm import tqdm
 
@@ -189,19 +190,19 @@ def count(case: Case, target: Language, drafter: Language, positions: float) -> 
     bar.close()
     observed = counts.cpu().numpy()
     row = {"shape": shape, "drafts": drafts, "temperature": temperature, "truncated": truncated, "positions": total}
-    row |= {"p_value": smallest_p(observed, p.numpy()), **distance(observed, p.numpy())}
+    row |= {"p_value": p_value(observed, p.numpy()), **distance(observed, p.numpy())}
     if variance > 1e-6:
         row["accepted_z"] = round(float((accepted - expected) / variance**0.5), 2)
     else:
         row |= {"accepted_z": None, "rejected": round(float(expected)) - int(accepted)}
     hotter = target.distribution(1.01 * temperature, truncated).numpy()
-    noticed = {"noticed_law": smallest_p(observed, hotter) < LEAST_P, "noticed_tokens": earlier}
+    noticed = {"noticed_law": p_value(observed, hotter) < LEAST_P, "noticed_tokens": earlier}
     return row | {"different": int(different)} | noticed
 
 
-def smallest_p(observed: np.ndarray, p: np.ndarray) -> float:
-    least = min(g_test(counts, truth).p_value for counts, truth in zip(observed, p, strict=True) if counts.sum())
-    return min(1.0, VOCAB * least)
+def p_value(observed: np.ndarray, p: np.ndarray) -> float:
+    tests = [g_test(counts, truth) for counts, truth in zip(observed, p, strict=True) if counts.sum()]
+    return float(chi2.sf(sum(test.statistic for test in tests), sum(test.dof for test in tests)))
 
 
 def distance(observed: np.ndarray, p: np.ndarray) -> dict[str, float]:

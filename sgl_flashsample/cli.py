@@ -59,7 +59,8 @@ environment:
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
   FLASHSAMPLE_SEVERAL_GPUS 1: also serve several GPUs (measured on two alone)
-  FLASHSAMPLE_SPECULATION  1: also verify the drafts of speculative decoding (measured with NGRAM, STANDALONE)
+  FLASHSAMPLE_SPECULATION  0: leave speculative decoding to SGLang; 1: also verify the drafts of EAGLE, EAGLE3 and MTP,
+                           and on tensor-parallel ranks; unset: those of STANDALONE and NGRAM on one GPU
   FLASHSAMPLE_DRAFTS       then, coupled (default): drafts with the noise of the target's tokens; greedy: the likeliest
                            tokens; stock: SGLang's own drafts
   FLASHSAMPLE_ANY_SGLANG   1: also try SGLang versions that this release does not know

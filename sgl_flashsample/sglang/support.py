@@ -13,6 +13,8 @@ from ..defaults import FAMILIES, family_of
 SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
 # Whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
+# Verified by default, on one rank: measured on GPUs.
+MEASURED_ALGORITHMS = ("STANDALONE", "NGRAM")
 # Whose draft model has one head, run by the one worker that we know.
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
@@ -86,12 +88,17 @@ def unsupported_speculation() -> str | None:
         ("speculative decoding with DP attention", parallel.tp_size > 1 and parallel.attn_dp_size > 1),
     )
     reason = next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
-    if reason is None and os.environ.get(SPECULATION_VARIABLE) != "1":
-        return (
-            "speculative decoding is off by default, because only NGRAM and STANDALONE have been measured; "
-            f"{SPECULATION_VARIABLE}=1 turns it on"
-        )
-    return reason
+    wanted = os.environ.get(SPECULATION_VARIABLE)
+    if reason is not None or wanted == "1":
+        return reason
+    if wanted == "0":
+        return f"speculative decoding is left to SGLang, as {SPECULATION_VARIABLE} is 0"
+    if name in MEASURED_ALGORITHMS and parallel.tp_size == 1:
+        return None
+    return (
+        f"speculative decoding is on by default with {' and '.join(MEASURED_ALGORITHMS)} on one GPU alone, which have "
+        f"been measured; {SPECULATION_VARIABLE}=1 turns it on"
+    )
 
 
 def unsupported_drafts() -> str | None:

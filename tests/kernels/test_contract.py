@@ -209,6 +209,7 @@ if CUDA:
     CONFIGS["fused"] += [
         dataclasses.replace(TILE, block_b=64, **{name: True}) for name in ("rows_first", "hidden_tma", "one_launch")
     ]
+    CONFIGS["logits"][0] = ReadConfig(16, 512, 4, ctas_per_sm=2, reduce_rows=64)  # a larger block compiles for minutes
     CONFIGS["screened"] += [dataclasses.replace(SCREEN, **{name: False}) for name in ("flatten", "tma", "prefetch")]
 
 

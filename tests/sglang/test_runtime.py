@@ -103,10 +103,17 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
         "without speculation nothing stands against it"
     )
     server_config.spec.speculative_algorithm = name or "EAGLE"
-    off = "speculative decoding is off by default, because only NGRAM and STANDALONE have been measured; "
-    off += "FLASHSAMPLE_SPECULATION=1 turns it on"
-    reason = off if words is None else f"speculative decoding {words} is not supported yet"
+    reason = f"speculative decoding {words} is not supported yet"
+    if words is None and (name not in ("STANDALONE", "NGRAM") or "parallel.tp_size" in changes):
+        reason = "speculative decoding is on by default with STANDALONE and NGRAM on one GPU alone, which have been "
+        reason += "measured; FLASHSAMPLE_SPECULATION=1 turns it on"
+    elif words is None:
+        reason = None
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
+    monkeypatch.setenv(support.SPECULATION_VARIABLE, "0")
+    if words is None:
+        left = "speculative decoding is left to SGLang, as FLASHSAMPLE_SPECULATION is 0"
+        assert Runtime(None).inactive_reason == left
     monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
     runtime = Runtime(None)
     assert runtime.inactive_reason == (None if words is None else reason) and runtime.verifies
@@ -644,7 +651,7 @@ def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
 
 def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
     server_config.spec.speculative_algorithm = "EAGLE"
-    with pytest.raises(NotActiveError, match="speculative decoding is off by default"):
+    with pytest.raises(NotActiveError, match="speculative decoding is on by default with STANDALONE and NGRAM"):
         Runtime(None).announce_inactive()
 
 
