@@ -270,7 +270,8 @@ def request_seed(server_seed: int, request: Any, sample_index: int = 0) -> int:
     if seed is not None and sample_index == 0:
         return (seed + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
     text = f"{server_seed}/{request.rid}" if seed is None else f"seed {seed}, sample {sample_index}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    # An id given to ``sgl.Engine`` may hold half of a surrogate pair.
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

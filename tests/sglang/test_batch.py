@@ -206,6 +206,12 @@ def test_requests_without_a_seed_have_one_of_the_servers_seed_and_their_id():
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
 
 
+def test_an_id_may_hold_half_of_a_surrogate_pair():
+    """``sgl.Engine`` takes any text, and UTF-8 has no bytes for this one."""
+    ids = ("\ud800", "\udc00", "a\udfffb")
+    assert len(set(make_batch(*({"rid": rid} for rid in ids)).tensors.seed.tolist())) == 3
+
+
 IDS = itertools.count()
 
 
