@@ -41,6 +41,7 @@ def forward_batch(mode: str, positions: torch.Tensor, batch_size: int, **others:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     fields = {"spec_info": types.SimpleNamespace(), "extend_return_logprob": False, "is_prefill_only": False, **others}
+    fields["moe_num_token_non_padded"] = lambda: None  # SGLang 0.5.23 asks for it
     return types.SimpleNamespace(forward_mode=ForwardMode[mode], positions=positions, batch_size=batch_size, **fields)
 
 
