@@ -240,8 +240,9 @@ class SampleIndices:
     def of(self, request: Any) -> int:
         params = request.sampling_params
         count = getattr(params, "n", None) or 1
-        # The request that only fills the prefix cache for the others has no new token.
-        if count == 1 or given_seed(params) is None or getattr(params, "max_new_tokens", None) == 0:
+        # SGLang answers once for any number that is not above 1. The request that only fills the prefix cache for the
+        # others has no new token.
+        if not count > 1 or given_seed(params) is None or getattr(params, "max_new_tokens", None) == 0:
             return 0
         index = getattr(request, _INDEX_ATTRIBUTE, None)
         if index is None:

@@ -260,6 +260,13 @@ def test_what_has_no_samples_of_its_own_takes_no_index():
     assert seeds_of(indices, sampling_seed=5, n=2)[0] == 5
 
 
+@pytest.mark.parametrize("n", [0, -3, 0.3, float("nan"), True])
+def test_a_number_of_samples_that_is_not_above_one_is_one(n):
+    """SGLang answers such a request once: with the same seed, the same tokens each time."""
+    indices = SampleIndices()
+    assert [indices.of(request(sampling_seed=5, n=n)) for _ in range(4)] == [0] * 4
+
+
 def test_only_so_many_prompts_are_remembered(monkeypatch):
     monkeypatch.setattr(SampleIndices, "MAX_PROMPTS", 2)
     indices = SampleIndices()
