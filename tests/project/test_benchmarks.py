@@ -667,6 +667,16 @@ def test_what_differs_between_two_servers_is_found_and_what_a_draw_decides_is_no
     assert found_by(load, generated([5]), generated([5]), free, streams, statuses=(200, 500))
 
 
+def test_top_logprobs_are_not_counted_where_tokens_of_the_same_text_share_an_entry(load, monkeypatch):
+    fuzz, top = load("fuzz"), [{"a": -1.0}, {"a": -1.0, "b": -2.0}]
+    rows = [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [each]}} for each in top]
+    rows += [{"logprobs": {"content": [{"token": "a", "top_logprobs": list(each)}]}} for each in top]
+    for by_text in (False, True):
+        monkeypatch.setattr(fuzz, "TOP_BY_TEXT", by_text)
+        shapes = [fuzz.logprob_shapes(row) for row in rows]
+        assert (shapes[0] == shapes[1]) == (shapes[2] == shapes[3]) == by_text
+
+
 def test_requests_are_the_same_each_time_of_every_kind_and_ask_for_nothing_that_is_excluded(load):
     fuzz = load("fuzz")
     made = [fuzz.make_request(3, number) for number in range(3000)]
@@ -693,6 +703,15 @@ def test_requests_are_the_same_each_time_of_every_kind_and_ask_for_nothing_that_
     fields = [{"top_logprobs_num": fuzz.VOCAB + 1}, {"logprob_start_len": -2}, {"token_ids_logprob": ["x"]}]
     assert all(fuzz.unfit({"sampling_params": {}} | one) for one in fields)
     assert not fuzz.unfit({"sampling_params": {"top_k": 5}, "top_logprobs_num": 2})
+
+
+def test_what_ends_one_release_alone_is_excluded_there(load, monkeypatch):
+    fuzz = load("fuzz")
+    bodies = ({"sampling_params": {"regex": "a"}}, {"sampling_params": {}, "token_ids_logprob": [1]})
+    monkeypatch.setattr(fuzz, "EXCLUDED", {})
+    assert not any(map(fuzz.unfit, bodies))
+    monkeypatch.setattr(fuzz, "EXCLUDED", fuzz.EXCLUDED_IN["0.5.17"])
+    assert all(map(fuzz.unfit, bodies)) and not fuzz.unfit({"sampling_params": {"regex": ""}})
 
 
 @no_gpu
