@@ -231,7 +231,8 @@ def test_every_target_of_this_sglang_is_known():
     targets, reason = hooks.weight_targets()
     assert reason is None
     methods = {target.rpartition(".")[2] for target in targets}
-    assert methods >= WRITING_METHODS[MANAGER][0] | WRITING_METHODS[UPDATER][0] | SESSIONS
+    sessions = set() if versions.sglang_version() == "0.5.17" else SESSIONS
+    assert methods >= WRITING_METHODS[MANAGER][0] | WRITING_METHODS[UPDATER][0] | sessions
     assert [versions.unsupported_target(target) for target in versions.HOOK_TARGETS] == [None] * 7
 
 
