@@ -3,6 +3,7 @@ draws, and what SGLang verifies itself. The law of it is in ``test_follow_drafts
 
 from __future__ import annotations
 
+import sys
 import types
 
 import pytest
@@ -104,9 +105,10 @@ def draws(head, hidden: torch.Tensor, num_nodes: int, positions: torch.Tensor, s
 
 
 def accepted_by_sglang(verify_input, drawn: torch.Tensor):
-    """SGLang's own walk over the tree: its Triton twin, interpreted."""
-    from sglang.srt.speculative.eagle_utils import verify_tree_greedy_triton
+    """SGLang's own walk over the tree: its Triton twin, interpreted, which SGLang 0.5.23 has moved."""
+    from sglang.srt.speculative.eagle_utils import verify_tree_greedy_func
 
+    verify_tree_greedy_triton = sys.modules[verify_tree_greedy_func.__module__].verify_tree_greedy_triton
     shape = verify_input.retrieve_index.shape
     predict = torch.zeros(drawn.shape, dtype=torch.int32, device=drawn.device)
     nodes = torch.full((shape[0], verify_input.max_tree_depth), -1, dtype=torch.int32, device=drawn.device)
