@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton
 
+from .kernels.follow_drafts import Accepted
 from .kernels.launch import gpu_of
 from .kernels.params import TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 
@@ -127,6 +128,29 @@ def sample_on_cpu(
     for call in calls:
         call.result()
     return output
+
+
+def follow_drafts_on_cpu(
+    drawn: torch.Tensor, drafts: torch.Tensor, first_child: torch.Tensor, next_sibling: torch.Tensor
+) -> Accepted:
+    """``follow_drafts`` of whole paths, for tensors in host memory: all rows go down a node at a time, by PyTorch's
+    operations. Arguments and result are the kernel's; they are not checked."""
+    num_rows, num_nodes = drawn.shape
+    row, node = torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64)
+    nodes = torch.full((num_rows, num_nodes), -1, dtype=torch.int32)
+    nodes[:, 0] = row * num_nodes
+    num_tokens, goes_on = torch.ones(num_rows, dtype=torch.int32), torch.ones(num_rows, dtype=torch.bool)
+    for place in range(1, num_nodes):
+        token, child = drawn[row, node], first_child[row, node].where(goes_on, -1)
+        while bool((others := (child >= 0) & (drafts[row, child.clamp(min=0)] != token)).any()):
+            child = torch.where(others, next_sibling[row, child.clamp(min=0)], child)
+        goes_on = child >= 0
+        nodes[:, place] = torch.where(goes_on, row * num_nodes + child, -1)
+        node = torch.where(goes_on, child, node)
+        num_tokens += goes_on
+        if not goes_on.any():
+            break
+    return Accepted(nodes, num_tokens)
 
 
 def _flat(rows: torch.Tensor) -> np.ndarray[Any, Any]:

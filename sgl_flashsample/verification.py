@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .api import check_params, sample
+from .cpu_path import draws_in_host_memory, follow_drafts_on_cpu
 from .dispatch import DispatchTable
 from .kernels.follow_drafts import follow_drafts
 from .kernels.params import BatchParams, LMHead
@@ -125,7 +126,8 @@ def verify(
         screen=screen,
     )
     token_ids = drawn.token_ids.view(shape)
-    nodes, num_tokens = follow_drafts(token_ids, draft_tokens.contiguous(), first_child, next_sibling)
+    follow = follow_drafts_on_cpu if draws_in_host_memory(hidden.device) else follow_drafts
+    nodes, num_tokens = follow(token_ids, draft_tokens.contiguous(), first_child, next_sibling)
     on_path, places = nodes >= 0, nodes.clamp(min=0).long()
     logprobs = None if drawn.logprobs is None else torch.where(on_path, drawn.logprobs[places], 0.0)
     return VerifyOutput(torch.where(on_path, drawn.token_ids[places], _NONE), num_tokens, nodes, logprobs)

@@ -362,7 +362,7 @@ def test_the_public_functions_draw_in_host_memory_and_pass_the_check_of_a_starti
 
 WITHOUT_INTERPRETER = """
 import sys, torch
-from sgl_flashsample import BatchParams, LMHead, Truncation, argmax, sample, sample_from_logits
+from sgl_flashsample import BatchParams, LMHead, Truncation, argmax, sample, sample_from_logits, verify
 from sgl_flashsample.cpu_path import sample_on_cpu
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.selfcheck import refuse_wrong
@@ -381,6 +381,12 @@ for truncation in (None, limits):
     for got in (one, sample_from_logits(logits, params, return_logprob=True)):
         assert torch.equal(got.token_ids, want.token_ids) and torch.equal(got.logprobs, want.logprobs)
 assert torch.equal(argmax(hidden, head), logits.argmax(1))
+alone = [sample(hidden, head, BatchParams(torch.ones(5), rows, rows + 7 + node)).token_ids for node in range(3)]
+nodes, drafts = hidden[:, None].repeat(1, 3, 1), torch.stack([rows, alone[0], alone[1]], 1)
+drafts[0, 1] = (drafts[0, 1] + 1) % 2003
+verified = verify(nodes, head, drafts, BatchParams(torch.ones(5), rows, rows + 7))
+assert verified.num_tokens.tolist() == [1, 3, 3, 3, 3]
+assert torch.equal(verified.token_ids[1:], torch.stack(alone, 1)[1:]) and verified.token_ids[0, 0] == alone[0][0]
 checked = refuse_wrong(head, 16, default_table(head))
 assert checked.reason is None and not checked.refused, checked
 """

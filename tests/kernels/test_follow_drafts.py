@@ -9,6 +9,7 @@ import pytest
 import torch
 from stats import g_test
 
+from sgl_flashsample.cpu_path import follow_drafts_on_cpu
 from sgl_flashsample.kernels.follow_drafts import follow_drafts
 from sgl_flashsample.kernels.reference import follow_drafts_ref
 
@@ -37,9 +38,11 @@ def random_trees(num_rows: int, num_nodes: int, device) -> tuple[torch.Tensor, .
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 7, 8, 33, 64])
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
-def test_the_path_is_the_references(device, num_rows, num_nodes):
-    arguments = random_trees(num_rows, num_nodes, device)
-    got = follow_drafts(*arguments)
+@pytest.mark.parametrize("where", ["kernel", "host memory"])
+def test_the_path_is_the_references(device, num_rows, num_nodes, where):
+    on_host = where == "host memory"
+    arguments = random_trees(num_rows, num_nodes, torch.device("cpu") if on_host else device)
+    got = (follow_drafts_on_cpu if on_host else follow_drafts)(*arguments)
     paths = follow_drafts_ref(*arguments)
     assert num_nodes < 7 or num_rows < 17 or max(map(len, paths)) > 1, "some drafts are accepted"
     assert got.num_tokens.tolist() == [len(path) for path in paths]
