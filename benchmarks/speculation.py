@@ -3,13 +3,15 @@
     python benchmarks/speculation.py --out benchmarks/results/h200-speculation.json --sizes qwen3-1.7b
 
 stock    SGLang's own verification and drafts
-greedy   our verification, and of STANDALONE our drafts: the most likely tokens
-coupled  our verification, drafts with the noise of the target's tokens (STANDALONE alone)
+greedy   our verification and, where a model drafts, our drafts: the most likely tokens
+coupled  our verification, drafts with the noise of the target's tokens (STANDALONE, EAGLE, NEXTN)
 
 The target is a checkpoint whose distribution is known (``sgl_flashsample/demo/markov.py``), computed at the full cost
 of its size. STANDALONE drafts with a smaller one whose logits have a normal error of ``--errors``; "p_max" and
 "draft_tv" are the largest probability and the total variation between the two distributions, means over the tokens that
-were answered. NGRAM drafts from what it has seen. All servers of an algorithm run at once, with ``--draft-tokens``
+were answered. NGRAM drafts from what it has seen. EAGLE and NEXTN (MTP) have one layer whose hidden states are almost
+the target's, EAGLE3 one that knows nothing and an LM head of 32,000 ids (``sgl_flashsample/demo/drafters.py``): they
+show what a step costs. All servers of an algorithm run at once, with ``--draft-tokens``
 nodes per verification (the root and its drafts), and are measured in turns. Medians, and half the distance between the
 quartiles.
 
@@ -54,7 +56,7 @@ from step_profile import correlation, events_of, record
 
 from sgl_flashsample.autotune.timing import Timing
 from sgl_flashsample.bench import OURS, STOCK, check_active
-from sgl_flashsample.demo import markov
+from sgl_flashsample.demo import drafters, markov
 from sgl_flashsample.demo.server import Server, ServerError, stop_all
 from sgl_flashsample.kernels.reference import sample_ref
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
@@ -63,6 +65,9 @@ from sgl_flashsample.sglang.versions import sglang_version
 
 PROMPT_TOKENS, SHORT = 32, 16
 DRAFT_LAYERS = 4
+HOT_IDS = 32_000  # of EAGLE3's draft model, of larger vocabularies
+ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+COUPLED = ("STANDALONE", "EAGLE", "NEXTN")
 EXTEND_ATTENTION = "_fwd_kernel"  # of several new tokens per row: a verification has it in each layer of the target
 # Kernels that end a verification
 VERIFYING = ("TreeSpeculativeSampling", "VerifyTreeGreedy", "verify_tree_greedy", "follow_drafts")
@@ -218,7 +223,7 @@ class Run:
         if algorithm == "STANDALONE":
             self.about["error"] = error
         self.size, self.error = markov.SIZES[size], error
-        self.backends = [name for name in options.backends if name != "coupled" or algorithm == "STANDALONE"]
+        self.backends = [name for name in options.backends if name != "coupled" or algorithm in COUPLED]
         if "tokens" in options.only:
             self.backends = [NO_DRAFTS, *(name for name in self.backends if name != STOCK or "speed" in options.only)]
         self.not_run: list[dict[str, Any]] = []
@@ -232,11 +237,7 @@ class Run:
             print(f"{self.about}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
 
     def _cells(self) -> Iterator[list[dict[str, Any]]]:
-        folder = self.options.checkpoints
-        target = markov.write(folder / self.about["model"], self.size)
-        draft = None
-        if self.algorithm == "STANDALONE":
-            draft = markov.write(self._draft_folder, draft_size(self.size), error=self.error)
+        target, draft = self._write_checkpoints()
         servers = {name: self._server(name) for name in self.backends}
         try:
             for server in servers.values():
@@ -271,9 +272,27 @@ class Run:
     def _largest(self) -> int:
         return max(self.options.batches)
 
+    def _write_checkpoints(self) -> tuple[markov.MarkovModel, markov.MarkovModel | None]:
+        """The target's truth, and the draft model's where it is known."""
+        if self.algorithm == "NEXTN":
+            return drafters.write_mtp(self._target_folder, self.size), None
+        draft = None
+        if self.algorithm == "STANDALONE":
+            draft = markov.write(self._draft_folder, draft_size(self.size), error=self.error)
+        elif self.algorithm == "EAGLE":
+            drafters.write_eagle(self._draft_folder, self.size)
+        elif self.algorithm == "EAGLE3":
+            drafters.write_eagle3(self._draft_folder, self.size, min(HOT_IDS, self.size.vocab_size // 2))
+        return markov.write(self._target_folder, self.size), draft
+
+    @property
+    def _target_folder(self) -> Path:
+        return self.options.checkpoints / (self.about["model"] + ("-mtp" if self.algorithm == "NEXTN" else ""))
+
     @property
     def _draft_folder(self) -> Path:
-        return self.options.checkpoints / f"{self.about['model']}-draft-{self.error:g}"
+        of = f"{self.error:g}" if self.algorithm == "STANDALONE" else self.algorithm
+        return self.options.checkpoints / f"{self.about['model']}-draft-{of}"
 
     def _server(self, name: str) -> Server:
         arguments = ["--disable-radix-cache", "--random-seed", "1"]
@@ -281,16 +300,17 @@ class Run:
         if BACKENDS[name].speculates:
             arguments += ["--speculative-algorithm", self.algorithm]
             arguments += ["--speculative-num-draft-tokens", str(self.nodes)]
-        if BACKENDS[name].speculates and self.algorithm == "STANDALONE":
-            arguments += ["--speculative-draft-model-path", str(self._draft_folder), "--speculative-eagle-topk", "1"]
-            arguments += ["--speculative-num-steps", str(self.nodes - 1)]
+        if BACKENDS[name].speculates and self.algorithm != "NGRAM":
+            arguments += ["--speculative-eagle-topk", "1", "--speculative-num-steps", str(self.nodes - 1)]
+            if self.algorithm != "NEXTN":
+                arguments += ["--speculative-draft-model-path", str(self._draft_folder)]
         backend, on_gpu = BACKENDS[name], torch.cuda.is_available()
         environment = backend.environment | self.options.set
         if not on_gpu and backend.name == OURS:
             environment = {"TRITON_INTERPRET": "1"} | environment
         cpu_arguments = [] if on_gpu else ["--attention-backend", "triton", "--disable-cuda-graph"]
         return Server.on_this_machine(
-            self.options.checkpoints / self.about["model"],
+            self._target_folder,
             [*arguments, *cpu_arguments],
             backend=backend.name if on_gpu or backend.name == OURS else None,
             log=self.options.logs / f"{self.about['model']}-{self.algorithm}-{self.nodes}-{name}.log",
@@ -418,7 +438,7 @@ def parse() -> Any:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
     parser.add_argument("--sizes", nargs="+", choices=markov.SIZES, default=["qwen3-1.7b"])
-    parser.add_argument("--algorithms", nargs="+", choices=("NGRAM", "STANDALONE"), default=["NGRAM", "STANDALONE"])
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=["NGRAM", "STANDALONE"])
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4, 8], metavar="NODES")
     parser.add_argument("--errors", type=float, nargs="+", default=[0.6], help="of the draft's logits")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])

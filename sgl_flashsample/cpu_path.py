@@ -139,9 +139,9 @@ def follow_drafts_on_cpu(
     row, node = torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64)
     nodes = torch.full((num_rows, num_nodes), -1, dtype=torch.int32)
     nodes[:, 0] = row * num_nodes
-    num_tokens, goes_on = torch.ones(num_rows, dtype=torch.int32), torch.ones(num_rows, dtype=torch.bool)
+    num_tokens = torch.ones(num_rows, dtype=torch.int32)
     for place in range(1, num_nodes):
-        token, child = drawn[row, node], first_child[row, node].where(goes_on, -1)
+        token, child = drawn[row, node], first_child[row, node]  # where a path has ended, none fits again
         while bool((others := (child >= 0) & (drafts[row, child.clamp(min=0)] != token)).any()):
             child = torch.where(others, next_sibling[row, child.clamp(min=0)], child)
         goes_on = child >= 0

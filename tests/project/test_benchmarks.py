@@ -377,6 +377,38 @@ def test_answers_are_compared_until_they_differ_and_a_difference_is_judged_by_th
     assert ties == [True], "two ids are equally likely"
 
 
+@pytest.mark.parametrize(
+    "algorithm, coupled, target, draft",
+    [
+        ("NGRAM", False, "tiny", None),
+        ("STANDALONE", True, "tiny", "tiny-draft-0.6"),
+        ("EAGLE", True, "tiny", "tiny-draft-EAGLE"),
+        ("EAGLE3", False, "tiny", "tiny-draft-EAGLE3"),
+        ("NEXTN", True, "tiny-mtp", None),
+    ],
+)
+def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
+    load, tmp_path, algorithm, coupled, target, draft
+):
+    speculation = load("speculation")
+    options = types.SimpleNamespace(
+        **{"backends": ["stock", "greedy", "coupled"], "only": ["speed"], "checkpoints": tmp_path, "logs": tmp_path},
+        **{"batches": [1], "tokens": 32, "memory_share": 0.3, "set": {}},
+    )
+    run = speculation.Run(options, "tiny", algorithm, 4, 0.6, 0.0)
+    assert ("coupled" in run.backends) == coupled
+    run._write_checkpoints()
+    command = run._server("stock").command
+    folders = [
+        command[command.index(flag) + 1]
+        for flag in ("--model-path", "--speculative-draft-model-path")
+        if flag in command
+    ]
+    assert folders == [str(tmp_path / name) for name in (target, draft) if name is not None]
+    assert all((Path(folder) / "config.json").is_file() for folder in folders)
+    assert ("--speculative-num-steps" in command) == (algorithm != "NGRAM")
+
+
 def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
     tables, cell = (
         load("tables"),
@@ -737,6 +769,17 @@ def test_the_benchmark_of_verified_drafts_counts_tokens_of_every_shape(dry_run, 
     assert not any(load("verified").is_wrong(row, planted=False) for row in rows)
     (certain,) = [row for row in rows if row["accepted_z"] is None]
     assert certain["drafts"] == "the target's" and certain["rejected"] == 0, "all are accepted"
+
+
+def test_the_law_of_verified_tokens_is_one_test_of_what_follows_each_token(load):
+    verified, generator = load("verified"), torch.Generator().manual_seed(3)
+    target, _ = verified.make_languages()
+    p, hotter = (target.distribution(temperature).numpy() for temperature in (1.0, 1.01))
+    counts = torch.stack([torch.bincount(row, minlength=verified.VOCAB) for row in torch.multinomial(
+        torch.from_numpy(p), 160_000, replacement=True, generator=generator)]).numpy()  # fmt: skip
+    counts[0] = 0  # a token that nothing followed
+    assert verified.p_value(counts, p) > 1e-3
+    assert verified.p_value(counts, hotter) < verified.LEAST_P
 
 
 def test_what_is_wrong_with_verified_drafts_is_told(load):

@@ -4,13 +4,10 @@ so that they are often the same. The tokens of a request do not depend on them."
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import shutil
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,7 @@ from stats import coupled_acceptance
 from test_speculation import CHAIN, Original, verification
 
 from sgl_flashsample import sample_from_logits
-from sgl_flashsample.demo import markov
+from sgl_flashsample.demo import drafters, markov
 from sgl_flashsample.kernels.params import BatchParams
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, DraftMode, Drafts, start
@@ -710,80 +707,6 @@ SERVED = [
     {"temperature": 1.0, "top_p": 0.9, "sampling_seed": 2},
 ]
 AT_ONE = range(4)  # the rows at temperature 1
-HOT_IDS = 500  # of EAGLE3's draft model: every second id
-
-
-def write_standalone(folder: Path, size: markov.Size) -> None:
-    """A checkpoint like the target's, but that each logit has a normal error of 0.6."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(folder.parent / "tiny", folder)
-    weights = load_file(folder / "model.safetensors")
-    error = torch.randn(weights["lm_head.weight"].shape, generator=torch.Generator().manual_seed(5))
-    weights["lm_head.weight"] += 0.6 / size.hidden_size**0.5 * error
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_eagle(folder: Path, size: markov.Size) -> None:
-    """One layer that adds nothing. EAGLE: the hidden state of the target, with an error, under its LM head. EAGLE3: a
-    vocabulary of every second id, and an LM head that knows nothing."""
-    from safetensors.torch import save_file
-
-    eagle3 = folder.name == "eagle3"
-    generator = torch.Generator().manual_seed(7)
-    hidden, inner, inputs = size.hidden_size, size.intermediate_size, size.hidden_size * (2 if eagle3 else 1)
-    queries, keys = size.num_attention_heads * size.head_dim, size.num_key_value_heads * size.head_dim
-    shapes = {"q_proj": (queries, inputs), "k_proj": (keys, inputs), "v_proj": (keys, inputs)}
-    weights = {
-        **{f"layers.0.self_attn.{name}.weight": 0.02 * torch.randn(shape) for name, shape in shapes.items()},
-        "layers.0.self_attn.o_proj.weight": torch.zeros(hidden, queries),
-        "layers.0.post_attention_layernorm.weight": torch.ones(hidden),
-        "layers.0.mlp.gate_proj.weight": torch.zeros(inner, hidden),
-        "layers.0.mlp.up_proj.weight": torch.zeros(inner, hidden),
-        "layers.0.mlp.down_proj.weight": torch.zeros(hidden, inner),
-    }
-    config = markov.config(size) | {"model_type": "llama", "num_hidden_layers": 1}
-    if eagle3:
-        norms = ("layers.0.hidden_norm", "layers.0.input_layernorm", "norm")
-        weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
-        weights["fc.weight"] = 0.1 * torch.randn(hidden, 3 * hidden, generator=generator)
-        weights["lm_head.weight"] = torch.randn(HOT_IDS, hidden, generator=generator)
-        weights["d2t"] = torch.arange(HOT_IDS)  # added to the draft model's id
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": HOT_IDS}
-    else:
-        of_token = noisy_identity(hidden)
-        weights |= {"fc.weight": torch.cat([of_token, torch.zeros_like(of_token)], 1), "fc.bias": torch.zeros(hidden)}
-        config["architectures"] = ["LlamaForCausalLMEagle"]
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_mtp(folder: Path, size: markov.Size) -> None:
-    """The target as a MiMo: of another architecture, the same tokens, and with one more layer for the next token but
-    one, whose hidden states are the target's with an error."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(folder.parent / "tiny", folder)
-    heads = {"q": size.num_attention_heads, "k": size.num_key_value_heads, "v": size.num_key_value_heads}
-    weights = load_file(folder / "model.safetensors")
-    weights = {name: weight for name, weight in weights.items() if "_norm" not in name}
-    for layer in range(size.num_hidden_layers):
-        biases = {name: torch.zeros(count * size.head_dim) for name, count in heads.items()}
-        weights |= {f"model.layers.{layer}.self_attn.{name}_proj.bias": bias for name, bias in biases.items()}
-    layer, mtp = "model.layers.0.", "model.mtp_layers.0."
-    weights |= {name.replace(layer, mtp): weight.clone() for name, weight in weights.items() if layer in name}
-    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
-    weights |= {f"{mtp}{name}.weight": torch.ones(size.hidden_size) for name in norms}
-    of_token = noisy_identity(size.hidden_size)
-    weights[f"{mtp}input_proj.weight"] = torch.cat([torch.zeros_like(of_token), of_token], 1)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = markov.config(size) | {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-
-
-def noisy_identity(width: int) -> torch.Tensor:
-    return torch.eye(width) + 0.05 * torch.randn(width, width, generator=torch.Generator().manual_seed(6))
 
 
 def accepted(answers: list[dict]) -> float:
@@ -813,10 +736,10 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
     """Servers without drafts, and with drafts of several algorithms, SGLang's own, greedy and coupled ones."""
     size = markov.SIZES["tiny"]
     markov.write(tmp_path / "tiny", size)
-    write_standalone(tmp_path / "standalone", size)
-    for name in ("eagle", "eagle3"):
-        write_eagle(tmp_path / name, size)
-    write_mtp(tmp_path / "mtp", size)
+    markov.write(tmp_path / "standalone", size, error=0.6)
+    drafters.write_eagle(tmp_path / "eagle", size)
+    drafters.write_eagle3(tmp_path / "eagle3", size, hot_ids=500)
+    drafters.write_mtp(tmp_path / "mtp", size)
     answers = {}
     for name in ("none", *SERVERS):
         environment, arguments, line = {}, ["--disable-radix-cache"], None
