@@ -16,7 +16,7 @@ import functools
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,21 +155,28 @@ class Batch:
         custom_processors: bool,
         device: torch.device | str,
         samples: SampleIndices | None = None,
+        unreadable: Callable[[Exception], None] = lambda error: None,
     ) -> Batch:
-        """From SGLang's ``Req`` objects. Copies to the device without waiting for it."""
+        """From SGLang's ``Req`` objects. Copies to the device without waiting for it. A request that cannot be read
+        here, though SGLang serves it, is a row of SGLang's sampler; ``unreadable`` is told why."""
         samples = SampleIndices() if samples is None else samples
-        params = [request.sampling_params for request in requests]
-        rows = tuple(_row_of(request, custom_processors) for request in requests)
-        temperatures = [0.0 if row.greedy else p.temperature for row, p in zip(rows, params, strict=True)]
-        seeds = [request_seed(server_seed, request, samples.of(request)) for request in requests]
-        tensors = RowTensors(
-            to_device(temperatures, torch.float32, device),
-            to_device(seeds, torch.int64, device),
-            to_device([p.top_k for p in params], torch.int32, device),
-            to_device([p.top_p for p in params], torch.float32, device),
-            to_device([p.min_p for p in params], torch.float32, device),
-        )
-        return cls(rows, tensors)
+        rows: list[Row] = []
+        values: list[tuple[float, int, int, float, float]] = []
+        for request in requests:
+            try:
+                row, params = _row_of(request, custom_processors), request.sampling_params
+                seed = request_seed(server_seed, request, samples.of(request))
+                temperature = 0.0 if row.greedy else float(params.temperature)
+                value = (temperature, seed, int(params.top_k), float(params.top_p), float(params.min_p))
+            except Exception as error:
+                row, value = UNREADABLE
+                unreadable(error)
+            rows.append(row)
+            values.append(value)
+        columns = zip(*values, strict=True) if values else ((),) * len(RowTensors._fields)
+        dtypes = (torch.float32, torch.int64, torch.int32, torch.float32, torch.float32)
+        tensors = (to_device(column, dtype, device) for column, dtype in zip(columns, dtypes, strict=True))
+        return cls(tuple(rows), RowTensors(*tensors))
 
     def keep(self, indices: Iterable[int], device_indices: torch.Tensor) -> Batch:
         """The rows at ``indices`` (also given as a device tensor), in that order."""
@@ -209,7 +216,7 @@ def _row_of(request: Any, custom_processors: bool) -> Row:
         needs=(params.top_p != 1.0, params.top_k != TOP_K_OFF, params.min_p > 0),
         edits=edits,
         seeded=given_seed(params) is not None,
-        top_k=int(params.top_k),  # SGLang lets a fraction through, and drops it on the way to the device
+        top_k=int(params.top_k),  # SGLang lets a fraction through, and drops it
     )
 
 
@@ -284,6 +291,7 @@ class Reason(enum.StrEnum):
     CUSTOM_LOGIT_PROCESSOR = "custom_logit_processor"
     SAMPLING_MASK = "sampling_mask"
     BEAM_SEARCH = "beam_search"
+    UNREADABLE = "unreadable"
     TOP_LOGPROBS = "top_logprobs"
     TOKEN_IDS_LOGPROBS = "token_ids_logprobs"
     ORIGINAL_LOGPROBS = "original_logprobs"
@@ -300,6 +308,13 @@ class Reason(enum.StrEnum):
     INACTIVE = "inactive"
     GRAMMAR = "grammar"
     ERROR = "error"
+
+
+# The row of a request that cannot be read, and its parameters: SGLang's sampler draws it, whatever it asks for.
+UNREADABLE = (
+    Row(Reason.UNREADABLE, False, False, needs=(True, True, True), edits=Edit(0), seeded=False, top_k=TOP_K_OFF),
+    (1.0, 0, TOP_K_OFF, 1.0, 0.0),
+)
 
 
 class GrammarError(ValueError):

@@ -140,6 +140,7 @@ class StepHooks:
                 runtime.custom_processors,
                 schedule_batch.device,
                 runtime.samples,
+                runtime.warn_of_request,
             )
             setattr(sampling_info, BATCH_ATTRIBUTE, batch)
 

@@ -83,6 +83,7 @@ class Runtime:
         self.screen_mode = screen_mode()
         self.no_screen_reason = _unsupported_screens(self.screen_mode)
         self.samples = SampleIndices()
+        self._warned_of_request = False
         self.weights_settled = True
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
@@ -167,6 +168,17 @@ class Runtime:
                 "flashsample: fused sampling failed; from this batch on until restart, SGLang's own sampler is used "
                 "for everything (same distribution, other random numbers): %s",
                 reason,
+            )
+
+    def warn_of_request(self, error: Exception) -> None:
+        """A request cannot be read, on every rank alike. Said once: a client may send many."""
+        if not self._warned_of_request:
+            self._warned_of_request = True
+            logger.warning(
+                "flashsample: a request cannot be read, so SGLang's own sampler draws it, and others like it without "
+                "another warning: %s: %s",
+                type(error).__name__,
+                error,
             )
 
     def stop_mixing(self, reason: str) -> None:

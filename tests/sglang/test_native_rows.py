@@ -313,6 +313,24 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
     assert output.customized_info == {"flashsample_path": ["fused"]}
 
 
+def test_a_request_that_cannot_be_read_is_sglangs_as_it_asks_and_the_rows_beside_it_are_fused(
+    runners, head, info_of, hidden
+):
+    class Unprintable:
+        def __format__(self, form: str) -> str:
+            raise ValueError("no text")
+
+    def rows():
+        asked = {"temperature": 0.7, "top_p": 1e-6}  # the largest logit, if its top-p is looked at
+        return [request("a", sampling_seed=3), request(Unprintable(), **asked), request("c", **GREEDY)]
+
+    states = hidden(3)
+    alone, _ = runners[0].sample(head.lazy(states[:1]), info_of(rows()[:1]))
+    got, output = runners[0].sample(head.lazy(states), info_of(rows()))
+    assert output.customized_info == {"flashsample_path": ["fused", "native:unreadable", "fused"]}
+    assert got.tolist() == [alone.item(), *head.logits(states[1:]).argmax(-1).tolist()]
+
+
 def test_a_grammar_of_an_unknown_kind_is_sglangs_from_the_next_step_on_with_one_warning(
     runners, head, info_of, hidden, caplog
 ):

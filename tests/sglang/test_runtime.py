@@ -27,7 +27,7 @@ from sgl_flashsample.kernels.rng import NOISE_ABI
 from sgl_flashsample.kinds import BATCH_KINDS, PLAIN, BatchKind
 from sgl_flashsample.sglang import hooks, metrics, plugin, support
 from sgl_flashsample.sglang import runtime as runtime_module
-from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Routing
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.exchange import Exchange
 from sgl_flashsample.sglang.head import HeadState
@@ -1082,10 +1082,24 @@ def test_logits_that_sglang_has_preprocessed_are_sampled_as_they_are(runners, he
 
 def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_scheduler(runtime):
     info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: "something"})
-    broken = types.SimpleNamespace(reqs=[object()], device="cpu")  # a request without the attributes we read
+    broken = types.SimpleNamespace(reqs=None, device="cpu")  # an SGLang that is not the one we know
     StepHooks(runtime).from_schedule_batch(None, info, broken, 100)
     assert getattr(info, BATCH_ATTRIBUTE) is None
-    assert "from_schedule_batch: AttributeError" in runtime.inactive_reason
+    assert "from_schedule_batch: TypeError" in runtime.inactive_reason
+
+
+def test_a_request_that_cannot_be_read_is_one_warning_and_nothing_is_off(runtime, caplog):
+    info = types.SimpleNamespace()
+    batch = types.SimpleNamespace(reqs=[object()] * 2, device="cpu")  # without the attributes that we read
+    for _ in range(2):
+        StepHooks(runtime).from_schedule_batch(None, info, batch, 100)
+        assert [row.reason for row in getattr(info, BATCH_ATTRIBUTE).rows] == [Reason.UNREADABLE] * 2
+    assert runtime.inactive_reason is None
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.startswith(
+        "flashsample: a request cannot be read, so SGLang's own sampler draws it, and others like"
+    )
+    assert "AttributeError" in warning
 
 
 @pytest.mark.parametrize("hook", ["get_logits", "load_model"])
