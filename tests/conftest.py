@@ -55,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(TOGETHER)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    # Then other tests that start servers, for minutes, so that short ones fill the end.
+    items.sort(key=lambda item: place.get(item.path.name, len(place) + ("server" not in item.keywords)))
     on_gpu = torch.cuda.is_available()
     for item in items:
         if item.path.name in place:
