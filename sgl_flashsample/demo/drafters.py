@@ -1,8 +1,8 @@
 """Draft models for the checkpoints of ``markov.py``, as SGLang loads them for EAGLE, EAGLE3 and MTP. The one of
 STANDALONE is ``markov.write`` with an error.
 
-Each has one layer, whose attention and MLP write zeros, as the target's do. Its hidden state is made from the token
-alone, so a draft does not depend on what came before.
+Each has one layer, whose attention and MLP write zeros, as the target's do. For EAGLE and MTP its hidden state is made
+from the token alone, so a draft does not depend on what came before.
 """
 
 from __future__ import annotations
