@@ -15,7 +15,7 @@ from serving import CUDA, needs_sglang
 
 from sgl_flashsample.demo import cpu_platform, markov
 
-pytestmark = [needs_sglang, pytest.mark.slow]
+pytestmark = [needs_sglang, pytest.mark.full]
 
 
 def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess:
@@ -28,6 +28,7 @@ def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.server
+@pytest.mark.full
 def test_an_engine_draws_with_the_fused_pass_through_updates_of_its_weights(tmp_path):
     size = markov.SIZES["small" if CUDA else "tiny"]
     first, second = (markov.write(tmp_path / name, size, seed) for seed, name in enumerate(("one", "two")))

@@ -494,6 +494,7 @@ def test_what_was_served_is_in_the_log_and_in_the_metrics_with_its_reasons(ours)
     assert metric(ours, "host_seconds_sum") > 0
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CUDA, reason="kernels draw there in any case")
 def test_interpreted_kernels_give_the_tokens_of_rows_that_are_drawn_in_host_memory(servers, of_kernels):
     rows = seeded_rows()
@@ -501,6 +502,7 @@ def test_interpreted_kernels_give_the_tokens_of_rows_that_are_drawn_in_host_memo
     assert_no_failure(of_kernels)
 
 
+@pytest.mark.full
 def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_in_the_metrics(of_kernels):
     def read() -> list[float]:
         return [metric(of_kernels, f"{name}_rows_total") for name in ("truncated", "searched")]
