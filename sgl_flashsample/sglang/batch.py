@@ -167,7 +167,7 @@ class Batch:
                 row, params = _row_of(request, custom_processors), request.sampling_params
                 seed = request_seed(server_seed, request, samples.of(request))
                 temperature = 0.0 if row.greedy else float(params.temperature)
-                value = (temperature, seed, int(params.top_k), float(params.top_p), float(params.min_p))
+                value = (temperature, seed, row.top_k, float(params.top_p), float(params.min_p))
             except Exception as error:
                 row, value = UNREADABLE
                 unreadable(error)

@@ -502,7 +502,7 @@ def test_interpreted_kernels_give_the_tokens_of_rows_that_are_drawn_in_host_memo
     assert_no_failure(of_kernels)
 
 
-@pytest.mark.full
+@(pytest.mark.gpu if CUDA else pytest.mark.full)  # on a CPU it needs a server of its own
 def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_in_the_metrics(of_kernels):
     def read() -> list[float]:
         return [metric(of_kernels, f"{name}_rows_total") for name in ("truncated", "searched")]
