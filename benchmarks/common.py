@@ -13,11 +13,15 @@ if "--dry-run" in sys.argv:
     interpreter.turn_on()  # before Triton is imported
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
-from collections.abc import Iterator
+import multiprocessing
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +133,29 @@ def make_parser(description: str | None, *, needs_gpu: bool = True) -> argparse.
     return parser
 
 
+def in_processes(function: Callable[..., Any], cases: Iterable[tuple], processes: int) -> Iterator[Any]:
+    """``function(*case)`` of each case, in their order; by several processes, which share all GPUs, where more than 1.
+
+    One process often leaves a GPU idle, which waits for its launches.
+    """
+    if processes == 1:
+        yield from itertools.starmap(function, cases)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(processes, context, _take_a_gpu, (context.Value("i", 0),))
+    with pool:
+        yield from pool.map(function, *zip(*cases, strict=True))
+
+
+def _take_a_gpu(taken: Any) -> None:
+    """Makes a GPU the current one of this process, by turns. taken: how many processes have one."""
+    torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        with taken.get_lock():
+            number, taken.value = taken.value, taken.value + 1
+        torch.cuda.set_device(number % torch.cuda.device_count())
+
+
 def new_env() -> dict[str, Any]:
     """What the results of this run depend on."""
     return describe_machine(DEVICE) | {"sgl_flashsample": __version__, "date": today(), "command": command_line()}
@@ -140,7 +167,7 @@ def today() -> str:
 
 def command_line() -> str:
     """How this was called, without the folders of this machine."""
-    return " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)])
+    return " ".join(["python", *(re.sub(r"(^|(?<=[=:]))/\S*?([^/:\s]*)(?=:|$)", r"\2", word) for word in sys.argv)])
 
 
 def reason_of(error: BaseException) -> str:

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import DEVICE, make_parser, new_env, read_result, write_result
+from common import DEVICE, in_processes, make_parser, new_env, read_result, write_result
 from definition import make_row, may_and_must, probabilities
 from tqdm import tqdm
 
@@ -37,16 +39,21 @@ from sgl_flashsample.selfcheck import pack_bits
 
 SECTIONS = ("legal", "reference")
 ROWS, MASKED_SHARE, MOST_IDS = 1024, 0.3, 2000
-FUSED_WIDTH = 64  # elements of a hidden state: rows of logits that a head can hold at a time
+FUSED_WIDTH = 256  # elements of a hidden state: rows of logits that a head can hold at a time
 FEATURES = 8  # greedy, top-k, top-p, min-p, additive, scaling, mask, bias
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Draw = Callable[[int], torch.Tensor]
 
 
-def finished(bar: tqdm) -> float:
-    """The seconds that it took."""
-    bar.close()
-    return round(bar.format_dict["elapsed"], 1)
+class Part(NamedTuple):
+    """What one of ``of`` processes counts: each ``of``-th batch, from ``number`` on."""
+
+    number: int
+    of: int
+
+    def progress(self, total: float, what: str, unit: str) -> tqdm:
+        """Of the first process, whose share is like the others'."""
+        return tqdm(total=total / self.of, desc=what, unit=unit, unit_scale=True, disable=self.number > 0)
 
 
 # --- legal ------------------------------------------------------------------------------------------------------------
@@ -107,24 +114,33 @@ def from_head(batch: Batch) -> Draw:
     of -3e38, which no row draws that has another."""
     weight = torch.from_numpy(np.maximum(batch.logits, np.float32(-3e38)).T.copy()).to(DEVICE)
     head, hidden = LMHead(weight), torch.eye(len(batch.logits), device=DEVICE)
-    return lambda position: sample(hidden, head, batch.params(position)).token_ids
+    return lambda position: sample(hidden, head, batch.params(position), path="fused").token_ids
 
 
-def count_illegal(path: str, draw_of: Callable[[Batch], Draw], rows: int, options: Any) -> dict[str, Any]:
+PATHS: dict[str, tuple[Callable[[Batch], Draw], int]] = {
+    "cpu": (from_logits, ROWS),
+    "logits": (from_logits, ROWS),
+    "fused": (from_head, FUSED_WIDTH),
+}
+
+
+def count_illegal(path: str, part: Part, options: Any) -> dict[str, int]:
     """Batches are made until there are enough draws."""
-    total, illegal, index = 0, 0, 0
-    bar = tqdm(total=options.draws, desc=f"legal, {path}", unit="draw", unit_scale=True)
-    while total < options.draws:
+    draw_of, rows = PATHS[path]
+    total, illegal, index = 0, 0, part.number
+    bar = part.progress(options.draws, f"legal, {path}", "draw")
+    while total < options.draws / part.of:
         batch = Batch(index, rows)
         illegal += batch.illegal(draw_of(batch), range(options.positions), batch.may)
         total += rows * options.positions
-        index += 1
+        index += part.of
         bar.update(rows * options.positions)
-    batch = Batch(0, rows)
+    bar.close()
+    batch = Batch(part.number, rows)
     wrong = batch.may.copy()
     wrong[np.arange(rows), batch.logits.argmax(1)] = False
     noticed = batch.illegal(draw_of(batch), range(2), wrong)
-    return {"draws": total, "illegal": illegal, "planted_noticed": noticed, "seconds": finished(bar)}
+    return {"draws": total, "illegal": illegal, "planted_noticed": noticed}
 
 
 # --- reference --------------------------------------------------------------------------------------------------------
@@ -176,28 +192,23 @@ def expected(edited: torch.Tensor, params: BatchParams, position: torch.Tensor) 
     return token, ~plain.near_tie.index_copy(0, some, truncated.near_tie)
 
 
-def compare(options: Any) -> dict[str, Any]:
+def compare(part: Part, options: Any) -> dict[str, int]:
     """Rows are made until there are enough."""
-    total, different, ties, index, noticed = 0, 0, 0, 0, 0
-    bar = tqdm(total=options.rows, desc="reference", unit="row", unit_scale=True)
-    while total < options.rows:
+    total, different, ties, index, noticed = 0, 0, 0, part.number, 0
+    bar = part.progress(options.rows, "reference", "row")
+    while total < options.rows / part.of:
         logits, params, edited = make_rows(index, ROWS)
         token = sample_from_logits(logits.to(DEVICE), on_device(params)).token_ids.cpu()
         want, certain = expected(edited, params, params.position)
         different += int((certain & (token != want)).sum())
         ties += int((~certain).sum())
-        if index == 0:
+        if index == part.number:
             noticed = int((token != expected(edited, params, params.position + 1)[0]).sum())
         total += ROWS
-        index += 1
+        index += part.of
         bar.update(ROWS)
-    return {
-        "rows": total,
-        "different": different,
-        "near_ties": ties,
-        "planted_noticed": noticed,
-        "seconds": finished(bar),
-    }
+    bar.close()
+    return {"rows": total, "different": different, "near_ties": ties, "planted_noticed": noticed}
 
 
 def on_device(params: BatchParams) -> BatchParams:
@@ -212,6 +223,10 @@ def on_device(params: BatchParams) -> BatchParams:
     )
 
 
+def count(section: str, path: str, part: Part, options: Any) -> dict[str, int]:
+    return compare(part, options) if section == "reference" else count_illegal(path, part, options)
+
+
 def main() -> int:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
@@ -219,27 +234,28 @@ def main() -> int:
     parser.add_argument("--draws", type=float, default=1e9, help="of each path, for legal")
     parser.add_argument("--positions", type=int, default=1000, help="that each batch is drawn at, for legal")
     parser.add_argument("--rows", type=float, default=1e6, help="for reference")
+    parser.add_argument("--processes", type=int, default=1, help="they share all GPUs")
     options = parser.parse_args()
-    counts: dict[tuple[str, str], Callable[[], dict[str, Any]]]
+    counts = [("reference", "logits"), ("legal", "logits"), ("legal", "fused")]
     if DEVICE.type == "cpu":
         if not draws_in_host_memory(DEVICE):
             parser.error("without a GPU this draws in host memory: the extra `cpu`, and TRITON_INTERPRET unset")
-        counts = {("reference", "cpu"): lambda: compare(options)}
-        counts["legal", "cpu"] = lambda: count_illegal("cpu", from_logits, ROWS, options)
-    else:
-        counts = {("reference", "logits"): lambda: compare(options)}
-        counts["legal", "logits"] = lambda: count_illegal("logits", from_logits, ROWS, options)
-        counts["legal", "fused"] = lambda: count_illegal("fused", from_head, FUSED_WIDTH, options)
+        counts = [("reference", "cpu"), ("legal", "cpu")]
     try:
         kept = read_result(options.out, "exact.py")["rows"] if options.keep and options.out.exists() else []
     except ValueError as error:
         sys.exit(f"error: {error}")
     rows = [row for row in kept if row["section"] not in options.only]
     result: dict[str, Any] = {"env": new_env(), "rows": rows}
-    for (section, path), count in counts.items():
+    for section, path in counts:
         if section in options.only:
-            result["rows"].append({"section": section, "path": path} | count())
-            print(result["rows"][-1], flush=True)
+            started, found = time.monotonic(), Counter[str]()
+            parts = ((section, path, Part(number, options.processes), options) for number in range(options.processes))
+            for counted in in_processes(count, parts, options.processes):
+                found.update(counted)
+            row = {"section": section, "path": path, **found, "seconds": round(time.monotonic() - started, 1)}
+            result["rows"].append(row)
+            print(row, flush=True)
             write_result(options.out, result)
     wrong = (row.get("illegal") or row.get("different") or not row["planted_noticed"] for row in result["rows"])
     return int(any(wrong))

@@ -116,7 +116,12 @@ class Rank:
         logits = self.state.logits_of_shard(batch.hidden).contiguous()
         parts = [torch.empty_like(logits) for _ in range(self.group.world_size)]
         torch.distributed.all_gather(parts, logits, group=self.group.device_group)
-        return self.state.sample_rows(torch.cat(parts, 1), params, False).token_ids
+        whole, share = torch.cat(parts, 1), -(-batch.rows // self.group.world_size)  # its workspace is for so many rows
+        drawn = [
+            self.state.sample_rows(whole[start : start + share], params.rows(start, start + share), False).token_ids
+            for start in range(0, batch.rows, share)
+        ]
+        return torch.cat(drawn)
 
     def near_ties(self, batch: Batch, params: BatchParams, rows: torch.Tensor) -> int:
         """How many of these rows the reference cannot decide."""

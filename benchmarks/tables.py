@@ -17,7 +17,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # The names of files and of pages; others follow, as their files are called.
-GPUS = {"h200": "H200", "h200x2": "two H200s", "h100": "H100", "h100x2": "two H100s"}
+GPUS = {"h200": "H200", "h200x2": "two H200s", "h200x4": "four H200s", "h100": "H100", "h100x2": "two H100s"}
 NOT_MEASURED = "Not measured."
 OURS, SCREENED = ("fused", "logits"), "screened"
 GEMM, READ, NOTHING = "gemm", "read", "nothing"

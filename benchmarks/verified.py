@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import DEVICE, DRY_RUN, make_parser, new_env, write_result
+from common import DEVICE, DRY_RUN, in_processes, make_parser, new_env, write_result
 from scipy.stats import chi2
 from stats import coupled_acceptance, g_test
 from tqdm import tqdm
@@ -153,8 +153,9 @@ class Batches:
         return (p[tokens[:, 0]] * of_root).sum(1)
 
 
-def count(case: Case, target: Language, drafter: Language, positions: float) -> dict[str, Any]:
+def count(case: Case, positions: float, shows_progress: bool) -> dict[str, Any]:
     """One row of the result."""
+    target, drafter = make_languages()
     batches = Batches(case, target, drafter, ROWS)
     shape, drafts, temperature, truncated = case
     p = target.distribution(temperature, truncated)
@@ -166,7 +167,9 @@ def count(case: Case, target: Language, drafter: Language, positions: float) -> 
     # On the device, so that a batch does not wait for the counts of the one before
     accepted, different = (torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in range(2))
     expected, variance = (torch.zeros((), dtype=torch.float64, device=DEVICE) for _ in range(2))
-    bar = tqdm(total=positions, desc=", ".join(map(str, case)), unit="token", unit_scale=True)
+    bar = tqdm(
+        total=positions, desc=", ".join(map(str, case)), unit="token", unit_scale=True, disable=not shows_progress
+    )
     while total < positions:
         tokens, params = batches.new()
         found = verify(target.hidden(tokens), target.head, tokens, params, batches.tree)
@@ -226,11 +229,12 @@ def main() -> int:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--dry-run", action="store_true", help="few positions, interpreted")
     parser.add_argument("--positions", type=float, default=40 if DRY_RUN else 1e7, help="of each case")
+    parser.add_argument("--processes", type=int, default=1, help="cases at a time; they share all GPUs")
     options = parser.parse_args()
-    target, drafter = make_languages()
     result: dict[str, Any] = {"env": new_env(), "rows": []}
-    for case in cases():
-        result["rows"].append(count(case, target, drafter, options.positions))
+    counted = ((case, options.positions, options.processes == 1) for case in cases())
+    for row in in_processes(count, counted, options.processes):
+        result["rows"].append(row)
         print(result["rows"][-1], flush=True)
         write_result(options.out, result)
     return int(any(is_wrong(row, options.positions >= 1e7) for row in result["rows"]))

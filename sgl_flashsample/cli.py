@@ -58,7 +58,8 @@ environment:
                            cpu: copy the logits to the host and draw them there, to compare
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
-  FLASHSAMPLE_SEVERAL_GPUS 1: also serve several GPUs (measured on two alone)
+  FLASHSAMPLE_SEVERAL_GPUS 0: leave servers of several GPUs to SGLang; 1: serve all of them; unset: two or four
+                           tensor-parallel ranks that reach each other's memory, and two pipeline stages
   FLASHSAMPLE_SPECULATION  0: leave speculative decoding to SGLang; 1: also verify the drafts of EAGLE, EAGLE3 and MTP,
                            and on tensor-parallel ranks; unset: those of STANDALONE and NGRAM on one GPU
   FLASHSAMPLE_DRAFTS       then, coupled (default): drafts with the noise of the target's tokens; greedy: the likeliest

@@ -24,6 +24,7 @@ from ..kernels.workspace import Workspace
 from ..kinds import BatchKind, SamplingPath
 from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
+from . import support
 from .batch import Batch
 from .exchange import Exchange
 from .metrics import DeviceCounters
@@ -201,6 +202,8 @@ class HeadState:
             right += [self._exchanges_right(*batch) for batch in batches]
         if gatherer is not None and not self.processor.use_attn_tp_group:
             gatherer(torch.zeros(1, width, dtype=self.head.rounding, device=device))
+        if self.exchange.memory is None and (reason := support.unmeasured_exchange(device)) is not None:
+            return reason
         return None if all(right) else f"in a trial exchange between {num_ranks} ranks, tokens came out wrong"
 
     def _exchanges_right(self, num_rows: int, return_logprob: bool) -> bool:

@@ -13,11 +13,12 @@ from ..defaults import FAMILIES, family_of
 SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
 # Whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
-# Verified by default, on one rank: measured on GPUs.
+# Verified by default, on one rank: measured on GPUs, and not slower.
 MEASURED_ALGORITHMS = ("STANDALONE", "NGRAM")
 # Whose draft model has one head, run by the one worker that we know.
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
+MEASURED_RANKS = ((2, 1), (4, 1), (1, 2))  # tensor-parallel ranks and pipeline stages that are served by default
 MAX_EXCHANGED_IDS = 2**24  # as float32
 # Settings with which SGLang's sampler looks for NaN in the logits. Not every known version has the second.
 LOGIT_CHECKS = ("SGLANG_SANITIZE_NAN_LOGITS", "SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT")
@@ -36,8 +37,8 @@ def unsupported_server() -> str | None:
     parallel, execution, ranks = get_parallel(), get_exec(), get_parallel().tp_size
     dump = getattr(get_observability(), "debug_tensor_dump_output_folder", None)
     several = torch.cuda.is_available() and (ranks > 1 or parallel.pp_size > 1)
-    if several and os.environ.get(RANKS_VARIABLE) != "1":
-        return f"several GPUs are off by default, as they were measured on two alone; {RANKS_VARIABLE}=1 turns them on"
+    if several and (unmeasured := _unmeasured_ranks()) is not None:
+        return unmeasured
     if (speculation := unsupported_speculation()) is not None:
         return speculation
     graph = execution.graph.cuda_graph_config
@@ -63,6 +64,32 @@ def unsupported_server() -> str | None:
         *((name, _is_set(envs, name)) for name in LOGIT_CHECKS),
     )
     return next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
+
+
+def _unmeasured_ranks() -> str | None:
+    """Why a server of several GPUs is left to SGLang by default, or as its user wants it; None where it is not."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel, wanted = get_parallel(), os.environ.get(RANKS_VARIABLE)
+    if wanted == "0":
+        return f"several GPUs are left to SGLang, as {RANKS_VARIABLE} is 0"
+    replicated = parallel.tp_size > 1 and parallel.attn_dp_size > 1
+    if wanted == "1" or ((parallel.tp_size, parallel.pp_size) in MEASURED_RANKS and not replicated):
+        return None
+    return (
+        "of several GPUs, two or four tensor-parallel ranks or two pipeline stages are served by default, which have "
+        f"been measured; {RANKS_VARIABLE}=1 turns all on"
+    )
+
+
+def unmeasured_exchange(device: torch.device) -> str | None:
+    """Why ranks that exchange by collectives are left to SGLang by default; None where they are not."""
+    if device.type == "cpu" or os.environ.get(RANKS_VARIABLE) == "1":
+        return None
+    return (
+        "these GPUs do not reach each other's memory, and what ranks exchange by collectives has not been measured in "
+        f"servers; {RANKS_VARIABLE}=1 turns it on"
+    )
 
 
 def unsupported_speculation() -> str | None:

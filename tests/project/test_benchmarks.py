@@ -845,19 +845,67 @@ def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
         assert batch.illegal(always(torch.full((rows,), vocab)), range(2), batch.may) == 2 * rows
 
 
+def test_processes_count_as_many_tokens_as_one_each_batch_once(load, monkeypatch):
+    exact, made = load("exact"), []
+
+    class Noted(exact.Batch):
+        def __init__(self, index: int, rows: int) -> None:
+            super().__init__(index, rows)
+            made.append(index)
+
+    monkeypatch.setattr(exact, "Batch", Noted)
+    monkeypatch.setitem(exact.PATHS, "cpu", (exact.from_logits, 4))
+    options = types.SimpleNamespace(draws=4 * 2 * 6, positions=2)
+    parts = [exact.count("legal", "cpu", exact.Part(number, 3), options) for number in range(3)]
+    assert [part["draws"] for part in parts] == [16] * 3
+    # Each one's first batch again, for what is planted.
+    assert made == [0, 3, 0, 1, 4, 1, 2, 5, 2]
+
+
+def test_runs_of_one_benchmark_are_joined_and_each_row_knows_its_own(load):
+    join = load("join").join
+
+    def part(command: str, rows: list[dict], **env) -> dict:
+        return {"env": {"command": command, "date": "2026-01-01", "torch": "2", **env}, "rows": rows}
+
+    one = part("python serve.py --tp 2", [{"us": 1}], device="a", servers={"sglang": "0.5.17"}, not_run=[{"us": 0}])
+    two = part("python serve.py --tp 4", [{"us": 2}, {"us": 3}], device="b")
+    joined = join([join([one, two]), part("python benchmarks/serve.py --pp 2", [{"us": 4}], device="b", not_run=[])])
+    assert joined["rows"] == [{"us": 1, "run": 0}, {"us": 2, "run": 1}, {"us": 3, "run": 1}, {"us": 4, "run": 2}]
+    assert [run["command"][-6:] for run in joined["runs"]] == ["--tp 2", "--tp 4", "--pp 2"]
+    assert [(run.get("sglang"), run["device"]) for run in joined["runs"]] == [("0.5.17", "a"), (None, "b"), (None, "b")]
+    assert joined["env"]["device"] == "b" and joined["env"]["not_run"] == [{"us": 0}]
+    assert all("torch" not in run for run in joined["runs"]), "the same in all"
+    with pytest.raises(ValueError, match=r"results of ranks\.py and serve\.py; expected one benchmark's"):
+        join([one, part("python ranks.py", [])])
+
+
+def test_a_recorded_command_has_no_folders_of_the_machine(load, monkeypatch):
+    words = "/work/serve.py --out /tmp/a/b.json --set TUNED=/x/tables PYTHONPATH=/x/y:/z/w --pp 2"
+    monkeypatch.setattr(sys, "argv", words.split())
+    assert load("common").command_line() == "python serve.py --out b.json --set TUNED=tables PYTHONPATH=y:w --pp 2"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
+    common = load("common")
+    assert list(common.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]
+
+
 def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch):
     exact = load("exact")
     monkeypatch.setattr(exact, "ROWS", 64)
     monkeypatch.setattr(exact, "MOST_IDS", 50)
     options = types.SimpleNamespace(rows=60)
-    found = exact.compare(options)
+    whole = exact.Part(0, 1)
+    found = exact.compare(whole, options)
     assert (found["rows"], found["different"]) == (64, 0) and found["planted_noticed"] > 5
 
     def of_the_next_position(logits, params):
         return sample_from_logits(logits, dataclasses.replace(params, position=params.position + 1))
 
     monkeypatch.setattr(exact, "sample_from_logits", of_the_next_position)
-    assert exact.compare(options)["different"] > 5
+    assert exact.compare(whole, options)["different"] > 5
 
 
 def test_summaries_have_all_gpus_in_one_table_and_full_tables_one_each(load, results):

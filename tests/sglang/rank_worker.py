@@ -100,6 +100,14 @@ def original_logprobs() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unmeasured_collectives() -> Iterator[None]:
+    """GPUs that do not reach each other's memory."""
+    unmeasured = patched(support, "unmeasured_exchange", lambda device: "collectives are not measured")
+    with patched(exchange, "_symmetric_memory", out_of_memory)(), unmeasured():
+        yield
+
+
+@contextlib.contextmanager
 def lost_draws(*paths: str) -> Iterator[None]:
     """Draws from the part of a rank fail on these paths; without any, on all of them."""
     sample = sampler.sample
@@ -125,6 +133,7 @@ STARTING: dict[str, Callable[[], Any]] = {
     "a wrong token": patched(selfcheck, "difference", lambda *arguments, **options: "a fault"),
     "no memory for a workspace": patched(head, "make_workspace", out_of_memory),
     "a wrong exchange": patched(exchange, "merge_records", wrong_merge),
+    "collectives alone": unmeasured_collectives,
     "no memory for an exchange": patched(exchange, "_symmetric_memory", out_of_memory),
     "no memory for a screen": patched(screen.Screen, "__init__", out_of_memory),
 }

@@ -41,6 +41,7 @@ REFUSED = {
     "no table": "rank 1: its setup failed: RuntimeError: a fault",
     "a wrong token": "rank 1: a fault with ReadConfig.*",
     "a wrong exchange": "rank 1: in a trial exchange between 2 ranks, tokens came out wrong",
+    "collectives alone": "rank 1: collectives are not measured",
     "no memory for a workspace": "rank 1: its setup failed: OutOfMemoryError: a fault",
 }
 PRIVATE = {
@@ -50,7 +51,7 @@ PRIVATE = {
 }
 NO_MEMORY = "no memory for an exchange"
 ODD = "an odd width"  # of both ranks' parts
-ONCE = ("no models", "a wrong exchange")  # what runs without --full
+ONCE = ("no models", "collectives alone", "a wrong exchange")  # what runs without --full
 FATAL = ["no way to draw", "no memory for logits", "rows cannot be drawn"]
 
 

@@ -139,14 +139,39 @@ def test_of_several_ranks_it_is_said_which_are_not_served(server_config, monkeyp
     assert reason is None if words is None else reason.startswith(words)
 
 
-@pytest.mark.parametrize("size", ["tp_size", "pp_size"])
-def test_several_gpus_are_served_on_request(server_config, monkeypatch, size):
-    setattr(server_config.parallel, size, 2)
-    assert support.unsupported_server() is None or torch.cuda.is_available()
+@pytest.mark.parametrize(
+    "changes, measured",
+    [
+        ({"tp_size": 2}, True),
+        ({"tp_size": 4}, True),
+        ({"pp_size": 2}, True),
+        ({"tp_size": 8}, False),
+        ({"pp_size": 3}, False),
+        ({"tp_size": 2, "pp_size": 2}, False),
+        ({"tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True}, False),
+    ],
+    ids=str,
+)
+def test_several_gpus_are_served_where_they_have_been_measured_and_elsewhere_on_request(
+    server_config, monkeypatch, changes, measured
+):
+    vars(server_config.parallel).update(changes)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert support.unsupported_server() is None, "on a CPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert support.unsupported_server().startswith("several GPUs are off by default")
+    reason = support.unsupported_server()
+    assert reason is None if measured else reason.startswith("of several GPUs, two or four tensor-parallel ranks")
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
     assert support.unsupported_server() is None
+    monkeypatch.setenv(support.RANKS_VARIABLE, "0")
+    assert support.unsupported_server() == "several GPUs are left to SGLang, as FLASHSAMPLE_SEVERAL_GPUS is 0"
+
+
+def test_ranks_of_gpus_exchange_by_collectives_on_request_alone(monkeypatch):
+    assert support.unmeasured_exchange(torch.device("cpu")) is None
+    assert support.unmeasured_exchange(torch.device("cuda")).endswith("; FLASHSAMPLE_SEVERAL_GPUS=1 turns it on")
+    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
+    assert support.unmeasured_exchange(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])
