@@ -40,9 +40,11 @@ from sgl_flashsample.selfcheck import pack_bits
 SECTIONS = ("legal", "reference")
 ROWS, MASKED_SHARE, MOST_IDS = 1024, 0.3, 2000
 FUSED_WIDTH = 256  # elements of a hidden state: rows of logits that a head can hold at a time
+MOST_FUSED = 512  # rows of a call that the fused path draws
 FEATURES = 8  # greedy, top-k, top-p, min-p, additive, scaling, mask, bias
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Draw = Callable[[int], torch.Tensor]
+AT_ONCE = 16 if DEVICE.type == "cuda" else 1  # positions of a call: a GPU is idle between small ones
+Draw = Callable[[range], torch.Tensor]  # the token of each row at each of the positions, a row after the other
 
 
 class Part(NamedTuple):
@@ -60,9 +62,10 @@ class Part(NamedTuple):
 
 
 class Batch:
-    """``rows`` rows of one size. may: ``[B, V]`` bool, what each may draw."""
+    """``rows`` rows of one size. may: ``[B, V]`` bool, what each may draw. at_once: positions of a call."""
 
-    def __init__(self, index: int, rows: int) -> None:
+    def __init__(self, index: int, rows: int, at_once: int = 1) -> None:
+        self.at_once = at_once
         random = np.random.default_rng(index)
         vocab = make_row(index).logits.size
         made = [make_row(index * rows + row, vocab) for row in range(rows)]
@@ -83,63 +86,71 @@ class Batch:
             "min_p": [row.min_p or 0.0 for row in made],
         }
         on_device = {name: torch.tensor(values, device=DEVICE) for name, values in columns.items()}
-        self._temperature = on_device["temperature"]
         limits = on_device["top_k"].to(torch.int32), on_device["top_p"], on_device["min_p"]
-        self._truncation = Truncation(*limits)
-        self._edits = LogitEdits(mask=pack_bits(torch.from_numpy(allowed).to(DEVICE)))
-        self._seed = torch.arange(rows, device=DEVICE) + index * rows
+        edits = LogitEdits(mask=pack_bits(torch.from_numpy(allowed).to(DEVICE)))
+        seed = torch.arange(rows, device=DEVICE) + index * rows
+        params = BatchParams(on_device["temperature"], seed, torch.zeros_like(seed), Truncation(*limits), edits)
+        self._params = params.repeated(at_once)
+        self._row = torch.arange(rows, device=DEVICE).repeat_interleave(at_once)
 
-    def params(self, position: int) -> BatchParams:
-        positions = torch.full_like(self._seed, position)
-        return BatchParams(self._temperature, self._seed, positions, truncation=self._truncation, edits=self._edits)
+    def params(self, positions: range) -> BatchParams:
+        """positions: ``at_once`` of them."""
+        at = torch.arange(positions.start, positions.stop, device=DEVICE)
+        return dataclasses.replace(self._params, position=at.repeat(len(self.may)))
 
     def illegal(self, draw: Draw, positions: range, may: np.ndarray) -> int:
-        """How many tokens of these positions are not in ``may``."""
+        """How many tokens of these positions, a multiple of ``at_once``, are not in ``may``."""
         legal, count = torch.from_numpy(may).to(DEVICE), torch.zeros((), dtype=torch.int64, device=DEVICE)
-        for position in positions:
-            tokens = draw(position).long()
+        for start in positions[:: self.at_once]:
+            tokens = draw(range(start, start + self.at_once)).long()
             inside = (tokens >= 0) & (tokens < legal.shape[1])
-            found = legal.gather(1, tokens.clamp(0, legal.shape[1] - 1)[:, None])[:, 0]
-            count += (~(inside & found)).sum()
+            count += (~(inside & legal[self._row, tokens.clamp(0, legal.shape[1] - 1)])).sum()
         return int(count)
 
 
 def from_logits(batch: Batch) -> Draw:
-    logits = torch.from_numpy(batch.logits).to(DEVICE)
-    return lambda position: sample_from_logits(logits, batch.params(position)).token_ids
+    logits = torch.from_numpy(batch.logits).to(DEVICE).repeat_interleave(batch.at_once, 0)
+    return lambda positions: sample_from_logits(logits, batch.params(positions)).token_ids
 
 
 def from_head(batch: Batch) -> Draw:
     """Products of an element 1.0 and its column of the head, and of zeros: the logits, bit for bit. A hole is a logit
     of -3e38, which no row draws that has another."""
     weight = torch.from_numpy(np.maximum(batch.logits, np.float32(-3e38)).T.copy()).to(DEVICE)
-    head, hidden = LMHead(weight), torch.eye(len(batch.logits), device=DEVICE)
-    return lambda position: sample(hidden, head, batch.params(position), path="fused").token_ids
+    hidden = torch.eye(len(batch.logits), device=DEVICE).repeat_interleave(batch.at_once, 0)
+    head = LMHead(weight)
+    return lambda positions: sample(hidden, head, batch.params(positions), path="fused").token_ids
 
 
-PATHS: dict[str, tuple[Callable[[Batch], Draw], int]] = {
-    "cpu": (from_logits, ROWS),
-    "logits": (from_logits, ROWS),
-    "fused": (from_head, FUSED_WIDTH),
+class Path(NamedTuple):
+    draw_of: Callable[[Batch], Draw]
+    rows: int
+    at_once: int
+
+
+PATHS = {
+    "cpu": Path(from_logits, ROWS, 1),
+    "logits": Path(from_logits, ROWS, AT_ONCE),
+    "fused": Path(from_head, FUSED_WIDTH, min(AT_ONCE, MOST_FUSED // FUSED_WIDTH)),
 }
 
 
 def count_illegal(path: str, part: Part, options: Any) -> dict[str, int]:
     """Batches are made until there are enough draws."""
-    draw_of, rows = PATHS[path]
+    draw_of, rows, at_once = PATHS[path]
     total, illegal, index = 0, 0, part.number
     bar = part.progress(options.draws, f"legal, {path}", "draw")
     while total < options.draws / part.of:
-        batch = Batch(index, rows)
+        batch = Batch(index, rows, at_once)
         illegal += batch.illegal(draw_of(batch), range(options.positions), batch.may)
         total += rows * options.positions
         index += part.of
         bar.update(rows * options.positions)
     bar.close()
-    batch = Batch(part.number, rows)
+    batch = Batch(part.number, rows, at_once)
     wrong = batch.may.copy()
     wrong[np.arange(rows), batch.logits.argmax(1)] = False
-    noticed = batch.illegal(draw_of(batch), range(2), wrong)
+    noticed = batch.illegal(draw_of(batch), range(2 * at_once), wrong)
     return {"draws": total, "illegal": illegal, "planted_noticed": noticed}
 
 
@@ -232,10 +243,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not counted now")
     parser.add_argument("--draws", type=float, default=1e9, help="of each path, for legal")
-    parser.add_argument("--positions", type=int, default=1000, help="that each batch is drawn at, for legal")
+    parser.add_argument("--positions", type=int, default=1600, help="that each batch is drawn at, for legal")
     parser.add_argument("--rows", type=float, default=1e6, help="for reference")
     parser.add_argument("--processes", type=int, default=1, help="they share all GPUs")
     options = parser.parse_args()
+    if options.positions % AT_ONCE:
+        parser.error(
+            f"--positions is {options.positions}; expected a multiple of {AT_ONCE}, which a call draws at once"
+        )
     counts = [("reference", "logits"), ("legal", "logits"), ("legal", "fused")]
     if DEVICE.type == "cpu":
         if not draws_in_host_memory(DEVICE):

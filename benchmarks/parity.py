@@ -13,8 +13,14 @@ law      of other answers, ours and stock's, no token is outside the allowed set
 refused  both servers refuse it with the same words
 stock    SGLang's sampler serves it, and answers as the others do
 
-Without overlap scheduling: with it, SGLang counts a token for the penalties one step late, or not, as requests arrive.
-Takes ten minutes on two cores. The exit code is 1, and nothing is written, where something is not as it must be.
+``--speculation``: our server verifies the drafts of a smaller model (STANDALONE), with interpreted kernels. Stock's has
+none, as it cannot verify on a CPU. From the second token on, the definition is then that of SGLang's verification:
+without min-p, and with the top-p of what top-k has left. Left out is what depends on the whole step there (penalties,
+min_new_tokens), and what SGLang would have to verify.
+
+Without overlap scheduling, but for drafts: with it, SGLang counts a token for the penalties one step late, or not, as
+requests arrive. Takes ten minutes on two cores, with ``--speculation`` half an hour. The exit code is 1, and nothing is
+written, where something is not as it must be.
 """
 
 from __future__ import annotations
@@ -64,8 +70,10 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 TRUNCATIONS = {"top_k", "top_p", "min_p"}
 NATIVE = ("top_logprobs", "token_ids_logprobs")  # served by SGLang's sampler
+UNVERIFIED = {"frequency", "presence", "repetition", "min_new_tokens", *NATIVE}
 GREEDY_TOKENS, TOKENS = 10, 3
-ROWS = 48  # requests per cell
+ROWS, VERIFIED_ROWS = 48, 16  # requests per cell
+NODES, DRAFT_ERROR = 4, 0.6
 BINS, ALPHA = 16, 1e-6
 SIZE = "tiny"
 
@@ -103,13 +111,14 @@ class Cell:
 
 
 CELLS = [Cell((name,)) for name in FEATURES] + [Cell(pair) for pair in itertools.combinations(FEATURES, 2)]
+VERIFIED_CELLS = [cell for cell in CELLS if not UNVERIFIED & set(cell.names)]
 
 
 class Truth:
-    """The distribution of every request in closed form."""
+    """The distribution of every request in closed form. verified: that of SGLang's verification of drafts."""
 
-    def __init__(self, model: markov.MarkovModel, folder: Path) -> None:
-        self.model, self.vocab = model, model.size.vocab_size
+    def __init__(self, model: markov.MarkovModel, folder: Path, verified: bool = False) -> None:
+        self.model, self.vocab, self.verified = model, model.size.vocab_size, verified
         self.ids = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
         self.letters = {i: name for name, i in self.ids.items() if len(name) == 1}
         # The likeliest tokens of the contexts: min_new_tokens matters where it forbids them.
@@ -138,6 +147,21 @@ class Truth:
         edits = {"additive": additive, "scaling": scaling, "allowed": allowed, "bias": bias}
         return edit_logits_ref(logits, **edits).double()
 
+    def limited(
+        self, cell: Cell, step: int, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The edited logits that are left before the last limits, and these, of each row: top_k, top_p and min_p."""
+        params, rows = cell.params(self), len(logits)
+        names = (("top_k", 0, torch.int32), ("top_p", 1.0, torch.float64), ("min_p", 0.0, torch.float64))
+        top_k, top_p, min_p = (torch.full((rows,), params.get(n, default), dtype=d) for n, default, d in names)
+        if self.verified and step > 0:  # the first token is the prefill's
+            min_p = torch.zeros_like(min_p)
+            if "top_k" in cell.names:
+                nothing = torch.ones_like(top_p), min_p
+                left = allowed_ref(logits, torch.full((rows,), params["temperature"]), top_k, *nothing)
+                logits, top_k = logits.masked_fill(~left, -math.inf), torch.zeros_like(top_k)
+        return logits, (top_k, top_p, min_p)
+
     def _next_ids(self, cell: Cell, tokens: list[int]) -> list[int]:
         """What the grammar allows after these tokens, none of which ends it: letters."""
         if "regex" in cell.names:
@@ -156,19 +180,14 @@ class Draws:
     answers: list[dict]
 
 
-def limits(params: dict[str, Any], rows: int) -> list[torch.Tensor]:
-    """top_k, top_p and min_p of each row."""
-    names = (("top_k", 0, torch.int32), ("top_p", 1.0, torch.float64), ("min_p", 0.0, torch.float64))
-    return [torch.full((rows,), params.get(name, default), dtype=dtype) for name, default, dtype in names]
-
-
 class Parity:
-    """problems: what was not as it must be, in words. matrix: {names: word}."""
+    """problems: what was not as it must be, in words. matrix: {names: word}. truth: of our server."""
 
-    def __init__(self, ours: Server, stock: Server, truth: Truth) -> None:
-        self.ours, self.stock, self.truth = ours, stock, truth
+    def __init__(self, ours: Server, stock: Server, truth: Truth, stock_truth: Truth) -> None:
+        self.ours, self.stock, self.truth, self.stock_truth = ours, stock, truth, stock_truth
         self.problems: list[str] = []
         self.matrix: dict[tuple[str, ...], str] = {}
+        self.verifications = self.answered = 0  # tokens of ours
         self.seeded: list[tuple[Cell, dict[str, Any], int, list[int]]] = []  # cell, parameters, prompt, answer
         self.random = np.random.default_rng(0)
 
@@ -221,15 +240,16 @@ class Parity:
 
     def _drawn(self, cell: Cell, number: int) -> str:
         # A request without a seed among those with one, unless it is the seed that is looked at.
-        seeds: list[int | None] = [number * 1000 + i for i in range(ROWS)]
+        rows = VERIFIED_ROWS if self.truth.verified else ROWS
+        seeds: list[int | None] = [number * 1000 + i for i in range(rows)]
         if "seed" not in cell.names:
             seeds[-1] = None
         mine = self._ask(self.ours, cell, seeds, 300 + 7 * number % 97)
         self._paths(cell, mine.answers)
-        self._law(cell, mine, "ours")
+        self._law(cell, mine, self.truth, "ours")
         if cell.native is None:
             self._reference(cell, mine)
-        self._law(cell, self._ask(self.stock, cell, [None] * ROWS, 300), "stock")
+        self._law(cell, self._ask(self.stock, cell, [None] * rows, 300), self.stock_truth, "stock")
         return "law"
 
     def _ask(self, server: Server, cell: Cell, seeds: list[int | None], first: int) -> Draws:
@@ -249,22 +269,24 @@ class Parity:
     def _paths(self, cell: Cell, answers: list[dict]) -> None:
         want = cell.native or "fused"
         paths = {path for answer in answers for path in answer["meta_info"]["flashsample_path"]}
+        for answer in answers:
+            self.verifications += answer["meta_info"].get("spec_verify_ct") or 0
+            self.answered += len(answer["output_ids"])
         self._check(paths == {want}, cell, f"served by {paths}; expected {want}")
 
-    def _law(self, cell: Cell, draws: Draws, who: str) -> None:
+    def _law(self, cell: Cell, draws: Draws, truth: Truth, who: str) -> None:
         """Allowed set, distribution and logprobs of the drawn tokens."""
-        params, uniform = cell.params(self.truth), []
+        params, uniform = cell.params(truth), []
         for step in range(TOKENS):
             previous = draws.prompts if step == 0 else draws.tokens[:, step - 1]
             token = draws.tokens[:, step]
-            logits = self.truth.edited(cell, previous, draws.tokens[:, :step])
+            logits = truth.edited(cell, previous, draws.tokens[:, :step])
             temperature = torch.full((len(token),), params["temperature"])
-            top_k, top_p, min_p = limits(params, len(token))
+            left, limits = truth.limited(cell, step, logits)
+            loose = allowed = left > -math.inf
             if TRUNCATIONS & set(cell.names):
-                loose = allowed_ref(logits, temperature, top_k, top_p, min_p, slack=1e-5)
-                allowed = allowed_ref(logits, temperature, top_k, top_p, min_p)
-            else:
-                loose = allowed = logits > -math.inf
+                loose = loose & allowed_ref(left, temperature, *limits, slack=1e-5)
+                allowed = allowed & allowed_ref(left, temperature, *limits)
             inside = loose.gather(1, token[:, None]).all()
             self._check(bool(inside), cell, f"{who}: a token that is not allowed, at step {step}")
             tempered = logits / params["temperature"]
@@ -304,12 +326,13 @@ class Parity:
         for step in range(TOKENS):
             previous = (draws.prompts if step == 0 else draws.tokens[:, step - 1])[rows]
             logits = self.truth.edited(cell, previous, draws.tokens[rows, :step])
+            left, limits = self.truth.limited(cell, step, logits)
             want = truncated_sample_ref(
-                logits,
+                left,
                 torch.full((len(rows),), params["temperature"]),
                 seeds,
                 torch.full((len(rows),), 1 + step),  # a position is that of the token before, in a prompt of two
-                *limits(params, len(rows)),
+                *limits,
                 tolerance=1e-5,
             )
             same = (draws.tokens[rows, step] == want.token) | want.near_tie
@@ -324,7 +347,8 @@ class Parity:
         others: list[tuple[dict[str, Any], dict[str, Any]]] = [
             ({"temperature": 0, "max_new_tokens": TOKENS}, {}) for _ in range(4)
         ]
-        others += [({"temperature": 1.0, "max_new_tokens": TOKENS}, FEATURES["top_logprobs"][1])]
+        if not self.truth.verified:
+            others += [({"temperature": 1.0, "max_new_tokens": TOKENS}, FEATURES["top_logprobs"][1])]
         requests = [(params, cell.fields) for cell, params, _, _ in self.seeded] + others
         answers = self.ours.generate(
             input_ids=[[5, prompt] for _, _, prompt, _ in self.seeded] + [[5, 300]] * len(others),
@@ -358,11 +382,18 @@ def is_close(got: float | None, want: float | None) -> bool:
     return never[0] == never[1] if any(never) else math.isclose(got, want, abs_tol=1e-3)  # type: ignore[arg-type]
 
 
-def make_server(folder: Path, name: str, backend: str) -> Server:
+def make_server(folder: Path, name: str, backend: str, speculates: bool = False) -> Server:
     """Not started yet; of the checkpoint in ``folder``."""
-    arguments = ["--dtype", markov.SIZES[SIZE].dtype, "--random-seed", "1234", "--disable-overlap-schedule"]
+    arguments = ["--dtype", markov.SIZES[SIZE].dtype, "--random-seed", "1234"]
     variables = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
     variables |= cpu_platform.environment(folder / "cpu")
+    if speculates:
+        arguments += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(folder / "draft")]
+        arguments += ["--speculative-num-draft-tokens", str(NODES), "--speculative-num-steps", str(NODES - 1)]
+        arguments += ["--speculative-eagle-topk", "1", "--attention-backend", "triton", "--disable-cuda-graph"]
+        variables["TRITON_INTERPRET"] = "1"
+    else:
+        arguments += ["--disable-overlap-schedule"]
     return Server(
         folder / SIZE,
         [*arguments, *cpu_platform.SERVER_ARGUMENTS],
@@ -372,19 +403,25 @@ def make_server(folder: Path, name: str, backend: str) -> Server:
     )
 
 
-def measure(folder: Path, cells: list[Cell] | None = None) -> Parity:
+def measure(folder: Path, cells: list[Cell] | None = None, speculates: bool = False) -> Parity:
     """Start both servers in ``folder``, ask for ``cells``, all when None, and stop them."""
-    model = markov.write(folder / SIZE, markov.SIZES[SIZE])
-    ours, stock = make_server(folder, "ours", "flashsample"), make_server(folder, "stock", "pytorch")
+    size = markov.SIZES[SIZE]
+    model = markov.write(folder / SIZE, size)
+    if speculates:
+        markov.write(folder / "draft", size, error=DRAFT_ERROR)
+    ours, stock = make_server(folder, "ours", "flashsample", speculates), make_server(folder, "stock", "pytorch")
     try:
         for server in (ours, stock):
             server.start()
         for server in (ours, stock):
             server.wait_until_ready()
-        parity = Parity(ours, stock, Truth(model, folder / SIZE))
-        parity.run(CELLS if cells is None else cells)
+        truths = (Truth(model, folder / SIZE, verified) for verified in (speculates, False))
+        parity = Parity(ours, stock, *truths)
+        parity.run((VERIFIED_CELLS if speculates else CELLS) if cells is None else cells)
         if "Traceback" in ours.log_text():
             parity.problems.append(f"our server logged: {ours.last_error()}")
+        if speculates and parity.verifications >= 0.9 * parity.answered:
+            parity.problems.append(f"{parity.verifications} verifications gave {parity.answered} tokens")
         return parity
     finally:
         ours.stop()
@@ -394,17 +431,22 @@ def measure(folder: Path, cells: list[Cell] | None = None) -> Parity:
 def main() -> int:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--features", nargs="+", choices=FEATURES, help="only these, and their pairs")
+    parser.add_argument("--speculation", action="store_true", help="our server verifies drafts")
     options = parser.parse_args()
     if torch.cuda.is_available():
         parser.error("this compares with the closed form in float32, on a machine without a GPU")
     wanted = set(options.features or FEATURES)
     with tempfile.TemporaryDirectory() as folder:
-        parity = measure(Path(folder), [cell for cell in CELLS if wanted.issuperset(cell.names)])
+        cells = VERIFIED_CELLS if options.speculation else CELLS
+        chosen = [cell for cell in cells if wanted.issuperset(cell.names)]
+        parity = measure(Path(folder), chosen, options.speculation)
     for problem in parity.problems:
         print(problem, file=sys.stderr)
     rows = [{"features": list(names), "result": word} for names, word in parity.matrix.items()]
     if not parity.problems:
         env = new_env() | {"sglang": importlib.metadata.version("sglang")}
+        if options.speculation:
+            env |= {"verifications": parity.verifications, "tokens": parity.answered}
         write_result(options.out, {"env": env, "rows": rows})
     print(f"{len(rows)} features and pairs, {len(parity.problems)} problems")
     return 1 if parity.problems else 0

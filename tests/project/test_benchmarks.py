@@ -9,6 +9,7 @@ import graphlib
 import gzip
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -833,28 +834,52 @@ def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
     exact = load("exact")
 
     def always(tokens: torch.Tensor) -> Callable[[int], torch.Tensor]:
-        return lambda position: tokens
+        return lambda positions: tokens
 
-    batches = [exact.Batch(index, rows=8) for index in range(4)]
+    batches = [exact.Batch(index, rows=8, at_once=at_once) for index, at_once in enumerate((1, 2, 1, 3))]
     assert any(not batch.may.all() for batch in batches) and all(batch.may.any(1).all() for batch in batches)
     for batch in batches:
-        draw, (rows, vocab) = exact.from_logits(batch), batch.may.shape
-        assert batch.illegal(draw, range(2), batch.may) == 0
-        assert torch.equal(exact.from_head(batch)(5), draw(5))
-        assert batch.illegal(draw, range(2), ~batch.may) == 2 * rows
-        assert batch.illegal(always(torch.full((rows,), vocab)), range(2), batch.may) == 2 * rows
+        draw, (rows, vocab), each = exact.from_logits(batch), batch.may.shape, batch.at_once
+        assert batch.illegal(draw, range(6), batch.may) == 0
+        assert torch.equal(exact.from_head(batch)(range(5, 5 + each)), draw(range(5, 5 + each)))
+        assert batch.illegal(draw, range(6), ~batch.may) == 6 * rows
+        assert batch.illegal(always(torch.full((rows * each,), vocab)), range(6), batch.may) == 6 * rows
+    one, several = exact.Batch(5, 8), exact.Batch(5, 8, at_once=3)
+    tokens = [exact.from_logits(one)(range(place, place + 1)) for place in range(3)]
+    assert torch.equal(exact.from_logits(several)(range(3)).view(8, 3), torch.stack(tokens, 1))
+
+
+def test_what_a_verification_may_draw_has_no_min_p_and_takes_top_p_of_what_top_k_has_left(load, monkeypatch, tmp_path):
+    """From the second token on: the first is the prefill's."""
+    parity = load("parity")
+    model = parity.markov.write(tmp_path, parity.markov.SIZES["tiny"])
+    plain, verified = (parity.Truth(model, tmp_path, of_drafts) for of_drafts in (False, True))
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+
+    def allowed(truth, step: int, *names: str) -> list[int]:
+        left, limits = truth.limited(parity.Cell(names), step, logits)
+        kept = parity.allowed_ref(left, torch.ones(1), *limits) & (left > -math.inf)
+        return kept[0].nonzero().flatten().tolist()
+
+    for name, value in (("top_k", 2), ("top_p", 0.55), ("min_p", 0.6)):
+        monkeypatch.setitem(parity.FEATURES, name, ({name: value}, {}))
+    assert allowed(plain, 1, "top_k", "top_p") == [0, 1] == allowed(verified, 0, "top_k", "top_p")
+    assert allowed(verified, 1, "top_k", "top_p") == [0], ".4 of .7 is more than .55"
+    assert allowed(plain, 1, "min_p") == [0, 1] == allowed(verified, 0, "min_p")
+    assert allowed(verified, 1, "min_p") == [0, 1, 2, 3]
+    assert not any({"presence", "top_logprobs"} & set(cell.names) for cell in parity.VERIFIED_CELLS)
 
 
 def test_processes_count_as_many_tokens_as_one_each_batch_once(load, monkeypatch):
     exact, made = load("exact"), []
 
     class Noted(exact.Batch):
-        def __init__(self, index: int, rows: int) -> None:
-            super().__init__(index, rows)
+        def __init__(self, index: int, rows: int, at_once: int) -> None:
+            super().__init__(index, rows, at_once)
             made.append(index)
 
     monkeypatch.setattr(exact, "Batch", Noted)
-    monkeypatch.setitem(exact.PATHS, "cpu", (exact.from_logits, 4))
+    monkeypatch.setitem(exact.PATHS, "cpu", exact.Path(exact.from_logits, 4, 1))
     options = types.SimpleNamespace(draws=4 * 2 * 6, positions=2)
     parts = [exact.count("legal", "cpu", exact.Part(number, 3), options) for number in range(3)]
     assert [part["draws"] for part in parts] == [16] * 3
