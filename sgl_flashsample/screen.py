@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 
 import torch
@@ -9,6 +11,14 @@ import torch
 from .kernels.int8_head import MAX_HIDDEN, Int8Head
 from .kernels.params import LMHead
 from .kernels.workspace import ScreenWorkspace
+
+
+@dataclasses.dataclass
+class _State:
+    """Of a copy, whoever reads it."""
+
+    valid: bool = True
+    closed: bool = False
 
 
 class Screen:
@@ -42,12 +52,24 @@ class Screen:
             )
         self.max_rows = max_rows
         self.int8_head = self._copy(head)
-        self.workspace = ScreenWorkspace(
-            self.int8_head.num_groups, self.int8_head.weight.shape[1], max_rows, head.weight.device
-        )
-        self.closed = False
+        self.workspace = self._new_workspace()
         self._layout = _layout_of(head)
-        self._valid = True
+        self._state = _State()
+
+    def _new_workspace(self) -> ScreenWorkspace:
+        weight = self.int8_head.weight
+        return ScreenWorkspace(self.int8_head.num_groups, weight.shape[1], self.max_rows, weight.device)
+
+    def twin(self) -> Screen:
+        """A screen of the same copy, valid as long as this one, with scratch and counters of its own: what it draws is
+        not counted here."""
+        twin = copy.copy(self)
+        twin.workspace = twin._new_workspace()
+        return twin
+
+    @property
+    def closed(self) -> bool:
+        return self._state.closed
 
     @property
     def counters(self) -> torch.Tensor:
@@ -66,13 +88,13 @@ class Screen:
 
     def serves(self, head: LMHead) -> bool:
         """Whether this is a copy of what ``head`` holds, as far as PyTorch knows. Costs a step a microsecond or two."""
-        if self.closed or not self._valid:
+        if self.closed or not self._state.valid:
             return False
         return self._layout == _layout_of(head) and not self.int8_head.is_stale(head) and unsupported_head(head) is None
 
     def invalidate(self) -> None:
         """Serve nothing until the next ``rebuild``."""
-        self._valid = False
+        self._state.valid = False
 
     def rebuild(self, head: LMHead) -> None:
         """Copy ``head`` anew, in place: captured graphs read the new copy. Raises ValueError for a head of another
@@ -83,13 +105,13 @@ class Screen:
             raise ValueError(f"the head cannot be screened: {reason}")
         if _layout_of(head) != self._layout:
             raise ValueError(f"head is {_layout_of(head)}; expected the screen's {self._layout}")
-        self._valid = False  # also where copying fails in the middle
+        self._state.valid = False  # also where copying fails in the middle
         self.int8_head.rebuild(head)
-        self._valid = True
+        self._state.valid = True
 
     def close(self) -> None:
         """Serve nothing any more and let go of the memory; graphs that were captured with it must not be replayed."""
-        self.closed = True
+        self._state.closed = True
         del self.int8_head, self.workspace
 
 

@@ -115,10 +115,13 @@ class HeadScreen:
         return screen if screen.serves(head) else None
 
     def pin(self) -> Screen:
-        """The screen, for graphs that are never captured anew: its memory is kept from now on."""
+        """A screen of the same copy, for the graphs of drafts, which are never captured anew: its memory is kept from
+        now on. What drafts read of the head is not counted here, and pauses nothing."""
         assert self._screen is not None
         self._pinned = True
-        return self._screen
+        twin = self._screen.twin()
+        self.num_bytes += twin.workspace.num_bytes
+        return twin
 
     @property
     def paused(self) -> bool:

@@ -123,6 +123,21 @@ def test_a_weight_whose_writes_pytorch_does_not_count_needs_a_caller_that_announ
         assert_drawn_with(screen, case, case.head)
 
 
+def test_a_twin_reads_the_same_copy_and_counts_what_it_draws_itself(device):
+    case = example(device)
+    screen = Screen(case.head, ROWS)
+    twin = screen.twin()
+    assert_drawn_with(twin, case, case.head)
+    assert screen.counters[ScreenCounter.ROWS] == 0 < twin.counters[ScreenCounter.ROWS]
+    assert twin.int8_head is screen.int8_head
+    screen.invalidate()
+    assert not twin.serves(case.head)
+    screen.rebuild(case.head)
+    assert twin.serves(case.head)
+    screen.close()
+    assert twin.closed and not twin.serves(case.head)
+
+
 def test_a_rebuild_that_fails_leaves_nothing_that_serves(device, monkeypatch):
     head = example(device).head
     screen = Screen(head, ROWS)

@@ -21,6 +21,7 @@ from test_speculation import CHAIN, Original, verification
 from sgl_flashsample import sample_from_logits
 from sgl_flashsample.demo import drafters, markov
 from sgl_flashsample.kernels.params import BatchParams
+from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, DraftMode, Drafts, start
 from sgl_flashsample.sglang.head import HeadState
@@ -438,6 +439,20 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
     tensors = [drafts._temperature, drafts._seed, *drafts._workspace.splits]
     assert [tensor.data_ptr() for tensor in tensors] == places
     assert drafts._temperature[:4].tolist() == pytest.approx([0.9] * 4) and drafts._seed[:4].tolist() == [5, 6, 7, 8]
+
+
+@needs_sglang
+def test_drafts_read_the_targets_screen_and_are_not_counted_there(one_rank, hidden, info_of, device):
+    """Else what drafts leave undecided would pause the screen for the target."""
+    head = CountingHead(device, screened=True)
+    unpinned = head.state.screen.num_bytes
+    coupled = Server(head)
+    coupled.load(info_of([request("0", temperature=1.0)]))
+    coupled.call(forward_batch("DECODE", torch.full((1,), FIRST, device=device), 1), hidden(1))
+    drafted, target = coupled.drafts._screen, head.state.screen.serving(head.state.head)
+    assert drafted.int8_head is target.int8_head
+    assert target.counters.count_nonzero() == 0 and drafted.counters[ScreenCounter.ROWS] == 1
+    assert head.state.screen.num_bytes == unpinned + drafted.workspace.num_bytes
 
 
 @needs_sglang
