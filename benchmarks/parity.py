@@ -74,6 +74,8 @@ UNVERIFIED = {"frequency", "presence", "repetition", "min_new_tokens", *NATIVE}
 GREEDY_TOKENS, TOKENS = 10, 3
 ROWS, VERIFIED_ROWS = 48, 16  # requests per cell
 NODES, DRAFT_ERROR = 4, 0.6
+NO_MIN_P = 1e-30
+EOS = 1
 BINS, ALPHA = 16, 1e-6
 SIZE = "tiny"
 
@@ -133,7 +135,7 @@ class Truth:
         additive = -params.get("frequency_penalty", 0.0) * counts
         additive -= params.get("presence_penalty", 0.0) * (counts > 0)
         if step < params.get("min_new_tokens", 0):
-            additive[:, [1, *self.stop_ids]] = -math.inf
+            additive[:, [EOS, *self.stop_ids]] = -math.inf
         scaling = torch.where(counts > 0, params.get("repetition_penalty", 1.0), 1.0)
         bias = torch.zeros(rows, self.vocab)
         for token, value in params.get("logit_bias", {}).items():
@@ -147,20 +149,15 @@ class Truth:
         edits = {"additive": additive, "scaling": scaling, "allowed": allowed, "bias": bias}
         return edit_logits_ref(logits, **edits).double()
 
-    def limited(
-        self, cell: Cell, step: int, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The edited logits that are left before the last limits, and these, of each row: top_k, top_p and min_p."""
-        params, rows = cell.params(self), len(logits)
+    def limits(self, cell: Cell, step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """top_k, top_p and min_p of each row."""
+        params = cell.params(self)
         names = (("top_k", 0, torch.int32), ("top_p", 1.0, torch.float64), ("min_p", 0.0, torch.float64))
         top_k, top_p, min_p = (torch.full((rows,), params.get(n, default), dtype=d) for n, default, d in names)
         if self.verified and step > 0:  # the first token is the prefill's
-            min_p = torch.zeros_like(min_p)
-            if "top_k" in cell.names:
-                nothing = torch.ones_like(top_p), min_p
-                left = allowed_ref(logits, torch.full((rows,), params["temperature"]), top_k, *nothing)
-                logits, top_k = logits.masked_fill(~left, -math.inf), torch.zeros_like(top_k)
-        return logits, (top_k, top_p, min_p)
+            # Any min-p makes top-p look at what top-k has left; so small a one forbids nothing.
+            min_p = torch.full_like(min_p, NO_MIN_P if {"top_k", "top_p"} <= set(cell.names) else 0.0)
+        return top_k, top_p, min_p
 
     def _next_ids(self, cell: Cell, tokens: list[int]) -> list[int]:
         """What the grammar allows after these tokens, none of which ends it: letters."""
@@ -220,7 +217,10 @@ class Parity:
         mine, theirs = (server.generate(**request) for server in (self.ours, self.stock))
         self._paths(cell, mine)
         for answer, stock_answer in zip(mine, theirs, strict=True):
-            self._check(answer["output_ids"] == stock_answer["output_ids"], cell, "other tokens than stock's")
+            tokens, stock_tokens = answer["output_ids"], stock_answer["output_ids"]
+            if self.truth.verified and tokens[-1] == EOS:  # SGLang ends such an answer with its grammar
+                stock_tokens = stock_tokens[: len(tokens)]
+            self._check(tokens == stock_tokens, cell, f"tokens {tokens}, stock's are {stock_tokens}")
             for key in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
                 got, want = (flat_logprobs(one["meta_info"].get(key)) for one in (answer, stock_answer))
                 close = len(got) == len(want) and all(map(is_close, got, want))
@@ -282,11 +282,11 @@ class Parity:
             token = draws.tokens[:, step]
             logits = truth.edited(cell, previous, draws.tokens[:, :step])
             temperature = torch.full((len(token),), params["temperature"])
-            left, limits = truth.limited(cell, step, logits)
-            loose = allowed = left > -math.inf
+            loose = allowed = logits > -math.inf
             if TRUNCATIONS & set(cell.names):
-                loose = loose & allowed_ref(left, temperature, *limits, slack=1e-5)
-                allowed = allowed & allowed_ref(left, temperature, *limits)
+                limits = truth.limits(cell, step, len(token))
+                loose = allowed_ref(logits, temperature, *limits, slack=1e-5)
+                allowed = allowed_ref(logits, temperature, *limits)
             inside = loose.gather(1, token[:, None]).all()
             self._check(bool(inside), cell, f"{who}: a token that is not allowed, at step {step}")
             tempered = logits / params["temperature"]
@@ -326,13 +326,12 @@ class Parity:
         for step in range(TOKENS):
             previous = (draws.prompts if step == 0 else draws.tokens[:, step - 1])[rows]
             logits = self.truth.edited(cell, previous, draws.tokens[rows, :step])
-            left, limits = self.truth.limited(cell, step, logits)
             want = truncated_sample_ref(
-                left,
+                logits,
                 torch.full((len(rows),), params["temperature"]),
                 seeds,
                 torch.full((len(rows),), 1 + step),  # a position is that of the token before, in a prompt of two
-                *limits,
+                *self.truth.limits(cell, step, len(rows)),
                 tolerance=1e-5,
             )
             same = (draws.tokens[rows, step] == want.token) | want.near_tie

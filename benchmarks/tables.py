@@ -763,6 +763,12 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         lambda data: _counted(row["result"] for row in data["rows"]),
     ),
     (
+        "the same of those that SGLang's verification of drafts defines token by token, with drafts",
+        "each in one of these ways",
+        "parity-speculation",
+        lambda data: _counted(row["result"] for row in data["rows"]),
+    ),
+    (
         "random requests to a server that stock SGLang answers in another way, or that end it",
         "0 of 1e5",
         "http-fuzz",

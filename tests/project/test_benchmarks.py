@@ -9,7 +9,6 @@ import graphlib
 import gzip
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -857,9 +856,8 @@ def test_what_a_verification_may_draw_has_no_min_p_and_takes_top_p_of_what_top_k
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
 
     def allowed(truth, step: int, *names: str) -> list[int]:
-        left, limits = truth.limited(parity.Cell(names), step, logits)
-        kept = parity.allowed_ref(left, torch.ones(1), *limits) & (left > -math.inf)
-        return kept[0].nonzero().flatten().tolist()
+        limits = truth.limits(parity.Cell(names), step, 1)
+        return parity.allowed_ref(logits, torch.ones(1), *limits)[0].nonzero().flatten().tolist()
 
     for name, value in (("top_k", 2), ("top_p", 0.55), ("min_p", 0.6)):
         monkeypatch.setitem(parity.FEATURES, name, ({name: value}, {}))
