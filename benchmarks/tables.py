@@ -765,7 +765,7 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
     (
         "the same of those that SGLang's verification of drafts defines token by token, with drafts",
         "each in one of these ways",
-        "parity-speculation",
+        "parity-drafts",
         lambda data: _counted(row["result"] for row in data["rows"]),
     ),
     (
