@@ -167,7 +167,7 @@ def today() -> str:
 
 def command_line() -> str:
     """How this was called, without the folders of this machine."""
-    return " ".join(["python", *(re.sub(r"(^|(?<=[=:]))/\S*?([^/:\s]*)(?=:|$)", r"\2", word) for word in sys.argv)])
+    return " ".join(["python", *(re.sub(r"(?<![^=:])/([^=:]*/)?", "", word) for word in sys.argv)])
 
 
 def reason_of(error: BaseException) -> str:

@@ -35,12 +35,11 @@ from sgl_flashsample import BatchParams, LMHead, Truncation, sample, sample_from
 from sgl_flashsample.cpu_path import draws_in_host_memory
 from sgl_flashsample.kernels.params import LogitEdits
 from sgl_flashsample.kernels.reference import edit_logits_ref, sample_ref, truncated_sample_ref
-from sgl_flashsample.selfcheck import pack_bits
+from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS, pack_bits
 
 SECTIONS = ("legal", "reference")
 ROWS, MASKED_SHARE, MOST_IDS = 1024, 0.3, 2000
 FUSED_WIDTH = 256  # elements of a hidden state: rows of logits that a head can hold at a time
-MOST_FUSED = 512  # rows of a call that the fused path draws
 FEATURES = 8  # greedy, top-k, top-p, min-p, additive, scaling, mask, bias
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = 16 if DEVICE.type == "cuda" else 1  # positions of a call: a GPU is idle between small ones
@@ -131,7 +130,7 @@ class Path(NamedTuple):
 PATHS = {
     "cpu": Path(from_logits, ROWS, 1),
     "logits": Path(from_logits, ROWS, AT_ONCE),
-    "fused": Path(from_head, FUSED_WIDTH, min(AT_ONCE, MOST_FUSED // FUSED_WIDTH)),
+    "fused": Path(from_head, FUSED_WIDTH, min(AT_ONCE, MAX_COMPILED_ROWS // FUSED_WIDTH)),
 }
 
 

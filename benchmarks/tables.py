@@ -166,7 +166,7 @@ class Results:
 
     def section(self, benchmark: str, name: str) -> dict[str, Any] | None:
         data = self.data(benchmark)
-        return data["sections"].get(name) if data is not None else None
+        return data.get("sections", {}).get(name) if data is not None else None
 
     def serve_rows(self, section: str, benchmark: str = "serve") -> list[dict[str, Any]]:
         data = self.data(benchmark)
@@ -959,7 +959,7 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "serve-oracle": Section(serve_oracle, "serve", "oracle"),
     "serve-plane": Section(serve_plane, "decision-plane"),
     "exchanged": Section(exchanged, "kernels"),
-    "ranks-exchange": Section(ranks_exchange, "ranks"),
+    "ranks-exchange": Section(ranks_exchange, "ranks", "exchange"),
     "ranks-tokens": Section(ranks_tokens, "ranks"),
     "serve-host": Section(serve_host, "serve", "host"),
     "speculation": Section(speculation, "speculation", "speed"),

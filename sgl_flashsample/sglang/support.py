@@ -18,7 +18,8 @@ MEASURED_ALGORITHMS = ("STANDALONE", "NGRAM")
 # Whose draft model has one head, run by the one worker that we know.
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
-MEASURED_RANKS = ((2, 1), (4, 1), (1, 2))  # tensor-parallel ranks and pipeline stages that are served by default
+# Served by default, as measured on GPUs: by tensor-parallel ranks and pipeline stages, the arguments that ask for them.
+MEASURED_RANKS = {(2, 1): "--tp-size 2", (4, 1): "--tp-size 4", (1, 2): "--pp-size 2"}
 MAX_EXCHANGED_IDS = 2**24  # as float32
 # Settings with which SGLang's sampler looks for NaN in the logits. Not every known version has the second.
 LOGIT_CHECKS = ("SGLANG_SANITIZE_NAN_LOGITS", "SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT")
@@ -77,8 +78,8 @@ def _unmeasured_ranks() -> str | None:
     if wanted == "1" or ((parallel.tp_size, parallel.pp_size) in MEASURED_RANKS and not replicated):
         return None
     return (
-        "of several GPUs, two or four tensor-parallel ranks or two pipeline stages are served by default, which have "
-        f"been measured; {RANKS_VARIABLE}=1 turns all on"
+        f"of several GPUs, those of {', '.join(MEASURED_RANKS.values())} are served by default, which have been "
+        f"measured; {RANKS_VARIABLE}=1 turns all on"
     )
 
 

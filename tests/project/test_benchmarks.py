@@ -904,9 +904,9 @@ def test_runs_of_one_benchmark_are_joined_and_each_row_knows_its_own(load):
 
 
 def test_a_recorded_command_has_no_folders_of_the_machine(load, monkeypatch):
-    words = "/work/serve.py --out /tmp/a/b.json --set TUNED=/x/tables PYTHONPATH=/x/y:/z/w --pp 2"
+    words = "/a/serve.py --out /a/b/c.json --set TUNED=/x/tables PYTHONPATH=/x/y:/z a/b --pp 2"
     monkeypatch.setattr(sys, "argv", words.split())
-    assert load("common").command_line() == "python serve.py --out b.json --set TUNED=tables PYTHONPATH=y:w --pp 2"
+    assert load("common").command_line() == "python serve.py --out c.json --set TUNED=tables PYTHONPATH=y:z a/b --pp 2"
 
 
 @pytest.mark.parametrize("processes", [1, 2])

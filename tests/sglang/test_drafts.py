@@ -461,7 +461,7 @@ def test_drafts_read_the_targets_screen_and_are_not_counted_there(one_rank, hidd
 def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_parameters(
     one_rank, hidden, info_of, device, screened
 ):
-    """100,000 replays, between which the target draws, from the same screen where there is one, and its workspace is
+    """100,000 replays, between which the target draws, from the same INT8 copy where there is one, and its workspace is
     replaced by larger ones."""
     head = CountingHead(device, screened=screened)
     coupled, states = Server(head), 0.3 * hidden(REQUESTS)

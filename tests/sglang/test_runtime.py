@@ -160,7 +160,7 @@ def test_several_gpus_are_served_where_they_have_been_measured_and_elsewhere_on_
     assert support.unsupported_server() is None, "on a CPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     reason = support.unsupported_server()
-    assert reason is None if measured else reason.startswith("of several GPUs, two or four tensor-parallel ranks")
+    assert reason is None if measured else reason.startswith("of several GPUs, those of --tp-size 2, --tp-size 4, ")
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
     assert support.unsupported_server() is None
     monkeypatch.setenv(support.RANKS_VARIABLE, "0")
