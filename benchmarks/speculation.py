@@ -19,11 +19,16 @@ tokens_s       tokens per second: of a long answer less a short one
 step_us        of the same, per verification of the request that needs most of them. With one request it does not depend
                on how many drafts are accepted; with several it does a little, as the last steps have fewer rows
 acceptance     share of the drafts that are accepted, but for what the last one accepts beyond the answer's length
-verify_us      on the GPU, from the end of the target's last norm until the accepted drafts are known: the head, the
-               verification, and what the GPU waits for its launches
+target_us      on the GPU, of a step: the target's layers
+head_us        the LM head of the target where it is a part of that pass: stock's, which computes logits
+verify_us      from the end of the target's last norm until the accepted drafts are known: the head, the verification,
+               and what the GPU waits for its launches
 draft_step_us  a pass of the draft model in its chain
+drafts_us      all passes of the draft model
+busy_us        all of the above and what lies between them, without the GPU's waits
+wide           operations of a step with an argument ``[*, V]``, V being the vocabulary, outside CUDA graphs
 
-The last two are of traces; without a GPU there are none. "screen" of a row: whether the target's head had an INT8
+The last seven are of traces; without a GPU there are none. "screen" of a row: whether the target's head had an INT8
 copy.
 
 ``--only tokens``: answers to seeded requests, as many at once as the largest of ``--batches``, with the drafts of each
@@ -40,6 +45,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import random
 import statistics
 import sys
@@ -164,18 +170,18 @@ def acceptance(answers: Answers, draft_tokens: int) -> float:
 # --- the parts of a step --------------------------------------------------------------------------------------------
 
 
-class Replay(NamedTuple):
-    """One CUDA graph of a trace, on the GPU, in microseconds. last_norm: the end of its last norm, None without one:
-    then it is no pass of a model. extends: kernels of attention for several new tokens per row."""
+class Pass(NamedTuple):
+    """One CUDA graph of a trace that is a pass of a model, on the GPU, in microseconds. last_norm: the end of its last
+    norm. extends: kernels of attention for several new tokens per row."""
 
     start: float
     end: float
-    last_norm: float | None
+    last_norm: float
     extends: int
 
 
 def parts(events: list[dict[str, Any]], chain: int) -> dict[str, float]:
-    """``verify_us`` and ``draft_step_us`` of a trace, each where it shows. chain: passes in the draft model's graph.
+    """The parts of a step in a trace, in microseconds, each where it shows. chain: passes in the draft model's graph.
 
     The target's pass has attention for several new tokens in more layers than any other; the draft model's chain is the
     pass ahead of it.
@@ -186,29 +192,59 @@ def parts(events: list[dict[str, Any]], chain: int) -> dict[str, float]:
     for kernel in kernels:
         if correlation(kernel) in launches:
             by_launch[correlation(kernel)].append(kernel)
-    passes = sorted(one for each in by_launch.values() if (one := _replay(each)).last_norm is not None)
+    passes = sorted(one for each in by_launch.values() if (one := _pass_of(each)) is not None)
     most = max((one.extends for one in passes), default=0)
     ends = sorted(
         kernel["ts"] + kernel["dur"] for kernel in kernels if any(name in kernel["name"] for name in VERIFYING)
     )
-    verify, steps = [], []
-    for before, one in zip([None, *passes], passes, strict=False):
-        if not most or one.extends != most or one.last_norm is None:
-            continue
+    targets = [one for one in passes if most and one.extends == most]
+    found: dict[str, list[float]] = defaultdict(list)
+    for one in targets:
+        found["target_us"].append(one.last_norm - one.start)
+        found["head_us"].append(one.end - one.last_norm)
         place = bisect.bisect_left(ends, one.last_norm)
         if place < len(ends):
-            verify.append(ends[place] - one.last_norm)
-        if before is not None and before.extends != most:
-            steps.append((before.end - before.start) / chain)
-    found = {"verify_us": verify, "draft_step_us": steps}
-    return {name: round(statistics.median(values), 1) for name, values in found.items() if values}
+            found["verify_us"].append(ends[place] - one.last_norm)
+    for before, one in itertools.pairwise(passes):
+        if one in targets and before not in targets:
+            found["draft_step_us"].append((before.end - before.start) / chain)
+    for begun, ended in itertools.pairwise(target.start for target in targets):
+        found["drafts_us"].append(
+            sum(one.end - one.start for one in passes if begun < one.start < ended and one not in targets)
+        )
+        found["busy_us"].append(_busy(kernels, begun, ended))
+    return {name: round(statistics.median(values), 1) for name, values in found.items()}
 
 
-def _replay(kernels: list[dict[str, Any]]) -> Replay:
+def _busy(kernels: list[dict[str, Any]], begun: float, ended: float) -> float:
+    """How long any kernel that starts between the two times runs."""
+    total = reached = 0.0
+    for start, end in sorted((one["ts"], one["ts"] + one["dur"]) for one in kernels if begun <= one["ts"] < ended):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def wide(events: list[dict[str, Any]], vocab_size: int) -> list[str]:
+    """Operations of PyTorch with an argument of several dimensions whose last one is the vocabulary, in a trace with
+    shapes."""
+    return sorted(
+        {
+            event["name"]
+            for event in events
+            for shape in event.get("args", {}).get("Input Dims", ())
+            if len(shape) > 1 and shape[-1] == vocab_size
+        }
+    )
+
+
+def _pass_of(kernels: list[dict[str, Any]]) -> Pass | None:
+    """The pass of a model that these kernels of a graph are; None where none of them is a norm."""
     norms = [event["ts"] + event["dur"] for event in kernels if "norm" in event["name"].lower()]
+    if not norms:
+        return None
     start, end = min(event["ts"] for event in kernels), max(event["ts"] + event["dur"] for event in kernels)
-    extends = sum(event["name"] == EXTEND_ATTENTION for event in kernels)
-    return Replay(start, end, max(norms, default=None), extends)
+    return Pass(start, end, max(norms), sum(event["name"] == EXTEND_ATTENTION for event in kernels))
 
 
 # --- servers and cells ----------------------------------------------------------------------------------------------
@@ -295,7 +331,8 @@ class Run:
         return self.options.checkpoints / f"{self.about['model']}-draft-{of}"
 
     def _server(self, name: str) -> Server:
-        arguments = ["--disable-radix-cache", "--random-seed", "1"]
+        # An idle server would otherwise take a core from the one that is measured.
+        arguments = ["--disable-radix-cache", "--random-seed", "1", "--sleep-on-idle"]
         arguments += ["--max-total-tokens", str(self._largest * (PROMPT_TOKENS + self.options.tokens + 64) + 1024)]
         if BACKENDS[name].speculates:
             arguments += ["--speculative-algorithm", self.algorithm]
@@ -363,8 +400,9 @@ class Run:
                     self.options.logs / f"{about['model']}-{self.algorithm}-{self.nodes}-{name}-{batch}-{temperature}"
                 )
                 chain = max(1, self.nodes - 2)  # the first draft is of the pass over the verified tokens
-                record(server, trace, PROFILED_STEPS, lambda s=server: ask(s, prompts, temperature, long_tokens))
-                row |= parts(events_of(trace), chain)
+                record(server, trace, PROFILED_STEPS, lambda s=server: ask(s, prompts, temperature, long_tokens), True)
+                events = events_of(trace)
+                row |= parts(events, chain) | {"wide": wide(events, vocab)}
             rows.append(row)
         line = ", ".join(
             f"{row['backend']} {row['tokens_s']:.0f}/s ({row['acceptance']:.3f}; step {row['step_us']:.0f} us)"

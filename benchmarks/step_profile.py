@@ -36,13 +36,13 @@ SHORT_GAP_US = 5.0  # between two kernels; where it is longer, the GPU waits for
 TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
 
 
-def record(server: Server, folder: Path, steps: int, ask: Callable[[], Any]) -> None:
-    """Have a trace of ``steps`` decode steps written to ``folder``, while ``ask()`` waits for a long answer, and for
-    more where that has too few steps."""
+def record(server: Server, folder: Path, steps: int, ask: Callable[[], Any], shapes: bool = False) -> None:
+    """Have a trace of ``steps`` decode steps written to ``folder``, with the shapes of arguments if asked for, while
+    ``ask()`` waits for a long answer, and for more where that has too few steps."""
     with concurrent.futures.ThreadPoolExecutor(1) as asking:
         answer = asking.submit(ask)
         time.sleep(PREFILL_SECONDS)
-        server.profile(folder, steps=steps)
+        server.profile(folder, steps=steps, shapes=shapes)
         answer.result()
     for _ in range(MOST_ANSWERS):
         if any(folder.rglob(TRACES)):

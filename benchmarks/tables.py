@@ -525,6 +525,28 @@ def speculation_tokens(results: Results) -> Table | None:
     return Table(head, cells)
 
 
+def speculation_parts(results: Results) -> Table | None:
+    """Microseconds of the parts of a step on the GPU, of servers with traces, and of the rest of the step."""
+    rows = [row for row in _speculation_rows(results, "speed") if "busy_us" in row]
+    if not rows:
+        return None
+    parts = {
+        "target": "target_us",
+        "its head": "head_us",
+        "verification, with the head": "verify_us",
+        "drafts": "drafts_us",
+        "one draft": "draft_step_us",
+        "GPU busy": "busy_us",
+    }
+    lines = []
+    for row in rows:
+        about = f"{row['model']}, {row['draft_tokens']} nodes of {row['algorithm']}, B={row['batch']}"
+        cells = [f"{row[field]:.0f}" if field in row else "" for field in parts.values()]
+        waits = f"{max(0.0, row['step_us'] - row['busy_us']):.0f}"
+        lines.append([f"{about}, temperature {row['temperature']:g}, {row['backend']}", *cells, waits])
+    return Table(["us per step", *parts, "GPU waits"], lines)
+
+
 def speculation(results: Results) -> Table | None:
     """Tokens per second, accepted drafts and microseconds of a step of each server; with a trace, those of the
     verification and of a draft."""
@@ -963,6 +985,7 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "ranks-tokens": Section(ranks_tokens, "ranks"),
     "serve-host": Section(serve_host, "serve", "host"),
     "speculation": Section(speculation, "speculation", "speed"),
+    "speculation-parts": Section(speculation_parts, "speculation", "speed"),
     "speculation-tokens": Section(speculation_tokens, "speculation", "tokens"),
     "serve-profile": Section(serve_profile, "serve", "profile"),
     "kernels": Section(kernels, "kernels"),

@@ -204,9 +204,11 @@ class Server:
         """POST /v1/chat/completions."""
         return self.post("/v1/chat/completions", model="default", **fields)
 
-    def profile(self, folder: Path, steps: int) -> None:
-        """Write a trace of the next ``steps`` forward passes to ``folder``."""
-        self.post("/start_profile", output_dir=str(folder), num_steps=steps, activities=["CPU", "GPU"])
+    def profile(self, folder: Path, steps: int, shapes: bool = False) -> None:
+        """Write a trace of the next ``steps`` forward passes to ``folder``, with the shapes of arguments if asked
+        for."""
+        options = {"num_steps": steps, "activities": ["CPU", "GPU"], "record_shapes": shapes}
+        self.post("/start_profile", output_dir=str(folder), **options)
 
     def metrics(self) -> str:
         return self.get("/metrics")

@@ -304,11 +304,23 @@ def test_a_trace_of_speculation_has_the_times_of_its_verification_and_of_a_draft
         verifying = {"name": "void TreeSpeculativeSamplingTargetOnly<1024>", "ts": start + 6635.0 + wait, "dur": 5.0}
         events.append({"ph": "X", "cat": "kernel", **verifying})
         events += graph(number + 3, start + 6700.0 + wait, [("_fwd_kernel", 350.0), ("norm", 5.0)])
-        events.append({"ph": "X", "cat": "kernel", "name": "no graph's", "ts": start + 6715.0, "dur": 5.0})
-    assert load("speculation").parts(events, chain=2) == {"verify_us": 260.0, "draft_step_us": 1700.0}
+        events.append({"ph": "X", "cat": "kernel", "name": "no graph's", "ts": start + 6760.0, "dur": 5.0})
+    found = load("speculation").parts(events, chain=2)
+    assert found.pop("busy_us") == 3400 + 3220 + 15 + 5 + 355  # the kernel outside of graphs runs beside others
+    assert found.pop("drafts_us") == 355 + 3400
+    assert found == {"target_us": 3020.0, "head_us": 200.0, "verify_us": 260.0, "draft_step_us": 1700.0}
     for name in ("norm", "_fwd"):
         others = [event for event in events if name not in event["name"].lower()]
         assert load("speculation").parts(others, 2) == {}, "no pass of the target"
+
+
+def test_a_trace_says_which_operations_take_logits(load):
+    def event(name: str, *shapes: list[int]) -> dict:
+        return {"name": name, "args": {"Input Dims": list(shapes)}}
+
+    events = [event("aten::softmax", [8, 500], []), event("aten::softmax", [16, 500]), event("aten::mm", [8, 500, 4])]
+    events += [event("aten::add", [500]), event("aten::copy_", [8], [1, 500]), {"name": "aten::argmax"}]
+    assert load("speculation").wide(events, 500) == ["aten::copy_", "aten::softmax"]
 
 
 def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
@@ -416,7 +428,7 @@ def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
     )
     speeds = {"tokens_s": 100.0, "tokens_s_spread": 2.0, "acceptance": 0.5, "step_us": 5000.0, "step_us_spread": 9.0}
     rows = [cell | speeds | {"temperature": 1.0, "backend": "stock", "draft_tv": 0.25}]
-    rows[0] |= {"verify_us": 200.0, "draft_step_us": 50.0}
+    rows[0] |= {"verify_us": 200.0, "draft_step_us": 50.0, "busy_us": 4000.0}
     rows += [cell | speeds | {"temperature": 1.0, "backend": "coupled", "draft_tv": 0.26}]
     rows += [{**cell, **speeds, "temperature": 0.7, "backend": "coupled", "algorithm": "NGRAM"}]
     counts = {"section": "tokens", "temperature": 0.7, "tokens": 50_000, "near_ties": 3, "different": 0}
@@ -431,6 +443,9 @@ def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
             "100 ± 2 (0.50); step 5000 ± 9",
         ],
         ["m, 4 nodes of NGRAM, B=8, temperature 0.7", "", "100 ± 2 (0.50); step 5000 ± 9"],
+    ]
+    assert tables.speculation_parts(tables.Results("h200", tmp_path)).rows == [
+        ["m, 4 nodes of STANDALONE, B=8, temperature 1, stock", "", "", "200", "", "50", "4000", "1000"]
     ]
     assert tables.speculation_tokens(tables.Results("h200", tmp_path)).rows == [
         ["m, 4 nodes of STANDALONE, coupled, temperature 0.7", "50,000", "3", "0"]
