@@ -89,9 +89,13 @@ def lm_head_sample_kernel(
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
     # Programs that share a vocabulary tile are neighbours: all but the first read it from L2.
     split = tl.program_id(0) // num_row_blocks
-    first_row = (tl.program_id(0) % num_row_blocks) * BLOCK_B
+    row_block = tl.program_id(0) % num_row_blocks
+    # Where there are several blocks, the last one reads from the rows before it what it lacks. With fewer rows it would
+    # need less of the hidden states, run ahead of its neighbours, and leave them a tile that is no longer in L2.
+    first_row = tl.minimum(row_block * BLOCK_B, tl.maximum(num_rows - BLOCK_B, 0))
     offs_b = first_row + tl.arange(0, BLOCK_B)
-    mask_b = offs_b < num_rows
+    exists = offs_b < num_rows
+    mask_b = exists & (offs_b >= row_block * BLOCK_B)
     offs_d = tl.arange(0, BLOCK_D)
     offs_g = tl.arange(0, NUM_GROUPS)
     if not TILE.hidden_tma:
@@ -128,7 +132,7 @@ def lm_head_sample_kernel(
             if TILE.hidden_tma:
                 blk_h = tl.trans(hidden.load([first_row, d]))
             else:
-                blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
+                blk_h = tl.load(hidden_ptrs + d, mask=exists[None, :] & mask_d[:, None], other=0.0)
             if TILE.rows_first:
                 acc = tl.dot(tl.trans(blk_h), tl.trans(blk_w), acc, input_precision="ieee")
             else:
@@ -191,7 +195,7 @@ def lm_head_sample_kernel(
             num_rows,
             num_splits,
             vocab_start + vocab_size,
-            tl.program_id(0) % num_row_blocks,
+            row_block,
             BLOCK_B,
             BLOCK_P,
             TILE.reduce_rows,
