@@ -750,6 +750,36 @@ def test_a_thousand_screened_steps_equal_the_fused_pass(device, temperature, res
         assert torch.equal(draw("screened", case, config, int8_head=copy).token_ids, fused.token_ids)
 
 
+def fastest_replay(call, device: torch.device) -> float:
+    """Milliseconds of ``call`` in a CUDA graph, with nothing of its operands in L2."""
+    call()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    others, times = torch.empty(2**28, dtype=torch.int8, device=device), []
+    for _ in range(10):
+        others.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_b, warps", [(64, 4), (128, 8)])
+def test_one_row_more_than_a_block_takes_no_longer_than_two_blocks(device, block_b, warps):
+    """Programs of one tile of the head share it in L2 for as long as none of them runs ahead."""
+    case = rounding_case(2 * block_b, 151_936, device, torch.bfloat16, hidden=2048)
+    tma = torch.cuda.get_device_capability(device) >= (9, 0)
+    tile = TileConfig(block_b, 128, 64, warps, 4, tma=tma, hidden_tma=tma, rows_first=True)
+    one_more, both = case.rows(torch.arange(block_b + 1, device=device)), case
+    took = [fastest_replay(lambda c=c: draw("fused", c, tile, logprobs=False), device) for c in (one_more, both)]
+    assert took[0] < 1.1 * took[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["plain", "edit+truncate"])
 @pytest.mark.parametrize("dtype", DTYPES)
