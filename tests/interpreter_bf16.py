@@ -1,13 +1,10 @@
-"""Makes Triton's interpreter right and quicker for the tests. Compiled kernels are not concerned.
+"""Makes bfloat16 right in Triton's interpreter, for the tests. Compiled kernels are not concerned.
 
-It stores bfloat16 as uint16 and then multiplies the raw bits (``tl.dot``) and truncates instead of rounding (float32 to
-bfloat16). And it describes the type and the shape of each result anew: the same few, a hundred thousand times.
+The interpreter stores bfloat16 as uint16 and then multiplies the raw bits (``tl.dot``) and truncates instead of rounding
+(float32 to bfloat16).
 """
 
 from __future__ import annotations
-
-import functools
-import math
 
 import numpy as np
 import triton.language as tl
@@ -44,29 +41,3 @@ def patch() -> None:
         return ext(self, src, dst_type)
 
     builder.create_dot, builder.create_fp_trunc, builder.create_fp_ext = create_dot, create_fp_trunc, create_fp_ext
-    _describe_types_once()
-
-
-def _describe_types_once() -> None:
-    describe_block = tl.block_type.__init__
-    known: dict = {}
-
-    @functools.cache
-    def shape_and_size(shape: tuple[int, ...]):
-        return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
-
-    def describe_tensor(self, handle, type) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shape_and_size(type.shape if type.is_block() else ())
-
-    def describe_block_once(self, element_ty, shape) -> None:
-        if isinstance(element_ty, tl.pointer_type):  # has no hash
-            describe_block(self, element_ty, shape)
-            return
-        key = element_ty, tuple(shape)
-        if key not in known:
-            describe_block(self, element_ty, shape)
-            known[key] = dict(vars(self))
-        self.__dict__.update(known[key])
-
-    tl.tensor.__init__, tl.block_type.__init__ = describe_tensor, describe_block_once

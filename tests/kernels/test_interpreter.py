@@ -3,6 +3,7 @@ undone after each launch."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -60,6 +61,74 @@ def test_bfloat16_is_rounded_to_nearest_and_multiplied_as_the_numbers_that_it_is
     assert torch.equal(rounded.nan_to_num(), x.bfloat16().nan_to_num())
     want = rounded.float() @ rounded.float()
     torch.testing.assert_close(product, want, rtol=1e-6, atol=1e-3, equal_nan=True)
+
+
+DTYPES = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.float16, tl.bfloat16, tl.float32]
+DTYPES += [tl.float64, tl.pointer_type(tl.float32)]
+SHAPES = [(), (4,), (1, 4), (4, 1), (2, 4)]
+NUMBERS = [0, 1, -1, True, 255, -(2**31), 2**31, 2**40, 2**63, 2**64, 0.0, -2.5, 1e300, float("inf"), float("nan")]
+
+
+@pytest.fixture
+def semantic():
+    """Triton's own, with the languages as they are in a launch."""
+    from triton.runtime import interpreter as tritons
+
+    scope = tritons._patch_lang(kernel.fn)
+    yield tritons.interpreter_semantic
+    scope.restore()
+
+
+def operand(semantic, dtype, shape: tuple[int, ...]):
+    from triton.runtime import interpreter as tritons
+
+    data = np.full(shape or (1,), 3).astype(tritons._get_np_dtype(dtype))
+    return semantic.tensor(tritons.TensorHandle(data, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
+
+
+def outcome(function, *arguments):
+    """Types, shapes and values of what it gives, or its error."""
+    try:
+        results = function(*arguments)
+    except Exception as error:
+        return type(error), str(error)
+    results = results if isinstance(results, tuple) else (results,)
+    described = []
+    for one in results:
+        shape = [size.value for size in one.shape]
+        described.append((str(one.type), str(one.dtype), shape, one.numel.value, str(one.handle.dtype)))
+        described.append((one.handle.data.dtype, one.handle.data.shape, one.handle.data.tobytes()))
+    return described
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operands_are_converted_as_triton_converts_them(semantic, dtype):
+    """Every pair of types and shapes, and every number on either side."""
+    kind = type(semantic)
+    prepare, broadcast = kind.binary_op_type_checking_impl, kind.broadcast_impl_value
+    pairs = 0
+    for shape in SHAPES:
+        one = operand(semantic, dtype, shape)
+        others = [operand(semantic, other, size) for other in DTYPES for size in SHAPES]
+        flags = ((), (True, True), (False, False, False), (False, False, True, True))
+        for other in (*others, *NUMBERS):
+            for arguments in (
+                (first, second, *more) for first, second in ((one, other), (other, one)) for more in flags
+            ):
+                got, want = (outcome(function, semantic, *arguments) for function in (prepare, prepare.__wrapped__))
+                assert got == want, arguments
+                pairs += isinstance(want, list)
+        for other in others:
+            got, want = (outcome(function, semantic, one, other) for function in (broadcast, broadcast.__wrapped__))
+            assert got == want
+            got, want = (
+                outcome(function, semantic, one, other.type) for function in (kind.cast, kind.cast.__wrapped__)
+            )
+            assert got == want
+        for size in SHAPES:
+            got, want = (outcome(function, semantic, one, size) for function in (kind.splat, kind.splat.__wrapped__))
+            assert got == want
+    assert pairs > 30
 
 
 def test_it_is_in_use_and_a_second_time_changes_nothing():
