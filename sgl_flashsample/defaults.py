@@ -124,10 +124,11 @@ def default_config_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kin
 
 def _entries(traits: HeadTraits, kind: BatchKind, path: SamplingPath | None = None) -> list[Entry]:
     """The entries for such batches and this head by size. path: None for the fastest one."""
+    name = str(kind)
     entries = [
         entry
         for entry in builtin_table(traits.family, traits.itemsize).entries
-        if entry.kind == str(kind)
+        if entry.kind == name
         and (not entry.on_request if path is None else entry.path == path)
         and traits.hidden_size >= entry.min_hidden
     ]
