@@ -39,8 +39,11 @@ if INTERPRETED:
     interpreter.patch()
 
 
-# Files whose tests share expensive fixtures: each file runs on one worker of pytest-xdist. Longest first.
-TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_package.py"]
+# Files whose tests share what takes long to make (servers, ranks, checkpoints, kernels that Triton or Numba compiles):
+# each file runs on one worker of pytest-xdist. Longest first.
+TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_exchange.py", "test_cpu_path.py"]
+TOGETHER += ["test_compile_ahead.py", "test_trained.py", "test_ranks.py", "test_package.py"]
+TOGETHER += ["test_benchmarks_tuning.py", "test_table_fuzz.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,7 +1,7 @@
 """Makes bfloat16 right in Triton's interpreter, for the tests. Compiled kernels are not concerned.
 
-The interpreter stores bfloat16 as uint16 and then multiplies the raw bits (``tl.dot``) and truncates instead of rounding
-(float32 to bfloat16).
+The interpreter stores bfloat16 as uint16 and then multiplies the raw bits (``tl.dot``) and truncates instead of
+rounding (float32 to bfloat16).
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -196,12 +194,11 @@ def context_table(pairs, truth):
     return counts.reshape(-1), shares.reshape(-1)
 
 
-def disallow_tokens(environment: dict[str, str]) -> str:
-    """SGLang's own custom logit processor, as requests carry it; made in a process that can import SGLang."""
-    name = "DisallowedTokensLogitsProcessor"
-    code = f"from sglang.srt.sampling.custom_logit_processor import {name} as P; print(P().to_str())"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.strip().splitlines()[-1]
+def disallow_tokens() -> str:
+    """SGLang's own custom logit processor, as requests carry it: by its name."""
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    return DisallowedTokensLogitsProcessor.to_str()
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +230,7 @@ def servers(folder, tuned):
             server.start()
             if CUDA:  # at once, each would take the other's memory for its own
                 server.wait_until_ready()
-        processor = disallow_tokens(ours.environment)
+        processor = disallow_tokens()
         ours.wait_until_ready()
         stock.wait_until_ready()
         answers = {}
