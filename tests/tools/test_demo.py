@@ -196,6 +196,45 @@ def test_without_the_trained_model_everything_else_is_installed(monkeypatch, cap
     assert "the demo goes without it (no network)" in capsys.readouterr().out
 
 
+def test_what_is_installed_is_not_installed_again(monkeypatch, tmp_path):
+    installed = []
+
+    def pip(what, *arguments):
+        installed.append(what)
+        for argument in arguments:
+            if isinstance(argument, Path) and argument.suffix == ".partial":
+                argument.mkdir(parents=True)
+
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(bootstrap, "has_gpu", lambda: False)
+    monkeypatch.setattr(bootstrap, "run", lambda what, command: (tmp_path / ".venv").mkdir(exist_ok=True))
+    monkeypatch.setattr(bootstrap, "pip", pip)
+    bootstrap.set_up("test")
+    assert len(installed) == 4 and not any("beside it" in what for what in installed)
+    installed.clear()
+    bootstrap.set_up("test")
+    bootstrap.set_up("demo")
+    assert not installed, "an environment for tests has all that the demonstration needs"
+    bootstrap.set_up("full")
+    assert len(installed) == len(bootstrap.OTHER_VERSIONS) and all("beside it" in what for what in installed)
+
+
+def test_steps_run_side_by_side_and_the_error_of_one_is_raised_when_all_have_ended():
+    both, ended = threading.Barrier(2, timeout=10), []
+
+    def fails():
+        both.wait()
+        raise bootstrap.SetupError("no network")
+
+    def works():
+        both.wait()
+        ended.append(True)
+
+    with pytest.raises(bootstrap.SetupError, match="no network"):
+        bootstrap.together(fails, works)
+    assert ended == [True]
+
+
 def test_two_targets_at_the_same_time_set_up_one_after_the_other(monkeypatch, tmp_path):
     monkeypatch.setattr(bootstrap, "LOCK", tmp_path / "cache" / "setup.lock")
     said, order = [], []
