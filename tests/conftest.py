@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+gc.disable()  # until all is imported: to look for garbage among it, again and again, is a fifth of the time
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -73,7 +76,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """pytest-xdist marks the groups in the names of their tests. Without, each worker would start every server."""
+    """What is imported stays. And pytest-xdist marks the groups in the names of their tests: without, each worker would
+    start every server."""
+    gc.freeze()
+    gc.enable()
     grouped = session.items if session.config.getoption("loadgroup", False) else []
     for item in grouped:
         if item.get_closest_marker("xdist_group") is not None:
