@@ -43,17 +43,18 @@ FUSED_WIDTH = 256  # elements of a hidden state: rows of logits that a head can 
 FEATURES = 8  # greedy, top-k, top-p, min-p, additive, scaling, mask, bias
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = 16 if DEVICE.type == "cuda" else 1  # positions of a call: a GPU is idle between small ones
+PARTS_PER_PROCESS = 8  # the file has what the parts that have ended have counted
 Draw = Callable[[range], torch.Tensor]  # the token of each row at each of the positions, a row after the other
 
 
 class Part(NamedTuple):
-    """What one of ``of`` processes counts: each ``of``-th batch, from ``number`` on."""
+    """One of ``of`` parts of a count: each ``of``-th batch, from ``number`` on."""
 
     number: int
     of: int
 
     def progress(self, total: float, what: str, unit: str) -> tqdm:
-        """Of the first process, whose share is like the others'."""
+        """Of the first part, which is like the others."""
         return tqdm(total=total / self.of, desc=what, unit=unit, unit_scale=True, disable=self.number > 0)
 
 
@@ -137,7 +138,7 @@ PATHS = {
 def count_illegal(path: str, part: Part, options: Any) -> dict[str, int]:
     """Batches are made until there are enough draws."""
     draw_of, rows, at_once = PATHS[path]
-    total, illegal, index = 0, 0, part.number
+    total, illegal, index = 0, 0, options.first + part.number
     bar = part.progress(options.draws, f"legal, {path}", "draw")
     while total < options.draws / part.of:
         batch = Batch(index, rows, at_once)
@@ -243,6 +244,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not counted now")
     parser.add_argument("--draws", type=float, default=1e9, help="of each path, for legal")
     parser.add_argument("--positions", type=int, default=1600, help="that each batch is drawn at, for legal")
+    parser.add_argument("--first", type=int, default=0, help="number of the first batch of legal: others are new draws")
     parser.add_argument("--rows", type=float, default=1e6, help="for reference")
     parser.add_argument("--processes", type=int, default=1, help="they share all GPUs")
     options = parser.parse_args()
@@ -264,13 +266,15 @@ def main() -> int:
     for section, path in counts:
         if section in options.only:
             started, found = time.monotonic(), Counter[str]()
-            parts = ((section, path, Part(number, options.processes), options) for number in range(options.processes))
+            num_parts = options.processes * (PARTS_PER_PROCESS if options.processes > 1 else 1)
+            parts = ((section, path, Part(number, num_parts), options) for number in range(num_parts))
             for counted in in_processes(count, parts, options.processes):
                 found.update(counted)
-            row = {"section": section, "path": path, **found, "seconds": round(time.monotonic() - started, 1)}
+                row = {"section": section, "path": path} | ({"first": options.first} if section == "legal" else {})
+                row |= {**found, "seconds": round(time.monotonic() - started, 1)}
+                write_result(options.out, result | {"rows": [*result["rows"], row]})
             result["rows"].append(row)
             print(row, flush=True)
-            write_result(options.out, result)
     wrong = (row.get("illegal") or row.get("different") or not row["planted_noticed"] for row in result["rows"])
     return int(any(wrong))
 

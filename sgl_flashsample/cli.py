@@ -60,8 +60,8 @@ environment:
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
   FLASHSAMPLE_SEVERAL_GPUS 0: leave servers of several GPUs to SGLang; 1: serve all of them; unset: two or four
                            tensor-parallel ranks that reach each other's memory, and two pipeline stages
-  FLASHSAMPLE_SPECULATION  0: leave speculative decoding to SGLang; 1: also verify the drafts of EAGLE, EAGLE3 and MTP,
-                           and on tensor-parallel ranks; unset: those of STANDALONE and NGRAM on one GPU
+  FLASHSAMPLE_SPECULATION  0: leave speculative decoding to SGLang; 1: also verify drafts on tensor-parallel ranks and
+                           of several draft heads; unset: on one GPU, with one draft head or NGRAM
   FLASHSAMPLE_DRAFTS       then, coupled (default): drafts with the noise of the target's tokens; greedy: the likeliest
                            tokens; stock: SGLang's own drafts
   FLASHSAMPLE_ANY_SGLANG   1: also try SGLang versions that this release does not know

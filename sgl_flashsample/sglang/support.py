@@ -13,8 +13,8 @@ from ..defaults import FAMILIES, family_of
 SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
 # Whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
-# Verified by default, on one rank: measured on GPUs, and not slower.
-MEASURED_ALGORITHMS = ("STANDALONE", "NGRAM")
+# Verified by default, on one rank and with one draft head: measured on GPUs, and not slower.
+MEASURED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 # Whose draft model has one head, run by the one worker that we know.
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
@@ -121,11 +121,11 @@ def unsupported_speculation() -> str | None:
         return reason
     if wanted == "0":
         return f"speculative decoding is left to SGLang, as {SPECULATION_VARIABLE} is 0"
-    if name in MEASURED_ALGORITHMS and parallel.tp_size == 1:
+    if name in MEASURED_ALGORITHMS and parallel.tp_size == 1 and not has_several_draft_heads():
         return None
     return (
-        f"speculative decoding is on by default with {' and '.join(MEASURED_ALGORITHMS)} on one GPU alone, which have "
-        f"been measured; {SPECULATION_VARIABLE}=1 turns it on"
+        f"of speculative decoding, what has been measured is on by default: {', '.join(MEASURED_ALGORITHMS)} with one "
+        f"draft head, on one GPU; {SPECULATION_VARIABLE}=1 turns all on"
     )
 
 
@@ -137,11 +137,17 @@ def unsupported_drafts() -> str | None:
     name = str(spec.speculative_algorithm).upper()
     checks = (
         (f"{name} drafts", name not in DRAFT_ALGORITHMS),
-        ("several draft heads (--enable-multi-layer-eagle)", getattr(spec, "enable_multi_layer_eagle", False)),
+        ("several draft heads (--enable-multi-layer-eagle)", has_several_draft_heads()),
         ("a tree of drafts (--speculative-eagle-topk above 1)", spec.speculative_eagle_topk != 1),
         ("a draft head that several ranks share", parallel.tp_size > 1 or parallel.pp_size > 1),
     )
     return next((f"drawing {reason} is not supported yet" for reason, applies in checks if applies), None)
+
+
+def has_several_draft_heads() -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    return bool(getattr(get_spec(), "enable_multi_layer_eagle", False))
 
 
 def draft_model_has_its_own_head() -> bool:

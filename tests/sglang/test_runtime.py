@@ -91,6 +91,7 @@ def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(
         ({"parallel.pp_size": 2}, "with pipeline parallelism"),
         ({"parallel.tp_size": 2, "parallel.attn_dp_size": 2}, "with DP attention"),
         ({"parallel.tp_size": 2, "spec.speculative_algorithm": "NGRAM"}, None),
+        ({"spec.enable_multi_layer_eagle": True, "spec.speculative_algorithm": "EAGLE"}, None),
     ],
     ids=str,
 )
@@ -104,9 +105,9 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
     )
     server_config.spec.speculative_algorithm = name or "EAGLE"
     reason = f"speculative decoding {words} is not supported yet"
-    if words is None and (name not in ("STANDALONE", "NGRAM") or "parallel.tp_size" in changes):
-        reason = "speculative decoding is on by default with STANDALONE and NGRAM on one GPU alone, which have been "
-        reason += "measured; FLASHSAMPLE_SPECULATION=1 turns it on"
+    if words is None and (name == "FROZEN_KV_MTP" or len(changes) > 1):
+        reason = "of speculative decoding, what has been measured is on by default: EAGLE, EAGLE3, NEXTN, STANDALONE, "
+        reason += "NGRAM with one draft head, on one GPU; FLASHSAMPLE_SPECULATION=1 turns all on"
     elif words is None:
         reason = None
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
@@ -675,8 +676,8 @@ def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
 
 
 def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
-    server_config.spec.speculative_algorithm = "EAGLE"
-    with pytest.raises(NotActiveError, match="speculative decoding is on by default with STANDALONE and NGRAM"):
+    server_config.spec.speculative_algorithm = "FROZEN_KV_MTP"
+    with pytest.raises(NotActiveError, match="what has been measured is on by default"):
         Runtime(None).announce_inactive()
 
 
