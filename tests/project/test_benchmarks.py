@@ -893,11 +893,11 @@ def test_processes_count_as_many_tokens_as_one_each_batch_once(load, monkeypatch
 
     monkeypatch.setattr(exact, "Batch", Noted)
     monkeypatch.setitem(exact.PATHS, "cpu", exact.Path(exact.from_logits, 4, 1))
-    options = types.SimpleNamespace(draws=4 * 2 * 6, positions=2)
+    options = types.SimpleNamespace(draws=4 * 2 * 6, positions=2, first=5)
     parts = [exact.count("legal", "cpu", exact.Part(number, 3), options) for number in range(3)]
     assert [part["draws"] for part in parts] == [16] * 3
-    # Each one's first batch again, for what is planted.
-    assert made == [0, 3, 0, 1, 4, 1, 2, 5, 2]
+    # The last one of each is for what is planted.
+    assert made == [5, 8, 0, 6, 9, 1, 7, 10, 2]
 
 
 def test_runs_of_one_benchmark_are_joined_and_each_row_knows_its_own(load):
