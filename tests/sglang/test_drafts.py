@@ -740,7 +740,9 @@ SERVERS = {
     "eagle": ("EAGLE", "eagle", "coupled", "they are coupled"),
     "mtp": ("NEXTN", None, "coupled", "they are coupled"),
     "eagle3": ("EAGLE3", "eagle3", "coupled", "they are greedy: the draft model has a vocabulary of its own"),
+    "tree": ("EAGLE", "eagle", "coupled", "drawing a tree of drafts"),
 }
+TREE = ["--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", str(2 * STEPS + 1)]
 
 
 @needs_sglang
@@ -748,7 +750,8 @@ SERVERS = {
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="near-ties of bfloat16 are looked at by the benchmark")
 def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accepted_more_often(tmp_path):
-    """Servers without drafts, and with drafts of several algorithms, SGLang's own, greedy and coupled ones."""
+    """Servers without drafts, and with chains and a tree of several algorithms: SGLang's own drafts, greedy and coupled
+    ones."""
     size = markov.SIZES["tiny"]
     markov.write(tmp_path / "tiny", size)
     markov.write(tmp_path / "standalone", size, error=0.6)
@@ -760,8 +763,8 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
         environment, arguments, line = {}, ["--disable-radix-cache"], None
         if name in SERVERS:
             algorithm, drafter, drafts, line = SERVERS[name]
-            environment = {"FLASHSAMPLE_SPECULATION": "1", "FLASHSAMPLE_DRAFTS": drafts} | INTERPRETED
-            arguments += [*SPECULATING, "--speculative-algorithm", algorithm]
+            environment = {"FLASHSAMPLE_DRAFTS": drafts} | INTERPRETED
+            arguments += [*SPECULATING, *(TREE if name == "tree" else []), "--speculative-algorithm", algorithm]
             if drafter is not None:
                 arguments += ["--speculative-draft-model-path", str(tmp_path / drafter)]
         target = tmp_path / ("mtp" if name == "mtp" else "tiny")

@@ -436,8 +436,7 @@ def answers_of(server) -> list[dict]:
 def test_a_server_with_speculation_gives_the_tokens_of_one_without(tmp_path):
     """More than 500 tokens of seven kinds, and their logprobs; drafts of n-grams."""
     answers = []
-    drafting = {"FLASHSAMPLE_SPECULATION": "1"} | INTERPRETED
-    for name, arguments, environment in (("alone", [], {}), ("drafts", NGRAM, drafting)):
+    for name, arguments, environment in (("alone", [], {}), ("drafts", NGRAM, INTERPRETED)):
         options = {"arguments": [*arguments, "--disable-radix-cache"], "environment": environment}
         server, _ = make_server(tmp_path, "tiny", name=name, **options)
         with server:
