@@ -26,7 +26,7 @@ verify_us      from the end of the target's last norm until the accepted drafts 
 draft_step_us  a pass of the draft model in its chain
 drafts_us      all passes of the draft model
 busy_us        all of the above and what lies between them, without the GPU's waits
-wide           operations of a step with an argument ``[*, V]``, V being the vocabulary, outside CUDA graphs
+logits_operations  names of operations with an argument ``[*, V]``, V being the vocabulary, outside CUDA graphs
 
 The last seven are of traces; without a GPU there are none. "screen" of a row: whether the target's head had an INT8
 copy.
@@ -225,7 +225,7 @@ def _busy(kernels: list[dict[str, Any]], begun: float, ended: float) -> float:
     return total
 
 
-def wide(events: list[dict[str, Any]], vocab_size: int) -> list[str]:
+def logits_operations(events: list[dict[str, Any]], vocab_size: int) -> list[str]:
     """Operations of PyTorch with an argument of several dimensions whose last one is the vocabulary, in a trace with
     shapes."""
     return sorted(
@@ -402,7 +402,7 @@ class Run:
                 chain = max(1, self.nodes - 2)  # the first draft is of the pass over the verified tokens
                 record(server, trace, PROFILED_STEPS, lambda s=server: ask(s, prompts, temperature, long_tokens), True)
                 events = events_of(trace)
-                row |= parts(events, chain) | {"wide": wide(events, vocab)}
+                row |= parts(events, chain) | {"logits_operations": logits_operations(events, vocab)}
             rows.append(row)
         line = ", ".join(
             f"{row['backend']} {row['tokens_s']:.0f}/s ({row['acceptance']:.3f}; step {row['step_us']:.0f} us)"

@@ -543,8 +543,9 @@ def speculation_parts(results: Results) -> Table | None:
         about = f"{row['model']}, {row['draft_tokens']} nodes of {row['algorithm']}, B={row['batch']}"
         cells = [f"{row[field]:.0f}" if field in row else "" for field in parts.values()]
         waits = f"{max(0.0, row['step_us'] - row['busy_us']):.0f}"
-        lines.append([f"{about}, temperature {row['temperature']:g}, {row['backend']}", *cells, waits])
-    return Table(["us per step", *parts, "GPU waits"], lines)
+        operations = str(len(row["logits_operations"])) if "logits_operations" in row else ""
+        lines.append([f"{about}, temperature {row['temperature']:g}, {row['backend']}", *cells, waits, operations])
+    return Table(["us per step", *parts, "GPU waits", "operations on logits"], lines)
 
 
 def speculation(results: Results) -> Table | None:

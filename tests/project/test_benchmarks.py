@@ -320,7 +320,7 @@ def test_a_trace_says_which_operations_take_logits(load):
 
     events = [event("aten::softmax", [8, 500], []), event("aten::softmax", [16, 500]), event("aten::mm", [8, 500, 4])]
     events += [event("aten::add", [500]), event("aten::copy_", [8], [1, 500]), {"name": "aten::argmax"}]
-    assert load("speculation").wide(events, 500) == ["aten::copy_", "aten::softmax"]
+    assert load("speculation").logits_operations(events, 500) == ["aten::copy_", "aten::softmax"]
 
 
 def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
@@ -428,7 +428,7 @@ def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
     )
     speeds = {"tokens_s": 100.0, "tokens_s_spread": 2.0, "acceptance": 0.5, "step_us": 5000.0, "step_us_spread": 9.0}
     rows = [cell | speeds | {"temperature": 1.0, "backend": "stock", "draft_tv": 0.25}]
-    rows[0] |= {"verify_us": 200.0, "draft_step_us": 50.0, "busy_us": 4000.0}
+    rows[0] |= {"verify_us": 200.0, "draft_step_us": 50.0, "busy_us": 4000.0, "logits_operations": ["aten::mm"]}
     rows += [cell | speeds | {"temperature": 1.0, "backend": "coupled", "draft_tv": 0.26}]
     rows += [{**cell, **speeds, "temperature": 0.7, "backend": "coupled", "algorithm": "NGRAM"}]
     counts = {"section": "tokens", "temperature": 0.7, "tokens": 50_000, "near_ties": 3, "different": 0}
@@ -445,7 +445,7 @@ def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
         ["m, 4 nodes of NGRAM, B=8, temperature 0.7", "", "100 ± 2 (0.50); step 5000 ± 9"],
     ]
     assert tables.speculation_parts(tables.Results("h200", tmp_path)).rows == [
-        ["m, 4 nodes of STANDALONE, B=8, temperature 1, stock", "", "", "200", "", "50", "4000", "1000"]
+        ["m, 4 nodes of STANDALONE, B=8, temperature 1, stock", "", "", "200", "", "50", "4000", "1000", "1"]
     ]
     assert tables.speculation_tokens(tables.Results("h200", tmp_path)).rows == [
         ["m, 4 nodes of STANDALONE, coupled, temperature 0.7", "50,000", "3", "0"]
