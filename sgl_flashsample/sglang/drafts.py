@@ -107,9 +107,7 @@ class Drafts:
             words = "coupled: drawn at each request's temperature, with the target's noise"
         else:
             words = f"greedy: {not_coupled}"
-        logger.info(
-            "flashsample: drafts come from hidden states, without logits except a prefill's; they are %s", words
-        )
+        logger.info("flashsample: drafts come from hidden states, without logits; they are %s", words)
 
     def _unsupported(self, worker: Any, processors: list[Any]) -> str | None:
         """Why drafts are SGLang's own."""

@@ -95,16 +95,16 @@ class LazyLogits(torch.Tensor):
 class DraftLogits(LazyLogits):
     """The logits of a draft model whose drafts are known: ``tokens`` (``[N]`` int64).
 
-    Where SGLang takes the largest logit of each row, it gets the draft. The logits themselves are computed, with the
-    draft the largest by far, for any other reader.
+    Where SGLang takes the largest logit of each row, it gets the draft, and where it takes the softmax,
+    ``DraftProbabilities``. The logits themselves are computed, with the draft the largest by far, for any other reader.
     """
 
     tokens: torch.Tensor
 
-    @staticmethod
-    def of(lazy: LazyLogits, tokens: torch.Tensor) -> DraftLogits:
-        drafts = LazyLogits.__new__(DraftLogits, lazy.hidden, lazy.shape[1], lazy.source, lazy._compute)
-        assert isinstance(drafts, DraftLogits)
+    @classmethod
+    def of(cls, lazy: LazyLogits, tokens: torch.Tensor) -> DraftLogits:
+        drafts = LazyLogits.__new__(cls, lazy.hidden, lazy.shape[1], lazy.source, lazy._compute)
+        assert isinstance(drafts, cls)
         drafts.tokens = tokens
         return drafts
 
@@ -117,16 +117,47 @@ class DraftLogits(LazyLogits):
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows = isinstance(index, slice) or (isinstance(index, torch.Tensor) and index.dim() == 1)
         if rows and not self.is_dense:
-            return DraftLogits.of(self._of_hidden(self.hidden[index]), self.tokens[index])
+            return self.of(self._of_hidden(self.hidden[index]), self.tokens[index])
         return self.dense()[index]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.argmax.default and isinstance(args[0], DraftLogits) and not args[0].is_dense:
+        drafts = args[0] if args else None
+        if func in _OF_A_ROW and isinstance(drafts, DraftLogits) and not drafts.is_dense:
             options = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | (kwargs or {})
             if options.get("dim") in (1, -1):
-                return args[0].tokens[:, None].clone() if options.get("keepdim") else args[0].tokens.clone()
+                answer = drafts._answer(func, bool(options.get("keepdim")))
+                if answer is not None:
+                    return answer
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _answer(self, func: Any, keepdim: bool) -> Any:
+        """What ``func`` gives of each row; None where that takes the logits."""
+        if func is torch.ops.aten._softmax.default:
+            return DraftProbabilities.of(self, self.tokens)
+        if func is torch.ops.aten.argmax.default:
+            return self.tokens[:, None].clone() if keepdim else self.tokens.clone()
+        return None
+
+
+_OF_A_ROW = (torch.ops.aten.argmax.default, torch.ops.aten._softmax.default, torch.ops.aten.max.dim)
+
+
+class DraftProbabilities(DraftLogits):
+    """The softmax of ``DraftLogits``: each draft is certain."""
+
+    def dense(self) -> torch.Tensor:
+        if self._dense is None:
+            self._dense = torch.zeros(self.shape, device=self.device).scatter_(1, self.tokens[:, None], 1.0)
+        return self._dense
+
+    def _answer(self, func: Any, keepdim: bool) -> Any:
+        if func is torch.ops.aten._softmax.default:
+            return None
+        tokens = super()._answer(torch.ops.aten.argmax.default, keepdim)
+        return (
+            tokens if func is torch.ops.aten.argmax.default else (torch.ones_like(tokens, dtype=torch.float32), tokens)
+        )
 
 
 def plain(logits: torch.Tensor | None) -> torch.Tensor | None:

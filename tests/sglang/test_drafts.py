@@ -202,13 +202,21 @@ def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_lo
     assert torch.equal(seen[:served].argmax(-1), drafts[:served, 0])
     assert torch.equal(seen[selected].argmax(-1), drafts[selected, 0])
     assert server.computed == 0
-    # SGLang also takes the most probable token, and one that is certain is that.
-    probabilities = torch.softmax(seen, -1).max(-1)
-    assert probabilities.values.tolist() == [1.0] * len(seen) and torch.equal(probabilities.indices, drafts[:, 0])
-    assert server.computed == len(states)
-    assert torch.equal(seen.argmax(-1), drafts[:, 0]) and torch.equal(seen[selected].argmax(-1), drafts[selected, 0])
+    # After a prefill it takes the most probable token, and one that is certain is that.
+    probabilities = torch.softmax(seen, dim=-1)
+    most, tokens = torch.max(probabilities, dim=-1, keepdim=True)
+    assert most.tolist() == [[1.0]] * len(seen) and torch.equal(tokens, drafts) and most.dtype == torch.float32
+    assert torch.equal(probabilities[selected].max(-1).indices, drafts[selected, 0])
+    assert torch.equal(probabilities.argmax(-1), drafts[:, 0]) and server.computed == 0
+    assert torch.equal(probabilities + 0.0, torch.nn.functional.one_hot(drafts[:, 0], VOCAB).float())
+    assert torch.equal(torch.softmax(probabilities, -1), torch.softmax(probabilities + 0.0, -1)), "of what is there"
     again = server.call(batch, states)
     assert torch.equal(again.argmax(0), seen.argmax(0)), "the row of each id"
+    assert server.computed == 2 * len(states)
+    assert torch.equal(seen.argmax(-1), drafts[:, 0]) and torch.equal(seen[selected].argmax(-1), drafts[selected, 0])
+    assert torch.equal(torch.softmax(seen, -1), probabilities + 0.0), "of the logits that are there now"
+    seen.fill_(0.0)
+    assert torch.equal(torch.softmax(seen, -1), torch.full_like(probabilities + 0.0, 1 / VOCAB)), "and of changed ones"
 
 
 @needs_sglang
