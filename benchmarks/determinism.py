@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -47,12 +46,12 @@ from sgl_flashsample.kernels.launch import compiling_only
 from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
 from sgl_flashsample.kernels.params import LogitEdits
 from sgl_flashsample.kernels.reference import edit_logits_ref, logits_ref, merge_records_ref
-from sgl_flashsample.kinds import CONFIGS, BatchKind, Config, SamplingPath, path_of
+from sgl_flashsample.kinds import BatchKind, Config, SamplingPath, path_of
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.selfcheck import pack_bits
 from sgl_flashsample.tables import schema
 from sgl_flashsample.tables.lookup import device_of, unsupported_config
-from sgl_flashsample.tables.schema import Device
+from sgl_flashsample.tables.schema import Device, Table
 
 SECTIONS = ("rows", "tables", "shards", "graphs")
 KINDS = ("greedy", "plain", "edit", "truncate", "edit+truncate")
@@ -289,8 +288,8 @@ def count_rows(paths: Paths, cases: dict[str, Case]) -> Iterator[dict[str, Any]]
 
 def shipped_configs() -> list[Config]:
     """Those of all tables, each once."""
-    entries = [entry for file in TABLES.glob("*.json") for entry in json.loads(file.read_text())["entries"]]
-    return sorted({CONFIGS[SamplingPath(one["path"])](**one["config"]) for one in entries}, key=repr)
+    tables = [Table.loads(file.read_text()) for file in TABLES.glob("*.json")]
+    return sorted({entry.launch for table in tables for entry in table.entries}, key=repr)
 
 
 def fits(config: Config, kind: str) -> bool:
