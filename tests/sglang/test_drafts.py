@@ -208,9 +208,11 @@ def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_lo
     assert most.tolist() == [[1.0]] * len(seen) and torch.equal(tokens, drafts) and most.dtype == torch.float32
     assert torch.equal(probabilities[selected].max(-1).indices, drafts[selected, 0])
     assert torch.equal(probabilities.argmax(-1), drafts[:, 0]) and server.computed == 0
-    assert torch.equal(probabilities + 0.0, torch.nn.functional.one_hot(drafts[:, 0], VOCAB).float())
-    assert torch.equal(torch.softmax(probabilities, -1), torch.softmax(probabilities + 0.0, -1)), "of what is there"
+    certain = torch.nn.functional.one_hot(drafts[:, 0], VOCAB).float()
+    assert torch.equal(torch.softmax(probabilities, -1), torch.softmax(certain, -1)), "no stand-in for that"
+    assert torch.equal(probabilities + 0.0, certain) and server.computed == 0
     again = server.call(batch, states)
+    assert torch.equal(again.max(-1).indices, drafts[:, 0]), "the largest logit itself is computed"
     assert torch.equal(again.argmax(0), seen.argmax(0)), "the row of each id"
     assert server.computed == 2 * len(states)
     assert torch.equal(seen.argmax(-1), drafts[:, 0]) and torch.equal(seen[selected].argmax(-1), drafts[selected, 0])
