@@ -27,7 +27,7 @@ from common import DRY_RUN, SHAPES, Batch, make_parser, new_env, read_result, wr
 from contenders import BASELINES, MODES, OURS, Selection, trees
 from racing import Race, Session
 
-# One row more than a block of rows costs the head a second look: such batches are raced too.
+# Some have one row more than a block of rows: a second block, which has to find the head in L2.
 BATCHES = (3,) if DRY_RUN else (1, 2, 4, 8, 16, 17, 32, 64, 65, 128, 129, 256, 512)
 FAST_BATCHES = (3,) if DRY_RUN else (1, 16, 64, 129, 256)
 RACED_MODES = ("plain", "k50p90", "greedy")

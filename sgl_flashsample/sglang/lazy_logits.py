@@ -123,24 +123,19 @@ class DraftLogits(LazyLogits):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         drafts = args[0] if args else None
-        if func in _OF_A_ROW and isinstance(drafts, DraftLogits) and not drafts.is_dense:
+        if isinstance(drafts, DraftLogits) and not drafts.is_dense:
             options = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | (kwargs or {})
-            if options.get("dim") in (1, -1):
-                answer = drafts._answer(func, bool(options.get("keepdim")))
-                if answer is not None:
-                    return answer
+            answer = drafts._answers().get(func)
+            if answer is not None and options.get("dim") in (1, -1):
+                return answer(drafts.tokens[:, None].clone() if options.get("keepdim") else drafts.tokens.clone())
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _answer(self, func: Any, keepdim: bool) -> Any:
-        """What ``func`` gives of each row; None where that takes the logits."""
-        if func is torch.ops.aten._softmax.default:
-            return DraftProbabilities.of(self, self.tokens)
-        if func is torch.ops.aten.argmax.default:
-            return self.tokens[:, None].clone() if keepdim else self.tokens.clone()
-        return None
-
-
-_OF_A_ROW = (torch.ops.aten.argmax.default, torch.ops.aten._softmax.default, torch.ops.aten.max.dim)
+    def _answers(self) -> dict[Any, Callable[[torch.Tensor], Any]]:
+        """What operations give of each row, from the drafts alone. Others take the logits."""
+        return {
+            torch.ops.aten.argmax.default: lambda tokens: tokens,
+            torch.ops.aten._softmax.default: lambda tokens: DraftProbabilities.of(self, tokens),
+        }
 
 
 class DraftProbabilities(DraftLogits):
@@ -151,13 +146,11 @@ class DraftProbabilities(DraftLogits):
             self._dense = torch.zeros(self.shape, device=self.device).scatter_(1, self.tokens[:, None], 1.0)
         return self._dense
 
-    def _answer(self, func: Any, keepdim: bool) -> Any:
-        if func is torch.ops.aten._softmax.default:
-            return None
-        tokens = super()._answer(torch.ops.aten.argmax.default, keepdim)
-        return (
-            tokens if func is torch.ops.aten.argmax.default else (torch.ones_like(tokens, dtype=torch.float32), tokens)
-        )
+    def _answers(self) -> dict[Any, Callable[[torch.Tensor], Any]]:
+        return {
+            torch.ops.aten.argmax.default: lambda tokens: tokens,
+            torch.ops.aten.max.dim: lambda tokens: (torch.ones_like(tokens, dtype=torch.float32), tokens),
+        }
 
 
 def plain(logits: torch.Tensor | None) -> torch.Tensor | None:

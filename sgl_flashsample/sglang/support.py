@@ -145,6 +145,7 @@ def unsupported_drafts() -> str | None:
 
 
 def has_several_draft_heads() -> bool:
+    """Whether each draft of a chain has a head of its own. Not every known SGLang has the setting."""
     from sglang.srt.runtime_context import get_spec
 
     return bool(getattr(get_spec(), "enable_multi_layer_eagle", False))
