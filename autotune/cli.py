@@ -105,12 +105,12 @@ def plan(options: argparse.Namespace) -> None:
     path = (options.out or user_folder()) / file_name(device.name, head)
     studies = [(str(key), len(made.space(key).points), made.trials(key), made.probes(key)) for key in made.studies]
     if options.json:
-        facts: dict[str, Any] = {"file": str(path), "device": msgspec.to_builtins(device)}
+        answer: dict[str, Any] = {"file": str(path), "device": msgspec.to_builtins(device)}
         names = ("study", "space", "trials", "probes")
-        facts["studies"] = [dict(zip(names, study, strict=True)) for study in studies]
-        facts |= {"compiles": made.compiles, "races": made.races}
-        facts["seconds"] = dataclasses.asdict(estimate) | {"total": estimate.total, "budget": budget}
-        print(json.dumps(facts, indent=1))
+        answer["studies"] = [dict(zip(names, study, strict=True)) for study in studies]
+        answer |= {"compiles": made.compiles, "races": made.races}
+        answer["seconds"] = dataclasses.asdict(estimate) | {"total": estimate.total, "budget": budget}
+        print(json.dumps(answer, indent=1))
         return
     print(f"head {head.vocab} x {head.hidden} {head.dtype}, {device.name}{assumed}, effort {options.effort}")
     print(f"{'study':36} {'space':>6} {'tried':>6}  timed at rows")
@@ -142,8 +142,8 @@ def run(options: argparse.Namespace) -> int:
     with ConsoleProgress(quiet=options.json) as progress:
         result = tune(chosen, progress)
     if options.json:
-        facts = {"status": result.status, "message": result.message, "file": str(result.path or "")}
-        print(json.dumps(facts | {"complete": result.status in ("done", "up to date")}, indent=1))
+        answer = {"status": result.status, "message": result.message, "file": str(result.path or "")}
+        print(json.dumps(answer | {"complete": result.status in ("done", "up to date")}, indent=1))
         return result.code
     print(result.message)
     if result.path is not None and result.code == OK:

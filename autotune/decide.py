@@ -341,8 +341,8 @@ class Decider:
 
     def _refuse(self, config: Config, kind: BatchKind, reason: str, detail: str) -> None:
         """kind: whose kernels it has."""
-        facts = {"kind": str(kind), "path": path_of(config).value, "config": config_fields(config)}
-        self.context.log.add("refused", **facts, reason=reason, detail=detail)
+        about = {"kind": str(kind), "path": path_of(config).value, "config": config_fields(config)}
+        self.context.log.add("refused", **about, reason=reason, detail=detail)
         self.context.reject(config, kind, reason, detail)
 
     def _is_refused(self, config: Config, kind: BatchKind) -> bool:

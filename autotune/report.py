@@ -206,9 +206,10 @@ def _summary(table: Table, sizes: Sequence[Decision]) -> str:
     line = f"{len(gains)} of {len(sizes)} batch sizes take something else than the built-in choice"
     if gains:
         line += f", by {gains[0]:.1%} to {gains[-1]:.1%} faster" if len(gains) > 1 else f", {gains[0]:.1%} faster"
-    facts = table.provenance
-    state = "" if facts.get("complete") is True else " The run was not finished."
-    effort = f"Effort {table.effort}, {facts.get('trials', '?')} configurations tried, {facts.get('seconds', '?')} s."
+    provenance = table.provenance
+    state = "" if provenance.get("complete") is True else " The run was not finished."
+    trials, seconds = (provenance.get(name, "?") for name in ("trials", "seconds"))
+    effort = f"Effort {table.effort}, {trials} configurations tried, {seconds} s."
     title = f"{device.name}, LM head {head_line(head)}"
     first_paragraph = f"<p><b>{_text(first.strip())}</b></p>" if first else ""
     return (

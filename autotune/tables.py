@@ -230,8 +230,8 @@ def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
     """Print a table for people. kind: this one alone."""
     table, console = read(file), _Output()
     if as_json:
-        facts = {"file": file, "notes": table.notes, "kernels_as_installed": _same_kernels(table)}
-        print(json.dumps(facts | {"table": json.loads(table.dumps())}, indent=2))
+        answer = {"file": file, "notes": table.notes, "kernels_as_installed": _same_kernels(table)}
+        print(json.dumps(answer | {"table": json.loads(table.dumps())}, indent=2))
         return
     device, head = device_and_head(table)
     console.print(f"{device.name} (compute capability {device.cc}, {device.sms} SMs), head {head_line(head)}")
@@ -301,8 +301,8 @@ def explain(
             "match": table_file and table_file.match,
             "source": table_file and table_file.source,
         }
-        facts = {"rows": rows, **about, "screen": screened, "batches": batches, "warnings": warnings}
-        print(json.dumps(facts, indent=2))
+        answer = {"rows": rows, **about, "screen": screened, "batches": batches, "warnings": warnings}
+        print(json.dumps(answer, indent=2))
         return
     console = _Output()
     for warning in warnings:
@@ -347,12 +347,12 @@ def _explained(
     table_file: TableFile | None, device: Device, head: HeadShape, rows: int, kind: BatchKind
 ) -> dict[str, Any]:
     """The choice of one batch as ``DispatchTable`` makes it, and why."""
-    facts: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
+    answer: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
     if table_file is None:
-        return facts | _builtin_choice(device, head, rows, kind, "the built-in choice, without a table")
+        return answer | _builtin_choice(device, head, rows, kind, "the built-in choice, without a table")
     if rows > DISPATCHED_ROWS:
         why = f"the built-in choice: a table serves batches of {DISPATCHED_ROWS} rows or fewer"
-        return facts | _builtin_choice(device, head, rows, kind, why)
+        return answer | _builtin_choice(device, head, rows, kind, why)
     table, reasons = table_file.table, []
     served: BatchKind = kind
     while True:
@@ -367,21 +367,21 @@ def _explained(
         default = builtin_config(device, head, rows, served)
         if isinstance(default, ScreenConfig):
             why = f"the built-in choice, the screened path: the table has nothing of {served} for it"
-            return facts | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
+            return answer | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
         if served.fallback is None:
             measured = ", ".join(map(str, table.sizes(str(kind)))) or "none"
             why = f"the built-in choice: no size from {rows} to {2 * rows} in its tile class (measured: {measured})"
-            return facts | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
+            return answer | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
         served = served.fallback
     why = "its own size" if size == rows else f"size {size}, the next one of its tile class, at most twice it"
     why += "" if served == kind else f", of {served} (there is none of {kind})"
     one = next(one for one in decisions(table) if (one.kind, one.rows) == (served, size))
     evidence = {name: value for name, value in msgspec.to_builtins(one.entry).items() if name not in ("kind", "rows")}
-    facts |= evidence | {"size": size, "of": str(served)}
+    answer |= evidence | {"size": size, "of": str(served)}
     if one.confirmed:
-        return facts | _builtin_choice(device, head, rows, served, f"the built-in choice, confirmed: {why}")
+        return answer | _builtin_choice(device, head, rows, served, f"the built-in choice, confirmed: {why}")
     assert one.config is not None
-    return facts | {"takes": one.takes, "config": dataclasses.asdict(one.config), "why": "; ".join([why, *reasons])}
+    return answer | {"takes": one.takes, "config": dataclasses.asdict(one.config), "why": "; ".join([why, *reasons])}
 
 
 def _builtin_choice(device: Device, head: HeadShape, rows: int, kind: BatchKind, why: str) -> dict[str, Any]:
@@ -391,22 +391,22 @@ def _builtin_choice(device: Device, head: HeadShape, rows: int, kind: BatchKind,
     return {"takes": key_of(config), "path": path_of(config).value, "config": dataclasses.asdict(config), "why": why}
 
 
-def _print_batch(console: Console, facts: dict[str, Any]) -> None:
-    console.print(f"batch     {facts['rows']} rows, {facts['kind']}: {facts['why']}")
-    console.print(f"takes     {facts['takes']}")
-    if facts.get("us"):
-        clock = f", {facts['clock_mhz']:.0f} MHz" if facts.get("clock_mhz") else ""
-        noise = f" +- {facts.get('se', 0.0):.2f} us ({facts['n']} samples{clock})" if "n" in facts else " us"
-        console.print(f"expected  {facts['us']:.1f}{noise}")
-    if facts.get("default"):
-        gain = facts.get("gain", 0.0)
-        console.print(f"default   {facts.get('default_us', 0.0):.1f} us ({facts['default']}); gain {gain:.1%}")
-    if facts.get("tied"):
-        console.print(f"tied      {'; '.join(facts['tied'])}")
-    if facts.get("others"):
-        console.print(f"others    {', '.join(f'{name} {us:.1f} us' for name, us in facts['others'].items())}")
-    if facts.get("checked"):
-        console.print(f"checked   {facts['checked']}")
+def _print_batch(console: Console, answer: dict[str, Any]) -> None:
+    console.print(f"batch     {answer['rows']} rows, {answer['kind']}: {answer['why']}")
+    console.print(f"takes     {answer['takes']}")
+    if answer.get("us"):
+        clock = f", {answer['clock_mhz']:.0f} MHz" if answer.get("clock_mhz") else ""
+        noise = f" +- {answer.get('se', 0.0):.2f} us ({answer['n']} samples{clock})" if "n" in answer else " us"
+        console.print(f"expected  {answer['us']:.1f}{noise}")
+    if answer.get("default"):
+        gain = answer.get("gain", 0.0)
+        console.print(f"default   {answer.get('default_us', 0.0):.1f} us ({answer['default']}); gain {gain:.1%}")
+    if answer.get("tied"):
+        console.print(f"tied      {'; '.join(answer['tied'])}")
+    if answer.get("others"):
+        console.print(f"others    {', '.join(f'{name} {us:.1f} us' for name, us in answer['others'].items())}")
+    if answer.get("checked"):
+        console.print(f"checked   {answer['checked']}")
 
 
 def _paired(a: Table, b: Table) -> Iterator[tuple[BatchKind, int, Decision | None, Decision | None]]:
@@ -473,8 +473,8 @@ def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
     for table in (a, b):
         device, _ = device_and_head(table)
         kernels = {f"kernels of {path}": hashes.get("src", "")[:19] for path, hashes in table.kernels.items()}
-        facts = {"device": device.name, "SMs": device.sms, "effort": table.effort, "built-in choices": table.defaults}
-        both.append(facts | table.tool | table.env | kernels | table.measure)
+        answer = {"device": device.name, "SMs": device.sms, "effort": table.effort, "built-in choices": table.defaults}
+        both.append(answer | table.tool | table.env | kernels | table.measure)
     first, second = both
     names = [*first, *(name for name in second if name not in first)]
     return {name: [first.get(name), second.get(name)] for name in names if first.get(name) != second.get(name)}

@@ -152,15 +152,15 @@ def gaps_us(server: Server, load: Load, batch: int, request: Request) -> list[fl
     if batch > 1:
         others = threading.Thread(target=generate, args=(server, load, batch - 1, request, load.long))
         others.start()
-    arrivals = []
+    times = []
     sampling_params = {**params, "max_new_tokens": load.long, "ignore_eos": True}
     for _ in server.stream(input_ids=load.prompts(1)[0], sampling_params=sampling_params, **fields):
-        arrivals.append(perf_counter())
+        times.append(perf_counter())
     if others is not None:
         others.join()
     # Until all requests of the batch have been prefilled, a gap is not one of decoding.
-    arrivals = arrivals[load.short :]
-    return [(after - before) * 1e6 for before, after in itertools.pairwise(arrivals)]
+    times = times[load.short :]
+    return [(after - before) * 1e6 for before, after in itertools.pairwise(times)]
 
 
 class Counters(NamedTuple):
