@@ -163,7 +163,7 @@ def install_other_versions():
     def install_beside(name, packages):
         folder = VENV / name
         if not folder.is_dir():
-            partial = folder.with_suffix(".partial")
+            partial = folder.with_name(folder.name + ".partial")
             shutil.rmtree(str(partial), ignore_errors=True)
             pip("{}, beside it".format(", ".join(packages)), "--no-deps", "--target", partial, *packages)
             partial.rename(folder)

@@ -219,6 +219,23 @@ def test_what_is_installed_is_not_installed_again(monkeypatch, tmp_path):
     assert len(installed) == len(bootstrap.OTHER_VERSIONS) and all("beside it" in what for what in installed)
 
 
+def test_versions_that_are_installed_side_by_side_share_no_folder(monkeypatch, tmp_path):
+    together = threading.Barrier(len(bootstrap.OTHER_VERSIONS), timeout=10)
+
+    def pip(_what, *arguments):
+        folder = arguments[arguments.index("--target") + 1]
+        folder.mkdir(parents=True)
+        (folder / "packages").write_text(" ".join(arguments[arguments.index("--target") + 2 :]))
+        together.wait()  # a version that ends early would hide what it shares with the others
+
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path)
+    monkeypatch.setattr(bootstrap, "pip", pip)
+    bootstrap.install_other_versions()
+    for folder, packages in bootstrap.OTHER_VERSIONS.items():
+        assert (tmp_path / folder / "packages").read_text() == " ".join(packages)
+        assert not (tmp_path / f"{folder}.partial").exists()
+
+
 def test_steps_run_side_by_side_and_the_error_of_one_is_raised_when_all_have_ended():
     both, ended = threading.Barrier(2, timeout=10), []
 
