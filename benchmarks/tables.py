@@ -724,7 +724,9 @@ def _counted(words: Iterable[str]) -> str:
 
 def _by_path(data: dict[str, Any], section: str, wrong: str, all_of: str) -> str:
     rows = [row for row in data["rows"] if row["section"] == section]
-    return "; ".join(f"{row['path']}: {row[wrong]:,} of {row[all_of]:,}" for row in rows) or NOT_MEASURED
+    paths = dict.fromkeys(row["path"] for row in rows)
+    counted = ((path, _sums((row for row in rows if row["path"] == path), wrong, all_of)) for path in paths)
+    return "; ".join(f"{path}: {count}" for path, count in counted) or NOT_MEASURED
 
 
 def _fuzzed(data: dict[str, Any]) -> str:

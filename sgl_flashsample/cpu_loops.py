@@ -33,7 +33,7 @@ from .kernels.rng import GROUP_SIZE, Stream, Unit
 _LIMIT = np.float32(2.0**100)  # of ``epilogue.py``
 _NONE = np.float32(-np.inf)
 _CHUNK = 64  # groups whose noise is bounded at once: it stays in the L1 cache
-_AHEAD = 64  # groups whose memory is asked for before they are read, while the noise is computed
+_AHEAD = 128  # groups whose memory is asked for before they are read, while the noise is computed
 _BLOCK = 16  # groups of a block
 _LOG2_E = 1.0 / math.log(2.0)
 _LOG2_GROUP = math.log2(GROUP_SIZE)
@@ -129,7 +129,7 @@ def _any_above(_context, row, _place, _limit):
 
 @intrinsic
 def _prefetch(_context, row, _place):
-    """Ask for the memory of a word, and do not wait."""
+    """Ask for the memory of a word, and do not wait: into the L2 cache, which takes more such requests than the L1."""
 
     def generate(context, builder, signature, args):
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -138,7 +138,7 @@ def _prefetch(_context, row, _place):
             builder.module, ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag]), "llvm.prefetch.p0"
         )
         pointer = builder.bitcast(builder.gep(array.data, [args[1]]), byte)
-        builder.call(function, [pointer, *(ir.Constant(flag, value) for value in (0, 3, 1))])
+        builder.call(function, [pointer, *(ir.Constant(flag, value) for value in (0, 2, 1))])
         return context.get_dummy_value()
 
     return types.void(row, types.intp), generate

@@ -660,7 +660,8 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
         "determinism",
         rows=[{"on": "GPU", "different": 1, "tokens": 50}, {"on": "interpreted", "different": 0, "tokens": 9}],
     )
-    put("exact", rows=[{"section": "legal", "path": "cpu", "illegal": 3, "draws": 2000}])
+    legal = {"section": "legal", "illegal": 3, "draws": 2000}
+    put("exact", rows=[legal | {"path": "cpu"}, legal | {"path": "logits"}, legal | {"path": "cpu", "first": 9}])
     found = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
     assert found["planted defects that no test notices"] == "2 of 3"
     assert found["branches of a server's host code that no test takes, apart from what needs a GPU"] == "7 of 1,500"
@@ -669,7 +670,7 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
         words for name, words in found.items() if name.startswith(("random requests", "tokens that depend"))
     )
     assert fuzzed == "2 of 9,000; 2 failures" and same == "GPU: 1 of 50; interpreted: 0 of 9"
-    assert found["illegal tokens"] == "cpu: 3 of 2,000"
+    assert found["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
     assert found["noise: equal pairs among 1e7 steps"] == "Not measured."
 
 

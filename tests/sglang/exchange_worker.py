@@ -27,7 +27,7 @@ from sgl_flashsample.sglang.head import HeadState
 
 CPU = torch.device("cpu")
 SHAPES = ((1, 401), (2, 32), (17, 401))  # rows, ids; of three ranks, the last one holds no id of 32
-TIMES = 3  # draws of a batch, at one position after the other: memory is used again
+TIMES = 3  # draws of a batch by memory, which is used again, at one position after the other
 
 
 def cases() -> dict[str, Case]:
@@ -42,14 +42,14 @@ def wants_logprob(case: Case) -> bool:
     return len(case.hidden) != 2
 
 
-def params_of(case: Case) -> list[BatchParams]:
-    return [dataclasses.replace(case.params, position=case.params.position + time) for time in range(TIMES)]
+def params_of(case: Case, times: int) -> list[BatchParams]:
+    return [dataclasses.replace(case.params, position=case.params.position + time) for time in range(times)]
 
 
-def draw_whole(case: Case, return_logprob: bool) -> list[SampleOutput]:
+def draw_whole(case: Case) -> list[SampleOutput]:
     return [
-        sample(case.hidden, case.head, params, return_logprob=return_logprob, path="logits")
-        for params in params_of(case)
+        sample(case.hidden, case.head, params, return_logprob=wants_logprob(case), path="logits")
+        for params in params_of(case, TIMES)
     ]
 
 
@@ -65,9 +65,7 @@ def shared_memory(folder: Path, exchange: Exchange, rows: int, width: int) -> Pe
     return PeerMemory(regions, exchange.rank, rows, width, torch.float32)
 
 
-def draw_in_group(
-    exchange: Exchange, case: Case, return_logprob: bool, multiple: int, folder: Path | None
-) -> list[SampleOutput]:
+def draw_in_group(exchange: Exchange, case: Case, multiple: int, folder: Path | None) -> list[SampleOutput]:
     """As a rank of a server: it has equally many rows of the weight as the others, a multiple of so many. folder: of
     memory that all ranks reach; None for collectives."""
     from sgl_flashsample.sglang.sampler import draw_with_ranks  # which imports SGLang
@@ -82,7 +80,10 @@ def draw_in_group(
     exchange.memory = None if folder is None else shared_memory(folder, exchange, len(case.hidden), width)
     state = HeadState(processor, make_head(weight), exchange=exchange)
     state.update(len(case.hidden))
-    return [draw_with_ranks(state, exchange, case.hidden, params, return_logprob) for params in params_of(case)]
+    times = 1 if folder is None else TIMES
+    return [
+        draw_with_ranks(state, exchange, case.hidden, params, wants_logprob(case)) for params in params_of(case, times)
+    ]
 
 
 def as_lists(output: SampleOutput) -> dict[str, list | None]:
@@ -105,8 +106,7 @@ def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     exchange = Exchange(get_world_group())
     drawn = {
         f"{name}, parts of a multiple of {multiple}, {'by memory' if shared else 'by collectives'}": [
-            as_lists(output)
-            for output in draw_in_group(exchange, case, wants_logprob(case), multiple, folder if shared else None)
+            as_lists(output) for output in draw_in_group(exchange, case, multiple, folder if shared else None)
         ]
         for name, case in cases().items()
         for multiple in (16, 1)
