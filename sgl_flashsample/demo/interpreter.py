@@ -14,6 +14,9 @@ import math
 import os
 
 
+MOST_NUMBERS = 64  # kept of each type and shape: those in the source, and not every step of a loop
+
+
 def turn_on() -> None:
     """Interpret this process's kernels, here. Before the first ``import triton``."""
     os.environ["TRITON_INTERPRET"] = "1"
@@ -137,7 +140,7 @@ def _describe_types_once() -> None:
         if fields is None:
             describe_block(self, element_ty, shape)
             self.shape_and_size = shape_and_size(self)
-            self.with_others = {}
+            self.with_others, self.numbers = {}, {}
             known[key] = dict(vars(self))
             return
         self.__dict__.update(fields)
@@ -204,10 +207,23 @@ def _convert_operands_quickly() -> None:
                 if dtype is rhs.dtype and id(dtype) in kept:
                     return broadcast_quickly(self, lhs, rhs)
             elif arithmetic_check and takes_number(dtype, rhs):
-                return broadcast_quickly(self, lhs, self.scalar_constant(rhs, dtype))
+                return lhs, as_operand(self, rhs, lhs)
         elif rhs.__class__ is tl.tensor and arithmetic_check and takes_number(rhs.dtype, lhs):
-            return broadcast_quickly(self, self.scalar_constant(lhs, rhs.dtype), rhs)
+            return as_operand(self, lhs, rhs), rhs
         return check_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def as_operand(self, number, tensor):
+        """``number`` beside ``tensor``, of its type and shape. Kept for the next time: no operation changes a tensor."""
+        numbers = getattr(tensor.type, "numbers", None)
+        if numbers is None:
+            return broadcast_quickly(self, self.scalar_constant(number, tensor.dtype), tensor)[0]
+        key = number, number.__class__, math.copysign(1, number)  # 1, 1.0 and -0.0 differ from True, 1 and 0.0
+        operand = numbers.get(key)
+        if operand is None:
+            operand = splat_as(self, self.scalar_constant(number, tensor.dtype), tensor.type)
+            if len(numbers) < MOST_NUMBERS:
+                numbers[key] = operand
+        return operand
 
     @functools.wraps(broadcast)
     def broadcast_quickly(self, lhs, rhs):

@@ -66,7 +66,25 @@ def test_bfloat16_is_rounded_to_nearest_and_multiplied_as_the_numbers_that_it_is
 DTYPES = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.float16, tl.bfloat16, tl.float32]
 DTYPES += [tl.float64, tl.pointer_type(tl.float32)]
 SHAPES = [(), (4,), (1, 4), (4, 1), (2, 4)]
-NUMBERS = [0, 1, -1, True, 255, -(2**31), 2**31, 2**40, 2**63, 2**64, 0.0, -2.5, 1e300, float("inf"), float("nan")]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    True,
+    255,
+    -(2**31),
+    2**31,
+    2**40,
+    2**63,
+    2**64,
+    0.0,
+    -0.0,
+    1.0,
+    -2.5,
+    1e300,
+    float("inf"),
+    float("nan"),
+]
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def run_tests(copy: Path, tests: list[str], seconds: float | None = None) -> tup
     """Exit code and output of pytest in the copy; a process that was ended, or took longer, has a negative code."""
     environment = dict(os.environ, PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1")
     environment.setdefault("OMP_NUM_THREADS", "1")
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "--full", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
     process = subprocess.Popen(
         command,
         cwd=copy,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import gzip
 import importlib
@@ -854,11 +855,13 @@ def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
     batches = [exact.Batch(index, rows=8, at_once=at_once) for index, at_once in enumerate((1, 2, 1, 3))]
     assert any(not batch.may.all() for batch in batches) and all(batch.may.any(1).all() for batch in batches)
     for batch in batches:
-        draw, (rows, vocab), each = exact.from_logits(batch), batch.may.shape, batch.at_once
-        assert batch.illegal(draw, range(6), batch.may) == 0
-        assert torch.equal(exact.from_head(batch)(range(5, 5 + each)), draw(range(5, 5 + each)))
-        assert batch.illegal(draw, range(6), ~batch.may) == 6 * rows
-        assert batch.illegal(always(torch.full((rows * each,), vocab)), range(6), batch.may) == 6 * rows
+        draw, (rows, vocab), each = functools.cache(exact.from_logits(batch)), batch.may.shape, batch.at_once
+        positions, later = range(2 * each), range(each, 2 * each)
+        assert batch.illegal(draw, positions, batch.may) == 0
+        assert torch.equal(exact.from_head(batch)(later), draw(later))
+        assert batch.illegal(draw, positions, ~batch.may) == len(positions) * rows
+        no_id = always(torch.full((rows * each,), vocab))
+        assert batch.illegal(no_id, positions, batch.may) == len(positions) * rows
     one, several = exact.Batch(5, 8), exact.Batch(5, 8, at_once=3)
     tokens = [exact.from_logits(one)(range(place, place + 1)) for place in range(3)]
     assert torch.equal(exact.from_logits(several)(range(3)).view(8, 3), torch.stack(tokens, 1))

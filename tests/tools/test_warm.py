@@ -46,7 +46,7 @@ def counts_of(out: str) -> tuple[str, int, int]:
     return match[2], int(match[1]), int(match[3])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     few = ("--max-rows", 1, "--no-screen")
