@@ -374,7 +374,7 @@ def run_servers(results: Results) -> None:
                 STOPPING.set()
                 raise
             finally:
-                stop_all(servers.values(), patience=15.0)
+                stop_all(servers.values())
 
 
 # --- may draw, must draw --------------------------------------------------------------------------------------------

@@ -841,7 +841,7 @@ def main() -> int:
             if alive:
                 servers["stock"].generate(text="a", sampling_params={"max_new_tokens": 2})
         finally:
-            stop_all(servers.values(), patience=15.0)
+            stop_all(servers.values())
     result = {
         "env": new_env() | {"sglang": SGLANG},
         "seed": options.seed,

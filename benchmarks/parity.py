@@ -41,7 +41,7 @@ from common import make_parser, new_env, write_result
 from scipy import stats
 
 from sgl_flashsample.demo import cpu_platform, markov
-from sgl_flashsample.demo.server import Server, ServerError
+from sgl_flashsample.demo.server import Server, ServerError, stop_all
 from sgl_flashsample.kernels.reference import allowed_ref, edit_logits_ref, truncated_sample_ref
 
 JSON_TEXTS = [f'"{word}"' for word in ("aaaa", "abab", "baba", "bbbb")]
@@ -423,8 +423,7 @@ def measure(folder: Path, cells: list[Cell] | None = None, speculates: bool = Fa
             parity.problems.append(f"{parity.verifications} verifications gave {parity.answered} tokens")
         return parity
     finally:
-        ours.stop()
-        stock.stop()
+        stop_all((ours, stock))
 
 
 def main() -> int:

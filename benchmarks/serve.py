@@ -117,9 +117,9 @@ class TakingTurns(Server):
         self._signal(signal.SIGCONT)
         return super()._open(*request)
 
-    def stop(self, patience: float = 15.0) -> None:
+    def stop(self) -> None:
         self._signal(signal.SIGCONT)
-        super().stop(patience)
+        super().stop()
 
     def _signal(self, number: signal.Signals) -> None:
         if self.process is not None:

@@ -302,7 +302,7 @@ class Run:
                 else:
                     yield self._compared(servers, target, temperature)
         finally:
-            stop_all(servers.values(), patience=15.0)
+            stop_all(servers.values())
 
     @property
     def _largest(self) -> int:

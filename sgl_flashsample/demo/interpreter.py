@@ -13,7 +13,6 @@ import inspect
 import math
 import os
 
-
 MOST_NUMBERS = 64  # kept of each type and shape: those in the source, and not every step of a loop
 
 
@@ -213,7 +212,7 @@ def _convert_operands_quickly() -> None:
         return check_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     def as_operand(self, number, tensor):
-        """``number`` beside ``tensor``, of its type and shape. Kept for the next time: no operation changes a tensor."""
+        """``number`` beside ``tensor``, of its type and shape. Kept for the next time: no operation changes it."""
         numbers = getattr(tensor.type, "numbers", None)
         if numbers is None:
             return broadcast_quickly(self, self.scalar_constant(number, tensor.dtype), tensor)[0]

@@ -72,7 +72,7 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
             servers.append(stock)
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1) as beside, contextlib.ExitStack() as stack:
-        stack.callback(stop_all, servers, patience=1.0)  # they hold nothing that is to be kept
+        stack.callback(stop_all, servers)
         for server in servers:
             server.start()
             if on_gpu:  # each measures the memory that the others have left
@@ -108,6 +108,7 @@ def make_server(folder: Path, model: str, dtype: str, *, stock: bool = False, po
         launcher=SGLANG_LAUNCH_SERVER if stock else SGL_FLASHSAMPLE_SERVE,
         log=folder / f"{model}{'-stock' if stock else ''}.log",
         port=port,
+        patience=1.0,  # it holds nothing that is to be kept
         environment=environment,
         progress=say if model in markov.SIZES else lambda message: None,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import json
 import os
 import random
@@ -55,10 +54,10 @@ def free_port(other_than: int | None = None) -> int:
     raise ServerError(f"none of 100 ports between {PORTS.start} and {PORTS.stop} is free; choose one with --port")
 
 
-def stop_all(servers: Iterable[Server], patience: float) -> None:
+def stop_all(servers: Iterable[Server]) -> None:
     """All at the same time: SGLang looks every five seconds whether it is to stop."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(functools.partial(Server.stop, patience=patience), servers))
+        list(pool.map(lambda server: server.stop(), servers))
 
 
 class Server:
@@ -66,6 +65,7 @@ class Server:
 
     backend: a sampling backend's name, or None to leave it to the launcher. launcher: the command that the arguments
     follow. port: None for a free one. A server that finds one of its ports taken is started once more, with others.
+    patience: seconds that it is given to stop before it is ended.
 
     metrics_seconds: after which the next step brings our counters up to date, with FLASHSAMPLE_LOG_SECONDS=0.2.
     """
@@ -83,9 +83,10 @@ class Server:
         port: int | None = None,
         environment: dict[str, str] | None = None,
         start_seconds: float = 600.0,
+        patience: float = 15.0,
         progress: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.log, self.start_seconds, self.progress = log, start_seconds, progress
+        self.log, self.start_seconds, self.patience, self.progress = log, start_seconds, patience, progress
         self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self._launcher, self._fixed_port = [*launcher, "--model-path", str(model)], port
@@ -164,13 +165,13 @@ class Server:
             time.sleep(0.3)
         raise ServerError(f"the server was not ready within {self.start_seconds:.0f} s (log: {self.log})")
 
-    def stop(self, patience: float = 15.0) -> None:
-        """Ask the server to stop, and after so many seconds end it. No process of it stays behind."""
+    def stop(self) -> None:
+        """Ask the server to stop, and when its patience is over end it. No process of it stays behind."""
         if self.process is None:
             return
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience)
+            self.process.wait(self.patience)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -527,13 +527,13 @@ def test_servers_with_a_pipeline_stand_still_while_another_one_answers(load, tmp
         return still
 
     kind, launcher = load("serve").TakingTurns, (sys.executable, "-c", ANSWERING)
-    servers = [kind("m", [], backend=None, log=tmp_path / name, launcher=launcher) for name in "ab"]
+    servers = [kind("m", [], backend=None, log=tmp_path / name, launcher=launcher, patience=5.0) for name in "ab"]
     with servers[0] as first, servers[1] as second:
         first.others, second.others = [second], [first]
         for one, other in ((first, second), (second, first), (first, second)):
             assert one.get("/anything") == "here"
             assert comes_to_stand(other) and not stands_still(one)
-        second.stop(patience=5.0)
+        second.stop()
         assert second.process is None
 
 

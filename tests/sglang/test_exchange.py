@@ -24,7 +24,7 @@ from sgl_flashsample.sglang.exchange import Exchange, RankSync, bytes_received
 WORKER = Path(exchange_worker.__file__)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[2, 3])
 def answers(request, tmp_path_factory) -> list[dict]:
     """What the others said to each rank, and what it drew, by the name of the batch."""
     port, folder = free_port(), tmp_path_factory.mktemp("memory")
@@ -47,7 +47,7 @@ def answers(request, tmp_path_factory) -> list[dict]:
 
 
 @needs_sglang
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_rank_gets_the_same(answers):
     assert len(answers[0]["drawn"]) == 12 * len(exchange_worker.SHAPES)
     assert all(json.dumps(answer) == json.dumps(answers[0]) for answer in answers)
@@ -57,7 +57,7 @@ def test_every_rank_gets_the_same(answers):
 
 
 @needs_sglang
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_token_is_that_of_one_rank_with_the_whole_head_and_so_is_its_logprob(answers):
     """Truncated rows are drawn by one rank each, and so are all where the parts are no multiple of 16 ids or a rank has
     none; of others, every rank draws from its part."""

@@ -19,7 +19,7 @@ from stats import g_test, power
 from tuned_tables import table_for_this_machine
 
 from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import SGLANG_SERVE, Server, ServerError
+from sgl_flashsample.demo.server import SGLANG_SERVE, Server, ServerError, stop_all
 from sgl_flashsample.hot_vocab import HotVocab
 from sgl_flashsample.kernels.reference import allowed_ref
 from sgl_flashsample.tables.schema import HeadShape
@@ -240,8 +240,7 @@ def servers(folder, tuned):
             answers[name] = [ask_or_refused(server, params, fields) for server in (ours, stock)]
         yield {"ours": ours, "stock": stock, "truth": truth, "answers": answers, "processor": processor}
     finally:
-        ours.stop()
-        stock.stop()
+        stop_all((ours, stock))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from serving import CUDA, needs_sglang, server_of
 
 from sgl_flashsample import BatchParams, LMHead
 from sgl_flashsample.demo import smollm2
+from sgl_flashsample.demo.server import stop_all
 from sgl_flashsample.kernels.workspace import ScreenCounter
 
 pytestmark = [
@@ -96,8 +97,7 @@ def servers(checkpoint):
             server.wait_until_ready()
         yield made
     finally:
-        for server in made:
-            server.stop()
+        stop_all(made)
 
 
 @pytest.mark.server
