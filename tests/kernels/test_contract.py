@@ -352,7 +352,9 @@ def draw_by_ranks(path, whole: Case, num_ranks: int) -> SampleOutput:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks, vocab", [(2, 1500), (3, 1501), (8, 401), (8, 33)])
+@pytest.mark.parametrize(
+    "num_ranks, vocab", [pytest.param(2, 1500, marks=pytest.mark.full), (3, 1501), (8, 401), (8, 33)]
+)
 @pytest.mark.parametrize("kind", ["plain", "greedy", "edit"])
 @on_every_path
 def test_ranks_draw_the_token_of_the_whole_vocabulary(device, path, kind, num_ranks, vocab):

@@ -26,7 +26,7 @@ WIDE = {
     "path, temperature",
     [(path, t) for path in PATHS for t in (0.7, 1.0, 1.6)]
     if CUDA
-    else [("fused", 0.7), ("fused", 1.6), ("logits", 1.0)],
+    else [("fused", 0.7), pytest.param("fused", 1.6, marks=pytest.mark.full), ("logits", 1.0)],
 )
 def test_draws_follow_the_softmax(device, path, temperature):
     """400,000 draws on a GPU, 48,000 interpreted; alpha 1e-6; power > 0.99 against a temperature that is 5 % off."""
