@@ -216,12 +216,11 @@ def _convert_operands_quickly() -> None:
         numbers = getattr(tensor.type, "numbers", None)
         if numbers is None:
             return broadcast_quickly(self, self.scalar_constant(number, tensor.dtype), tensor)[0]
-        key = number, number.__class__, math.copysign(1, number)  # 1, 1.0 and -0.0 differ from True, 1 and 0.0
-        operand = numbers.get(key)
+        operand = numbers.get(number)  # equal numbers, as 1 and 1.0, are the same in any type
         if operand is None:
             operand = splat_as(self, self.scalar_constant(number, tensor.dtype), tensor.type)
             if len(numbers) < MOST_NUMBERS:
-                numbers[key] = operand
+                numbers[number] = operand
         return operand
 
     @functools.wraps(broadcast)
