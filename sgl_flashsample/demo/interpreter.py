@@ -13,8 +13,6 @@ import inspect
 import math
 import os
 
-MOST_NUMBERS = 64  # kept of each type and shape: those in the source, and not every step of a loop
-
 
 def turn_on() -> None:
     """Interpret this process's kernels, here. Before the first ``import triton``."""
@@ -139,7 +137,7 @@ def _describe_types_once() -> None:
         if fields is None:
             describe_block(self, element_ty, shape)
             self.shape_and_size = shape_and_size(self)
-            self.with_others, self.numbers = {}, {}
+            self.with_others = {}
             known[key] = dict(vars(self))
             return
         self.__dict__.update(fields)
@@ -206,22 +204,10 @@ def _convert_operands_quickly() -> None:
                 if dtype is rhs.dtype and id(dtype) in kept:
                     return broadcast_quickly(self, lhs, rhs)
             elif arithmetic_check and takes_number(dtype, rhs):
-                return lhs, as_operand(self, rhs, lhs)
+                return broadcast_quickly(self, lhs, self.scalar_constant(rhs, dtype))
         elif rhs.__class__ is tl.tensor and arithmetic_check and takes_number(rhs.dtype, lhs):
-            return as_operand(self, lhs, rhs), rhs
+            return broadcast_quickly(self, self.scalar_constant(lhs, rhs.dtype), rhs)
         return check_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-
-    def as_operand(self, number, tensor):
-        """``number`` beside ``tensor``, of its type and shape. Kept for the next time: no operation changes it."""
-        numbers = getattr(tensor.type, "numbers", None)
-        if numbers is None:
-            return broadcast_quickly(self, self.scalar_constant(number, tensor.dtype), tensor)[0]
-        operand = numbers.get(number)  # equal numbers, as 1 and 1.0, are the same in any type
-        if operand is None:
-            operand = splat_as(self, self.scalar_constant(number, tensor.dtype), tensor.type)
-            if len(numbers) < MOST_NUMBERS:
-                numbers[number] = operand
-        return operand
 
     @functools.wraps(broadcast)
     def broadcast_quickly(self, lhs, rhs):

@@ -12,7 +12,7 @@ is always turned into a plain tensor before SGLang's sampler runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -123,19 +123,24 @@ class DraftLogits(LazyLogits):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         drafts = args[0] if args else None
-        if isinstance(drafts, DraftLogits) and not drafts.is_dense:
+        answer = drafts._answers.get(func) if isinstance(drafts, DraftLogits) and not drafts.is_dense else None
+        if answer is not None:
             options = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | (kwargs or {})
-            answer = drafts._answers().get(func)
-            if answer is not None and options.get("dim") in (1, -1):
-                return answer(drafts.tokens[:, None].clone() if options.get("keepdim") else drafts.tokens.clone())
+            if options.get("dim") in (1, -1):
+                return answer(drafts, bool(options.get("keepdim")))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _answers(self) -> dict[Any, Callable[[torch.Tensor], Any]]:
-        """What operations give of each row, from the drafts alone. Others take the logits."""
-        return {
-            torch.ops.aten.argmax.default: lambda tokens: tokens,
-            torch.ops.aten._softmax.default: lambda tokens: DraftProbabilities.of(self, tokens),
-        }
+    def _largest(self, keepdim: bool) -> torch.Tensor:
+        return self.tokens[:, None].clone() if keepdim else self.tokens.clone()
+
+    def _probabilities(self, keepdim: bool) -> torch.Tensor:
+        return DraftProbabilities.of(self, self.tokens)
+
+    # What operations give of each row, from the drafts alone. Others take the logits.
+    _answers: ClassVar[dict[Any, Callable[[Any, bool], Any]]] = {
+        torch.ops.aten.argmax.default: _largest,
+        torch.ops.aten._softmax.default: _probabilities,
+    }
 
 
 class DraftProbabilities(DraftLogits):
@@ -146,11 +151,14 @@ class DraftProbabilities(DraftLogits):
             self._dense = torch.zeros(self.shape, device=self.device).scatter_(1, self.tokens[:, None], 1.0)
         return self._dense
 
-    def _answers(self) -> dict[Any, Callable[[torch.Tensor], Any]]:
-        return {
-            torch.ops.aten.argmax.default: lambda tokens: tokens,
-            torch.ops.aten.max.dim: lambda tokens: (torch.ones_like(tokens, dtype=torch.float32), tokens),
-        }
+    def _certain(self, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self._largest(keepdim)
+        return torch.ones_like(tokens, dtype=torch.float32), tokens
+
+    _answers: ClassVar[dict[Any, Callable[[Any, bool], Any]]] = {
+        torch.ops.aten.argmax.default: DraftLogits._largest,
+        torch.ops.aten.max.dim: _certain,
+    }
 
 
 def plain(logits: torch.Tensor | None) -> torch.Tensor | None:
