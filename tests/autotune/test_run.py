@@ -186,7 +186,7 @@ def test_a_killed_run_loses_at_most_the_race_in_flight_and_its_workers_end_with_
     process.send_signal(signal.SIGKILL)
     process.wait()
     workers = [f"/proc/{pid}" for pid in children.stdout.split()]
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while any(map(os.path.exists, workers)) and time.monotonic() < until:
         time.sleep(0.02)
     assert workers and not any(map(os.path.exists, workers))
@@ -201,10 +201,11 @@ def test_a_killed_run_loses_at_most_the_race_in_flight_and_its_workers_end_with_
 
 
 def test_the_time_is_kept_and_what_is_done_by_then_is_a_table(tmp_path, simulated):
+    """Without a budget this takes 45 s or more."""
     began = time.monotonic()
-    result = tune(tmp_path, simulated(seconds_per_round=0.05), budget=2.0)
-    assert time.monotonic() - began < 6
-    assert result.code == 0 and result.status in ("done", "out of time")
+    result = tune(tmp_path, simulated(seconds_per_round=0.1), budget=2.0)
+    assert time.monotonic() - began < 20
+    assert (result.code, result.status) == (0, "out of time")
 
 
 def test_several_gpus_share_the_work_and_find_the_same(tmp_path, simulated):

@@ -233,7 +233,7 @@ def test_a_bad_file_is_a_miss_with_one_line_at_once_and_the_next_place_serves(fo
         table_file, (line,) = find(TARGET, file=file, environ=variables)
         assert table_file.file == shipped
         assert line.startswith(f"{path}: ") and message in line and line.isprintable()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 20, "a terabyte is not read"
 
 
 def test_whatever_reading_raises_is_a_miss(tmp_path, monkeypatch):

@@ -46,14 +46,17 @@ def load() -> Iterator[Callable[[str], types.ModuleType]]:
 
 @pytest.fixture
 def dry_run(tmp_path) -> Callable[..., dict]:
-    """Runs a script with ``--dry-run``; returns what it wrote to ``out.json``."""
+    """Runs a script with ``--dry-run``; returns what it wrote to ``out.json``. ``judge`` tells the expected exit code
+    from that."""
 
-    def run(script: str, *arguments: str, code: int = 0) -> dict:
+    def run(script: str, *arguments: str, judge: Callable[[dict], int] = lambda result: 0) -> dict:
         out = tmp_path / "out.json"
         command = [sys.executable, str(FOLDER / f"{script}.py"), "--dry-run", "--out", str(out), *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == code, done.stdout + done.stderr
-        return json.loads(out.read_text())
+        assert out.exists(), done.stdout + done.stderr
+        result = json.loads(out.read_text())
+        assert done.returncode == judge(result), done.stdout + done.stderr
+        return result
 
     return run
 
@@ -84,8 +87,11 @@ def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_besid
 
     assert dry_run("kernels", "--limit", "0") == result, "out of time before the first race: nothing is written"
 
+    def judge(result: dict) -> int:  # the trees are equal, but a busy machine can slow one of them down
+        return 0 if kernels.judge(result["rows"])[1] else 1
+
     arguments = ("--paths", "fused", "--modes", "plain", "edits", "--rounds", "3")
-    rows = dry_run("kernels", "--compare-with", str(ROOT), *arguments)["rows"]
+    rows = dry_run("kernels", "--compare-with", str(ROOT), *arguments, judge=judge)["rows"]
     assert {(row["path"], row["mode"]) for row in rows} == {("fused", "plain"), ("fused", "edits")}
     for row in rows:
         assert row["older_form"] == row["form"] and row["same_tokens"] == row["B"]
@@ -521,7 +527,7 @@ def test_servers_with_a_pipeline_stand_still_while_another_one_answers(load, tmp
         return Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def comes_to_stand(server) -> bool:  # a signal takes its time on a busy machine
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         while not (still := stands_still(server)) and time.monotonic() < deadline:
             time.sleep(0.01)
         return still

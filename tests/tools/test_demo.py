@@ -220,7 +220,7 @@ def test_what_is_installed_is_not_installed_again(monkeypatch, tmp_path):
 
 
 def test_versions_that_are_installed_side_by_side_share_no_folder(monkeypatch, tmp_path):
-    together = threading.Barrier(len(bootstrap.OTHER_VERSIONS), timeout=10)
+    together = threading.Barrier(len(bootstrap.OTHER_VERSIONS), timeout=60)
 
     def pip(_what, *arguments):
         folder = arguments[arguments.index("--target") + 1]
@@ -237,7 +237,7 @@ def test_versions_that_are_installed_side_by_side_share_no_folder(monkeypatch, t
 
 
 def test_steps_run_side_by_side_and_the_error_of_one_is_raised_when_all_have_ended():
-    both, ended = threading.Barrier(2, timeout=10), []
+    both, ended = threading.Barrier(2, timeout=60), []
 
     def fails():
         both.wait()
@@ -264,7 +264,7 @@ def test_two_targets_at_the_same_time_set_up_one_after_the_other(monkeypatch, tm
     thread = threading.Thread(target=second)
     with bootstrap.alone():
         thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not said and time.monotonic() < deadline:
             time.sleep(0.01)
         order.append("first")

@@ -43,7 +43,7 @@ def make(file):
         one.close()
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=60.0):
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < seconds
@@ -138,7 +138,7 @@ def test_while_tokens_keep_coming_the_file_is_written_at_intervals(make, file):
     while not file.exists():
         counts.add(torch.tensor([1]), V)
         time.sleep(0.001)
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
     assert time.monotonic() - started >= 0.2
 
 
