@@ -279,7 +279,7 @@ FILE = _argument("file", help="a table")
 JSON = _flag("--json", "print JSON")
 KIND = _argument("--kind", choices=KIND_NAMES, metavar="KIND", help=f"only this one of {', '.join(KIND_NAMES)}")
 SIMULATED = _argument("--simulated", metavar="FILE", help="for development: a simulated device instead of a GPU")
-MODEL = _argument("model", nargs="?", help="a model's folder, or its config.json")
+MODEL = _argument("model", nargs="?", help="a model's folder, its config.json, or a hub's name in the cache")
 HEAD = (
     _argument("--model-path", metavar="MODEL", help="a model's folder, as servers call it"),
     _argument("--vocab", type=int, metavar="V", help="ids of the whole head, instead of the config's"),

@@ -6,8 +6,8 @@ Names, the same in kernels, references, tests and README:
     offs_ offsets          mask_ masks              blk_ a loaded block             acc accumulator
     BLOCK_B, BLOCK_V, BLOCK_D tile shape            GROUP_SIZE ids that share one noise value (rng.py)
 
-A split is one of the P programs that share the vocabulary for a block of rows. A launcher has the name of its file,
-validates its arguments and raises ValueError; kernels assume. What a kernel computes is written from the definition, in
+A split is one of the P programs that share the vocabulary for a block of rows. A launcher validates its
+arguments and raises ValueError; kernels assume. What a kernel computes is written from the definition, in
 float64, in ``reference.py``; ``README.md`` explains how the kernels work.
 """
 

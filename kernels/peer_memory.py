@@ -8,9 +8,9 @@ One launch each, or two, which a CUDA graph may hold: the numbers of the exchang
 makes the same exchanges, of as many rows, in the same order, each from one stream. A rank waits for the others as long
 as it takes.
 
-Why nothing is overwritten that is still read: the records of two exchanges in a row have places of their own, and a
-rank that writes those of the next one has seen every rank's records of the second, which that rank wrote after it had
-read those of the first. Logits have one place: ``exchange_records`` has to follow ``exchange_rows`` before a rank
+Why nothing is overwritten that is still read: records have two buffers, which exchanges take in turn. A rank writes
+those of exchange n + 2 only after it has received all records of exchange n + 1, and each rank sends these only after
+it has read those of exchange n. Logits have one buffer: ``exchange_records`` has to follow ``exchange_rows`` before a rank
 writes its next logits.
 """
 

@@ -8,10 +8,10 @@ Each program answers for ``chunk`` groups, or for an even share of what ``list_g
 them that are to be rescored, ``block_v / GROUP_SIZE`` at a time. That may be none or all of them: there is no list that
 could overflow. The program of a block of rows that finishes last draws the tokens inside the winning groups.
 
-The score of a rescored group is reached too, and more than the screen could promise: it raises ``threshold``, and what
-a program has not read yet is looked at again before it is. Other programs raise it at any moment, so no thread may look
-for itself: two that see different values would not agree on what is left, nor on a branch that has a barrier in it.
-What all of them see is what an atomic operation has returned.
+The exact score of a rescored group is a higher lower bound than the screen's: it raises ``threshold``, and a program
+compares the groups that it has not read yet with the new value. Other programs raise it at the same time. So all
+threads of a program take the value that one atomic operation returned: threads that read different values could
+disagree on a branch with a barrier in it.
 
 Truncated rows have the logits of their groups put into a buffer instead (``screened_truncated.py``). ``read_groups``
 does that for groups and rows that are known to need it, and draws nothing.

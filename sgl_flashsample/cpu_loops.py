@@ -4,8 +4,8 @@
 The mathematics is that of ``kernels/rng.py`` and ``kernels/truncation_math.py``. What differs is what is computed at
 all. A group's score is at most its largest logit, log(16) and its noise, and the noise is at most what the upper 32 of
 its 64 bits allow. So of a group of 16 logits mostly one question is asked, whether any of them is above a number, and
-the few groups with such a logit are scored in float64. The Philox of every group cannot be spared: its noise is bounded
-by 45, more than logits differ.
+the few groups with such a logit are scored in float64. Philox runs for every group: the noise can be as large as 45,
+more than logits usually differ, so no group can be ruled out by its logits alone.
 
 A truncated row is read twice. The first time for the largest logit of each group and, for top-p, the mass. What k block
 maxima reach, k logits reach, and likewise for mass: so the limits of top-k and top-p are looked for among the maxima of

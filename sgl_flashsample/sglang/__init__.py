@@ -5,7 +5,12 @@ hooks.py             every place where SGLang calls us
 lazy_logits.py       what LogitsProcessor returns instead of logits
 batch.py             one batch: parameters per row, routing, edits
 sampler.py           the Sampler: fused pass or SGLang's own, row by row
+speculation.py       verifies drafts by a draw at every node
+drafts.py            draws a draft model's tokens
+exchange.py          what ranks that share a head tell each other
 head.py              one LM head: weights, table, workspace, screen, CUDA graphs
+repeat.py            replays the CUDA graph of a step while its batch does not change
+model_graph.py       lets the kernels of SGLang's own model graphs overlap
 screen_lifecycle.py  whether a head has a screen, and when that serves
 runtime.py           what this process serves: start, disable, announce, count
 metrics.py           the log line and Prometheus

@@ -1,8 +1,8 @@
 """Batches and rows per path and reason, how truncated and screened rows fared, and what a batch costs the host: in the
 log and through SGLang's /metrics.
 
-A step only adds to numbers of this process. They reach Prometheus and the log at intervals: between two steps the host
-runs much other code, so that all that a step touches comes from memory, not from its caches.
+A step only adds to numbers of this process, which go to Prometheus and to the log at intervals: each object that a step
+touches is likely a cache miss, because the host runs much other code between two steps.
 """
 
 from __future__ import annotations

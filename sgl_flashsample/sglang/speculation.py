@@ -5,8 +5,8 @@ of acceptance have the law of drawing a token at every node and following the dr
 (``kernels/follow_drafts.py``). The noise is that of a token's position, so a request with a seed gets the tokens that
 it gets without speculation. As SGLang's verification, this one ignores min-p, and takes top-p of what top-k has left.
 
-A batch in which any row needs SGLang's sampler is verified by SGLang as a whole. Drafts are SGLang's own, or coupled
-(``drafts.py``): they change how many tokens a step gains, and no token. Ranks that share the head exchange the draws of
+A batch in which any row needs SGLang's sampler is verified by SGLang as a whole. Drafts are SGLang's own, or drawn by
+``drafts.py``: they change how many tokens a step gains, and no token. Ranks that share the head exchange the draws of
 their parts as in any step, and accept the same drafts.
 """
 
