@@ -503,7 +503,7 @@ class StepGraphs:
             try:
                 graph, out = self._capture(lambda: draw(params), self._pool)
             except Exception as error:  # a step must not fail because it cannot be captured
-                self._failed = True
+                self._failed, self._repeatable = True, {}
                 logger.warning(
                     "flashsample: CUDA graphs of the sampling step are off until restart, SGLang's own stay on; same "
                     "tokens, more CPU time per step: %s: %s",
@@ -516,15 +516,19 @@ class StepGraphs:
             self._repeatable[hidden.data_ptr(), positions.data_ptr()] = graphs
         return graphs.replay_next()
 
-    def can_repeat(self, hidden: torch.Tensor, positions: torch.Tensor) -> bool:
+    def can_repeat(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> bool:
         """Whether ``repeat`` would draw from them."""
-        return (hidden.data_ptr(), positions.data_ptr()) in self._repeatable
+        return self._graphs_of(batch, hidden, positions) is not None
 
-    def repeat(self, hidden: torch.Tensor, positions: torch.Tensor) -> SampleOutput | None:
-        """The next step of the batch that was stepped last, without edits and logprobs; None unless ``step`` has served
-        this batch from all ``SLOTS`` graphs for the addresses of these tensors."""
-        graphs = self._repeatable.get((hidden.data_ptr(), positions.data_ptr()))
+    def repeat(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> SampleOutput | None:
+        """The next step of ``batch``, without edits and logprobs; None unless it is the batch that was stepped last, and
+        ``step`` has served it from all ``SLOTS`` graphs for the addresses of these tensors."""
+        graphs = self._graphs_of(batch, hidden, positions)
         return None if graphs is None else graphs.replay_next()
+
+    def _graphs_of(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> _KeyedGraphs | None:
+        # A batch that is launched without ``step`` may lie where the last one of ``step`` did.
+        return self._repeatable.get((hidden.data_ptr(), positions.data_ptr())) if batch is self._batch else None
 
     def _load(self, batch: Batch) -> None:
         """Copy the parameters of ``batch`` to where the graphs read them."""

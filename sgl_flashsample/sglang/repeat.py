@@ -35,7 +35,7 @@ class RepeatedStep:
         graphs = lazy.source.graphs
         if graphs is None or runtime.report_path or runtime.token_counts is not None:
             return None
-        return cls(runtime, lazy.source, batch, routing) if graphs.can_repeat(lazy.hidden, positions) else None
+        return cls(runtime, lazy.source, batch, routing) if graphs.can_repeat(batch, lazy.hidden, positions) else None
 
     def __init__(self, runtime: Runtime, state: HeadState, batch: Batch, routing: Routing) -> None:
         self._runtime, self._state, self._graphs = runtime, state, state.graphs
@@ -74,7 +74,7 @@ class RepeatedStep:
         ):
             return None
         try:
-            out = self._graphs.repeat(lazy.hidden, positions)
+            out = self._graphs.repeat(self._batch, lazy.hidden, positions)
         except Exception as error:  # a request must not fail because a path cannot serve it
             self._runtime.disable(f"{type(error).__name__}: {error}")
             return None

@@ -116,6 +116,13 @@ class Runtime:
             reports = reports or bool(observability.enable_metrics_for_all_schedulers)
             self.inactive_reason = self.inactive_reason or support.unsupported_server()
             self.verifies = get_spec().speculative_algorithm is not None
+            if self.report_path and self.verifies:
+                self.report_path = False
+                logger.warning(
+                    "flashsample: %s does nothing here: SGLang reports one value per step, and with speculative decoding "
+                    "a step may give several tokens",
+                    REPORT_PATH_VARIABLE,
+                )
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
             self.inactive_reason = self.inactive_reason or f"this server's configuration cannot be read ({error})"
         self.metrics = Metrics(metrics, reports)
@@ -546,8 +553,20 @@ class Runtime:
         self.draft_head = prepared
         return None
 
-    def count_verified(self, batch: Batch | None, routing: Routing, started: float) -> None:
-        """Count one batch whose drafts were verified, a row per request. batch: None where SGLang did it."""
+    def count_verified(
+        self,
+        batch: Batch | None,
+        routing: Routing,
+        verified: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        vocab: int,
+        started: float,
+    ) -> None:
+        """Count one batch whose drafts were verified, a row per request. batch: None where SGLang did it. verified: what
+        ``eagle_sample`` returns."""
+        if self.token_counts is not None:
+            drawn, _, nodes = verified
+            accepted = drawn.reshape(-1)[nodes.clamp(min=0).long()]
+            self.token_counts.add(torch.where(nodes >= 0, accepted, -1), vocab)
         self._count(routing, 0 if batch is None else batch.num_truncated, None if batch is None else started)
 
     def count(

@@ -50,19 +50,19 @@ class SpeculationHooks:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Around SGLang's: the drawn token of each node, ``[B * D]`` int32; how many tokens each row gains, ``[B]``
         int32; the nodes of these, ``[B, P]`` int32, -1 after them."""
-        lazy = logits_output.next_token_logits
-        if isinstance(lazy, LazyLogits):
-            started = time.perf_counter()
-            others = [*args, *(value for name, value in kwargs.items() if name not in _HARMLESS)]
-            try:
-                rows, routing = self._route(verify_input, batch, lazy, others)
-                verified = self._verify(verify_input, batch, logits_output, rows, routing, grammar_mask)
-                self.runtime.count_verified(rows, routing, started)
-                return verified
-            except Unserved as unserved:
-                self.runtime.count_verified(None, Routing.whole(unserved.reason, len(batch.seq_lens)), started)
+        started, lazy = time.perf_counter(), logits_output.next_token_logits
+        others = [*args, *(value for name, value in kwargs.items() if name not in _HARMLESS)]
+        rows = verified = None
+        try:
+            rows, routing = self._route(verify_input, batch, lazy, others)
+            verified = self._verify(verify_input, batch, logits_output, rows, routing, grammar_mask)
+        except Unserved as unserved:
+            rows, routing = None, Routing.whole(unserved.reason, len(batch.seq_lens))
+        if verified is None:
             logits_output.next_token_logits = plain(lazy)
-        return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+            verified = original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+        self.runtime.count_verified(rows, routing, verified, lazy.shape[-1], started)
+        return verified
 
     def compute_logprobs(self, original: Callable, batch: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
         """Around SGLang's logprobs of the accepted tokens: those that were drawn with them."""
@@ -73,12 +73,12 @@ class SpeculationHooks:
         logits_output.next_token_logprobs = logprobs[nodes.clamp(min=0).long()]
         return None
 
-    def _route(self, verify_input: Any, batch: Any, lazy: LazyLogits, others: list) -> tuple[Batch, Routing]:
+    def _route(self, verify_input: Any, batch: Any, lazy: torch.Tensor, others: list) -> tuple[Batch, Routing]:
         """The rows of the batch. Raises Unserved where SGLang has to verify them."""
         runtime, info = self.runtime, batch.sampling_info
         if runtime.inactive_reason is not None:
             raise Unserved(Reason.INACTIVE)
-        if lazy.is_dense:
+        if not isinstance(lazy, LazyLogits) or lazy.is_dense:
             raise Unserved(Reason.LOGITS_COMPUTED)
         if any(value is not None for value in others):
             raise Unserved(Reason.UNKNOWN_ARGUMENT)

@@ -174,10 +174,11 @@ class CountedGraph:
 
 class CountingCapture:
     """``head.CudaCapture`` on a GPU, and what stands for it elsewhere. pools: that it has been asked for. graphs: that
-    it has captured. replays: of all of them."""
+    it has captured. replays: of all of them. fails: whether captures fail from now on."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.pools = self.replays = 0
+        self.fails = False
         self.graphs: list[CountedGraph] = []
         self._cuda = CudaCapture(device) if device.type == "cuda" else None
 
@@ -186,6 +187,8 @@ class CountingCapture:
         return self.pools if self._cuda is None else self._cuda.new_pool()
 
     def __call__(self, launches: Callable[[], Any], pool: Any) -> tuple[CountedGraph, Any]:
+        if self.fails:
+            raise RuntimeError("no memory for a graph")
         graph, out = (None, launches()) if self._cuda is None else self._cuda(launches, pool)
         self.graphs.append(CountedGraph(self, launches, out, graph))
         return self.graphs[-1], out

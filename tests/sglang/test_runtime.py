@@ -33,7 +33,7 @@ from sgl_flashsample.sglang.exchange import Exchange
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
-from sgl_flashsample.sglang.runtime import NotActiveError, Runtime
+from sgl_flashsample.sglang.runtime import REPORT_PATH_VARIABLE, NotActiveError, Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import Entry
@@ -911,6 +911,18 @@ def test_a_server_with_drafts_gets_the_hooks_of_their_verification_and_of_couple
 
 def test_a_server_without_drafts_gets_the_hooks_of_a_step_and_of_weight_changes(starts):
     assert starts()[1] == ["install", "install_weight_hooks", None]
+
+
+@pytest.mark.parametrize("algorithm", [None, "EAGLE", "DFLASH"])
+def test_paths_per_token_are_reported_but_with_drafts_where_a_warning_says_that_they_are_not(
+    server_config, monkeypatch, caplog, algorithm
+):
+    """SGLang keeps one value per step, and gives as many to a client as there are tokens."""
+    monkeypatch.setenv(REPORT_PATH_VARIABLE, "1")
+    server_config.spec.speculative_algorithm = algorithm
+    assert Runtime(None).report_path == (algorithm is None)
+    warnings = [record.message for record in caplog.records if REPORT_PATH_VARIABLE in record.message]
+    assert len(warnings) == (algorithm is not None)
 
 
 @pytest.mark.parametrize(

@@ -280,12 +280,37 @@ def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
 
 
 @needs_sglang
-def test_logits_that_sglang_has_computed_it_verifies_itself(hooks, head, info_of, hidden):
+@pytest.mark.parametrize("off, reason", [(None, Reason.LOGITS_COMPUTED), ("failed", Reason.INACTIVE)])
+def test_logits_that_sglang_has_computed_it_verifies_itself(hooks, head, info_of, hidden, monkeypatch, off, reason):
+    counted = []
+    monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda routing, *_: counted.append(dict(routing.counts)))
+    hooks.runtime.inactive_reason = off
     drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
     verify_input, batch, output = verification(info_of([request("0")]), head.logits(hidden(4)), CHAIN, drafts)
     original = Original()
     assert hooks.eagle_sample(original, verify_input, batch, output, "mask") == "SGLang's"
     assert original.calls[0][0] is output.next_token_logits and original.calls[0][1] == "mask"
+    assert counted == [{("native", reason): 1}]
+
+
+@needs_sglang
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_tokens_that_rows_gain_are_counted_for_a_hot_vocabulary(hooks, head, info_of, hidden, fused):
+    added = []
+    hooks.runtime.token_counts = types.SimpleNamespace(add=lambda *arguments: added.append(arguments))
+    hooks.runtime.inactive_reason = None if fused else "failed"
+    states = hidden(ROWS * len(CHAIN))
+    info = info_of([request(str(row), **settings) for row, settings in enumerate(SETTINGS)])
+    positions = 7 + DraftTree.from_parents(CHAIN, states.device).depth.repeat(ROWS)
+    drafts = good_drafts(drawn := draws(head, states, len(CHAIN), positions).token_ids, CHAIN)
+    verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts)
+    want = accepted_by_sglang(verify_input, drawn)
+    _, num_tokens, _ = hooks.eagle_sample(lambda *arguments: want, verify_input, batch, output)
+    ((tokens, vocab),) = added
+    drawn, nodes = drawn.view(ROWS, -1).tolist(), [[node for node in row if node >= 0] for row in want[2].tolist()]
+    gained = [drawn[row][node % len(CHAIN)] for row in range(ROWS) for node in nodes[row]]
+    assert [token for token in tokens.flatten().tolist() if token != -1] == gained and vocab == VOCAB
+    assert len(gained) == num_tokens.sum()
 
 
 @needs_sglang

@@ -474,6 +474,37 @@ def test_another_batch_at_the_same_place_draws_its_own_tokens_from_the_next_step
 
 
 @needs_sglang
+def test_a_batch_that_is_launched_is_not_drawn_from_the_graphs_of_one_that_lay_there(pair):
+    """Of FlashInfer's batches: the smallest top-p leaves one token, so that its own noise decides nothing."""
+    both = pair()
+    servers = (both.replaying, both.launching)
+    for server in servers:
+        server.state.table = DispatchTable(HeadTraits.of(server.state.head), flashinfer=[2])
+    both.settle()
+    assert both.step()
+    for server in servers:
+        server.take([{"temperature": 1.0, "top_p": 1e-6}] * 2)
+    assert not any(both.step() for _ in range(SOON + SLOTS))
+
+
+@needs_sglang
+def test_once_a_capture_has_failed_nothing_is_replayed(pair):
+    both = pair()
+    both.settle()
+    both.capture.fails = True
+    here = [server.positions for server in (both.replaying, both.launching)]
+    for server in (both.replaying, both.launching):
+        server.positions = server.positions.clone()
+    assert not any(both.step() for _ in range(SOON)), "at another place: captured anew, in vain"
+    for server, positions in zip((both.replaying, both.launching), here, strict=True):
+        server.positions = positions.add_(100)
+    assert not any(both.step() for _ in range(SOON)), "the same batch at the place of before"
+    for server in (both.replaying, both.launching):
+        server.take(KINDS["greedy"])
+    assert not any(both.step() for _ in range(SOON)), "another batch there"
+
+
+@needs_sglang
 def test_steps_with_logprobs_are_drawn_with_them_and_others_go_on(pair):
     both = pair(screened=False)
     both.settle()
