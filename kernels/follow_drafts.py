@@ -98,6 +98,8 @@ def follow_drafts(
         raise ValueError(f"max_path is {max_path} of {num_nodes} nodes; expected 1 or more")
     nodes = torch.empty(num_rows, max_path, dtype=torch.int32, device=drawn.device)
     accepted = Accepted(nodes, torch.empty(num_rows, dtype=torch.int32, device=drawn.device))
+    if num_rows == 0:
+        return accepted
     launch(
         follow_drafts_kernel,
         num_rows,

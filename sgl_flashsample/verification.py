@@ -102,8 +102,8 @@ def verify(
     Raises:
         ValueError: as ``sample``, and for drafts or a tree of another shape.
     """
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden is {tuple(hidden.shape)}; expected [B, D, H]")
+    if hidden.dim() != 3 or hidden.shape[1] == 0:
+        raise ValueError(f"hidden is {tuple(hidden.shape)}; expected [B, D, H] with a D of 1 or more")
     num_rows, num_nodes = shape = hidden.shape[:2]
     if tuple(draft_tokens.shape) != tuple(shape):
         raise ValueError(f"draft_tokens is {tuple(draft_tokens.shape)}; expected {tuple(shape)}")
@@ -116,7 +116,7 @@ def verify(
     params = params.repeated(num_nodes)
     params = dataclasses.replace(params, position=params.position + depth.reshape(-1))
     drawn = sample(
-        hidden.reshape(num_rows * num_nodes, -1),
+        hidden.flatten(0, 1),
         lm_head,
         params,
         return_logprob=return_logprob,

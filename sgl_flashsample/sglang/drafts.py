@@ -75,7 +75,7 @@ class Drafts:
 
     def __init__(self, runtime: Runtime, mode: DraftMode) -> None:
         self.runtime, self.mode = runtime, mode
-        self._max_requests = 0
+        self._max_requests = self._num_nodes = 0
         self._batch: Batch | None = None  # whose parameters are loaded; None: all rows are greedy
         # Graphs of SGLang's read and write these for as long as the process lives.
         self._temperature: torch.Tensor | None = None  # [max_requests] f32
@@ -130,9 +130,9 @@ class Drafts:
         state = self.runtime.draft_head
         assert state is not None
         device = state.head.weight.device
-        self._max_requests = worker.req_to_token_pool.size
+        self._max_requests, self._num_nodes = worker.req_to_token_pool.size, worker.speculative_num_draft_tokens
         # A draft extend may compute all nodes of a request.
-        self._max_rows = min(self._max_requests * worker.speculative_num_draft_tokens, MAX_COMPILED_ROWS)
+        self._max_rows = min(self._max_requests * self._num_nodes, MAX_COMPILED_ROWS)
         if state in self.runtime.heads:  # whose workspace is replaced when a batch outgrows it
             self._workspace = make_workspace(state.head, self._max_rows, table=state.table)
         else:
@@ -166,6 +166,10 @@ class Drafts:
         runtime, info = self.runtime, batch.sampling_info
         rows = batch_of(info)
         if runtime.inactive_reason is not None or rows is None or len(rows) > self._max_requests:
+            return None
+        if not all(state.fits(len(rows) * self._num_nodes) for state in runtime.heads):
+            return None
+        if batch.has_grammar and runtime.no_grammars_reason is not None:  # ``info.grammars`` comes later in a step
             return None
         routing = routing_of(
             rows,

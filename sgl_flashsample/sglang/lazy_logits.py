@@ -6,7 +6,8 @@ of it, and every rebuild of ``LogitsProcessorOutput``. Our sampler takes the hid
 PyTorch operation on it, also by code that knows nothing of us, computes the logits with SGLang's own code.
 
 One reader escapes: C code that imports it through DLPack without asking Python sees a null pointer. So it
-is always turned into a plain tensor before SGLang's sampler runs.
+is always turned into a plain tensor before SGLang's sampler runs, and it says that it is not contiguous, which
+code that hands memory to C asks for first.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ class LazyLogits(torch.Tensor):
     def data_ptr(self) -> int:
         return self.dense().data_ptr()
 
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
     def contiguous(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.dense().contiguous(*args, **kwargs)
 
@@ -140,6 +144,7 @@ class DraftLogits(LazyLogits):
     _answers: ClassVar[dict[Any, Callable[[Any, bool], Any]]] = {
         torch.ops.aten.argmax.default: _largest,
         torch.ops.aten._softmax.default: _probabilities,
+        torch.ops.aten.softmax.int: _probabilities,  # in inference mode
     }
 
 

@@ -126,6 +126,13 @@ def test_masks_of_nodes_and_penalties_of_rows_apply_to_every_node_and_logprobs_a
     assert torch.equal(none.logprobs[:, 0], each.logprobs.view(NUM_ROWS, 4)[:, 0])
 
 
+def test_a_batch_without_rows_gains_nothing(model, device):
+    empty = torch.empty(0, 4, dtype=torch.int64, device=device)
+    params = BatchParams(*(torch.empty(0, dtype=dtype, device=device) for dtype in (torch.float32, *[torch.int64] * 2)))
+    out = verify(model.hidden_after(empty), model.head, empty, params, return_logprob=True)
+    assert out.token_ids.shape == out.nodes.shape == out.logprobs.shape == (0, 4) and out.num_tokens.shape == (0,)
+
+
 def test_the_loop_of_the_page_gives_the_same_tokens_with_good_drafts_with_bad_ones_and_with_none(model):
     names: dict = {}
     exec(next(example for example in EXAMPLES if "verify" in example), names)
@@ -148,6 +155,7 @@ def test_the_loop_of_the_page_gives_the_same_tokens_with_good_drafts_with_bad_on
     "changed, message",
     [
         ({"hidden": torch.zeros(2, 64)}, "hidden is \\(2, 64\\); expected \\[B, D, H\\]"),
+        ({"hidden": torch.zeros(2, 0, 64)}, "hidden is \\(2, 0, 64\\); expected .* a D of 1 or more"),
         ({"draft_tokens": torch.zeros(2, 4).long()}, "draft_tokens is \\(2, 4\\); expected \\(2, 3\\)"),
         ({"tree": DraftTree.chain(4, "cpu")}, "tree.first_child is \\(4,\\); expected \\(3,\\) or \\(2, 3\\)"),
         ({"params": {}}, "params is a dict; expected BatchParams"),

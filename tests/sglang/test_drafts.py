@@ -90,9 +90,10 @@ class Server:
         processor.forward = forward
         return processor
 
-    def load(self, info: Any, top_logprobs: int = 0) -> None:
+    def load(self, info: Any, top_logprobs: int = 0, grammars: bool = False) -> None:
         batch = types.SimpleNamespace(sampling_info=info, return_logprob=top_logprobs > 0, token_ids_logprobs=None)
         batch.top_logprobs_nums = [top_logprobs] * (0 if info is None else len(info))
+        batch.has_grammar = grammars
         self.drafts.load(None, batch)
 
     def call(self, batch: types.SimpleNamespace, hidden: torch.Tensor) -> torch.Tensor:
@@ -238,6 +239,22 @@ def test_the_chain_gets_its_drafts_without_logits_and_moves_on(server, hidden, i
         _ = seen.sum()
         given = coupled.drafts.add_to_chain(lambda *arguments: arguments, other, positions, chain, 2)
         assert given[0] is plain(other) and given[1:] == (positions, chain, 2)
+
+
+@needs_sglang
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_probabilities_need_no_logits_and_no_memory_that_is_not_there(server, hidden, info_of, device, mode):
+    """On some GPUs SGLang 0.5.23 takes FlashInfer's softmax of contiguous logits, in C code that looks for their
+    memory by itself."""
+    from sgl_flashsample.sglang.lazy_logits import DraftProbabilities
+
+    coupled = server()
+    coupled.load(info_of([request("0", temperature=1.0)]))
+    with mode():
+        seen = coupled.call(forward_batch("DECODE", torch.arange(1, device=device), 1), hidden(1))
+        assert type(torch.softmax(seen, dim=-1)) is DraftProbabilities and coupled.computed == 0
+        assert not seen.is_contiguous() and type(seen.contiguous()) is torch.Tensor and coupled.computed == 1
+        assert not seen.is_contiguous(), "its own memory is never there"
 
 
 @needs_sglang
@@ -406,7 +423,9 @@ def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_an
 
 
 @needs_sglang
-@pytest.mark.parametrize("case", ["SGLang's row", "top logprobs", "no batch", "inactive", "too many"])
+@pytest.mark.parametrize(
+    "case", ["SGLang's row", "top logprobs", "no batch", "inactive", "too many", "no memory", "no grammars"]
+)
 def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, info_of, device, case):
     """Its coins accept a draft by the target's probability, whichever noise it has: the most likely token is best."""
     coupled = server()
@@ -422,7 +441,11 @@ def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, in
         coupled.runtime.inactive_reason = "off"
     elif case == "too many":
         info = info_of([request(str(row)) for row in range(REQUESTS + 1)])
-    coupled.load(info, top_logprobs=2 if case == "top logprobs" else 0)
+    elif case == "no memory":
+        head.state.out_of_memory(3 * NODES)
+    elif case == "no grammars":
+        coupled.runtime.no_grammars_reason = "off"
+    coupled.load(info, top_logprobs=2 if case == "top logprobs" else 0, grammars=case == "no grammars")
     assert torch.equal(coupled.call(batch, states).argmax(-1), best)
     assert not coupled.drafts._temperature.any(), "what graphs read that were captured already"
 
