@@ -10,8 +10,8 @@ as it takes.
 
 Why nothing is overwritten that is still read: records have two buffers, which exchanges take in turn. A rank writes
 those of exchange n + 2 only after it has received all records of exchange n + 1, and each rank sends these only after
-it has read those of exchange n. Logits have one buffer: ``exchange_records`` has to follow ``exchange_rows`` before a rank
-writes its next logits.
+it has read those of exchange n. Logits have one buffer: ``exchange_records`` has to follow ``exchange_rows`` before a
+rank writes its next logits.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ def verify(
     """
     if hidden.dim() != 3 or hidden.shape[1] == 0:
         raise ValueError(f"hidden is {tuple(hidden.shape)}; expected [B, D, H] with a D of 1 or more")
-    num_rows, num_nodes = shape = hidden.shape[:2]
+    shape = hidden.shape[:2]
+    num_nodes = shape[1]
     if tuple(draft_tokens.shape) != tuple(shape):
         raise ValueError(f"draft_tokens is {tuple(draft_tokens.shape)}; expected {tuple(shape)}")
     check_params(params)

@@ -53,6 +53,11 @@ class Row(NamedTuple):
     seeded: bool
     top_k: int
 
+    @property
+    def truncated(self) -> bool:
+        """Whether it has top-k, top-p or min-p; a greedy row has none."""
+        return any(self.needs) and not self.greedy
+
 
 class RowTensors(NamedTuple):
     """The parameters of the rows on the device, ``[B]`` each."""
@@ -90,15 +95,15 @@ class Batch:
 
     @functools.cached_property
     def num_truncated(self) -> int:
-        """How many rows have top-k, top-p or min-p (a greedy row has none)."""
-        return sum(any(row.needs) and not row.greedy for row in self.rows)
+        """How many rows have top-k, top-p or min-p."""
+        return sum(row.truncated for row in self.rows)
 
     @functools.cached_property
     def truncation(self) -> Truncation | None:
         """Top-k, top-p and min-p; None where no row has any."""
         if not self.num_truncated:
             return None
-        largest = max(row.top_k for row in self.rows if any(row.needs) and not row.greedy)
+        largest = max(row.top_k for row in self.rows if row.truncated)
         # Rounded up to a power of two: batches that differ below that share CUDA graphs.
         max_top_k = next_power_of_2(largest) if largest < TOP_K_OFF else None
         return Truncation(self.tensors.top_k, self.tensors.top_p, self.tensors.min_p, max_top_k)

@@ -521,8 +521,8 @@ class StepGraphs:
         return self._graphs_of(batch, hidden, positions) is not None
 
     def repeat(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> SampleOutput | None:
-        """The next step of ``batch``, without edits and logprobs; None unless it is the batch that was stepped last, and
-        ``step`` has served it from all ``SLOTS`` graphs for the addresses of these tensors."""
+        """The next step of ``batch``, without edits and logprobs; None unless it is the batch that was stepped last,
+        and ``step`` has served it from all ``SLOTS`` graphs for the addresses of these tensors."""
         graphs = self._graphs_of(batch, hidden, positions)
         return None if graphs is None else graphs.replay_next()
 

@@ -39,7 +39,7 @@ from . import versions
 from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Batch, Reason, batch_of
 from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
-from .runtime import NotActiveError, Runtime, refuse_to_start
+from .runtime import NotActiveError, RankError, Runtime, refuse_to_start
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -109,7 +109,7 @@ class StepHooks:
                 if getattr(model_runner, "startup_weight_load", None) is not None:  # its weights are still to come
                     self.runtime.weights_settled = False
                     self.runtime.weights_change()
-        except NotActiveError:
+        except (NotActiveError, RankError):
             raise
         except Exception as error:  # as in _guarded
             self.runtime.disable(f"load_model: {type(error).__name__}: {error}")

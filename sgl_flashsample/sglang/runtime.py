@@ -44,8 +44,8 @@ LATE_ON_RANKS = f"{LATE_HEAD}, which is not supported with several ranks"
 
 
 class RankError(RuntimeError):
-    """What failed on this rank in a step, where ranks that share a head cannot be left alone: they would wait for it in
-    the next exchange. SGLang ends the server, as after an error of its own."""
+    """What failed on this rank in a step or in the trial exchange, where ranks that share a head cannot be left alone:
+    they would wait for it. SGLang ends the server, as after an error of its own."""
 
 
 class NotActiveError(RuntimeError):
@@ -119,8 +119,8 @@ class Runtime:
             if self.report_path and self.verifies:
                 self.report_path = False
                 logger.warning(
-                    "flashsample: %s does nothing here: SGLang reports one value per step, and with speculative decoding "
-                    "a step may give several tokens",
+                    "flashsample: %s does nothing here: SGLang reports one value per step, and with speculative "
+                    "decoding a step may give several tokens",
                     REPORT_PATH_VARIABLE,
                 )
         except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
@@ -159,11 +159,14 @@ class Runtime:
     def _stay_with_ranks(self, reason: str) -> None:
         """Raises RankError where others share a head with this rank."""
         if any(state.exchange is not None for state in self.heads):
-            last = self._ranks.num_ranks - 1
-            raise RankError(
-                f"flashsample: sampling failed on rank {self._ranks.rank} (of 0 to {last}); the other ranks need its "
-                f"part, so the server ends: {reason}"
-            )
+            raise self._rank_error(reason)
+
+    def _rank_error(self, reason: str) -> RankError:
+        last = self._ranks.num_ranks - 1
+        return RankError(
+            f"flashsample: sampling failed on rank {self._ranks.rank} (of 0 to {last}); the other ranks need its part, "
+            f"so the server ends: {reason}"
+        )
 
     def disable(self, reason: str) -> None:
         """Leave everything to SGLang's sampler from now on, and say why, once. Raises RankError."""
@@ -291,7 +294,7 @@ class Runtime:
 
     def prepare_model(self, model: torch.nn.Module) -> None:
         """After the weights have loaded: compile and check the kernels, agree with the other ranks on what they serve,
-        and say in one line what is active."""
+        and say in one line what is active. Raises RankError after a failure that the other ranks cannot know of."""
         if self.inactive_reason is not None:
             return
         started = time.monotonic()
@@ -311,7 +314,10 @@ class Runtime:
             # No rank comes here without the others: the exchange itself can be tried, and what it says is agreed on.
             for place, (key, one) in enumerate(prepared.items()):
                 if agreed[place] is None and isinstance(one, HeadState):
-                    prepared[key] = one.check_exchange() or one
+                    try:
+                        prepared[key] = one.check_exchange() or one
+                    except Exception as error:
+                        raise self._rank_error(f"{type(error).__name__}: {error}") from error
             tried = self._agree_on_heads(list(prepared.values()))
             agreed = [first or second for first, second in zip(agreed, tried, strict=True)]
         for (key, one), reason in zip(prepared.items(), agreed, strict=False):
@@ -378,6 +384,9 @@ class Runtime:
                 prepared: HeadState | str = LATE_ON_RANKS
             else:
                 prepared = self._prepare(processor, lm_head, starting=False)
+            if not isinstance(prepared, HeadState):
+                # What SGLang has put in the place of a head that was prepared, as it does for LoRA adapters.
+                self._heads |= dict.fromkeys((other for other in self._heads if other[0] == id(processor)), None)
             self._admit(key, prepared, None if isinstance(prepared, HeadState) else prepared)
         return self._heads[key]
 
@@ -561,8 +570,8 @@ class Runtime:
         vocab: int,
         started: float,
     ) -> None:
-        """Count one batch whose drafts were verified, a row per request. batch: None where SGLang did it. verified: what
-        ``eagle_sample`` returns."""
+        """Count one batch whose drafts were verified, a row per request. batch: None where SGLang did it. verified:
+        what ``eagle_sample`` returns."""
         if self.token_counts is not None:
             drawn, _, nodes = verified
             accepted = drawn.reshape(-1)[nodes.clamp(min=0).long()]
@@ -573,7 +582,9 @@ class Runtime:
         self, logits_output: Any, batch: Batch | None, routing: Routing, token_ids: torch.Tensor, started: float
     ) -> None:
         """Count one batch that was served. started: ``time.perf_counter()`` at the beginning of its call."""
-        num_truncated = 0 if batch is None or routing.all_native else batch.num_truncated
+        num_truncated = 0
+        if batch is not None and not routing.all_native:
+            num_truncated = batch.num_truncated - sum(batch.rows[row].truncated for row in routing.native)
         if self.report_path:
             logits_output.customized_info = {"flashsample_path": list(routing.labels)}
         if self.token_counts is not None:

@@ -30,12 +30,16 @@ def _is_set(envs: Any, name: str) -> bool:
     return setting is not None and bool(setting.get())
 
 
+_LORA_HEAD = {"all", "lm_head"}  # values of --lora-target-modules that mean the LM head
+
+
 def unsupported_server() -> str | None:
     """Why nothing is fused under this server's arguments; None when the fused pass may run."""
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_observability, get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_lora, get_observability, get_parallel
 
     parallel, execution, ranks = get_parallel(), get_exec(), get_parallel().tp_size
+    lora = get_lora()
     dump = getattr(get_observability(), "debug_tensor_dump_output_folder", None)
     several = torch.cuda.is_available() and (ranks > 1 or parallel.pp_size > 1)
     if several and (unmeasured := _unmeasured_ranks()) is not None:
@@ -56,6 +60,8 @@ def unsupported_server() -> str | None:
         ("on-policy RL logprobs", execution.deterministic.rl_on_policy_target is not None),
         ("diffusion LLM", execution.dllm.dllm_algorithm is not None),
         ("PD multiplexing", get_disagg().enable_pdmux),
+        # Later than our check of the head, SGLang puts another one in its place.
+        ("LoRA of the LM head", bool(lora.enable_lora) and bool(_LORA_HEAD & set(lora.lora_target_modules or ()))),
         ("two-batch overlap", execution.overlap.enable_two_batch_overlap),
         ("torch.compile", get_flags().capture.enable_torch_compile or execution.graph.enable_torch_compile),
         (
@@ -186,7 +192,7 @@ def unsupported_screens() -> str | None:
     modules = set(lora.lora_target_modules or ())
     checks = (
         # Where no modules are named, the adapters say which ones they change.
-        ("LoRA adapters may reach the LM head", lora.enable_lora and (not modules or modules & {"all", "lm_head"})),
+        ("LoRA adapters may reach the LM head", lora.enable_lora and (not modules or modules & _LORA_HEAD)),
         ("the weights are shared with other processes", model.weight_cache_mode != "off"),
         (
             "other processes may write to the weights (a transfer engine)",

@@ -158,7 +158,8 @@ def test_the_interval_is_the_environments_or_after_one_warning_the_default(monke
 def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, monkeypatch):
     monkeypatch.setenv(LOG_SECONDS_VARIABLE, "0")
     state = make_state(device)
-    server = SteadyServer(device, state, [{"top_k": 4, "temperature": 1.0}, {"temperature": 1.0}])
+    of_sglang = {"top_k": 4, "temperature": 1.0, "mask": True}
+    server = SteadyServer(device, state, [{"top_k": 4, "temperature": 1.0}, {"temperature": 1.0}, of_sglang])
     for _ in range(3):
         server.step()
         state.workspace.searched += 4

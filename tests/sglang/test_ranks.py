@@ -24,6 +24,7 @@ from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
 from sgl_flashsample.sglang.exchange import RankSync
+from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import RankError, Runtime
 
@@ -157,6 +158,27 @@ def shared(server_config) -> Runtime:
     state.exchange = types.SimpleNamespace(rank=0, num_ranks=2)
     serve(runtime, state)
     return runtime
+
+
+def test_a_trial_exchange_that_fails_on_one_rank_ends_it_before_the_others_wait(server_config, monkeypatch):
+    """Nothing is served yet, and the other rank is in the exchange already."""
+    runtime, state = Runtime(None), make_state(CPU)
+    model = Model(state.lm_head)
+    runtime._ranks = types.SimpleNamespace(
+        rank=1,
+        num_ranks=2,
+        of_all=lambda mine: [mine, mine],
+        first_reason=lambda reasons: next(filter(None, reasons), None),
+    )
+
+    def no_memory(state: HeadState) -> str | None:
+        raise torch.OutOfMemoryError("a fault")
+
+    monkeypatch.setattr(HeadState, "check_exchange", no_memory)
+    monkeypatch.setattr(Runtime, "_prepare", lambda *head, starting: state)
+    runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=model)
+    with pytest.raises(RankError, match=r"sampling failed on rank 1 \(of 0 to 1\); .*: OutOfMemoryError: a fault"):
+        StepHooks(runtime).load_model(None, runner)
 
 
 @pytest.mark.parametrize("change", ["disable", "stop_mixing"])

@@ -80,6 +80,22 @@ def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(
 
 
 @pytest.mark.parametrize(
+    "enabled, modules, served",
+    [
+        (True, ["all"], False),
+        (True, {"q_proj", "lm_head"}, False),
+        (True, ["q_proj"], True),
+        (True, None, True),
+        (None, ["all"], True),
+    ],
+)
+def test_lora_adapters_of_the_lm_head_leave_the_server_to_sglang(server_config, enabled, modules, served):
+    """Where no modules are named, the adapters name them: a head that is wrapped later is refused then."""
+    vars(server_config.lora).update(enable_lora=enabled, lora_target_modules=modules)
+    assert Runtime(None).inactive_reason == (None if served else "LoRA of the LM head is not supported yet")
+
+
+@pytest.mark.parametrize(
     "changes, words",
     [
         *(({"spec.speculative_algorithm": name}, None) for name in support.SPECULATIVE_ALGORITHMS),
@@ -620,6 +636,15 @@ def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(ser
     late = Runtime(None)
     assert late.head_for(Processor(), make_head(WEIGHT, set_lora=1, apply_lora=1)) is None
     assert prometheus("active") == 0
+
+
+def test_a_head_that_sglang_has_wrapped_since_its_check_is_sglangs_and_so_it_is_said(server_config, prometheus, device):
+    server_config.observability.enable_metrics = True
+    runtime, state = Runtime(None), make_state(device)
+    serve(runtime, state)
+    wrapper = make_head(state.lm_head.weight, set_lora=1, apply_lora=1)
+    assert runtime.head_for(state.processor, wrapper) is None
+    assert runtime.status["reason"] == "the LM head has LoRA adapters" and prometheus("active") == 0
 
 
 @pytest.fixture
