@@ -319,7 +319,8 @@ class Bench:
     """Runs the comparison, with a progress bar where there is a terminal. After each cell its lines are printed and
     ``json_file`` and ``html_file`` written.
 
-    cells, loads: what is complete. mode: how the servers run.
+    cells, loads: what is complete. mode: how the servers run. unwritten: files that could not be written with all that
+    is complete, and why.
     """
 
     def __init__(self, options: Options, json_file: Path | None = None, html_file: Path | None = None) -> None:
@@ -328,6 +329,7 @@ class Bench:
         self.mode = SIDE_BY_SIDE
         self.cells: list[Cell] = []
         self.loads: list[dict[str, Any]] = []
+        self.unwritten: dict[Path, str] = {}
         self._places = list(itertools.product(options.samplings, options.batches))
         self._bar = tqdm(unit="sample", disable=None, leave=False, dynamic_ncols=True)
 
@@ -430,10 +432,18 @@ class Bench:
         self._write()
 
     def _write(self) -> None:
-        if self._json_file is not None:
-            write_whole(self._json_file, json.dumps(result(self), indent=1) + "\n")
-        if self._html_file is not None:
-            write_whole(self._html_file, page(self))
+        """Files that cannot be written now may be after the next cell: the measurement goes on."""
+        self.unwritten = {}
+        texts = {
+            self._json_file: lambda: json.dumps(result(self), indent=1) + "\n",
+            self._html_file: lambda: page(self),
+        }
+        for file, text in texts.items():
+            if file is not None:
+                try:
+                    write_whole(file, text())
+                except (OSError, ValueError) as error:
+                    self.unwritten[file] = getattr(error, "strerror", None) or str(error)
 
     def _say(self, line: str) -> None:
         self._bar.write(line, file=sys.stdout)

@@ -13,11 +13,15 @@ import functools
 import importlib.util
 import json
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
+from .files import check_writable
 
 if TYPE_CHECKING:
     from .hot_vocab import HotVocab
@@ -107,8 +111,12 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns its exit code; also raises SystemExit, as argparse does."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for name in ("stdout", "stderr"):  # None where whoever started this process has closed them
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
-        code = _run(arguments)
+        with _interruptible():
+            code = _run(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `| head` has seen enough
@@ -126,6 +134,25 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error), USAGE)
     except ValueError as error:
         return _fail(str(error), USAGE)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """``kill``, a time limit and a closed terminal end a command as Ctrl-C does, and so the servers that it started."""
+
+    def interrupt(number: int, frame: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    # ``nohup`` ignores the second one, and that stays.
+    numbers = tuple(number for number in numbers if signal.getsignal(number) is signal.SIG_DFL)
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _run(arguments: list[str]) -> int:
@@ -264,9 +291,12 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
             raise ValueError(f"{option} is {min(values)}; expected {least} or more")
     if options.load is not None and not options.load > 0:
         raise ValueError(f"--load is {options.load:g}; expected requests per second, above 0")
+    for option in ("--host", "--port"):
+        if any(argument.split("=")[0] == option for argument in arguments):
+            raise ValueError(f"bench chooses {option} of its two servers itself; leave it out")
     for option, file in (("--json", options.json), ("--html", options.html)):
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise ValueError(f"{option} is {file}, in a folder that is not there")  # not after the measurement
+        if file is not None:
+            check_writable(file, option)  # now, not after the measurement
     if importlib.util.find_spec("sglang") is None:
         raise ModuleNotFoundError(name="sglang")
     from . import bench as benchmark
@@ -301,6 +331,8 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
         return _fail(f"{error} (logs: {comparison.options.logs})", FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted: what was measured until then is above", INTERRUPTED)
+    if comparison.unwritten:
+        return _fail("; ".join(f"{file} is not written: {why}" for file, why in comparison.unwritten.items()), FAILED)
     return OK
 
 
@@ -329,6 +361,11 @@ def warm(options: argparse.Namespace) -> int:
     else:
         raise ValueError(f"there is no GPU here: expected --device, one of {', '.join(DEVICES)}")
     head = head_of(str(config_file(options.model, download=True)))
+    try:
+        os.makedirs(triton.knobs.cache.dir, exist_ok=True)
+        check_writable(Path(triton.knobs.cache.dir) / "kernel", "TRITON_CACHE_DIR")
+    except OSError as error:
+        raise ValueError(f"{triton.knobs.cache.dir}: {error.strerror}; TRITON_CACHE_DIR names another folder") from None
     with tqdm(unit=" kernels", disable=None, leave=False) as bar:
         warmed = compile_kernels(
             head,
@@ -408,8 +445,8 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
     from . import hot_vocab
     from .model_config import HeadError, head_of
 
-    if options.out is not None and not Path(options.out).absolute().parent.is_dir():
-        raise ValueError(f"--out is {options.out}, in a folder that is not there")  # not after an hour
+    if options.out is not None:
+        check_writable(options.out, "--out")  # now, not after an hour
     if options.vocab is not None and not 1 <= options.vocab <= hot_vocab.MAX_VOCAB:
         raise ValueError(f"--vocab is {options.vocab}; expected 1 to {hot_vocab.MAX_VOCAB} ids")
     vocab = options.vocab

@@ -70,6 +70,19 @@ def _refuse(name: str) -> NoReturn:
     raise BadFileError(f"it has the number {name}; expected finite ones")
 
 
+def check_writable(file: str | os.PathLike[str], option: str) -> None:
+    """Raises ValueError, with the ``option`` that named ``file``, where ``write_whole`` could not write it."""
+    path = Path(file)
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} is {file}, in a folder that is not there")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{option} is {file}, which is not a plain file")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"{option} is {file}, which cannot be written: {error.strerror}") from None
+
+
 def write_whole(file: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to ``file``; where that fails, the old content stays. Raises OSError, and ValueError where
     ``file`` exists and is no plain file."""

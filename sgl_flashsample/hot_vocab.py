@@ -488,6 +488,8 @@ def summary_lines(vocab: HotVocab) -> Iterator[str]:
 
 def _open(file: str) -> IO[str]:
     if file == STDIN:
+        if sys.stdin is None:
+            raise ValueError("stdin is closed; expected text in it, or files")
         return open(sys.stdin.fileno(), encoding="utf-8", closefd=False)
     return open(file, encoding="utf-8")
 

@@ -76,8 +76,8 @@ def config_file(model: str, *, download: bool = False) -> Path:
             return Path(huggingface_hub.hf_hub_download(model, "config.json"))
         found = huggingface_hub.try_to_load_from_cache(model, "config.json")
     if not isinstance(found, str):
-        where = "of the Hugging Face hub" if download else "in the Hugging Face cache"
-        raise HeadError(f"{model} is neither a model's folder nor a config.json on this machine, nor a name {where}")
+        where = "that could be fetched from the Hugging Face hub" if download else "in the Hugging Face cache"
+        raise HeadError(f"{model} is neither a model's folder nor a config.json on this machine, nor a model {where}")
     return Path(found)
 
 

@@ -169,13 +169,15 @@ class Server:
         """Ask the server to stop, and when its patience is over end it. No process of it stays behind."""
         if self.process is None:
             return
-        self.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(self.patience)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process = None
+        try:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(self.patience)
+        finally:  # also where whoever waits here is interrupted
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
 
     def last_error(self) -> str:
         """The last line of the log that names an error, else the last line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 
@@ -11,6 +12,7 @@ from serving import CUDA, needs_sglang
 from sgl_flashsample import bench
 from sgl_flashsample.demo import markov
 from sgl_flashsample.demo.server import ServerError
+from sgl_flashsample.files import write_whole
 
 LOAD = bench.Load(range(10, 90), prompt_tokens=4, short=2, long=6, seconds=0.0)
 
@@ -292,6 +294,25 @@ def test_a_servers_metrics_say_which_path_served_and_what_a_step_takes_of_the_ho
     assert counters.shares_since(bench.Counters({}, 0.0, 0.0)) == {"fused": 0.9, "native": 0.1}
 
 
+@pytest.mark.parametrize("until", [1, 2])
+def test_a_file_that_cannot_be_written_ends_no_measurement_and_is_tried_again(memory, tmp_path, monkeypatch, until):
+    """Such as on a full disk. until: cells that are complete when there is room again."""
+    comparison, _ = make_bench(tmp_path, {}, samplings=("t1", "greedy"))
+
+    def write(file, text):
+        if len(comparison.cells) < until:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_whole(file, text)
+
+    monkeypatch.setattr(bench, "write_whole", write)
+    comparison.run()
+    assert len(comparison.cells) == 2 and not comparison.unwritten
+    assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == 4
+    monkeypatch.setattr(bench, "write_whole", lambda *_: write_whole("/proc/b.json", ""))
+    comparison.run()
+    assert list(comparison.unwritten.values()) == ["No such file or directory"] * 2
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -306,9 +327,14 @@ def test_a_servers_metrics_say_which_path_served_and_what_a_step_takes_of_the_ho
         (["--output-tokens", "8"], "--output-tokens is 8; expected 16 or more"),
         (["--load", "0"], "--load is 0; expected requests per second, above 0"),
         (["--json", "nowhere/b.json"], "--json is nowhere/b.json, in a folder that is not there"),
+        (["--html", "/"], "--html is /, which is not a plain file"),
+        (["--json", "/proc/b.json"], "--json is /proc/b.json, which cannot be written: No such file or directory"),
+        (["--port", "30000"], "bench chooses --port of its two servers itself; leave it out"),
+        (["--host=0.0.0.0"], "bench chooses --host of its two servers itself; leave it out"),
         (
             [],
-            "nowhere is neither a model's folder nor a config.json on this machine, nor a name of the Hugging Face hub",
+            "nowhere is neither a model's folder nor a config.json on this machine, nor a model that could be fetched "
+            "from the Hugging Face hub",
         ),
     ],
 )

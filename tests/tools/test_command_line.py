@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -114,6 +115,51 @@ def test_an_interruption_is_one_line_and_exit_code_130(run, monkeypatch):
 
     monkeypatch.setattr(HotVocab, "load", interrupted)
     assert run("trace", "show", "x") == (130, "", "error: interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_whatever_ends_a_command_ends_its_servers(tmp_path, number):
+    """By a time limit, a terminal that is closed, and Ctrl-C; each twice: who waits is impatient."""
+    server = (
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
+    )
+    code = f"""
+import signal, sys
+from sgl_flashsample.cli import main
+from sgl_flashsample.demo import run, server
+def demo(folder, port, size):
+    launcher = (sys.executable, "-c", {server!r})
+    with server.Server("m", [], backend=None, log=folder / "log", launcher=launcher, patience=60.0): ...
+run.run = demo
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+sys.exit(main(["demo", "--folder", "."]))
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "log"
+    while child.poll() is None and not (log.exists() and log.read_text().endswith("\n")):
+        time.sleep(0.05)
+    for _ in range(2):
+        child.send_signal(number)
+        time.sleep(0.5)
+    assert (child.communicate(timeout=60)[1], child.returncode) == ("error: interrupted\n", 130)
+    assert not os.path.exists(f"/proc/{int(log.read_text())}")
+
+
+@pytest.mark.parametrize(
+    "closed, arguments, code, said",
+    [
+        (">&-", "trace show hot.json", 0, ""),
+        ("<&-", "trace ids --vocab 8", 2, "error: stdin is closed; expected text in it, or files\n"),
+        ("2>&-", "trace show nothing.json", 2, ""),
+    ],
+    ids=["stdout", "stdin", "stderr"],
+)
+def test_a_closed_stream_is_no_traceback(tmp_path, closed, arguments, code, said):
+    (tmp_path / "hot.json").write_text(ONE_TOKEN)
+    line = f"{sys.executable} -m sgl_flashsample.cli {arguments} {closed}"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (code, said)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):

@@ -48,7 +48,7 @@ def test_a_hub_s_name_is_looked_up_in_the_cache(monkeypatch, tmp_path):
     (repository / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text(json.dumps(QWEN3_8B))
     assert head_of("Qwen/Qwen3-8B") == HeadShape(vocab=151936, hidden=4096, dtype="bf16")
-    with pytest.raises(HeadError, match="nor a name in the Hugging Face cache"):
+    with pytest.raises(HeadError, match="nor a model in the Hugging Face cache"):
         head_of("Qwen/another")
 
 
@@ -63,7 +63,7 @@ def test_a_hub_s_config_is_downloaded_where_that_is_asked_for(monkeypatch, confi
 
     monkeypatch.setattr(hub, "hf_hub_download", download)
     assert config_file("Qwen/Qwen3-8B", download=True) == Path(there["Qwen/Qwen3-8B", "config.json"])
-    with pytest.raises(HeadError, match="nor a name of the Hugging Face hub"):
+    with pytest.raises(HeadError, match="nor a model that could be fetched from the Hugging Face hub"):
         config_file("Qwen/another", download=True)
 
 

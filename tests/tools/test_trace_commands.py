@@ -199,7 +199,7 @@ def test_show_prints_what_counting_printed_and_merge_adds_up(trace):
         ("text TEXT --tokenizer MODEL --vocab 8", "V is 8; expected 458 or more, the ids that the tokenizer knows"),
         ("text TEXT --tokenizer MODEL --vocab 0", "--vocab is 0; expected 1 to 2097152 ids"),
         ("text TEXT --tokenizer MODEL -o nowhere/x", "--out is nowhere/x, in a folder that is not there"),
-        ("text TEXT --tokenizer MODEL -o .", ". is not a plain file"),
+        ("text TEXT --tokenizer MODEL -o .", "--out is ., which is not a plain file"),
         ("ids IDS", "expected --model or --vocab, one of them: the number of ids"),
         ("ids IDS --vocab 8 --model MODEL", "expected --model or --vocab, one of them: the number of ids"),
         ("ids IDS --model TEXT", "TEXT is no config"),

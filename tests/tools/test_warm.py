@@ -100,6 +100,13 @@ def test_what_cannot_be_compiled_for_is_named_in_one_line(warm, arguments, messa
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
+def test_a_cache_that_cannot_be_written_is_named_in_one_line(warm, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/cache")
+    done = warm("--device", "H100")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr == "error: /proc/cache: No such file or directory; TRITON_CACHE_DIR names another folder\n"
+
+
 def test_an_interpreter_is_not_asked_to_compile(warm, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     done = warm("--device", "H100")
