@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
+import numbers
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton.language as tl
@@ -162,13 +164,23 @@ class LogitEdits:
 
     def check(self, num_rows: int, width: int, like: torch.Tensor) -> None:
         """Raise ValueError unless there is a row of each edit per row of the batch. width: as in ``operands``."""
-        for name, tensor in (("additive", self.additive), ("scaling", self.scaling), ("bias", self.bias)):
-            if tensor is not None:
-                check_tensor(name, tensor, (num_rows, max(width, tensor.shape[-1])), torch.float32, like)
-        if self.mask is not None and self.mask.dtype is torch.bool:
-            check_tensor("mask", self.mask, (num_rows, max(width, self.mask.shape[-1])), torch.bool, like)
-        elif self.mask is not None:
-            check_tensor("mask", self.mask, (num_rows, self.mask.shape[-1]), torch.int32, like)
+        mask_dtype = torch.int32 if getattr(self.mask, "dtype", None) is not torch.bool else torch.bool
+        for name, tensor, dtype in (
+            ("additive", self.additive, torch.float32),
+            ("scaling", self.scaling, torch.float32),
+            ("bias", self.bias, torch.float32),
+            ("mask", self.mask, mask_dtype),
+        ):
+            if tensor is None:
+                continue
+            columns = tensor.shape[-1] if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 else 0
+            check_tensor(
+                name, tensor, (num_rows, columns if dtype is torch.int32 else max(width, columns)), dtype, like
+            )
+            if (num_rows - 1) * tensor.stride(0) + columns >= 2**31:  # places are int32 in kernels
+                raise ValueError(
+                    f"{name} has rows {tensor.stride(0)} elements apart; expected {num_rows} rows within 2**31 elements"
+                )
         if self.rows is not None:
             check_tensor("rows", self.rows, (num_rows,), torch.int32, like)
 
@@ -257,6 +269,9 @@ class BatchParams:
         check_tensor("temperature", self.temperature, (num_rows,), torch.float32, rows)
         check_tensor("seed", self.seed, (num_rows,), torch.int64, rows)
         check_tensor("position", self.position, (num_rows,), torch.int64, rows)
+        for field, value, kind in (("truncation", self.truncation, Truncation), ("edits", self.edits, LogitEdits)):
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{field} is a {type(value).__name__}; expected {kind.__name__} or None")
         if self.truncation is not None:
             self.truncation.check(num_rows, rows)
             if spec.shards > 1:
@@ -301,11 +316,14 @@ class LogitsSpec:
     vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is
     cut, of which the columns are one; 1 where they are all of it.
     total_ids: of all parts (default: those up to the last column).
-    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
+    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set; ``softcap`` is at most
+    ``MAX_SOFTCAP``: of a larger one, float32 would leave too little of small logits.
     rounding: what a logit is rounded to before anything else (default: the logits' own dtype).
 
     Raises ValueError for values out of these ranges, and ids beyond int32.
     """
+
+    MAX_SOFTCAP: ClassVar[float] = 1e4
 
     vocab_size: int
     vocab_start: int = 0
@@ -316,8 +334,8 @@ class LogitsSpec:
     total_ids: int = 0
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size is {self.vocab_size}; expected 1 or more")
+        if not isinstance(self.vocab_size, numbers.Integral) or self.vocab_size < 1:
+            raise ValueError(f"vocab_size is {self.vocab_size!r}; expected an integer, 1 or more")
         if self.shards < 1:
             raise ValueError(f"shards is {self.shards}; expected 1 or more")
         if self.vocab_start and self.shards == 1:
@@ -328,8 +346,13 @@ class LogitsSpec:
             raise ValueError(f"ids reach {self.vocab_end}; expected them below 2**31")
         if self.rounding is not None and self.rounding not in TRITON_DTYPES:
             raise ValueError(f"rounding is {self.rounding}; expected bfloat16, float16 or float32")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap is {self.softcap}; expected a positive number or None")
+        scale, softcap = self.logit_scale, self.softcap
+        if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
+            raise ValueError(f"logit_scale is {scale!r}; expected a finite number or None")
+        if softcap is not None and not (isinstance(softcap, numbers.Real) and 0 < softcap <= self.MAX_SOFTCAP):
+            raise ValueError(
+                f"softcap is {softcap!r}; expected a number above 0, at most {self.MAX_SOFTCAP:g}, or None"
+            )
 
     @property
     def num_groups(self) -> int:
@@ -388,8 +411,8 @@ class LMHead:
             raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
         if self.vocab_size == 0:
             object.__setattr__(self, "vocab_size", weight.shape[0])
-        if not 1 <= self.vocab_size <= weight.shape[0]:
-            raise ValueError(f"vocab_size is {self.vocab_size}; expected 1 to the head's {weight.shape[0]} rows")
+        if not isinstance(self.vocab_size, numbers.Integral) or not 1 <= self.vocab_size <= weight.shape[0]:
+            raise ValueError(f"vocab_size is {self.vocab_size!r}; expected 1 to the head's {weight.shape[0]} rows")
         if self.vocab_start + weight.shape[0] >= 2**31:
             raise ValueError(f"ids reach {self.vocab_start + weight.shape[0]}; expected them below 2**31")
         if self.logits_dtype is not None and self.logits_dtype not in TRITON_DTYPES:
@@ -423,9 +446,11 @@ class LMHead:
     @classmethod
     def from_hf(cls, model: Any) -> LMHead:
         """The LM head of a Hugging Face causal language model: the weight of its output embeddings; vocabulary size,
-        final softcap and logit scale of its config.
+        final softcap and logit scale of its config, under the names that transformers has for them.
 
-        Raises ValueError for a model without output embeddings, and for a head with a bias.
+        A model that changes its logits in another way gives a head of other logits: compare them once where the model
+        is not of transformers itself. Raises ValueError for a model without output embeddings, and for a head with a
+        bias.
         """
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
@@ -433,14 +458,19 @@ class LMHead:
         if getattr(head, "bias", None) is not None:
             raise ValueError("the LM head has a bias; expected none")
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-        scale = getattr(config, "logit_scale", None)
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:
-            scale = 1.0 / divisor
+        model_type = getattr(config, "model_type", "")
+        scaling = getattr(config, "logits_scaling", None)  # a divisor, but in HyperCLOVA X
+        scales = [
+            None if model_type == "mpt" else getattr(config, "logit_scale", None),  # MPT's models do not apply theirs
+            getattr(config, "lm_head_multiplier", None),
+            scaling if scaling is None or model_type == "hyperclovax" else 1.0 / scaling,
+        ]
+        softcaps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         return cls(
             head.weight.detach(),
             vocab_size=min(config.vocab_size, head.weight.shape[0]),
-            logit_scale=None if scale == 1.0 else scale,
-            softcap=getattr(config, "final_logit_softcapping", None),
+            logit_scale=next((scale for scale in scales if scale not in (None, 1.0)), None),
+            softcap=next(filter(None, (getattr(config, name, None) for name in softcaps)), None),
         )
 
     @functools.cached_property

@@ -154,9 +154,13 @@ class Workspace:
 
     @classmethod
     def for_splits(cls, num_splits: int, num_rows: int, device: torch.device, given: Workspace | None) -> Workspace:
-        """The given scratch, or new. Raises ValueError where the given one is too small."""
+        """The given scratch, or new. Raises ValueError where the given one is too small or on another device."""
         if given is None:
             return cls(num_splits * num_rows, device)
+        if not isinstance(given, cls):
+            raise ValueError(f"workspace is a {type(given).__name__}; expected a Workspace")
+        if given.splits.score.device != device:
+            raise ValueError(f"workspace is on {given.splits.score.device}; expected it on {device}")
         if given.slots < num_splits * num_rows:
             raise ValueError(
                 f"workspace has {given.slots} slots; expected at least {num_splits} splits x {num_rows} rows"

@@ -24,6 +24,7 @@ from .kernels.follow_drafts import Accepted
 from .kernels.launch import gpu_of
 from .kernels.params import TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 
+_MAX_THREADS = 1024  # of the process
 # The words of a dtype, as ``cpu_loops.py`` has them.
 _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 
@@ -51,8 +52,9 @@ def _loops() -> ModuleType:
 
 
 @functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "flashsample-cpu")
+def _pool() -> ThreadPoolExecutor:
+    """It starts a thread only where none is idle: there are as many as have ever worked at once."""
+    return ThreadPoolExecutor(_MAX_THREADS, "flashsample-cpu")
 
 
 def sample_on_cpu(
@@ -105,7 +107,7 @@ def sample_on_cpu(
         {torch.float32: loops.FLOAT32, torch.bfloat16: loops.BFLOAT16, torch.float16: loops.FLOAT16}[rounding],
         np.float32(1.0 if spec.logit_scale is None else spec.logit_scale),
         np.float32(0.0 if spec.softcap is None else spec.softcap),
-        params.temperature.numpy(),
+        params.temperature.detach().numpy(),
         params.seed.numpy(),
         params.position.numpy(),
         _limits(params),
@@ -121,7 +123,7 @@ def sample_on_cpu(
     threads = min(num_rows, torch.get_num_threads() if threads is None else threads)
     cuts = [num_rows * thread // threads for thread in range(threads + 1)]
     calls = [
-        _pool(threads - 1).submit(loops.sample_rows, words, stride, first, last, *arguments)
+        _pool().submit(loops.sample_rows, words, stride, first, last, *arguments)
         for first, last in itertools.pairwise(cuts[1:])
     ]
     loops.sample_rows(words, stride, 0, cuts[1], *arguments)  # this thread has a share too
@@ -157,7 +159,7 @@ def _flat(rows: torch.Tensor) -> np.ndarray[Any, Any]:
     """All elements from the first of the first row to the last of the last one: Numba compiles rows that are contiguous
     to vectors only where their array is."""
     size = (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1] if rows.numel() else 0
-    return rows.as_strided((size,), (1,)).numpy()
+    return rows.detach().as_strided((size,), (1,)).numpy()
 
 
 @functools.cache
@@ -169,7 +171,7 @@ def _limits(params: BatchParams) -> tuple[np.ndarray[Any, Any], ...]:
     truncation = params.truncation
     if truncation is None:
         return _empty("int32"), _empty("float32"), _empty("float32")
-    return truncation.top_k.numpy(), truncation.top_p.numpy(), truncation.min_p.numpy()
+    return truncation.top_k.numpy(), truncation.top_p.detach().numpy(), truncation.min_p.detach().numpy()
 
 
 def _edit_arguments(params: BatchParams, num_rows: int) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from .tables.lookup import resolve
 
 logger = logging.getLogger("sgl_flashsample")
 
-MIN_TEMPERATURE = 1e-6
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 3e38  # as float32 has them
 _UNKNOWN = float("nan")  # of a number on the device: it passes no test
 _OFF: dict[str, Callable[[float], bool]] = {
     "top_k": lambda number: number <= 0,
@@ -33,18 +34,31 @@ def _numbers(value: Any) -> list:
     """The numbers of a parameter; of a tensor, that they are not known."""
     if isinstance(value, torch.Tensor):
         return [_UNKNOWN]
-    return list(value) if isinstance(value, Sequence) else [value]
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def _check_numbers(name: str, value: Any, valid: Callable[[Any], bool], expected: str) -> None:
+    for number in _numbers(value):
+        if number is _UNKNOWN:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int | float) or not valid(number):
+            raise ValueError(f"{name} is {number!r}; expected {expected}")
+
+
+def _is_int64(number: Any) -> bool:
+    return isinstance(number, int) and -(2**63) <= number < 2**63
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """What the rows of a batch ask for: each one number for all rows, a sequence with one per row, or a ``[B]`` tensor.
 
-    temperature: 0 is greedy, else at least 1e-6. top_k: that many tokens; 0 or less is off. top_p: in (0, 1], 1 is off.
+    temperature: 0 is greedy, else 1e-6 to 3e38. top_k: that many tokens; 0 or less is off. top_p: in (0, 1], 1 is off.
     min_p: in [0, 1], 0 is off. What each allows is in ``Truncation``. seed: any int64; of one number, the rows get it
     and those that follow it. None: seeds of the ``Sampler``.
 
-    Raises ValueError for numbers out of these ranges. Tensors are not looked into: that would wait for the device.
+    Raises ValueError for numbers out of these ranges. Tensors are not looked into, as that would wait for the device;
+    those of floating point are refused where integers are expected.
     """
 
     temperature: float | Sequence[float] | torch.Tensor = 1.0
@@ -55,18 +69,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, valid, expected in (
-            ("temperature", lambda x: x == 0 or MIN_TEMPERATURE <= x < float("inf"), "0 or at least 1e-6"),
-            ("top_k", lambda x: isinstance(x, int) and x < 2**31, "an integer below 2**31"),
+            ("temperature", lambda x: x == 0 or MIN_TEMPERATURE <= x <= MAX_TEMPERATURE, "0, or 1e-6 to 3e38"),
+            ("top_k", lambda x: isinstance(x, int) and -(2**31) <= x < 2**31, "an int32"),
             ("top_p", lambda x: 0 < x <= 1, "more than 0, at most 1"),
             ("min_p", lambda x: 0 <= x <= 1, "0 to 1"),
-            ("seed", lambda x: isinstance(x, int) and -(2**63) <= x < 2**63, "an int64"),
         ):
-            value = getattr(self, name)
-            for number in () if name == "seed" and value is None else _numbers(value):
-                if number is _UNKNOWN:
-                    continue
-                if isinstance(number, bool) or not isinstance(number, int | float) or not valid(number):
-                    raise ValueError(f"{name} is {number!r}; expected {expected}")
+            _check_numbers(name, getattr(self, name), valid, expected)
+        if self.seed is not None:
+            _check_numbers("seed", self.seed, _is_int64, "an int64")
 
     @property
     def truncates(self) -> bool:
@@ -107,8 +117,8 @@ class Sampler:
     and, with ``screen``, an INT8 copy of the head (``Screen``).
 
     head: an ``LMHead``, or its ``[V, D]`` weight. max_rows: of the largest batch that scratch is made for now; a larger
-    one makes it anew. seed: of rows without one of their own; drawn from the system where None. tuned: the file of a
-    tuned table, instead of the one that fits.
+    one makes it anew. seed: an int64, of rows without one of their own; drawn from the system where None. tuned: the
+    file of a tuned table, instead of the one that fits. Several threads may call it, on one stream of the device.
 
     Raises ValueError for a head that cannot be served, and on a machine without a device for the kernels.
     """
@@ -124,6 +134,8 @@ class Sampler:
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}; expected 1 or more")
+        if seed is not None:
+            _check_numbers("seed", seed, _is_int64, "an int64")
         self.head = head if isinstance(head, LMHead) else LMHead(head)
         self.seed = secrets.randbits(62) if seed is None else seed
         resolved = resolve(self.head, file=tuned)
@@ -135,6 +147,7 @@ class Sampler:
         self.screen = Screen(self.head, max_rows) if screen else None
         self.calls = 0  # the position of tokens that are given none
         self._rows: _Rows | None = None  # of the last call
+        self._lock = threading.Lock()  # all calls share the scratch
 
     def __call__(
         self,
@@ -157,6 +170,19 @@ class Sampler:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is a {type(params).__name__}; expected SamplingParams")
         check_rows("hidden", hidden)
+        if position is not None:
+            _check_numbers("position", position, lambda x: _is_int64(x) and x >= 0, "an int64, 0 or more")
+        with self._lock:
+            return self._draw(hidden, params, position, edits, return_logprob)
+
+    def _draw(
+        self,
+        hidden: torch.Tensor,
+        params: SamplingParams,
+        position: int | Sequence[int] | torch.Tensor | None,
+        edits: LogitEdits | None,
+        return_logprob: bool,
+    ) -> SampleOutput:
         num_rows = hidden.shape[0]
         if num_rows > self.max_rows:
             self.max_rows = num_rows
@@ -208,10 +234,15 @@ class Sampler:
 
 
 def _tensor(name: str, value: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``[num_rows]`` on the device: a tensor as it is where it fits. Raises ValueError for another length."""
+    """``[num_rows]`` on the device: a tensor as it is where it fits. Raises ValueError for another length, and for
+    floating point where integers are expected."""
     if isinstance(value, int | float):
         return torch.full((num_rows,), value, dtype=dtype, device=device)
     tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
     if tensor.shape != (num_rows,):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {(num_rows,)}, one for each row of hidden")
+    if tensor.is_floating_point() and not dtype.is_floating_point:
+        raise ValueError(f"{name} is {tensor.dtype}; expected integers")
+    if dtype is torch.int32 and tensor.dtype is torch.int64:  # of top-k: what is too large is off, as V is
+        tensor = tensor.clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     return tensor.to(device, dtype)

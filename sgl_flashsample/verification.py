@@ -12,7 +12,7 @@ from .api import check_params, sample
 from .cpu_path import draws_in_host_memory, follow_drafts_on_cpu
 from .dispatch import DispatchTable
 from .kernels.follow_drafts import follow_drafts
-from .kernels.params import BatchParams, LMHead
+from .kernels.params import BatchParams, LMHead, check_tensor
 from .kernels.workspace import Workspace
 from .kinds import SamplingPath
 from .screen import Screen
@@ -102,14 +102,17 @@ def verify(
     Raises:
         ValueError: as ``sample``, and for drafts or a tree of another shape.
     """
-    if hidden.dim() != 3 or hidden.shape[1] == 0:
-        raise ValueError(f"hidden is {tuple(hidden.shape)}; expected [B, D, H] with a D of 1 or more")
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.shape[1] == 0:
+        found = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else f"a {type(hidden).__name__}"
+        raise ValueError(f"hidden is {found}; expected [B, D, H] with a D of 1 or more")
     shape = hidden.shape[:2]
-    num_nodes = shape[1]
-    if tuple(draft_tokens.shape) != tuple(shape):
-        raise ValueError(f"draft_tokens is {tuple(draft_tokens.shape)}; expected {tuple(shape)}")
+    num_rows, num_nodes = shape
+    check_tensor("draft_tokens", draft_tokens, tuple(shape), torch.int64, hidden)
     check_params(params)
+    check_tensor("position", params.position, (num_rows,), torch.int64, hidden)
     tree = DraftTree.chain(num_nodes, hidden.device) if tree is None else tree
+    if not isinstance(tree, DraftTree):
+        raise ValueError(f"tree is a {type(tree).__name__}; expected a DraftTree or None")
     for name, column in zip(tree._fields, tree, strict=True):
         if tuple(column.shape) not in ((num_nodes,), tuple(shape)):
             raise ValueError(f"tree.{name} is {tuple(column.shape)}; expected {(num_nodes,)} or {tuple(shape)}")

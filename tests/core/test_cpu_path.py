@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -322,6 +323,25 @@ def test_a_bad_argument_raises_a_value_error_that_names_it_and_what_was_expected
             params,
             threads=value if name == "threads" else None,
         )
+
+
+def test_there_are_as_many_threads_as_have_ever_worked_at_once():
+    """Whatever the batch sizes were."""
+    cpu_path._pool.cache_clear()
+    before, logits = set(threading.enumerate()), torch.zeros(9, 400)
+    for num_rows in range(1, 10):
+        sample_on_cpu(logits[:num_rows], LogitsSpec(400), rows_of(logits[:num_rows]), threads=9)
+    assert len(set(threading.enumerate()) - before) <= 8
+
+
+def test_parameters_may_want_gradients_as_logits_may():
+    """They get none: a token has no derivative."""
+    logits = torch.zeros(2, 400)
+    params = rows_of(logits, truncation=limits(2, CPU, 5), edits=LogitEdits(bias=torch.zeros(2, 400)))
+    plain = sample_on_cpu(logits, LogitsSpec(400), params).token_ids
+    for tensor in (logits, params.temperature, params.truncation.top_p, params.truncation.min_p, params.edits.bias):
+        tensor.requires_grad_()
+    assert torch.equal(sample_on_cpu(logits, LogitsSpec(400), params).token_ids, plain)
 
 
 def test_a_truncation_on_a_shard_is_refused_and_no_rows_give_no_tokens():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,10 @@ import torch
 from core_examples import VOCAB, example
 
 from sgl_flashsample import BatchParams, LMHead, Sampler, SamplingParams, Truncation, sample, sample_from_logits
+from sgl_flashsample import sampler as sampler_module
 from sgl_flashsample.dispatch import default_table
+from sgl_flashsample.kernels.params import SampleOutput
+from sgl_flashsample.kernels.reference import logits_ref
 from sgl_flashsample.tables import lookup
 
 PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
@@ -120,13 +126,15 @@ def test_limits_are_passed_on_only_where_there_are_any(params, truncates, max_to
 @pytest.mark.parametrize(
     "name, value, words",
     [
-        ("temperature", -1, "0 or at least 1e-6"),
-        ("temperature", [1.0, 1e-9], "0 or at least 1e-6"),
-        ("temperature", "hot", "0 or at least 1e-6"),
-        ("temperature", None, "0 or at least 1e-6"),
-        ("top_k", 1.5, "an integer below 2**31"),
-        ("top_k", float("inf"), "an integer below 2**31"),
-        ("top_k", True, "an integer below 2**31"),
+        ("temperature", -1, "0, or 1e-6 to 3e38"),
+        ("temperature", [1.0, 1e-9], "0, or 1e-6 to 3e38"),
+        ("temperature", "hot", "0, or 1e-6 to 3e38"),
+        ("temperature", None, "0, or 1e-6 to 3e38"),
+        ("top_k", 1.5, "an int32"),
+        ("top_k", float("inf"), "an int32"),
+        ("top_k", True, "an int32"),
+        ("top_k", [-(2**31) - 1, 1], "an int32"),
+        ("temperature", 1e39, "0, or 1e-6 to 3e38"),
         ("top_p", 0, "more than 0, at most 1"),
         ("top_p", float("nan"), "more than 0, at most 1"),
         ("min_p", [1.5], "0 to 1"),
@@ -150,6 +158,44 @@ def test_what_does_not_fit_the_batch_is_refused_by_name(case):
         sampler(case.hidden, {"temperature": 1.0})
     with pytest.raises(ValueError, match="max_rows is 0; expected 1 or more"):
         Sampler(case.head, max_rows=0)
+    for seed in (1.5, "x", True, 2**63):
+        with pytest.raises(ValueError, match=f"seed is {seed!r}; expected an int64"):
+            Sampler(case.head, seed=seed)
+    for position in (0.5, [0.5] * len(case.hidden), -1, 2**63, "ab", [None]):
+        with pytest.raises(ValueError, match=r"position is .*; expected an int64, 0 or more"):
+            sampler(case.hidden, position=position)
+    floats = torch.ones(len(case.hidden))
+    for name, arguments in (("position", {"position": floats}), ("seed", {"params": SamplingParams(seed=floats)})):
+        with pytest.raises(ValueError, match=f"{name} is torch.float32; expected integers"):
+            sampler(case.hidden, **arguments)
+
+
+@pytest.mark.slow
+def test_a_top_k_beyond_int32_is_off_and_not_another_one(case):
+    num_rows = len(case.hidden)
+    drawn = [
+        Sampler(case.head)(case.hidden, SamplingParams(temperature=5.0, seed=2, top_k=top_k), position=1).token_ids
+        for top_k in (torch.full((num_rows,), 2**32 + 1), torch.zeros(num_rows, dtype=torch.int32))
+    ]
+    assert torch.equal(*drawn)
+
+
+def test_threads_that_share_a_sampler_draw_one_after_another(case, monkeypatch):
+    """They share its scratch."""
+    inside: list[int] = []
+
+    def draw(hidden, *arguments, **options):
+        inside.append(threading.get_ident())
+        time.sleep(0.02)
+        assert len(set(inside)) == 1, "another thread draws"
+        inside.clear()
+        return SampleOutput.empty(len(hidden), hidden.device, False)
+
+    monkeypatch.setattr(sampler_module, "sample", draw)
+    shared = Sampler(case.head)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: shared(case.hidden), range(8)))
+    assert shared.calls == 8
 
 
 # Hugging Face models.
@@ -178,6 +224,37 @@ def test_the_head_of_a_model_has_its_padding_softcap_and_scale(model):
     changes = {"vocab_size": 290, "final_logit_softcapping": 30.0, "logits_scaling": 8.0}
     head = LMHead.from_hf(another_model(model, model.lm_head, **changes))
     assert (head.vocab_size, head.softcap, head.logit_scale) == (290, 30.0, 0.125)
+
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+TRANSFORMED = {
+    "Cohere": HEADS | {"logit_scale": 0.25},
+    "Gemma2": HEADS | {"head_dim": 16, "final_logit_softcapping": 3.0},
+    "Granite": HEADS | {"logits_scaling": 8.0},
+    "HyperCLOVAX": HEADS | {"logits_scaling": 0.125},
+    "FalconH1": HEADS | MAMBA | {"lm_head_multiplier": 0.05},
+    "RecurrentGemma": {"num_attention_heads": 2, "block_types": ["attention"], "logits_soft_cap": 3.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TRANSFORMED)
+def test_a_head_gives_the_logits_of_the_models_own(family):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**SIZES, **TRANSFORMED[family])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model.get_output_embeddings().weight.data.mul_(40.0)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        want, hidden = model(ids).logits[0].double(), model.model(ids).last_hidden_state[0]
+    head = LMHead.from_hf(model)
+    logits = logits_ref(hidden, head.weight, logit_scale=head.logit_scale, softcap=head.softcap)
+    torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)
+    plain = logits_ref(hidden, head.weight)
+    assert (plain - want).abs().max() > 1.0, "the scale and the softcap are not looked at"
 
 
 @pytest.mark.slow

@@ -156,7 +156,12 @@ def test_the_loop_of_the_page_gives_the_same_tokens_with_good_drafts_with_bad_on
     [
         ({"hidden": torch.zeros(2, 64)}, "hidden is \\(2, 64\\); expected \\[B, D, H\\]"),
         ({"hidden": torch.zeros(2, 0, 64)}, "hidden is \\(2, 0, 64\\); expected .* a D of 1 or more"),
-        ({"draft_tokens": torch.zeros(2, 4).long()}, "draft_tokens is \\(2, 4\\); expected \\(2, 3\\)"),
+        ({"hidden": [[[1.0]]]}, "hidden is a list; expected \\[B, D, H\\]"),
+        ({"draft_tokens": torch.zeros(2, 4).long()}, "draft_tokens is \\(2, 4\\) .*; expected contiguous \\(2, 3\\)"),
+        ({"draft_tokens": torch.zeros(2, 3).int()}, "draft_tokens is .* torch.int32 .*; expected .* torch.int64"),
+        ({"draft_tokens": [[0]]}, "draft_tokens is a list; expected a tensor"),
+        ({"tree": (0, 1, 2)}, "tree is a tuple; expected a DraftTree or None"),
+        ({"params": BatchParams(torch.ones(6), *torch.zeros(2, 6).long())}, "position is \\(6,\\) .* \\(2,\\)"),
         ({"tree": DraftTree.chain(4, "cpu")}, "tree.first_child is \\(4,\\); expected \\(3,\\) or \\(2, 3\\)"),
         ({"params": {}}, "params is a dict; expected BatchParams"),
     ],

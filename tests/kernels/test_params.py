@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sgl_flashsample.kernels.workspace import Workspace, num_group_blocks
 TILE = TileConfig(16, 64, 32, 4, 2)
 READ = ReadConfig(16, 64, 4)
 SCREEN = ScreenConfig(16, 64, 32, 4, 2)
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -27,8 +29,9 @@ SCREEN = ScreenConfig(16, 64, 32, 4, 2)
         ({"vocab_start": 2**31, "shards": 2}, "ids reach 2147483658; expected them below 2\\*\\*31"),
         ({"vocab_start": 16}, "vocab_start is 16 and shards is 1; expected 0 in a whole vocabulary"),
         ({"shards": 0}, "shards is 0; expected 1 or more"),
-        ({"softcap": 0.0}, "softcap is 0.0; expected a positive number"),
-        ({"softcap": float("nan")}, "softcap is nan; expected a positive number"),
+        ({"softcap": 0.0}, "softcap is 0.0; expected a number above 0, at most 10000, or None"),
+        ({"softcap": float("nan")}, "softcap is nan; expected a number above 0"),
+        ({"vocab_size": "3"}, "vocab_size is '3'; expected 1 to the head's"),
         ({"logits_dtype": torch.int8}, "logits_dtype is torch.int8; expected bfloat16, float16 or float32"),
         ({"weight": torch.zeros(10, 4, 2)}, r"weight is \(10, 4, 2\) .*; expected \[V, D\]"),
         ({"weight": torch.zeros(16, 10).T}, "weight has strides .*; expected rows that are contiguous"),
@@ -82,11 +85,16 @@ def test_a_part_that_no_rank_can_have_is_refused_by_name(width, rank, num_ranks,
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"vocab_size": 0}, "vocab_size is 0; expected 1 or more"),
+        ({"vocab_size": 0}, "vocab_size is 0; expected an integer, 1 or more"),
+        ({"vocab_size": 10.0}, "vocab_size is 10.0; expected an integer, 1 or more"),
         ({"vocab_start": 8, "shards": 2}, "vocab_start is 8; expected a multiple of 16, 0 or more"),
         ({"vocab_start": -16, "shards": 2}, "vocab_start is -16; expected a multiple of 16, 0 or more"),
         ({"vocab_size": 2**31}, "ids reach 2147483648; expected them below 2\\*\\*31"),
-        ({"softcap": -1.0}, "softcap is -1.0; expected a positive number or None"),
+        *(({"softcap": value}, "softcap is .*; expected a number above 0") for value in (-1.0, math.inf, 2e4, "30")),
+        *(
+            ({"logit_scale": value}, "logit_scale is .*; expected a finite number")
+            for value in (math.inf, math.nan, "2")
+        ),
         ({"rounding": torch.int8}, "rounding is torch.int8; expected bfloat16, float16 or float32"),
     ],
 )
@@ -157,6 +165,41 @@ def test_the_edits_that_are_given_are_known():
         return BatchParams(tensor, tensor, tensor, edits=edits).is_edited
 
     assert not is_edited(None) and not is_edited(LogitEdits()) and is_edited(LogitEdits(mask=word))
+
+
+class Far(torch.Tensor):
+    """A tensor that says that its rows are far apart."""
+
+    def stride(self, dim=None):
+        return (2**30, 1) if dim is None else (2**30, 1)[dim]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"truncation": (5, 1.0, 0.0)}, "truncation is a tuple; expected Truncation or None"),
+        ({"edits": {"bias": None}}, "edits is a dict; expected LogitEdits or None"),
+        ({"edits": LogitEdits(additive=[[0.0]])}, "additive is a list; expected a tensor"),
+        ({"edits": LogitEdits(bias=torch.tensor(1.0))}, r"bias is \(\) .*; expected contiguous \(3, 16\)"),
+        ({"edits": LogitEdits(mask=torch.zeros(3, dtype=torch.bool))}, r"mask is \(3,\) .*; expected contiguous"),
+        (
+            {"edits": LogitEdits(bias=torch.zeros(3, 16).as_subclass(Far))},
+            r"bias has rows 1073741824 elements apart; expected 3 rows within 2\*\*31 elements",
+        ),
+    ],
+)
+def test_bad_parameters_of_rows_are_refused_by_name(changes, message):
+    row = torch.zeros(3, dtype=torch.int64)
+    params = BatchParams(torch.ones(3), row, row, **changes)
+    with pytest.raises(ValueError, match=message):
+        params.check("hidden", torch.zeros(3, 16), LogitsSpec(16))
+
+
+def test_a_workspace_of_another_device_or_type_is_refused():
+    with pytest.raises(ValueError, match="workspace is a int; expected a Workspace"):
+        Workspace.for_splits(1, 1, CPU, 5)
+    with pytest.raises(ValueError, match="workspace is on meta; expected it on cpu"):
+        Workspace.for_splits(1, 1, CPU, Workspace(4, torch.device("meta")))
 
 
 def test_edits_of_a_shard_need_the_columns_of_the_ids_before_it():
