@@ -215,7 +215,7 @@ def screen_head_kernel(
         norm = tl.load(copy.norm + offs_v, mask=valid, other=0.0)
         dots = steps * scale[:, None] * hidden_scale[None, :]
         bound = error_bound(error, norm, hidden_norm, hidden_error)
-        known = bound < _MOST  # not where it is NaN
+        known = (bound < _MOST) & (tl.abs(dots) < _MOST)  # not where one is NaN
         logits_lo = transform_logits(dots - bound, logit_scale, softcap, LOGITS_DTYPE)
         logits_hi = transform_logits(dots + bound, logit_scale, softcap, LOGITS_DTYPE)
         if softcap is not None:

@@ -66,7 +66,10 @@ def token_scores(
     perturbed = logits * inv_temperature - tl.log(exponential)
     best = tl.max(perturbed, axis=1)
     behind = tl.exp(best[:, None] - perturbed) - 1.0
-    scores = group_score[:, None] - tl.log(1.0 + tl.exp(group_score - best)[:, None] * behind)
+    # Of logits so large that their float32 has no digits for the noise, the exponential may be 0 or infinite, and 0
+    # times infinity is no number. It is between e**-50 and e**50 for all others.
+    ahead = tl.minimum(tl.maximum(tl.exp(group_score - best), 1e-37), 1e37)
+    scores = group_score[:, None] - tl.log(1.0 + ahead[:, None] * behind)
     return tl.where(perturbed > float("-inf"), scores, float("-inf"))
 
 
@@ -191,7 +194,8 @@ def best_of_listed(
     best_token = tl.full([], NO_TOKEN, tl.int32)
     best_logit = tl.full([], float("-inf"), tl.float32)
     best_score = tl.full([], float("-inf"), tl.float32)
-    for start in tl.range(0, tl.minimum(num_listed, CANDIDATES), _GROUPS_AT_ONCE):
+    num_listed = tl.minimum(num_listed, CANDIDATES)
+    for start in tl.range(0, num_listed, _GROUPS_AT_ONCE):
         offs = start + tl.arange(0, _GROUPS_AT_ONCE)
         group = tl.load(list_ptr + CANDIDATES + offs, mask=offs < num_listed, other=0)
         ids = group[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]

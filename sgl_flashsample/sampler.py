@@ -21,7 +21,7 @@ from .tables.lookup import resolve
 
 logger = logging.getLogger("sgl_flashsample")
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 3e38  # as float32 has them
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e30  # the reciprocal is a float32, too
 _UNKNOWN = float("nan")  # of a number on the device: it passes no test
 _OFF: dict[str, Callable[[float], bool]] = {
     "top_k": lambda number: number <= 0,
@@ -53,7 +53,7 @@ def _is_int64(number: Any) -> bool:
 class SamplingParams:
     """What the rows of a batch ask for: each one number for all rows, a sequence with one per row, or a ``[B]`` tensor.
 
-    temperature: 0 is greedy, else 1e-6 to 3e38. top_k: that many tokens; 0 or less is off. top_p: in (0, 1], 1 is off.
+    temperature: 0 is greedy, else 1e-6 to 1e30. top_k: that many tokens; 0 or less is off. top_p: in (0, 1], 1 is off.
     min_p: in [0, 1], 0 is off. What each allows is in ``Truncation``. seed: any int64; of one number, the rows get it
     and those that follow it. None: seeds of the ``Sampler``.
 
@@ -69,7 +69,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, valid, expected in (
-            ("temperature", lambda x: x == 0 or MIN_TEMPERATURE <= x <= MAX_TEMPERATURE, "0, or 1e-6 to 3e38"),
+            ("temperature", lambda x: x == 0 or MIN_TEMPERATURE <= x <= MAX_TEMPERATURE, "0, or 1e-6 to 1e30"),
             ("top_k", lambda x: isinstance(x, int) and -(2**31) <= x < 2**31, "an int32"),
             ("top_p", lambda x: 0 < x <= 1, "more than 0, at most 1"),
             ("min_p", lambda x: 0 <= x <= 1, "0 to 1"),

@@ -23,6 +23,7 @@ import torch
 
 from ..kernels.launch import next_power_of_2
 from ..kernels.params import BatchParams, Edit, LogitEdits, Truncation
+from ..sampler import MAX_TEMPERATURE
 
 BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
@@ -171,7 +172,7 @@ class Batch:
             try:
                 row, params = _row_of(request, custom_processors), request.sampling_params
                 seed = request_seed(server_seed, request, samples.of(request))
-                temperature = 0.0 if row.greedy else float(params.temperature)
+                temperature = 0.0 if row.greedy else min(float(params.temperature), MAX_TEMPERATURE)
                 value = (temperature, seed, row.top_k, float(params.top_p), float(params.min_p))
             except Exception as error:
                 row, value = UNREADABLE

@@ -29,6 +29,7 @@ from kernel_cases import (
     pack_bits,
     reference,
     rounding_case,
+    spelled_out,
 )
 
 from sgl_flashsample.defaults import all_configs, family_of_device
@@ -495,6 +496,64 @@ def test_an_infinite_logit_wins_and_a_huge_one_is_as_good(device, path, kind):
         weight[77] = value
         ones = dataclasses.replace(case, hidden=torch.ones(num_rows, 16, device=device), head=LMHead(weight))
         assert draw(path, ones).token_ids.tolist() == [77] * num_rows
+
+
+TEMPERATURES = [1e-6, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 1.2, 1e30]
+
+
+@pytest.mark.parametrize("top_k, top_p", [(50, 1.0), (50, 0.9), (0, 0.9)])
+@on_every_path
+def test_a_token_with_a_huge_bias_is_drawn_at_any_temperature(device, path, top_k, top_p):
+    """Its float32 score has no digits for the noise."""
+    num_rows, biases = len(TEMPERATURES), (1e9, 1e10, 1e12, 3e38)
+    case = spelled_out([0.125 * (i % 9) for i in range(300)], num_rows, device)
+    temperature = torch.tensor(TEMPERATURES, device=device)
+    for value in biases if CUDA else biases[1:2]:
+        bias = torch.zeros(num_rows, 300, device=device)
+        bias[:, 170] = value
+        changes = {"truncation": limits(num_rows, device, top_k, top_p), "edits": LogitEdits(bias=bias)}
+        drawn = draw(path, case.with_params(temperature=temperature, **changes), logprobs=False)
+        sure = temperature < 1e8
+        assert (drawn.token_ids[sure] == 170).all(), value
+
+
+@on_every_path
+def test_ids_with_a_huge_negative_bias_are_as_good_as_forbidden(device, path):
+    """Whole groups of them, whose largest logit has no digits for the noise either; some rows are searched."""
+    num_rows = 30
+    case = spelled_out(torch.randn(1024, generator=torch.Generator().manual_seed(1)).tolist(), num_rows, device)
+    forbidden = torch.zeros(num_rows, 1024, dtype=torch.bool, device=device)
+    forbidden.view(num_rows, 8, 128)[:, :, 80:112] = True
+    changes = {"temperature": torch.tensor([0.35, 0.7, 1e-6] * 10, device=device)}
+    changes["truncation"] = limits(num_rows, device, top_p=0.3)
+    want = draw(path, case.with_params(edits=LogitEdits(mask=forbidden), **changes), logprobs=False)
+    bias = torch.where(forbidden, -1e9, 0.0)
+    drawn = draw(path, case.with_params(edits=LogitEdits(bias=bias), **changes), logprobs=False)
+    assert torch.equal(drawn.token_ids, want.token_ids)
+    assert path == "screened" or (drawn.status > 1).any()
+
+
+@on_every_path
+def test_at_the_largest_temperature_all_ids_but_forbidden_ones_are_drawn(device, path):
+    case = spelled_out([float(i % 5) for i in range(64)], 256, device, temperature=1e30)
+    forbidden = torch.zeros(256, 64, dtype=torch.bool, device=device)
+    forbidden[:, ::2] = True
+    drawn = draw(path, case.with_params(edits=LogitEdits(mask=forbidden)), logprobs=False).token_ids
+    assert (drawn % 2 == 1).all() and len(drawn.unique()) > 24
+
+
+@pytest.mark.parametrize("weights, hidden", [(0, 0), (106, -84), (110, -84), (120, -84)])
+def test_the_screen_rules_nothing_out_by_a_product_that_overflows(device, weights, hidden):
+    """Powers of two of the weights and of the hidden states, whose logits are all finite and negative."""
+    g = torch.Generator().manual_seed(0)
+    scale = (
+        -(0.5 + torch.rand(64, 64, generator=g)) * 2.0**weights,
+        (0.5 + torch.rand(2, 64, generator=g)) * 2.0**hidden,
+    )
+    weight, states = (tensor.to(device, torch.bfloat16) for tensor in scale)
+    row = torch.arange(2, device=device)
+    case = Case(states, LMHead(weight), BatchParams(torch.zeros(2, device=device), row, row))
+    assert torch.equal(draw("screened", case).token_ids, draw("fused", case).token_ids)
 
 
 @pytest.mark.slow
