@@ -17,6 +17,7 @@ from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath, path_of
 from ..tables.lookup import buffer_bytes
 from ..tables.schema import Entry, config_fields
 from .baselines import baseline_names
+from .errors import LASTING
 from .labels import config_of, contender, kernel_kind, key_of, label_of
 from .plan import midpoint
 from .pool import Job
@@ -40,6 +41,7 @@ SETUP_SECONDS = 20.0  # and more for each contender
 EACH_SECONDS = 8.0
 ROUND_SECONDS = 20.0
 GTEST_SECONDS = 60.0
+GTEST_TRIES = 2  # of one whose process ends or has no memory
 MAX_TRIES = 4  # of a race whose process ends, or whose times contradict its rounds
 ALPHA = 1e-5  # of a G-test: a run makes dozens, and what is wrong is off by far more than 200,000 draws show
 TRANSFER_REGRET = 0.03  # between two sizes, at which one is inserted
@@ -49,6 +51,8 @@ TRUNCATE = BatchKind(truncate=True)
 FLASHINFER = SamplingPath.FLASHINFER
 FLASHINFER_LABEL = f"{TRUNCATE}/{FLASHINFER}"
 
+# Why something must not be chosen: one of ``errors.REASONS``, and one line.
+Refusal = tuple[str, str]
 # A generator that yields requests like a job, and returns something.
 Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
 
@@ -148,15 +152,18 @@ class Decider:
         self._recall()
 
     def _recall(self) -> None:
-        """What an earlier run of this effort has decided."""
+        """What an earlier run of this effort has decided. A refusal whose reason may be gone is forgotten, and so is
+        what was decided without the built-in choice for such a reason."""
         log, plan = self.context.log, self.context.plan
         self._tested |= recalled(log.of("gtest"), lambda event: (str(event["label"]), float(event["p"])))
-        for refusal in recalled(log.of("refused"), _refusal_of):
-            self.context.reject(*refusal)
+        for config, kind, reason, detail in recalled(log.of("refused"), _refusal_of):
+            if reason in LASTING:
+                self.context.reject(config, kind, reason, detail)
         same_run = {"effort": plan.effort.name, "flashinfer": self.writer.flashinfer}
         decided = [event for event in log.of("decided") if event.items() >= same_run.items()]
         for entry in recalled(decided, entry_of):
-            if KIND_NAMES.get(entry.kind) in plan.kinds:
+            kind = KIND_NAMES.get(entry.kind)
+            if kind in plan.kinds and (entry.default or self._is_refused(plan.default(entry.rows, kind), kind)):
                 self.writer.add(entry)
 
     @property
@@ -229,29 +236,32 @@ class Decider:
     def _passes(self, outcome: Outcome) -> Steps:
         """Whether many draws of the winner follow the distribution; of FlashInfer's too, where it has won."""
         kind = kernel_kind(outcome.kind, path_of(outcome.winner))
-        p = yield from self._gtest(self.context.request("gtest", outcome.winner, kind))
-        if p < ALPHA:
-            self._refuse(outcome.winner, kind, "incorrect", f"G-test: p = {p:.1e}")
+        refusal = yield from self._gtest(self.context.request("gtest", outcome.winner, kind))
+        if refusal is not None:
+            self._refuse(outcome.winner, kind, *refusal)
             return False
         if outcome.flashinfer:
             request = {"op": "gtest", "head": self.context.head, "kind": str(TRUNCATE), "path": FLASHINFER.value}
-            p = yield from self._gtest({**request, "config": None, "label": FLASHINFER_LABEL})
-            if p < ALPHA:
-                self.context.note(f"FlashInfer is not chosen: its G-test gives p = {p:.1e}")
-                self.context.rejected[FLASHINFER_LABEL] = "incorrect"
+            refusal = yield from self._gtest({**request, "config": None, "label": FLASHINFER_LABEL})
+            if refusal is not None:
+                self.context.rejected[FLASHINFER_LABEL], detail = refusal
+                self.context.note(f"FlashInfer is not chosen: {detail}")
                 outcome.flashinfer = False
         return True
 
     def _gtest(self, request: dict[str, Any]) -> Steps:
-        """The p-value; 0 where the test could not be made."""
-        label = request["label"]
-        if label not in self._tested:
+        """A refusal where the draws do not follow the distribution, or the test could not be made; else None."""
+        label, tries = request["label"], 0
+        while label not in self._tested:
             answer = yield {**request, "draws": self.context.plan.effort.draws}, GTEST_SECONDS
-            if "error" in answer:
-                return 0.0
-            self._tested[label] = float(answer["p"])
-            self.context.log.add("gtest", label=label, p=answer["p"], draws=answer["draws"])
-        return self._tested[label]
+            tries += 1
+            if "error" not in answer:
+                self._tested[label] = float(answer["p"])
+                self.context.log.add("gtest", label=label, p=answer["p"], draws=answer["draws"])
+            elif tries == GTEST_TRIES:
+                return answer["error"]["reason"], f"the G-test could not be made: {answer['error']['detail']}"
+        p = self._tested[label]
+        return ("incorrect", f"G-test: p = {p:.1e}") if p < ALPHA else None
 
     def _race(self, kind: BatchKind, rows: int, finalists: list[Config]) -> Steps:
         """The outcome; None where no race came about."""

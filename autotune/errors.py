@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-REASONS = ("shared_memory", "registers", "compile", "timeout", "runtime", "incorrect")
+# Of these, the first are properties of the configuration; the last may be of the moment: a later run tries again.
+LASTING = ("shared_memory", "registers", "compile", "incorrect")
+REASONS = (*LASTING, "timeout", "runtime")
 MAX_DETAIL = 200  # characters
 
 # Exit codes: fine, also where the built-in choice won everywhere or the time was over; something that was measured is

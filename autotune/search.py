@@ -14,6 +14,7 @@ import msgspec
 
 from ..kinds import KIND_NAMES, BatchKind, Config, path_of
 from ..tables.schema import config_fields
+from .errors import LASTING
 from .labels import config_of, contender, kernel_kind, label_of
 from .plan import Plan, StudyKey
 from .pool import Job, Pool
@@ -91,7 +92,7 @@ class Search:
         self._recall()
 
     def _recall(self) -> None:
-        """What an earlier run has learnt."""
+        """What an earlier run has learnt. What failed for a reason that may be gone is tried again."""
 
         def trial_of(event: dict[str, Any]) -> tuple[BatchKind, Trial]:
             us = {int(rows): float(value) for rows, value in event["us"].items()}
@@ -100,7 +101,8 @@ class Search:
 
         for kind, trial in recalled(self.context.log.of("trial"), trial_of):
             study = self.studies.get(self.context.plan.study_of(trial.config, kind))
-            if study is not None and trial.config not in study.trials:
+            lasts = not trial.reason or trial.reason in LASTING
+            if lasts and study is not None and trial.config not in study.trials:
                 study.tell(trial.config, trial.us, trial.reason, trial.detail)
                 if trial.reason:
                     self.context.reject(trial.config, kind, trial.reason, trial.detail)

@@ -96,15 +96,45 @@ def test_what_loses_its_g_test_is_refused_and_the_next_best_takes_its_place(tmp_
 def test_what_fails_in_a_race_is_left_out_and_a_default_that_does_is_a_failure(tmp_path):
     def fail(request, answer):
         names = [one["name"] for one in request.get("contenders", ())]
-        error = {"reason": "runtime", "detail": "the process ended", "fatal": True}
+        error = {"reason": "shared_memory", "detail": "too much", "fatal": False}
         return {**answer, "failed": {key_of(DEFAULT): error}} if key_of(DEFAULT) in names else answer
 
     decided = Decided(tmp_path, [PLAIN], [OTHER], alter=fail)
     (entry,) = decided.table.entries
     assert entry.launch == OTHER and entry.default == "" and entry.gain == 0.0
-    assert decided.context.failed_defaults == [f"{label_of(DEFAULT, PLAIN)}: runtime: the process ended"]
+    assert decided.context.failed_defaults == [f"{label_of(DEFAULT, PLAIN)}: shared_memory: too much"]
     again = Decided(tmp_path, [GREEDY], [OTHER], log=decided.context.log.events)
     assert again.context.failed_defaults == decided.context.failed_defaults, "a later run knows"
+
+
+ENDED = {"reason": "runtime", "detail": "the process ended", "fatal": True}
+
+
+def test_a_g_test_that_could_not_be_made_is_made_again(tmp_path):
+    failed = []
+
+    def alter(request, answer):
+        if request["op"] == "gtest" and not failed:
+            failed.append(request)
+            return {"error": ENDED}
+        return answer
+
+    decided = Decided(tmp_path, [PLAIN], [OTHER], alter=alter, costs={label_of(OTHER, PLAIN): {"1": 250.0}})
+    assert failed and decided.table.entry("plain", 1).launch == OTHER and decided.table.rejected == {}
+
+
+def test_a_g_test_that_can_never_be_made_refuses_for_its_own_reason_and_only_this_run(tmp_path):
+    def alter(request, answer):
+        return {"error": ENDED} if request["op"] == "gtest" and request["label"] == label_of(DEFAULT, PLAIN) else answer
+
+    decided = Decided(tmp_path, [PLAIN], [OTHER], alter=alter, costs={label_of(DEFAULT, PLAIN): {"1": 250.0}})
+    (event,) = decided.context.log.of("refused")
+    assert (event["reason"], event["detail"]) == ("runtime", "the G-test could not be made: the process ended")
+    assert decided.table.rejected == {"runtime": 1} and decided.table.entry("plain", 1).launch == OTHER
+    again = Decided(
+        tmp_path, [PLAIN], [OTHER], log=decided.context.log.events, costs={label_of(DEFAULT, PLAIN): {"1": 250.0}}
+    )
+    assert again.context.failed_defaults == [] and again.table.confirmed["plain"].rows == [1], "it races again"
 
 
 @pytest.mark.parametrize("contradicting", [1, MAX_TRIES], ids=["once", "always"])
@@ -161,7 +191,7 @@ def test_flashinfer_is_chosen_only_where_it_was_allowed_is_certainly_faster_and_
     )
     assert table.measure["allowed"] == "flashinfer"
     if fault and taken:
-        assert any("FlashInfer is not chosen: its G-test gives p = 1.0e-12" in line for line in decided.notes)
+        assert any("FlashInfer is not chosen: G-test: p = 1.0e-12" in line for line in decided.notes)
     refused = Decided(tmp_path, [TRUNCATE], **device)
     assert not any(entry.flashinfer for entry in refused.table.entries) and "allowed" not in refused.table.measure
 

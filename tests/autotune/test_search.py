@@ -297,13 +297,14 @@ def test_a_search_recalls_a_log_and_leaves_out_what_it_cannot_use():
     context = context_of(QUICK)
     good = {"kind": "plain", "path": "fused", "config": config_fields(DEFAULT)}
     context.log.add("trial", **good, us={"1": 280.0, "16": 282.0}, reason="", detail="")
-    other = dataclasses.replace(DEFAULT, stages=2)
-    context.log.add(
-        "trial", kind="plain", path="fused", config=config_fields(other), us={}, reason="runtime", detail="x"
-    )
+    other, hanging = (dataclasses.replace(DEFAULT, stages=stages) for stages in (2, 3))
+    for config, reason in ((other, "registers"), (hanging, "timeout")):
+        failed = {"kind": "plain", "path": "fused", "config": config_fields(config), "us": {}}
+        context.log.add("trial", **failed, reason=reason, detail="x")
     for broken in ({"kind": "sort"}, {"path": "abacus"}, {"config": {"block_b": 3}}, {"us": [1]}, {"us": {"x": 1}}):
         context.log.add("trial", **({**good, "us": {}, "reason": "", "detail": ""} | broken))
     search = Search(context, None)
     study = search.studies[QUICK.study_of(DEFAULT, PLAIN)]
     assert search.tried == 2 and study.trials[DEFAULT].us == {1: 280.0, 16: 282.0}
-    assert study.trials[other].reason == "runtime" and list(context.rejected.values()) == ["runtime"]
+    assert study.trials[other].reason == "registers" and list(context.rejected.values()) == ["registers"]
+    assert hanging not in study.trials, "what may work now is tried again"
