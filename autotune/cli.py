@@ -1,8 +1,9 @@
 """``sgl-flashsample tune``: its commands and their options.
 
-Exit codes: 0 fine, also where the built-in choice won everywhere or the time was over; 1 something that was measured is
-wrong, a table is not fit to be shipped, or two tables differ; 2 a mistake of who typed, or a GPU too noisy to measure
-on. A mistake is a ValueError or an OSError: one line on the error stream.
+Exit codes: 0 fine, also where the built-in choice won everywhere or the time was over before the last race; 1 something
+that was measured is wrong, a table is not fit to be shipped, or two tables differ; 2 a mistake of who typed, a GPU too
+noisy to measure on, or no time for a race; 130 interrupted. A mistake is a ValueError or an OSError: one line on the
+error stream.
 """
 
 from __future__ import annotations

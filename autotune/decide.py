@@ -43,6 +43,7 @@ ROUND_SECONDS = 20.0
 GTEST_SECONDS = 60.0
 GTEST_TRIES = 2  # of one whose process ends or has no memory
 MAX_TRIES = 4  # of a race whose process ends, or whose times contradict its rounds
+NOISY = 0.01  # standard error of a winner's time, relative; of a run, the median
 ALPHA = 1e-5  # of a G-test: a run makes dozens, and what is wrong is off by far more than 200,000 draws show
 TRANSFER_REGRET = 0.03  # between two sizes, at which one is inserted
 CERTAIN_REGRET = 0.01  # or this much slower than the built-in choice, for certain
@@ -152,8 +153,7 @@ class Decider:
         self._recall()
 
     def _recall(self) -> None:
-        """What an earlier run of this effort has decided. A refusal whose reason may be gone is forgotten, and so is
-        what was decided without the built-in choice for such a reason."""
+        """What an earlier run of this effort has decided. A refusal whose reason may be gone is forgotten."""
         log, plan = self.context.log, self.context.plan
         self._tested |= recalled(log.of("gtest"), lambda event: (str(event["label"]), float(event["p"])))
         for config, kind, reason, detail in recalled(log.of("refused"), _refusal_of):
@@ -162,9 +162,15 @@ class Decider:
         same_run = {"effort": plan.effort.name, "flashinfer": self.writer.flashinfer}
         decided = [event for event in log.of("decided") if event.items() >= same_run.items()]
         for entry in recalled(decided, entry_of):
-            kind = KIND_NAMES.get(entry.kind)
-            if kind in plan.kinds and (entry.default or self._is_refused(plan.default(entry.rows, kind), kind)):
+            if KIND_NAMES.get(entry.kind) in plan.kinds and self._stands(entry):
                 self.writer.add(entry)
+
+    def _stands(self, entry: Entry) -> bool:
+        """Whether another race would tell nothing else: the times are known, and the built-in choice was in the race,
+        unless it never can be."""
+        kind = KIND_NAMES[entry.kind]
+        raced = entry.default or self._is_refused(self.context.plan.default(entry.rows, kind), kind)
+        return bool(raced) and entry.se <= NOISY * entry.us
 
     @property
     def races(self) -> int:

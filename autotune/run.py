@@ -25,8 +25,8 @@ from ..kinds import PLAIN, BatchKind, Config
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table, tables_in
 from ..tables.schema import Device, HeadShape, Table, file_name
-from .decide import Decider
-from .errors import OK, UNUSABLE, WRONG
+from .decide import NOISY, Decider
+from .errors import INTERRUPTED, OK, UNUSABLE, WRONG
 from .plan import EFFORTS, SIZES, Effort, Plan
 from .pool import (
     HELLO_SECONDS,
@@ -51,7 +51,6 @@ BASELINE_SECONDS = 240.0
 MAX_COMPILERS = 15
 SIMULATED_COMPILERS = 1
 MAX_BUSY = 20  # percent of a GPU that may be used by others before we begin
-NOISY = 0.01  # median standard error of the winners' times, relative
 MAX_ELSEWHERE = 50  # tables of other GPUs or heads that a search starts from
 
 
@@ -175,6 +174,8 @@ class _Coordinator:
         decider = Decider(context, writer, search.finalists, lambda: self.flashinfer)
         interrupted = False
         try:
+            if decider.done >= decider.races:
+                search.stop()  # nothing is left to search for
             self._search(search)
             search.compile_for_races(decider.entered())
             self._decide(decider)
@@ -275,12 +276,24 @@ class _Coordinator:
     def _finish(self, writer: TableWriter, search: Search, decider: Decider, interrupted: bool) -> Result:
         failed_defaults = search.context.failed_defaults
         if not decider.done:
-            status = "interrupted" if interrupted else "no race came about"
-            detail = f": {failed_defaults[0]}" if failed_defaults else f"; see {self._logs}"
-            return Result(WRONG, status, f"{status}, no table written{detail}")
-        complete = decider.done >= decider.races and not interrupted
+            return self._nothing_decided(failed_defaults, interrupted)
+        error = statistics.median(decider.errors)
+        left = "the table can be used; run the same command again for the rest"
+        left = f"{decider.done} of {decider.races} batch sizes are tuned, {left}"
+        code, status, message = OK, "done", ""
+        if interrupted:
+            code, status = INTERRUPTED, "interrupted"
+            message = f"interrupted: {left}"
+        elif failed_defaults:
+            code, status = WRONG, "wrong default"
+            message = f"a built-in configuration failed: {failed_defaults[0]}"
+        elif error > NOISY:
+            code, status = UNUSABLE, "noisy GPU"
+            message = f"noisy GPU: times are known to {error:.1%} only; run the same command again when it is quiet"
+        elif decider.done < decider.races:
+            status, message = "out of time", f"out of time: {left}"
         writer.provenance = {
-            "complete": complete,
+            "complete": status == "done",  # else a later run says again what is wrong
             "when": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "trials": search.tried,
             "gpus": len(self.gpus.processes),
@@ -292,23 +305,20 @@ class _Coordinator:
         table, reason = load_table(writer.path)
         if table is None:
             raise TuneError(f"{writer.path} cannot be read again: {reason}")
-        error = statistics.median(decider.errors)
-        code, status, message = (
-            OK,
-            "done",
-            f"{decider.done} batch sizes in {self.seconds():.0f} s; {_summary(table)}{_over_baselines(writer)}",
-        )
-        if not complete:
-            status = "interrupted" if interrupted else "out of time"
-            left = "the table can be used; run the same command again for the rest"
-            message = f"{status}: {decider.done} of {decider.races} batch sizes are tuned, {left}"
-        if failed_defaults:
-            code, status = WRONG, "wrong default"
-            message = f"a built-in configuration failed: {failed_defaults[0]}"
-        elif error > NOISY:
-            code, status = UNUSABLE, "noisy GPU"
-            message = f"noisy GPU: times are known to {error:.1%} only"
+        if status == "done":
+            took = f"{decider.done} batch sizes in {self.seconds():.0f} s"
+            message = f"{took}; {_summary(table)}{_over_baselines(writer)}"
         return Result(code, status, f"{message}; {writer.path}", writer.path, table)
+
+    def _nothing_decided(self, failed_defaults: list[str], interrupted: bool) -> Result:
+        if interrupted:
+            return Result(INTERRUPTED, "interrupted", "interrupted, no table written")
+        if failed_defaults:
+            return Result(WRONG, "wrong default", f"no table written: {failed_defaults[0]}")
+        if self.left() <= 0:
+            more = f"run the same command again with a --budget of more than {self.effort.budget:.0f} s"
+            return Result(UNUSABLE, "out of time", f"out of time before the first race, no table written: {more}")
+        return Result(WRONG, "no race came about", f"no race came about, no table written; see {self._logs}")
 
 
 def _summary(table: Table) -> str:

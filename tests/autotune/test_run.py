@@ -122,6 +122,9 @@ def test_a_default_that_draws_wrong_tokens_makes_the_run_fail(tmp_path, simulate
     result = tune(tmp_path, simulated(faults={label_of(DEFAULT, PLAIN): "wrong"}), sizes=(1,))
     assert result.code == 1 and "a built-in configuration failed" in result.message
     assert result.table.entry("plain", 1).default == ""
+    again = tune(tmp_path, simulated(faults={label_of(DEFAULT, PLAIN): "wrong"}), sizes=(1,))
+    assert (again.code, again.message) == (1, result.message)
+    assert events_of(again, "decided") == events_of(result, "decided"), "nothing is decided twice"
 
 
 @pytest.mark.full
@@ -155,11 +158,15 @@ def test_a_device_that_cannot_be_used_is_one_line(tmp_path, simulated):
 def test_times_that_scatter_too_much_are_a_table_and_an_exit_code(tmp_path, simulated):
     result = tune(tmp_path, simulated(noise=0.2), sizes=(1,))
     assert (result.code, result.status) == (2, "noisy GPU") and result.path.exists()
+    again = tune(tmp_path, simulated(noise=0.2), sizes=(1,))
+    assert (again.code, again.status) == (2, "noisy GPU"), "it is not forgotten"
+    quiet = tune(tmp_path, simulated(), sizes=(1,))
+    assert (quiet.code, quiet.status) == (0, "done"), "the same command measures it again"
 
 
 def test_ctrl_c_keeps_what_is_finished_and_the_next_run_does_the_rest(tmp_path, simulated):
     result = tune(tmp_path, simulated(), Notes(interrupt="greedy"))
-    assert (result.code, result.status) == (0, "interrupted") and result.table.provenance["complete"] is False
+    assert (result.code, result.status) == (130, "interrupted") and result.table.provenance["complete"] is False
     done = sizes_in(result.table)
     assert done and done < PLANNED
     again = tune(tmp_path, simulated())
@@ -172,7 +179,21 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_run_does_the_rest(tmp_path, 
 def start(*arguments: str) -> subprocess.Popen:
     shape = ["--vocab", "151936", "--hidden", "4096", "--effort", "quick"]
     command = [sys.executable, "-c", "import sys; from sgl_flashsample.autotune.cli import main; sys.exit(main())"]
-    return subprocess.Popen([*command, "run", *shape, *arguments], stderr=subprocess.PIPE, text=True)
+    arguments = (*command, "run", *shape, *arguments)
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_run_that_is_ended_during_its_races_exits_with_130_and_says_that_its_table_can_be_used(tmp_path, simulated):
+    process = start("--simulated", simulated(seconds_per_round=0.01), "--out", str(tmp_path / "out"))
+    for line in process.stderr:
+        if "truncate" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (message,) = out.splitlines()
+    assert message.startswith("interrupted: ") and "the table can be used; run the same command again" in message
+    assert load_table(message.rpartition("; ")[2])[0] is not None
 
 
 def test_a_killed_run_loses_at_most_the_race_in_flight_and_its_workers_end_with_it(tmp_path, simulated):
@@ -206,6 +227,12 @@ def test_the_time_is_kept_and_what_is_done_by_then_is_a_table(tmp_path, simulate
     result = tune(tmp_path, simulated(seconds_per_round=0.1), budget=2.0)
     assert time.monotonic() - began < 20
     assert (result.code, result.status) == (0, "out of time")
+
+
+def test_no_time_for_a_race_is_said_with_what_to_do(tmp_path, simulated):
+    result = tune(tmp_path, simulated(), budget=0.01)
+    assert (result.code, result.status, result.path) == (2, "out of time", None)
+    assert "before the first race, no table written: run the same command again with a --budget" in result.message
 
 
 def test_several_gpus_share_the_work_and_find_the_same(tmp_path, simulated):
