@@ -366,11 +366,11 @@ COMMANDS = {
         ),
     ),
     "merge": Command(
-        "join two tables of one device and head, the better choice where it is better",
+        "join two tables of one device, head and versions: where both have a size, the choice that gains more",
         lambda options: _tables().merge(options.a, options.b, options.out, options.strict),
         (
-            _argument("a", help="the table whose choice stays where the other's is not better"),
-            _argument("b", help="another table of the same device and head"),
+            _argument("a", help="the table whose choice stays where the other's does not gain more, beyond noise"),
+            _argument("b", help="another table of the same device, head and versions"),
             _argument("-o", "--out", type=Path, required=True, metavar="C", help="the file to write, or its folder"),
             _flag("--strict", "write nothing if any batch size has another choice in B"),
         ),

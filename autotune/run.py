@@ -42,9 +42,9 @@ from .pool import (
 from .progress import Progress
 from .search import Context, Search
 from .space import space_hash
-from .tables import baseline_ratio, device_and_head
+from .tables import SAME_ENV, baseline_ratio, device_and_head
 from .trials import TrialLog, log_of
-from .writer import MEASURE, SAME_ENV, TableWriter
+from .writer import MEASURE, TableWriter
 
 READY_SECONDS = 120.0
 BASELINE_SECONDS = 240.0

@@ -44,6 +44,8 @@ from .labels import DEVICES, GEMM, key_of, known_device
 from .race import GAIN_TOLERANCE, Policy, gains_apart
 
 CONFIDENT = 1.96  # standard errors: 95 % of the differences of equal times are smaller
+# What of the environment a table's times depend on so much that those of another one do not belong in the same table.
+SAME_ENV = ("torch", "triton", "cuda", "sgl_flashsample")
 DISPATCHED_ROWS = 512  # ``dispatch.DENSE_ROWS``, whose module loads torch: larger batches take the built-in choice
 CONFIRMED_ERROR = Policy().error  # relative, of the times of confirmed sizes: a table lacks it; a race ends at this
 
@@ -81,6 +83,17 @@ class Decision:
     def beyond_noise(self, other: Decision) -> bool:
         """Whether the times are further apart than their noise explains."""
         return abs(other.us - self.us) > CONFIDENT * math.hypot(self.entry.se, other.entry.se)
+
+    def beats(self, other: Decision) -> bool:
+        """Whether it is faster beyond noise than another table's decision for this size, each beside what was timed in
+        its own race: the built-in choice, else the GEMM. Times of two sessions alone say how fast the GPU was."""
+        races = [(self.entry.default_us, other.entry.default_us), (self.gemm_us, other.gemm_us)]
+        beside = next(((mine, theirs) for mine, theirs in races if mine and theirs), None)
+        if beside is None or not self.us or not other.us:
+            return False
+        ratio = (self.us / beside[0]) / (other.us / beside[1])
+        noise = math.hypot(self.entry.se / self.us, other.entry.se / other.us)
+        return ratio < 1 - CONFIDENT * math.sqrt(2) * noise  # what was timed beside it scatters as much
 
 
 def baseline_ratio(entry: Entry) -> float | None:
@@ -144,6 +157,27 @@ def screen_cost(table: Table) -> tuple[int, int]:
     cost = table.measure.get("screen")
     size, rows = (cost.get("bytes"), cost.get("rows")) if isinstance(cost, dict) else (None, None)
     return (size, rows) if isinstance(size, int) and isinstance(rows, int) else (0, 0)
+
+
+def larger_screen(*tables: Table) -> dict[str, Any]:
+    """``measure.screen`` of a table that has the sizes of all of these; empty where none has a screen."""
+    largest = max(tables, key=screen_cost)
+    return {"screen": largest.measure["screen"]} if any(screen_cost(largest)) else {}
+
+
+def why_apart(a: Table, b: Table) -> str:
+    """How two tables of one device and head were measured too differently for their sizes to be in one table; empty
+    where they were not."""
+    if a.defaults != b.defaults:
+        return "measured against different built-in choices"
+    for path in sorted(a.kernels.keys() & b.kernels.keys()):
+        if a.kernels[path].get("src") != b.kernels[path].get("src"):
+            return f"measured with different kernels ({path})"
+    for name in SAME_ENV:
+        if a.env.get(name) != b.env.get(name):
+            return f"measured with different versions ({name} {a.env.get(name)} and {b.env.get(name)})"
+    allowed = [table.measure.get("allowed") or "none" for table in (a, b)]
+    return "" if allowed[0] == allowed[1] else f"tuned with different --allow-path ({allowed[0]} and {allowed[1]})"
 
 
 def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) -> Config | None:
@@ -487,11 +521,8 @@ def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
     _require_same_head(a, b, file_a, file_b)
     if a.device != b.device:
         raise ValueError(f"{file_a} is for {a.device}, {file_b} for {b.device}")
-    if a.defaults != b.defaults:
-        raise ValueError("the tables were measured against different built-in choices; tune anew instead")
-    for path in a.kernels.keys() & b.kernels.keys():
-        if a.kernels[path].get("src") != b.kernels[path].get("src"):
-            raise ValueError(f"the tables were measured with different kernels ({path}); tune anew instead")
+    if apart := why_apart(a, b):
+        raise ValueError(f"the tables were {apart}; tune anew instead")
     for kind, rows, mine, theirs in _paired(a, b):
         if strict and mine is not None and theirs is not None and mine.takes != theirs.takes:
             raise ValueError(f"{kind} {rows} takes {mine.takes} in A and {theirs.takes} in B (--strict)")
@@ -506,12 +537,12 @@ def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
 
 
 def joined(a: Table, b: Table) -> tuple[Table, int, int]:
-    """The table with every size of either; where both have one, the decision of ``a`` stays unless that of ``b`` is
-    faster beyond noise. Also returns how many sizes ``b`` has won, and how many only ``b`` has."""
+    """The table with every size of either; where both have one, the decision of ``a`` stays unless that of ``b`` beats
+    it. Also returns how many sizes ``b`` has won, and how many only ``b`` has."""
     chosen: list[Decision] = []
     taken = added = 0
     for _, _, mine, theirs in _paired(a, b):
-        if mine is None or (theirs is not None and 0 < theirs.us < mine.us and mine.beyond_noise(theirs)):
+        if mine is None or (theirs is not None and theirs.beats(mine)):
             assert theirs is not None
             taken, added = taken + (mine is not None), added + (mine is None)
             chosen.append(theirs)
@@ -526,7 +557,7 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
         entries=[one.entry for one in chosen if not one.confirmed],
         confirmed={kind: confirmed_of(times) for kind, times in confirmed.items()},
         kernels=b.kernels | a.kernels,
-        measure={name: b.measure[name] for name in ("screen",) if name in b.measure} | a.measure,
+        measure=a.measure | larger_screen(a, b),
         effort=a.effort if a.effort == b.effort else "mixed",
         rejected={reason: max(a.rejected.get(reason, 0), count) for reason, count in (a.rejected | b.rejected).items()},
         provenance={

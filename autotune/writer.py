@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from .. import __version__
 from ..files import write_whole
 from ..kernels.rng import NOISE_ABI
@@ -20,7 +22,7 @@ from ..tables.schema import Entry, Table, file_name
 from .labels import GEMM
 from .plan import RANK, Plan
 from .space import space_hash
-from .tables import confirmed_of
+from .tables import confirmed_of, larger_screen, why_apart
 
 MEASURE: dict[str, Any] = {
     "mode": "cuda_graph",
@@ -28,13 +30,12 @@ MEASURE: dict[str, Any] = {
     "hidden": "hot",
     "profiles": "typical, peaked, flat, in all channels",
 }
-# What of the environment a table's times depend on so much that another one is another run.
-SAME_ENV = ("torch", "triton", "cuda", "sgl_flashsample")
 
 
 class TableWriter:
     """Collects decisions and writes the table of a plan's device and head to ``folder``. A table of the same device,
-    head, kernels, built-in choices and versions that is there keeps its sizes until they are decided anew.
+    head, kernels, built-in choices and versions that is there keeps its sizes until they are decided anew; as long as
+    it keeps one, the new table has no more effort, and is no more complete, than the old one.
 
     Raises ValueError for a device without built-in choices.
 
@@ -48,25 +49,23 @@ class TableWriter:
         self.decided: dict[BatchKind, dict[int, Entry]] = {}
         self.rejected: dict[str, str] = {}
         self.provenance: dict[str, Any] = {"complete": False}
-        self._defaults = plan.defaults_digest  # raises ValueError for a device that has none
         self._began = time.time()
-        self._measure = MEASURE | {"min_gain": plan.effort.policy.min_gain}
-        self._measure |= {"allowed": SamplingPath.FLASHINFER.value} if flashinfer else {}
-        self._measure |= {"screen": plan.screen} if plan.screen else {}
-        self._before = self._same_before()
-
-    def _same_before(self) -> Table | None:
-        table, _ = load_table(self.path)
-        fingerprints = installed_fingerprints()
-        same = (
-            table is not None
-            and (table.device, table.head) == (self.plan.device, self.plan.head)
-            and all(table.env.get(name) == self.env.get(name) for name in SAME_ENV)
-            and all(hashes.get("src") == fingerprints.get(path) for path, hashes in table.kernels.items())
-            and table.defaults == self._defaults
-            and table.measure.get("allowed") == self._measure.get("allowed")
+        measure = MEASURE | {"min_gain": plan.effort.policy.min_gain}
+        measure |= {"allowed": SamplingPath.FLASHINFER.value} if flashinfer else {}
+        measure |= {"screen": plan.screen} if plan.screen else {}
+        self._empty = Table(
+            device=plan.device,
+            head=plan.head,
+            effort=plan.effort.name,
+            defaults=plan.defaults_digest,  # raises ValueError for a device that has none
+            tool={"sgl_flashsample": __version__, "noise": NOISE_ABI},
+            env=env,
+            measure=measure,
+            kernels={path: {"src": source} for path, source in installed_fingerprints().items()},
         )
-        return table if same else None
+        table, _ = load_table(self.path)
+        here = table is not None and (table.device, table.head) == (plan.device, plan.head)
+        self._before = table if table is not None and here and not why_apart(table, self._empty) else None
 
     def add(self, entry: Entry) -> None:
         self.decided.setdefault(KIND_NAMES[entry.kind], {})[entry.rows] = entry
@@ -76,13 +75,19 @@ class TableWriter:
         return not entry.flashinfer and entry.launch == self.plan.default(entry.rows, KIND_NAMES[entry.kind])
 
     def table(self) -> Table:
+        decided = {(entry.kind, entry.rows): entry for sizes in self.decided.values() for entry in sizes.values()}
         before = self._before or Table()
+        keeps = any((kind, rows) not in decided for kind in before.kinds for rows in before.sizes(kind))
+        effort, complete = self.plan.effort.name, self.provenance["complete"]
+        if keeps:
+            effort = min(effort, before.effort, key=lambda name: RANK.get(name, -1))
+            complete = complete and before.provenance.get("complete") is True
         times: dict[str, dict[int, tuple[float, float]]] = {}  # of the confirmed sizes, and of their GEMMs
         for name, old in before.confirmed.items():
             gemm_us = old.gemm_us or [0.0] * len(old.rows)
             times[name] = {rows: (us, gemm) for rows, us, gemm in zip(old.rows, old.us, gemm_us, strict=True)}
         entries = {(entry.kind, entry.rows): entry for entry in before.entries}
-        for entry in (entry for sizes in self.decided.values() for entry in sizes.values()):
+        for entry in decided.values():
             entries.pop((entry.kind, entry.rows), None)
             times.setdefault(entry.kind, {}).pop(entry.rows, None)
             if self.is_default(entry):
@@ -90,17 +95,14 @@ class TableWriter:
             else:
                 entries[entry.kind, entry.rows] = entry
         kinds = [str(kind) for kind in KIND_NAMES.values() if times.get(str(kind))]
-        fingerprints = installed_fingerprints()
-        return Table(
-            device=self.plan.device,
-            head=self.plan.head,
-            effort=self.plan.effort.name,
-            defaults=self._defaults,
-            tool={"sgl_flashsample": __version__, "noise": NOISE_ABI},
-            env=self.env,
-            measure=self._measure,
-            kernels={path: {"src": fingerprints[path], "space": space_hash(path)} for path in self.plan.paths},
-            provenance={**self.provenance, "seconds": round(time.time() - self._began, 1)},
+        kernels = {path: self._empty.kernels[path] | {"space": space_hash(path)} for path in self.plan.paths}
+        seconds = round(time.time() - self._began, 1)
+        return msgspec.structs.replace(
+            self._empty,
+            effort=effort,
+            measure=self._empty.measure | (larger_screen(self._empty, before) if keeps else {}),
+            kernels=before.kernels | kernels if keeps else kernels,
+            provenance={**self.provenance, "complete": complete, "seconds": seconds},
             rejected=dict(sorted(collections.Counter(self.rejected.values()).items())),
             entries=list(entries.values()),
             confirmed={kind: confirmed_of(times[kind]) for kind in kinds},

@@ -257,6 +257,21 @@ def test_a_table_is_up_to_date_at_its_effort_and_below_for_the_sizes_that_it_has
     assert not up_to_date()
 
 
+def test_sizes_of_less_effort_or_of_a_run_that_failed_are_not_passed_off_as_more_while_they_stay(tmp_path):
+    def decided(sizes, plan, complete=True):
+        run = Decided(tmp_path, [PLAIN, SCREENED], sizes=sizes, plan=plan)
+        run.writer.provenance = {"complete": complete}
+        run.writer.write()
+        return run.table
+
+    first = decided((1, 64), QUICK, complete=False)
+    second = decided((1,), FULL)
+    assert second.effort == "quick" and second.provenance["complete"] is False
+    assert second.measure["screen"] == first.measure["screen"] and first.measure["screen"]["rows"] == 64
+    third = decided((1, 64), FULL)
+    assert third.effort == "full" and third.provenance["complete"] is True
+
+
 def test_a_policy_is_tighter_the_more_looks_it_takes():
     assert EFFORTS["quick"].policy.looks < EFFORTS["full"].policy.looks
     assert dataclasses.replace(EFFORTS["full"].policy, most=60).looks > EFFORTS["full"].policy.looks

@@ -111,6 +111,8 @@ print({{"torch", "optuna", "plotly"}} & set(sys.modules))
         (["merge", "FILE", "h100", "-o", "c"], "FILE is for Device(name='NVIDIA H200'"),
         (["merge", "FILE", "old", "-o", "c"], "measured with different kernels (fused)"),
         (["merge", "FILE", "changed", "-o", "c"], "measured against different built-in choices"),
+        (["merge", "FILE", "newer", "-o", "c"], "measured with different versions (triton 3.6.0 and 3.7.0)"),
+        (["merge", "FILE", "allowed", "-o", "c"], "tuned with different --allow-path (none and flashinfer)"),
         (["merge", "FILE", "FILE", "-o", "pipe"], "pipe is not a plain file"),
         (["merge", "FILE", "FILE", "-o", "nowhere/c"], "nowhere/c cannot be written: No such file or directory"),
         (["verify", "pipe"], "pipe: it is not a plain file"),
@@ -126,6 +128,8 @@ def test_a_mistake_gets_one_line_and_exit_code_two(command, tmp_path, monkeypatc
     put(tmp_path / "other", make_table(head=HeadShape(vocab=8, hidden=8, dtype="fp32"), defaults=""))
     put(tmp_path / "h100", make_table(msgspec.structs.replace(H200, name="NVIDIA H100")))
     put(tmp_path / "old", msgspec.structs.replace(TABLE, kernels={"fused": {"src": "sha256:00"}}))
+    put(tmp_path / "newer", msgspec.structs.replace(TABLE, env=TABLE.env | {"triton": "3.7.0"}))
+    put(tmp_path / "allowed", msgspec.structs.replace(TABLE, measure=TABLE.measure | {"allowed": "flashinfer"}))
     put(tmp_path / "changed", msgspec.structs.replace(TABLE, defaults="sha256:00"))
     before = sorted(os.listdir(tmp_path))
     code, out, err = command(*arguments)
@@ -371,7 +375,8 @@ def test_merge_takes_the_other_choice_only_where_it_is_better_beyond_noise(comma
         "greedy": Confirmed(rows=[2], us=[281.0], gemm_us=[255.0]),
     }
     entries = [entry for entry in other.entries if (entry.kind, entry.rows) != ("plain", 16)]
-    entries.append(make_entry("plain", 32, READ_8, us=250.0, se=0.4, n=9))  # what A keeps is slower
+    faster = {"us": 250.0, "se": 0.4, "n": 9, "default_us": 290.0}
+    entries.append(make_entry("plain", 32, READ_8, **faster))  # what A keeps is slower
     other = msgspec.structs.replace(other, entries=entries, confirmed=confirmed)
     path, out = put(tmp_path / "b", other), tmp_path / "c"
     code, said, _ = command("merge", file, path, "-o", out)
@@ -386,15 +391,32 @@ def test_merge_takes_the_other_choice_only_where_it_is_better_beyond_noise(comma
     assert again[0] == 0, "merging tables that were merged does not nest without end"
 
 
-def test_merge_lets_a_built_in_choice_win_that_has_become_the_fastest():
-    faster = msgspec.structs.replace(
-        TABLE,
-        entries=[],
-        confirmed={"plain": Confirmed(rows=[1], us=[200.0]), "edit+truncate": Confirmed(rows=[16], us=[900.0])},
+def test_merge_compares_what_was_timed_in_one_race_and_not_two_sessions():
+    """B's GPU was a fifth faster throughout: where its choice gains no more, and where it was the built-in one."""
+    confirmed = {"plain": Confirmed(rows=[1, 128], us=[200.0, 290.0], gemm_us=[180.0, 220.0])}
+    entry = make_entry("plain", 4, READ_8, us=236.0, se=0.4, default_us=250.0)
+    merged, *counts = joined(TABLE, msgspec.structs.replace(TABLE, entries=[entry], confirmed=confirmed))
+    assert counts == [0, 0] and merged.confirmed["plain"] == TABLE.confirmed["plain"]
+    assert all(merged.entry(entry.kind, entry.rows) == entry for entry in TABLE.entries)
+    slower = changed(TABLE, "plain", 4, READ_8, us=320.0, default_us=360.0)
+    assert joined(TABLE, slower)[0].entry("plain", 4) == slower.entry("plain", 4), "more gain on a slower GPU"
+
+
+def test_merge_compares_with_the_gemm_where_the_built_in_choice_did_not_race_and_nothing_without_either():
+    without = {"default": "", "default_us": 0.0, "gain": 0.0}
+    table = changed(TABLE, "plain", 1, **without, others={"gemm": 250.0})
+    built_in = msgspec.structs.replace(
+        TABLE, entries=[], confirmed={"plain": Confirmed(rows=[1], us=[220.0], gemm_us=[220.0])}
     )
-    merged, taken, added = joined(TABLE, faster)
-    assert (taken, added) == (1, 0) and merged.entry("plain", 1) is None and 1 in merged.confirmed["plain"].rows
-    assert merged.entry("edit+truncate", 16) == TABLE.entry("edit+truncate", 16)
+    merged, taken, _ = joined(table, built_in)
+    assert taken == 1 and merged.entry("plain", 1) is None and 1 in merged.confirmed["plain"].rows
+    table = changed(TABLE, "plain", 1, **without)
+    assert joined(table, built_in)[0].entry("plain", 1) == table.entry("plain", 1)
+
+
+def test_merge_keeps_the_memory_of_the_larger_screen():
+    small = msgspec.structs.replace(SCREENED, measure={"screen": {"bytes": 1000, "rows": 1}})
+    assert joined(small, SCREENED)[0].measure["screen"] == SCREENED.measure["screen"]
     merged, taken, added = joined(TABLE, SCREENED)
     assert merged.measure["screen"] == SCREENED.measure["screen"] and (taken, added) == (0, 1)
     assert joined(SCREENED, TABLE)[0].measure == SCREENED.measure
