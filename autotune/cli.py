@@ -314,9 +314,14 @@ COMMANDS = {
         (
             *(MODEL, *HEAD, *TUNING),
             _argument("--budget", type=seconds_of, help="time of the run: 50s, 3m, 1h (default: the effort's)"),
-            _argument("--no-resume", dest="resume", action="store_false", help="forget what an earlier run has learnt"),
+            _argument(
+                "--no-resume",
+                dest="resume",
+                action="store_false",
+                help="begin anew; the log of earlier runs is kept aside",
+            ),
             _argument("--resume", action="store_true", default=True, help="go on after an earlier run (default)"),
-            _flag("--force", "tune again although the table is up to date"),
+            _flag("--force", "measure everything again, also where the table is up to date; as --no-resume"),
             _argument("--gpus", type=_number(MAX_GPUS), default=1, help="GPUs to measure on (default: 1)"),
             _argument("--batch-sizes", dest="sizes", type=sizes_of, help="instead of the usual ten: 1,8,64"),
             _argument("--compilers", **PROCESSES),

@@ -158,7 +158,7 @@ class _Coordinator:
         device, env = self._hello()
         try:
             plan = options.plan(device, head, self.effort, options.sizes or SIZES)
-            writer = TableWriter(options.out, plan, env, options.flashinfer is not None)
+            writer = TableWriter(options.out, plan, env, options.flashinfer is not None, self.progress.note)
         except ValueError as error:
             raise TuneError(str(error)) from None
         if not options.force and writer.up_to_date():

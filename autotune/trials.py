@@ -1,5 +1,5 @@
 """The log of a run: one JSON object per line, appended and flushed as things happen, so that a run that was killed can
-be continued. An incomplete line is dropped.
+be continued. An incomplete or damaged line is dropped; a log that is not gone on with is kept under another name.
 
 Events: {"event": "trial", ...} of each configuration of a search, "refused" of one that failed later, "gtest",
 "decided" of each batch size, with its ``Entry``, and "transfer" of what was raced between two sizes.
@@ -8,13 +8,14 @@ Events: {"event": "trial", ...} of each configuration of a search, "refused" of 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..files import BadFileError, read_plain
+from ..files import BadFileError, read_bytes
 
 T = TypeVar("T")
 
@@ -23,19 +24,18 @@ MAX_BYTES = 1 << 28
 
 
 class TrialLog:
-    """identity: the first line, what the trials were measured on and with. A log of another identity is set aside, not
-    read; ``note`` says so."""
+    """identity: the first line, what the trials were measured on and with. A log of another identity, one that cannot
+    be read and, without resume, any log is set aside; ``note`` says so."""
 
     def __init__(self, path: Path, identity: dict[str, Any], *, resume: bool) -> None:
         self.path, self.note = path, ""
         path.parent.mkdir(parents=True, exist_ok=True)
-        events = read_events(path) if resume else []
-        self.events: list[dict[str, Any]] = []
-        if events and events[0].get("identity") == identity:
-            self.events = events[1:]
-        elif events:
-            path.replace(path.with_suffix(".old"))
-            self.note = f"the log of another device, version or space is kept as {path.with_suffix('.old').name}"
+        first, *events = read_events(path) or [{}]
+        goes_on = resume and first.get("identity") == identity
+        self.events: list[dict[str, Any]] = events if goes_on else []
+        if not goes_on and os.path.lexists(path):
+            what = "of another device, version or space" if "identity" in first else "that cannot be read"
+            self.note = f"the log {what if resume else 'of earlier runs'} is kept as {set_aside(path).name}"
         # Written anew, so that no line is appended to an incomplete one.
         partial = path.with_suffix(".partial")
         lines = [{"identity": identity}, *self.events]
@@ -60,9 +60,10 @@ class TrialLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, without the incomplete ones; empty where the log does not exist or is no plain file."""
+    """The lines of a log, without incomplete and damaged ones; empty where the log does not exist or is no plain
+    file."""
     try:
-        lines = read_plain(path, MAX_BYTES).split("\n")
+        lines = read_bytes(path, MAX_BYTES).split(b"\n")
     except BadFileError:
         return []
     events = []
@@ -81,6 +82,12 @@ def recalled(events: Iterable[dict[str, Any]], read: Callable[[dict[str, Any]], 
     for event in events:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             yield read(event)
+
+
+def set_aside(path: Path) -> Path:
+    """Give a file the first name that is free of X.old, X.old2, X.old3, ... Raises OSError."""
+    names = (path.with_suffix(f".old{number}") for number in itertools.chain([""], itertools.count(2)))
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 def log_of(table: Path) -> Path:

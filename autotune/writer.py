@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from .labels import GEMM
 from .plan import RANK, Plan
 from .space import space_hash
 from .tables import confirmed_of, larger_screen, why_apart
+from .trials import set_aside
 
 MEASURE: dict[str, Any] = {
     "mode": "cuda_graph",
@@ -35,16 +37,24 @@ MEASURE: dict[str, Any] = {
 class TableWriter:
     """Collects decisions and writes the table of a plan's device and head to ``folder``. A table of the same device,
     head, kernels, built-in choices and versions that is there keeps its sizes until they are decided anew; as long as
-    it keeps one, the new table has no more effort, and is no more complete, than the old one.
+    it keeps one, the new table has no more effort, and is no more complete, than the old one. Any other table that is
+    there is set aside when the first decision is written.
 
     Raises ValueError for a device without built-in choices.
 
     flashinfer: whether its path may be chosen. decided: per kind and size what won, with its evidence, also where that
-    is the built-in choice. rejected: the reasons, by label.
+    is the built-in choice. rejected: the reasons, by label. note: says something to the person who waits.
     """
 
-    def __init__(self, folder: Path, plan: Plan, env: dict[str, str], flashinfer: bool = False) -> None:
-        self.plan, self.env, self.flashinfer = plan, env, flashinfer
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        env: dict[str, str],
+        flashinfer: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.plan, self.flashinfer, self._note = plan, flashinfer, note
         self.path = folder / file_name(plan.device.name, plan.head)
         self.decided: dict[BatchKind, dict[int, Entry]] = {}
         self.rejected: dict[str, str] = {}
@@ -63,9 +73,12 @@ class TableWriter:
             measure=measure,
             kernels={path: {"src": source} for path, source in installed_fingerprints().items()},
         )
-        table, _ = load_table(self.path)
-        here = table is not None and (table.device, table.head) == (plan.device, plan.head)
-        self._before = table if table is not None and here and not why_apart(table, self._empty) else None
+        self._before, self._apart = load_table(self.path)
+        if self._before is not None:
+            here = (self._before.device, self._before.head) == (plan.device, plan.head)
+            self._apart = why_apart(self._before, self._empty) if here else "of another device or head"
+        if self._apart:
+            self._before = None
 
     def add(self, entry: Entry) -> None:
         self.decided.setdefault(KIND_NAMES[entry.kind], {})[entry.rows] = entry
@@ -120,4 +133,7 @@ class TableWriter:
     def write(self) -> None:
         """Raises OSError where the folder cannot be written to."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._apart and self.path.is_file():
+            self._note(f"the table that was here is kept as {set_aside(self.path).name}: {self._apart}")
+        self._apart = None  # what is there from now on is this table
         write_whole(self.path, self.table().dumps())

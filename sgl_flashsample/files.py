@@ -26,7 +26,15 @@ def one_line(text: str, most: int = 120) -> str:
 
 
 def read_plain(file: str | os.PathLike[str], max_bytes: int) -> str:
-    """The text of ``file``. Raises BadFileError, and waits for nothing: what is not a plain file of at most
+    """The text of ``file``. Raises BadFileError, as ``read_bytes`` does."""
+    try:
+        return read_bytes(file, max_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise BadFileError(f"it is not UTF-8 text (byte {error.start})") from None
+
+
+def read_bytes(file: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """What is in ``file``. Raises BadFileError, and waits for nothing: what is not a plain file of at most
     ``max_bytes`` bytes is not read."""
     try:
         status = os.stat(file)
@@ -36,11 +44,9 @@ def read_plain(file: str | os.PathLike[str], max_bytes: int) -> str:
             raise BadFileError(f"it has {status.st_size} bytes; expected {max_bytes} or fewer")
         # Between the two calls it may have become a pipe, which would wait for a writer.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-            return opened.read(max_bytes + 1).decode()
+            return opened.read(max_bytes + 1)
     except OSError as error:
         raise BadFileError(one_line(error.strerror or str(error))) from None
-    except UnicodeDecodeError as error:
-        raise BadFileError(f"it is not UTF-8 text (byte {error.start})") from None
 
 
 def parse_json(text: str, max_bytes: int) -> Any:

@@ -237,6 +237,29 @@ def test_sizes_that_were_there_stay_until_they_are_decided_anew_and_only_while_n
         assert Decided(tmp_path, [PLAIN], sizes=(2,)).table.sizes("plain") == [2]
 
 
+def test_a_table_that_is_not_gone_on_with_is_kept_under_a_name_of_its_own_once_there_is_another(tmp_path):
+    first = Decided(tmp_path, [PLAIN], sizes=(1, 64)).table
+    notes = []
+
+    def writer(**changes) -> TableWriter:
+        return TableWriter(tmp_path, QUICK, **{"env": ENV, "note": notes.append} | changes)
+
+    path = writer(env={**ENV, "triton": "3.7.0"}).path
+    assert load_table(path)[0] == first, "nothing is decided yet"
+    changes = {"env": {**ENV, "triton": "3.7.0"}}, {"flashinfer": True}
+    for number, change in zip(("", 2), changes, strict=True):
+        before = path.read_bytes()
+        other = writer(**change)
+        other.write()
+        other.write()
+        assert path.with_suffix(f".old{number}").read_bytes() == before != path.read_bytes()
+    path.write_text("{")
+    writer().write()
+    assert path.with_suffix(".old3").read_text() == "{"
+    why = ("measured with different versions (triton 3.6.0 and 3.7.0)", "", "it is not JSON")
+    assert len(notes) == len(why) and all(text in note for text, note in zip(why, notes, strict=True))
+
+
 def test_a_table_is_up_to_date_at_its_effort_and_below_for_the_sizes_that_it_has(tmp_path):
     decided = Decided(tmp_path, [PLAIN], sizes=(1, 64))
     decided.writer.provenance = {"complete": True}

@@ -61,7 +61,16 @@ def test_a_run_finds_the_fastest_and_a_second_one_does_nothing(tmp_path, simulat
     before = result.path.stat().st_mtime_ns
     again = tune(tmp_path, device)
     assert (again.code, again.status) == (0, "up to date") and result.path.stat().st_mtime_ns == before
-    assert tune(tmp_path, device, force=True, sizes=(1,)).status == "done"
+
+
+def test_a_forced_run_measures_everything_again_and_keeps_the_log_of_the_one_before(tmp_path, simulated):
+    result = tune(tmp_path, simulated(), sizes=(1,))
+    log, trials = log_of(result.path), events_of(result, "trial")
+    again = tune(tmp_path, simulated(model={"us": 600.0}), force=True, sizes=(1,))
+    assert again.status == "done" and all(one.us > 500.0 for one in decisions(again.table))
+    assert min(us for event in events_of(again, "trial") for us in event["us"].values()) > 500.0
+    kept = [event for event in read_events(log.with_suffix(".old")) if event.get("event") == "trial"]
+    assert kept == trials
 
 
 def test_a_run_that_has_raced_baselines_says_how_much_longer_they_take(tmp_path, simulated):
@@ -247,7 +256,7 @@ def test_a_log_of_other_versions_is_set_aside(tmp_path, simulated):
     tune(tmp_path, simulated(), sizes=(1,))
     notes = Notes()
     result = tune(tmp_path, simulated(env=ENV | {"triton": "3.7.0"}), notes, sizes=(1,))
-    assert result.status == "done" and any("is kept as" in line for line in notes.lines)
+    assert result.status == "done" and any("the log of another device, version" in line for line in notes.lines)
 
 
 def test_whatever_lies_in_the_folder_a_run_goes_on(tmp_path, simulated):

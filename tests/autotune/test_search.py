@@ -282,8 +282,36 @@ def test_a_log_survives_a_line_that_was_cut_short_and_goes_on(tmp_path):
     log.add("trial", value=2)
     log.close()
     assert [event.get("value") for event in read_events(path)] == [None, 1, 2]
-    assert not TrialLog(path, {"device": "y"}, resume=True).events
-    assert (tmp_path / "trials.old").exists()
+
+
+def test_a_log_that_is_not_gone_on_with_is_kept_under_a_name_of_its_own_and_a_line_says_why(tmp_path):
+    path = tmp_path / "trials.jsonl"
+
+    def opened(device, resume=True) -> TrialLog:
+        log = TrialLog(path, {"device": device}, resume=resume)
+        log.add("trial", device=device)
+        log.close()
+        return log
+
+    assert opened("x").note == ""
+    assert opened("y").note == "the log of another device, version or space is kept as trials.old"
+    assert opened("x").note == "the log of another device, version or space is kept as trials.old2"
+    assert opened("x", resume=False).note == "the log of earlier runs is kept as trials.old3"
+    path.write_bytes(b"\xff" + path.read_bytes())
+    assert opened("x").note == "the log that cannot be read is kept as trials.old4"
+    devices = [read_events(tmp_path / f"trials.old{number}")[-1]["device"] for number in ("", 2, 3, 4)]
+    assert devices == ["x", "y", "x", "x"] and len(opened("x").events) == 2
+
+
+def test_a_damaged_byte_costs_a_log_its_line_and_no_other(tmp_path):
+    path = tmp_path / "trials.jsonl"
+    log = TrialLog(path, {"device": "x"}, resume=True)
+    for value in range(3):
+        log.add("trial", value=value)
+    log.close()
+    path.write_bytes(path.read_bytes().replace(b'"value": 1', b'"value\xff": 1'))
+    log = TrialLog(path, {"device": "x"}, resume=True)
+    assert [event["value"] for event in log.of("trial")] == [0, 2] and not log.note
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "\0" * 100, '{"event": ["trial"]}\n' * 3, "\u2028"], ids=range(5))
