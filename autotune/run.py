@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import fcntl
 import itertools
 import os
 import signal
@@ -16,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -119,6 +120,19 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
+def hold(table: Path) -> IO[str] | None:
+    """A file beside the table that is locked until it is closed, or this process ends, however it does; None where
+    another run holds it. Processes that are started meanwhile do not hold it. Raises OSError."""
+    table.parent.mkdir(parents=True, exist_ok=True)
+    opened = table.with_suffix(".lock").open("w")
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        opened.close()
+        return None
+    return opened
+
+
 class _Coordinator:
     def __init__(self, options: Options, progress: Progress) -> None:
         self.options, self.progress, self.effort = options, progress, options.plan_effort
@@ -132,6 +146,7 @@ class _Coordinator:
         self.preparing = Pool(())  # of the baselines
         self.flashinfer = False  # whether it can be raced by now
         self.log: TrialLog | None = None
+        self._held: IO[str] | None = None  # so that no other run writes to the table or its log
 
     def seconds(self) -> float:
         return time.monotonic() - self._began
@@ -144,6 +159,8 @@ class _Coordinator:
             pool.end()
         if self.log is not None:
             self.log.close()
+        if self._held is not None:
+            self._held.close()
 
     def _pools(self) -> list[Pool]:
         return [self.gpus, self.compilers, self.preparing]
@@ -156,6 +173,11 @@ class _Coordinator:
         if not table_there:
             self._start_compilers()
         device, env = self._hello()
+        self._held = hold(options.out / file_name(device.name, head))
+        if self._held is None:
+            raise TuneError(
+                f"another run is tuning this head in {options.out}: wait for it, or choose another folder with --out"
+            )
         try:
             plan = options.plan(device, head, self.effort, options.sizes or SIZES)
             writer = TableWriter(options.out, plan, env, options.flashinfer is not None, self.progress.note)

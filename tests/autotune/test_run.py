@@ -31,7 +31,7 @@ from sgl_flashsample.autotune import pool, search
 from sgl_flashsample.autotune.labels import config_of, label_of
 from sgl_flashsample.autotune.plan import Plan
 from sgl_flashsample.autotune.pool import Pool, WorkerProcess, work_until
-from sgl_flashsample.autotune.run import TuneError
+from sgl_flashsample.autotune.run import TuneError, hold
 from sgl_flashsample.autotune.tables import decisions
 from sgl_flashsample.autotune.trials import log_of, read_events
 from sgl_flashsample.autotune.verify import verify
@@ -71,6 +71,39 @@ def test_a_forced_run_measures_everything_again_and_keeps_the_log_of_the_one_bef
     assert min(us for event in events_of(again, "trial") for us in event["us"].values()) > 500.0
     kept = [event for event in read_events(log.with_suffix(".old")) if event.get("event") == "trial"]
     assert kept == trials
+
+
+def test_a_second_run_for_the_same_table_is_refused_in_one_line_while_the_first_goes_on(tmp_path, simulated):
+    device, refused = simulated(), []
+
+    class Rival(Notes):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "searched: " in text:
+                with pytest.raises(
+                    TuneError, match=r"^another run is tuning this head in .*out: wait for it, or "
+                ) as it:
+                    tune(tmp_path, device, sizes=(1,))
+                refused.append(it)
+                assert tune(tmp_path / "elsewhere", device, sizes=(1,)).status == "done"
+
+    result = tune(tmp_path, device, Rival(), sizes=(1, 64))
+    assert result.status == "done" and refused
+    assert {event["entry"]["rows"] for event in events_of(result, "decided")} == {1, 64}
+
+
+def test_a_worker_that_outlives_its_run_does_not_keep_others_from_tuning(tmp_path, simulated):
+    held = hold(tmp_path / "table.json")
+    assert held is not None and hold(tmp_path / "table.json") is None
+    worker = WorkerProcess({"worker": "simulated", "file": simulated()}, tmp_path / "log")
+    try:
+        assert "device" in pool.ask_once(worker, {"op": "hello"}, 30.0)
+        held.close()
+        again = hold(tmp_path / "table.json")
+        assert again is not None
+        again.close()
+    finally:
+        worker.end()
 
 
 def test_a_run_that_has_raced_baselines_says_how_much_longer_they_take(tmp_path, simulated):
@@ -221,6 +254,7 @@ def test_a_killed_run_loses_at_most_the_race_in_flight_and_its_workers_end_with_
         time.sleep(0.02)
     assert workers and not any(map(os.path.exists, workers))
     (log,) = (tmp_path / "out").glob("*.trials.jsonl")
+    assert hold(log.with_suffix("").with_suffix(".json")) is not None, "and the next run waits for nothing"
     with log.open("a") as file:
         file.write('{"event": "decided", "en')  # the line that it was writing
     assert sum(event.get("event") == "decided" for event in read_events(log)) >= 6
