@@ -63,6 +63,14 @@ class CorrectnessCheck:
 
     def check(self, config: Config, kind: BatchKind) -> None:
         """Raises IncorrectTokens where a token is not the reference's."""
+        try:
+            self._check(config, kind)
+        except Exception:
+            # Where one of a screen's launches has failed, the next configuration would find what it has not cleared.
+            self._screens.clear()
+            raise
+
+    def _check(self, config: Config, kind: BatchKind) -> None:
         block_b = READ_ROWS if isinstance(config, ReadConfig) else config.block_b
         for each in checked_kinds(config, kind):
             # The draw of truncated rows is compiled for a size of the vocabulary: one size is enough.

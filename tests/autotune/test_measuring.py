@@ -127,6 +127,18 @@ def test_a_screen_that_loses_the_best_group_is_found_by_either_comparison(small,
         small.check(SCREEN, SCREENED)
 
 
+def test_a_configuration_that_fails_leaves_no_scratch_to_the_next(small, monkeypatch):
+    small._screens[96] = "with a list that no launch has cleared"
+
+    def fails(*arguments, **options):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(correctness, "difference", fails)
+    with pytest.raises(RuntimeError, match="out of resource"):
+        small.check(TILE, PLAIN)
+    assert not small._screens
+
+
 def test_a_reader_that_is_wrong_for_greedy_batches_alone_is_refused(small, monkeypatch):
     wrong_tokens(monkeypatch, "selfcheck", lambda config, params: params.all_greedy)
     small.check(WIDE_READER, EDIT)
