@@ -18,7 +18,7 @@ import triton.language as tl
 
 from . import rng
 from .intrinsics import LN_2, LOG2_E, clamp01, log2, mul_rn, reciprocal, round_to_bf16
-from .params import PER_ROW, Edit
+from .params import PER_ROW, REPEATS_SHIFT, Edit
 from .workspace import MAX_TOP_GROUPS
 
 # Bound of a logit, so that logit / temperature stays finite.
@@ -32,6 +32,7 @@ _SCALING = tl.constexpr(int(Edit.SCALING))
 _MASK = tl.constexpr(int(Edit.MASK))
 _BIAS = tl.constexpr(int(Edit.BIAS))
 _PER_ROW = tl.constexpr(PER_ROW)
+_SHIFT = tl.constexpr(REPEATS_SHIFT)
 
 
 @triton.jit
@@ -72,11 +73,13 @@ def bound_logits(logits, valid):
 
 @triton.jit
 def load_edit_flags(edits, given_edits, offs_b, mask_b):
-    """``[BLOCK_B]`` int32: the ``Edit`` flags of each row; none without edits. given_edits: of ``FeatureOperands``."""
+    """``[BLOCK_B]`` int32: the ``Edit`` flags of each row, and above ``_SHIFT`` the row of the edits that it takes.
+    given_edits: of ``FeatureOperands``."""
     flags = tl.zeros(offs_b.shape, tl.int32)
     if edits is not None:
-        flags += given_edits
+        flags += given_edits & (_PER_ROW - 1)
         flags &= tl.load(edits.rows + offs_b, mask=mask_b & ((given_edits & _PER_ROW) != 0), other=-1)
+        flags |= (offs_b // (given_edits >> _SHIFT)) << _SHIFT
     return flags
 
 
@@ -84,17 +87,18 @@ def load_edit_flags(edits, given_edits, offs_b, mask_b):
 def edit_logits(
     logits,  # [BLOCK_V, BLOCK_B] f32
     valid,  # [BLOCK_V, BLOCK_B] bool
-    rows,  # [BLOCK_B] i32, rows of the batch
+    rows,  # [BLOCK_B] i32, rows of the batch, and of the mask
     columns,  # [BLOCK_V, 1] or [BLOCK_V, BLOCK_B] i32, absolute vocabulary ids
-    flags,  # [BLOCK_B] i32, Edit flags
+    flags,  # [BLOCK_B] i32, of load_edit_flags
     edits,  # EditOperands
 ):
     """SGLang's changes to the logits, in its order: penalties, grammar mask, bias. A row reads only what its own flags
     ask for."""
+    edit_rows = (flags >> _SHIFT)[None, :]
     read = valid & ((flags & _ADDITIVE) != 0)[None, :]
-    logits += tl.load(edits.additive + rows[None, :] * edits.additive_stride + columns, mask=read, other=0.0)
+    logits += tl.load(edits.additive + edit_rows * edits.additive_stride + columns, mask=read, other=0.0)
     read = valid & ((flags & _SCALING) != 0)[None, :]
-    scale = tl.load(edits.scaling + rows[None, :] * edits.scaling_stride + columns, mask=read, other=1.0)
+    scale = tl.load(edits.scaling + edit_rows * edits.scaling_stride + columns, mask=read, other=1.0)
     logits = tl.where(logits < 0, logits * scale, tl.div_rn(logits, scale))
     read = valid & ((flags & _MASK) != 0)[None, :]
     if edits.mask.dtype.element_ty == tl.int1:
@@ -105,7 +109,7 @@ def edit_logits(
         forbidden = ((word >> (columns % 32)) & 1) == 0
     logits = tl.where(forbidden, float("-inf"), logits)
     read = valid & ((flags & _BIAS) != 0)[None, :]
-    logits += tl.load(edits.bias + rows[None, :] * edits.bias_stride + columns, mask=read, other=0.0)
+    logits += tl.load(edits.bias + edit_rows * edits.bias_stride + columns, mask=read, other=0.0)
     return bound_logits(logits, True)
 
 

@@ -37,6 +37,7 @@ class Edit(enum.IntFlag):
 
 
 PER_ROW = 16  # beside the flags of the edits that are given: each row has flags of its own
+REPEATS_SHIFT = 8  # above them: how many rows share a row of edits
 
 
 def check_tensor(
@@ -119,6 +120,8 @@ class LogitEdits:
     bias: ``[B, V]`` float32, added after the mask: it cannot revive a masked token.
     rows: ``[B]`` int32 of ``Edit`` flags, which edits apply to which row; None: all that are given to every row.
         A row without a flag reads nothing.
+    repeats: so many rows in a row share a row of ``additive``, ``scaling`` and ``bias``, which then have
+        ``B / repeats`` rows, as the nodes of a tree of drafts do; ``mask`` and ``rows`` have B.
     """
 
     additive: torch.Tensor | None = None
@@ -126,6 +129,29 @@ class LogitEdits:
     mask: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    repeats: int = 1
+
+    def repeated(self, times: int, num_rows: int) -> LogitEdits:
+        """Of a batch with each row ``times`` times in a row, which makes ``num_rows``. A mask that has as many rows
+        already stays."""
+        mask = self.mask
+        if mask is not None and mask.shape[0] != num_rows:
+            mask = mask.repeat_interleave(times, 0)
+        rows = None if self.rows is None else self.rows.repeat_interleave(times)
+        return dataclasses.replace(self, mask=mask, rows=rows, repeats=self.repeats * times)
+
+    def part(self, start: int, stop: int) -> LogitEdits:
+        """Those of the rows from ``start`` to ``stop``: views, but copies where rows share a row of edits."""
+
+        def cut(tensor: torch.Tensor | None, repeats: int = 1) -> torch.Tensor | None:
+            if tensor is None or repeats == 1:
+                return None if tensor is None else tensor[start:stop]
+            first = start // repeats * repeats
+            whole = tensor[start // repeats : cdiv(stop, repeats)].repeat_interleave(repeats, 0)
+            return whole[start - first : stop - first]
+
+        additive, scaling, bias = (cut(tensor, self.repeats) for tensor in (self.additive, self.scaling, self.bias))
+        return LogitEdits(additive, scaling, cut(self.mask), bias, cut(self.rows))
 
     @property
     def given(self) -> Edit:
@@ -164,22 +190,23 @@ class LogitEdits:
 
     def check(self, num_rows: int, width: int, like: torch.Tensor) -> None:
         """Raise ValueError unless there is a row of each edit per row of the batch. width: as in ``operands``."""
+        if self.repeats < 1 or num_rows % self.repeats:
+            raise ValueError(f"repeats is {self.repeats}; expected a divisor of the batch's {num_rows} rows")
+        shared_rows = num_rows // self.repeats
         mask_dtype = torch.int32 if getattr(self.mask, "dtype", None) is not torch.bool else torch.bool
-        for name, tensor, dtype in (
-            ("additive", self.additive, torch.float32),
-            ("scaling", self.scaling, torch.float32),
-            ("bias", self.bias, torch.float32),
-            ("mask", self.mask, mask_dtype),
+        for name, tensor, rows, dtype in (
+            ("additive", self.additive, shared_rows, torch.float32),
+            ("scaling", self.scaling, shared_rows, torch.float32),
+            ("bias", self.bias, shared_rows, torch.float32),
+            ("mask", self.mask, num_rows, mask_dtype),
         ):
             if tensor is None:
                 continue
             columns = tensor.shape[-1] if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 else 0
-            check_tensor(
-                name, tensor, (num_rows, columns if dtype is torch.int32 else max(width, columns)), dtype, like
-            )
-            if (num_rows - 1) * tensor.stride(0) + columns >= 2**31:  # places are int32 in kernels
+            check_tensor(name, tensor, (rows, columns if dtype is torch.int32 else max(width, columns)), dtype, like)
+            if (rows - 1) * tensor.stride(0) + columns >= 2**31:  # places are int32 in kernels
                 raise ValueError(
-                    f"{name} has rows {tensor.stride(0)} elements apart; expected {num_rows} rows within 2**31 elements"
+                    f"{name} has rows {tensor.stride(0)} elements apart; expected {rows} rows within 2**31 elements"
                 )
         if self.rows is not None:
             check_tensor("rows", self.rows, (num_rows,), torch.int32, like)
@@ -198,7 +225,7 @@ class FeatureOperands(NamedTuple):
     edits: EditOperands | None
     logit_scale: float | None
     softcap: float | None
-    given_edits: int  # ``Edit`` flags, and ``PER_ROW``
+    given_edits: int  # ``Edit`` flags, ``PER_ROW``, and how many rows share a row of edits, above ``REPEATS_SHIFT``
     variant: Hashable  # what of all these a compiled kernel depends on
 
 
@@ -228,21 +255,22 @@ class BatchParams:
     distribution_only: bool = False
 
     def rows(self, start: int, stop: int) -> BatchParams:
-        """Those of the rows from ``start`` to ``stop``, as views."""
-        return self._of_each(lambda tensor: tensor[start:stop])
+        """Those of the rows from ``start`` to ``stop``, as views but for edits that rows share."""
+        edits = None if self.edits is None else self.edits.part(start, stop)
+        return self._of_each(lambda tensor: tensor[start:stop], edits)
 
     def repeated(self, times: int) -> BatchParams:
         """Each row ``times`` times in a row. A mask that has as many rows already stays."""
-        rows = self.temperature.shape[0] * times
-        return self._of_each(lambda tensor: tensor if tensor.shape[0] == rows else tensor.repeat_interleave(times, 0))
+        edits = None if self.edits is None else self.edits.repeated(times, self.temperature.shape[0] * times)
+        return self._of_each(lambda tensor: tensor.repeat_interleave(times, 0), edits)
 
-    def _of_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchParams:
+    def _of_each(self, change: Callable[[torch.Tensor], torch.Tensor], edits: LogitEdits | None) -> BatchParams:
         def changed(value: Any) -> Any:
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             tensors = {name: change(field) for name, field in fields.items() if isinstance(field, torch.Tensor)}
             return dataclasses.replace(value, **tensors)
 
-        truncation, edits = (None if value is None else changed(value) for value in (self.truncation, self.edits))
+        truncation = None if self.truncation is None else changed(self.truncation)
         return dataclasses.replace(changed(self), truncation=truncation, edits=edits)
 
     @property
@@ -257,6 +285,7 @@ class BatchParams:
         if self.edits is not None:
             edits, edit_variant = self.edits.operands(spec.edit_width, floats, integers)
             given = self.edits.given | (0 if self.edits.rows is None else PER_ROW)
+            given |= self.edits.repeats << REPEATS_SHIFT
         # An integer would compile another kernel than a float.
         scale = None if spec.logit_scale is None else float(spec.logit_scale)
         softcap = None if spec.softcap is None else float(spec.softcap)

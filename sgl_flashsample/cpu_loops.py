@@ -672,6 +672,7 @@ def sample_rows(
     limits,  # top_k, top_p, min_p; empty arrays where there is no truncation
     flags,  # Edit flags of each row
     edits,  # additive, scaling, words and bools of the mask, bias: flat, empty where not given
+    edit_repeats,  # how many rows share a row of all but the masks
     edit_strides,
     edit_widths,
     want_mass,
@@ -705,12 +706,13 @@ def sample_rows(
                 buffer = np.empty(vocab_size, np.float32)
             _transform_row(row, dtype, scale, softcap, buffer)
             if flags[b]:
+                shared = b // edit_repeats
                 at = (
-                    b * edit_strides[0],
-                    b * edit_strides[1],
+                    shared * edit_strides[0],
+                    shared * edit_strides[1],
                     b * edit_strides[2],
                     b * edit_strides[3],
-                    b * edit_strides[4],
+                    shared * edit_strides[4],
                 )
                 _edit_row(
                     flags[b],

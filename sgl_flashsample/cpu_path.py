@@ -99,7 +99,7 @@ def sample_on_cpu(
         scores if output.logprobs is None else output.logprobs,
         scores if output.log_mass is None else output.log_mass,
     )
-    flags, edits, strides, widths = _edit_arguments(params, num_rows)
+    flags, edits, repeats, strides, widths = _edit_arguments(params, num_rows)
     arguments: tuple[Any, ...] = (
         spec.vocab_size,
         spec.vocab_start,
@@ -113,6 +113,7 @@ def sample_on_cpu(
         _limits(params),
         flags,
         edits,
+        repeats,
         strides,
         widths,
         return_logprob,
@@ -175,11 +176,12 @@ def _limits(params: BatchParams) -> tuple[np.ndarray[Any, Any], ...]:
 
 
 def _edit_arguments(params: BatchParams, num_rows: int) -> tuple[Any, ...]:
-    """Flags of the rows; the edits, flat; the distance of their rows, and how long these are."""
+    """Flags of the rows; the edits, flat; how many rows share a row of all but the masks; the distance of their rows,
+    and how long these are."""
     edits = params.edits
     nothing = _empty("float32"), _empty("float32"), _empty("int32"), _empty("uint8"), _empty("float32")
     if edits is None or not edits.given:
-        return np.zeros(num_rows, np.int32), nothing, (0,) * 5, (0,) * 5
+        return np.zeros(num_rows, np.int32), nothing, 1, (0,) * 5, (0,) * 5
     bools = None if not edits.mask_is_bool or edits.mask is None else edits.mask.view(torch.uint8)
     tensors = (edits.additive, edits.scaling, None if edits.mask_is_bool else edits.mask, bools, edits.bias)
     given = np.full(num_rows, int(edits.given), np.int32)
@@ -187,6 +189,7 @@ def _edit_arguments(params: BatchParams, num_rows: int) -> tuple[Any, ...]:
     return (
         flags,
         tuple(empty if tensor is None else _flat(tensor) for tensor, empty in zip(tensors, nothing, strict=True)),
+        edits.repeats,
         tuple(0 if tensor is None else tensor.stride(0) for tensor in tensors),
         tuple(0 if tensor is None else tensor.shape[1] for tensor in tensors),
     )

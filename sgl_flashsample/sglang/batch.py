@@ -425,8 +425,8 @@ def edits_of(batch: Batch, routing: Routing, sampling_info: Any) -> LogitEdits |
 def edits_of_nodes(
     batch: Batch, routing: Routing, sampling_info: Any, grammar_mask: Any, num_nodes: int
 ) -> LogitEdits | None:
-    """``edits_of`` for a verification of drafts: the penalties and the bias of a row for each of its nodes, and the
-    masks of nodes that SGLang has filled; None where no row has any.
+    """``edits_of`` for a verification of drafts: all nodes of a row share its penalties and its bias; SGLang has filled
+    their masks. None where no row has any.
 
     Raises GrammarError for a mask in a form that we do not know, and where there is none.
     """
@@ -435,18 +435,16 @@ def edits_of_nodes(
         return None
     assert routing.edit_rows is not None
 
-    def repeated(kind: Edit, rows: torch.Tensor | None) -> torch.Tensor | None:
-        return rows.repeat_interleave(num_nodes, 0) if kinds & kind and rows is not None else None
-
     mask = None
     if kinds & Edit.MASK:
         mask = getattr(grammar_mask, "vocab_mask", None)
         check_mask(mask, len(batch) * num_nodes)
     edits = LogitEdits(
-        additive=repeated(Edit.ADDITIVE, sampling_info.acc_additive_penalties),
-        scaling=repeated(Edit.SCALING, sampling_info.acc_scaling_penalties),
+        additive=sampling_info.acc_additive_penalties if kinds & Edit.ADDITIVE else None,
+        scaling=sampling_info.acc_scaling_penalties if kinds & Edit.SCALING else None,
         mask=mask,
-        bias=repeated(Edit.BIAS, sampling_info.logit_bias),
+        bias=sampling_info.logit_bias if kinds & Edit.BIAS else None,
+        repeats=num_nodes,
     )
     # Penalties that SGLang has not accumulated it does not apply to drafts either.
     rows = routing.edit_rows if edits.given == kinds else routing.edit_rows & int(edits.given)

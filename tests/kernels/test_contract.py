@@ -623,6 +623,24 @@ def test_a_row_without_a_flag_reads_nothing_of_its_edits(device, path, bool_mask
     assert drawn.token_ids[4].item() == 0, "a row without an allowed token gets the first id"
 
 
+@pytest.mark.parametrize("kind, repeats", [("plain", 3), ("truncate", 8)])
+@on_every_path
+def test_rows_that_share_a_row_of_edits_draw_as_if_each_had_its_own(device, path, kind, repeats):
+    """Masks and flags are each row's own. Parts of the batch too, wherever it is cut."""
+    case = make_case(24, 700, device, kind, seed=8)
+    shared, own = mixed_edits(24 // repeats, 700, device), mixed_edits(24, 700, device)
+    spelled = {name: getattr(shared, name).repeat_interleave(repeats, 0) for name in ("additive", "scaling", "bias")}
+    edits = dataclasses.replace(own, **{name: getattr(shared, name) for name in spelled}, repeats=repeats)
+    apart = case.with_params(edits=dataclasses.replace(own, **spelled))
+    together = draw(path, case.with_params(edits=edits), logprobs=kind == "plain")
+    assert_same(draw(path, apart, logprobs=kind == "plain"), together)
+    for start, stop in ((0, repeats), (repeats - 1, 2 * repeats + 1), (23, 24)):
+        cut, whole = edits.part(start, stop), apart.params.edits
+        assert cut.repeats == 1
+        for name in ("additive", "scaling", "mask", "bias", "rows"):
+            assert torch.equal(getattr(cut, name), getattr(whole, name)[start:stop]), name
+
+
 @pytest.mark.parametrize("words", [0, 1, 3, 9, 12])
 @on_every_path
 def test_ids_beyond_a_short_mask_of_words_are_allowed(device, path, words):

@@ -180,6 +180,12 @@ class Far(torch.Tensor):
         ({"truncation": (5, 1.0, 0.0)}, "truncation is a tuple; expected Truncation or None"),
         ({"edits": {"bias": None}}, "edits is a dict; expected LogitEdits or None"),
         ({"edits": LogitEdits(additive=[[0.0]])}, "additive is a list; expected a tensor"),
+        ({"edits": LogitEdits(repeats=2)}, "repeats is 2; expected a divisor of the batch's 3 rows"),
+        ({"edits": LogitEdits(repeats=0)}, "repeats is 0; expected a divisor"),
+        (
+            {"edits": LogitEdits(bias=torch.zeros(3, 16), repeats=3)},
+            r"bias is \(3, 16\) .*; expected contiguous \(1, 16\)",
+        ),
         ({"edits": LogitEdits(bias=torch.tensor(1.0))}, r"bias is \(\) .*; expected contiguous \(3, 16\)"),
         ({"edits": LogitEdits(mask=torch.zeros(3, dtype=torch.bool))}, r"mask is \(3,\) .*; expected contiguous"),
         (
