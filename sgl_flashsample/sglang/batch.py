@@ -336,13 +336,15 @@ class Routing:
     """Who serves each row of a batch. reasons: per row, why it takes SGLang's sampler; None where it is fused.
 
     Set in the first step of the batch. native_rows: what the sampler keeps of the rows that are not fused. edit_kinds,
-    edit_rows: the ``Edit`` flags of the others, in all, and per row on the device.
+    edit_rows: the ``Edit`` flags of the others, in all, and per row on the device. node_rows: per node of a tree of
+    drafts, by the edits that are given and the number of nodes.
     """
 
     reasons: tuple[Reason | None, ...]
     native_rows: Any = None
     edit_kinds: Edit | None = None
     edit_rows: torch.Tensor | None = None
+    node_rows: dict[tuple[Edit, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def whole(cls, reason: Reason, num_rows: int) -> Routing:
@@ -447,8 +449,14 @@ def edits_of_nodes(
         repeats=num_nodes,
     )
     # Penalties that SGLang has not accumulated it does not apply to drafts either.
-    rows = routing.edit_rows if edits.given == kinds else routing.edit_rows & int(edits.given)
-    return dataclasses.replace(edits, rows=rows.repeat_interleave(num_nodes)) if edits.given else None
+    given = edits.given
+    if not given:
+        return None
+    rows = routing.node_rows.get((given, num_nodes))
+    if rows is None:
+        rows = (routing.edit_rows & int(given)).repeat_interleave(num_nodes)
+        routing.node_rows[given, num_nodes] = rows
+    return dataclasses.replace(edits, rows=rows)
 
 
 def _edit_kinds(batch: Batch, routing: Routing, sampling_info: Any) -> Edit:

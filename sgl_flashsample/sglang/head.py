@@ -573,11 +573,11 @@ def _identity(processor: Any, weight: torch.Tensor) -> tuple:
 
 
 def _places(edits: LogitEdits | None) -> tuple[Hashable, ...]:
-    """Address, shape, strides and dtype of each tensor of the edits, on which a captured graph depends."""
+    """What of the edits a captured graph depends on: address, shape, strides and dtype of each tensor, and repeats."""
     if edits is None:
         return ()
     tensors = (edits.additive, edits.scaling, edits.mask, edits.bias, edits.rows)
-    return tuple(
+    return edits.repeats, *(
         None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         for tensor in tensors
     )

@@ -24,7 +24,7 @@ from ..selfcheck import MAX_COMPILED_ROWS
 from .batch import Batch, GrammarError, Reason, Routing, batch_of, edits_of_nodes
 from .lazy_logits import LazyLogits, plain
 from .runtime import Runtime
-from .sampler import Unserved, draw, draw_without_graphs, guarded_routing
+from .sampler import Unserved, draw, guarded_routing
 
 LOGPROBS_ATTRIBUTE = "_flashsample_logprobs"  # on LogitsProcessorOutput: of the token drawn at each node
 # An argument of ``eagle_sample`` that only says how to read another one.
@@ -129,15 +129,9 @@ class SpeculationHooks:
     def _draw(
         self, lazy: LazyLogits, nodes: Batch, edits: LogitEdits | None, positions: torch.Tensor, return_logprob: bool
     ) -> SampleOutput:
-        """The draw of each node. A graph reads positions at one place, and SGLang makes them anew for each step, as it
-        does the edits of nodes: steps without edits are replayed, from a copy of their positions."""
-        state, num_nodes = lazy.source, len(nodes)
-        if edits is not None:
-            state.update(num_nodes)
-            return draw_without_graphs(
-                state, lazy.hidden, nodes.params(positions.to(torch.int64), edits), return_logprob
-            )
+        """The draw of each node. SGLang makes positions anew for each step; a graph reads a copy at one place."""
+        num_nodes = len(nodes)
         if self._positions is None or len(self._positions) < num_nodes:
             self._positions = torch.empty(max(num_nodes, MAX_COMPILED_ROWS), dtype=torch.int64, device=positions.device)
         places = self._positions[:num_nodes].copy_(positions)
-        return draw(state, lazy.hidden, nodes, None, places, return_logprob)
+        return draw(lazy.source, lazy.hidden, nodes, edits, places, return_logprob)
