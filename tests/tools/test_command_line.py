@@ -132,7 +132,8 @@ def demo(folder, port, size):
     launcher = (sys.executable, "-c", {server!r})
     with server.Server("m", [], backend=None, log=folder / "log", launcher=launcher, patience=60.0): ...
 run.run = demo
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell, and under nohup:
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.exit(main(["demo", "--folder", "."]))
 """
     child = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
