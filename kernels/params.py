@@ -260,9 +260,12 @@ class BatchParams:
         return self._of_each(lambda tensor: tensor[start:stop], edits)
 
     def repeated(self, times: int) -> BatchParams:
-        """Each row ``times`` times in a row. A mask that has as many rows already stays."""
-        edits = None if self.edits is None else self.edits.repeated(times, self.temperature.shape[0] * times)
-        return self._of_each(lambda tensor: tensor.repeat_interleave(times, 0), edits)
+        """Each row ``times`` times in a row. What has as many rows already, as positions or a mask may, stays."""
+        num_rows = self.temperature.shape[0] * times
+        edits = None if self.edits is None else self.edits.repeated(times, num_rows)
+        return self._of_each(
+            lambda tensor: tensor if tensor.shape[0] == num_rows else tensor.repeat_interleave(times, 0), edits
+        )
 
     def _of_each(self, change: Callable[[torch.Tensor], torch.Tensor], edits: LogitEdits | None) -> BatchParams:
         def changed(value: Any) -> Any:
