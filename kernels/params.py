@@ -402,8 +402,9 @@ class LogitsSpec:
 
 
 def supports_tma(matrix: torch.Tensor) -> bool:
-    """Whether tensor descriptors can address ``matrix``: 16-byte aligned rows."""
-    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    """Whether tensor descriptors can address ``matrix``: 16-byte aligned rows, each in a place of its own."""
+    stride = matrix.stride(0)
+    return matrix.data_ptr() % 16 == 0 and stride * matrix.element_size() % 16 == 0 and stride >= matrix.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -244,7 +244,7 @@ def test_a_head_says_what_its_logits_are_and_what_can_address_it():
     assert head.rounding is torch.float32 and not head.gemm_gives_logits
     assert LMHead(head.weight).rounding is torch.bfloat16 and LMHead(head.weight).gemm_gives_logits
     assert head.supports_tma and supports_tma(torch.zeros(3, 4)) and not supports_tma(torch.zeros(3, 5))
-    assert not supports_tma(torch.zeros(3, 8)[:, 1:5])
+    assert not supports_tma(torch.zeros(3, 8)[:, 1:5]) and not supports_tma(torch.zeros(8).expand(3, 8))
     odd = LMHead(torch.zeros(40, 25, dtype=torch.bfloat16))
     both = dataclasses.replace(TILE, tma=True, hidden_tma=True)
     hidden = torch.zeros(2, 24, dtype=torch.bfloat16)
