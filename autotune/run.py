@@ -122,7 +122,8 @@ def _interrupt(number: int, frame: Any) -> None:
 
 def hold(table: Path) -> IO[str] | None:
     """A file beside the table that is locked until it is closed, or this process ends, however it does; None where
-    another run holds it. Processes that are started meanwhile do not hold it. Raises OSError."""
+    another run holds it. Processes that are started meanwhile do not hold it. A file system without locks is taken as
+    it is. Raises OSError where no file can be made."""
     table.parent.mkdir(parents=True, exist_ok=True)
     opened = table.with_suffix(".lock").open("w")
     try:
@@ -130,6 +131,8 @@ def hold(table: Path) -> IO[str] | None:
     except BlockingIOError:
         opened.close()
         return None
+    except OSError:
+        pass
     return opened
 
 
@@ -188,6 +191,8 @@ class _Coordinator:
         if table_there:
             self._start_compilers()
         resumes = options.resume and not options.force
+        if not resumes:
+            writer.begin_anew()
         self.log = TrialLog(log_of(writer.path), self._identity(plan, env), resume=resumes)
         if self.log.note:
             self.progress.note(self.log.note)

@@ -108,6 +108,8 @@ class TableWriter:
             else:
                 entries[entry.kind, entry.rows] = entry
         kinds = [str(kind) for kind in KIND_NAMES.values() if times.get(str(kind))]
+        run = {"effort": self.plan.effort.name, "complete": self.provenance["complete"]}
+        run |= {str(kind): " ".join(map(str, sorted(rows))) for kind, rows in self.decided.items()}
         kernels = {path: self._empty.kernels[path] | {"space": space_hash(path)} for path in self.plan.paths}
         seconds = round(time.time() - self._began, 1)
         return msgspec.structs.replace(
@@ -115,7 +117,7 @@ class TableWriter:
             effort=effort,
             measure=self._empty.measure | (larger_screen(self._empty, before) if keeps else {}),
             kernels=before.kernels | kernels if keeps else kernels,
-            provenance={**self.provenance, "complete": complete, "seconds": seconds},
+            provenance={**self.provenance, "complete": complete, "seconds": seconds, "run": run},
             rejected=dict(sorted(collections.Counter(self.rejected.values()).items())),
             entries=list(entries.values()),
             confirmed={kind: confirmed_of(times[kind]) for kind in kinds},
@@ -125,10 +127,25 @@ class TableWriter:
         """Whether the finished table is there: of this device, head, kernels and versions, at this effort or more, with
         every size of the plan."""
         table = self._before
-        if table is None or table.provenance.get("complete") is not True:
+        if table is None:
             return False
-        sizes_there = all(set(self.plan.sizes_of(kind)) <= set(table.sizes(str(kind))) for kind in self.plan.kinds)
-        return sizes_there and RANK.get(table.effort, -1) >= RANK[self.plan.effort.name]
+        # Of a table that keeps sizes of less effort, what its last run has decided.
+        run = table.provenance.get("run")
+        run = run if isinstance(run, dict) else {}
+        whole = {kind: " ".join(map(str, table.sizes(kind))) for kind in table.kinds}
+        whole |= {"effort": table.effort, "complete": table.provenance.get("complete")}
+        wanted = {str(kind): set(map(str, self.plan.sizes_of(kind))) for kind in self.plan.kinds}
+        return any(
+            done.get("complete") is True
+            and RANK.get(str(done.get("effort")), -1) >= RANK[self.plan.effort.name]
+            and all(sizes <= set(str(done.get(kind, "")).split()) for kind, sizes in wanted.items())
+            for done in (whole, run)
+        )
+
+    def begin_anew(self) -> None:
+        """Keep no size of the table that is there: it is set aside when the first decision is written."""
+        if self._before is not None:
+            self._before, self._apart = None, "all is measured anew"
 
     def write(self) -> None:
         """Raises OSError where the folder cannot be written to."""

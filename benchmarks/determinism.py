@@ -408,7 +408,9 @@ def run_interpreted(options: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "interpreted.json"
         command = [sys.executable, __file__, "--dry-run", "--out", str(out), "--only", *options.only]
-        subprocess.run(command, check=False)
+        done = subprocess.run(command, check=False)
+        if done.returncode not in (0, 1):  # 1: a token differs
+            raise RuntimeError(f"the interpreted part ended with code {done.returncode}")
         return read_result(out, "determinism.py")["rows"]
 
 

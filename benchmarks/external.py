@@ -210,6 +210,9 @@ class Outcome(unittest.TestResult):
 
     addFailure = addError
 
+    def addSkip(self, test: Any, reason: str) -> None:
+        self.word = f"skip: {reason}"
+
     def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
         if err is not None:
             self.addError(test, err)

@@ -579,6 +579,12 @@ def differences(stock: Answer, ours: Answer, request: Request) -> list[str]:
     return found
 
 
+def follows(words: str, row: int) -> bool:
+    """Whether a difference may follow from another token of this row. Fields and other rows do not."""
+    names = ("ids", "text", "end", "matched", "tokens", "logprobs")
+    return any(words.startswith(f"row {row}: {name}:") for name in names)
+
+
 def row_differences(
     stock: dict[str, Any], ours: dict[str, Any], stock_answer: Answer, ours_answer: Answer, request: Request
 ) -> list[str]:
@@ -682,9 +688,10 @@ class Fuzz:
         found = []
         if request.kind != "left":
             found = differences(answers["stock"], answers["ours"], request)
-        if found and request.certain and answers["stock"].status == 200 and await self.are_near_ties(request, answers):
-            self.near_ties += 1
-            found = []
+        if found and request.certain and answers["stock"].status == 200:
+            tied = await self.near_ties_of(request, answers)
+            self.near_ties += len(tied)
+            found = [words for words in found if not any(follows(words, row) for row in tied)]
         if found:
             self.different += 1
             if len(self.examples) < EXAMPLES:
@@ -694,21 +701,17 @@ class Fuzz:
                 self.different += 1
                 self.examples.append(example(request, [f"{side} does not answer"], answers))
 
-    async def are_near_ties(self, request: Request, answers: dict[str, Answer]) -> bool:
-        """Whether stock's own logprobs, where the tokens differ first, are as good as equal in each differing row.
-        Those are of the edited logits, at temperature 1 beside no drawn row and at the request's beside one."""
+    async def near_ties_of(self, request: Request, answers: dict[str, Answer]) -> list[int]:
+        """The rows in which stock's own logprobs, where the tokens differ first, are as good as equal. Those are of the
+        edited logits, at temperature 1 beside no drawn row and at the request's beside one."""
         body = json.loads(request.body)
         if request.path != "/generate" or isinstance(body.get("sampling_params"), list) or request.streams:
-            return False
-        rows = [sequences(answers[side].data) for side in SIDES]
-        if len(rows[0]) != len(rows[1]):
-            return False
-        for one, other in zip(*rows, strict=True):
-            ids = one["output_ids"], other["output_ids"]
+            return []
+        tied = []
+        for row, pair in enumerate(zip(*(sequences(answers[side].data) for side in SIDES), strict=False)):
+            ids = [one["output_ids"] for one in pair]
             place = next((place for place, pair in enumerate(zip(*ids, strict=False)) if len(set(pair)) == 2), None)
             if place is None:
-                if ids[0] != ids[1]:
-                    return False
                 continue
             both = [tokens[place] for tokens in ids]
             again = body | {"return_logprob": True, "token_ids_logprob": both, "stream": False}
@@ -716,12 +719,12 @@ class Fuzz:
             answer = await self.post("stock", "/generate", json.dumps(again).encode())
             lists = sequences(answer.data)[0]["meta_info"]["output_token_ids_logprobs"] if answer.status == 200 else []
             if place >= len(lists):
-                return False
+                continue
             values = [entry[0] for entry in lists[place]]
             temperature = max(1.0, body["sampling_params"].get("temperature") or 1.0)
-            if None in values or not abs(values[0] - values[1]) <= NEAR_TIE * temperature:
-                return False
-        return True
+            if None not in values and abs(values[0] - values[1]) <= NEAR_TIE * temperature:
+                tied.append(row)
+        return tied
 
     async def run(self, numbers: Sequence[int]) -> None:
         """Ends early where a server does."""

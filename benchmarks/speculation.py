@@ -419,7 +419,7 @@ class Run:
         names = [name for name in servers if name != STOCK]
         rows = {name: about | {"backend": name, **dict.fromkeys(COUNTS, 0), "differences": []} for name in names}
         first_seed = 0
-        while rows[NO_DRAFTS]["tokens"] < self.options.compared:
+        while first_seed * self.options.tokens < self.options.compared:
             prompts = prompts_of(self.size.vocab_size, self._largest)
             seeds = range(first_seed, first_seed + self._largest)
             answers = {
@@ -427,10 +427,10 @@ class Run:
             }
             want, ties = drawn(target, [prompt[-1] for prompt in prompts], temperature, seeds, PROMPT_TOKENS - 1)
             firsts = [answer[0] for answer in answers[NO_DRAFTS]]
-            rows[NO_DRAFTS]["tokens"] += self._largest * self.options.tokens
-            rows[NO_DRAFTS]["different"] += sum(
-                token != wanted and not tie for token, wanted, tie in zip(firsts, want, ties, strict=True)
-            )
+            rows[NO_DRAFTS]["tokens"] += self._largest  # the first of each answer
+            for token, wanted, tie in zip(firsts, want, ties, strict=True):
+                if token != wanted:
+                    rows[NO_DRAFTS]["near_ties" if tie else "different"] += 1
             for name in names[1:]:
                 for prompt, seed, one, other in zip(prompts, seeds, answers[NO_DRAFTS], answers[name], strict=True):
                     _add_difference(rows[name], target, prompt, seed, temperature, one, other)

@@ -17,15 +17,9 @@ PREFILL_SECONDS = 0.3  # then only decode steps are left to be profiled
 MOST_ANSWERS = 10  # that one trace is taken of
 TRACES = "*.trace.json.gz"
 
-# Calls that make the host wait, and calls that take memory from the driver. None may be added to a steady step.
-SYNCHRONISING = (
-    "cudaDeviceSynchronize",
-    "cudaStreamSynchronize",
-    "cudaEventSynchronize",
-    "cudaMemcpy",
-    "aten::item",
-    "aten::_local_scalar_dense",
-)
+# Calls that make the host wait, and calls that take memory from the driver. None may be added to a steady step. (An
+# ``aten::item`` waits by one of them, or reads a tensor of the host.)
+SYNCHRONISING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 ALLOCATING = ("cudaMalloc", "cudaFree", "cudaMallocAsync", "cuMemCreate", "cuMemMap", "cudaHostAlloc")
 LAUNCHING = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync")
 # Kernels of an exchange between ranks, with the wait for the others: ours, and collectives. The model's own collectives
@@ -33,7 +27,7 @@ LAUNCHING = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 EXCHANGING = ("exchange_records", "tell_logits", "copy_rows", "pack_record", "merge_records")
 COLLECTIVE = ("cross_device_reduce", "all_reduce", "nccl")
 SHORT_GAP_US = 5.0  # between two kernels; where it is longer, the GPU waits for the host
-TENSORS = ("aten::empty", "aten::empty_strided", "aten::empty_like")
+TENSORS = ("aten::empty", "aten::empty_strided")  # in which others end, ``aten::empty_like`` among them
 
 
 def record(server: Server, folder: Path, steps: int, ask: Callable[[], Any], shapes: bool = False) -> None:
@@ -75,7 +69,7 @@ def summarise(folder: Path, steps: int, wait_seconds: float = 60.0) -> dict[str,
         ("synchronising", SYNCHRONISING),
         ("driver_allocating", ALLOCATING),
         ("launches", LAUNCHING),
-        ("new_tensors", TENSORS),
+        ("tensors", TENSORS),
     ):
         summary[title] = round(sum(counts[name] for name in names) / steps, 2)
     kernels: Counter[str] = Counter()

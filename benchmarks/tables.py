@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from step_profile import SYNCHRONISING
+
 RESULTS = Path(__file__).resolve().parent / "results"
 # The names of files and of pages; others follow, as their files are called.
 GPUS = {"h200": "H200", "h200x2": "two H200s", "h200x4": "four H200s", "h100": "H100", "h100x2": "two H100s"}
@@ -666,12 +668,15 @@ def serve_profile(results: Results) -> Table | None:
         "launches": "kernel launches and copies beside them",
         "synchronising": "synchronising calls",
         "driver_allocating": "allocations from the driver",
-        "new_tensors": "tensors from PyTorch's allocator",
+        "tensors": "tensors from PyTorch's allocator",
         "gpu_busy_us": "GPU busy, us",
         "beside_graphs_us": "of this, beside the CUDA graphs, us",
         "gaps_us": "gaps between kernels, us",
         "exchange_us": "exchange between ranks, us",
     }
+
+    for row in rows:
+        row["synchronising"] = round(sum(row.get(name, 0.0) for name in SYNCHRONISING), 2)
 
     def words(name: str, key: tuple[str, str, int]) -> str:
         pair = [measured.get((*key, label)) for label in ("stock", "flashsample")]
@@ -734,12 +739,27 @@ def _fuzzed(data: dict[str, Any]) -> str:
     return f"{data['different']:,} of {data['requests']:,}" + f"; {len(bad)} failures" * bool(bad)
 
 
+SECTIONS_OF_TOKENS = {
+    "rows": "batch, order and path",
+    "tables": "configuration",
+    "shards": "ranks",
+    "graphs": "CUDA graph",
+}
+
+
 def _same_tokens(data: dict[str, Any]) -> str:
     rows = data["rows"]
-    places = dict.fromkeys(row["on"] for row in rows)
-    return "; ".join(
-        f"{place}: {_sums((row for row in rows if row['on'] == place), 'different', 'tokens')}" for place in places
-    )
+
+    def counted(place: str) -> str:
+        of_place = [row for row in rows if row["on"] == place]
+        sections = dict.fromkeys(row["section"] for row in of_place)
+        sums = {
+            SECTIONS_OF_TOKENS[name]: _sums((row for row in of_place if row["section"] == name), "different", "tokens")
+            for name in sections
+        }
+        return f"{place}: {', '.join(f'{name} {count}' for name, count in sums.items())}"
+
+    return "; ".join(map(counted, dict.fromkeys(row["on"] for row in rows)))
 
 
 def _map_errors(data: dict[str, Any]) -> str:
@@ -758,7 +778,9 @@ def _streams(data: dict[str, Any]) -> str:
     rows = [row for row in data["sections"]["streams"]["rows"] if "p_values" in row and "planted" not in row]
     verdicts = [one["verdict"] for row in rows for one in row["not_normal"]]
     tested = sum(row["p_values"] for row in rows)
-    return f"{verdicts.count('FAILED')} of {tested}, {verdicts.count('WEAK')} weak, in {len(rows)} orders"
+    ran = [row["tests"] for row in rows]
+    tests = f"{min(ran)} to {max(ran)} of {rows[0]['of']} tests per order, in {len(rows)} orders"
+    return f"{verdicts.count('FAILED')} of {tested}, {verdicts.count('WEAK')} weak; {tests}"
 
 
 # What is proven by a count: the goal, how many, and the file of results with how to read it.
@@ -779,7 +801,9 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         "cases of others' suites that stock SGLang passes and ours does not",
         "0",
         "external-suites",
-        lambda data: _wrong_of(data["cases"], lambda row: row["stock"] == "pass" and row["ours"] != "pass"),
+        lambda data: _wrong_of(
+            (row for row in data["cases"] if row["stock"] == "pass"), lambda row: row["ours"] != "pass"
+        ),
     ),
     (
         "features and pairs of features: how they equal stock SGLang's",

@@ -132,13 +132,20 @@ class LogitEdits:
     repeats: int = 1
 
     def repeated(self, times: int, num_rows: int) -> LogitEdits:
-        """Of a batch with each row ``times`` times in a row, which makes ``num_rows``. A mask that has as many rows
-        already stays."""
-        mask = self.mask
-        if mask is not None and mask.shape[0] != num_rows:
-            mask = mask.repeat_interleave(times, 0)
-        rows = None if self.rows is None else self.rows.repeat_interleave(times)
-        return dataclasses.replace(self, mask=mask, rows=rows, repeats=self.repeats * times)
+        """Of a batch with each row ``times`` times in a row, which makes ``num_rows``. What has as many rows already
+        stays."""
+
+        def each(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None or tensor.shape[0] == num_rows:
+                return tensor
+            return tensor.repeat_interleave(times, 0)
+
+        shared = (self.additive, self.scaling, self.bias)
+        if any(tensor is not None and tensor.shape[0] == num_rows for tensor in shared):
+            additive, scaling, bias = map(each, shared)
+            return LogitEdits(additive, scaling, each(self.mask), bias, each(self.rows))
+        repeats = self.repeats * times
+        return dataclasses.replace(self, mask=each(self.mask), rows=each(self.rows), repeats=repeats)
 
     def part(self, start: int, stop: int) -> LogitEdits:
         """Those of the rows from ``start`` to ``stop``: views, but copies where rows share a row of edits."""

@@ -167,10 +167,9 @@ class DecisionPlane:
         whole = logits.as_strided((len(logits), stride), (stride, 1))
         block = self._load("logits", slot, whole[first:last])
         if edits is not None:
+            part = edits.part(first, last)
             given: dict[str, Any] = {
-                name: self._load(name, slot, tensor[first:last])
-                for name in _EDITS
-                if (tensor := getattr(edits, name)) is not None
+                name: self._load(name, slot, tensor) for name in _EDITS if (tensor := getattr(part, name)) is not None
             }
             if edits.rows is not None:
                 given["rows"] = self._rows["flags"][first:last]

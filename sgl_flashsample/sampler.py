@@ -34,7 +34,13 @@ def _numbers(value: Any) -> list:
     """The numbers of a parameter; of a tensor, that they are not known."""
     if isinstance(value, torch.Tensor):
         return [_UNKNOWN]
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    value = _plain(value)
+    return [*map(_plain, value)] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays as Python's; PyTorch's tensors as they are."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
 
 
 def _check_numbers(name: str, value: Any, valid: Callable[[Any], bool], expected: str) -> None:
@@ -137,7 +143,7 @@ class Sampler:
         if seed is not None:
             _check_numbers("seed", seed, _is_int64, "an int64")
         self.head = head if isinstance(head, LMHead) else LMHead(head)
-        self.seed = secrets.randbits(62) if seed is None else seed
+        self.seed = secrets.randbits(62) if seed is None else _plain(seed)
         resolved = resolve(self.head, file=tuned)
         for warning in resolved.warnings:
             logger.warning("flashsample: %s", warning)
@@ -148,6 +154,12 @@ class Sampler:
         self.calls = 0  # the position of tokens that are given none
         self._rows: _Rows | None = None  # of the last call
         self._lock = threading.Lock()  # all calls share the scratch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def __call__(
         self,
@@ -213,10 +225,9 @@ class Sampler:
 
     def _rows_of(self, params: SamplingParams, num_rows: int) -> _Rows:
         device = self.head.weight.device
-        first = self.seed if params.seed is None else params.seed
-        seed: Any = first
-        if isinstance(first, int):
-            seed = [(first + row + 2**63) % 2**64 - 2**63 for row in range(num_rows)]
+        seed = _plain(self.seed if params.seed is None else params.seed)
+        if isinstance(seed, int):
+            seed = [(seed + row + 2**63) % 2**64 - 2**63 for row in range(num_rows)]
         truncation = None
         if params.truncates:
             truncation = Truncation(
@@ -236,6 +247,7 @@ class Sampler:
 def _tensor(name: str, value: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``[num_rows]`` on the device: a tensor as it is where it fits. Raises ValueError for another length, and for
     floating point where integers are expected."""
+    value = _plain(value)
     if isinstance(value, int | float):
         return torch.full((num_rows,), value, dtype=dtype, device=device)
     tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)

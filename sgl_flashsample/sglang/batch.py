@@ -242,12 +242,12 @@ class SampleIndices:
     the same seed. They are told apart by the order in which they come, so that the same request gives the same n
     answers again. A request keeps its index when it is scheduled again.
 
-    rank: of DP attention, whose ranks get some of the n requests each: their indices differ."""
+    rank: of replicas and of DP attention, which get some of the n requests each: their indices differ."""
 
     MAX_PROMPTS = 4096
 
     def __init__(self, rank: int = 0) -> None:
-        self._rank = rank
+        self.rank = rank
         self._next: collections.OrderedDict[tuple, int] = collections.OrderedDict()
 
     def of(self, request: Any) -> int:
@@ -263,7 +263,7 @@ class SampleIndices:
             key = (params.sampling_seed, count, prompt)
             place = self._next.pop(key, 0)
             self._next[key] = (place + 1) % count
-            index = self._rank * count + place
+            index = self.rank * count + place
             if len(self._next) > self.MAX_PROMPTS:
                 self._next.popitem(last=False)
             setattr(request, _INDEX_ATTRIBUTE, index)

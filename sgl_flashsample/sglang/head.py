@@ -88,8 +88,9 @@ class HeadState:
                 self.table, self.table_file = default_table(self.head), None
             self._fingerprint = fingerprint
         if num_rows > self._workspace_rows:
-            # At once for all batches that kernels are compiled for: none of these allocates a workspace in a step.
-            rows = max(num_rows, MAX_COMPILED_ROWS)
+            # At once for all batches that kernels are compiled for: none of these allocates a workspace in a step. Then
+            # a quarter more at a time: a server may climb row by row.
+            rows = max(num_rows, MAX_COMPILED_ROWS, self._workspace_rows * 5 // 4)
             searched = self._workspace.searched if self._workspace is not None else None
             self._workspace = make_workspace(self.head, rows, searched, self.table)
             self._workspace_rows = rows

@@ -105,6 +105,8 @@ class StepHooks:
             elif model_runner.is_draft_worker:
                 self.runtime.leave_drafts(model_runner.model)
             else:
+                replica = getattr(getattr(model_runner, "ps", None), "dp_rank", None)
+                self.runtime.samples.rank = replica or self.runtime.samples.rank
                 self.runtime.prepare_model(model_runner.model)
                 if getattr(model_runner, "startup_weight_load", None) is not None:  # its weights are still to come
                     self.runtime.weights_settled = False

@@ -7,6 +7,7 @@ an installed but unused plugin changes nothing.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -30,7 +31,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_sampler_backend(BACKEND, make_sampler)
-    if any(BACKEND in argument for argument in sys.argv[1:]):
+    option = f"--sampling-backend={BACKEND}"
+    if option in ("=".join(pair) for pair in itertools.pairwise(sys.argv)) or option in sys.argv:
         os.environ[_REQUESTED_VARIABLE] = "1"  # the server's processes inherit it
     if os.environ.get(_REQUESTED_VARIABLE) == "1":
         HookRegistry.register("sglang.srt.layers.sampler.create_sampler", _explain_replacement, HookType.AFTER)

@@ -108,7 +108,8 @@ class Runtime:
             self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
             parallel, observability = get_parallel(), get_observability()
             self._last_stage = parallel.pp_rank == parallel.pp_size - 1
-            self.samples = SampleIndices(0 if parallel.tp_size == 1 else parallel.attn_dp_rank)
+            replica = getattr(parallel, "dp_rank", None)  # SGLang 0.5.17 says it with the model (``hooks.load_model``)
+            self.samples = SampleIndices(replica or (0 if parallel.tp_size == 1 else parallel.attn_dp_rank))
             self._is_pipeline = parallel.pp_size > 1
             metrics = bool(observability.enable_metrics)
             # Of ranks with the same batches the first reports, as of SGLang's own metrics.
@@ -144,6 +145,8 @@ class Runtime:
             "NOISE_ABI": NOISE_ABI,
             REQUIRE_VARIABLE: os.environ.get(REQUIRE_VARIABLE, ""),
             "SGLANG_RETURN_ORIGINAL_LOGPROB": self.original_logprobs,
+            "custom logit processors": self.custom_processors,
+            "grammar masks of bools": self.bool_masks,
         }
         answers = self._ranks.of_all([self.inactive_reason, self.server_seed, settings])
         self.server_seed = answers[0][1]
@@ -385,8 +388,11 @@ class Runtime:
             else:
                 prepared = self._prepare(processor, lm_head, starting=False)
             if not isinstance(prepared, HeadState):
-                # What SGLang has put in the place of a head that was prepared, as it does for LoRA adapters.
-                self._heads |= dict.fromkeys((other for other in self._heads if other[0] == id(processor)), None)
+                # It may be what SGLang has put around a head that was prepared, as it does for LoRA adapters.
+                wrapped = (
+                    at for at, one in self._heads.items() if one is not None and one.lm_head.weight is lm_head.weight
+                )
+                self._heads |= dict.fromkeys(tuple(wrapped), None)
             self._admit(key, prepared, None if isinstance(prepared, HeadState) else prepared)
         return self._heads[key]
 

@@ -94,8 +94,8 @@ def unmeasured_exchange(device: torch.device) -> str | None:
     if device.type == "cpu" or os.environ.get(RANKS_VARIABLE) == "1":
         return None
     return (
-        "these GPUs do not reach each other's memory, and what ranks exchange by collectives has not been measured in "
-        f"servers; {RANKS_VARIABLE}=1 turns it on"
+        "SGLang's custom all-reduce, which shows that GPUs reach each other's memory, is off or not used here, and "
+        f"exchanges by collectives have not been measured in servers; {RANKS_VARIABLE}=1 turns them on"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -61,6 +63,31 @@ def test_a_run_finds_the_fastest_and_a_second_one_does_nothing(tmp_path, simulat
     before = result.path.stat().st_mtime_ns
     again = tune(tmp_path, device)
     assert (again.code, again.status) == (0, "up to date") and result.path.stat().st_mtime_ns == before
+
+
+def test_a_forced_run_is_up_to_date_afterwards_whatever_was_there(tmp_path, simulated):
+    device = simulated()
+    tune(tmp_path, device, sizes=(3,))
+    assert tune(tmp_path, device, sizes=(1,), force=True).table.sizes("plain") == [1]
+    assert tune(tmp_path, device, sizes=(1,)).status == "up to date"
+
+
+def test_a_run_is_up_to_date_for_its_sizes_though_the_table_keeps_others_of_less_effort(tmp_path, simulated):
+    device = simulated()
+    tune(tmp_path, device, sizes=(3,))
+    more = tune(tmp_path, device, sizes=(1,), effort="full")
+    assert more.table.effort == "quick" and set(more.table.sizes("plain")) == {1, 3}
+    assert tune(tmp_path, device, sizes=(1,), effort="full").status == "up to date"
+    assert tune(tmp_path, device, sizes=(3,), effort="full").status == "done"
+
+
+def test_a_file_system_without_locks_is_taken_as_it_is(tmp_path, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with hold(tmp_path / "table.json") as held:
+        assert held is not None
 
 
 def test_a_forced_run_measures_everything_again_and_keeps_the_log_of_the_one_before(tmp_path, simulated):

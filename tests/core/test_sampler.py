@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import re
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from core_examples import VOCAB, example
@@ -168,6 +170,16 @@ def test_what_does_not_fit_the_batch_is_refused_by_name(case):
     for name, arguments in (("position", {"position": floats}), ("seed", {"params": SamplingParams(seed=floats)})):
         with pytest.raises(ValueError, match=f"{name} is torch.float32; expected integers"):
             sampler(case.hidden, **arguments)
+
+
+@pytest.mark.slow
+def test_numbers_of_numpy_are_numbers_and_a_copy_draws_what_its_original_draws(case):
+    num_rows = len(case.hidden)
+    plain, numpy_s = Sampler(case.head, seed=3), copy.deepcopy(Sampler(case.head, seed=np.int64(3)))
+    want = plain(case.hidden, SamplingParams(temperature=0.7, top_k=[5] * num_rows), position=list(range(num_rows)))
+    params = SamplingParams(temperature=np.float32(0.7), top_k=np.full(num_rows, 5))
+    for position in (np.arange(num_rows), [*np.arange(num_rows)]):
+        assert torch.equal(numpy_s(case.hidden, params, position=position).token_ids, want.token_ids)
 
 
 @pytest.mark.slow

@@ -124,6 +124,11 @@ def test_masks_of_nodes_and_penalties_of_rows_apply_to_every_node_and_logprobs_a
     none = verify(hidden, model.head, torch.full_like(drafts, -2), params, return_logprob=True)
     assert none.num_tokens.tolist() == [1] * NUM_ROWS and not none.logprobs[:, 1:].any()
     assert torch.equal(none.logprobs[:, 0], each.logprobs.view(NUM_ROWS, 4)[:, 0])
+    # Penalties and flags may be of nodes as masks are.
+    flags = torch.full((NUM_ROWS * 4,), 15, dtype=torch.int32, device=device)
+    of_nodes = dataclasses.replace(edits, additive=edits.additive.repeat_interleave(4, 0), rows=flags)
+    again = verify(hidden, model.head, agreeing, dataclasses.replace(params, edits=of_nodes), return_logprob=True)
+    assert torch.equal(again.token_ids, out.token_ids)
 
 
 def test_a_batch_without_rows_gains_nothing(model, device):

@@ -33,6 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = sorted(Path(__file__).parent.glob("defects*.toml"))
 SECONDS = 150  # for the tests of one defect, which may make a kernel search for ever
+TIMED_OUT = -1000  # no signal has that number
 NOTHING_COLLECTED = (2, 3, 4, 5)  # pytest's exit codes for what says nothing about a defect
 
 
@@ -47,19 +48,22 @@ class Defect:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """passed: named tests that do not fail. error: why nothing is known, or an empty string."""
+    """passed: named tests that do not fail. error: why nothing is known, or an empty string. how: what the tests did:
+    "failed"; "ended", their process; "timed out", and without the defect they take less than a third of that time."""
 
     defect: Defect
     caught: bool
     passed: list[str]
     error: str
     seconds: float
+    how: str = "failed"
 
     @property
     def row(self) -> dict[str, object]:
         """Of the result file. by: the named tests that fail."""
         by = [test for test in self.defect.tests if test not in self.passed and not self.error]
-        return {"name": self.defect.name, "file": self.defect.file, "caught": self.caught, "by": by}
+        row = {"name": self.defect.name, "file": self.defect.file, "caught": self.caught, "by": by}
+        return row if self.how == "failed" else row | {"how": self.how}
 
 
 def defects() -> list[Defect]:
@@ -97,7 +101,7 @@ def run_tests(copy: Path, tests: list[str], seconds: float | None = None) -> tup
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return -1, "took too long"
+        return TIMED_OUT, "took too long"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # processes that a test with the defect has left behind
@@ -124,13 +128,17 @@ def plant(copy: Path, defect: Defect) -> Outcome:
         path.write_text(text)
     failed = failures(output)
     passed = [test for test in defect.tests if not any(one == test or one.startswith(test) for one in failed)]
-    error = ""
-    if code < 0:  # the defect took the interpreter down, or never ended: noticed, whatever was printed
-        passed = []
+    error, how = "", "failed"
+    if code == TIMED_OUT:
+        passed, how = [], "timed out"
+        if run_tests(copy, defect.tests, SECONDS / 3)[0] != 0:
+            error = f"its tests took more than {SECONDS} s, and without it they do not pass in a third of that"
+    elif code < 0:  # the defect took the interpreter down: noticed, whatever was printed
+        passed, how = [], "ended"
     elif code in NOTHING_COLLECTED and not failed:
         error = f"pytest ended with {code}: {output.strip().splitlines()[-1:]}"
     caught = not passed and not error
-    return Outcome(defect, caught, passed, error, time.monotonic() - started)
+    return Outcome(defect, caught, passed, error, time.monotonic() - started, how)
 
 
 def unsound(copy: Path, chosen: list[Defect]) -> Iterator[str]:

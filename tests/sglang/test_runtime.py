@@ -186,7 +186,7 @@ def test_several_gpus_are_served_where_they_have_been_measured_and_elsewhere_on_
 
 def test_ranks_of_gpus_exchange_by_collectives_on_request_alone(monkeypatch):
     assert support.unmeasured_exchange(torch.device("cpu")) is None
-    assert support.unmeasured_exchange(torch.device("cuda")).endswith("; FLASHSAMPLE_SEVERAL_GPUS=1 turns it on")
+    assert support.unmeasured_exchange(torch.device("cuda")).endswith("; FLASHSAMPLE_SEVERAL_GPUS=1 turns them on")
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
     assert support.unmeasured_exchange(torch.device("cuda")) is None
 
@@ -465,6 +465,12 @@ def test_a_workspace_grows_only_for_a_larger_batch_and_goes_on_counting(device):
     assert state.workspace is first
     state.update(600)
     assert state.workspace is not first and state.workspace.searched is first.searched
+    made = []
+    for num_rows in range(601, 1200):
+        state.update(num_rows)
+        made += [] if state.workspace in made else [state.workspace]
+    assert len(made) <= 4, "a server that climbs row by row makes few of them"
+    state.update(600)
     assert state.workspace.slots >= dispatch.slots_for(state.table.lookup(600), state.head, 600)
 
 
@@ -643,6 +649,8 @@ def test_a_head_that_sglang_has_wrapped_since_its_check_is_sglangs_and_so_it_is_
     runtime, state = Runtime(None), make_state(device)
     serve(runtime, state)
     wrapper = make_head(state.lm_head.weight, set_lora=1, apply_lora=1)
+    other = make_head(weights(device, seed=3), set_lora=1, apply_lora=1)
+    assert runtime.head_for(state.processor, other) is None and runtime.heads == [state], "another head of the model"
     assert runtime.head_for(state.processor, wrapper) is None
     assert runtime.status["reason"] == "the LM head has LoRA adapters" and prometheus("active") == 0
 
@@ -971,7 +979,29 @@ def test_what_stands_against_the_fused_pass_ends_the_installation_of_hooks_and_i
     assert warning.endswith(f"not active, SGLang's own sampler is used for everything: {reason}")
 
 
-@pytest.mark.parametrize("arguments, inherited", [(["--sampling-backend", "flashsample"], None), ([], "1"), ([], None)])
+@pytest.mark.parametrize("known", [{}, {"dp_rank": None}, {"dp_rank": 3}])
+@pytest.mark.parametrize("later", [None, 2])
+def test_each_replica_tells_the_samples_of_a_seeded_request_apart_from_those_of_the_others(
+    starting, server_config, device, known, later
+):
+    """SGLang spreads them over the replicas. SGLang 0.5.17 says with the model which one this is."""
+    vars(server_config.parallel).update(known)
+    runtime = Runtime(None)
+    assert runtime.samples.rank == (known.get("dp_rank") or 0)
+    load(runtime, device, ps=types.SimpleNamespace(dp_rank=later))
+    assert runtime.samples.rank == (later or known.get("dp_rank") or 0)
+
+
+@pytest.mark.parametrize(
+    "arguments, inherited",
+    [
+        (["--sampling-backend", "flashsample"], None),
+        (["--sampling-backend=flashsample"], None),
+        (["--model-path", "/models/flashsample"], None),
+        ([], "1"),
+        ([], None),
+    ],
+)
 def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only_where_it_was_asked_for(
     server_config, monkeypatch, arguments, inherited
 ):
@@ -985,7 +1015,7 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     monkeypatch.setattr(sys, "argv", ["server", *arguments])
     monkeypatch.setenv("FLASHSAMPLE_REQUESTED", inherited or "")
     plugin.register()
-    requested = bool(arguments or inherited)
+    requested = "--model-path" not in arguments and bool(arguments or inherited)
     assert backends == {"flashsample": plugin.make_sampler}
     assert registered == ["sglang.srt.layers.sampler.create_sampler"] * requested
     assert os.environ["FLASHSAMPLE_REQUESTED"] == ("1" if requested else "")
