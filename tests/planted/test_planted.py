@@ -51,6 +51,23 @@ def test_every_defect_has_been_run_and_was_caught():
     assert all(row["caught"] for row in rows.values())
 
 
+@pytest.mark.parametrize("without, caught", [(0, True), (1, False), (planted.TIMED_OUT, False)])
+def test_a_time_out_counts_only_where_the_tests_pass_soon_without_the_defect(tmp_path, monkeypatch, without, caught):
+    """Else a busy machine would catch everything."""
+    (tmp_path / "module.py").write_text("a = 1\n")
+    defect = planted.Defect("a defect", "module.py", "a = 1", "a = 2", ["tests/test_a.py::test_a"])
+    runs = []
+
+    def run_tests(copy, tests, seconds):
+        runs.append(((copy / "module.py").read_text(), seconds))
+        return (planted.TIMED_OUT, "took too long") if len(runs) == 1 else (without, "")
+
+    monkeypatch.setattr(planted, "run_tests", run_tests)
+    outcome = planted.plant(tmp_path, defect)
+    assert runs == [("a = 2\n", planted.SECONDS), ("a = 1\n", planted.SECONDS / 3)]
+    assert outcome.caught is caught and outcome.row["how"] == "timed out"
+
+
 def test_failures_are_read_from_what_pytest_prints():
     printed = """
 FAILED tests/a.py::test_one - AssertionError: assert [1] == [2]

@@ -4,6 +4,7 @@ result files."""
 from __future__ import annotations
 
 import ast
+import asyncio
 import dataclasses
 import functools
 import graphlib
@@ -684,11 +685,22 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
 
     put("planted-defects", defects=[{"caught": True}, {"caught": False}, {"caught": False}])
     put("coverage", total={"branches": 1500, "missing_branches": 7})
-    put("external-suites", cases=[{"stock": "pass", "ours": "fail: x"}, {"stock": "fail: x", "ours": "pass"}])
+    put(
+        "external-suites",
+        cases=[
+            dict(zip(("stock", "ours"), words.split(), strict=True))
+            for words in ("pass fail", "fail pass", "pass pass")
+        ],
+    )
     put("http-fuzz", requests=9000, different=2, failures=["x"], ended=[{"side": "ours"}, {"number": 7}])
     put(
         "determinism",
-        rows=[{"on": "GPU", "different": 1, "tokens": 50}, {"on": "interpreted", "different": 0, "tokens": 9}],
+        rows=[
+            {"on": "GPU", "section": "rows", "different": 1, "tokens": 50},
+            {"on": "GPU", "section": "graphs", "different": 0, "tokens": 7},
+            {"on": "GPU", "section": "rows", "different": 1, "tokens": 50},
+            {"on": "interpreted", "section": "tables", "different": 0, "tokens": 9},
+        ],
     )
     legal = {"section": "legal", "illegal": 3, "draws": 2000}
     put("exact", rows=[legal | {"path": "cpu"}, legal | {"path": "logits"}, legal | {"path": "cpu", "first": 9}])
@@ -699,7 +711,9 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
     fuzzed, same = (
         words for name, words in found.items() if name.startswith(("random requests", "tokens that depend"))
     )
-    assert fuzzed == "2 of 9,000; 2 failures" and same == "GPU: 1 of 50; interpreted: 0 of 9"
+    assert fuzzed == "2 of 9,000; 2 failures" and same == (
+        "GPU: batch, order and path 2 of 100, CUDA graph 0 of 7; interpreted: configuration 0 of 9"
+    )
     assert found["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
     assert found["noise: equal pairs among 1e7 steps"] == "Not measured."
 
@@ -743,6 +757,36 @@ def test_what_differs_between_two_servers_is_found_and_what_a_draw_decides_is_no
         assert any(words in one for one in found) if words else not found, (params, found)
         assert not found_by(load, stock, stock, params, streams)
     assert found_by(load, generated([5]), generated([5]), free, streams, statuses=(200, 500))
+
+
+@pytest.mark.parametrize(
+    "ours, gap, different, near_ties",
+    [
+        (generated([5, 7]), 1e-6, 0, 1),
+        (generated([5, 7]), 1.0, 1, 0),
+        (generated([5, 7, 8]), 1e-6, 0, 1),
+        (generated([5, 7]) | {"extra": 1}, 1e-6, 1, 1),
+        (generated([5, 6]) | {"text": "b"}, 1e-6, 1, 0),
+        (generated([5, 6], "stop"), 1e-6, 1, 0),
+    ],
+    ids=["a tie", "no tie", "a tie, then longer", "a tie and another field", "another text", "another end"],
+)
+def test_a_near_tie_excuses_what_follows_from_another_token_and_nothing_else(load, ours, gap, different, near_ties):
+    fuzz = load("fuzz")
+
+    class Fuzz(fuzz.Fuzz):
+        async def both(self, request):
+            return {"stock": fuzz.Answer(200, generated([5, 6])), "ours": fuzz.Answer(200, ours)}
+
+        async def post(self, side, path, body, streams=False):
+            entry = [[-1.0, 6, None], [-1.0 - gap, 7, None]]
+            return fuzz.Answer(200, generated([5, 6], output_token_ids_logprobs=[entry, entry]))
+
+    run = Fuzz({}, None, None)
+    params = {"temperature": 0}
+    body = json.dumps({"sampling_params": params}).encode()
+    asyncio.run(run.one(fuzz.Request(0, "usual", "/generate", body, (params,))))
+    assert (run.different, run.near_ties) == (different, near_ties)
 
 
 def test_top_logprobs_are_not_counted_where_tokens_of_the_same_text_share_an_entry(load, monkeypatch):
