@@ -9,10 +9,11 @@ import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from sgl_flashsample.files import BadFileError, one_line, parse_json, read_plain, write_whole
+from sgl_flashsample.files import BadFileError, check_writable, one_line, parse_json, read_plain, write_whole
 
 
 @contextlib.contextmanager
@@ -126,3 +127,22 @@ def test_other_threads_files_keep_their_mode_while_files_are_written(tmp_path):
     thread.join()
     os.umask(before)
     assert modes == {0o644}
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("file", None),
+        ("new", None),
+        ("folder", "which is not a plain file"),
+        ("nowhere/file", "in a folder that is not there"),
+        ("/proc/file", "which cannot be written: No such file or directory"),
+    ],
+)
+def test_it_is_known_beforehand_whether_a_file_can_be_written(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder").mkdir()
+    with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=f"^--out is {name}, {words}$"):
+        check_writable(name, "--out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -129,6 +129,14 @@ def test_masks_of_nodes_and_penalties_of_rows_apply_to_every_node_and_logprobs_a
     of_nodes = dataclasses.replace(edits, additive=edits.additive.repeat_interleave(4, 0), rows=flags)
     again = verify(hidden, model.head, agreeing, dataclasses.replace(params, edits=of_nodes), return_logprob=True)
     assert torch.equal(again.token_ids, out.token_ids)
+    # And masks and flags may be of rows as penalties are.
+    of_rows = LogitEdits(edits.additive, mask=~allowed[::4].contiguous(), rows=flags[::4].contiguous())
+    wide = dataclasses.replace(of_nodes, mask=of_rows.mask.repeat_interleave(4, 0))
+    both = [
+        verify(hidden, model.head, drafts, dataclasses.replace(params, edits=given)).token_ids
+        for given in (of_rows, wide)
+    ]
+    assert torch.equal(*both)
 
 
 def test_a_batch_without_rows_gains_nothing(model, device):

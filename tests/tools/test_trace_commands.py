@@ -252,6 +252,12 @@ def test_an_interruption_keeps_what_was_counted(tmp_path):
     assert f"{written.counted:,} tokens counted" in out
 
 
+def test_a_closed_stdin_is_one_line(trace, monkeypatch):
+    monkeypatch.setattr(hot_vocab.sys, "stdin", None)
+    code, _, err = trace("ids", "--vocab", 8)
+    assert (code, err) == (2, "error: stdin is closed; expected text in it, or files\n")
+
+
 def test_an_interruption_before_the_first_token_says_so(trace, monkeypatch):
     monkeypatch.setattr(hot_vocab, "count", lambda files, vocab, read: (np.zeros(vocab, dtype=np.int64), True))
     code, _, err = trace("ids", "x", "--vocab", 8, "-o", "hot.json")
