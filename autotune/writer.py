@@ -132,7 +132,7 @@ class TableWriter:
         # Of a table that keeps sizes of less effort, what its last run has decided.
         run = table.provenance.get("run")
         run = run if isinstance(run, dict) else {}
-        whole = {kind: " ".join(map(str, table.sizes(kind))) for kind in table.kinds}
+        whole: dict[str, Any] = {kind: " ".join(map(str, table.sizes(kind))) for kind in table.kinds}
         whole |= {"effort": table.effort, "complete": table.provenance.get("complete")}
         wanted = {str(kind): set(map(str, self.plan.sizes_of(kind))) for kind in self.plan.kinds}
         return any(

@@ -143,9 +143,10 @@ def _interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
-    # ``nohup`` ignores the second one, and that stays.
-    numbers = tuple(number for number in numbers if signal.getsignal(number) is signal.SIG_DFL)
+    # ``nohup`` ignores the second one, and that stays. Only the main thread may set a handler.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
     for number in numbers:
         signal.signal(number, interrupt)
     try:
