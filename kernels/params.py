@@ -240,7 +240,8 @@ class FeatureOperands(NamedTuple):
 class BatchParams:
     """One value per row of the batch, on the device of the hidden states.
 
-    temperature: ``[B]`` float32; 0 is greedy, else at least 1e-6 (not checked: that would synchronise).
+    temperature: ``[B]`` float32; 0 is greedy, else 1e-6 to ``MAX_TEMPERATURE``, whose reciprocal is a float32, too (not
+        checked: that would synchronise).
     seed: ``[B]`` int64, any value. Rows with equal seed, position and logits get equal tokens, so give
         each request its own.
     position: ``[B]`` int64, at least 0 and different for each token of a request, for example its index.
@@ -252,6 +253,8 @@ class BatchParams:
         batch and on the row's place in it. Only for batches with every row truncated by top-k or top-p, none greedy and
         none with min-p; of others the tokens are undefined. Allows the flashinfer path, where a tuned table names it.
     """
+
+    MAX_TEMPERATURE: ClassVar[float] = 1e30
 
     temperature: torch.Tensor
     seed: torch.Tensor

@@ -21,7 +21,7 @@ from .tables.lookup import resolve
 
 logger = logging.getLogger("sgl_flashsample")
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e30  # the reciprocal is a float32, too
+MIN_TEMPERATURE = 1e-6
 _UNKNOWN = float("nan")  # of a number on the device: it passes no test
 _OFF: dict[str, Callable[[float], bool]] = {
     "top_k": lambda number: number <= 0,
@@ -75,7 +75,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, valid, expected in (
-            ("temperature", lambda x: x == 0 or MIN_TEMPERATURE <= x <= MAX_TEMPERATURE, "0, or 1e-6 to 1e30"),
+            (
+                "temperature",
+                lambda x: x == 0 or MIN_TEMPERATURE <= x <= BatchParams.MAX_TEMPERATURE,
+                "0, or 1e-6 to 1e30",
+            ),
             ("top_k", lambda x: isinstance(x, int) and -(2**31) <= x < 2**31, "an int32"),
             ("top_p", lambda x: 0 < x <= 1, "more than 0, at most 1"),
             ("min_p", lambda x: 0 <= x <= 1, "0 to 1"),

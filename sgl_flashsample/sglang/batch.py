@@ -23,7 +23,6 @@ import torch
 
 from ..kernels.launch import next_power_of_2
 from ..kernels.params import BatchParams, Edit, LogitEdits, Truncation
-from ..sampler import MAX_TEMPERATURE
 
 BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
@@ -172,7 +171,7 @@ class Batch:
             try:
                 row, params = _row_of(request, custom_processors), request.sampling_params
                 seed = request_seed(server_seed, request, samples.of(request))
-                temperature = 0.0 if row.greedy else min(float(params.temperature), MAX_TEMPERATURE)
+                temperature = 0.0 if row.greedy else min(float(params.temperature), BatchParams.MAX_TEMPERATURE)
                 value = (temperature, seed, row.top_k, float(params.top_p), float(params.min_p))
             except Exception as error:
                 row, value = UNREADABLE
@@ -336,7 +335,8 @@ class Routing:
     """Who serves each row of a batch. reasons: per row, why it takes SGLang's sampler; None where it is fused.
 
     Set in the first step of the batch. native_rows: what the sampler keeps of the rows that are not fused. edit_kinds,
-    edit_rows: the ``Edit`` flags of the others, in all, and per row on the device. node_rows: per node of a tree of
+    edit_rows: the ``Edit`` flags of the others, in all, and per row on the device. num_truncated: of the others, those
+    with top-k, top-p or min-p. node_rows: per node of a tree of
     drafts, by the edits that are given and the number of nodes.
     """
 
@@ -344,6 +344,7 @@ class Routing:
     native_rows: Any = None
     edit_kinds: Edit | None = None
     edit_rows: torch.Tensor | None = None
+    num_truncated: int | None = None
     node_rows: dict[tuple[Edit, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @classmethod

@@ -167,7 +167,8 @@ class Drafts:
         rows = batch_of(info)
         if runtime.inactive_reason is not None or rows is None or len(rows) > self._max_requests:
             return None
-        if not runtime.heads or not all(state.fits(len(rows) * self._num_nodes) for state in runtime.heads):
+        heads = runtime.heads
+        if not heads or not all(state.fits(len(rows) * self._num_nodes) for state in heads):
             return None
         if batch.has_grammar and runtime.no_grammars_reason is not None:  # ``info.grammars`` comes later in a step
             return None

@@ -588,14 +588,16 @@ class Runtime:
         self, logits_output: Any, batch: Batch | None, routing: Routing, token_ids: torch.Tensor, started: float
     ) -> None:
         """Count one batch that was served. started: ``time.perf_counter()`` at the beginning of its call."""
-        num_truncated = 0
-        if batch is not None and not routing.all_native:
-            num_truncated = batch.num_truncated - sum(batch.rows[row].truncated for row in routing.native)
+        if routing.num_truncated is None:
+            routing.num_truncated = 0
+            if batch is not None and not routing.all_native:
+                of_sglang = sum(batch.rows[row].truncated for row in routing.native)
+                routing.num_truncated = batch.num_truncated - of_sglang
         if self.report_path:
             logits_output.customized_info = {"flashsample_path": list(routing.labels)}
         if self.token_counts is not None:
             self.token_counts.add(token_ids, logits_output.next_token_logits.shape[-1])
-        self._count(routing, num_truncated, None if routing.native else started)
+        self._count(routing, routing.num_truncated, None if routing.native else started)
 
     def _count(self, routing: Routing, num_truncated: int, started: float | None) -> None:
         if self.metrics.add_batch(routing, num_truncated, started):
