@@ -124,6 +124,7 @@ class HeadState:
             "table": self.table_file,
             "decision_plane": self.plane is not None,
             "screen": None if screen is None else {"rows": screen.rows, "bytes": screen_bytes, "paused": screen.paused},
+            "graphs": 0 if self.graphs is None else self.graphs.count,
             "bytes": screen_bytes + (0 if self._workspace is None else self._workspace.num_bytes) + exchanged_bytes,
         }
 
@@ -516,6 +517,11 @@ class StepGraphs:
         if edits is None and not return_logprob and len(graphs.captured) == SLOTS:
             self._repeatable[hidden.data_ptr(), positions.data_ptr()] = graphs
         return graphs.replay_next()
+
+    @property
+    def count(self) -> int:
+        """How many there are; at most ``SLOTS * MAX_GRAPH_KEYS``."""
+        return sum(len(graphs.captured) for graphs in self._graphs.values())
 
     def can_repeat(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> bool:
         """Whether ``repeat`` would draw from them."""

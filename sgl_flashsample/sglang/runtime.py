@@ -282,9 +282,10 @@ class Runtime:
     @property
     def status(self) -> dict[str, Any]:
         """For ``/server_info``: whether the fused pass serves, else why not; per head its shape and dtype, the tuned
-        table (None: built-in choices), the bytes of its screen (0: none) and all bytes that it takes beside the model.
-        draft_head: the same of the head that drafts are drawn from, one of ``heads`` or the draft model's.
-        Of a pipeline, the first stage answers, as the last one was at its start. Values are those of JSON."""
+        table (None: built-in choices), its screen, how many CUDA graphs of a step it has, and the bytes that it takes
+        beside the model and these graphs. draft_head: the same of the head that drafts are drawn from, one of
+        ``heads`` or the draft model's. Of a pipeline, the first stage answers, as the last one was at its start. Values
+        are those of JSON."""
         reason = self.all_native_reason
         return {
             "active": reason is None,

@@ -1,0 +1,290 @@
+"""Many concurrent requests with mixed features to real servers, stock and ours: is each answered, is memory flat, and
+are the slowest answers as fast?
+
+    python benchmarks/load.py --out benchmarks/results/load.json --models smollm2-135m qwen3-8b
+
+Each server has a GPU of its own: two per model, all at once where there are as many. Without a GPU both run on the CPU:
+``--models tiny --concurrency 32``. Weights are dummies of the model's size. ``--concurrency`` clients per server send
+one request after the other, the same to both servers: numbers draw from ``MIX``, prompts and answers are of random
+lengths. Some streams are timed token by token, and some clients leave before their answer is complete.
+
+A row per server has what became of its requests, how long answers and gaps between tokens took, memory of its processes
+and of its GPU every ``--every`` seconds, and of ours the rows that each path and reason has served, CUDA graphs and
+bytes. Growth is the median of the last quarter of the run over that of the second one.
+
+The exit code is 1 where an answer is missing or has another length, a server ends, or ours logs a failure or leaves
+rows to SGLang's sampler that it can serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import multiprocessing
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+import torch
+from common import make_parser, new_env, write_result
+
+from sgl_flashsample.bench import COUNTERS_EVERY, OURS, SAMPLINGS, STOCK, TRUNCATED, Request, check_active
+from sgl_flashsample.demo import markov
+from sgl_flashsample.demo.server import Server, ServerError, stop_all
+from sgl_flashsample.sglang.versions import sglang_version
+
+GPU_ARGUMENTS = (
+    *("--attention-backend", "triton", "--max-running-requests", "512", "--cuda-graph-max-bs-decode", "512"),
+    *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune"),
+)
+ARGUMENTS = ("--load-format", "dummy", "--random-seed", "1", "--enable-metrics", "--disable-radix-cache")
+# What requests ask for, with equal chances.
+MIX: dict[str, Request] = SAMPLINGS | {
+    "seed": ({"temperature": 0.8, "sampling_seed": 7}, {}),
+    "min-p": ({"temperature": 1.0, "min_p": 0.05}, {}),
+    "top-p": ({"temperature": 0.6, "top_p": 0.95}, {}),
+    "bias": (TRUNCATED | {"logit_bias": {"100": 3.0, "200": -100.0}}, {}),
+    "regex": ({"temperature": 1.0, "regex": "[a-f0-9]{400}"}, {}),
+    "min-tokens": ({"temperature": 1.0, "min_new_tokens": 8}, {}),
+}
+NATIVE = ("top-logprobs",)  # what SGLang's sampler serves
+PROMPTS, ANSWERS = (8, 256), (8, 256)  # tokens, the fewest and the most
+STREAMED, LEFT = 20, 50  # one of so many requests
+PERCENTS = (50, 99)
+LOST = "no answer"
+ANSWER_SECONDS = 180.0
+START_SECONDS = 60.0  # of the run, in which kernels are loaded and the queue fills: its times are left out
+
+
+def make_request(number: int, vocab: int) -> dict[str, Any]:
+    """The body of a request, the same for each server."""
+    r = random.Random(number)
+    params, fields = MIX[r.choice(list(MIX))]
+    tokens = r.randint(*ANSWERS)
+    prompt = [r.randrange(vocab // 2, vocab) for _ in range(r.randint(*PROMPTS))]
+    return {"input_ids": prompt, "sampling_params": {**params, "max_new_tokens": tokens, "ignore_eos": True}, **fields}
+
+
+class Clients:
+    """``concurrency`` of them, of one server, until ``seconds`` have passed.
+
+    ends: how many requests ended in which way. seconds, gaps: of answers, and between tokens of streams.
+    """
+
+    def __init__(self, port: int, vocab: int) -> None:
+        self.url, self.vocab = f"http://127.0.0.1:{port}/generate", vocab
+        self.ends: collections.Counter[str] = collections.Counter()
+        self.tokens = 0
+        self.seconds: list[float] = []
+        self.gaps: list[float] = []
+
+    async def run(self, concurrency: int, seconds: float) -> None:
+        numbers, self.began = itertools.count(), time.monotonic()
+        self.warm = self.began + min(START_SECONDS, seconds / 5)
+        timeout, connector = aiohttp.ClientTimeout(total=ANSWER_SECONDS), aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self.http:
+
+            async def client() -> None:
+                while time.monotonic() < self.began + seconds:
+                    self.ends[await self.ask(next(numbers))] += 1
+
+            await asyncio.gather(*(client() for _ in range(concurrency)))
+
+    async def ask(self, number: int) -> str:
+        """Send a request; how it ended."""
+        body, started = make_request(number, self.vocab), time.monotonic()
+        leaves = random.Random(number).random() * 2 if number % LEFT == 1 else None
+        answer = self.stream(body) if number % STREAMED == 0 else self.whole(body)
+        try:
+            tokens = await asyncio.wait_for(answer, leaves)
+        except aiohttp.ClientError as error:
+            return f"{LOST}: {type(error).__name__}"
+        except TimeoutError:
+            return "left" if leaves is not None else f"{LOST} in {ANSWER_SECONDS:.0f} s"
+        if isinstance(tokens, str):
+            return tokens
+        self.tokens += tokens
+        if started >= self.warm:
+            self.seconds.append(time.monotonic() - started)
+        expected = body["sampling_params"]["max_new_tokens"]
+        return "answered" if tokens == expected else f"{tokens} tokens; expected {expected}"
+
+    async def whole(self, body: dict[str, Any]) -> int | str:
+        """Tokens of the answer, or its status."""
+        async with self.http.post(self.url, json=body) as response:
+            data = await response.json() if response.status == 200 else None
+            return f"status {response.status}" if data is None else data["meta_info"]["completion_tokens"]
+
+    async def stream(self, body: dict[str, Any]) -> int | str:
+        tokens, before = 0, None
+        async with self.http.post(self.url, json=body | {"stream": True}) as response:
+            if response.status != 200:
+                return f"status {response.status}"
+            async for line in response.content:
+                if line.startswith(b"data:") and b"[DONE]" not in line:
+                    tokens, now = json.loads(line[5:])["meta_info"]["completion_tokens"], time.monotonic()
+                    if before is not None and before >= self.warm:
+                        self.gaps.append(now - before)
+                    before = now
+        return tokens
+
+
+def ask(port: int, vocab: int, concurrency: int, seconds: float) -> dict[str, Any]:
+    """In a process of its own: what the clients of one server saw."""
+    clients = Clients(port, vocab)
+    asyncio.run(clients.run(concurrency, seconds))
+    took = time.monotonic() - clients.began
+    found: dict[str, Any] = {"requests": clients.ends.total(), "ends": dict(clients.ends.most_common())}
+    found["tokens_per_s"] = round(clients.tokens / took, 1)
+    for name, scale, values in (("answer_s", 1, clients.seconds), ("gap_ms", 1e3, clients.gaps)):
+        for percent in PERCENTS:
+            found[f"{name}_p{percent}"] = round(scale * float(np.percentile(values, percent)), 3) if values else None
+    return found
+
+
+class Side:
+    """One server. gpu: its number, None on a CPU. memory: what its processes and its GPU have held, by time."""
+
+    def __init__(self, name: str, backend: str, gpu: int | None, folder: Path, options: Any) -> None:
+        self.name, self.backend, self.gpu = name, backend, gpu
+        self.vocab = markov.SIZES[name].vocab_size
+        self.memory: list[dict[str, float]] = []
+        usual = "pytorch" if gpu is None else "flashinfer"
+        self.server = Server.on_this_machine(
+            folder / name,
+            ["--dtype", markov.SIZES[name].dtype, *ARGUMENTS],
+            backend=usual if backend == STOCK else OURS,
+            log=(options.logs or folder) / f"{name}-{backend}.log",
+            environment=COUNTERS_EVERY | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}),
+            gpu_arguments=GPU_ARGUMENTS,
+        )
+
+    def warm_up(self) -> None:
+        """Each kind of request once: what a first one of its kind compiles is compiled."""
+        self.server.wait_until_ready()
+        if self.backend == OURS:
+            check_active(self.server)
+        for params, fields in MIX.values():
+            params = params | {"max_new_tokens": ANSWERS[0]}
+            self.server.generate(input_ids=[[self.vocab - 2]], sampling_params=params, **fields)
+
+    def look(self, seconds: float) -> None:
+        """Add to ``memory``."""
+        assert self.server.process is not None
+        mib = {"s": round(seconds)}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.server.process.pid)
+            mib["host_mib"] = round(sum(one.memory_info().rss for one in (process, *process.children(True))) / 2**20)
+        if self.gpu is not None:
+            query = ["nvidia-smi", "-i", str(self.gpu), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+            mib["device_mib"] = int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+        self.memory.append(mib)
+
+    def result(self) -> dict[str, Any]:
+        """What the server says of itself in the end."""
+        about: dict[str, Any] = {"memory": self.memory}
+        for name in ("host_mib", "device_mib"):
+            values = [row[name] for row in self.memory if name in row]
+            quarter = len(values) // 4
+            if quarter:
+                growth = statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter])
+                about[f"{name}_growth"] = growth
+        if self.server.process is None or self.server.process.poll() is not None:
+            return about | {"ended": self.server.last_error()}
+        if self.backend == OURS:
+            about["heads"] = self.server.get("/server_info")["internal_states"][0]["flashsample"]["heads"]
+            lines = re.findall(
+                r'^sglang:flashsample_rows_total\{.*?path="(\w+)".*?reason="([^"]*)".*?\} (\S+)$',
+                self.server.metrics(),
+                re.M,
+            )
+            about["rows"] = {" ".join(filter(None, names)): float(rows) for *names, rows in lines}
+            about["failures"] = [line for line in self.server.log_lines('File "') if "sgl_flashsample" in line]
+            about["failures"] += self.server.log_lines("until restart")
+        return about
+
+
+def run_model_pairs(names: list[str], gpus: list[int | None], options: Any, folder: Path) -> list[dict[str, Any]]:
+    """The rows of these models, all of whose servers run at once."""
+    pairs = list(itertools.product(names, (STOCK, OURS)))
+    sides = [Side(name, backend, gpu, folder, options) for (name, backend), gpu in zip(pairs, gpus, strict=False)]
+    try:
+        for side in sides:
+            side.server.start()
+        for side in sides:
+            side.warm_up()
+        print(f"{', '.join(names)}: ready", flush=True)
+        context, started = multiprocessing.get_context("spawn"), time.monotonic()
+        with concurrent.futures.ProcessPoolExecutor(len(sides), context) as pool:
+            seconds = options.minutes * 60
+            asked = [pool.submit(ask, side.server.port, side.vocab, options.concurrency, seconds) for side in sides]
+            while concurrent.futures.wait(asked, options.every).not_done:
+                for side in sides:
+                    side.look(time.monotonic() - started)
+        rows = []
+        for side, future in zip(sides, asked, strict=True):
+            about = {"model": side.name, "backend": side.backend, "concurrency": options.concurrency}
+            rows.append(about | future.result() | side.result())
+        return rows
+    finally:
+        stop_all(side.server for side in sides)
+
+
+def wrong(row: dict[str, Any]) -> list[str]:
+    """What a healthy server does not do."""
+    found = [f"{count} requests: {end}" for end, count in row["ends"].items() if end not in ("answered", "left")]
+    if "ended" in row:
+        found.append(f"the server ended: {row['ended']}")
+    reasons = {name for name in row.get("rows", ()) if name.startswith("native")}
+    found += [f"SGLang's sampler served rows: {name}" for name in sorted(reasons - {"native top_logprobs"})]
+    return found + row.get("failures", [])
+
+
+def main() -> int:
+    parser = make_parser(__doc__, needs_gpu=False)
+    parser.add_argument("--models", nargs="+", choices=markov.SIZES, default=["smollm2-135m", "qwen3-8b"])
+    parser.add_argument("--concurrency", type=int, default=1000, help="requests at a time, of each server")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks at the memory")
+    parser.add_argument("--logs", type=Path, help="a folder for the servers' logs, to be kept")
+    options = parser.parse_args()
+    gpus: list[int | None] = list(range(torch.cuda.device_count()))
+    if len(gpus) == 1:
+        parser.error("there is one GPU; expected two or more, or none")
+    rows: list[dict[str, Any]] = []
+    result = {"env": new_env() | {"sglang": sglang_version()}, "rows": rows}
+    with tempfile.TemporaryDirectory() as name:
+        for model in options.models:
+            (Path(name) / model).mkdir()
+            (Path(name) / model / "config.json").write_text(json.dumps(markov.config(markov.SIZES[model])))
+            markov.write_tokenizer(Path(name) / model, markov.SIZES[model].vocab_size)
+        at_once = max(1, len(gpus) // 2)
+        for first in range(0, len(options.models), at_once):
+            names = options.models[first : first + at_once]
+            try:
+                rows += run_model_pairs(names, gpus or [None, None], options, Path(name))
+            except ServerError as error:
+                result["env"].setdefault("not_run", []).append({"model": ", ".join(names), "reason": str(error)})
+                print(f"{', '.join(names)}: {error}", flush=True)
+            write_result(options.out, result)
+    for row in rows:
+        shown = {key: value for key, value in row.items() if key not in ("memory", "heads", "ends")}
+        print(f"{json.dumps(shown)} {wrong(row)}", flush=True)
+    return int(any(map(wrong, rows)) or "not_run" in result["env"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
