@@ -323,8 +323,8 @@ def expect(
     if reads:
         raw = compute_logits(hidden, head, Workspace(1, hidden.device))[:, : head.vocab_size].double()
         logits = transform_ref(raw, head.rounding, logit_scale=head.logit_scale, softcap=head.softcap)
-        room = 0.0 if head.softcap is None else 2.0**-20 * head.softcap
-        low, high = logits - room, logits + room
+        error_bound = 0.0 if head.softcap is None else 2.0**-20 * head.softcap
+        low, high = logits - error_bound, logits + error_bound
     else:
         error = accumulation_error(head.weight.shape[1])
         low, logits, high = (_logits(hidden, head, chunk_ids, sign * error) for sign in (-1, 0, 1))
@@ -365,8 +365,8 @@ def difference(
         assert workspace.last_buffer is not None
         written = _written_logits(expected, workspace.last_buffer, screened=isinstance(config, ScreenConfig))
         limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)
-        room = 1e-5 * expected.logits.abs().clamp(min=1.0)
-        inside = (written >= expected.low - room) & (written <= expected.high + room) | (written == expected.logits)
+        bound = 1e-5 * expected.logits.abs().clamp(min=1.0)
+        inside = (written >= expected.low - bound) & (written <= expected.high + bound) | (written == expected.logits)
         off = limited & ~inside.all(1)
         if off.any():
             return f"logits of {int(off.sum())} of {num_rows} rows differ from the reference"

@@ -93,7 +93,7 @@ def test_a_forced_run_measures_everything_again_and_keeps_the_log_of_the_one_bef
 def test_a_second_run_for_the_same_table_is_refused_in_one_line_while_the_first_goes_on(tmp_path, simulated):
     device, refused = simulated(), []
 
-    class Rival(Notes):
+    class SecondRun(Notes):
         def note(self, text: str) -> None:
             super().note(text)
             if "searched: " in text:
@@ -104,7 +104,7 @@ def test_a_second_run_for_the_same_table_is_refused_in_one_line_while_the_first_
                 refused.append(it)
                 assert tune(tmp_path / "elsewhere", device, sizes=(1,)).status == "done"
 
-    result = tune(tmp_path, device, Rival(), sizes=(1, 64))
+    result = tune(tmp_path, device, SecondRun(), sizes=(1, 64))
     assert result.status == "done" and refused
     assert {event["entry"]["rows"] for event in events_of(result, "decided")} == {1, 64}
 

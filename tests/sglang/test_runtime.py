@@ -400,13 +400,13 @@ CHANGES = {
 def test_each_change_of_a_model_is_noticed_by_itself(device, name):
     state = make_state(device)
 
-    def facts(head: LMHead) -> tuple:
+    def fingerprint(head: LMHead) -> tuple:
         return head.weight.data_ptr(), head.logit_scale, head.softcap, head.vocab_size
 
-    before = facts(state.head)
+    before = fingerprint(state.head)
     CHANGES[name](state)
     state.update(1)
-    assert facts(state.head) == facts(HeadState(state.processor, state.lm_head).head) != before
+    assert fingerprint(state.head) == fingerprint(HeadState(state.processor, state.lm_head).head) != before
 
 
 def test_a_head_that_changes_its_shape_gives_up_its_tuned_table(device):
