@@ -26,6 +26,11 @@ def one_line(text: str, most: int = 120) -> str:
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def read_plain(file: str | os.PathLike[str], max_bytes: int) -> str:
     """The text of ``file``. Raises BadFileError, as ``read_bytes`` does."""
     try:

@@ -21,6 +21,7 @@ import triton
 from .cpu_path import draws_in_host_memory
 from .defaults import HeadTraits
 from .dispatch import DispatchTable, compute_logits, default_table, launch, reading_table, slots_for
+from .files import first_line
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.config import ReadConfig, ScreenConfig
 from .kernels.launch import compiling_only
@@ -218,10 +219,11 @@ def refuse_wrong(
                 return Checked(table, reason, tuple(refused), unscreened)
 
 
-def unsupported_by_flashinfer(head: LMHead, num_rows: int = 8) -> str | None:
+def unsupported_by_flashinfer(head: LMHead) -> str | None:
     """Why FlashInfer cannot draw for ``head`` here; None where it can. Also compiles it, a minute the first time."""
     if head.shards > 1 or not head.gemm_gives_logits:
         return "it needs a whole vocabulary, and logits of the weight's dtype"
+    num_rows = 8
     raw = compute_logits(_hidden(head, num_rows, CHUNK_IDS), head, Workspace(1, head.weight.device))
     row = torch.arange(num_rows, device=raw.device)
     temperature = 0.5 + row % 4 * 0.5
@@ -290,10 +292,6 @@ class _Check:
             return self.compare(kind, num_rows, config)
         except Exception as error:  # whatever a compiler or a device makes of a configuration
             return f"{first_line(error)} with {config} ({kind})"
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 @dataclasses.dataclass(frozen=True)
