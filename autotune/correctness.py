@@ -53,9 +53,9 @@ def checked_kinds(config: Config, kind: BatchKind) -> list[BatchKind]:
 class CorrectnessCheck:
     """Compares configurations for ``head`` with the reference. What must be drawn is computed once."""
 
-    def __init__(self, head: LMHead, many_ids: int = MAX_IDS) -> None:
+    def __init__(self, head: LMHead) -> None:
         self.head = head
-        self.many, self.few = first_ids(head, many_ids), first_ids(head, FEW_IDS)
+        self.many, self.few = first_ids(head, MAX_IDS), first_ids(head, FEW_IDS)
         self._expected: dict[tuple, Expectation] = {}
         self._screens: dict[int, Screen] = {}
         self._workloads: dict[int, Workload] = {}

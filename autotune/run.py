@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import fcntl
 import itertools
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import IO, Any
 import msgspec
 import torch
 
+from ..files import hold
 from ..kinds import PLAIN, BatchKind, Config
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table, tables_in
@@ -120,22 +120,6 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def hold(table: Path) -> IO[str] | None:
-    """A file beside the table that is locked until it is closed, or this process ends, however it does; None where
-    another run holds it. Processes that are started meanwhile do not hold it. A file system without locks is taken as
-    it is. Raises OSError where no file can be made."""
-    table.parent.mkdir(parents=True, exist_ok=True)
-    opened = table.with_suffix(".lock").open("w")
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        opened.close()
-        return None
-    except OSError:
-        pass
-    return opened
-
-
 class _Coordinator:
     def __init__(self, options: Options, progress: Progress) -> None:
         self.options, self.progress, self.effort = options, progress, options.plan_effort
@@ -176,7 +160,8 @@ class _Coordinator:
         if not table_there:
             self._start_compilers()
         device, env = self._hello()
-        self._held = hold(options.out / file_name(device.name, head))
+        options.out.mkdir(parents=True, exist_ok=True)
+        self._held = hold((options.out / file_name(device.name, head)).with_suffix(".lock"))
         if self._held is None:
             raise TuneError(
                 f"another run is tuning this head in {options.out}: wait for it, or choose another folder with --out"

@@ -191,7 +191,7 @@ def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) 
 def _same_kernels(table: Table) -> bool:
     installed = installed_fingerprints()
     measured = {path: hashes.get("src") for path, hashes in table.kernels.items()}
-    return bool(measured) and all(source == installed.get(path) for path, source in measured.items())
+    return bool(measured) and all(fingerprint == installed.get(path) for path, fingerprint in measured.items())
 
 
 def _same_defaults(table: Table) -> bool:

@@ -164,22 +164,14 @@ class Timer:
                 samples[name].append(us)
         return Rounds(samples, clocks)
 
-    def race(
-        self,
-        calls: Mapping[str, Call],
-        rounds: int = 15,
-        *,
-        copies: int = 1,
-        before_round: Callable[[int], object] = lambda index: None,
-    ) -> dict[str, Timing]:
+    def race(self, calls: Mapping[str, Call], rounds: int = 15) -> dict[str, Timing]:
         """Capture ``calls`` and time them side by side."""
-        contenders = {name: self.contender(call, copies=copies) for name, call in calls.items()}
-        timed = self.rounds(contenders, rounds, before_round=before_round)
+        timed = self.rounds({name: self.contender(call) for name, call in calls.items()}, rounds)
         return {name: timed.timing(name) for name in calls}
 
-    def warm_up(self, call: Call, seconds: float = WARM_SECONDS) -> None:
+    def warm_up(self, call: Call) -> None:
         """Run ``call`` until clocks and temperature are as they are under load. Nothing without CUDA."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + WARM_SECONDS
         while self._stream is not None and time.monotonic() < until:
             for step in range(8):
                 call(step)

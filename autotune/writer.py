@@ -71,7 +71,7 @@ class TableWriter:
             tool={"sgl_flashsample": __version__, "noise": NOISE_ABI},
             env=env,
             measure=measure,
-            kernels={path: {"src": source} for path, source in installed_fingerprints().items()},
+            kernels={path: {"src": fingerprint} for path, fingerprint in installed_fingerprints().items()},
         )
         self._before, self._apart = load_table(self.path)
         if self._before is not None:

@@ -31,10 +31,9 @@ from sgl_flashsample import LMHead, __version__
 from sgl_flashsample.autotune.baselines import OFFSETS_PER_CALL, BaselineBatch
 from sgl_flashsample.autotune.timing import MAX_CALLS, describe_machine
 from sgl_flashsample.autotune.workload import PROFILES, REACH, Workload, directions, make_weight
-from sgl_flashsample.files import one_line, write_whole
+from sgl_flashsample.files import first_line, one_line, write_whole
 from sgl_flashsample.kernels.params import LogitEdits
 from sgl_flashsample.kinds import BatchKind
-from sgl_flashsample.selfcheck import first_line
 
 DRY_RUN = "--dry-run" in sys.argv
 RESULTS = Path(__file__).resolve().parent / "results"

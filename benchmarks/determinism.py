@@ -107,8 +107,8 @@ class Case:
             if value is None:
                 return None
             tensors = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            found = {name: one[rows] for name, one in tensors.items() if isinstance(one, torch.Tensor)}
-            return dataclasses.replace(value, **found)
+            of_rows = {name: one[rows] for name, one in tensors.items() if isinstance(one, torch.Tensor)}
+            return dataclasses.replace(value, **of_rows)
 
         params = dataclasses.replace(
             taken(self.params), truncation=taken(self.params.truncation), edits=taken(self.params.edits)

@@ -265,13 +265,13 @@ def main() -> int:
     result: dict[str, Any] = {"env": new_env(), "rows": rows}
     for section, path in counts:
         if section in options.only:
-            started, found = time.monotonic(), Counter[str]()
+            started, totals = time.monotonic(), Counter[str]()
             num_parts = options.processes * (PARTS_PER_PROCESS if options.processes > 1 else 1)
             parts = ((section, path, Part(number, num_parts), options) for number in range(num_parts))
             for counted in in_processes(count, parts, options.processes):
-                found.update(counted)
+                totals.update(counted)
                 row = {"section": section, "path": path} | ({"first": options.first} if section == "legal" else {})
-                row |= {**found, "seconds": round(time.monotonic() - started, 1)}
+                row |= {**totals, "seconds": round(time.monotonic() - started, 1)}
                 write_result(options.out, result | {"rows": [*result["rows"], row]})
             result["rows"].append(row)
             print(row, flush=True)

@@ -536,24 +536,24 @@ def shape(value: Any) -> Any:
 
 def logprob_shapes(row: dict[str, Any]) -> dict[str, Any]:
     """Of each list of logprobs: the different shapes of its entries, and whether it has one per token."""
-    about, found = row.get("meta_info") or {}, dict[str, Any]()
+    about, form = row.get("meta_info") or {}, dict[str, Any]()
     for name, value in about.items():
         if name.endswith("_logprobs") and isinstance(value, list):
             kinds = sorted({json.dumps(shape(entry)) for entry in value})
             whole = len(value) == about.get("completion_tokens") if name.startswith("output") else len(value)
-            found[name] = [kinds, whole]
+            form[name] = [kinds, whole]
     lists = row.get("logprobs")
     if isinstance(lists, dict):
         entries = lists.get("content")
-        found["names"] = sorted(lists)
+        form["names"] = sorted(lists)
         if isinstance(entries, list):
-            found["content"] = sorted({f"{sorted(entry)} {num_top(entry.get('top_logprobs'))}" for entry in entries})
+            form["content"] = sorted({f"{sorted(entry)} {num_top(entry.get('top_logprobs'))}" for entry in entries})
         else:
-            found["lengths"] = sorted({len(value) > 0 for value in lists.values() if isinstance(value, list)})
-            found["top"] = sorted({num_top(entry) for entry in lists.get("top_logprobs") or () if entry})
+            form["lengths"] = sorted({len(value) > 0 for value in lists.values() if isinstance(value, list)})
+            form["top"] = sorted({num_top(entry) for entry in lists.get("top_logprobs") or () if entry})
     elif "choices" in row or "logprobs" in row:
-        found["names"] = type(lists).__name__
-    return found
+        form["names"] = type(lists).__name__
+    return form
 
 
 def num_top(entries: Collection[Any] | None) -> int:
@@ -565,18 +565,18 @@ def differences(stock: Answer, ours: Answer, request: Request) -> list[str]:
     """What differs, in a few words each. Tokens come last."""
     if stock.status != ours.status:
         return [f"status: {stock.status}, {ours.status}"]
-    found = []
+    differing = []
     messages = message_of(stock.data), message_of(ours.data)
     if messages[0] != messages[1]:
-        found.append(f"message: {messages[0][:160]!r}, {messages[1][:160]!r}")
+        differing.append(f"message: {messages[0][:160]!r}, {messages[1][:160]!r}")
     if isinstance(stock.data, dict) and isinstance(ours.data, dict) and stock.data.keys() != ours.data.keys():
-        found.append(f"fields: {sorted(stock.data.keys() ^ ours.data.keys())}")
+        differing.append(f"fields: {sorted(stock.data.keys() ^ ours.data.keys())}")
     pairs = list(zip(sequences(stock.data), sequences(ours.data), strict=False))
     if len(sequences(stock.data)) != len(sequences(ours.data)):
-        found.append(f"sequences: {len(sequences(stock.data))}, {len(sequences(ours.data))}")
+        differing.append(f"sequences: {len(sequences(stock.data))}, {len(sequences(ours.data))}")
     for place, (one, other) in enumerate(pairs):
-        found += [f"row {place}: {words}" for words in row_differences(one, other, stock, ours, request)]
-    return found
+        differing += [f"row {place}: {words}" for words in row_differences(one, other, stock, ours, request)]
+    return differing
 
 
 def follows(words: str, row: int) -> bool:
@@ -588,25 +588,25 @@ def follows(words: str, row: int) -> bool:
 def row_differences(
     stock: dict[str, Any], ours: dict[str, Any], stock_answer: Answer, ours_answer: Answer, request: Request
 ) -> list[str]:
-    found = []
+    differing = []
     names = [{*row, *(row.get("meta_info") or ())}.difference(UNSTEADY) for row in (stock, ours)]
     if names[0] != names[1]:
-        found.append(f"fields: {sorted(names[0] ^ names[1])}")
+        differing.append(f"fields: {sorted(names[0] ^ names[1])}")
     one, other = facts_of(stock, stock_answer.data), facts_of(ours, ours_answer.data)
     known = ["end", "tokens"] if request.counted else []
     known += ["matched", "ids", "text"] if request.certain else []
     if one["end"] == other["end"] == "abort":
         known = []  # a prompt that is too long is replaced by one token, and what is drawn after that is nobody's
-    found += [f"{name}: {one[name]!r}, {other[name]!r}" for name in known if one[name] != other[name]]
+    differing += [f"{name}: {one[name]!r}, {other[name]!r}" for name in known if one[name] != other[name]]
     if not request.counted and (one["end"] in ("stop", "length")) != (other["end"] in ("stop", "length")):
-        found.append(f"end: {one['end']}, {other['end']}")
+        differing.append(f"end: {one['end']}, {other['end']}")
     if any(not 0 <= token < VOCAB for token in other["ids"] or ()):
-        found.append(f"no id: {other['ids']}")
+        differing.append(f"no id: {other['ids']}")
     # Stock answers a request for 0 tokens at one time with the logprob of one, at another with none.
     none = any(params.get("max_new_tokens") == 0 for params in request.params)
     if not none and (left := logprob_shapes(stock)) != (right := logprob_shapes(ours)):
-        found.append(f"logprobs: {left}, {right}"[:300])
-    return found
+        differing.append(f"logprobs: {left}, {right}"[:300])
+    return differing
 
 
 # --- servers --------------------------------------------------------------------------------------------------------
@@ -685,17 +685,17 @@ class Fuzz:
         self.certain += request.certain
         for side, answer in answers.items():
             self.statuses[f"{side} {answer.status}"] += 1
-        found = []
+        differing = []
         if request.kind != "left":
-            found = differences(answers["stock"], answers["ours"], request)
-        if found and request.certain and answers["stock"].status == 200:
+            differing = differences(answers["stock"], answers["ours"], request)
+        if differing and request.certain and answers["stock"].status == 200:
             tied = await self.near_ties_of(request, answers)
             self.near_ties += len(tied)
-            found = [words for words in found if not any(follows(words, row) for row in tied)]
-        if found:
+            differing = [words for words in differing if not any(follows(words, row) for row in tied)]
+        if differing:
             self.different += 1
             if len(self.examples) < EXAMPLES:
-                self.examples.append(example(request, found, answers))
+                self.examples.append(example(request, differing, answers))
         for side in SIDES:
             if str(answers[side].status).startswith("no answer") and request.kind == "left":
                 self.different += 1
@@ -759,15 +759,15 @@ def as_sent(request: Request) -> dict[str, Any]:
     return {"number": request.number, "kind": request.kind, "path": request.path, "body": str(request.body[:600])[2:-1]}
 
 
-def example(request: Request, found: list[str], answers: dict[str, Answer]) -> dict[str, Any]:
-    return as_sent(request) | {"different": found} | {side: answer.short for side, answer in answers.items()}
+def example(request: Request, differing: list[str], answers: dict[str, Answer]) -> dict[str, Any]:
+    return as_sent(request) | {"different": differing} | {side: answer.short for side, answer in answers.items()}
 
 
 def failures_of(server: Server) -> list[str]:
     """What our server says of itself that a healthy one does not."""
-    found = [line for line in server.log_lines('File "') if "sgl_flashsample" in line]
-    found += server.log_lines("Scheduler hit an exception") + server.log_lines("until restart")
-    return found
+    lines = [line for line in server.log_lines('File "') if "sgl_flashsample" in line]
+    lines += server.log_lines("Scheduler hit an exception") + server.log_lines("until restart")
+    return lines
 
 
 def counters_of(server: Server) -> dict[str, float]:

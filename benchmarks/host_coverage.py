@@ -60,8 +60,8 @@ def measure(keep: bool, arguments: list[str]) -> tuple[bool, dict[str, Any]]:
     return passed, json.loads((DATA / "report.json").read_text())
 
 
-def summary(found: dict[str, Any]) -> dict[str, Any]:
-    counts = {name: found[key] for name, key in COUNTS.items()}
+def summary(totals: dict[str, Any]) -> dict[str, Any]:
+    counts = {name: totals[key] for name, key in COUNTS.items()}
     branches = counts["branches"]
     return counts | {"percent": round(100 - 100 * counts["missing_branches"] / branches, 2) if branches else 100.0}
 

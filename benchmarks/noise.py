@@ -281,8 +281,8 @@ def row_of_map(scan: Callable[..., None], stop: int, **more: Any) -> dict[str, A
         later = definition(last - 1)[2] - noise
         step = _minus_log1p(_minus_log1p(-((last - 1 - first) * 2.0**-32) / float(rest)) / float(exponential))
         apart = max(apart, abs(float(later - step)))
-    found = {key: int(x) if x.is_integer() else float(f"{x:.4g}") for key, x in zip(NUMBERS, numbers, strict=True)}
-    return {"upper_words": stop} | more | found | {"definition_max_difference": float(f"{apart:.2g}")}
+    rounded = {key: int(x) if x.is_integer() else float(f"{x:.4g}") for key, x in zip(NUMBERS, numbers, strict=True)}
+    return {"upper_words": stop} | more | rounded | {"definition_max_difference": float(f"{apart:.2g}")}
 
 
 @njit
@@ -440,8 +440,8 @@ def check_streams(seconds: float) -> tuple[list[dict[str, Any]], list[str]]:
         for order in ORDERS:
             rows.append({"program": program, "order": order} | test(ORDERS[order], cpu_loops._philox, seconds))
             print(rows[-1], flush=True)
-        found = test(ORDERS["positions"], planted, min(seconds, 20))
-        rows.append({"program": program, "order": "positions", "planted": "no multiplications"} | found)
+        outcome = test(ORDERS["positions"], planted, min(seconds, 20))
+        rows.append({"program": program, "order": "positions", "planted": "no multiplications"} | outcome)
 
     def wrong(row: dict[str, Any]) -> bool:
         failed = any(one["verdict"] == "FAILED" for one in row["not_normal"])

@@ -128,12 +128,12 @@ class Rank:
         logits = batch.hidden[rows].double() @ self.whole.weight.double().T
         if self.whole.softcap is not None:
             logits = self.whole.softcap * torch.tanh(logits / self.whole.softcap)
-        room = logits.abs() * torch.finfo(batch.hidden.dtype).eps + 1e-6
+        error_bound = logits.abs() * torch.finfo(batch.hidden.dtype).eps + 1e-6
         if params.edits is not None and params.edits.mask is not None:
             words = params.edits.mask[rows].repeat_interleave(32, 1)[:, : logits.shape[1]]
             allowed = words >> torch.arange(logits.shape[1], device=self.device) % 32 & 1
             logits = logits.masked_fill(allowed == 0, float("-inf"))
-        low, high = logits - room, logits + room
+        low, high = logits - error_bound, logits + error_bound
         of_rows = (params.temperature[rows], params.seed[rows], params.position[rows])
         return int(sample_ref(logits, low, high, *of_rows).near_tie.sum())
 
@@ -297,14 +297,14 @@ def main() -> int:
         if answers.empty():
             time.sleep(0.05)
             continue
-        number, section, found = answers.get()
+        number, section, answer = answers.get()
         if section is None:
             running -= 1
-        elif isinstance(found, str):
-            result["env"]["not_run"].append({"section": section, "rank": number, "reason": found})
+        elif isinstance(answer, str):
+            result["env"]["not_run"].append({"section": section, "rank": number, "reason": answer})
         elif number == 0:  # all rows of the section that there are so far
-            result["rows"] = [row for row in result["rows"] if row["section"] != section] + found
-            for row in found:
+            result["rows"] = [row for row in result["rows"] if row["section"] != section] + answer
+            for row in answer:
                 print(row, flush=True)
         write_result(options.out, result)
     for process in ranks:

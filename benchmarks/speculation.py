@@ -198,22 +198,22 @@ def parts(events: list[dict[str, Any]], chain: int) -> dict[str, float]:
         kernel["ts"] + kernel["dur"] for kernel in kernels if any(name in kernel["name"] for name in VERIFYING)
     )
     targets = [one for one in passes if most and one.extends == most]
-    found: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for one in targets:
-        found["target_us"].append(one.last_norm - one.start)
-        found["head_us"].append(one.end - one.last_norm)
+        times["target_us"].append(one.last_norm - one.start)
+        times["head_us"].append(one.end - one.last_norm)
         place = bisect.bisect_left(ends, one.last_norm)
         if place < len(ends):
-            found["verify_us"].append(ends[place] - one.last_norm)
+            times["verify_us"].append(ends[place] - one.last_norm)
     for before, one in itertools.pairwise(passes):
         if one in targets and before not in targets:
-            found["draft_step_us"].append((before.end - before.start) / chain)
+            times["draft_step_us"].append((before.end - before.start) / chain)
     for begun, ended in itertools.pairwise(target.start for target in targets):
-        found["drafts_us"].append(
+        times["drafts_us"].append(
             sum(one.end - one.start for one in passes if begun < one.start < ended and one not in targets)
         )
-        found["busy_us"].append(_busy(kernels, begun, ended))
-    return {name: round(statistics.median(values), 1) for name, values in found.items()}
+        times["busy_us"].append(_busy(kernels, begun, ended))
+    return {name: round(statistics.median(values), 1) for name, values in times.items()}
 
 
 def _busy(kernels: list[dict[str, Any]], begun: float, ended: float) -> float:
@@ -465,11 +465,11 @@ def drawn(
     """What the float64 reference draws after each of these tokens, and whether that is a near-tie: each logit may be
     off by a rounding of the model's dtype."""
     logits = target.logits(torch.tensor(last))
-    room = logits.abs() * torch.finfo(target.head.dtype).eps + 1e-6
+    bound = logits.abs() * torch.finfo(target.head.dtype).eps + 1e-6
     temperatures = torch.full((len(last),), temperature)
     positions = torch.full((len(last),), position)
-    found = sample_ref(logits, logits - room, logits + room, temperatures, torch.tensor(list(seeds)), positions)
-    return found.token.tolist(), found.near_tie.tolist()
+    want = sample_ref(logits, logits - bound, logits + bound, temperatures, torch.tensor(list(seeds)), positions)
+    return want.token.tolist(), want.near_tie.tolist()
 
 
 def parse() -> Any:

@@ -172,10 +172,10 @@ def count(case: Case, positions: float, shows_progress: bool) -> dict[str, Any]:
     )
     while total < positions:
         tokens, params = batches.new()
-        found = verify(target.hidden(tokens), target.head, tokens, params, batches.tree)
-        rows, places = (found.nodes >= 0).nonzero(as_tuple=True)
-        nodes = found.nodes[rows, places].long() % NODES
-        before, gained = tokens[rows, nodes], found.token_ids[rows, places]
+        verified = verify(target.hidden(tokens), target.head, tokens, params, batches.tree)
+        rows, places = (verified.nodes >= 0).nonzero(as_tuple=True)
+        nodes = verified.nodes[rows, places].long() % NODES
+        before, gained = tokens[rows, nodes], verified.token_ids[rows, places]
         counts.view(-1).index_add_(0, before * VOCAB + gained, torch.ones_like(gained))
         shuffled = torch.randperm(len(rows), generator=batches.device_generator, device=DEVICE)
         alone = batches.params(params.seed[rows][shuffled], (params.position[rows] + places)[shuffled])
@@ -185,7 +185,7 @@ def count(case: Case, positions: float, shows_progress: bool) -> dict[str, Any]:
             moved = batches.params(alone.seed, alone.position - 1)
             earlier = int((sample(hidden, target.head, moved).token_ids != gained[shuffled]).sum())
         chance = batches.expected_accepted(tokens, p_on_device, both)
-        accepted += (found.num_tokens > 1).sum()
+        accepted += (verified.num_tokens > 1).sum()
         expected += chance.sum()
         variance += (chance * (1 - chance)).sum()
         total += len(rows)

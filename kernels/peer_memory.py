@@ -164,10 +164,10 @@ class PeerMemory:
         self.records, self.record_flags, self.logits_flags, self.logits = torch.tensor(addresses, device=device)
         self.record_exchanges = torch.zeros(cdiv(max_rows, ROWS_PER_PROGRAM), dtype=torch.int64, device=device)
         self.logits_exchanges = torch.zeros(1, dtype=torch.int64, device=device)
-        own, padded = regions[rank][offsets[3] :].view(dtype), _row_stride(width)
-        self.own_logits = own[: max_rows * padded].view(max_rows, padded)[:, :width]
+        shard, padded = regions[rank][offsets[3] :].view(dtype), _row_stride(width)
+        self.own_logits = shard[: max_rows * padded].view(max_rows, padded)[:, :width]
         # The reader is compiled for rows that start at multiples of 16 elements.
-        self.rows = own.new_empty(cdiv(max_rows, num_ranks), _row_stride(width * num_ranks))[:, : width * num_ranks]
+        self.rows = shard.new_empty(cdiv(max_rows, num_ranks), _row_stride(width * num_ranks))[:, : width * num_ranks]
 
     @staticmethod
     def num_bytes(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> int:

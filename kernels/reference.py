@@ -204,15 +204,15 @@ def allowed_ref(
     before = torch.cumsum(sorted_probability, -1) - sorted_probability
     mass_above = before.gather(1, above)
     k = torch.where((top_k >= 1) & (top_k < width), top_k, width)[:, None]
-    left_by_k = above < k
+    allowed_by_k = above < k
     p = torch.where(top_p < 1, top_p.double(), 2.0)[:, None]
     sequential = (min_p > 0)[:, None]
-    p = torch.where(sequential, p * (sorted_probability * left_by_k).sum(-1, keepdim=True), p)
-    left = left_by_k & ((mass_above < p + slack) | (above == 0))
-    least = value[:, :1] + temperature.double()[:, None] * torch.log(min_p.double().clamp(max=1.0))[:, None]
+    p = torch.where(sequential, p * (sorted_probability * allowed_by_k).sum(-1, keepdim=True), p)
+    allowed = allowed_by_k & ((mass_above < p + slack) | (above == 0))
+    min_p_limit = value[:, :1] + temperature.double()[:, None] * torch.log(min_p.double().clamp(max=1.0))[:, None]
     tolerance = 4e-7 * value[:, :1].abs().clamp(min=1.0) * (1 if slack > 0 else -1 if slack < 0 else 0)
-    left &= (value >= least - tolerance) | (above == 0)
-    return torch.zeros_like(left).scatter(1, order, left) & (logits > float("-inf"))
+    allowed &= (value >= min_p_limit - tolerance) | (above == 0)
+    return torch.zeros_like(allowed).scatter(1, order, allowed) & (logits > float("-inf"))
 
 
 def token_scores_ref(

@@ -319,10 +319,10 @@ def _draw_plain(row, vocab_size, first_group, temperature, position, seed, group
     for first in range(0, num_groups, _CHUNK):
         count = min(_CHUNK, num_groups - first)
         # Where no noise is large enough for any of these groups, none is computed: rows of a low temperature.
-        least = (limit - _MOST_NOISE) * per_bit
-        least -= abs(least) * _RELATIVE
+        needed_by_any = (limit - _MOST_NOISE) * per_bit
+        needed_by_any -= abs(needed_by_any) * _RELATIVE
         i = 0
-        while i < count and first + i < whole and not _any_above(row, (first + i) * GROUP_SIZE, least):
+        while i < count and first + i < whole and not _any_above(row, (first + i) * GROUP_SIZE, needed_by_any):
             i += 1
         if i == count:
             continue
@@ -339,8 +339,8 @@ def _draw_plain(row, vocab_size, first_group, temperature, position, seed, group
                     continue
                 log_mass = _log_mass_of_group(logits, largest, rate, temperature)
                 # Now the bound is known without the allowance for 16 equal logits: most groups end here.
-                most = log_mass + (bounds[i] - _LOG2_GROUP) / _LOG2_E
-                if most + abs(most) * _RELATIVE < best:
+                score_hi = log_mass + (bounds[i] - _LOG2_GROUP) / _LOG2_E
+                if score_hi + abs(score_hi) * _RELATIVE < best:
                     continue
                 score = np.float32(log_mass + gumbel(np.uint64(first_group + group), position, _GROUP_STREAM, seed))
                 if score > best:
@@ -463,10 +463,10 @@ def _draw_truncated(
         bound, _ = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
     if sequential:
         count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
-        left = 0.0
+        allowed_mass = 0.0
         for i in range(count):
-            left += weights[i]
-        bound, _ = _smallest_allowed(values, weights, count, top_k, top_p * left, counts, masses)
+            allowed_mass += weights[i]
+        bound, _ = _smallest_allowed(values, weights, count, top_k, top_p * allowed_mass, counts, masses)
     bound = max(bound, floor)
 
     best, best_column, best_logit = _NONE, 0, _NONE
@@ -476,8 +476,8 @@ def _draw_truncated(
         for i in range(count):
             group = listed[first + i]
             peak = maxima[group] * rate
-            reach = (peak + abs(peak) * _RELATIVE + bounds[i]) / np.float32(_LOG2_E)
-            if maxima[group] < bound or reach + abs(reach) * _RELATIVE < best:
+            score_hi = (peak + abs(peak) * _RELATIVE + bounds[i]) / np.float32(_LOG2_E)
+            if maxima[group] < bound or score_hi + abs(score_hi) * _RELATIVE < best:
                 continue
             _read_group(row, group, vocab_size, logits)
             log_mass = _log_mass_of_group(logits, maxima[group], rate, temperature)

@@ -17,6 +17,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 
+from .files import first_line
+
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 
@@ -56,7 +58,7 @@ def check_package(requirement: str) -> Finding:
         if name == "torch" and not module.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of Triton
     except Exception as error:
-        return Finding(PROBLEM, f"{name} {version} does not import: {_described(error)}", f"install {name} again")
+        return Finding(PROBLEM, f"{name} {version} does not import: {first_line(error)}", f"install {name} again")
     if "<" in bounds and _numbers(version) >= _numbers(bounds["<"]):
         advice = f"tested below {bounds['<']}; if something fails: pip install '{requirement}'"
         return Finding(NOTE, f"{name} {version} is newer than what was tested", advice)
@@ -109,7 +111,7 @@ def check_sglang() -> Iterator[Finding]:
         cuda = torch.cuda.is_available()
         advice = "find out why `import sglang.srt.layers.logits_processor` fails"
         advice += "" if cuda else " (SGLang needs a GPU for that; `sgl-flashsample demo` works around it)"
-        yield Finding(PROBLEM if cuda else NOTE, f"SGLang does not import here: {_described(error)}", advice)
+        yield Finding(PROBLEM if cuda else NOTE, f"SGLang does not import here: {first_line(error)}", advice)
         return
     for reason in reasons:
         yield Finding(PROBLEM, f"hook target: {reason}", "this SGLang is changed; its own sampler would serve")
@@ -196,7 +198,7 @@ def findings() -> Iterator[Finding]:
                 made.extend(check())
         except Exception as error:
             advice = "report this with the lines above; SGLang's sampler would serve"
-            made.append(Finding(PROBLEM, f"{check.__name__} failed: {_described(error)}", advice))
+            made.append(Finding(PROBLEM, f"{check.__name__} failed: {first_line(error)}", advice))
         yield from made
         if check is check_packages and any(finding.level == PROBLEM for finding in made):
             return
@@ -218,7 +220,3 @@ def run(as_json: bool = False) -> bool:
 def _numbers(version: str) -> tuple[int, ...]:
     """(3, 7) of "3.7.1+cu130"."""
     return tuple(int(number) for number in re.findall(r"[0-9]+", version.split("+")[0])[:2])
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -4,12 +4,13 @@ one."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 _UMASK = os.umask(0o022)  # read once, at import: reading it sets the mask of all threads for a moment
 os.umask(_UMASK)
@@ -23,6 +24,11 @@ def one_line(text: str, most: int = 120) -> str:
     """``text`` in one line of at most ``most`` printable characters."""
     line = "".join(letter if letter.isprintable() else " " for letter in text[: most + 1])
     return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def read_plain(file: str | os.PathLike[str], max_bytes: int) -> str:
@@ -74,6 +80,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(name: str) -> NoReturn:
     raise BadFileError(f"it has the number {name}; expected finite ones")
+
+
+def hold(path: Path) -> IO[str] | None:
+    """The file ``path``, made where it is missing, and locked until it is closed or this process ends; None where
+    another process has it locked. Programs that this process starts do not inherit it. A file system without locks is
+    taken as it is. Raises OSError where the file cannot be opened."""
+    opened = path.open("a")
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        opened.close()
+        return None
+    except OSError:
+        pass
+    return opened
 
 
 def check_writable(file: str | os.PathLike[str], option: str) -> None:

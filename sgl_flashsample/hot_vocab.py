@@ -133,12 +133,6 @@ class HotVocab:
         """The hit curve, ``[G + 1]`` float64: the share of the tokens in the H most frequent groups."""
         return np.concatenate([[0], np.cumsum(self.counts[self.ranked])]) / self.counted
 
-    def groups_for(self, coverage: float) -> int:
-        """The fewest groups that cover this share of the tokens. Raises ValueError."""
-        if not 0.0 <= coverage <= 1.0:
-            raise ValueError(f"coverage is {coverage}; expected a share from 0 to 1")
-        return int(np.searchsorted(self.hits, coverage))
-
     def plus(self, other: HotVocab) -> HotVocab:
         """What both have counted together; what single ids cover is not known any more. Raises HotVocabError for
         different vocabularies."""
@@ -290,15 +284,6 @@ class Sizing:
         for place, measured in ((0, self.costs.none_us), (-1, self.costs.all_us)):
             us[place] = us[place] if measured is None else measured
         return us
-
-    def stationary(self) -> int:
-        """The H of the first-order condition: the first one from which another hot group does not pay, for a concave
-        hit curve, as that of ranked groups is. Not compared with what was measured at both ends; ``best`` is."""
-        slope, drop = self.costs.hot_us - self.costs.screened_us, self.costs.miss_us - self.costs.hit_us
-        if drop <= 0:  # a hit saves nothing: F has no minimum in between
-            return 0 if self.formula_us[0] <= self.formula_us[-1] else len(self.hits) - 1
-        does_not_pay = np.append(slope - drop * np.diff(self.hits) >= 0.0, True)
-        return int(does_not_pay.argmax())
 
     def best(self) -> int:
         """The H that costs least; the smallest of equals. For any hit curve."""

@@ -68,17 +68,17 @@ def config_file(model: str, *, download: bool = False) -> Path:
         path = path / "config.json"
     if path.exists():
         return path
-    found = None
+    cached = None
     with contextlib.suppress(ImportError, ValueError, OSError):  # no such package; no hub's name; no such model there
         import huggingface_hub
 
         if download:
             return Path(huggingface_hub.hf_hub_download(model, "config.json"))
-        found = huggingface_hub.try_to_load_from_cache(model, "config.json")
-    if not isinstance(found, str):
+        cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    if not isinstance(cached, str):
         where = "that could be fetched from the Hugging Face hub" if download else "in the Hugging Face cache"
         raise HeadError(f"{model} is neither a model's folder nor a config.json on this machine, nor a model {where}")
-    return Path(found)
+    return Path(cached)
 
 
 def _text_config(model: str) -> dict[str, Any]:

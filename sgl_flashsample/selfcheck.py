@@ -21,6 +21,7 @@ import triton
 from .cpu_path import draws_in_host_memory
 from .defaults import HeadTraits
 from .dispatch import DispatchTable, compute_logits, default_table, launch, reading_table, slots_for
+from .files import first_line
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.config import ReadConfig, ScreenConfig
 from .kernels.launch import compiling_only
@@ -218,10 +219,11 @@ def refuse_wrong(
                 return Checked(table, reason, tuple(refused), unscreened)
 
 
-def unsupported_by_flashinfer(head: LMHead, num_rows: int = 8) -> str | None:
+def unsupported_by_flashinfer(head: LMHead) -> str | None:
     """Why FlashInfer cannot draw for ``head`` here; None where it can. Also compiles it, a minute the first time."""
     if head.shards > 1 or not head.gemm_gives_logits:
         return "it needs a whole vocabulary, and logits of the weight's dtype"
+    num_rows = 8
     raw = compute_logits(_hidden(head, num_rows, CHUNK_IDS), head, Workspace(1, head.weight.device))
     row = torch.arange(num_rows, device=raw.device)
     temperature = 0.5 + row % 4 * 0.5
@@ -292,10 +294,6 @@ class _Check:
             return f"{first_line(error)} with {config} ({kind})"
 
 
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Expectation:
     """A batch of every kind of row, and what must be drawn from it. low, high: how far from ``logits`` a right logit
@@ -323,8 +321,8 @@ def expect(
     if reads:
         raw = compute_logits(hidden, head, Workspace(1, hidden.device))[:, : head.vocab_size].double()
         logits = transform_ref(raw, head.rounding, logit_scale=head.logit_scale, softcap=head.softcap)
-        room = 0.0 if head.softcap is None else 2.0**-20 * head.softcap
-        low, high = logits - room, logits + room
+        error_bound = 0.0 if head.softcap is None else 2.0**-20 * head.softcap
+        low, high = logits - error_bound, logits + error_bound
     else:
         error = accumulation_error(head.weight.shape[1])
         low, logits, high = (_logits(hidden, head, chunk_ids, sign * error) for sign in (-1, 0, 1))
@@ -365,8 +363,8 @@ def difference(
         assert workspace.last_buffer is not None
         written = _written_logits(expected, workspace.last_buffer, screened=isinstance(config, ScreenConfig))
         limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)
-        room = 1e-5 * expected.logits.abs().clamp(min=1.0)
-        inside = (written >= expected.low - room) & (written <= expected.high + room) | (written == expected.logits)
+        bound = 1e-5 * expected.logits.abs().clamp(min=1.0)
+        inside = (written >= expected.low - bound) & (written <= expected.high + bound) | (written == expected.logits)
         off = limited & ~inside.all(1)
         if off.any():
             return f"logits of {int(off.sum())} of {num_rows} rows differ from the reference"

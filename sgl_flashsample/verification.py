@@ -103,8 +103,8 @@ def verify(
         ValueError: as ``sample``, and for drafts or a tree of another shape.
     """
     if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.shape[1] == 0:
-        found = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else f"a {type(hidden).__name__}"
-        raise ValueError(f"hidden is {found}; expected [B, D, H] with a D of 1 or more")
+        given = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else f"a {type(hidden).__name__}"
+        raise ValueError(f"hidden is {given}; expected [B, D, H] with a D of 1 or more")
     shape = hidden.shape[:2]
     num_rows, num_nodes = shape
     check_tensor("draft_tokens", draft_tokens, tuple(shape), torch.int64, hidden)

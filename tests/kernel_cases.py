@@ -391,9 +391,9 @@ def assert_equal_to_reference(case: Case, drawn: Drawn, max_near_ties: float = 0
     if drawn.logprobs is not None:
         same = (drawn.token_ids == want.token) & (case.edited > float("-inf")).any(1)
         temperature = torch.where(case.params.temperature > 0, case.params.temperature, 1.0).double()
-        room = 1e-4 + 4 * case.softcap_error / temperature
-        assert ((drawn.logprobs.double() - want.logprob_low).abs() <= room)[same].all()
+        error_bound = 1e-4 + 4 * case.softcap_error / temperature
+        assert ((drawn.logprobs.double() - want.logprob_low).abs() <= error_bound)[same].all()
         log_mass = torch.logsumexp(case.edited / temperature[:, None], 1)
         assert drawn.log_mass is not None
         off = (drawn.log_mass.double() - log_mass).abs()
-        assert ((off <= room + 1e-6 * log_mass.abs()) | (drawn.log_mass == log_mass)).all()
+        assert ((off <= error_bound + 1e-6 * log_mass.abs()) | (drawn.log_mass == log_mass)).all()

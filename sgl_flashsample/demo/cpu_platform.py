@@ -87,8 +87,8 @@ def support_dp_attention() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.model_executor import forward_batch_info
 
-    def gather(group, output, own):
-        torch.distributed.all_gather_into_tensor(output, own, group=group.device_group)
+    def gather(group, output, tensor):
+        torch.distributed.all_gather_into_tensor(output, tensor, group=group.device_group)
 
     def reduce_scatter(group, output, every):
         torch.distributed.reduce_scatter_tensor(output, every, group=group.device_group)

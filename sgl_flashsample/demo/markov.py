@@ -60,6 +60,7 @@ SIZES = {
     "llama-3.1-8b": Size("llama", 4096, 14336, 32, 32, 8, 128, 128256),
 }
 CONTEXTS = 16
+NORM_EPS = 1e-6
 
 
 class MarkovModel:
@@ -68,8 +69,8 @@ class MarkovModel:
     context: ``[V]`` int64, tokens with equal context have equal next-token distributions (untied heads only).
     """
 
-    def __init__(self, size: Size, embedding: torch.Tensor, head: torch.Tensor, norm_eps: float = 1e-6) -> None:
-        self.size, self.embedding, self.head, self.norm_eps = size, embedding, head, norm_eps
+    def __init__(self, size: Size, embedding: torch.Tensor, head: torch.Tensor) -> None:
+        self.size, self.embedding, self.head = size, embedding, head
         self.context = _contexts(size)
 
     def representative(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ class MarkovModel:
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[N, V]`` float64 logits after each of ``[N]`` tokens, rounded where the model rounds."""
         states = self.embedding[tokens].float()
-        states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)
+        states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + NORM_EPS)
         logits = states.to(self.embedding.dtype).double() @ self.head.double().T
         logits = logits.to(self.head.dtype)
         if self.size.logits_scaling is not None:
@@ -226,7 +227,7 @@ def config(size: Size) -> dict[str, object]:
         "tie_word_embeddings": size.tied,
         "torch_dtype": size.dtype,
         "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": NORM_EPS,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "attention_bias": False,

@@ -511,6 +511,7 @@ def grammar_mask(sampling_info: Any, grammars: list) -> torch.Tensor:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        # What this kind of grammar lacks, it lacks on every rank. Other errors, as of a device, may be of this rank.
         everywhere = isinstance(error, (AttributeError, NotImplementedError, TypeError, ValueError))
         raise GrammarError(f"{type(error).__name__}: {error}", everywhere) from error
     check_mask(mask, len(grammars))

@@ -183,9 +183,9 @@ class Exchange:
         else:
             rows = self._gathered_rows(logits, each)[: drawn_to - drawn_from]
         drawn = draw(rows, params.rows(drawn_from, drawn_to))
-        own = slice(stop - start)
-        logprobs, log_mass = (None if values is None else values[own] for values in (drawn.logprobs, drawn.log_mass))
-        mine = SampleOutput(drawn.token_ids[own], logprobs, drawn.scores[own], log_mass)
+        served = slice(stop - start)
+        logprobs, log_mass = (None if values is None else values[served] for values in (drawn.logprobs, drawn.log_mass))
+        mine = SampleOutput(drawn.token_ids[served], logprobs, drawn.scores[served], log_mass)
         return self.merge(mine, start, num_rows)
 
     def _gathered_rows(self, logits: torch.Tensor, each: int) -> torch.Tensor:

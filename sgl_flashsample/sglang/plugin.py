@@ -34,12 +34,14 @@ def register() -> None:
     option = f"--sampling-backend={BACKEND}"
     if option in ("=".join(pair) for pair in itertools.pairwise(sys.argv)) or option in sys.argv:
         os.environ[_REQUESTED_VARIABLE] = "1"  # the server's processes inherit it
-    if os.environ.get(_REQUESTED_VARIABLE) == "1":
+    # ``sgl.Engine`` and configuration files select a backend without the option. FLASHSAMPLE_REQUIRE is for them too.
+    if "1" in (os.environ.get(_REQUESTED_VARIABLE), os.environ.get("FLASHSAMPLE_REQUIRE")):
         HookRegistry.register("sglang.srt.layers.sampler.create_sampler", _explain_replacement, HookType.AFTER)
 
 
 def _explain_replacement(sampler, *args, **kwargs) -> None:
-    """After ``create_sampler``: SGLang replaces a custom backend in some modes; say so instead of being silent."""
+    """After ``create_sampler``: SGLang replaces a custom backend in some modes; say so instead of being silent. Raises
+    NotActiveError where the server must not start without it."""
     from .sampler import FlashSampler
 
     if not isinstance(sampler, FlashSampler):
@@ -51,7 +53,7 @@ def _explain_replacement(sampler, *args, **kwargs) -> None:
         execution = get_exec()
         mode = " (deterministic inference)" if execution.deterministic.enable_deterministic_inference else ""
         backend = execution.kernel.sampling_backend
-        reason = f"SGLang replaced --sampling-backend {BACKEND} by {backend} for this server's mode{mode}"
+        reason = f"SGLang uses the sampling backend {backend} instead of {BACKEND}{mode}"
         logger.warning("flashsample: not active: %s", reason)
         install_status_hook(lambda: {"active": False, "reason": reason})
         refuse_to_start(reason)

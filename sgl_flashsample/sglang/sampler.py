@@ -223,7 +223,7 @@ def draw(
 
     def launch(params: BatchParams) -> SampleOutput:
         if state.exchange is not None:
-            return draw_with_ranks(state, state.exchange, hidden, params, return_logprob, again=False)
+            return draw_with_ranks(state, state.exchange, hidden, params, return_logprob, retry=False)
         return _launch(state, hidden, params, return_logprob)
 
     graphs = state.step_graphs(batch, edits, positions)
@@ -276,9 +276,9 @@ def draw_with_ranks(
     hidden: torch.Tensor,
     params: BatchParams,
     return_logprob: bool,
-    again: bool = True,
+    retry: bool = True,
 ) -> SampleOutput:
-    """Where this rank has a part of the head. How a rank draws from its part is its own affair. again: what fails is
+    """Where this rank has a part of the head. How a rank draws from its part is its own affair. retry: what fails is
     tried in another way, as the other ranks wait for the exchange."""
     if params.truncation is not None or state.whole_rows:
 
@@ -290,7 +290,7 @@ def draw_with_ranks(
         try:
             drawn = _launch(state, hidden, params, return_logprob)
         except Exception as error:
-            if not again or not state.step_down(f"{type(error).__name__}: {error}"):
+            if not retry or not state.step_down(f"{type(error).__name__}: {error}"):
                 raise
         else:
             return exchange.merge(drawn)

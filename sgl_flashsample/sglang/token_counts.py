@@ -8,7 +8,6 @@ ever waits for the device: ids that find no free slot, because the thread has fa
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import os
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..files import one_line, write_whole
+from ..files import hold, one_line, write_whole
 from ..hot_vocab import HotVocab
 
 logger = logging.getLogger("sgl_flashsample")
@@ -72,7 +71,10 @@ class TokenCounts:
         self.look_seconds, self.write_seconds, self.idle_seconds = look_seconds, write_seconds, idle_seconds
         self.disabled_reason: str | None = None
         self.dropped = 0  # ids that found no free slot
-        self._lock = _lock(file)
+        lock_file = hold(file.with_name(f".{file.name}.lock"))
+        if lock_file is None:  # of replicas with one environment, the first counts
+            raise ValueError(f"another process counts into {file}")
+        self._lock_file = lock_file
         self._earlier = HotVocab.load(file) if os.path.lexists(file) else None
         if self._earlier is not None and name and self._earlier.name not in ("", name):
             raise ValueError(f"{file} is of {self._earlier.name}, not of {name}; expected a file for each model")
@@ -117,9 +119,7 @@ class TokenCounts:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(5)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock_file.close()
 
     def _begin(self, vocab: int) -> None:
         if self._earlier is not None and self._earlier.vocab != vocab:
@@ -182,17 +182,3 @@ class TokenCounts:
                 "flashsample: FLASHSAMPLE_TRACE counts no tokens any more, answers are not affected: %s",
                 self.disabled_reason,
             )
-
-
-def _lock(file: Path) -> int | None:
-    """Become the one process that writes ``file``, until the descriptor is closed: of replicas with one environment,
-    the first counts. Raises ValueError where another process is; a file system without locks is taken as it is."""
-    descriptor = os.open(file.with_name(f".{file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise ValueError(f"another process counts into {file}") from None
-        return None
-    return descriptor

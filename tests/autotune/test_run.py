@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -33,10 +31,11 @@ from sgl_flashsample.autotune import pool, search
 from sgl_flashsample.autotune.labels import config_of, label_of
 from sgl_flashsample.autotune.plan import Plan
 from sgl_flashsample.autotune.pool import Pool, WorkerProcess, work_until
-from sgl_flashsample.autotune.run import TuneError, hold
+from sgl_flashsample.autotune.run import TuneError
 from sgl_flashsample.autotune.tables import decisions
 from sgl_flashsample.autotune.trials import log_of, read_events
 from sgl_flashsample.autotune.verify import verify
+from sgl_flashsample.files import hold
 from sgl_flashsample.kinds import KIND_NAMES
 from sgl_flashsample.tables.lookup import load_table
 from sgl_flashsample.tables.schema import config_fields
@@ -81,15 +80,6 @@ def test_a_run_is_up_to_date_for_its_sizes_though_the_table_keeps_others_of_less
     assert tune(tmp_path, device, sizes=(3,), effort="full").status == "done"
 
 
-def test_a_file_system_without_locks_is_taken_as_it_is(tmp_path, monkeypatch):
-    def no_locks(*arguments):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with hold(tmp_path / "table.json") as held:
-        assert held is not None
-
-
 def test_a_forced_run_measures_everything_again_and_keeps_the_log_of_the_one_before(tmp_path, simulated):
     result = tune(tmp_path, simulated(), sizes=(1,))
     log, trials = log_of(result.path), events_of(result, "trial")
@@ -103,7 +93,7 @@ def test_a_forced_run_measures_everything_again_and_keeps_the_log_of_the_one_bef
 def test_a_second_run_for_the_same_table_is_refused_in_one_line_while_the_first_goes_on(tmp_path, simulated):
     device, refused = simulated(), []
 
-    class Rival(Notes):
+    class SecondRun(Notes):
         def note(self, text: str) -> None:
             super().note(text)
             if "searched: " in text:
@@ -114,19 +104,19 @@ def test_a_second_run_for_the_same_table_is_refused_in_one_line_while_the_first_
                 refused.append(it)
                 assert tune(tmp_path / "elsewhere", device, sizes=(1,)).status == "done"
 
-    result = tune(tmp_path, device, Rival(), sizes=(1, 64))
+    result = tune(tmp_path, device, SecondRun(), sizes=(1, 64))
     assert result.status == "done" and refused
     assert {event["entry"]["rows"] for event in events_of(result, "decided")} == {1, 64}
 
 
 def test_a_worker_that_outlives_its_run_does_not_keep_others_from_tuning(tmp_path, simulated):
-    held = hold(tmp_path / "table.json")
-    assert held is not None and hold(tmp_path / "table.json") is None
+    held = hold(tmp_path / "table.lock")
+    assert held is not None and hold(tmp_path / "table.lock") is None
     worker = WorkerProcess({"worker": "simulated", "file": simulated()}, tmp_path / "log")
     try:
         assert "device" in pool.ask_once(worker, {"op": "hello"}, 30.0)
         held.close()
-        again = hold(tmp_path / "table.json")
+        again = hold(tmp_path / "table.lock")
         assert again is not None
         again.close()
     finally:
@@ -281,7 +271,7 @@ def test_a_killed_run_loses_at_most_the_race_in_flight_and_its_workers_end_with_
         time.sleep(0.02)
     assert workers and not any(map(os.path.exists, workers))
     (log,) = (tmp_path / "out").glob("*.trials.jsonl")
-    assert hold(log.with_suffix("").with_suffix(".json")) is not None, "and the next run waits for nothing"
+    assert hold(log.with_suffix("").with_suffix(".lock")) is not None, "and the next run waits for nothing"
     with log.open("a") as file:
         file.write('{"event": "decided", "en')  # the line that it was writing
     assert sum(event.get("event") == "decided" for event in read_events(log)) >= 6

@@ -242,11 +242,11 @@ def test_each_row_has_its_own_combination_of_edits_also_of_views_and_of_one_row_
 @pytest.mark.parametrize("bool_mask", [False, True], ids=["words", "bools"])
 def test_rows_that_share_a_row_of_edits_draw_as_if_each_had_its_own(bool_mask):
     case = make_case(24, 700, CPU, "edit+truncate", seed=8)
-    own, shared = mixed_edits(24, 700, CPU, bool_mask=bool_mask), mixed_edits(8, 700, CPU)
+    per_row, shared = mixed_edits(24, 700, CPU, bool_mask=bool_mask), mixed_edits(8, 700, CPU)
     few = {name: getattr(shared, name) for name in ("additive", "scaling", "bias")}
     each = {name: tensor.repeat_interleave(3, 0) for name, tensor in few.items()}
     one, other = (
-        draw(case.with_params(edits=dataclasses.replace(own, **given)), threads=2)
+        draw(case.with_params(edits=dataclasses.replace(per_row, **given)), threads=2)
         for given in (few | {"repeats": 3}, each)
     )
     assert torch.equal(one.token_ids, other.token_ids) and torch.equal(one.logprobs, other.logprobs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import stat
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_flashsample.files import BadFileError, check_writable, one_line, parse_json, read_plain, write_whole
+from sgl_flashsample.files import BadFileError, check_writable, hold, one_line, parse_json, read_plain, write_whole
 
 
 @contextlib.contextmanager
@@ -146,3 +148,28 @@ def test_it_is_known_beforehand_whether_a_file_can_be_written(tmp_path, monkeypa
     with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=f"^--out is {name}, {words}$"):
         check_writable(name, "--out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_file_is_held_once_until_it_is_closed_and_not_by_programs_that_are_started(tmp_path):
+    file = tmp_path / "lock"
+    held = hold(file)
+    assert held is not None and hold(file) is None
+    sleeping = subprocess.Popen(["sleep", "60"], close_fds=False)
+    try:
+        held.close()
+        with hold(file) as again:
+            assert again is not None
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_taken_as_it_is(tmp_path, monkeypatch, number):
+    def no_locks(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for _ in range(2):
+        with hold(tmp_path / "lock") as held:
+            assert held is not None

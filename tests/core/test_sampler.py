@@ -297,9 +297,9 @@ def test_the_page_has_five_examples():
 @pytest.mark.slow
 def test_the_example_in_host_memory_draws_the_tokens_of_the_kernels():
     pytest.importorskip("numba")
-    found = run(EXAMPLES[4])
-    want = sample_from_logits(found["logits"], found["params"]).token_ids
-    assert torch.equal(found["tokens"], want)
+    variables = run(EXAMPLES[4])
+    want = sample_from_logits(variables["logits"], variables["params"]).token_ids
+    assert torch.equal(variables["tokens"], want)
 
 
 @pytest.mark.slow

@@ -145,8 +145,8 @@ def test_the_named_file_wins_then_the_folders_then_the_cache_then_what_is_shippe
         assert table_file.file == path and warnings == []
     named = put(made["first"].parent, STALE, "any name.json")
     environ[lookup.FILE_VARIABLE] = named
-    found, _ = find(TARGET, environ=environ)
-    assert (found.file, found.match) == (named, Match.STALE), "a named file is used, even a stale one"
+    table_file, _ = find(TARGET, environ=environ)
+    assert (table_file.file, table_file.match) == (named, Match.STALE), "a named file is used, even a stale one"
     assert find(TARGET, file=path, environ=environ)[0].file == path
 
 

@@ -513,8 +513,8 @@ def test_a_token_with_a_huge_bias_is_drawn_at_any_temperature(device, path, top_
         bias[:, 170] = value
         changes = {"truncation": limits(num_rows, device, top_k, top_p), "edits": LogitEdits(bias=bias)}
         drawn = draw(path, case.with_params(temperature=temperature, **changes), logprobs=False)
-        sure = temperature < 1e8
-        assert (drawn.token_ids[sure] == 170).all(), value
+        is_exact = temperature < 1e8
+        assert (drawn.token_ids[is_exact] == 170).all(), value
 
 
 @on_every_path
@@ -628,10 +628,10 @@ def test_a_row_without_a_flag_reads_nothing_of_its_edits(device, path, bool_mask
 def test_rows_that_share_a_row_of_edits_draw_as_if_each_had_its_own(device, path, kind, repeats):
     """Masks and flags are each row's own. Parts of the batch too, wherever it is cut."""
     case = make_case(24, 700, device, kind, seed=8)
-    shared, own = mixed_edits(24 // repeats, 700, device), mixed_edits(24, 700, device)
+    shared, per_row = mixed_edits(24 // repeats, 700, device), mixed_edits(24, 700, device)
     spelled = {name: getattr(shared, name).repeat_interleave(repeats, 0) for name in ("additive", "scaling", "bias")}
-    edits = dataclasses.replace(own, **{name: getattr(shared, name) for name in spelled}, repeats=repeats)
-    apart = case.with_params(edits=dataclasses.replace(own, **spelled))
+    edits = dataclasses.replace(per_row, **{name: getattr(shared, name) for name in spelled}, repeats=repeats)
+    apart = case.with_params(edits=dataclasses.replace(per_row, **spelled))
     together = draw(path, case.with_params(edits=edits), logprobs=kind == "plain")
     assert_same(draw(path, apart, logprobs=kind == "plain"), together)
     for start, stop in ((0, repeats), (repeats - 1, 2 * repeats + 1), (23, 24)):

@@ -32,30 +32,30 @@ def make_splits(device, num_splits, num_rows, spec: LogitsSpec, ties=False):
     )
 
 
-def reduced_ref(left, params: BatchParams, spec: LogitsSpec) -> torch.Tensor:
+def reduced_ref(top_groups, params: BatchParams, spec: LogitsSpec) -> torch.Tensor:
     values = (params.temperature, params.seed, params.position)
-    return reduce_splits_ref(*left, *values, vocab_size=spec.vocab_size, vocab_start=spec.vocab_start)
+    return reduce_splits_ref(*top_groups, *values, vocab_size=spec.vocab_size, vocab_start=spec.vocab_start)
 
 
 @pytest.mark.parametrize("num_splits, num_rows", [(1, 1), (2, 3), (5, 17), (132, 65), (100, 1)])
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 def test_the_best_split_and_its_token_equal_the_reference(device, num_splits, num_rows, ties):
     spec = LogitsSpec(16_000)
-    workspace, left, params = make_splits(device, num_splits, num_rows, spec, ties)
+    workspace, top_groups, params = make_splits(device, num_splits, num_rows, spec, ties)
     drawn = reduce_splits(
         workspace, num_splits, params, spec, return_logprob=False, max_splits=132, rows_per_program=32
     )
-    assert torch.equal(drawn.scores, left[0].amax(0))
-    assert torch.equal(drawn.token_ids, reduced_ref(left, params, spec))
+    assert torch.equal(drawn.scores, top_groups[0].amax(0))
+    assert torch.equal(drawn.token_ids, reduced_ref(top_groups, params, spec))
 
 
 def test_ids_past_the_end_of_the_vocabulary_are_not_drawn(device):
     spec = LogitsSpec(41, vocab_start=160, shards=2)
-    workspace, left, params = make_splits(device, 3, 64, spec)
+    workspace, top_groups, params = make_splits(device, 3, 64, spec)
     drawn = reduce_splits(workspace, 3, params, spec, return_logprob=False, max_splits=4, rows_per_program=64)
-    assert torch.equal(drawn.token_ids, reduced_ref(left, params, spec))
+    assert torch.equal(drawn.token_ids, reduced_ref(top_groups, params, spec))
     assert ((drawn.token_ids >= 160) & (drawn.token_ids < 201)).all()
-    assert (left[1] == 12).any(), "the last group, of nine ids, takes part"
+    assert (top_groups[1] == 12).any(), "the last group, of nine ids, takes part"
 
 
 def test_the_logprob_combines_the_masses_of_all_splits(device):

@@ -506,9 +506,9 @@ def test_a_row_that_is_left_does_not_make_the_others_read_more(device):
     case = case.with_params(temperature=torch.ones(2, device=device), truncation=limits(2, device, top_k=10))
     few = draw("screened", case)
     case.params.truncation.top_k[1], case.params.truncation.top_p[1] = 0, 0.9
-    left = draw("screened", case)
-    assert left.status[0] == 1 < left.status[1] and left.token_ids[0] == few.token_ids[0]
-    assert counted(left)[ScreenCounter.GROUPS] >= 375 > counted(few)[ScreenCounter.GROUPS]
+    truncated = draw("screened", case)
+    assert truncated.status[0] == 1 < truncated.status[1] and truncated.token_ids[0] == few.token_ids[0]
+    assert counted(truncated)[ScreenCounter.GROUPS] >= 375 > counted(few)[ScreenCounter.GROUPS]
 
 
 @pytest.mark.slow

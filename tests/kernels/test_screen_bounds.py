@@ -277,7 +277,7 @@ def known_exactly(device, **limit) -> tuple[Case, ScreenWorkspace, torch.Tensor]
     return case, screened(case, SCREEN)[0], bias.double()
 
 
-def room_of_float32(values: torch.Tensor) -> torch.Tensor:
+def float32_error_bound(values: torch.Tensor) -> torch.Tensor:
     """The largest difference of two float32 scores or log-masses of the same logits, by the proof at the top of
     screen.py."""
     return 2 * (2.0**-15 + 2.0**-23 * values.abs())
@@ -289,8 +289,8 @@ def test_scores_have_room_for_float32_where_the_bound_of_the_logits_has_none(dev
     score = group_scores_ref(logits, case.params.temperature, noise)
     score_hi = workspace.operands.score_hi.view(score.shape[::-1]).T.double()
     threshold = ordered_to_float(workspace.operands.threshold).double()
-    assert (score_hi >= score + room_of_float32(score)).all()
-    assert (threshold <= score.amax(1) - room_of_float32(score.amax(1))).all()
+    assert (score_hi >= score + float32_error_bound(score)).all()
+    assert (threshold <= score.amax(1) - float32_error_bound(score.amax(1))).all()
 
 
 def test_masses_have_room_for_float32_where_the_bound_of_the_logits_has_none(device):
@@ -298,8 +298,8 @@ def test_masses_have_room_for_float32_where_the_bound_of_the_logits_has_none(dev
     noiseless = torch.zeros(len(logits), workspace.num_groups, device=device)
     mass = group_scores_ref(logits, case.params.temperature, noiseless)
     lse_hi, lse_lo = (getattr(workspace.operands, name).view_as(mass).double() for name in ("lse_hi", "lse_lo"))
-    assert (lse_hi >= mass + room_of_float32(mass)).all()
-    assert (lse_lo <= mass - room_of_float32(mass)).all()
+    assert (lse_hi >= mass + float32_error_bound(mass)).all()
+    assert (lse_lo <= mass - float32_error_bound(mass)).all()
 
 
 def test_what_lies_beyond_the_vocabulary_raises_no_threshold_and_writes_nothing(device):

@@ -279,13 +279,13 @@ def test_each_split_leaves_its_best_and_its_second_best_groups_score(device, pat
         config = ReadConfig(16, 64, 4, ctas_per_sm=3, min_splits=3)
         splits, bound = num_read_splits(vocab, num_rows, config, device), max_read_splits(device, config)
     workspace = draw(path, case, config).workspace
-    left = num_top_groups(True, config.block_v, bound)
-    assert left > 1
+    top_groups = num_top_groups(True, config.block_v, bound)
+    assert top_groups > 1
     noise = group_noise_ref(case.params.seed, case.params.position, vocab, 0)
     score = group_scores_ref(case.edited, temperature, noise)
     group = torch.arange(score.shape[1], device=device)
-    slot = group * 16 // config.block_v % splits * left + group % left
-    for number in range(splits * left):
+    slot = group * 16 // config.block_v % splits * top_groups + group % top_groups
+    for number in range(splits * top_groups):
         best, second = score[:, slot == number].topk(2, dim=1).values.unbind(1)
         rows = slice(number * num_rows, (number + 1) * num_rows)
         torch.testing.assert_close(workspace.splits.score[rows].double(), best, rtol=1e-5, atol=1e-5)
@@ -460,11 +460,11 @@ def test_a_search_lets_exactly_k_through(device):
 def test_a_search_takes_top_p_of_just_what_top_k_has_left(device, apart):
     """With min-p on. Two 3s and three 2s are left, by a top-k of 4, with a tie, and of 5. The 2s are allowed where
     top-p is more than the share of the 3s, which 200 ones are no part of."""
-    logits, left = torch.ones(205, device=device), torch.arange(5, device=device) * apart
-    logits[left] = torch.tensor([3.0, 3.0, 2.0, 2.0, 2.0], device=device)
+    logits, allowed_ids = torch.ones(205, device=device), torch.arange(5, device=device) * apart
+    logits[allowed_ids] = torch.tensor([3.0, 3.0, 2.0, 2.0, 2.0], device=device)
     share = 2 / (2 + 3 * math.exp(-1))
     each = [{"top_k": k, "top_p": share + more, "min_p": 1e-6} for k in (4, 5) for more in (1e-3, -1e-3)]
-    position = (races(logits, 100)[:, left].argmax(1) >= 2).nonzero()[:4, 0]
+    position = (races(logits, 100)[:, allowed_ids].argmax(1) >= 2).nonzero()[:4, 0]
     token = search_races(logits, position, limits_by_row(each, device))
     assert logits[token].tolist() == [2.0, 3.0, 2.0, 3.0]
 
@@ -507,19 +507,19 @@ def test_room_for_logits_grows_by_doubling_and_stays_when_it_is_enough(device):
     workspace = Workspace(8, device)
     assert workspace.last_buffer is None
 
-    def room(num_rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> LogitsBuffer:
+    def reserved(num_rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> LogitsBuffer:
         buffer = workspace.logits_buffer(num_rows, LogitsSpec(vocab), dtype, edited=False)
         assert workspace.last_buffer is buffer
         return buffer
 
-    first = room(4, 1000)
+    first = reserved(4, 1000)
     assert (first.num_rows, first.width) == (4, 1008)
-    assert room(3, 1008) is first
-    assert room(5, 1000).num_rows == 8
-    assert room(9, 992).num_rows == 9, "another vocabulary starts anew"
-    other = room(9, 992, torch.bfloat16)
+    assert reserved(3, 1008) is first
+    assert reserved(5, 1000).num_rows == 8
+    assert reserved(9, 992).num_rows == 9, "another vocabulary starts anew"
+    other = reserved(9, 992, torch.bfloat16)
     assert other.dtype is torch.bfloat16
-    assert room(9, 992) is not other and room(9, 992, torch.bfloat16) is other, "each dtype has its own room"
+    assert reserved(9, 992) is not other and reserved(9, 992, torch.bfloat16) is other, "each dtype has its own room"
 
 
 def test_a_buffer_of_another_shape_is_refused(device):

@@ -174,8 +174,8 @@ def write(file: Path, rows: list[dict[str, object]]) -> None:
     by_name = {row["name"]: row for row in [*kept, *rows]}
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "pytest")}
     env = versions | {"date": time.strftime("%Y-%m-%d"), "command": "python tests/planted/run.py"}
-    found = [by_name[defect.name] for defect in defects() if defect.name in by_name]
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in found)
+    listed_rows = [by_name[defect.name] for defect in defects() if defect.name in by_name]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in listed_rows)
     file.write_text(f'{{\n "env": {json.dumps(env)},\n "defects": [\n{lines}\n ]\n}}\n')
 
 

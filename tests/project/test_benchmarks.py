@@ -334,10 +334,10 @@ def test_a_trace_of_speculation_has_the_times_of_its_verification_and_of_a_draft
         events.append({"ph": "X", "cat": "kernel", **verifying})
         events += graph(number + 3, start + 6700.0 + wait, [("_fwd_kernel", 350.0), ("norm", 5.0)])
         events.append({"ph": "X", "cat": "kernel", "name": "no graph's", "ts": start + 6760.0, "dur": 5.0})
-    found = load("speculation").parts(events, chain=2)
-    assert found.pop("busy_us") == 3400 + 3220 + 15 + 5 + 355  # the kernel outside of graphs runs beside others
-    assert found.pop("drafts_us") == 355 + 3400
-    assert found == {"target_us": 3020.0, "head_us": 200.0, "verify_us": 260.0, "draft_step_us": 1700.0}
+    times = load("speculation").parts(events, chain=2)
+    assert times.pop("busy_us") == 3400 + 3220 + 15 + 5 + 355  # the kernel outside of graphs runs beside others
+    assert times.pop("drafts_us") == 355 + 3400
+    assert times == {"target_us": 3020.0, "head_us": 200.0, "verify_us": 260.0, "draft_step_us": 1700.0}
     for name in ("norm", "_fwd"):
         others = [event for event in events if name not in event["name"].lower()]
         assert load("speculation").parts(others, 2) == {}, "no pass of the target"
@@ -704,18 +704,18 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
     )
     legal = {"section": "legal", "illegal": 3, "draws": 2000}
     put("exact", rows=[legal | {"path": "cpu"}, legal | {"path": "logits"}, legal | {"path": "cpu", "first": 9}])
-    found = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
-    assert found["planted defects that no test notices"] == "2 of 3"
-    assert found["branches of a server's host code that no test takes, apart from what needs a GPU"] == "7 of 1,500"
-    assert found["cases of others' suites that stock SGLang passes and ours does not"] == "1 of 2"
+    cells = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
+    assert cells["planted defects that no test notices"] == "2 of 3"
+    assert cells["branches of a server's host code that no test takes, apart from what needs a GPU"] == "7 of 1,500"
+    assert cells["cases of others' suites that stock SGLang passes and ours does not"] == "1 of 2"
     fuzzed, same = (
-        words for name, words in found.items() if name.startswith(("random requests", "tokens that depend"))
+        words for name, words in cells.items() if name.startswith(("random requests", "tokens that depend"))
     )
     assert fuzzed == "2 of 9,000; 2 failures" and same == (
         "GPU: batch, order and path 2 of 100, CUDA graph 0 of 7; interpreted: configuration 0 of 9"
     )
-    assert found["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
-    assert found["noise: equal pairs among 1e7 steps"] == "Not measured."
+    assert cells["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
+    assert cells["noise: equal pairs among 1e7 steps"] == "Not measured."
 
 
 def generated(tokens: list[int], end: str = "length", **about: object) -> dict:
@@ -724,7 +724,7 @@ def generated(tokens: list[int], end: str = "length", **about: object) -> dict:
     return {"text": "a" * len(tokens), "output_ids": tokens, "meta_info": about}
 
 
-def found_by(load, stock: dict, ours: dict, params: dict, streams: bool = False, statuses=(200, 200)) -> list[str]:
+def differing(load, stock: dict, ours: dict, params: dict, streams: bool = False, statuses=(200, 200)) -> list[str]:
     fuzz = load("fuzz")
     bodies = [json.dumps(answer) for answer in (stock, ours)]
     if streams:
@@ -753,10 +753,10 @@ def test_what_differs_between_two_servers_is_found_and_what_a_draw_decides_is_no
         (generated([5]), {"error": {"message": "no"}}, free, "message"),
     ]
     for stock, ours, params, words in cases:
-        found = found_by(load, stock, ours, params, streams)
-        assert any(words in one for one in found) if words else not found, (params, found)
-        assert not found_by(load, stock, stock, params, streams)
-    assert found_by(load, generated([5]), generated([5]), free, streams, statuses=(200, 500))
+        different = differing(load, stock, ours, params, streams)
+        assert any(words in one for one in different) if words else not different, (params, different)
+        assert not differing(load, stock, stock, params, streams)
+    assert differing(load, generated([5]), generated([5]), free, streams, statuses=(200, 500))
 
 
 @pytest.mark.parametrize(
@@ -1013,8 +1013,8 @@ def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, 
     monkeypatch.setattr(exact, "MOST_IDS", 50)
     options = types.SimpleNamespace(rows=60)
     whole = exact.Part(0, 1)
-    found = exact.compare(whole, options)
-    assert (found["rows"], found["different"]) == (64, 0) and found["planted_noticed"] > 5
+    row = exact.compare(whole, options)
+    assert (row["rows"], row["different"]) == (64, 0) and row["planted_noticed"] > 5
 
     def of_the_next_position(logits, params):
         return sample_from_logits(logits, dataclasses.replace(params, position=params.position + 1))

@@ -61,11 +61,11 @@ class Group:
     def rendezvous(self, region: torch.Tensor, name: str) -> Any:
         return types.SimpleNamespace(get_buffer=lambda rank, shape, dtype: self.regions[rank])
 
-    def _all_to_all_single(self, output: torch.Tensor, own: torch.Tensor) -> None:
-        torch.distributed.all_to_all_single(output, own)
+    def _all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        torch.distributed.all_to_all_single(output, tensor)
 
-    def _all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
-        torch.distributed.all_gather_into_tensor(output, own)
+    def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        torch.distributed.all_gather_into_tensor(output, tensor)
 
 
 def fails(*arguments: Any, **options: Any) -> Any:

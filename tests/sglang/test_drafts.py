@@ -378,8 +378,8 @@ def test_a_head_that_is_the_targets_is_not_prepared_again(server, head):
 @needs_sglang
 def test_a_draft_model_with_a_head_of_its_own_is_drawn_from_it(server, hidden, info_of, device):
     """STANDALONE's is prepared when it has loaded, and is then the one whose drafts are drawn."""
-    own = make_head(weights(device, seed=9, dtype=torch.float32))
-    drafting = server(lm_head=own, attach=False)
+    draft_head = make_head(weights(device, seed=9, dtype=torch.float32))
+    drafting = server(lm_head=draft_head, attach=False)
     drafting.runtime.prepares_drafts = True
     drafting.runtime.leave_drafts(drafting.model)
     prepared = drafting.runtime.draft_head
@@ -389,7 +389,7 @@ def test_a_draft_model_with_a_head_of_its_own_is_drawn_from_it(server, hidden, i
     drafting.load(info_of([request(str(row), temperature=1.0, sampling_seed=row) for row in range(4)]))
     states, positions = hidden(4), torch.full((4,), FIRST, device=device)
     seen = drafting.call(forward_batch("DECODE", positions, 4), states)
-    want = drawn((states @ own.weight.T)[:, :VOCAB], [1.0] * 4, list(range(4)), [FIRST + 1] * 4)
+    want = drawn((states @ draft_head.weight.T)[:, :VOCAB], [1.0] * 4, list(range(4)), [FIRST + 1] * 4)
     assert seen.argmax(-1).tolist() == want
 
 
@@ -399,22 +399,22 @@ def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_an
 ):
     """Of the draft model's own head, through a change of its weights."""
     target = types.SimpleNamespace(state=make_state(device))
-    own = make_state(device, seed=9, screened=True)
-    drafting = Server(target, lm_head=own.lm_head, attach=False)
-    drafting.runtime.draft_head = own
+    draft_state = make_state(device, seed=9, screened=True)
+    drafting = Server(target, lm_head=draft_state.lm_head, attach=False)
+    drafting.runtime.draft_head = draft_state
     drafting.drafts.attach(drafting.worker)
     screen = drafting.drafts._screen
-    assert is_serving(own) and screen is not None
+    assert is_serving(draft_state) and screen is not None
     place = screen.int8_head.weight.data_ptr()
     drafting.runtime.weights_change()
-    assert not is_serving(own)
+    assert not is_serving(draft_state)
     drafting.runtime.free_screens()
-    own.lm_head.weight.copy_(weights(device, seed=10))
+    draft_state.lm_head.weight.copy_(weights(device, seed=10))
     drafting.runtime.renew_screens()
-    assert is_serving(own) and drafting.drafts._screen.int8_head.weight.data_ptr() == place
+    assert is_serving(draft_state) and drafting.drafts._screen.int8_head.weight.data_ptr() == place
     states = hidden(4).to(dtype_on(device))
     batch = forward_batch("DECODE", torch.zeros(4, dtype=torch.int64, device=device), 4)
-    logits = (states.float() @ own.lm_head.weight.float().T)[:, :VOCAB]
+    logits = (states.float() @ draft_state.lm_head.weight.float().T)[:, :VOCAB]
     want = logits.to(states.dtype).argmax(-1)  # as the head rounds them; of equal ones the lowest id
     assert torch.equal(drafting.call(batch, states).argmax(-1), want)
 

@@ -100,7 +100,7 @@ def test_the_bytes_of_a_step_are_those_of_its_collectives(num_ranks, num_rows):
 
     group = types.SimpleNamespace(rank_in_group=0, world_size=num_ranks)
     group._all_to_all_single = lambda output, sent: (note(output), output.copy_(sent))
-    group._all_gather_into_tensor = lambda output, own: note(output.zero_())
+    group._all_gather_into_tensor = lambda output, tensor: note(output.zero_())
     Exchange(group).merge(drawn)
     assert sum(received) == bytes_received(num_ranks, num_rows)
     received.clear()

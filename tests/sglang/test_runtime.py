@@ -400,13 +400,13 @@ CHANGES = {
 def test_each_change_of_a_model_is_noticed_by_itself(device, name):
     state = make_state(device)
 
-    def facts(head: LMHead) -> tuple:
+    def fingerprint(head: LMHead) -> tuple:
         return head.weight.data_ptr(), head.logit_scale, head.softcap, head.vocab_size
 
-    before = facts(state.head)
+    before = fingerprint(state.head)
     CHANGES[name](state)
     state.update(1)
-    assert facts(state.head) == facts(HeadState(state.processor, state.lm_head).head) != before
+    assert fingerprint(state.head) == fingerprint(HeadState(state.processor, state.lm_head).head) != before
 
 
 def test_a_head_that_changes_its_shape_gives_up_its_tuned_table(device):
@@ -993,19 +993,21 @@ def test_each_replica_tells_the_samples_of_a_seeded_request_apart_from_those_of_
 
 
 @pytest.mark.parametrize(
-    "arguments, inherited",
+    "arguments, inherited, required",
     [
-        (["--sampling-backend", "flashsample"], None),
-        (["--sampling-backend=flashsample"], None),
-        (["--model-path", "/models/flashsample"], None),
-        ([], "1"),
-        ([], None),
+        (["--sampling-backend", "flashsample"], "", "0"),
+        (["--sampling-backend=flashsample"], "", "0"),
+        (["--model-path", "/models/flashsample"], "", "0"),
+        ([], "1", "0"),
+        ([], "", "1"),
+        ([], "", "0"),
     ],
 )
 def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only_where_it_was_asked_for(
-    server_config, monkeypatch, arguments, inherited
+    server_config, monkeypatch, arguments, inherited, required
 ):
-    """The server's processes are started without its arguments: they inherit a variable."""
+    """The server's processes are started without its arguments: they inherit a variable. A server that must fuse need
+    not have the argument: ``sgl.Engine`` takes the backend as a parameter."""
     registered, backends = [], {}
     registry = types.ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookRegistry = types.SimpleNamespace(register=lambda target, *_: registered.append(target))
@@ -1013,11 +1015,13 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     sys.modules["sglang.srt.layers.sampler"].register_sampler_backend = backends.__setitem__
     monkeypatch.setattr(sys, "argv", ["server", *arguments])
-    monkeypatch.setenv("FLASHSAMPLE_REQUESTED", inherited or "")
+    monkeypatch.setenv("FLASHSAMPLE_REQUESTED", inherited)
+    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, required)
     plugin.register()
     requested = "--model-path" not in arguments and bool(arguments or inherited)
     assert backends == {"flashsample": plugin.make_sampler}
-    assert registered == ["sglang.srt.layers.sampler.create_sampler"] * requested
+    looks = requested or required == "1"
+    assert registered == ["sglang.srt.layers.sampler.create_sampler"] * looks
     assert os.environ["FLASHSAMPLE_REQUESTED"] == ("1" if requested else "")
 
 
@@ -1032,9 +1036,7 @@ def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must
     monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1" if must_fuse else "0")
     server_config.exec.kernel.sampling_backend, stated = "pytorch", []
     server_config.exec.deterministic.enable_deterministic_inference = True
-    reason = (
-        "SGLang replaced --sampling-backend flashsample by pytorch for this server's mode (deterministic inference)"
-    )
+    reason = "SGLang uses the sampling backend pytorch instead of flashsample (deterministic inference)"
     with pytest.raises(NotActiveError) if must_fuse else contextlib.nullcontext():
         plugin._explain_replacement(object())
     assert caplog.records[0].message == f"flashsample: not active: {reason}"

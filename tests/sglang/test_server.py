@@ -823,7 +823,7 @@ def test_graph_and_eager_servers_draw_the_same_tokens(folder, ours):
 def test_deterministic_inference_is_sglangs_and_the_server_says_so(folder):
     server, _ = make_server(folder, SIZE, name="deterministic", arguments=["--enable-deterministic-inference"])
     with server:
-        assert len(server.log_lines("flashsample: not active: SGLang replaced --sampling-backend flashsample")) == 1
+        assert len(server.log_lines("flashsample: not active: SGLang uses the sampling backend pytorch")) == 1
         answer = server.generate(input_ids=[300], sampling_params={"temperature": 1.0, "max_new_tokens": 4})
         assert len(answer["output_ids"]) == 4
         assert "flashsample_path" not in answer["meta_info"]

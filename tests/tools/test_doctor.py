@@ -98,16 +98,16 @@ def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(de
     for table in (here, elsewhere):
         (tmp_path / table.file_name).write_text(table.dumps())
     (tmp_path / "fs2,broken.json").write_text("{")
-    broken, found = doctor.check_tables()
+    broken, finding = doctor.check_tables()
     assert broken.level == "note" and broken.what.startswith(f"{tmp_path / 'fs2,broken.json'} is not used: ")
-    assert found.level == "ok"
-    assert found.what == f"tuned tables for this device: 600 x 32 fp32 (exact, {lookup.FOLDERS_VARIABLE})"
+    assert finding.level == "ok"
+    assert finding.what == f"tuned tables for this device: 600 x 32 fp32 (exact, {lookup.FOLDERS_VARIABLE})"
     screened = make_entry("plain+screen", 4, ScreenConfig(16, 64, 32, 4, 2))
     kernels = here.kernels | {"screened": {"src": kernel_fingerprint("screened")}}
     here = msgspec.structs.replace(here, entries=[*here.entries, screened], kernels=kernels)
     (tmp_path / here.file_name).write_text(here.dumps())
-    *_, found = doctor.check_tables()
-    assert found.what.endswith(f"{lookup.FOLDERS_VARIABLE}, with a screen)")
+    *_, finding = doctor.check_tables()
+    assert finding.what.endswith(f"{lookup.FOLDERS_VARIABLE}, with a screen)")
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_are_made(monkeypatch, no_hook_targets):

@@ -52,8 +52,8 @@ def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_
     few = ("--max-rows", 1, "--no-screen")
     first = warm(*few, "--device", "A100")
     assert first.returncode == 0, first.stderr
-    _, compiled, found = counts_of(first.stdout)
-    assert compiled >= 10 and found == 0
+    _, compiled, already_there = counts_of(first.stdout)
+    assert compiled >= 10 and already_there == 0
     files = [file for file in (tmp_path / "cache").rglob("*.json") if not file.name.startswith("__grp__")]
     assert len(files) == compiled and {json.loads(file.read_text())["target"]["arch"] for file in files} == {80}
     (tmp_path / "table.json").write_text("{}")
@@ -66,8 +66,8 @@ def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_
 def test_gpus_of_one_architecture_share_their_kernels_and_no_other_has_them(warm, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     few = ("--max-rows", 1, "--no-screen")
-    device, compiled, found = counts_of(warm(*few, "--device", "H100").stdout)
-    assert (device, found) == ("NVIDIA H100 80GB HBM3", 0)
+    device, compiled, already_there = counts_of(warm(*few, "--device", "H100").stdout)
+    assert (device, already_there) == ("NVIDIA H100 80GB HBM3", 0)
     assert counts_of(warm(*few, "--device", "H200").stdout) == ("NVIDIA H200", 0, compiled)
     assert counts_of(warm(*few, "--device", "A100").stdout)[1] >= 10
 
