@@ -5,9 +5,9 @@
 Logits are float32 and come from memory, not from a cache: batches take turns whose logits are larger than the last
 cache. In a server, the weights of the LM head pass through the caches between two calls. ``stock`` is the sampler of
 SGLang's CPU engine (its pytorch backend), where SGLang is installed. ``torch`` is the shortest way with PyTorch:
-softmax and multinomial; argmax; with a truncation the multinomial of the largest ``TOP_K``. ``read`` is a sum that
-Numba compiles. Threads share rows, so one row has one thread. In each round everything runs once per batch, in rotated
-order; medians, with half the distance between the quartiles. What takes seconds runs in fewer rounds.
+softmax and multinomial; argmax; with a truncation the multinomial of the largest ``TOP_K``. ``read`` is PyTorch's sum
+of all logits. Threads are PyTorch's; ours share rows, so one row has one thread. In each round everything runs once per
+batch, in rotated order; medians, with half the distance between the quartiles. What takes seconds runs in fewer rounds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 from common import make_parser, new_env, print_rows, write_result
-from numba import njit
 
 import sgl_flashsample.demo.torchvision_schemas  # noqa: F401
 from sgl_flashsample import BatchParams
@@ -42,14 +39,6 @@ ROUNDS, LEAST_ROUNDS = 15, 4
 PATIENCE_S = 3.0  # in a cell, what has taken this long after LEAST_ROUNDS rounds is measured no more
 
 
-@njit(nogil=True, fastmath=True)
-def _sum(values):
-    total = np.float32(0)
-    for i in range(values.size):
-        total += values[i]
-    return total
-
-
 def make_logits(rows: int, vocab: int, count: int) -> list[torch.Tensor]:
     """``count`` batches with the tuner's typical profile: -1.2 log(rank) and noise of deviation 2."""
     generator = torch.Generator().manual_seed(0)
@@ -58,7 +47,7 @@ def make_logits(rows: int, vocab: int, count: int) -> list[torch.Tensor]:
     return [batch + slope[torch.randperm(vocab, generator=generator)] for batch in noise]
 
 
-def ours(mode: str, rows: int, vocab: int, threads: int) -> Callable[[torch.Tensor], object]:
+def ours(mode: str, rows: int, vocab: int) -> Callable[[torch.Tensor], object]:
     truncation = None
     if mode == "k50p90":
         truncation = Truncation(
@@ -71,7 +60,7 @@ def ours(mode: str, rows: int, vocab: int, threads: int) -> Callable[[torch.Tens
 
     def call(logits: torch.Tensor) -> object:
         position.add_(1)
-        return sample_on_cpu(logits, spec, params, threads=threads)
+        return sample_on_cpu(logits, spec, params)
 
     return call
 
@@ -105,22 +94,14 @@ def of_sglang(mode: str, rows: int) -> Callable[[torch.Tensor], object]:
     return {"plain": plain, "greedy": lambda logits: torch.argmax(logits, -1).int(), "k50p90": truncated}[mode]
 
 
-def reader(threads: int, pool: ThreadPoolExecutor) -> Callable[[torch.Tensor], object]:
-    def call(logits: torch.Tensor) -> object:
-        values, cuts = logits.numpy().reshape(-1), min(threads, len(logits))
-        return _sum(values) if cuts == 1 else list(pool.map(_sum, np.array_split(values, cuts)))
-
-    return call
-
-
-def measure(rows: int, vocab: int, threads: int, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
+def measure(rows: int, vocab: int, threads: int) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
     batches = make_logits(rows, vocab, max(2, -(-COLD_BYTES // (rows * vocab * 4))))
-    calls = {(mode, "cpu"): ours(mode, rows, vocab, threads) for mode in MODES}
+    calls = {(mode, "cpu"): ours(mode, rows, vocab) for mode in MODES}
     calls |= {(mode, "torch"): of_torch(mode) for mode in MODES}
     if importlib.util.find_spec("sglang") is not None:
         calls |= {(mode, "stock"): of_sglang(mode, rows) for mode in MODES}
-    calls["", "read"] = reader(threads, pool)
+    calls["", "read"] = torch.sum
     samples: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
     per_round = min(len(batches), MOST_BATCHES if rows == 1 else 2)
     for index in range(ROUNDS + 1):
@@ -149,14 +130,13 @@ def main() -> None:
     options = parser.parse_args()
     env = new_env() | {"processor": platform.processor() or platform.machine(), "numba": numba.__version__}
     rows: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(max(options.threads)) as pool:
-        for vocab in VOCABULARIES:
-            for batch in BATCHES:
-                for threads in options.threads:
-                    cell = measure(batch, vocab, threads, pool)
-                    print_rows(f"V={vocab} B={batch} threads={threads}", cell)
-                    rows += cell
-                    write_result(options.out, {"env": env, "rows": rows})
+    for vocab in VOCABULARIES:
+        for batch in BATCHES:
+            for threads in options.threads:
+                cell = measure(batch, vocab, threads)
+                print_rows(f"V={vocab} B={batch} threads={threads}", cell)
+                rows += cell
+                write_result(options.out, {"env": env, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -49,6 +50,7 @@ _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _TOKEN_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.TOKEN))
 _GROUP_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.GROUP))
 _ADDITIVE, _SCALING, _MASK, _BIAS = (int(flag) for flag in Edit)
+EDITS = ("additive", "scaling", "mask_words", "mask_bools", "bias")
 # What logits are rounded to.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
@@ -654,76 +656,121 @@ def _draw_row(
         logprobs[b] = (float(logit) - float(largest)) / temperature - (math.log(total) if total > 0 else 0.0)
 
 
-@njit(nogil=True, cache=True)
-def sample_rows(
-    words,  # flat; row b starts at b * stride
-    stride,
-    first_row,
-    last_row,
-    vocab_size,
-    vocab_start,
-    transform,  # whether logits are to be rounded, scaled or soft-capped: dtype, scale, softcap
-    dtype,
-    scale,
-    softcap,
-    temperature,
-    seed,
-    position,
-    limits,  # top_k, top_p, min_p; empty arrays where there is no truncation
-    flags,  # Edit flags of each row
-    edits,  # additive, scaling, words and bools of the mask, bias: flat, empty where not given
-    edit_repeats,  # how many rows share a row of all but the masks
-    edit_strides,
-    edit_widths,
-    want_mass,
-    outputs,
-):
-    """Rows ``first_row`` to ``last_row`` of a batch."""
-    num_groups = -(-vocab_size // GROUP_SIZE)
-    truncates = limits[0].size > 0
-    size = num_groups if truncates or want_mass else 0
-    scratch = (
-        np.empty(size, np.float32),
-        np.empty(-(-size // _BLOCK), np.float32),
-        np.empty(size * GROUP_SIZE if truncates else 0, np.float32),
-        np.empty(size * GROUP_SIZE if truncates else 0, np.float32),
-        np.empty(_CHUNK, np.float32),
-        np.empty(_CHUNK, np.float32),
-        np.empty(GROUP_SIZE, np.float32),
-        np.empty(256, np.float64),
+# --- a batch ----------------------------------------------------------------------------------------------------------
+
+# Addresses are int64, as are counts. Distances are in elements; where an address is 0, nothing is read.
+_ADDRESSES = ("words", "temperature", "seed", "position", "top_k", "top_p", "min_p", "edit_rows", *EDITS)
+JOB = np.dtype(
+    [
+        *((name, "i8") for name in ("next_row", *_ADDRESSES, "token_ids", "scores", "logprobs", "log_mass")),
+        *((name, "i8") for name in ("num_rows", "stride", "vocab_size", "vocab_start", "given", "edit_repeats")),
+        *((f"{name}_{about}", "i8") for name in EDITS for about in ("stride", "width")),
+        *((name, "i8") for name in ("transform", "dtype")),
+        *((name, "f4") for name in ("scale", "softcap")),
+    ]
+)
+
+
+@intrinsic
+def _pointer(_context, _address):
+    """To what is at an address."""
+    return types.voidptr(types.int64), lambda context, builder, signature, args: builder.inttoptr(
+        args[0], cgutils.voidptr_t
     )
-    ids = (np.empty(max(size, _CHUNK), np.int32), np.empty(256, np.int64))
-    buffer = np.empty(0, np.float32)
-    for b in range(first_row, last_row):
-        row = words[b * stride : b * stride + vocab_size]
-        top_k, top_p, min_p = 0, np.float32(1), np.float32(0)
-        if truncates:
-            top_k, top_p, min_p = np.int64(limits[0][b]), limits[1][b], limits[2][b]
-        values = (float(temperature[b]), np.uint64(position[b]), np.uint64(seed[b]), top_k, float(top_p), float(min_p))
-        first_group = vocab_start // GROUP_SIZE
-        if transform or flags[b]:
-            if buffer.size == 0:
-                buffer = np.empty(vocab_size, np.float32)
-            _transform_row(row, dtype, scale, softcap, buffer)
-            if flags[b]:
-                shared = b // edit_repeats
-                at = (
-                    shared * edit_strides[0],
-                    shared * edit_strides[1],
-                    b * edit_strides[2],
-                    b * edit_strides[3],
-                    shared * edit_strides[4],
-                )
-                _edit_row(
-                    flags[b],
-                    edits[0][at[0] : at[0] + edit_widths[0]],
-                    edits[1][at[1] : at[1] + edit_widths[1]],
-                    edits[2][at[2] : at[2] + edit_widths[2]],
-                    edits[3][at[3] : at[3] + edit_widths[3]],
-                    edits[4][at[4] : at[4] + edit_widths[4]],
-                    buffer,
-                    vocab_start,
-                )
-            _draw_row(buffer.view(np.int32), vocab_size, first_group, *values, want_mass, scratch, ids, outputs, b)
-        else:
-            _draw_row(row, vocab_size, first_group, *values, want_mass, scratch, ids, outputs, b)
+
+
+@intrinsic
+def _claim_row(_context, job):
+    """``job.next_row``, which is one more from then on: each thread gets another row."""
+
+    def generate(context, builder, signature, args):
+        word, offset = ir.IntType(64), JOB.fields["next_row"][1]
+        pointer = cgutils.get_record_member(builder, args[0], offset, word)
+        return builder.atomic_rmw("add", pointer, ir.Constant(word, 1), "monotonic")
+
+    return types.int64(job), generate
+
+
+@_compiled()
+def _edit(job, b, flags, out):
+    """Edit row ``b``, as its flags say."""
+    shared = b // job.edit_repeats
+    _edit_row(
+        flags,
+        carray(_pointer(job.additive + 4 * shared * job.additive_stride), job.additive_width, np.float32),
+        carray(_pointer(job.scaling + 4 * shared * job.scaling_stride), job.scaling_width, np.float32),
+        carray(_pointer(job.mask_words + 4 * b * job.mask_words_stride), job.mask_words_width, np.int32),
+        carray(_pointer(job.mask_bools + b * job.mask_bools_stride), job.mask_bools_width, np.uint8),
+        carray(_pointer(job.bias + 4 * shared * job.bias_stride), job.bias_width, np.float32),
+        out,
+        job.vocab_start,
+    )
+
+
+def _sampler_of(words: type[np.generic]) -> Any:
+    itemsize = np.dtype(words).itemsize
+
+    @cfunc(types.void(types.CPointer(from_dtype(JOB))), cache=True)
+    def sample_rows(jobs):
+        job = carray(jobs, 1)[0]
+        b = _claim_row(job)
+        if b >= job.num_rows:
+            return
+        vocab_size, num_rows = job.vocab_size, job.num_rows
+        truncates, want_mass = job.top_k != 0, job.logprobs != 0
+        num_groups = -(-vocab_size // GROUP_SIZE)
+        size = num_groups if truncates or want_mass else 0
+        scratch = (
+            np.empty(size, np.float32),
+            np.empty(-(-size // _BLOCK), np.float32),
+            np.empty(size * GROUP_SIZE if truncates else 0, np.float32),
+            np.empty(size * GROUP_SIZE if truncates else 0, np.float32),
+            np.empty(_CHUNK, np.float32),
+            np.empty(_CHUNK, np.float32),
+            np.empty(GROUP_SIZE, np.float32),
+            np.empty(256, np.float64),
+        )
+        ids = (np.empty(max(size, _CHUNK), np.int32), np.empty(256, np.int64))
+        edited = np.empty(0, np.float32)
+        temperature = carray(_pointer(job.temperature), num_rows, np.float32)
+        seed = carray(_pointer(job.seed), num_rows, np.int64)
+        position = carray(_pointer(job.position), num_rows, np.int64)
+        outputs = (
+            carray(_pointer(job.token_ids), num_rows, np.int64),
+            carray(_pointer(job.scores), num_rows, np.float32),
+            carray(_pointer(job.logprobs), num_rows, np.float32),
+            carray(_pointer(job.log_mass), num_rows, np.float32),
+        )
+        first_group = job.vocab_start // GROUP_SIZE
+        while b < num_rows:
+            row = carray(_pointer(job.words + b * job.stride * itemsize), vocab_size, words)
+            top_k, top_p, min_p = np.int64(0), np.float32(1), np.float32(0)
+            if truncates:
+                top_k = np.int64(carray(_pointer(job.top_k), num_rows, np.int32)[b])
+                top_p = carray(_pointer(job.top_p), num_rows, np.float32)[b]
+                min_p = carray(_pointer(job.min_p), num_rows, np.float32)[b]
+            noise = np.uint64(position[b]), np.uint64(seed[b])
+            values = (float(temperature[b]), *noise, top_k, float(top_p), float(min_p))
+            flags = job.given
+            if job.edit_rows != 0:
+                flags &= carray(_pointer(job.edit_rows), num_rows, np.int32)[b]
+            if job.transform or flags:
+                if edited.size == 0:
+                    edited = np.empty(vocab_size, np.float32)
+                _transform_row(row, job.dtype, job.scale, job.softcap, edited)
+                if flags:
+                    _edit(job, b, flags, edited)
+                bits = edited.view(np.int32)
+                _draw_row(bits, vocab_size, first_group, *values, want_mass, scratch, ids, outputs, b)
+            else:
+                _draw_row(row, vocab_size, first_group, *values, want_mass, scratch, ids, outputs, b)
+            b = _claim_row(job)
+
+    return sample_rows
+
+
+@functools.cache
+def sampler_of(words: str) -> Any:
+    """The address of a C function, for logits whose words have this dtype: it takes the address of a ``JOB``, and draws
+    rows until all have been taken. Several threads may call it at once, for the same job."""
+    return _sampler_of({"int32": np.int32, "int16": np.int16, "uint16": np.uint16}[words]).address

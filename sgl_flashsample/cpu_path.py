@@ -9,9 +9,9 @@ The loops are compiled by Numba at the first call of each dtype and kept on disk
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
@@ -22,11 +22,12 @@ import triton
 
 from .kernels.follow_drafts import Accepted
 from .kernels.launch import gpu_of
-from .kernels.params import TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
+from .kernels.params import TRITON_DTYPES, BatchParams, LogitEdits, LogitsSpec, SampleOutput
 
 _MAX_THREADS = 1024  # of the process
 # The words of a dtype, as ``cpu_loops.py`` has them.
-_WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.uint16}
+_WORDS = {torch.float32: "int32", torch.bfloat16: "int16", torch.float16: "uint16"}
+_C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def draws_in_host_memory(device: torch.device) -> bool:
@@ -67,7 +68,7 @@ def sample_on_cpu(
 ) -> SampleOutput:
     """Draw one token per row of ``logits``, which are in host memory and are not changed.
 
-    threads: how many share the rows; PyTorch's own number when None. A token does not depend on it. Columns from
+    threads: how many share the rows; PyTorch's own when None. A token does not depend on it. Columns from
     ``spec.vocab_size`` on are never read. Holds no lock of Python while it draws.
 
     Raises ValueError for a tensor of another shape, dtype, layout or device, for a truncation on a shard and for less
@@ -90,47 +91,70 @@ def sample_on_cpu(
     output = SampleOutput.empty(num_rows, logits.device, return_logprob)
     if num_rows == 0:
         return output
-    rounding = logits.dtype if spec.rounding is None else spec.rounding
-    transforms = rounding is not logits.dtype or spec.logit_scale is not None or spec.softcap is not None
-    scores = output.scores
-    outputs = (
-        output.token_ids,
-        scores,
-        scores if output.logprobs is None else output.logprobs,
-        scores if output.log_mass is None else output.log_mass,
-    )
-    flags, edits, repeats, strides, widths = _edit_arguments(params, num_rows)
-    arguments: tuple[Any, ...] = (
-        spec.vocab_size,
-        spec.vocab_start,
-        transforms,
-        {torch.float32: loops.FLOAT32, torch.bfloat16: loops.BFLOAT16, torch.float16: loops.FLOAT16}[rounding],
-        np.float32(1.0 if spec.logit_scale is None else spec.logit_scale),
-        np.float32(0.0 if spec.softcap is None else spec.softcap),
-        params.temperature.detach().numpy(),
-        params.seed.numpy(),
-        params.position.numpy(),
-        _limits(params),
-        flags,
-        edits,
-        repeats,
-        strides,
-        widths,
-        return_logprob,
-        tuple(tensor.numpy() for tensor in outputs),
-    )
-    stride = logits.stride(0) if num_rows > 1 else 0
-    words = _flat(logits.detach().view(_WORDS[logits.dtype]))
-    threads = min(num_rows, torch.get_num_threads() if threads is None else threads)
-    cuts = [num_rows * thread // threads for thread in range(threads + 1)]
-    calls = [
-        _pool().submit(loops.sample_rows, words, stride, first, last, *arguments)
-        for first, last in itertools.pairwise(cuts[1:])
-    ]
-    loops.sample_rows(words, stride, 0, cuts[1], *arguments)  # this thread has a share too
-    for call in calls:
-        call.result()
+    job = _make_job(loops, logits, spec, params, output)
+    _run(loops.sampler_of(_WORDS[logits.dtype]), job.ctypes.data, num_rows, threads)
     return output
+
+
+def _make_job(
+    loops: ModuleType, logits: torch.Tensor, spec: LogitsSpec, params: BatchParams, output: SampleOutput
+) -> np.ndarray[Any, Any]:
+    """A ``JOB`` of the loops, with the addresses of these tensors."""
+    rounding = logits.dtype if spec.rounding is None else spec.rounding
+    truncation, edits = params.truncation, params.edits or LogitEdits()
+    of_ids = {
+        "additive": edits.additive,
+        "scaling": edits.scaling,
+        "mask_words": None if edits.mask_is_bool else edits.mask,
+        "mask_bools": edits.mask if edits.mask_is_bool else None,
+        "bias": edits.bias,
+    }
+    tensors = of_ids | output._asdict() | {"words": logits, "edit_rows": edits.rows}
+    tensors |= {"temperature": params.temperature, "seed": params.seed, "position": params.position}
+    tensors |= {name: getattr(truncation, name, None) for name in ("top_k", "top_p", "min_p")}
+    fields = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+    fields |= {f"{name}_stride": 0 if tensor is None else tensor.stride(0) for name, tensor in of_ids.items()}
+    fields |= {f"{name}_width": 0 if tensor is None else tensor.shape[1] for name, tensor in of_ids.items()}
+    fields |= {"next_row": 0, "num_rows": logits.shape[0], "stride": logits.stride(0)}
+    fields |= {"vocab_size": spec.vocab_size, "vocab_start": spec.vocab_start}
+    fields |= {"given": edits.given, "edit_repeats": edits.repeats}
+    fields["transform"] = rounding is not logits.dtype or spec.logit_scale is not None or spec.softcap is not None
+    fields["dtype"] = {torch.float32: loops.FLOAT32, torch.bfloat16: loops.BFLOAT16}.get(rounding, loops.FLOAT16)
+    fields["scale"] = 1.0 if spec.logit_scale is None else spec.logit_scale
+    fields["softcap"] = 0.0 if spec.softcap is None else spec.softcap
+    return np.array([tuple(fields[name] for name in loops.JOB.names)], loops.JOB)
+
+
+def _run(draw: int, job: int, num_rows: int, threads: int | None) -> None:
+    """Call the C function at ``draw`` with the address of a job, in several threads where there are several rows.
+
+    PyTorch's own threads are awake after its last operation. Python's would wake one after another, each with the lock
+    of the interpreter.
+    """
+    openmp = _openmp()
+    call = _C_FUNCTION(draw)
+    if num_rows == 1 or threads == 1:
+        call(job)
+    elif threads is None and openmp is not None:
+        openmp(draw, job, torch.get_num_threads(), 0)
+    else:
+        threads = min(num_rows, torch.get_num_threads() if threads is None else threads)
+        calls = [_pool().submit(call, job) for _ in range(threads - 1)]
+        call(job)  # this thread takes rows too
+        for one in calls:
+            one.result()
+
+
+@functools.cache
+def _openmp() -> Any | None:
+    """``GOMP_parallel`` of the OpenMP library that PyTorch uses (GNU's or Intel's): function, data, threads, flags.
+    None where PyTorch uses none."""
+    function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if function is None or "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    function.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+    function.restype = None
+    return function
 
 
 def follow_drafts_on_cpu(
@@ -154,42 +178,3 @@ def follow_drafts_on_cpu(
         if not goes_on.any():
             break
     return Accepted(nodes, num_tokens)
-
-
-def _flat(rows: torch.Tensor) -> np.ndarray[Any, Any]:
-    """All elements from the first of the first row to the last of the last one: Numba compiles rows that are contiguous
-    to vectors only where their array is."""
-    size = (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1] if rows.numel() else 0
-    return rows.detach().as_strided((size,), (1,)).numpy()
-
-
-@functools.cache
-def _empty(dtype: str) -> np.ndarray[Any, Any]:
-    return np.empty(0, dtype)
-
-
-def _limits(params: BatchParams) -> tuple[np.ndarray[Any, Any], ...]:
-    truncation = params.truncation
-    if truncation is None:
-        return _empty("int32"), _empty("float32"), _empty("float32")
-    return truncation.top_k.numpy(), truncation.top_p.detach().numpy(), truncation.min_p.detach().numpy()
-
-
-def _edit_arguments(params: BatchParams, num_rows: int) -> tuple[Any, ...]:
-    """Flags of the rows; the edits, flat; how many rows share a row of all but the masks; the distance of their rows,
-    and how long these are."""
-    edits = params.edits
-    nothing = _empty("float32"), _empty("float32"), _empty("int32"), _empty("uint8"), _empty("float32")
-    if edits is None or not edits.given:
-        return np.zeros(num_rows, np.int32), nothing, 1, (0,) * 5, (0,) * 5
-    bools = None if not edits.mask_is_bool or edits.mask is None else edits.mask.view(torch.uint8)
-    tensors = (edits.additive, edits.scaling, None if edits.mask_is_bool else edits.mask, bools, edits.bias)
-    given = np.full(num_rows, int(edits.given), np.int32)
-    flags = given if edits.rows is None else given & edits.rows.numpy()
-    return (
-        flags,
-        tuple(empty if tensor is None else _flat(tensor) for tensor, empty in zip(tensors, nothing, strict=True)),
-        edits.repeats,
-        tuple(0 if tensor is None else tensor.stride(0) for tensor in tensors),
-        tuple(0 if tensor is None else tensor.shape[1] for tensor in tensors),
-    )

@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
-def draw(case: Case, threads: int = 1) -> Drawn:
+def draw(case: Case, threads: int | None = 1) -> Drawn:
     spec = case.head.spec
     return Drawn(*sample_on_cpu(case.raw, spec, case.params, return_logprob=True, threads=threads), None, None)
 
@@ -157,6 +157,28 @@ def test_a_token_does_not_depend_on_the_threads_or_the_batch(kind):
             assert torch.equal(one, other)
     order = torch.randperm(33, generator=torch.Generator().manual_seed(5))
     assert torch.equal(draw(case.rows(order)).token_ids, together.token_ids[order])
+
+
+@pytest.mark.parametrize("openmp", [True, False])
+def test_pytorchs_threads_draw_each_row_once(monkeypatch, openmp):
+    """Its own, where it uses OpenMP: no thread of Python starts. Elsewhere as many of Python's."""
+    case = make_case(33, 700, CPU, "edit+truncate", torch.bfloat16, seed=5)
+    want, jobs, make_job = draw(case), [], cpu_path._make_job
+    monkeypatch.setattr(cpu_path, "_make_job", lambda *arguments: jobs.append(make_job(*arguments)) or jobs[-1])
+    if not openmp:
+        monkeypatch.setattr(torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool")
+    cpu_path._openmp.cache_clear()
+    cpu_path._pool.cache_clear()
+    before, num_threads = set(threading.enumerate()), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        drawn = draw(case, threads=None)
+    finally:
+        torch.set_num_threads(num_threads)
+        cpu_path._openmp.cache_clear()
+    assert torch.equal(drawn.token_ids, want.token_ids) and torch.equal(drawn.scores, want.scores)
+    assert (len(set(threading.enumerate()) - before) == 0) is openmp
+    assert jobs[0]["next_row"] == 33 + 3, "each row once, and each of three threads finds that none is left"
 
 
 @pytest.mark.parametrize("kind", ["plain", "greedy", "edit"])
