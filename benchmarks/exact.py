@@ -9,16 +9,23 @@ reference  Rows of 1 to 2,000 ids in which every feature is on or off at random,
            top-p, min-p, both kinds of penalties, a mask and a bias, in each dtype. Tokens are compared with the float64
            reference (``kernels/reference.py``), but for near-ties, which it cannot decide.
 
+hostile    The same rows, every second one with NaN, infinities or huge numbers at some ids or all. A NaN is never
+           drawn, infinity and what is huge are the largest logits, and a row of nothing else gets its first id: the
+           tokens of these rows are the reference's. Tokens and scores of the others are, bit for bit, those of a batch
+           without hostile rows.
+
 Each is counted by path. cpu: in host memory, where there is no GPU; logits: from logits on the GPU; fused: from an LM
 head whose products are these logits, as a hidden state has a single element that is not 0.
 
-In one more batch the oracle forbids each row's most likely id, and the reference has another position: those rows must
-be counted, or nothing is proven. The exit code is 1 if a token is wrong, or if that is not noticed.
+In one more batch the oracle forbids each row's most likely id, or the reference or the batch without hostile rows has
+another position: those rows must be counted, or nothing is proven. The exit code is 1 if a token is wrong, or if that
+is not noticed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections import Counter
@@ -37,10 +44,12 @@ from sgl_flashsample.kernels.params import LogitEdits
 from sgl_flashsample.kernels.reference import edit_logits_ref, sample_ref, truncated_sample_ref
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS, pack_bits
 
-SECTIONS = ("legal", "reference")
+SECTIONS = ("legal", "reference", "hostile")
 ROWS, MASKED_SHARE, MOST_IDS = 1024, 0.3, 2000
 FUSED_WIDTH = 256  # elements of a hidden state: rows of logits that a head can hold at a time
 FEATURES = 8  # greedy, top-k, top-p, min-p, additive, scaling, mask, bias
+HOSTILE_ROWS, HOSTILE = 64, (math.nan, math.inf, -math.inf, 3e38, -3e38)
+LARGEST = 2.0**100
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = 16 if DEVICE.type == "cuda" else 1  # positions of a call: a GPU is idle between small ones
 PARTS_PER_PROCESS = 8  # the file has what the parts that have ended have counted
@@ -157,8 +166,9 @@ def count_illegal(path: str, part: Part, options: Any) -> dict[str, int]:
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def make_rows(index: int, rows: int) -> tuple[torch.Tensor, BatchParams, torch.Tensor]:
-    """``[B, V]`` logits, what the rows ask for, and the edited logits in float64, all on the CPU."""
+def make_rows(index: int, rows: int, hostile: bool = False) -> tuple[torch.Tensor, BatchParams, torch.Tensor]:
+    """``[B, V]`` logits, what the rows ask for, and the edited logits in float64, all on the CPU. hostile: every second
+    row is; the others are the same as without."""
     g = torch.Generator().manual_seed(index)
     vocab = int(np.exp(np.random.default_rng(index).uniform(0, np.log(MOST_IDS))))
 
@@ -167,6 +177,8 @@ def make_rows(index: int, rows: int) -> tuple[torch.Tensor, BatchParams, torch.T
 
     logits = 3 * torch.randn(rows, vocab, generator=g)
     logits = torch.where(torch.rand(rows, 1, generator=g) < 0.2, logits.round(), logits).to(DTYPES[index % len(DTYPES)])
+    if hostile:
+        plant(logits, index)
     greedy, k, p, m, additive, scaling, masked, biased = torch.rand(FEATURES, rows, generator=g) < 0.5
     largest_k = max(2, min(vocab, 200))
     top_k = torch.where(k, torch.randint(1, largest_k, (rows,), generator=g), 0).int()
@@ -185,7 +197,20 @@ def make_rows(index: int, rows: int) -> tuple[torch.Tensor, BatchParams, torch.T
         Truncation(*limits),
         LogitEdits(mask=pack_bits(allowed), **edits),
     )
-    return logits, params, edit_logits_ref(logits, allowed=allowed, **edits).double()
+    return logits, params, bounded(edit_logits_ref(bounded(logits.float()), allowed=allowed, **edits)).double()
+
+
+def plant(logits: torch.Tensor, index: int) -> None:
+    """Hostile numbers at some ids, or all, of every second row. In place."""
+    random = np.random.default_rng(index)
+    for row in logits[::2]:
+        ids = slice(None) if random.random() < 0.1 else random.integers(0, len(row), random.integers(1, 20))
+        row[ids] = random.choice(HOSTILE)
+
+
+def bounded(logits: torch.Tensor) -> torch.Tensor:
+    """What kernels take such logits for: forbidden, or the largest."""
+    return torch.where(logits > -LARGEST, logits.clamp(max=LARGEST), -math.inf)
 
 
 def expected(edited: torch.Tensor, params: BatchParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,6 +247,31 @@ def compare(part: Part, options: Any) -> dict[str, int]:
     return {"rows": total, "different": different, "near_ties": ties, "planted_noticed": noticed}
 
 
+def count_hostile(part: Part, options: Any) -> dict[str, int]:
+    """Batches are made until there are enough hostile rows."""
+    total, different, ties, index, noticed = 0, 0, 0, part.number, 0
+    bar = part.progress(options.hostile, "hostile", "row")
+    while total < options.hostile / part.of:
+        logits, params, edited = make_rows(index, HOSTILE_ROWS, hostile=True)
+        clean, same = make_rows(index, HOSTILE_ROWS)[0].to(DEVICE), on_device(params)
+        drawn, alone = sample_from_logits(logits.to(DEVICE), same), sample_from_logits(clean, same)
+        want, certain = expected(edited, params, params.position)
+        token, others = drawn.token_ids.cpu(), torch.arange(HOSTILE_ROWS) % 2 == 1
+        inside = (token >= 0) & (token < logits.shape[1])
+        illegal = ~inside | (logits.gather(1, torch.where(inside, token, 0)[:, None])[:, 0].isnan() & (token > 0))
+        different += int(((certain & (token != want)) | illegal).sum())
+        different += int(((drawn.token_ids != alone.token_ids) | (drawn.scores != alone.scores)).cpu()[others].sum())
+        ties += int((~certain).sum())
+        if index == part.number:
+            later = dataclasses.replace(same, position=same.position + 1)
+            noticed = int((sample_from_logits(clean, later).token_ids != drawn.token_ids).cpu()[others].sum())
+        total += HOSTILE_ROWS // 2
+        index += part.of
+        bar.update(HOSTILE_ROWS // 2)
+    bar.close()
+    return {"rows": total, "different": different, "near_ties": ties, "planted_noticed": noticed}
+
+
 def on_device(params: BatchParams) -> BatchParams:
     truncation, edits = params.truncation, params.edits
     assert truncation is not None and edits is not None
@@ -235,7 +285,9 @@ def on_device(params: BatchParams) -> BatchParams:
 
 
 def count(section: str, path: str, part: Part, options: Any) -> dict[str, int]:
-    return compare(part, options) if section == "reference" else count_illegal(path, part, options)
+    if section == "legal":
+        return count_illegal(path, part, options)
+    return compare(part, options) if section == "reference" else count_hostile(part, options)
 
 
 def main() -> int:
@@ -246,17 +298,18 @@ def main() -> int:
     parser.add_argument("--positions", type=int, default=1600, help="that each batch is drawn at, for legal")
     parser.add_argument("--first", type=int, default=0, help="number of the first batch of legal: others are new draws")
     parser.add_argument("--rows", type=float, default=1e6, help="for reference")
+    parser.add_argument("--hostile", type=float, default=1e5, help="hostile rows, for hostile")
     parser.add_argument("--processes", type=int, default=1, help="they share all GPUs")
     options = parser.parse_args()
     if options.positions % AT_ONCE:
         parser.error(
             f"--positions is {options.positions}; expected a multiple of {AT_ONCE}, which a call draws at once"
         )
-    counts = [("reference", "logits"), ("legal", "logits"), ("legal", "fused")]
+    counts = [("reference", "logits"), ("legal", "logits"), ("legal", "fused"), ("hostile", "logits")]
     if DEVICE.type == "cpu":
         if not draws_in_host_memory(DEVICE):
             parser.error("without a GPU this draws in host memory: the extra `cpu`, and TRITON_INTERPRET unset")
-        counts = [("reference", "cpu"), ("legal", "cpu")]
+        counts = [(section, "cpu") for section in ("reference", "legal", "hostile")]
     try:
         kept = read_result(options.out, "exact.py")["rows"] if options.keep and options.out.exists() else []
     except ValueError as error:

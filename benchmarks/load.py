@@ -4,13 +4,14 @@ are the slowest answers as fast?
     python benchmarks/load.py --out benchmarks/results/load.json --models smollm2-135m qwen3-8b
 
 Each server has a GPU of its own: two per model, all at once where there are as many. Without a GPU both run on the CPU:
-``--models tiny --concurrency 32``. Weights are dummies of the model's size. ``--concurrency`` clients per server send
+``--models tiny --concurrency 64``. Weights are dummies of the model's size. ``--concurrency`` clients per server send
 one request after the other, the same to both servers: numbers draw from ``MIX``, prompts and answers are of random
 lengths. Some streams are timed token by token, and some clients leave before their answer is complete.
 
 A row per server has what became of its requests, how long answers and gaps between tokens took, memory of its processes
 and of its GPU every ``--every`` seconds, and of ours the rows that each path and reason has served, CUDA graphs and
-bytes. Growth is the median of the last quarter of the run over that of the second one.
+bytes. Growth is the median of the last quarter of the run over that of the second one. The file is written as results
+come.
 
 The exit code is 1 where an answer is missing or has another length, a server ends, or ours logs a failure or leaves
 rows to SGLang's sampler that it can serve.
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +62,11 @@ MIX: dict[str, Request] = SAMPLINGS | {
     "regex": ({"temperature": 1.0, "regex": "[a-f0-9]{400}"}, {}),
     "min-tokens": ({"temperature": 1.0, "min_new_tokens": 8}, {}),
 }
-NATIVE = ("top-logprobs",)  # what SGLang's sampler serves
+NATIVE = {"native top_logprobs"}  # rows that SGLang's sampler serves
 PROMPTS, ANSWERS = (8, 256), (8, 256)  # tokens, the fewest and the most
 STREAMED, LEFT = 20, 50  # one of so many requests
 PERCENTS = (50, 99)
+Rows = list[dict[str, Any]]
 LOST = "no answer"
 ANSWER_SECONDS = 180.0
 START_SECONDS = 60.0  # of the run, in which kernels are loaded and the queue fills: its times are left out
@@ -79,29 +82,45 @@ def make_request(number: int, vocab: int) -> dict[str, Any]:
 
 
 class Clients:
-    """``concurrency`` of them, of one server, until ``seconds`` have passed.
+    """Of one server. file: where their summary is written.
 
     ends: how many requests ended in which way. seconds, gaps: of answers, and between tokens of streams.
     """
 
-    def __init__(self, port: int, vocab: int) -> None:
-        self.url, self.vocab = f"http://127.0.0.1:{port}/generate", vocab
+    def __init__(self, port: int, vocab: int, file: Path) -> None:
+        self.url, self.vocab, self.file = f"http://127.0.0.1:{port}/generate", vocab, file
         self.ends: collections.Counter[str] = collections.Counter()
         self.tokens = 0
         self.seconds: list[float] = []
         self.gaps: list[float] = []
 
-    async def run(self, concurrency: int, seconds: float) -> None:
+    async def run(self, concurrency: int, seconds: float, every: float) -> None:
+        """``concurrency`` clients, until so many seconds have passed and their last answers are there."""
         numbers, self.began = itertools.count(), time.monotonic()
         self.warm = self.began + min(START_SECONDS, seconds / 5)
-        timeout, connector = aiohttp.ClientTimeout(total=ANSWER_SECONDS), aiohttp.TCPConnector(limit=0)
+        timeout, connector = aiohttp.ClientTimeout(total=ANSWER_SECONDS), aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self.http:
 
             async def client() -> None:
                 while time.monotonic() < self.began + seconds:
                     self.ends[await self.ask(next(numbers))] += 1
 
-            await asyncio.gather(*(client() for _ in range(concurrency)))
+            clients = [asyncio.ensure_future(client()) for _ in range(concurrency)]
+            while (await asyncio.wait(clients, timeout=every))[1]:
+                write_result(self.file, self.summary())
+            for one in clients:
+                one.result()
+            write_result(self.file, self.summary())
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"requests": self.ends.total(), "ends": dict(self.ends.most_common())}
+        found["tokens_per_s"] = round(self.tokens / (time.monotonic() - self.began), 1)
+        for name, scale, values in (("answer_s", 1, self.seconds), ("gap_ms", 1e3, self.gaps)):
+            for percent in PERCENTS:
+                found[f"{name}_p{percent}"] = (
+                    round(scale * float(np.percentile(values, percent)), 3) if values else None
+                )
+        return found
 
     async def ask(self, number: int) -> str:
         """Send a request; how it ended."""
@@ -142,25 +161,20 @@ class Clients:
         return tokens
 
 
-def ask(port: int, vocab: int, concurrency: int, seconds: float) -> dict[str, Any]:
-    """In a process of its own: what the clients of one server saw."""
-    clients = Clients(port, vocab)
-    asyncio.run(clients.run(concurrency, seconds))
-    took = time.monotonic() - clients.began
-    found: dict[str, Any] = {"requests": clients.ends.total(), "ends": dict(clients.ends.most_common())}
-    found["tokens_per_s"] = round(clients.tokens / took, 1)
-    for name, scale, values in (("answer_s", 1, clients.seconds), ("gap_ms", 1e3, clients.gaps)):
-        for percent in PERCENTS:
-            found[f"{name}_p{percent}"] = round(scale * float(np.percentile(values, percent)), 3) if values else None
-    return found
+def ask(port: int, vocab: int, file: Path, concurrency: int, seconds: float, every: float) -> None:
+    """In a process of its own: the clients of one server."""
+    asyncio.run(Clients(port, vocab, file).run(concurrency, seconds, every))
 
 
 class Side:
-    """One server. gpu: its number, None on a CPU. memory: what its processes and its GPU have held, by time."""
+    """One server. gpu: its number, None on a CPU. clients: the file of their summary. memory: what its processes and
+    its GPU have held, by time."""
 
     def __init__(self, name: str, backend: str, gpu: int | None, folder: Path, options: Any) -> None:
         self.name, self.backend, self.gpu = name, backend, gpu
         self.vocab = markov.SIZES[name].vocab_size
+        self.clients = folder / f"{name}-{backend}.json"
+        self.about = {"model": name, "backend": backend, "concurrency": options.concurrency}
         self.memory: list[dict[str, float]] = []
         usual = "pytorch" if gpu is None else "flashinfer"
         self.server = Server.on_this_machine(
@@ -193,32 +207,39 @@ class Side:
             mib["device_mib"] = int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
         self.memory.append(mib)
 
-    def result(self) -> dict[str, Any]:
-        """What the server says of itself in the end."""
-        about: dict[str, Any] = {"memory": self.memory}
+    def row(self) -> dict[str, Any]:
+        """So far."""
+        row = self.about | (json.loads(self.clients.read_text()) if self.clients.exists() else {"ends": {}})
         for name in ("host_mib", "device_mib"):
-            values = [row[name] for row in self.memory if name in row]
-            quarter = len(values) // 4
-            if quarter:
+            values = [seen[name] for seen in self.memory if name in seen]
+            if quarter := len(values) // 4:
                 growth = statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter])
-                about[f"{name}_growth"] = growth
+                row[f"{name}_growth"] = growth
+        return row | {"memory": self.memory}
+
+    def last_row(self) -> dict[str, Any]:
+        """With what the server says of itself in the end."""
+        row = self.row()
         if self.server.process is None or self.server.process.poll() is not None:
-            return about | {"ended": self.server.last_error()}
+            return row | {"ended": self.server.last_error()}
         if self.backend == OURS:
-            about["heads"] = self.server.get("/server_info")["internal_states"][0]["flashsample"]["heads"]
-            lines = re.findall(
-                r'^sglang:flashsample_rows_total\{.*?path="(\w+)".*?reason="([^"]*)".*?\} (\S+)$',
-                self.server.metrics(),
-                re.M,
-            )
-            about["rows"] = {" ".join(filter(None, names)): float(rows) for *names, rows in lines}
-            about["failures"] = [line for line in self.server.log_lines('File "') if "sgl_flashsample" in line]
-            about["failures"] += self.server.log_lines("until restart")
-        return about
+            row["heads"] = self.server.get("/server_info")["internal_states"][0]["flashsample"]["heads"]
+            row["rows"] = rows_by_path(self.server.metrics())
+            row["failures"] = [line for line in self.server.log_lines('File "') if "sgl_flashsample" in line]
+            row["failures"] += self.server.log_lines("until restart")
+        return row
 
 
-def run_model_pairs(names: list[str], gpus: list[int | None], options: Any, folder: Path) -> list[dict[str, Any]]:
-    """The rows of these models, all of whose servers run at once."""
+def rows_by_path(metrics: str) -> dict[str, float]:
+    """Rows by path, and reason where there is one."""
+    line = r'^sglang:flashsample_rows_total\{.*?path="(\w+)".*?reason="([^"]*)".*?\} (\S+)$'
+    return {" ".join(filter(None, names)): float(rows) for *names, rows in re.findall(line, metrics, re.M)}
+
+
+def run_together(
+    names: list[str], gpus: list[int | None], options: Any, folder: Path
+) -> Iterator[list[dict[str, Any]]]:
+    """All servers of these models at once; their rows, as they come."""
     pairs = list(itertools.product(names, (STOCK, OURS)))
     sides = [Side(name, backend, gpu, folder, options) for (name, backend), gpu in zip(pairs, gpus, strict=False)]
     try:
@@ -229,16 +250,15 @@ def run_model_pairs(names: list[str], gpus: list[int | None], options: Any, fold
         print(f"{', '.join(names)}: ready", flush=True)
         context, started = multiprocessing.get_context("spawn"), time.monotonic()
         with concurrent.futures.ProcessPoolExecutor(len(sides), context) as pool:
-            seconds = options.minutes * 60
-            asked = [pool.submit(ask, side.server.port, side.vocab, options.concurrency, seconds) for side in sides]
+            about = options.concurrency, options.minutes * 60, options.every
+            asked = [pool.submit(ask, side.server.port, side.vocab, side.clients, *about) for side in sides]
             while concurrent.futures.wait(asked, options.every).not_done:
                 for side in sides:
                     side.look(time.monotonic() - started)
-        rows = []
-        for side, future in zip(sides, asked, strict=True):
-            about = {"model": side.name, "backend": side.backend, "concurrency": options.concurrency}
-            rows.append(about | future.result() | side.result())
-        return rows
+                yield [side.row() for side in sides]
+        for future in asked:
+            future.result()
+        yield [side.last_row() for side in sides]
     finally:
         stop_all(side.server for side in sides)
 
@@ -249,7 +269,7 @@ def wrong(row: dict[str, Any]) -> list[str]:
     if "ended" in row:
         found.append(f"the server ended: {row['ended']}")
     reasons = {name for name in row.get("rows", ()) if name.startswith("native")}
-    found += [f"SGLang's sampler served rows: {name}" for name in sorted(reasons - {"native top_logprobs"})]
+    found += [f"SGLang's sampler served rows: {name}" for name in sorted(reasons - NATIVE)]
     return found + row.get("failures", [])
 
 
@@ -264,8 +284,7 @@ def main() -> int:
     gpus: list[int | None] = list(range(torch.cuda.device_count()))
     if len(gpus) == 1:
         parser.error("there is one GPU; expected two or more, or none")
-    rows: list[dict[str, Any]] = []
-    result = {"env": new_env() | {"sglang": sglang_version()}, "rows": rows}
+    result: dict[str, Any] = {"env": new_env() | {"sglang": sglang_version()}, "rows": []}
     with tempfile.TemporaryDirectory() as name:
         for model in options.models:
             (Path(name) / model).mkdir()
@@ -273,17 +292,19 @@ def main() -> int:
             markov.write_tokenizer(Path(name) / model, markov.SIZES[model].vocab_size)
         at_once = max(1, len(gpus) // 2)
         for first in range(0, len(options.models), at_once):
-            names = options.models[first : first + at_once]
+            names, before = options.models[first : first + at_once], result["rows"]
             try:
-                rows += run_model_pairs(names, gpus or [None, None], options, Path(name))
+                for rows in run_together(names, gpus or [None, None], options, Path(name)):
+                    result["rows"] = before + rows
+                    write_result(options.out, result)
             except ServerError as error:
                 result["env"].setdefault("not_run", []).append({"model": ", ".join(names), "reason": str(error)})
+                write_result(options.out, result)
                 print(f"{', '.join(names)}: {error}", flush=True)
-            write_result(options.out, result)
-    for row in rows:
+    for row in result["rows"]:
         shown = {key: value for key, value in row.items() if key not in ("memory", "heads", "ends")}
         print(f"{json.dumps(shown)} {wrong(row)}", flush=True)
-    return int(any(map(wrong, rows)) or "not_run" in result["env"])
+    return int(any(map(wrong, result["rows"])) or "not_run" in result["env"])
 
 
 if __name__ == "__main__":

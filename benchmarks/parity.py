@@ -73,7 +73,7 @@ TRUNCATIONS = {"top_k", "top_p", "min_p"}
 NATIVE = ("top_logprobs", "token_ids_logprobs")  # served by SGLang's sampler
 UNVERIFIED = {"frequency", "presence", "repetition", "min_new_tokens", *NATIVE}
 GREEDY_TOKENS, TOKENS = 10, 3
-ROWS, VERIFIED_ROWS = 48, 16  # requests per cell
+ROWS = 48  # requests per cell
 NODES, DRAFT_ERROR = 4, 0.6
 NO_MIN_P = 1e-30
 EOS = 1
@@ -244,8 +244,7 @@ class Parity:
 
     def _drawn(self, cell: Cell, number: int) -> str:
         # A request without a seed among those with one, unless it is the seed that is looked at.
-        rows = VERIFIED_ROWS if self.truth.verified else ROWS
-        seeds: list[int | None] = [number * 1000 + i for i in range(rows)]
+        seeds: list[int | None] = [number * 1000 + i for i in range(ROWS)]
         if "seed" not in cell.names:
             seeds[-1] = None
         mine = self._ask(self.ours, cell, seeds, 300 + 7 * number % 97)
@@ -253,7 +252,7 @@ class Parity:
         self._law(cell, mine, self.truth, "ours")
         if cell.native is None:
             self._reference(cell, mine)
-        self._law(cell, self._ask(self.stock, cell, [None] * rows, 300), self.stock_truth, "stock")
+        self._law(cell, self._ask(self.stock, cell, [None] * ROWS, 300), self.stock_truth, "stock")
         return "law"
 
     def _ask(self, server: Server, cell: Cell, seeds: list[int | None], first: int) -> Draws:

@@ -68,7 +68,6 @@ TUNING = {
     "sweep": "between the measured sizes, against the default",
     "replay": "measured again in a fresh process",
 }
-OF_A_CPU = ("parity", "cpu")
 EXCHANGED = (151936, 4096, 64)  # V, D, B of the table
 SUMMARY_BATCHES = (1, 16, 64, 256)
 SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
@@ -506,6 +505,28 @@ def cpu(results: Results) -> Table | None:
     return grid("us", {key: f"{key[0]:,} ids, B={key[1]}, {key[2]} threads" for key in keys}, modes, words)
 
 
+def load(results: Results) -> Table | None:
+    """What became of the requests of each server, its slowest answers and gaps, and what its memory has grown by."""
+    head = ["", "requests", "lost", "tokens/s", "answers, P50 and P99", "gaps, P50 and P99", "memory, growth", "graphs"]
+    lines = []
+    for row in (results.data("load") or {}).get("rows", []):
+        lost = sum(count for end, count in row["ends"].items() if end not in ("answered", "left"))
+        times = (
+            f"{row[f'{name}_p50']:.{digits}f} and {row[f'{name}_p99']:.{digits}f} {unit}"
+            for name, unit, digits in (("answer_s", "s", 1), ("gap_ms", "ms", 0))
+        )
+        memory = [
+            f"{where} {row[f'{name}_growth']:+.0f} of {row['memory'][-1][name]:,} MiB"
+            for where, name in (("host", "host_mib"), ("GPU", "device_mib"))
+            if f"{name}_growth" in row
+        ]
+        graphs = ", ".join(str(head["graphs"]) for head in row.get("heads", ()))
+        about = f"{row['model']}, {row['concurrency']:,} clients, {row['backend']}"
+        lines.append([about, f"{row['requests']:,}", f"{lost:,}", f"{row['tokens_per_s']:,.0f}", *times])
+        lines[-1] += ["; ".join(memory), graphs]
+    return Table(head, lines) if lines else None
+
+
 def _speculation_rows(results: Results, section: str) -> list[dict[str, Any]]:
     return [row for row in (results.data("speculation") or {}).get("rows", []) if row["section"] == section]
 
@@ -762,6 +783,17 @@ def _same_tokens(data: dict[str, Any]) -> str:
     return "; ".join(map(counted, dict.fromkeys(row["on"] for row in rows)))
 
 
+def _tried(data: dict[str, Any], section: str) -> str:
+    return f"{section}: " + _sums((row for row in data["rows"] if row["section"] == section), "wrong", "tries")
+
+
+def _under_load(data: dict[str, Any]) -> str:
+    rows = [row for row in data["rows"] if row["backend"] != "stock"]
+    lost = sum(count for row in rows for end, count in row["ends"].items() if end not in ("answered", "left"))
+    growth = ", ".join(f"{row['host_mib_growth']:+.0f} of {row['memory'][-1]['host_mib']:,} MiB" for row in rows)
+    return f"{lost:,} of {sum(row['requests'] for row in rows):,}; {growth}"
+
+
 def _map_errors(data: dict[str, Any]) -> str:
     row = data["sections"]["map"]["rows"][0]
     wrong, error = row["cpu_not_finite_or_not_below_the_one_before"], row["cpu_max_absolute_error"]
@@ -840,6 +872,30 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         "0 of 1e6",
         "exact",
         lambda data: _by_path(data, "reference", "different", "rows"),
+    ),
+    (
+        "rows with NaN, infinities or huge numbers, and their neighbours, with another token than the reference's",
+        "0 of 5,000",
+        "exact",
+        lambda data: _by_path(data, "hostile", "different", "rows"),
+    ),
+    (
+        "tables that are not whole, while 8 processes save 1,000 times each, and after SIGKILL",
+        "0",
+        "robustness",
+        lambda data: "; ".join(_tried(data, section) for section in ("saves", "kills")),
+    ),
+    (
+        "names of devices whose table would be outside its folder",
+        "0 of 1e5",
+        "robustness",
+        lambda data: _tried(data, "names"),
+    ),
+    (
+        "requests that a server under load does not answer; growth of its memory",
+        "0; none",
+        "load",
+        _under_load,
     ),
     (
         "verified drafts: tokens that a step without drafts would not have drawn",
@@ -968,7 +1024,7 @@ class Section:
     brief: bool = False
 
     def markdown(self, folder: Path = RESULTS) -> str:
-        names = [""] if self.benchmark in OF_A_CPU else gpus(folder)
+        names = ["", *gpus(folder)]  # "": of a CPU
         tables = [(one, table) for one in (Results(name, folder) for name in names) if (table := self.table(one))]
         if self.brief and tables:
             longest = max((table for _, table in tables), key=lambda table: len(table.head))
@@ -1006,6 +1062,7 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "serve-repeats": Section(serve_repeats, "serve", "repeats"),
     "serve-graphs": Section(serve_graphs, "serve", "graphs"),
     "serve-oracle": Section(serve_oracle, "serve", "oracle"),
+    "load": Section(load, "load"),
     "serve-plane": Section(serve_plane, "decision-plane"),
     "exchanged": Section(exchanged, "kernels"),
     "ranks-exchange": Section(ranks_exchange, "ranks", "exchange"),

@@ -19,6 +19,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from serving import make_server, needs_sglang
 
 from sgl_flashsample import sample_from_logits
 from sgl_flashsample.autotune import timing
+from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.sglang.exchange import bytes_received
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -702,6 +704,10 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
             {"on": "interpreted", "section": "tables", "different": 0, "tokens": 9},
         ],
     )
+    put("robustness", rows=[{"section": "saves", "wrong": 1, "tries": 8}, {"section": "kills", "wrong": 0, "tries": 5}])
+    ends, memory = {"answered": 7, "left": 2, "status 500": 1}, [{"host_mib": 2000}]
+    row = {"backend": "flashsample", "requests": 10, "ends": ends, "memory": memory, "host_mib_growth": 3.0}
+    put("load", rows=[row, row | {"backend": "stock"}])
     legal = {"section": "legal", "illegal": 3, "draws": 2000}
     put("exact", rows=[legal | {"path": "cpu"}, legal | {"path": "logits"}, legal | {"path": "cpu", "first": 9}])
     cells = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
@@ -849,6 +855,94 @@ def test_two_servers_answer_random_requests_alike(tmp_path):
     result = json.loads(out.read_text())
     assert result["requests"] == sum(result["kinds"].values()) == 300 and result["counters"]["active"] == 1
     assert result["counters"]["fused"] > 100 and not result["ended"] and not result["failures"]
+
+
+def test_files_that_are_not_whole_and_names_outside_their_folder_are_counted(load, tmp_path, monkeypatch):
+    module, out = load("robustness"), tmp_path / "out.json"
+    arguments = [
+        "robustness.py",
+        "--out",
+        str(out),
+        "--writers",
+        "2",
+        "--saves",
+        "20",
+        "--kills",
+        "20",
+        "--names",
+        "200",
+    ]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert module.main() == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["section"], row["tries"], row["wrong"]) for row in rows] == [
+        ("saves", 40, 0),
+        ("kills", 20, 0),
+        ("names", 200, 0),
+    ]
+    assert all(row["planted_noticed"] for row in rows)
+
+
+@no_gpu
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.full
+def test_servers_under_load_answer_every_request_and_their_memory_is_watched(load, tmp_path):
+    out = tmp_path / "load.json"
+    arguments = ("--models", "tiny", "--concurrency", "8", "--minutes", "0.2", "--every", "1")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(FOLDER / "load.py"), "--out", str(out), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stock, ours = json.loads(out.read_text())["rows"]
+    assert (stock["backend"], ours["backend"]) == ("stock", "flashsample")
+    assert all(row["ends"]["answered"] >= 8 and len(row["memory"]) >= 5 for row in (stock, ours))
+    assert ours["rows"]["fused"] > 100 and ours["heads"][0]["graphs"] == 0 and not ours["failures"]
+
+
+def test_under_load_what_a_healthy_server_does_not_do_is_named(load):
+    module = load("load")
+    row = {"ends": {"answered": 9, "left": 1}, "rows": {"fused": 5, "native top_logprobs": 2}, "failures": []}
+    assert module.wrong(row) == []
+    assert module.wrong(row | {"ends": {"status 500": 2}}) == ["2 requests: status 500"]
+    assert module.wrong(row | {"rows": {"native error": 2}}) == ["SGLang's sampler served rows: native error"]
+    assert module.wrong(row | {"ended": "killed", "failures": ["off until restart"]}) == [
+        "the server ended: killed",
+        "off until restart",
+    ]
+
+
+def test_under_load_clients_count_how_requests_end(load, tmp_path):
+    """Against a server whose answers are too short, of status 500, or do not come."""
+    from aiohttp import web
+
+    module = load("load")
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(body := await request.json())
+        if len(asked) % 3 == 1:
+            return web.json_response({"meta_info": {"completion_tokens": body["sampling_params"]["max_new_tokens"]}})
+        if len(asked) % 3 == 2:
+            return web.json_response({"meta_info": {"completion_tokens": 0}})
+        return web.Response(status=500)
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port := free_port()).start()
+        clients = module.Clients(port, 1024, tmp_path / "clients.json")
+        clients.stream = clients.whole
+        await clients.run(4, 0.5, 0.1)
+        await runner.cleanup()
+        return clients
+
+    ends = asyncio.run(run()).ends
+    assert ends.total() == len(asked) > 10 and json.loads((tmp_path / "clients.json").read_text())["ends"] == ends
+    assert ends["answered"] == pytest.approx(len(asked) / 3, abs=1) and ends["status 500"] == len(asked) // 3
+    assert all(module.make_request(number, 1024) == module.make_request(number, 1024) for number in range(5))
 
 
 @no_gpu
