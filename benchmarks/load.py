@@ -98,7 +98,8 @@ class Clients:
         """``concurrency`` clients, until so many seconds have passed and their last answers are there."""
         numbers, self.began = itertools.count(), time.monotonic()
         self.warm = self.began + min(START_SECONDS, seconds / 5)
-        timeout, connector = aiohttp.ClientTimeout(total=ANSWER_SECONDS), aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server may close an idle connection at any time
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self.http:
 
             async def client() -> None:

@@ -773,4 +773,4 @@ def _sampler_of(words: type[np.generic]) -> Any:
 def sampler_of(words: str) -> Any:
     """The address of a C function, for logits whose words have this dtype: it takes the address of a ``JOB``, and draws
     rows until all have been taken. Several threads may call it at once, for the same job."""
-    return _sampler_of({"int32": np.int32, "int16": np.int16, "uint16": np.uint16}[words]).address
+    return _sampler_of(np.dtype(words).type).address

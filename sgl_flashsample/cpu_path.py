@@ -112,7 +112,7 @@ def _make_job(
     tensors = of_ids | output._asdict() | {"words": logits, "edit_rows": edits.rows}
     tensors |= {"temperature": params.temperature, "seed": params.seed, "position": params.position}
     tensors |= {name: getattr(truncation, name, None) for name in ("top_k", "top_p", "min_p")}
-    fields = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+    fields: dict[str, float] = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
     fields |= {f"{name}_stride": 0 if tensor is None else tensor.stride(0) for name, tensor in of_ids.items()}
     fields |= {f"{name}_width": 0 if tensor is None else tensor.shape[1] for name, tensor in of_ids.items()}
     fields |= {"next_row": 0, "num_rows": logits.shape[0], "stride": logits.stride(0)}
