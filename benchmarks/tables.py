@@ -722,8 +722,7 @@ def tuning(results: Results) -> Table | None:
 
 def parity(results: Results) -> Table | None:
     """Each feature, and each pair of them; a feature by itself on the diagonal."""
-    data = Results("", results.folder).data("parity")
-    if data is None:
+    if (data := results.data("parity")) is None:
         return None
     words = {tuple(row["features"]): row["result"] for row in data["rows"]}
     names = [features[0] for features in words if len(features) == 1]
