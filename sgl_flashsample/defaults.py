@@ -90,7 +90,8 @@ def defaults_digest(family: str, itemsize: int) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-@functools.lru_cache(maxsize=4096)
+# A dispatch table asks for 513 sizes of each of the kinds: with room for fewer, none would still be there for the next.
+@functools.lru_cache(maxsize=1 << 14)
 def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config:
     """The built-in configuration of a batch of ``num_rows`` rows."""
     if traits.family == INTERPRETED:

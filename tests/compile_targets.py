@@ -1,6 +1,6 @@
 """Compiles kernels to GPU binaries without a GPU, through the launchers that a server uses.
 
-    python tests/compile_targets.py resources 90 [--full]   what every built-in choice takes of the device
+    python tests/compile_targets.py resources 90 [--each | --full]   what built-in choices take of the device
     python tests/compile_targets.py keys 90                 launches that would be given another one's binary
     python tests/compile_targets.py names 90                names in the cache on disk, and the constants behind them
 
@@ -123,9 +123,10 @@ def loaded_arguments(ttir: str) -> list[str]:
     return sorted(loads)
 
 
-def built_in_launches(capability: int, full: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A name for, and the launch of, every built-in choice of the device's family with the features it is for. Without
-    ``full``, of 2-byte heads, and of each kind and path the first, but of truncation only with edits."""
+def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A name for, and the launch of, built-in choices of the device's family. choices: "full" for all of them with the
+    features they are for; "each" for every kind and every configuration, but not every pair of them, without features;
+    "first" for, of 2-byte heads, the first of each kind and path, but of truncation only with edits."""
     from sgl_flashsample.defaults import builtin_table, truncation_config
     from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig
     from sgl_flashsample.kernels.params import LMHead
@@ -133,8 +134,8 @@ def built_in_launches(capability: int, full: bool) -> Iterator[tuple[str, Callab
     from sgl_flashsample.screen import UnwrittenScreen
     from sgl_flashsample.selfcheck import launch_once
 
-    family = FAMILIES[capability]
-    for itemsize in (2, 4) if full else (2,):
+    family, full, first = FAMILIES[capability], choices == "full", choices == "first"
+    for itemsize in (2,) if first else (2, 4):
         dtype = torch.bfloat16 if itemsize == 2 else torch.float32
         head = LMHead(torch.empty(VOCAB, HIDDEN, dtype=dtype))
         others = {"softcap": dataclasses.replace(head, softcap=30.0)}
@@ -142,20 +143,22 @@ def built_in_launches(capability: int, full: bool) -> Iterator[tuple[str, Callab
         if itemsize == 2:
             others["fp16"] = LMHead(torch.empty(VOCAB, HIDDEN, dtype=torch.float16))
         table = types.SimpleNamespace(truncation_config=truncation_config(family, itemsize, VOCAB))
-        seen = set()
+        seen: set[Any] = set()
         for entry in builtin_table(family, itemsize).entries:
             config = entry.launch
             kind = KIND_NAMES[entry.kind].launched(config)
-            if (kind, config if full else path_of(config)) in seen or (not full and kind.truncate and not kind.edit):
+            wanted = {(kind, config)} if full else {(kind, path_of(config))} | (set() if first else {config})
+            if wanted <= seen or (first and kind.truncate and not kind.edit):
                 continue
-            seen.add((kind, config if full else path_of(config)))
-            if str(kind) == "plain+screen" and not full:  # every sm90 choice lists the groups, other devices do not
+            first_of_kind = (kind, path_of(config)) not in seen
+            seen |= wanted | {(kind, path_of(config))}
+            if str(kind) == "plain+screen" and first:  # every sm90 choice lists the groups, other devices do not
                 config = dataclasses.replace(config, listed=False)
             options: list[tuple[str, LMHead, dict]] = [("", head, {})]
             if full and not isinstance(config, ScreenConfig):
                 options.append(("logprobs", head, {"return_logprob": True}))
-            if full and (str(kind) in ("plain", "plain+screen") or isinstance(config, ReadConfig)):
-                # Another 2-byte dtype, a softcap or a ragged end changes no layout: not with every kind.
+            if full and first_of_kind and (str(kind) in ("plain", "plain+screen") or isinstance(config, ReadConfig)):
+                # Another 2-byte dtype, a softcap or a ragged end changes no layout: not with every kind and every tile.
                 options += [(name, other, {}) for name, other in others.items()]
             for name, some, given in options:
                 label = f"{path_of(config)}, {kind}, {dtype}, {name or 'as usual'}: {config}"
@@ -188,10 +191,10 @@ def launches_after_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "path of drafts", functools.partial(follow_drafts, *tables)
 
 
-def resources(capability: int, full: bool) -> list[dict]:
+def resources(capability: int, choices: str) -> list[dict]:
     return [
         dataclasses.asdict(used)
-        for name, launch in itertools.chain(built_in_launches(capability, full), launches_after_a_draw())
+        for name, launch in itertools.chain(built_in_launches(capability, choices), launches_after_a_draw())
         for used in compiled_by(name, launch)
     ]
 
@@ -424,11 +427,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["resources", "keys", "names"])
     parser.add_argument("capability", type=int, choices=FAMILIES)
-    parser.add_argument("--full", action="store_true", help="every built-in choice, also with logprobs, softcap, ...")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument(
+        "--each", action="store_const", const="each", dest="choices", help="every kind, every configuration"
+    )
+    some.add_argument(
+        "--full", action="store_const", const="full", dest="choices", help="their pairs, with all features"
+    )
+    parser.set_defaults(choices="first")
     arguments = parser.parse_args()
     pretend(arguments.capability)
     if arguments.what == "resources":
-        result: Any = resources(arguments.capability, arguments.full)
+        result: Any = resources(arguments.capability, arguments.choices)
     else:
         result = keys() if arguments.what == "keys" else names()
     print(json.dumps(result))

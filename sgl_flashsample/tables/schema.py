@@ -292,12 +292,11 @@ def _read(data: Any) -> Table:
 
 def _check_bounds(where: str, value: Any, depth: int) -> None:
     """Raise BadFileError for what is larger or deeper than anything in a table is."""
-    shown = one_line(where)
     if isinstance(value, dict | list):
         if depth == 0:
-            raise BadFileError(f"{shown} is nested too deeply")
+            raise BadFileError(f"{one_line(where)} is nested too deeply")
         if len(value) > MAX_ITEMS:
-            raise BadFileError(f"{shown} has {len(value)} entries; expected {MAX_ITEMS} or fewer")
+            raise BadFileError(f"{one_line(where)} has {len(value)} entries; expected {MAX_ITEMS} or fewer")
         if isinstance(value, list):
             for place, item in enumerate(value):
                 _check_bounds(f"{where}[{place}]", item, depth - 1)
@@ -308,9 +307,9 @@ def _check_bounds(where: str, value: Any, depth: int) -> None:
             _check_bounds(inside, item, depth - 1)
     elif isinstance(value, str):
         if len(value) > MAX_TEXT or not value.isprintable():
-            raise BadFileError(f"{shown} is no text of {MAX_TEXT} or fewer printable characters")
+            raise BadFileError(f"{one_line(where)} is no text of {MAX_TEXT} or fewer printable characters")
     elif isinstance(value, int | float) and abs(value) > MAX_NUMBER:
-        raise BadFileError(f"{shown} is a huge number; expected {MAX_NUMBER:g} or less")
+        raise BadFileError(f"{one_line(where)} is a huge number; expected {MAX_NUMBER:g} or less")
 
 
 def _unknown_fields(data: dict[str, Any]) -> Iterator[str]:
@@ -323,7 +322,7 @@ def _unknown_fields(data: dict[str, Any]) -> Iterator[str]:
             yield f"confirmed.{kind}"
         parts.append((f"confirmed.{kind}.", Confirmed, confirmed))
     for where, struct, fields in parts:
-        known = {field.name for field in msgspec.structs.fields(struct)}
+        known = struct.__struct_fields__
         yield from (f"{where}{name}" for name in fields or () if name not in known)
 
 

@@ -103,26 +103,16 @@ def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_besid
         assert row["ratio"]["low"] <= row["ratio"]["off"] <= row["ratio"]["high"]
 
 
-def check_features(result: dict, modes: set[str], profiles: set[str]) -> None:
+@no_gpu
+@pytest.mark.full
+def test_the_feature_benchmark_times_every_feature_and_compares_tokens_with_the_reference(dry_run, load):
+    result, modes, profiles = dry_run("features"), set(load("features").FEATURES), set(load("common").PROFILES)
     assert {(row["profile"], row["mode"]) for row in result["rows"] if row["path"] == "picked"} == {
         (profile, mode) for profile in profiles for mode in modes
     }
     screened = {row["mode"] for row in result["rows"] if row["path"] == "picked with screen"}
     assert screened == modes - {"logprob", "p90", "minp05", "k1000"}, "what no screen helps does not ask for one"
     assert result["searches"] and not any(row["different"] for row in result["searches"])
-
-
-@no_gpu
-@pytest.mark.full
-def test_the_feature_benchmark_times_features_and_compares_tokens_with_the_reference(dry_run):
-    modes = ("plain", "k50p90", "p90", "edits")
-    check_features(dry_run("features", "--profiles", "typical", "--modes", *modes), set(modes), {"typical"})
-
-
-@no_gpu
-@pytest.mark.full
-def test_the_feature_benchmark_knows_every_feature(dry_run, load):
-    check_features(dry_run("features"), set(load("features").FEATURES), set(load("common").PROFILES))
 
 
 @no_gpu
@@ -201,15 +191,6 @@ def test_the_oracle_answers_token_0_without_a_draw(load, tmp_path):
     with server:
         answers = server.generate(input_ids=[[5], [6, 7]], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
     assert [answer["output_ids"] for answer in answers] == [[0, 0, 0, 0]] * 2
-
-
-@no_gpu
-@pytest.mark.full
-def test_the_tuning_benchmark_runs_the_tuner(dry_run):
-    arguments = ("--batch-sizes", "1,64", "--kill-after", "3")
-    sections = dry_run("tuning", "--only", "runs", *arguments)["sections"]
-    quick = sections["runs"]["151936x4096"]["quick"]
-    assert quick["untouched"] and (quick["status"], quick["again_status"]) == ("done", "up to date")
 
 
 # --- what follows from times

@@ -62,6 +62,8 @@ def test_it_runs_in_pieces_and_each_section_has_words(tuning, tmp_path):
     subprocess.run([*command, "--only", "runs", "resume"], check=True, capture_output=True)
     first = json.loads(out.read_text())
     assert set(first["sections"]) == {"runs", "resume"}
+    quick = first["sections"]["runs"]["151936x4096"]["quick"]
+    assert quick["untouched"] and (quick["status"], quick["again_status"]) == ("done", "up to date")
     resume = first["sections"]["resume"]["151936x4096"]
     assert 3 <= resume["finished_when_killed"] < resume["sizes"] == 20
     assert resume["kept"] == resume["finished_when_killed"]

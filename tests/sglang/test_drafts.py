@@ -20,6 +20,7 @@ from test_speculation import CHAIN, Original, verification
 
 from sgl_flashsample import sample_from_logits
 from sgl_flashsample.demo import drafters, markov
+from sgl_flashsample.demo import server as demo_server
 from sgl_flashsample.kernels.params import BatchParams
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
@@ -776,6 +777,41 @@ SERVERS = {
     "tree": ("EAGLE", "eagle", "coupled", "drawing a tree of drafts"),
 }
 TREE = ["--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", str(2 * STEPS + 1)]
+NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4", "--attention-backend", "triton"]
+# What is asked of the server whose drafts are n-grams: of long answers, some of them are accepted.
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.4": {"temperature": 0.4},
+    "top-k": {"temperature": 0.6, "top_k": 8},
+    "top-p": {"temperature": 0.8, "top_p": 0.7},
+    "a regular expression": {"temperature": 1.0, "regex": "(ab|cd)*"},
+    "a bias": {"temperature": 0.7, "logit_bias": {"7": 3.0}},
+}
+SEEDS, LONG = range(2), 44
+
+
+def long_answers(server: demo_server.Server) -> list[dict]:
+    """One batch of each kind of request, with each seed, and the logprobs of the tokens."""
+    rows = [
+        {**params, "sampling_seed": seed, "max_new_tokens": LONG, "ignore_eos": True}
+        for params in KINDS.values()
+        for seed in SEEDS
+    ]
+    ids = [[5 + seed, 300, 7] for _ in KINDS for seed in SEEDS]
+    return server.generate(input_ids=ids, sampling_params=rows, return_logprob=True)
+
+
+def assert_same_long_answers(without: list[dict], with_ngrams: list[dict]) -> None:
+    """More than 500 tokens of seven kinds, and their logprobs."""
+    tokens = right = 0
+    for row, (alone, drafted) in enumerate(zip(without, with_ngrams, strict=True)):
+        kind = list(KINDS)[row // len(SEEDS)]
+        assert alone["output_ids"] == drafted["output_ids"], kind
+        pair = [[value for value, *_ in a["meta_info"]["output_token_logprobs"]] for a in (alone, drafted)]
+        torch.testing.assert_close(*map(torch.tensor, pair), rtol=1e-4, atol=1e-4, msg=kind)
+        tokens, right = tokens + len(alone["output_ids"]), right + drafted["meta_info"]["spec_num_correct_drafts"]
+    assert tokens > 500 and right > 20, "drafts are accepted"
 
 
 @needs_sglang
@@ -783,16 +819,16 @@ TREE = ["--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", str(2
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="near-ties of bfloat16 are looked at by the benchmark")
 def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accepted_more_often(tmp_path):
-    """Servers without drafts, and with chains and a tree of several algorithms: SGLang's own drafts, greedy and coupled
-    ones."""
+    """Servers without drafts, and with n-grams, chains and a tree of several algorithms: SGLang's own drafts, greedy
+    and coupled ones."""
     size = markov.SIZES["tiny"]
     markov.write(tmp_path / "tiny", size)
     markov.write(tmp_path / "standalone", size, error=0.6)
     drafters.write_eagle(tmp_path / "eagle", size)
     drafters.write_eagle3(tmp_path / "eagle3", size, hot_ids=500)
     drafters.write_mtp(tmp_path / "mtp", size)
-    answers = {}
-    for name in ("none", *SERVERS):
+    answers, long = {}, {}
+    for name in ("none", "ngrams", *SERVERS):
         environment, arguments, line = {}, ["--disable-radix-cache"], None
         if name in SERVERS:
             algorithm, drafter, drafts, line = SERVERS[name]
@@ -800,14 +836,21 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
             arguments += [*SPECULATING, *(TREE if name == "tree" else []), "--speculative-algorithm", algorithm]
             if drafter is not None:
                 arguments += ["--speculative-draft-model-path", str(tmp_path / drafter)]
+        elif name == "ngrams":
+            environment, line = INTERPRETED, "drawing NGRAM drafts is not supported yet"
+            arguments += NGRAM
         target = tmp_path / ("mtp" if name == "mtp" else "tiny")
         server = server_of(target, size.dtype, name=name, arguments=arguments, environment=environment)
         with server:
             rows = [{**params, "max_new_tokens": TOKENS, "ignore_eos": True} for params in SERVED]
             ids = [[5 + row, 300, 7] for row in range(len(SERVED))]
             answers[name] = server.generate(input_ids=ids, sampling_params=rows)
+            if name not in SERVERS:
+                long[name] = long_answers(server)
+                assert "native" not in server.log_text().split("since the start:")[-1]
             said = server.log_lines("drafts come from hidden states") + server.log_lines("drafts are SGLang's")
             assert len(said) == (line is not None) and (line is None or line in said[0]), said
+    assert_same_long_answers(long["none"], long["ngrams"])
     tokens = {name: [answer["output_ids"] for answer in each] for name, each in answers.items()}
     for name, each in tokens.items():
         assert each == tokens["none"], name

@@ -249,14 +249,18 @@ def ours(servers) -> Server:
 
 
 @pytest.fixture(scope="module")
-def of_kernels(servers, folder, tuned):
-    """Our server whose rows are drawn by kernels: on a CPU another one, with interpreted kernels."""
-    if CUDA:
-        yield servers["ours"]
-        return
-    server, _ = make_server(folder, SIZE, name="interpreted", arguments=ARGUMENTS, environment=tuned | INTERPRETED)
+def screened(folder):
+    """Our server whose head has a screen; on a CPU its kernels are interpreted."""
+    environment = {"FLASHSAMPLE_SCREEN": "on"} | INTERPRETED
+    server, _ = make_server(folder, SIZE, name="screened", arguments=ARGUMENTS, environment=environment)
     with server:
         yield server
+
+
+@pytest.fixture
+def of_kernels(request) -> Server:
+    """Our server whose rows are drawn by kernels."""
+    return request.getfixturevalue("ours" if CUDA else "screened")
 
 
 @pytest.fixture
@@ -595,8 +599,6 @@ UNSERVED = {
         TWO_RANKS | INTERPRETED,  # SGLang has kernels of its own for it
         "DP attention without --enable-dp-lm-head is not supported yet",
     ),
-    # Here the reason comes from the head.
-    "half precision": (["--dtype", "bfloat16"], INTERPRETED, "bfloat16 is wrong in Triton's interpreter"),
     "an unknown SGLang": ([], {}, "SGLang 9.9.9 is not among the known versions 0.5.17 to 0.5.23"),
 }
 
@@ -734,15 +736,8 @@ def test_a_server_that_is_asked_to_counts_what_it_draws_whoever_draws_it(folder,
 
 
 @pytest.mark.full
-def test_a_screened_server_draws_the_same_tokens_and_follows_an_update_of_its_weights(folder, ours):
+def test_a_screened_server_draws_the_same_tokens_and_follows_an_update_of_its_weights(folder, ours, truth, screened):
     """That its hooks land in every release: test_weight_hooks.py."""
-    server, truth = make_server(
-        folder,
-        SIZE,
-        name="screened",
-        arguments=["--enable-metrics"],
-        environment={"FLASHSAMPLE_SCREEN": "on"} | INTERPRETED,
-    )
     other = markov.write(folder / "other weights" / SIZE, markov.SIZES[SIZE], seed=1)
     sampled = [{"temperature": 0.4 + i / 10, "sampling_seed": i} for i in range(6)]
     edited = [{"temperature": 1.0, "sampling_seed": 9, "logit_bias": LOGIT_BIAS}, {"temperature": 0}]
@@ -757,53 +752,51 @@ def test_a_screened_server_draws_the_same_tokens_and_follows_an_update_of_its_we
         return [answer["output_ids"] for batch in answers for answer in batch]
 
     def rows_screened() -> float:
-        return metric(server, "screen_rows_total")
+        return metric(screened, "screen_rows_total")
 
     def post(path: str, **fields):
         # An answer is sent while the step after its last is still under way, and SGLang ends where it is not idle.
-        server.post("/flush_cache?timeout=60")
-        return server.post(path, **fields)
+        screened.post("/flush_cache?timeout=60")
+        return screened.post(path, **fields)
 
-    with server:
-        (line,) = server.log_lines("flashsample: screen ")
-        assert re.search(
-            r"screen built, .* up to \d+ requests faster, .*: [\d,]+ more bytes of GPU memory, [\d.]+ % of the head's$",
-            line,
-        )
-        before = tokens(server)
-        assert before == tokens(ours)
-        assert_greedy(server, truth)
-        screened = rows_screened()
-        assert screened >= 12 * (6 + 2 + 2)
-        assert post("/update_weights_from_disk", model_path=str(folder / "other weights" / SIZE))["success"]
-        assert_greedy(server, other)
-        assert tokens(server) != before
-        assert rows_screened() > screened, "the screen is of the new weights"
-        assert post("/update_weights_from_disk", model_path=str(folder / SIZE))["success"]
-        assert tokens(server) == before
-        post("/release_memory_occupation")
-        post("/resume_memory_occupation")
-        screened = rows_screened()
-        assert tokens(server) == before
-        assert rows_screened() > screened
-        assert len(server.log_lines("flashsample: screen rebuilt for new weights in ")) == 3
-        post("/begin_weight_update", selector="all")
-        assert tokens(server) == before
-        screened = rows_screened()  # what was under way has arrived
-        assert tokens(server) == before
-        assert rows_screened() == screened, "somebody may be writing to the weights"
-        post("/end_weight_update")
-        assert tokens(server) == before
-        assert rows_screened() > screened
-        newest = [line for line in server.log_lines("] flashsample: since the start: fused ") if "; screen " in line][
-            -1
-        ]
-        assert re.search(
-            r"; screen [\d,]+ rows \([\d,]+ with one candidate group or none\), [\d.]+ of the head's groups read per "
-            r"block of rows, [\d,]+ of [\d,]+ blocks with too many",
-            newest,
-        )
-        assert not server.log_lines("until restart") and "Traceback" not in server.log_text()
+    (line,) = screened.log_lines("flashsample: screen ")
+    assert re.search(
+        r"screen built, .* up to \d+ requests faster, .*: [\d,]+ more bytes of GPU memory, [\d.]+ % of the head's$",
+        line,
+    )
+    so_far = rows_screened()
+    before = tokens(screened)
+    assert before == tokens(ours)
+    assert_greedy(screened, truth)
+    assert rows_screened() >= so_far + 12 * (6 + 2 + 2)
+    so_far = rows_screened()
+    assert post("/update_weights_from_disk", model_path=str(folder / "other weights" / SIZE))["success"]
+    assert_greedy(screened, other)
+    assert tokens(screened) != before
+    assert rows_screened() > so_far, "the screen is of the new weights"
+    assert post("/update_weights_from_disk", model_path=str(folder / SIZE))["success"]
+    assert tokens(screened) == before
+    post("/release_memory_occupation")
+    post("/resume_memory_occupation")
+    so_far = rows_screened()
+    assert tokens(screened) == before
+    assert rows_screened() > so_far
+    assert len(screened.log_lines("flashsample: screen rebuilt for new weights in ")) == 3
+    post("/begin_weight_update", selector="all")
+    assert tokens(screened) == before
+    so_far = rows_screened()  # what was under way has arrived
+    assert tokens(screened) == before
+    assert rows_screened() == so_far, "somebody may be writing to the weights"
+    post("/end_weight_update")
+    assert tokens(screened) == before
+    assert rows_screened() > so_far
+    newest = [line for line in screened.log_lines("] flashsample: since the start: fused ") if "; screen " in line][-1]
+    assert re.search(
+        r"; screen [\d,]+ rows \([\d,]+ with one candidate group or none\), [\d.]+ of the head's groups read per "
+        r"block of rows, [\d,]+ of [\d,]+ blocks with too many",
+        newest,
+    )
+    assert not screened.log_lines("until restart") and "Traceback" not in screened.log_text()
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA graphs")

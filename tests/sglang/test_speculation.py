@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 from head_states import CountingCapture
-from serving import INTERPRETED, make_server, needs_sglang
+from serving import needs_sglang
 from sglang_batches import VOCAB, CountingHead, grammar, make_samplers, request
 
 from sgl_flashsample.kernels.params import BatchParams, Truncation
@@ -426,52 +426,3 @@ def test_counted_rows_are_requests_that_the_fused_pass_has_verified(hooks, head,
     hooks.eagle_sample(Original(), *verification(info, head.lazy(states), CHAIN, drafts))
     ((routing, truncated, started),) = counted
     assert dict(routing.counts) == {("fused", ""): 2} and truncated == 1 and started is not None
-
-
-# --- a server -------------------------------------------------------------------------------------------------------
-
-NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4", "--attention-backend", "triton"]
-SERVED = {
-    "greedy": {"temperature": 0.0},
-    "temperature 1": {"temperature": 1.0},
-    "temperature 0.4": {"temperature": 0.4},
-    "top-k": {"temperature": 0.6, "top_k": 8},
-    "top-p": {"temperature": 0.8, "top_p": 0.7},
-    "a regular expression": {"temperature": 1.0, "regex": "(ab|cd)*"},
-    "a bias": {"temperature": 0.7, "logit_bias": {"7": 3.0}},
-}
-SEEDS, TOKENS = range(2), 44
-
-
-def answers_of(server) -> list[dict]:
-    """One batch of each kind of request, with each seed, and the logprobs of the tokens."""
-    rows = [
-        {**params, "sampling_seed": seed, "max_new_tokens": TOKENS, "ignore_eos": True}
-        for params in SERVED.values()
-        for seed in SEEDS
-    ]
-    ids = [[5 + seed, 300, 7] for _ in SERVED for seed in SEEDS]
-    return server.generate(input_ids=ids, sampling_params=rows, return_logprob=True)
-
-
-@needs_sglang
-@pytest.mark.server
-@pytest.mark.full
-@pytest.mark.skipif(torch.cuda.is_available(), reason="near-ties of bfloat16 are looked at by the benchmark")
-def test_a_server_with_speculation_gives_the_tokens_of_one_without(tmp_path):
-    """More than 500 tokens of seven kinds, and their logprobs; drafts of n-grams."""
-    answers = []
-    for name, arguments, environment in (("alone", [], {}), ("drafts", NGRAM, INTERPRETED)):
-        options = {"arguments": [*arguments, "--disable-radix-cache"], "environment": environment}
-        server, _ = make_server(tmp_path, "tiny", name=name, **options)
-        with server:
-            answers.append(answers_of(server))
-            assert "native" not in server.log_text().split("since the start:")[-1]
-    tokens = right = 0
-    for row, (alone, drafted) in enumerate(zip(*answers, strict=True)):
-        kind = list(SERVED)[row // len(SEEDS)]
-        assert alone["output_ids"] == drafted["output_ids"], kind
-        pair = [[value for value, *_ in a["meta_info"]["output_token_logprobs"]] for a in (alone, drafted)]
-        torch.testing.assert_close(*map(torch.tensor, pair), rtol=1e-4, atol=1e-4, msg=kind)
-        tokens, right = tokens + len(alone["output_ids"]), right + drafted["meta_info"]["spec_num_correct_drafts"]
-    assert tokens > 500 and right > 20, "drafts are accepted"

@@ -48,6 +48,7 @@ def counts_of(out: str) -> tuple[str, int, int]:
 
 @pytest.mark.full
 def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_path, monkeypatch):
+    """And so does another GPU of the same architecture; one of another architecture finds none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     few = ("--max-rows", 1, "--no-screen")
     first = warm(*few, "--device", "A100")
@@ -60,16 +61,9 @@ def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_
     second = warm(*few, "--device", "A100", "--tuned", "table.json")
     assert second.returncode == 0 and second.stdout.startswith("table.json: "), "a table that is of no use is named"
     assert counts_of(second.stdout)[1:] == (0, compiled)
-
-
-@pytest.mark.full
-def test_gpus_of_one_architecture_share_their_kernels_and_no_other_has_them(warm, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    few = ("--max-rows", 1, "--no-screen")
     device, compiled, already_there = counts_of(warm(*few, "--device", "H100").stdout)
-    assert (device, already_there) == ("NVIDIA H100 80GB HBM3", 0)
+    assert device == "NVIDIA H100 80GB HBM3" and compiled >= 10 and already_there == 0
     assert counts_of(warm(*few, "--device", "H200").stdout) == ("NVIDIA H200", 0, compiled)
-    assert counts_of(warm(*few, "--device", "A100").stdout)[1] >= 10
 
 
 @pytest.mark.gpu
