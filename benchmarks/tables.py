@@ -813,7 +813,7 @@ def _streams(data: dict[str, Any]) -> str:
         verdicts = [one["verdict"] for row in of_battery for one in row["not_normal"]]
         failed, tested = verdicts.count("FAILED"), sum(row["p_values"] for row in of_battery)
         orders = len({row["order"] for row in of_battery})
-        return f"{battery}: {failed} of {tested}, {verdicts.count('suspect')} suspect, in {orders} orders"
+        return f"{battery}: {failed} of {tested}, {verdicts.count('suspect')} suspect, in {orders} order{'s' * (orders > 1)}"
 
     return "; ".join(map(counted, dict.fromkeys(row["battery"] for row in rows)))
 

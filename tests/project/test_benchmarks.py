@@ -735,7 +735,7 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
     )
     assert cells["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
     assert cells["noise: p-values of TestU01 that fail"] == (
-        "SmallCrush: 0 of 45, 2 suspect, in 2 orders; Crush: 0 of 144, 1 suspect, in 1 orders"
+        "SmallCrush: 0 of 45, 2 suspect, in 2 orders; Crush: 0 of 144, 1 suspect, in 1 order"
     )
     assert cells["draws of a known distribution: deviations from chance"] == "Not measured."
 
