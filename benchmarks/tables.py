@@ -812,8 +812,9 @@ def _streams(data: dict[str, Any]) -> str:
         of_battery = [row for row in rows if row["battery"] == battery]
         verdicts = [one["verdict"] for row in of_battery for one in row["not_normal"]]
         failed, tested = verdicts.count("FAILED"), sum(row["p_values"] for row in of_battery)
-        orders = len({row["order"] for row in of_battery})
-        return f"{battery}: {failed} of {tested}, {verdicts.count('suspect')} suspect, in {orders} order{'s' * (orders > 1)}"
+        count = len({row["order"] for row in of_battery})
+        orders = "1 order" if count == 1 else f"{count} orders"
+        return f"{battery}: {failed} of {tested}, {verdicts.count('suspect')} suspect, in {orders}"
 
     return "; ".join(map(counted, dict.fromkeys(row["battery"] for row in rows)))
 
