@@ -442,8 +442,8 @@ def version_of(library: str) -> str:
     """Of a loaded library, from its file: no function tells it."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     file = next(line.split()[-1] for line in maps if library in line)
-    found = re.search(rb"TestU01 ([\d.]+)", Path(file).read_bytes())
-    return found[1].decode() if found else "unknown"
+    match = re.search(rb"TestU01 ([\d.]+)", Path(file).read_bytes())
+    return match[1].decode() if match else "unknown"
 
 
 def check_streams(crush: list[str]) -> Rows:
