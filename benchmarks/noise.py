@@ -10,28 +10,33 @@ map         all 2**32 upper words with a lower word of 0, where the noise is lar
             cpu path's own functions, with words in place of Philox; the kernels' arithmetic compiled by Numba, which is
             compared with the kernels' own function. "with_lg2_approx": with all of the error that PTX allows to the
             hardware's logarithm, which is larger than this machine's
-streams     words in orders in which samplers use them, piped into dieharder (Debian has it) and PractRand's RNG_test,
-            each where it is installed. Of good words, dieharder calls 1 % WEAK
+streams     words in orders in which samplers use them, as 32-bit numbers, tested by TestU01 where its library is
+            installed (Debian: libtestu01-0, non-free). SmallCrush tests each order, and each with the bits of a number
+            reversed, as most tests look at the upper bits; ``--crush`` names orders that Crush tests too. p-values as
+            TestU01's guide reads them: 1e-10 or less from 0 or 1 has failed; 0.001 or less is suspect, as 0.2 % of
+            those of good words are
 
 Each section has rows with a planted error, which must be noticed. The exit code is 1 where something is not as it must
-be; the file then says what under "wrong". Takes half an hour on one core; ``--only`` runs some of the sections, and
-``--keep`` leaves the others in the file.
+be; the file then says what under "wrong". Takes 25 minutes on one core, and half an hour more for each order of
+``--crush``. ``--only`` runs some of the sections, and ``--keep`` leaves the others in the file. Rows are written as
+they come.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import math
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -41,8 +46,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from common import command_line, make_parser, new_env, read_result, today, write_result
-from numba import njit
+from common import command_line, make_parser, new_env, read_result, reason_of, today, write_result
+from numba import carray, cfunc, njit
 
 from sgl_flashsample import cpu_loops
 from sgl_flashsample.kernels import rng
@@ -55,6 +60,7 @@ TOKEN, GROUP = (int(rng.Stream.SAMPLE) + 256 * int(unit) for unit in (rng.Unit.T
 COMPARED = 2**20  # random pairs of words
 
 Words = Callable[..., Any]  # as ``cpu_loops._philox``, compiled
+Rows = Iterator[tuple[dict[str, Any], bool]]  # of a section, and whether each is as it must be
 
 
 def with_globals(function: Any, **changes: Any) -> Any:
@@ -103,10 +109,9 @@ def equal_pairs(values: np.ndarray) -> int:
     return int((counts * (counts - 1) // 2).sum())
 
 
-def check_collisions() -> tuple[list[dict[str, Any]], list[str]]:
+def check_collisions() -> Rows:
     """Two steps share all noise where seed and position are equal; for vLLM, where the 32 bits made of them are. Steps
     of one request differ in position, so of ours only steps of different requests at one position can."""
-    rows: list[dict[str, Any]] = []
     for requests, positions in ((1000, 1000), (10**6, 1), (10**7, 1)):
         seeds = seeds_of(requests)
         steps = {"requests": requests, "positions": positions, "steps": requests * positions}
@@ -119,15 +124,9 @@ def check_collisions() -> tuple[list[dict[str, Any]], list[str]]:
             shared["ours, seeds cut to 32 bits"] = equal_pairs(seeds & LOW), pairs / 2**32
         for noise, (equal, expected) in shared.items():
             planted = {"planted": True} if noise.endswith("bits") else {}
-            rows.append(
-                {"noise": noise, **steps, "equal_pairs": equal, "expected": float(f"{expected:.4g}"), **planted}
-            )
-    # Five deviations of a Poisson count; of ours, with 1e-6 expected, any pair is too many.
-    bad = [
-        r for r in rows if abs(r["equal_pairs"] - r["expected"]) > 5 * math.sqrt(r["expected"]) and r["expected"] > 1
-    ]
-    bad += [r for r in rows if r["noise"] == "ours" and r["equal_pairs"]]
-    return rows, [f"collisions: {r}" for r in bad]
+            row = {"noise": noise, **steps, "equal_pairs": equal, "expected": float(f"{expected:.4g}"), **planted}
+            # Five deviations of a Poisson count; of ours, with 1e-6 expected, any pair is too many.
+            yield row, equal == 0 if noise == "ours" else expected <= 1 or abs(equal - expected) <= 5 * expected**0.5
 
 
 # --- the map
@@ -296,18 +295,12 @@ def words_of_24_bits(index, position, stream, seed):
     return index & U64(0xFFFFFF00), position
 
 
-def check_map(stop: int) -> tuple[list[dict[str, Any]], list[str]]:
+def check_map(stop: int) -> Rows:
     gumbel = with_globals(cpu_loops.gumbel, _philox=words_as_given)
     bound = with_globals(cpu_loops._bound_noise, _philox=words_as_given)
     low_bound = with_globals(cpu_loops._bound_noise, _philox=words_as_given, _MARGIN=np.float32(-0.01))
     rough_gumbel = with_globals(cpu_loops.gumbel, _philox=words_of_24_bits)
     few = min(stop, 2**24)
-    rows = [
-        compare_pairs(gumbel) | row_of_map(make_scan(gumbel, bound), stop),
-        row_of_map(make_scan(gumbel, bound, 0xFFFFFF00), few, planted="24 bits in the kernels' map"),
-        row_of_map(make_scan(gumbel, low_bound), few, planted="a margin of -0.01 bits"),
-        row_of_map(make_scan(rough_gumbel, bound), few, planted="24 bits in the cpu path"),
-    ]
 
     def good(row: dict[str, Any]) -> bool:
         return (
@@ -320,7 +313,15 @@ def check_map(stop: int) -> tuple[list[dict[str, Any]], list[str]]:
             and row.get("pairs_cpu_max_error_over_max_1_noise", 0) < 2.0**-51
         )
 
-    return rows, [f"map: {row}" for row in rows if good(row) == ("planted" in row)]
+    row = compare_pairs(gumbel) | row_of_map(make_scan(gumbel, bound), stop)
+    yield row, good(row)
+    for planted, scan in (
+        ("24 bits in the kernels' map", make_scan(gumbel, bound, 0xFFFFFF00)),
+        ("a margin of -0.01 bits", make_scan(gumbel, low_bound)),
+        ("24 bits in the cpu path", make_scan(rough_gumbel, bound)),
+    ):
+        row = row_of_map(scan, few, planted=planted)
+        yield row, not good(row)
 
 
 # --- streams
@@ -335,15 +336,15 @@ def numbers_of(chunk: int) -> np.ndarray:
 
 
 def requests(chunk: int) -> tuple[Any, Any, Any, Any]:
-    """The 16 tokens of a group at four positions, for request after request."""
-    place = np.arange(CHUNK) % 64
-    return place % 16 + 4096, place // 16 + 7, TOKEN, np.repeat(seeds_of(CHUNK // 64, chunk), 64)
+    """The 16 tokens of a group at 16 positions, for request after request."""
+    place = np.arange(CHUNK) % 256
+    return place % 16 + 4096, place // 16 + 7, TOKEN, np.repeat(seeds_of(CHUNK // 256, chunk), 256)
 
 
 def steps(chunk: int) -> tuple[Any, Any, Any, Any]:
     """What one request draws: all groups and the tokens of one, position after position."""
     groups = VOCABULARY // 16
-    place, position = numbers_of(chunk) % U64(groups + 16), numbers_of(chunk) // U64(groups + 16)
+    position, place = np.divmod(numbers_of(chunk), U64(groups + 16))
     in_group = place >= groups
     return np.where(in_group, place - U64(groups), place), position, np.where(in_group, TOKEN, GROUP), 42
 
@@ -353,108 +354,122 @@ ORDERS: dict[str, Order] = {
     "positions": lambda chunk: (5, numbers_of(chunk), GROUP, 42),
     "seeds": lambda chunk: (5, 7, GROUP, numbers_of(chunk)),
     "requests": requests,
-    "token and group": lambda chunk: (numbers_of(chunk) // U64(2), 7, (TOKEN, GROUP) * (CHUNK // 2), 42),
+    "token and group": lambda chunk: (numbers_of(chunk) // U64(2), 7, np.resize((TOKEN, GROUP), CHUNK), 42),
     "steps": steps,
 }
-# dieharder's tests, cheap ones first. All that it calls good but the GCD test, which takes minutes.
-DIEHARDER: list[tuple[int, tuple[str, ...]]] = [
-    *((test, ()) for test in (8, 15, 0, 4, 11, 9, 100, 16, 12, 1, 13, 205, 206, 207, 208, 209, 204)),
-    *((test, ("-n", n)) for test, n in ((200, "2"), (202, "5"), (203, "1"), (203, "16"), (200, "8"), (201, "3"))),
-    *((test, ()) for test in (3, 2, 102, 101, 10)),
-]
-VERSION = re.compile(r"version (\S+)")
-UNUSUAL = re.compile(r"unusual|suspicious|FAIL")  # verdicts of PractRand
+LIBRARY = "libtestu01.so.0"
+NUMBERS_OF_CHUNK = 2 * CHUNK  # of 32 bits: the upper word, then the lower
+
+
+@njit
+def reversed_bits(number):
+    """Of 32 bits."""
+    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
+        number = (number >> U64(shift)) & U64(mask) | (number & U64(mask)) << U64(shift)
+    return number
 
 
 @functools.cache
-def drawer(philox: Words) -> Callable[..., None]:
+def drawer(philox: Words, reverse: bool) -> Callable[..., None]:
     """A loop over ``_philox`` of the cpu path, or another in its place."""
 
     @njit
     def draw(index, position, stream, seed, out):
         for i in range(len(out)):
-            out[i, 0], out[i, 1] = philox(index[i], position[i], stream[i], seed[i])
+            for half, number in enumerate(philox(index[i], position[i], stream[i], seed[i])):
+                out[i, half] = reversed_bits(number) if reverse else number
 
     return draw
 
 
-def feed(command: list[str], order: Order, philox: Words, chunk: int, stop: float) -> tuple[str, int, bool]:
-    """Pipes words into a program, from a chunk on, until it ends or the time is ``stop``. What it said, how many chunks
-    it took, and whether it ended by itself."""
-    draw, words, first = drawer(philox), np.empty((CHUNK, 2), U64), chunk
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert process.stdin is not None and process.stdout is not None
-    ended = False
+class Generator(ctypes.Structure):
+    """``unif01_Gen``: the numbers of an order. TestU01 calls compiled functions, and those Python for a new chunk."""
+
+    _fields_ = (
+        ("state", ctypes.c_void_p),
+        ("param", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("uniform", ctypes.c_void_p),
+        ("bits", ctypes.c_void_p),
+        ("write", ctypes.c_void_p),
+    )
+
+    def __init__(self, order: Order, philox: Words = cpu_loops._philox, reverse: bool = False) -> None:
+        numbers, place = np.empty((CHUNK, 2), np.uint32), np.zeros(1, np.int64)
+        draw, self.chunks = drawer(philox, reverse), 0
+
+        @ctypes.CFUNCTYPE(None)
+        def refill() -> None:
+            try:
+                draw(*(np.broadcast_to(np.asarray(part).astype(U64), CHUNK) for part in order(self.chunks)), numbers)
+                self.chunks += 1
+            except BaseException:  # KeyboardInterrupt too: TestU01 would go on with the old numbers
+                traceback.print_exc()
+                os._exit(1)
+
+        @njit
+        def following(param, state):
+            numbers, place = carray(param, NUMBERS_OF_CHUNK, np.uint32), carray(state, 1, np.int64)
+            at = place[0]
+            if at == 0:
+                refill()
+            place[0] = (at + 1) % NUMBERS_OF_CHUNK
+            return numbers[at]
+
+        bits = cfunc("ulong(voidptr, voidptr)")(following)
+        uniform = cfunc("double(voidptr, voidptr)")(lambda param, state: following(param, state) * 2.0**-32)
+        self.alive = numbers, place, refill, bits, uniform  # what the addresses are of
+        super().__init__(place.ctypes.data, numbers.ctypes.data, b"", uniform.address, bits.address)
+
+
+def verdict(p: float) -> str | None:
+    tail = min(p, 1 - p)
+    return "FAILED" if tail < 1e-10 else "suspect" if tail < 1e-3 else None
+
+
+def run_battery(library: ctypes.CDLL, battery: str, generator: Generator) -> dict[str, Any]:
+    ctypes.c_int.in_dll(library, "swrite_Basic").value = 0
+    getattr(library, f"bbattery_{battery}")(ctypes.byref(generator))
+    count = ctypes.c_int.in_dll(library, "bbattery_NTests").value
+    names = (ctypes.c_char_p * count).in_dll(library, "bbattery_TestNames")
+    values = (ctypes.c_double * count).in_dll(library, "bbattery_pVal")
+    tested = [(name.decode(), p) for name, p in zip(names, values, strict=True) if p >= 0]  # -1: not tested
+    unusual = [{"test": name, "p": p, "verdict": verdict(p)} for name, p in tested if verdict(p)]
+    return {"numbers": generator.chunks * NUMBERS_OF_CHUNK, "p_values": len(tested), "not_normal": unusual}
+
+
+def version_of(library: str) -> str:
+    """Of a loaded library, from its file: no function tells it."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    file = next(line.split()[-1] for line in maps if library in line)
+    match = re.search(rb"TestU01 ([\d.]+)", Path(file).read_bytes())
+    return match[1].decode() if match else "unknown"
+
+
+def check_streams(crush: list[str]) -> Rows:
     try:
-        while time.monotonic() < stop:
-            draw(*(np.broadcast_to(np.asarray(part).astype(U64), CHUNK) for part in order(chunk)), words)
-            process.stdin.write(words.astype("<u4").tobytes())
-            chunk += 1
-        process.kill()
-    except BrokenPipeError:
-        ended = True
-    said = process.stdout.read().decode()
-    process.wait()
-    return said, chunk - first, ended
-
-
-def dieharder(order: Order, philox: Words, seconds: float) -> dict[str, Any]:
-    stop, chunk, done, count, rest = time.monotonic() + seconds, 0, 0, 0, []
-    version: list[str] = []
-    for test, ntuple in DIEHARDER:
-        said, used, ended = feed(["dieharder", "-g", "200", "-d", str(test), *ntuple], order, philox, chunk, stop)
-        chunk += used
-        if not ended:
-            break
-        done, version = done + 1, VERSION.findall(said)[:1]
-        for line in said.splitlines():
-            words = [word.strip() for word in line.split("|")]
-            if words[-1] in ("PASSED", "WEAK", "FAILED"):
-                count += 1
-                if words[-1] != "PASSED":
-                    rest.append({"test": f"{words[0]} {words[1]}", "p": float(words[4]), "verdict": words[5]})
-    tests = {"version": version, "bytes": chunk * CHUNK * 8, "tests": done, "of": len(DIEHARDER)}
-    return tests | {"p_values": count, "not_normal": rest}
-
-
-def practrand(order: Order, philox: Words, seconds: float) -> dict[str, Any]:
-    said, used, _ = feed(["RNG_test", "stdin64"], order, philox, 0, time.monotonic() + seconds)
-    lines = [" ".join(line.split()) for line in said.splitlines()]
-    rest = [{"test": line, "verdict": "FAILED" if "FAIL" in line else "WEAK"} for line in lines if UNUSUAL.search(line)]
-    tested = [line for line in lines if line.startswith("length=")]
-    tests = {"version": VERSION.findall(said)[:1], "bytes": used * CHUNK * 8, "tested": tested[-1:]}
-    return tests | {"tests": len(tested), "not_normal": rest}
-
-
-PROGRAMS = {"dieharder": ("dieharder", dieharder), "PractRand": ("RNG_test", practrand)}
-
-
-def check_streams(seconds: float) -> tuple[list[dict[str, Any]], list[str]]:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        yield {"program": "TestU01", "reason": reason_of(error)}, True
+        return
+    program = {"program": "TestU01", "version": version_of(LIBRARY)}
     # Without its multiplications, Philox moves bits and mixes none.
     planted = with_globals(cpu_loops._philox, _M0=U64(1), _M1=U64(1))
-    rows = []
-    for program, (command, test) in PROGRAMS.items():
-        if shutil.which(command) is None:
-            rows.append({"program": program, "reason": f"{command} is not installed"})
-            continue
-        for order in ORDERS:
-            rows.append({"program": program, "order": order} | test(ORDERS[order], cpu_loops._philox, seconds))
-            print(rows[-1], flush=True)
-        outcome = test(ORDERS["positions"], planted, min(seconds, 20))
-        rows.append({"program": program, "order": "positions", "planted": "no multiplications"} | outcome)
-
-    def wrong(row: dict[str, Any]) -> bool:
-        failed = any(one["verdict"] == "FAILED" for one in row["not_normal"])
-        return row["tests"] == 0 or failed != ("planted" in row)
-
-    return rows, [f"streams: {row}" for row in rows if "reason" not in row and wrong(row)]
+    row = program | {"battery": "SmallCrush", "order": "positions", "planted": "no multiplications"}
+    row |= run_battery(library, "SmallCrush", Generator(ORDERS["positions"], planted))
+    yield row, any(one["verdict"] == "FAILED" for one in row["not_normal"])
+    runs = [("SmallCrush", order, reverse) for order in ORDERS for reverse in (False, True)]
+    for battery, order, reverse in runs + [("Crush", order, False) for order in crush]:
+        row = program | {"battery": battery, "order": order, "bits": "reversed" if reverse else "as drawn"}
+        row |= run_battery(library, battery, Generator(ORDERS[order], reverse=reverse))
+        yield row, row["p_values"] > 0 and not any(one["verdict"] == "FAILED" for one in row["not_normal"])
 
 
 def main() -> int:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--words", type=int, default=WORDS, help="upper words of the map (default: all)")
-    parser.add_argument("--seconds", type=float, default=150, help="for each stream (default: 150)")
+    parser.add_argument("--crush", nargs="+", choices=ORDERS, default=[], help="orders that Crush tests too")
     parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not run now")
     options = parser.parse_args()
     env = new_env() | {"processor": platform.processor() or platform.machine(), "numba": numba.__version__}
@@ -462,20 +477,25 @@ def main() -> int:
     sections: dict[str, Any] = {}
     for name in options.only:
         began = time.monotonic()
-        rows, wrong = SECTIONS[name](options)
-        about = {"date": today(), "command": command_line(), "seconds": round(time.monotonic() - began)}
-        sections[name] = about | {"wrong": wrong, "rows": rows}
-        print(*rows, f"{name}: {about['seconds']} s", *wrong, sep="\n", flush=True)
-        if keep:  # as the file is now: another call may have added to it
-            sections = read_result(options.out, "noise.py")["sections"] | sections
-        write_result(options.out, {"env": env, "sections": sections})
+        rows: list[dict[str, Any]] = []
+        wrong: list[str] = []
+        for row, good in SECTIONS[name](options):
+            print(row, flush=True)
+            rows.append(row)
+            wrong += [] if good else [f"{name}: {row}"]
+            about = {"date": today(), "command": command_line(), "seconds": round(time.monotonic() - began)}
+            sections[name] = about | {"wrong": wrong, "rows": rows}
+            if keep:  # as the file is now: another call may have added to it
+                sections = read_result(options.out, "noise.py")["sections"] | sections
+            write_result(options.out, {"env": env, "sections": sections})
+        print(f"{name}: {sections[name]['seconds']} s", *wrong, sep="\n", flush=True)
     return int(any(section["wrong"] for section in sections.values()))
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], tuple[list[dict[str, Any]], list[str]]]] = {
+SECTIONS: dict[str, Callable[[argparse.Namespace], Rows]] = {
     "collisions": lambda options: check_collisions(),
     "map": lambda options: check_map(options.words),
-    "streams": lambda options: check_streams(options.seconds),
+    "streams": lambda options: check_streams(options.crush),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import ctypes
 import dataclasses
 import functools
 import graphlib
@@ -28,6 +29,7 @@ from serving import make_server, needs_sglang
 from sgl_flashsample import sample_from_logits
 from sgl_flashsample.autotune import timing
 from sgl_flashsample.demo.server import free_port
+from sgl_flashsample.kernels.reference import philox4x32_ref
 from sgl_flashsample.sglang.exchange import bytes_received
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -690,6 +692,17 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
     row = {"backend": "flashsample", "requests": 10, "ends": ends, "memory": memory, "host_mib_growth": 3.0}
     put("load", rows=[row, row | {"backend": "stock"}])
     legal = {"section": "legal", "illegal": 3, "draws": 2000}
+    small = {"battery": "SmallCrush", "order": "steps", "p_values": 15, "not_normal": [{"verdict": "suspect"}]}
+    crush, seeds = small | {"battery": "Crush", "p_values": 144}, small | {"order": "seeds", "not_normal": []}
+    planted = small | {"planted": "x", "not_normal": [{"verdict": "FAILED"}]}
+    noise = {"noise": "ours", "steps": 10**7, "equal_pairs": 0}
+    errors = {"cpu_not_finite_or_not_below_the_one_before": 0, "cpu_max_absolute_error": 2e-15, "upper_words": 2**32}
+    rows = {
+        "streams": [planted, small, small, seeds, crush],
+        "collisions": [noise, noise | {"noise": "vLLM"}],
+        "map": [errors],
+    }
+    put("noise", sections={name: {"rows": of_section} for name, of_section in rows.items()})
     put("exact", rows=[legal | {"path": "cpu"}, legal | {"path": "logits"}, legal | {"path": "cpu", "first": 9}])
     cells = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
     assert cells["planted defects that no test notices"] == "2 of 3"
@@ -702,7 +715,36 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
         "GPU: batch, order and path 2 of 100, CUDA graph 0 of 7; interpreted: configuration 0 of 9"
     )
     assert cells["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
-    assert cells["noise: equal pairs among 1e7 steps"] == "Not measured."
+    assert cells["noise: p-values of TestU01 that fail"] == (
+        "SmallCrush: 0 of 45, 2 suspect, in 2 orders; Crush: 0 of 144, 1 suspect, in 1 order"
+    )
+    assert cells["draws of a known distribution: deviations from chance"] == "Not measured."
+
+
+@no_gpu
+@pytest.mark.parametrize("reverse", [False, True])
+def test_testu01_gets_the_upper_and_the_lower_word_of_each_draw_in_the_order_of_the_stream(load, reverse):
+    pytest.importorskip("numba")
+    noise = load("noise")
+    generator = noise.Generator(noise.ORDERS["seeds"], reverse=reverse)
+    bits = ctypes.CFUNCTYPE(ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)(generator.bits)
+    uniform = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p)(generator.uniform)
+    got = [bits(generator.param, generator.state) for _ in range(noise.NUMBERS_OF_CHUNK + 2)]
+    got.append(int(uniform(generator.param, generator.state) * 2**32))
+    seeds = torch.arange(noise.CHUNK + 2)
+    same = [torch.full_like(seeds, value) for value in (5, 7, 0, noise.GROUP)]
+    words = torch.stack(philox4x32_ref(same, [seeds, torch.zeros_like(seeds)])[:2], 1).flatten().tolist()
+    assert got == [int(f"{word:032b}"[::-1], 2) if reverse else word for word in words[: len(got)]]
+    assert generator.chunks == 2
+
+
+@no_gpu
+def test_a_p_value_has_failed_or_is_suspect_on_either_side(load):
+    pytest.importorskip("numba")
+    verdict = load("noise").verdict
+    assert [verdict(p) for p in (0.0, 1e-11, 1 - 1e-11, 1.0)] == ["FAILED"] * 4
+    assert [verdict(p) for p in (1e-9, 0.0009, 0.9991)] == ["suspect"] * 3
+    assert [verdict(p) for p in (0.0011, 0.5, 0.9989)] == [None] * 3
 
 
 def generated(tokens: list[int], end: str = "length", **about: object) -> dict:
