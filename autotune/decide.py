@@ -40,7 +40,7 @@ from .writer import TableWriter
 SETUP_SECONDS = 20.0  # and more for each contender
 EACH_SECONDS = 8.0
 ROUND_SECONDS = 20.0
-GTEST_SECONDS = 60.0
+GTEST_DRAWS, GTEST_SECONDS = 200_000, 60.0
 GTEST_TRIES = 2  # of one whose process ends or has no memory
 MAX_TRIES = 4  # of a race whose process ends, or whose times contradict its rounds
 NOISY = 0.01  # standard error of a winner's time, relative; of a run, the median
@@ -259,7 +259,7 @@ class Decider:
         """A refusal where the draws do not follow the distribution, or the test could not be made; else None."""
         label, tries = request["label"], 0
         while label not in self._tested:
-            answer = yield {**request, "draws": self.context.plan.effort.draws}, GTEST_SECONDS
+            answer = yield {**request, "draws": GTEST_DRAWS}, GTEST_SECONDS
             tries += 1
             if "error" not in answer:
                 self._tested[label] = float(answer["p"])
