@@ -72,8 +72,8 @@ def key_of(config: Config) -> str:
 
 
 def label_of(config: Config, kind: BatchKind) -> str:
-    """The configuration and the kind of batch whose kernels it has: "plain/fused-16x..."."""
-    return f"{kind}/{key_of(config)}"
+    """The configuration and the kind of batch whose kernels ``kind`` has with it: "plain/fused-16x..."."""
+    return f"{kernel_kind(kind, path_of(config))}/{key_of(config)}"
 
 
 def kernel_kind(kind: BatchKind, path: str) -> BatchKind:
@@ -90,5 +90,5 @@ def config_of(path: str, fields: dict[str, Any]) -> Config:
 
 
 def contender(config: Config, kind: BatchKind) -> dict[str, Any]:
-    """A configuration as workers are told of it. kind: whose kernels it has."""
+    """A configuration as workers are told of it."""
     return {"path": path_of(config).value, "config": config_fields(config), "label": label_of(config, kind)}

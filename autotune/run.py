@@ -186,7 +186,7 @@ class _Coordinator:
         decider = Decider(context, writer, search.finalists, lambda: self.flashinfer)
         interrupted = False
         try:
-            if decider.done >= decider.races:
+            if decider.done >= plan.races:
                 search.stop()  # nothing is left to search for
             self._search(search)
             search.compile_for_races(decider.entered())
@@ -275,11 +275,12 @@ class _Coordinator:
     def _decide(self, decider: Decider) -> None:
         if self.options.flashinfer:  # asked for: worth waiting for its compiler
             work_until([self.preparing], lambda: self.left() <= 0)
+        races = decider.context.plan.races
         for job in decider.jobs():
             self.gpus.add(job)
 
         def tick() -> None:
-            self.progress.update("races", decider.done, decider.races, f"{max(0.0, self.left()):.0f} s left")
+            self.progress.update("races", decider.done, races, f"{max(0.0, self.left()):.0f} s left")
             if not self.compilers.pending:
                 self.compilers.end()  # they hold memory of the device
 
@@ -290,8 +291,8 @@ class _Coordinator:
         if not decider.done:
             return self._nothing_decided(failed_defaults, interrupted)
         error = statistics.median(decider.errors)
-        left = "the table can be used; run the same command again for the rest"
-        left = f"{decider.done} of {decider.races} batch sizes are tuned, {left}"
+        left = f"{decider.done} of {writer.plan.races} batch sizes are tuned, the table can be used; "
+        left += "run the same command again for the rest"
         code, status, message = OK, "done", ""
         if interrupted:
             code, status = INTERRUPTED, "interrupted"
@@ -302,7 +303,7 @@ class _Coordinator:
         elif error > NOISY:
             code, status = UNUSABLE, "noisy GPU"
             message = f"noisy GPU: times are known to {error:.1%} only; run the same command again when it is quiet"
-        elif decider.done < decider.races:
+        elif decider.done < writer.plan.races:
             status, message = "out of time", f"out of time: {left}"
         writer.provenance = {
             "complete": status == "done",  # else a later run says again what is wrong

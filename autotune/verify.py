@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from ..kinds import SamplingPath, path_of
+from ..kinds import SamplingPath
 from ..tables.schema import Table
 from .errors import OK, UNUSABLE, WRONG
-from .labels import GEMM, contender, kernel_kind, key_of
+from .labels import GEMM, contender, key_of
 from .plan import EFFORTS, Plan
 from .pool import HELLO_SECONDS, PoolError, WorkerProcess, ask_once, measuring_process
 from .progress import Progress
@@ -112,9 +112,7 @@ def _replay(recorded: Decision, plan: Plan, process: WorkerProcess) -> Replayed:
     if not recorded.us:
         return dataclasses.replace(untimed, error="the table has no time of it")
     use, configs = key_of(config), {key_of(config): config, **({"default": default} if default != config else {})}
-    contenders: list[dict[str, Any]] = [
-        {"name": name, **contender(each, kernel_kind(kind, path_of(each)))} for name, each in configs.items()
-    ]
+    contenders: list[dict[str, Any]] = [{"name": name, **contender(each, kind)} for name, each in configs.items()]
     beside = [FLASHINFER] if takes_flashinfer else []
     beside += [GEMM] if recorded.gemm_us else []
     contenders += [{"name": name, "path": name, "config": None} for name in beside]

@@ -39,7 +39,7 @@ import msgspec
 from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
 
 from sgl_flashsample.autotune.cli import sizes_of
-from sgl_flashsample.autotune.labels import config_of, contender, kernel_kind, key_of
+from sgl_flashsample.autotune.labels import config_of, contender, key_of
 from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, SIZES, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, WorkerProcess, ask_once, visible_gpu
 from sgl_flashsample.autotune.progress import ConsoleProgress
@@ -50,7 +50,7 @@ from sgl_flashsample.autotune.space import FUSED, Space
 from sgl_flashsample.autotune.trials import read_events
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
-from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config, path_of
+from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config
 from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
 from sgl_flashsample.tables.schema import ITEMSIZE, HeadShape, Table
 
@@ -228,10 +228,7 @@ class Racer:
         self, kind: BatchKind, rows: int, configs: Sequence[Config], rounds: int
     ) -> tuple[dict[str, list[float]], list[float]]:
         """Microseconds of each by its key, and the clock, round by round. Raises RaceError where one cannot run."""
-        raced = [
-            {"name": key_of(config), **contender(config, kernel_kind(kind, path_of(config)))}
-            for config in dict.fromkeys(configs)
-        ]
+        raced = [{"name": key_of(config), **contender(config, kind)} for config in dict.fromkeys(configs)]
         request = {"op": "setup", "head": msgspec.to_builtins(self.head), "kind": str(kind), "rows": rows}
         failed = self._ask(request | {"contenders": raced}, SETUP_SECONDS + EACH_SECONDS * len(raced))["failed"]
         if failed:
