@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Iterable
 
 from ..defaults import HeadTraits, all_configs, default_config, defaults_digest, family_of
@@ -39,6 +40,7 @@ MAX_SCREENED_ROWS = 64
 # The fused pass reads the head once per block of rows: beyond this many rows only for the race.
 MAX_FUSED_PROBE = 256
 
+MAX_COMPILERS = 15
 MIN_CAP = 6  # configurations that a study tries at least, where its space has so many
 
 # For estimates: seconds of one processor per kernel without and with edits (sm90 cubins take 0.4 to 1 s and 0.7 to 3 s;
@@ -270,6 +272,11 @@ class Plan:
         time_left = self.effort.budget * self.effort.share - START_SECONDS
         covered = int(self.compiles * min(1.0, max(0.0, time_left / search)))
         return Estimate(START_SECONDS, search, racing, covered)
+
+
+def usual_compilers() -> int:
+    """How many processes compile unless it is said."""
+    return max(1, min(MAX_COMPILERS, len(os.sched_getaffinity(0)) - 1))
 
 
 def midpoint(lower: int, upper: int) -> int | None:

@@ -18,7 +18,7 @@ from ..tables.schema import Table
 from .errors import OK, UNUSABLE, WRONG
 from .labels import GEMM, contender, key_of
 from .plan import EFFORTS, Plan
-from .pool import HELLO_SECONDS, PoolError, WorkerProcess, ask_once, measuring_process
+from .pool import HELLO_SECONDS, WorkerProcess, ask_once, measuring_process
 from .progress import Progress
 from .race import RECORDED_ROUNDS, Policy, robust_mean, t_quantile
 from .tables import Decision, decisions, device_and_head
@@ -78,7 +78,7 @@ def verify(table: Table, simulated: str | None, progress: Progress) -> tuple[int
                 progress.update("verified", len(replayed), len(recorded))
                 if replayed[-1].reason:
                     progress.note(f"{one.kind} {one.rows}: {replayed[-1].reason}")
-    except (PoolError, ValueError) as error:
+    except ValueError as error:
         failure = str(error)
     finally:
         process.end()
