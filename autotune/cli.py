@@ -128,7 +128,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from .progress import ConsoleProgress
+    from .progress import Progress
     from .run import Options
     from .run import run as tune
     from .simulated import load
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--out is {out}, which is not a folder")
     fields = {field.name for field in dataclasses.fields(Options)} & vars(options).keys() - {"out"}
     chosen = Options(head, out, **{name: getattr(options, name) for name in fields})
-    with ConsoleProgress(quiet=options.json) as progress:
+    with Progress(quiet=options.json) as progress:
         result = tune(chosen, progress)
     if options.json:
         answer = {"status": result.status, "message": result.message, "file": str(result.path or "")}
@@ -154,14 +154,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    from .progress import ConsoleProgress
+    from .progress import Progress
     from .simulated import load
     from .verify import verify as replay
 
     if options.simulated:
         load(options.simulated)
     table = _tables().read(options.file)
-    with ConsoleProgress(quiet=options.json) as progress:
+    with Progress(quiet=options.json) as progress:
         code, line, replayed = replay(table, options.simulated, progress)
     if options.json:
         sizes = [dataclasses.asdict(one) | {"reason": one.reason} for one in replayed]

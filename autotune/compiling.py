@@ -12,7 +12,6 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,6 @@ HEAD_SHARE = 0.45
 
 
 class CompilingWorker:
-    note: Callable[[str], None] = staticmethod(lambda text: None)
-
     def __init__(self, device: torch.device, processes: int, many_ids: int = MAX_IDS) -> None:
         self.device, self.processes, self.many_ids = device, processes, many_ids
         self._shape: HeadShape | None = None
@@ -62,7 +59,6 @@ class CompilingWorker:
         began = time.monotonic()
         self._use(HeadShape(**request["head"]))
         config, kind = config_of(request["path"], request["config"]), KIND_NAMES[request["kind"]]
-        self.note(request["label"])
         self._usage = {"shared": 0, "registers": 0, "spilled": 0}
         if not triton.knobs.runtime.interpret:
             try:

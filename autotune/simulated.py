@@ -82,7 +82,6 @@ class SimulatedWorker:
         return {"available": bool(self.data.get("baselines"))}
 
     def _trial(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.note(request["label"])
         self._fail_as_told(request["label"], TRIAL_FAULTS)
         return {"us": {str(rows): self._sample(request["label"], rows) for rows in request["sizes"]}}
 

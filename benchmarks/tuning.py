@@ -42,7 +42,7 @@ from sgl_flashsample.autotune.cli import sizes_of
 from sgl_flashsample.autotune.labels import config_of, contender, key_of
 from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, SIZES, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, WorkerProcess, ask_once, visible_gpu
-from sgl_flashsample.autotune.progress import ConsoleProgress
+from sgl_flashsample.autotune.progress import Progress
 from sgl_flashsample.autotune.race import Policy, Ratio, robust_mean, t_quantile
 from sgl_flashsample.autotune.run import Options
 from sgl_flashsample.autotune.run import run as tune
@@ -452,7 +452,7 @@ def _tune_part(setting: Setting, name: str, effort: str) -> Table:
     before = dict(os.environ)
     os.environ.update(setting.environment("part-sweep"))
     try:
-        with ConsoleProgress(quiet=True) as progress:
+        with Progress(quiet=True) as progress:
             result = tune(options, progress)
     finally:
         os.environ.clear()
