@@ -18,7 +18,7 @@ from ..tables.lookup import buffer_bytes
 from ..tables.schema import Entry, config_fields
 from .baselines import baseline_names
 from .errors import LASTING
-from .labels import config_of, contender, kernel_kind, key_of, label_of
+from .labels import config_of, kernel_kind, key_of, label_of, setup_request
 from .plan import midpoint
 from .pool import Job
 from .race import (
@@ -277,10 +277,8 @@ class Decider:
         for tries in range(1, MAX_TRIES + 1):
             if not configs:
                 return None
-            contenders = [{"name": key, **contender(config, kind)} for key, config in configs.items()]
-            contenders += [{"name": name, "path": name, "config": None} for name in others]
-            request = {"op": "setup", "head": self.context.head, "kind": str(kind), "rows": rows}
-            answer = yield {**request, "contenders": contenders}, SETUP_SECONDS + EACH_SECONDS * len(contenders)
+            request = setup_request(plan.head, kind, rows, configs, others)
+            answer = yield request, SETUP_SECONDS + EACH_SECONDS * len(request["contenders"])
             if "error" in answer:  # without a name, the process has ended for no reason that we know
                 self._drop(answer.get("at", ""), answer["error"], configs, others, kind)
                 continue

@@ -153,16 +153,13 @@ class Plan:
     @functools.cached_property
     def screen(self) -> dict[str, int]:
         """What a screen costs: its device memory, and the rows that it is for; empty where none is raced."""
-        import torch
-
         from ..screen import Screen
-        from .workload import TORCH_DTYPES, make_head, weight_shape
+        from .workload import empty_head
 
         sizes = [rows for kind in self.kinds if kind.screen for rows in self.sizes_of(kind)]
         if not sizes:
             return {}
-        weight = torch.empty(weight_shape(self.head), dtype=TORCH_DTYPES[self.head.dtype], device="meta")
-        return {"bytes": Screen.bytes_for(make_head(self.head, weight), max(sizes)), "rows": max(sizes)}
+        return {"bytes": Screen.bytes_for(empty_head(self.head, "meta"), max(sizes)), "rows": max(sizes)}
 
     @functools.cached_property
     def studies(self) -> list[StudyKey]:

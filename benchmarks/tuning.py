@@ -35,11 +35,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
 
 from sgl_flashsample.autotune.cli import sizes_of
-from sgl_flashsample.autotune.labels import config_of, contender, key_of
+from sgl_flashsample.autotune.labels import config_of, key_of, setup_request
 from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, SIZES, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, WorkerProcess, ask_once, visible_gpu
 from sgl_flashsample.autotune.progress import Progress
@@ -228,14 +227,13 @@ class Racer:
         self, kind: BatchKind, rows: int, configs: Sequence[Config], rounds: int
     ) -> tuple[dict[str, list[float]], list[float]]:
         """Microseconds of each by its key, and the clock, round by round. Raises RaceError where one cannot run."""
-        raced = [{"name": key_of(config), **contender(config, kind)} for config in dict.fromkeys(configs)]
-        request = {"op": "setup", "head": msgspec.to_builtins(self.head), "kind": str(kind), "rows": rows}
-        failed = self._ask(request | {"contenders": raced}, SETUP_SECONDS + EACH_SECONDS * len(raced))["failed"]
+        raced = {key_of(config): config for config in configs}
+        request = setup_request(self.head, kind, rows, raced)
+        failed = self._ask(request, SETUP_SECONDS + EACH_SECONDS * len(raced))["failed"]
         if failed:
             name, error = next(iter(failed.items()))
             raise RaceError(f"{kind} {rows}: {name}: {error['detail']}")
-        names = [one["name"] for one in raced]
-        answer = self._ask({"op": "rounds", "names": names, "rounds": rounds, "first": 0}, ROUNDS_SECONDS)
+        answer = self._ask({"op": "rounds", "names": list(raced), "rounds": rounds, "first": 0}, ROUNDS_SECONDS)
         return answer["samples"], answer["clocks"]
 
 
