@@ -92,7 +92,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-    from .plan import EFFORTS, Plan
+    from .plan import EFFORTS, Plan, usual_compilers
     from .simulated import load
 
     head, assumed = _head(options), ""
@@ -101,7 +101,7 @@ def plan(options: argparse.Namespace) -> None:
     else:
         device, assumed = _device(options.device)
     made = Plan(device, head, EFFORTS[options.effort])
-    processes = options.processes or max(1, min(15, len(os.sched_getaffinity(0)) - 1))
+    processes = options.processes or usual_compilers()
     estimate, budget = made.estimate(processes), made.effort.budget
     path = (options.out or user_folder()) / file_name(device.name, head)
     studies = [(str(key), len(made.space(key).points), made.trials(key), made.probes(key)) for key in made.studies]
@@ -128,7 +128,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from .progress import ConsoleProgress
+    from .progress import Progress
     from .run import Options
     from .run import run as tune
     from .simulated import load
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--out is {out}, which is not a folder")
     fields = {field.name for field in dataclasses.fields(Options)} & vars(options).keys() - {"out"}
     chosen = Options(head, out, **{name: getattr(options, name) for name in fields})
-    with ConsoleProgress(quiet=options.json) as progress:
+    with Progress(quiet=options.json) as progress:
         result = tune(chosen, progress)
     if options.json:
         answer = {"status": result.status, "message": result.message, "file": str(result.path or "")}
@@ -154,14 +154,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    from .progress import ConsoleProgress
+    from .progress import Progress
     from .simulated import load
     from .verify import verify as replay
 
     if options.simulated:
         load(options.simulated)
     table = _tables().read(options.file)
-    with ConsoleProgress(quiet=options.json) as progress:
+    with Progress(quiet=options.json) as progress:
         code, line, replayed = replay(table, options.simulated, progress)
     if options.json:
         sizes = [dataclasses.asdict(one) | {"reason": one.reason} for one in replayed]
@@ -315,12 +315,11 @@ COMMANDS = {
             *(MODEL, *HEAD, *TUNING),
             _argument("--budget", type=seconds_of, help="time of the run: 50s, 3m, 1h (default: the effort's)"),
             _argument(
-                "--no-resume",
-                dest="resume",
-                action="store_false",
-                help="begin anew; the log of earlier runs is kept aside",
+                "--resume",
+                action=argparse.BooleanOptionalAction,
+                default=True,
+                help="go on after an earlier run (default), or begin anew and keep its log aside",
             ),
-            _argument("--resume", action="store_true", default=True, help="go on after an earlier run (default)"),
             _flag("--force", "measure everything again, also where the table is up to date; as --no-resume"),
             _argument("--gpus", type=_number(MAX_GPUS), default=1, help="GPUs to measure on (default: 1)"),
             _argument("--batch-sizes", dest="sizes", type=sizes_of, help="instead of the usual ten: 1,8,64"),

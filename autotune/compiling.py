@@ -12,7 +12,6 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from ..tables.schema import HeadShape
 from .correctness import checked_kinds, fused_beside
 from .errors import error_of
 from .labels import config_of, kernel_kind
-from .workload import TORCH_DTYPES, make_head, weight_shape
+from .workload import empty_head
 
 # Whose shared memory, registers and spills are reported.
 _KERNELS = ("lm_head_sample_kernel", "sample_logits_kernel", "screen_head_kernel", "rescore_groups_kernel")
@@ -40,8 +39,6 @@ HEAD_SHARE = 0.45
 
 
 class CompilingWorker:
-    note: Callable[[str], None] = staticmethod(lambda text: None)
-
     def __init__(self, device: torch.device, processes: int, many_ids: int = MAX_IDS) -> None:
         self.device, self.processes, self.many_ids = device, processes, many_ids
         self._shape: HeadShape | None = None
@@ -62,7 +59,6 @@ class CompilingWorker:
         began = time.monotonic()
         self._use(HeadShape(**request["head"]))
         config, kind = config_of(request["path"], request["config"]), KIND_NAMES[request["kind"]]
-        self.note(request["label"])
         self._usage = {"shared": 0, "registers": 0, "spilled": 0}
         if not triton.knobs.runtime.interpret:
             try:
@@ -78,15 +74,12 @@ class CompilingWorker:
         """Make the heads, unless they are there: the whole one, and the one that tokens are compared on."""
         if shape == self._shape:
             return
-        dtype = TORCH_DTYPES[shape.dtype]
-        weight = torch.empty(weight_shape(shape), dtype=dtype, device="meta")
-        whole = make_head(shape, weight)
-        size = weight.nbytes + (Screen.bytes_for(whole, 1) if unsupported_head(whole) is None else 0)
+        whole = empty_head(shape, "meta")
+        size = whole.weight.nbytes + (Screen.bytes_for(whole, 1) if unsupported_head(whole) is None else 0)
         total = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
         if total and size * self.processes >= HEAD_SHARE * total:
             whole = first_ids(whole, self.many_ids)
-        on_device = torch.empty(whole.weight.shape, dtype=dtype, device=self.device)
-        head = dataclasses.replace(whole, weight=on_device)
+        head = dataclasses.replace(whole, weight=torch.empty_like(whole.weight, device=self.device))
         shortened = first_ids(head, self.many_ids)
         self._heads = [head, shortened] if shortened.vocab_size != head.vocab_size else [head]
         self._shape, self._screens = shape, {}

@@ -18,7 +18,7 @@ from ..tables.lookup import buffer_bytes
 from ..tables.schema import Entry, config_fields
 from .baselines import baseline_names
 from .errors import LASTING
-from .labels import config_of, contender, kernel_kind, key_of, label_of
+from .labels import config_of, kernel_kind, key_of, label_of, setup_request
 from .plan import midpoint
 from .pool import Job
 from .race import (
@@ -40,7 +40,7 @@ from .writer import TableWriter
 SETUP_SECONDS = 20.0  # and more for each contender
 EACH_SECONDS = 8.0
 ROUND_SECONDS = 20.0
-GTEST_SECONDS = 60.0
+GTEST_DRAWS, GTEST_SECONDS = 200_000, 60.0
 GTEST_TRIES = 2  # of one whose process ends or has no memory
 MAX_TRIES = 4  # of a race whose process ends, or whose times contradict its rounds
 NOISY = 0.01  # standard error of a winner's time, relative; of a run, the median
@@ -173,12 +173,8 @@ class Decider:
         return bool(raced) and entry.se <= NOISY * entry.us
 
     @property
-    def races(self) -> int:
-        return self.context.plan.races
-
-    @property
     def done(self) -> int:
-        """How many of them are decided."""
+        """How many of the plan's races are decided."""
         plan = self.context.plan
         return sum(rows in self._decided(kind) for kind in plan.kinds for rows in plan.sizes_of(kind))
 
@@ -188,14 +184,13 @@ class Decider:
         return [entry.se / entry.us for sizes in self.writer.decided.values() for entry in sizes.values()]
 
     def entered(self) -> Iterator[tuple[Config, BatchKind]]:
-        """The configurations that race whatever the search has found, each with the kind of batch whose kernels it has;
-        in the order of the races."""
+        """The configurations that race whatever the search has found, in the order of the races."""
         plan = self.context.plan
         for kind in plan.kinds:
             for rows in plan.sizes_of(kind):
                 if rows not in self._decided(kind):
-                    for config in (plan.default(rows, kind), self._unscreened(kind, rows)):
-                        yield config, kernel_kind(kind, path_of(config))
+                    yield plan.default(rows, kind), kind
+                    yield self._unscreened(kind, rows), kind
 
     def jobs(self) -> Iterable[Job]:
         """One job per kind of batch: its sizes in order, since each decision helps the next; then sizes between
@@ -226,7 +221,7 @@ class Decider:
 
     def _allotment(self) -> float:
         """Seconds that one race may take: an equal share of what is left."""
-        undecided = max(1, self.races - self.done)
+        undecided = max(1, self.context.plan.races - self.done)
         return len(self.context.gpus.processes) * max(0.0, self.context.left()) / undecided
 
     def _decide(self, kind: BatchKind, rows: int) -> Steps:
@@ -241,10 +236,9 @@ class Decider:
 
     def _passes(self, outcome: Outcome) -> Steps:
         """Whether many draws of the winner follow the distribution; of FlashInfer's too, where it has won."""
-        kind = kernel_kind(outcome.kind, path_of(outcome.winner))
-        refusal = yield from self._gtest(self.context.request("gtest", outcome.winner, kind))
+        refusal = yield from self._gtest(self.context.request("gtest", outcome.winner, outcome.kind))
         if refusal is not None:
-            self._refuse(outcome.winner, kind, *refusal)
+            self._refuse(outcome.winner, outcome.kind, *refusal)
             return False
         if outcome.flashinfer:
             request = {"op": "gtest", "head": self.context.head, "kind": str(TRUNCATE), "path": FLASHINFER.value}
@@ -259,7 +253,7 @@ class Decider:
         """A refusal where the draws do not follow the distribution, or the test could not be made; else None."""
         label, tries = request["label"], 0
         while label not in self._tested:
-            answer = yield {**request, "draws": self.context.plan.effort.draws}, GTEST_SECONDS
+            answer = yield {**request, "draws": GTEST_DRAWS}, GTEST_SECONDS
             tries += 1
             if "error" not in answer:
                 self._tested[label] = float(answer["p"])
@@ -283,13 +277,8 @@ class Decider:
         for tries in range(1, MAX_TRIES + 1):
             if not configs:
                 return None
-            contenders = [
-                {"name": key, **contender(config, kernel_kind(kind, path_of(config)))}
-                for key, config in configs.items()
-            ]
-            contenders += [{"name": name, "path": name, "config": None} for name in others]
-            request = {"op": "setup", "head": self.context.head, "kind": str(kind), "rows": rows}
-            answer = yield {**request, "contenders": contenders}, SETUP_SECONDS + EACH_SECONDS * len(contenders)
+            request = setup_request(plan.head, kind, rows, configs, others)
+            answer = yield request, SETUP_SECONDS + EACH_SECONDS * len(request["contenders"])
             if "error" in answer:  # without a name, the process has ended for no reason that we know
                 self._drop(answer.get("at", ""), answer["error"], configs, others, kind)
                 continue
@@ -352,17 +341,16 @@ class Decider:
             others.remove(name)
             self.context.note(f"{name} is left out: {error['detail']}")
         elif name in configs:
-            config = configs.pop(name)
-            self._refuse(config, kernel_kind(kind, path_of(config)), error["reason"], error["detail"])
+            self._refuse(configs.pop(name), kind, error["reason"], error["detail"])
 
     def _refuse(self, config: Config, kind: BatchKind, reason: str, detail: str) -> None:
-        """kind: whose kernels it has."""
-        about = {"kind": str(kind), "path": path_of(config).value, "config": config_fields(config)}
+        path = path_of(config)
+        about = {"kind": str(kernel_kind(kind, path)), "path": path.value, "config": config_fields(config)}
         self.context.log.add("refused", **about, reason=reason, detail=detail)
         self.context.reject(config, kind, reason, detail)
 
     def _is_refused(self, config: Config, kind: BatchKind) -> bool:
-        return label_of(config, kernel_kind(kind, path_of(config))) in self.context.rejected
+        return label_of(config, kind) in self.context.rejected
 
     def _may_take_flashinfer(self, kind: BatchKind) -> bool:
         """Only a whole vocabulary is truncated: a shard has no such batches."""

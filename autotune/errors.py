@@ -11,9 +11,7 @@ LASTING = ("shared_memory", "registers", "compile", "incorrect")
 REASONS = (*LASTING, "timeout", "runtime")
 MAX_DETAIL = 200  # characters
 
-# Exit codes: fine, also where the built-in choice won everywhere or the time was over before the last race; something
-# that was measured is wrong; a mistake of who typed, a GPU too noisy to measure on, or no time for a race; SIGINT or
-# SIGTERM.
+# Exit codes; ``cli.py`` says what they mean.
 OK, WRONG, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
 # After such an error a process cannot go on: its context of the device is lost.

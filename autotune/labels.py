@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 from ..kernels.config import ReadConfig, ScreenConfig
 from ..kinds import CONFIGS, BatchKind, Config, SamplingPath, path_of
-from ..tables.schema import Device, config_fields
+from ..tables.schema import Device, HeadShape, config_fields
 
 GEMM = "gemm"  # the vendor's alone (``baselines.py``), which draws no token
 
@@ -72,8 +75,8 @@ def key_of(config: Config) -> str:
 
 
 def label_of(config: Config, kind: BatchKind) -> str:
-    """The configuration and the kind of batch whose kernels it has: "plain/fused-16x..."."""
-    return f"{kind}/{key_of(config)}"
+    """The configuration and the kind of batch whose kernels ``kind`` has with it: "plain/fused-16x..."."""
+    return f"{kernel_kind(kind, path_of(config))}/{key_of(config)}"
 
 
 def kernel_kind(kind: BatchKind, path: str) -> BatchKind:
@@ -90,5 +93,16 @@ def config_of(path: str, fields: dict[str, Any]) -> Config:
 
 
 def contender(config: Config, kind: BatchKind) -> dict[str, Any]:
-    """A configuration as workers are told of it. kind: whose kernels it has."""
+    """A configuration as workers are told of it."""
     return {"path": path_of(config).value, "config": config_fields(config), "label": label_of(config, kind)}
+
+
+def setup_request(
+    head: HeadShape, kind: BatchKind, rows: int, configs: Mapping[str, Config], beside: Iterable[str] = ()
+) -> dict[str, Any]:
+    """What a worker is asked before the rounds of a race. configs: by the names that rounds call them. beside: what is
+    timed along, baselines and the flashinfer path."""
+    contenders: list[dict[str, Any]] = [{"name": name, **contender(one, kind)} for name, one in configs.items()]
+    contenders += [{"name": name, "path": name, "config": None} for name in beside]
+    about = {"head": msgspec.to_builtins(head), "kind": str(kind), "rows": rows}
+    return {"op": "setup", **about, "contenders": contenders}

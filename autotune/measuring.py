@@ -100,7 +100,6 @@ class MeasuringWorker:
         """Tokens first; then the median time of a few samples, per batch size."""
         began, compiled = time.monotonic(), self._compiled
         config, kind = config_of(request["path"], request["config"]), KIND_NAMES[request["kind"]]
-        self.note(request["label"])
         assert self._check is not None
         self._check.check(config, kind)
         checked, compiled = time.monotonic(), self._compiled - compiled
@@ -114,7 +113,6 @@ class MeasuringWorker:
     def _gtest(self, request: dict[str, Any]) -> dict[str, Any]:
         kind, path = KIND_NAMES[request["kind"]], request["path"]
         config = None if path == SamplingPath.FLASHINFER else config_of(path, request["config"])
-        self.note(request["label"])
         assert self._check is not None
         p, draws = self._check.g_test(config, kind, request["draws"])
         return {"p": p, "draws": draws}

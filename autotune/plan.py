@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import os
 from collections.abc import Iterable
 
 from ..defaults import HeadTraits, all_configs, default_config, defaults_digest, family_of
@@ -23,7 +25,6 @@ from .space import (
     SCREENED,
     Limits,
     Space,
-    screen_classes,
     tile_classes,
 )
 
@@ -38,8 +39,8 @@ KINDS = tuple(
 MAX_SCREENED_ROWS = 64
 # The fused pass reads the head once per block of rows: beyond this many rows only for the race.
 MAX_FUSED_PROBE = 256
-MAX_EDITED_CLASS = 64  # a larger tile's epilogue spills with edits
 
+MAX_COMPILERS = 15
 MIN_CAP = 6  # configurations that a study tries at least, where its space has so many
 
 # For estimates: seconds of one processor per kernel without and with edits (sm90 cubins take 0.4 to 1 s and 0.7 to 3 s;
@@ -54,8 +55,7 @@ BYTES_PER_SECOND = 3e12
 @dataclasses.dataclass(frozen=True)
 class Effort:
     """budget: seconds of the whole run. share: of it that the search may take. cap: configurations per study.
-    finalists: per study in a race. transfer: also race between two batch sizes. baselines: race FlashInfer too. draws:
-    of each winner's G-test."""
+    finalists: per study in a race. transfer: also race between two batch sizes. baselines: race FlashInfer too."""
 
     name: str
     budget: float
@@ -65,7 +65,6 @@ class Effort:
     policy: Policy
     transfer: bool
     baselines: bool
-    draws: int = 200_000
 
 
 EFFORTS = {
@@ -87,12 +86,6 @@ class StudyKey:
 
     def __str__(self) -> str:
         return f"{self.kind}/{self.path}" + (f"/{self.block_b}" if self.block_b else "")
-
-    @classmethod
-    def parse(cls, text: str) -> StudyKey:
-        """Raises ValueError or KeyError where ``text`` is no study's name."""
-        kind, path, *block_b = text.split("/")
-        return cls(SamplingPath(path), KIND_NAMES[kind], int(block_b[0]) if block_b else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,44 +153,27 @@ class Plan:
     @functools.cached_property
     def screen(self) -> dict[str, int]:
         """What a screen costs: its device memory, and the rows that it is for; empty where none is raced."""
-        import torch
-
         from ..screen import Screen
-        from .workload import TORCH_DTYPES, make_head, weight_shape
+        from .workload import empty_head
 
         sizes = [rows for kind in self.kinds if kind.screen for rows in self.sizes_of(kind)]
         if not sizes:
             return {}
-        weight = torch.empty(weight_shape(self.head), dtype=TORCH_DTYPES[self.head.dtype], device="meta")
-        return {"bytes": Screen.bytes_for(make_head(self.head, weight), max(sizes)), "rows": max(sizes)}
-
-    def classes(self, rows: int, kind: BatchKind, path: SamplingPath = FUSED) -> list[int]:
-        """Tile classes of ``path`` that may serve ``rows`` rows."""
-        if path == SCREENED:
-            return screen_classes(rows) if rows <= MAX_SCREENED_ROWS else []
-        classes = tile_classes(min(rows, MAX_FUSED_PROBE), kind.edit)
-        if not kind.edit:
-            return classes
-        return [block_b for block_b in classes if block_b <= MAX_EDITED_CLASS] or [MAX_EDITED_CLASS]
+        return {"bytes": Screen.bytes_for(empty_head(self.head, "meta"), max(sizes)), "rows": max(sizes)}
 
     @functools.cached_property
     def studies(self) -> list[StudyKey]:
         studies: dict[StudyKey, None] = {}
         for kind in self.kinds:
-            if kind.fallback is None:
-                for rows in self.sizes:
-                    studies |= {StudyKey(FUSED, kind, block_b): None for block_b in self.classes(rows, kind)}
-                studies[StudyKey(LOGITS, kind, 0)] = None
-            elif kind.screen and not kind.greedy:
-                for rows in self.sizes_of(kind):
-                    studies |= {StudyKey(SCREENED, kind, b): None for b in self.classes(rows, kind, SCREENED)}
+            for path in (SCREENED,) if kind.screen else (FUSED, LOGITS):
+                if kernel_kind(kind, path) == kind:
+                    classes = itertools.chain(*(tile_classes(path, rows, kind) for rows in self.sizes_of(kind)))
+                    studies |= {StudyKey(path, kind, block_b): None for block_b in classes}
         return list(studies)
 
     def serves(self, key: StudyKey, rows: int, kind: BatchKind) -> bool:
         """Whether what a study finds may race for ``rows`` rows of ``kind``."""
-        if key.kind != kernel_kind(kind, key.path):
-            return False
-        return key.path == LOGITS or key.block_b in self.classes(rows, kind, key.path)
+        return key.kind == kernel_kind(kind, key.path) and key.block_b in tile_classes(key.path, rows, kind)
 
     def served(self, key: StudyKey) -> frozenset[tuple[int, BatchKind]]:
         """The batches that a study's finds may race for."""
@@ -212,7 +188,7 @@ class Plan:
         if key.path == LOGITS:
             middle = [rows for rows in self.sizes if rows >= 64] or list(self.sizes)
             return sorted({middle[0], middle[len(middle) // 2], middle[-1]})
-        served = [rows for rows in self.sizes_of(key.kind) if key.block_b in self.classes(rows, key.kind, key.path)]
+        served = [rows for rows in self.sizes_of(key.kind) if self.serves(key, rows, key.kind)]
         served = [rows for rows in served if rows <= MAX_FUSED_PROBE] or served[:1]
         # Below a full block the rows do not matter; beyond it, each further block reads the head again.
         return sorted({served[0], *(rows for rows in served if rows >= key.block_b)})
@@ -246,11 +222,11 @@ class Plan:
 
     def fitted(self, config: TileConfig | ScreenConfig, block_b: int) -> TileConfig | ScreenConfig:
         """``config`` in another tile class, with as many stages as fit there."""
-        space, tma = Space(self.limits, path_of(config), block_b, False, False), config.tma and self.limits.tma
+        limits, tma = self.limits, config.tma and self.limits.tma
         if isinstance(config, ScreenConfig):
-            return space.deepest(dataclasses.replace(config, block_b=block_b, chunk=self.limits.chunk, tma=tma))
+            return limits.deepest(dataclasses.replace(config, block_b=block_b, chunk=limits.chunk, tma=tma))
         one_launch = config.one_launch and block_b <= MAX_ROWS_ONE_LAUNCH
-        return space.deepest(
+        return limits.deepest(
             dataclasses.replace(
                 config,
                 block_b=block_b,
@@ -282,17 +258,22 @@ class Plan:
         kernels = SCREEN_KERNELS if key.path == SCREENED else 1.0
         return self.trials(key) * COMPILE_SECONDS[key.kind.edit] * kernels
 
-    def estimate(self, processes: int, gpus: int = 1) -> Estimate:
+    def estimate(self, processes: int) -> Estimate:
         """processes: that compile."""
         compiling = sum(map(self._compile_seconds, self.studies)) / max(1, processes)
         sample = max(1e-3, self.head.vocab * self.head.hidden * self.itemsize / BYTES_PER_SECOND)
         rounds = (self.effort.policy.least + self.effort.policy.most) / 2
         racing = self.races * (RACE_SECONDS + rounds * sample * (3 + 2 * self.effort.finalists))
         measuring = self.compiles * (TRIAL_SECONDS + 16 * sample)
-        search = max(compiling, measuring / gpus)
+        search = max(compiling, measuring)
         time_left = self.effort.budget * self.effort.share - START_SECONDS
         covered = int(self.compiles * min(1.0, max(0.0, time_left / search)))
-        return Estimate(START_SECONDS, search, racing / gpus, covered)
+        return Estimate(START_SECONDS, search, racing, covered)
+
+
+def usual_compilers() -> int:
+    """How many processes compile unless it is said."""
+    return max(1, min(MAX_COMPILERS, len(os.sched_getaffinity(0)) - 1))
 
 
 def midpoint(lower: int, upper: int) -> int | None:

@@ -37,7 +37,7 @@ START_SECONDS = 90.0  # for a process to import torch and open its device, on to
 MAX_STARTS = 24  # of one process: beyond, it is not the configurations that are at fault
 
 
-class PoolError(RuntimeError):
+class PoolError(ValueError):
     """A process that cannot be kept alive; the message is one line."""
 
 
@@ -136,6 +136,11 @@ class Pool:
     def pending(self) -> int:
         """Jobs that are not over."""
         return len(self._queue) + len(self._at_work)
+
+    def start(self) -> None:
+        """Start the processes at once; else each is started when it is first asked. Raises PoolError."""
+        for process in self.processes:
+            process.start()
 
     def add(self, job: Job) -> None:
         self._queue.append(job)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -12,15 +11,7 @@ from rich.progress import Progress as Bars
 EVERY_SECONDS = 5.0  # between two lines about the same part, where there is no terminal
 
 
-class Progress(Protocol):
-    def note(self, text: str) -> None:
-        """Say one thing."""
-
-    def update(self, part: str, done: int, total: int, about: str = "") -> None:
-        """How far ``part`` is."""
-
-
-class ConsoleProgress:
+class Progress:
     """quiet: notes alone, in plain lines. Used as a context."""
 
     def __init__(self, quiet: bool = False) -> None:
@@ -31,7 +22,7 @@ class ConsoleProgress:
         self._bars = Bars(*columns, console=self._console, disable=quiet or not self._console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> ConsoleProgress:
+    def __enter__(self) -> Progress:
         self._bars.start()
         return self
 
@@ -39,9 +30,11 @@ class ConsoleProgress:
         self._bars.stop()
 
     def note(self, text: str) -> None:
+        """Say one thing."""
         self._bars.console.print(f"[{time.monotonic() - self._began:6.1f} s] {text}")
 
     def update(self, part: str, done: int, total: int, about: str = "") -> None:
+        """Say how far ``part`` is."""
         if not self._bars.disable:
             if part not in self._tasks:
                 self._tasks[part] = self._bars.add_task(part, total=total)

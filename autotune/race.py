@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 GAIN_TOLERANCE = 0.05  # between the gain of paired rounds and that of the two medians
+MIN_CLOCK = 0.9  # of the median clock: rounds below it do not count
 RECORDED_ROUNDS = 9  # in which the times of a table are taken, and taken again
 
 
@@ -26,8 +27,7 @@ class Policy:
     """least, step, most: rounds before the first look, between looks, and in all. error: standard error of the
     log-ratios at which a race ends. tie, tie_us: what counts as equal, relative or in microseconds, the larger of both.
     min_gain: what a gain over the default must exceed with its whole interval. alpha: chance of any wrong elimination,
-    and of leaving the default for less than ``min_gain``. clock: rounds at a smaller share of the median clock are
-    dropped.
+    and of leaving the default for less than ``min_gain``.
     """
 
     least: int = 6
@@ -38,7 +38,6 @@ class Policy:
     tie_us: float = 0.5
     min_gain: float = 0.01
     alpha: float = 0.05
-    clock: float = 0.9
 
     @property
     def looks(self) -> int:
@@ -55,12 +54,10 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """us: median microseconds. se: their standard error. n: rounds counted. ratio, ratio_se: mean log-ratio to the
-    leader and its standard error. low: its lower bound."""
+    """us: median microseconds. ratio, ratio_se: mean log-ratio to the leader and its standard error. low: its lower
+    bound."""
 
     us: float
-    se: float
-    n: int
     ratio: float
     ratio_se: float
     low: float
@@ -69,16 +66,14 @@ class Standing:
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """alive: who goes on, in the order given. winner, tied: the choice, and who else would have done as well.
-    gain, gain_low: of the winner over the default, 0.02 is 2 %; the lower bound of it. clock: MHz, the median."""
+    gain, gain_low: of the winner over the default, 0.02 is 2 %; the lower bound of it."""
 
     alive: tuple[str, ...]
     done: bool
-    leader: str
     winner: str
     tied: tuple[str, ...]
     gain: float
     gain_low: float
-    clock: float
     standings: dict[str, Standing]
 
 
@@ -87,11 +82,11 @@ def preference_of(is_default: bool, is_neighbour: bool, shared_bytes: int, stage
     return (not is_default, not is_neighbour, shared_bytes, stages, tuple(map(str, config)))
 
 
-def kept_rounds(clocks: Sequence[float], share: float) -> list[bool]:
-    """Which rounds count: those at ``share`` of the median clock or more; not of the highest, which the first round
+def kept_rounds(clocks: Sequence[float]) -> list[bool]:
+    """Which rounds count: those at ``MIN_CLOCK`` of the median clock or more; not of the highest, which the first round
     after a pause alone may have. Unknown clocks (0) all count."""
-    usual = statistics.median(clocks) if clocks else 0.0
-    return [clock >= share * usual for clock in clocks]
+    usual = statistics.median(clocks)
+    return [clock >= MIN_CLOCK * usual for clock in clocks]
 
 
 def judge(
@@ -108,15 +103,9 @@ def judge(
     samples: microseconds per round, ``samples[name][i]`` of round ``i``; a candidate that has left the race has fewer.
     clocks: MHz per round. default: a candidate's name, or None. last: no more rounds will come (the time is over).
     """
-    rounds = max(len(samples[c.name]) for c in candidates)
-    if rounds < 1:
-        raise ValueError("a race without a round")
-    counts = kept_rounds(clocks, policy.clock)
+    rounds, counts = len(clocks), kept_rounds(clocks)
     kept = {c.name: [v for v, counted in zip(samples[c.name], counts, strict=False) if counted] for c in candidates}
-    most = max(len(values) for values in kept.values())
     running = [c for c in candidates if len(samples[c.name]) == rounds]
-    if most == 0 or any(not kept[c.name] for c in running):
-        raise ValueError("no round of the race counts")
     leader = min(running, key=lambda c: (_leading(kept, c.name, running), c.preference)).name
     tests = policy.looks * max(1, len(candidates) - 1)
     standings = {
@@ -138,20 +127,15 @@ def judge(
     decided = (known and not doubtful) or (rounds >= policy.least and not open_ratios)
     done = last or rounds >= policy.most or decided
     tied = tuple(sorted(c.name for c in ties if c.name != winner))
-    clock = statistics.median([v for v, counted in zip(clocks, counts, strict=True) if counted])
-    return Verdict(alive, done, leader, winner, tied, gain, gain_low, clock, standings)
+    return Verdict(alive, done, winner, tied, gain, gain_low, standings)
 
 
 def certainly_faster(mine: Sequence[float], than: Sequence[float], clocks: Sequence[float], policy: Policy) -> bool:
     """Whether ``mine`` is faster than ``than``, timed in the same rounds, by more than ``min_gain`` with the whole
     interval."""
     rounds = min(len(mine), len(than))
-    counts = kept_rounds(clocks[:rounds], policy.clock)
-    kept = [(a, b) for a, b, counted in zip(mine, than, counts, strict=False) if counted]
-    if not kept:
-        return False
-    ours, theirs = zip(*kept, strict=True)
-    return _standing(theirs, ours, policy.alpha / policy.looks).low > math.log1p(policy.min_gain)
+    gain = Ratio.of(than[:rounds], mine[:rounds], clocks[:rounds], 2 * policy.alpha / policy.looks)
+    return gain.low > policy.min_gain
 
 
 def _choose(
@@ -186,14 +170,12 @@ def median_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _standing(values: Sequence[float], leader: Sequence[float], alpha: float) -> Standing:
-    us, se = median_and_error(values)
-    n = min(len(values), len(leader))
-    ratios = [math.log(v / w) for v, w in zip(values[:n], leader[:n], strict=True)]
-    mean, error = robust_mean(ratios)
+    us, n = statistics.median(values), min(len(values), len(leader))
     if values is leader:
-        return Standing(us, se, len(values), 0.0, 0.0, 0.0)
+        return Standing(us, 0.0, 0.0, 0.0)
+    mean, error = robust_mean([math.log(v / w) for v, w in zip(values[:n], leader[:n], strict=True)])
     low = mean - t_quantile(1 - alpha, n - 1) * error if n >= 3 else -math.inf
-    return Standing(us, se, len(values), mean, error, low)
+    return Standing(us, mean, error, low)
 
 
 def robust_mean(values: Sequence[float]) -> tuple[float, float]:
@@ -232,7 +214,7 @@ class Ratio:
     def of(cls, mine: Sequence[float], theirs: Sequence[float], clocks: Sequence[float], alpha: float = 0.05) -> Ratio:
         """``mine`` over ``theirs``, round by round; rounds at a low clock do not count. alpha: of the two-sided
         interval. Raises ValueError for fewer than three rounds."""
-        counts = kept_rounds(clocks, Policy().clock)
+        counts = kept_rounds(clocks)
         logs = [math.log(a / b) for a, b, counted in zip(mine, theirs, counts, strict=True) if counted]
         if len(logs) < 3:
             raise ValueError(f"{len(logs)} rounds count; expected at least 3")
@@ -276,8 +258,6 @@ class Race:
     """A race in the making: ask ``due`` what to time next, ``add`` what came of it, until ``due`` is empty."""
 
     def __init__(self, candidates: Sequence[Candidate], default: str | None, policy: Policy) -> None:
-        if not candidates:
-            raise ValueError("a race needs a candidate")
         self.candidates, self.default, self.policy = list(candidates), default, policy
         self.samples: dict[str, list[float]] = {c.name: [] for c in candidates}
         self.clocks: list[float] = []

@@ -19,7 +19,7 @@ from ..tables.schema import ITEMSIZE, Entry, Table
 from .baselines import ARGMAX, EXPONENTIAL, FLASHINFER, MULTINOMIAL
 from .decide import entry_of
 from .labels import GEMM, config_of, key_of
-from .plan import EFFORTS, Plan, StudyKey
+from .plan import EFFORTS, Plan
 from .study import STARTUP, finished_study
 from .tables import CONFIDENT, Decision, baseline_ratio, decisions, device_and_head, head_line, screen_cost
 from .trials import read_events, recalled
@@ -287,8 +287,9 @@ def study_figures(plan: Plan, name: str, trials: Sequence[dict[str, Any]]) -> It
     """Of one study: what it tried, and which axes decide; nothing where too little is known."""
     ratios: dict[Any, float | None] = {}
     first: dict[str, float] = next((trial["us"] for trial in trials if trial.get("us")), {})
+    keys = {str(key): key for key in plan.studies}
     try:
-        space = plan.space(StudyKey.parse(name))
+        space = plan.space(keys[name])
         for trial in trials:
             times = [us / first[rows] for rows, us in (trial.get("us") or {}).items() if first.get(rows)]
             ratios[config_of(trial["path"], trial["config"])] = min(times) if times else None

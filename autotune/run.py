@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import os
 import signal
 import statistics
 import time
@@ -28,12 +27,11 @@ from ..tables.lookup import load_table, tables_in
 from ..tables.schema import Device, HeadShape, Table, file_name
 from .decide import NOISY, Decider
 from .errors import INTERRUPTED, OK, UNUSABLE, WRONG
-from .plan import EFFORTS, SIZES, Effort, Plan
+from .plan import EFFORTS, SIZES, Effort, Plan, usual_compilers
 from .pool import (
     HELLO_SECONDS,
     Job,
     Pool,
-    PoolError,
     WorkerProcess,
     ask_once,
     measuring_process,
@@ -49,14 +47,8 @@ from .writer import MEASURE, TableWriter
 
 READY_SECONDS = 120.0
 BASELINE_SECONDS = 240.0
-MAX_COMPILERS = 15
-SIMULATED_COMPILERS = 1
 MAX_BUSY = 20  # percent of a GPU that may be used by others before we begin
 MAX_ELSEWHERE = 50  # tables of other GPUs or heads that a search starts from
-
-
-class TuneError(ValueError):
-    """Why a run cannot begin or go on; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,37 +92,37 @@ class Result:
 
 
 def run(options: Options, progress: Progress) -> Result:
-    """Tune. Raises TuneError; KeyboardInterrupt only before there is anything to keep."""
+    """Tune. Raises ValueError, with one line, where a run cannot begin or go on; KeyboardInterrupt only before there is
+    anything to keep."""
     if options.simulated is None and not torch.cuda.is_available():
-        raise TuneError("this machine has no CUDA device; run and verify measure on one, other commands need none")
+        raise ValueError("this machine has no CUDA device; run and verify measure on one, other commands need none")
     coordinator = _Coordinator(options, progress)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         return coordinator.run()
-    except PoolError as error:
-        raise TuneError(str(error)) from None
     except OSError as error:
-        raise TuneError(f"{options.out} cannot be written: {error.strerror or error}") from None
+        raise ValueError(f"{options.out} cannot be written: {error.strerror or error}") from None
     finally:
         signal.signal(signal.SIGTERM, previous)
         coordinator.end()
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 class _Coordinator:
     def __init__(self, options: Options, progress: Progress) -> None:
         self.options, self.progress, self.effort = options, progress, options.plan_effort
         self._began = time.monotonic()
-        self._logs = options.out / "logs"
+        self._logs, simulated = options.out / "logs", options.simulated
         self.gpus = Pool(
-            measuring_process(self._logs / f"worker-{index}.log", options.simulated, index)
-            for index in range(options.gpus)
+            measuring_process(self._logs / f"worker-{index}.log", simulated, index) for index in range(options.gpus)
         )
-        self.compilers = Pool(())
-        self.preparing = Pool(())  # of the baselines
+        count = options.compilers or (1 if simulated else usual_compilers())
+        spec = {"worker": "simulated", "file": simulated} if simulated else {"worker": "compiling", "processes": count}
+        environment = {"CUDA_VISIBLE_DEVICES": visible_gpu(0), "OMP_NUM_THREADS": "1"}
+        self.compilers = Pool(
+            WorkerProcess(spec, self._logs / f"compiling-{index}.log", environment) for index in range(count)
+        )
+        self.preparing = Pool([measuring_process(self._logs / "baselines.log", simulated)])  # of the baselines
+        self.pools = [self.gpus, self.compilers, self.preparing]
         self.flashinfer = False  # whether it can be raced by now
         self.log: TrialLog | None = None
         self._held: IO[str] | None = None  # so that no other run writes to the table or its log
@@ -142,15 +134,12 @@ class _Coordinator:
         return self.effort.budget - self.seconds()
 
     def end(self) -> None:
-        for pool in self._pools():
+        for pool in self.pools:
             pool.end()
         if self.log is not None:
             self.log.close()
         if self._held is not None:
             self._held.close()
-
-    def _pools(self) -> list[Pool]:
-        return [self.gpus, self.compilers, self.preparing]
 
     def run(self) -> Result:
         options, head = self.options, self.options.head
@@ -158,23 +147,19 @@ class _Coordinator:
         # nothing to do, and the device is asked first.
         table_there = any(options.out.glob(file_name("*", head).replace("_", "*", 1)))
         if not table_there:
-            self._start_compilers()
+            self.compilers.start()
         device, env = self._hello()
         options.out.mkdir(parents=True, exist_ok=True)
         self._held = hold((options.out / file_name(device.name, head)).with_suffix(".lock"))
         if self._held is None:
-            raise TuneError(
+            raise ValueError(
                 f"another run is tuning this head in {options.out}: wait for it, or choose another folder with --out"
             )
-        try:
-            plan = options.plan(device, head, self.effort, options.sizes or SIZES)
-            writer = TableWriter(options.out, plan, env, options.flashinfer is not None, self.progress.note)
-        except ValueError as error:
-            raise TuneError(str(error)) from None
+        plan = options.plan(device, head, self.effort, options.sizes or SIZES)
+        writer = TableWriter(options.out, plan, env, options.flashinfer is not None, self.progress.note)
         if not options.force and writer.up_to_date():
             return Result(OK, "up to date", f"up to date: {writer.path}", writer.path)
-        if table_there:
-            self._start_compilers()
+        self.compilers.start()
         resumes = options.resume and not options.force
         if not resumes:
             writer.begin_anew()
@@ -186,7 +171,7 @@ class _Coordinator:
         decider = Decider(context, writer, search.finalists, lambda: self.flashinfer)
         interrupted = False
         try:
-            if decider.done >= decider.races:
+            if decider.done >= plan.races:
                 search.stop()  # nothing is left to search for
             self._search(search)
             search.compile_for_races(decider.entered())
@@ -206,34 +191,17 @@ class _Coordinator:
             "measure": MEASURE,
         }
 
-    def _start_compilers(self) -> None:
-        simulated = self.options.simulated
-        most = SIMULATED_COMPILERS if simulated else MAX_COMPILERS
-        count = self.options.compilers or max(1, min(most, len(os.sched_getaffinity(0)) - 1))
-        compiling = {"worker": "compiling", "processes": count}
-        spec = {"worker": "simulated", "file": simulated} if simulated else compiling
-        environment = {"CUDA_VISIBLE_DEVICES": visible_gpu(0), "OMP_NUM_THREADS": "1"}
-        self.compilers = Pool(
-            WorkerProcess(spec, self._logs / f"compiling-{index}.log", environment) for index in range(count)
-        )
-        for process in self.compilers.processes:
-            process.start()
-
     def _hello(self) -> tuple[Device, dict[str, str]]:
-        for process in self.gpus.processes:
-            process.start()
+        self.gpus.start()
         answers = [ask_once(process, {"op": "hello"}, HELLO_SECONDS) for process in self.gpus.processes]
         for answer in answers:
             if "error" in answer:
-                raise TuneError(f"the device does not answer: {answer['error']['detail']}")
+                raise ValueError(f"the device does not answer: {answer['error']['detail']}")
             if answer.get("busy", 0) > MAX_BUSY and not self.options.allow_busy:
-                raise TuneError(f"noisy GPU: others use {answer['busy']} % of it; stop them, or --allow-busy")
+                raise ValueError(f"noisy GPU: others use {answer['busy']} % of it; stop them, or --allow-busy")
             if answer["device"] != answers[0]["device"]:
-                raise TuneError("the GPUs differ: tune each kind with --gpus 1 and CUDA_VISIBLE_DEVICES")
-        try:
-            device = msgspec.convert(answers[0]["device"], Device)
-        except msgspec.ValidationError as error:
-            raise TuneError(f"the device is not described: {error}") from None
+                raise ValueError("the GPUs differ: tune each kind with --gpus 1 and CUDA_VISIBLE_DEVICES")
+        device = msgspec.convert(answers[0]["device"], Device)
         env = {name: str(value) for name, value in answers[0]["env"].items() if value}
         self.progress.note(f"{device.name}, compute capability {device.cc}, {device.sms} multiprocessors")
         return device, env
@@ -249,7 +217,6 @@ class _Coordinator:
                 detail = answer.get("detail") or answer.get("error", {}).get("detail", "")
                 self.progress.note(f"FlashInfer is not raced: {detail}")
 
-        self.preparing = Pool([measuring_process(self._logs / "baselines.log", self.options.simulated)])
         self.preparing.add(prepare())
 
     def _search(self, search: Search) -> None:
@@ -265,7 +232,7 @@ class _Coordinator:
         for _ in self.gpus.processes:
             self.gpus.add(_ready(search.context.head))
         search.fill()
-        work_until(self._pools(), lambda: search.finished, tick)
+        work_until(self.pools, lambda: search.finished, tick)
         spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in search.spent.items() if seconds)
         self.progress.note(
             f"searched: {search.tried} configurations in {self.seconds():.0f} s"
@@ -275,23 +242,24 @@ class _Coordinator:
     def _decide(self, decider: Decider) -> None:
         if self.options.flashinfer:  # asked for: worth waiting for its compiler
             work_until([self.preparing], lambda: self.left() <= 0)
+        races = decider.context.plan.races
         for job in decider.jobs():
             self.gpus.add(job)
 
         def tick() -> None:
-            self.progress.update("races", decider.done, decider.races, f"{max(0.0, self.left()):.0f} s left")
+            self.progress.update("races", decider.done, races, f"{max(0.0, self.left()):.0f} s left")
             if not self.compilers.pending:
                 self.compilers.end()  # they hold memory of the device
 
-        work_until(self._pools(), lambda: not self.gpus.pending, tick)
+        work_until(self.pools, lambda: not self.gpus.pending, tick)
 
     def _finish(self, writer: TableWriter, search: Search, decider: Decider, interrupted: bool) -> Result:
         failed_defaults = search.context.failed_defaults
         if not decider.done:
             return self._nothing_decided(failed_defaults, interrupted)
         error = statistics.median(decider.errors)
-        left = "the table can be used; run the same command again for the rest"
-        left = f"{decider.done} of {decider.races} batch sizes are tuned, {left}"
+        left = f"{decider.done} of {writer.plan.races} batch sizes are tuned, the table can be used; "
+        left += "run the same command again for the rest"
         code, status, message = OK, "done", ""
         if interrupted:
             code, status = INTERRUPTED, "interrupted"
@@ -302,7 +270,7 @@ class _Coordinator:
         elif error > NOISY:
             code, status = UNUSABLE, "noisy GPU"
             message = f"noisy GPU: times are known to {error:.1%} only; run the same command again when it is quiet"
-        elif decider.done < decider.races:
+        elif decider.done < writer.plan.races:
             status, message = "out of time", f"out of time: {left}"
         writer.provenance = {
             "complete": status == "done",  # else a later run says again what is wrong
@@ -316,7 +284,7 @@ class _Coordinator:
         # A table that the server would not read is worth nothing: read it as it would.
         table, reason = load_table(writer.path)
         if table is None:
-            raise TuneError(f"{writer.path} cannot be read again: {reason}")
+            raise ValueError(f"{writer.path} cannot be read again: {reason}")
         if status == "done":
             took = f"{decider.done} batch sizes in {self.seconds():.0f} s"
             message = f"{took}; {_summary(table)}{_over_baselines(writer)}"
@@ -358,7 +326,7 @@ def _ready(head: dict[str, Any]) -> Job:
     """Make the head while the first configurations are compiled."""
     answer = yield {"op": "ready", "head": head}, READY_SECONDS
     if "error" in answer:
-        raise TuneError(f"the head cannot be made on the device: {answer['error']['detail']}")
+        raise ValueError(f"the head cannot be made on the device: {answer['error']['detail']}")
 
 
 def _winners_elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterator[Config]:

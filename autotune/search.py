@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -50,30 +51,28 @@ class Context:
         return msgspec.to_builtins(self.plan.head)
 
     def is_default(self, config: Config, kind: BatchKind) -> bool:
-        path = path_of(config)
         return any(
             self.plan.default(rows, other) == config
             for other in self.plan.kinds
             for rows in self.plan.sizes_of(other)
-            if kernel_kind(other, path) == kernel_kind(kind, path)
+            if label_of(config, other) == label_of(config, kind)
         )
 
     def reject(self, config: Config, kind: BatchKind, reason: str, detail: str) -> None:
-        """kind: whose kernels it has."""
         label = label_of(config, kind)
         self.rejected[label] = reason
         if self.is_default(config, kind):
             self.failed_defaults.append(f"{label}: {reason}: {detail}")
 
     def request(self, op: str, config: Config, kind: BatchKind, **values: Any) -> dict[str, Any]:
-        return {"op": op, "head": self.head, "kind": str(kind), **contender(config, kind), **values}
+        kernels = kernel_kind(kind, path_of(config))
+        return {"op": op, "head": self.head, "kind": str(kernels), **contender(config, kind), **values}
 
 
 class Search:
-    """All studies of a plan. compilers: None where nothing has to be compiled ahead. elsewhere: winners of other
-    tables."""
+    """All studies of a plan. elsewhere: winners of other tables."""
 
-    def __init__(self, context: Context, compilers: Pool | None, elsewhere: Iterable[Config] = ()) -> None:
+    def __init__(self, context: Context, compilers: Pool, elsewhere: Iterable[Config] = ()) -> None:
         self.context, self.compilers = context, compilers
         plan, elsewhere = context.plan, list(elsewhere)
         self.studies: dict[StudyKey, Study] = {}
@@ -85,10 +84,10 @@ class Search:
         self.over: set[StudyKey] = set()
         self.spent: collections.Counter[str] = collections.Counter()  # seconds of the processes, by what they do
         self._served = {key: plan.served(key) for key in self.studies}
-        self._next_place = 0  # of the study whose turn it is
+        self._turns = itertools.cycle(self.studies)
         self._stopped = False
         self._waiting = 0  # compiled, not measured yet
-        self._compiled: set[tuple[Config, BatchKind]] = set()  # or being compiled
+        self._compiled: set[str] = set()  # labels, also of what is being compiled
         self._recall()
 
     def _recall(self) -> None:
@@ -117,7 +116,7 @@ class Search:
 
     @property
     def finished(self) -> bool:
-        compiling = self.compilers.pending if self.compilers and not self._stopped else 0
+        compiling = self.compilers.pending if not self._stopped else 0
         busy = self.context.gpus.pending + compiling
         return not busy and (self._stopped or len(self.over) == len(self.studies))
 
@@ -128,47 +127,34 @@ class Search:
             for key in self.studies:
                 if key not in self.over:
                     self._note_if_nothing_runs(key)
-            if self.compilers is not None:
-                self.compilers.drop_waiting()
+            self.compilers.drop_waiting()
             self.context.gpus.drop_waiting()
 
     def compile_for_races(self, entered: Iterable[tuple[Config, BatchKind]]) -> None:
         """Compile, while the races run, what will race and was in no trial: else the process that measures would
-        compile it. entered: configurations in the order of their races, each with the kind of batch whose kernels it
-        has."""
-        for config, kind in dict.fromkeys(entered):
-            if self.compilers is not None and (config, kind) not in self._compiled:
+        compile it. entered: configurations and kinds of batches in the order of their races."""
+        for label, (config, kind) in {label_of(*one): one for one in entered}.items():
+            if label not in self._compiled:
                 self.compilers.add(self._compiled_as(config, kind))
 
     def _compiled_as(
         self, config: Config, kind: BatchKind
     ) -> Generator[tuple[dict[str, Any], float], dict[str, Any], Any]:
         """A job; what the compiler answers."""
-        self._compiled.add((config, kind))
+        self._compiled.add(label_of(config, kind))
         return (yield self.context.request("compile", config, kind), COMPILE_SECONDS)
 
     def fill(self) -> None:
         """Give work to whoever is idle."""
-        while not self._stopped and self._has_room():
+        while not self._stopped and self.compilers.idle and self._waiting < MAX_COMPILED_AHEAD:
             proposal = self._next_proposal()
             if proposal is None:
                 return
-            if self.compilers is None:
-                self.context.gpus.add(self._measure(*proposal))
-            else:
-                self.compilers.add(self._compile(*proposal))
-
-    def _has_room(self) -> bool:
-        if self.compilers is None:
-            return self.context.gpus.idle > 0
-        return self.compilers.idle > 0 and self._waiting < MAX_COMPILED_AHEAD
+            self.compilers.add(self._compile(*proposal))
 
     def _next_proposal(self) -> tuple[StudyKey, Config] | None:
         """One configuration, of the studies in turn: those that compile slowest must not come last."""
-        keys = list(self.studies)
-        for _ in keys:
-            key = keys[self._next_place % len(keys)]
-            self._next_place += 1
+        for key in itertools.islice(self._turns, len(self.studies)):
             if key in self.over:
                 continue
             study = self.studies[key]
@@ -214,7 +200,7 @@ class Search:
         answer = yield from self._compiled_as(config, key.kind)
         if self._stopped:
             return
-        self._count_seconds(answer)
+        self.spent.update(answer.get("seconds", {}))
         error = answer.get("error")
         if error is None and answer["spilled"] > MAX_SPILLED and not self.context.is_default(config, key.kind):
             error = {"reason": "registers", "detail": f"{answer['spilled']} bytes spilled per thread"}
@@ -224,20 +210,17 @@ class Search:
             self.tell(key, config, {}, error)
         else:
             self._waiting += 1
-            self.context.gpus.add(self._measure(key, config, compiled=True))
+            self.context.gpus.add(self._measure(key, config))
 
-    def _measure(self, key: StudyKey, config: Config, *, compiled: bool = False) -> Job:
+    def _measure(self, key: StudyKey, config: Config) -> Job:
         try:
             sizes = self.context.plan.probes(key)
             answer = yield self.context.request("trial", config, key.kind, sizes=sizes), TRIAL_SECONDS
         finally:
-            self._waiting -= compiled
-        self._count_seconds(answer)
+            self._waiting -= 1
+        self.spent.update(answer.get("seconds", {}))
         us = {int(rows): value for rows, value in answer.get("us", {}).items()}
         self.tell(key, config, us, answer.get("error"))
-
-    def _count_seconds(self, answer: dict[str, Any]) -> None:
-        self.spent.update(answer.get("seconds", {}))
 
     def tell(self, key: StudyKey, config: Config, us: dict[int, float], error: dict[str, Any] | None) -> None:
         """Record the result of one configuration: its times, or an error."""

@@ -33,21 +33,17 @@ TRIAL_FAULTS = ("hang", "crash", "illegal", "wrong", "runtime", "timeout")
 RACE_FAULTS = ("hang in race", "crash in race")
 
 
-class SimulatedDeviceError(ValueError):
-    """A file that describes no device; the message is one line."""
-
-
 def load(path: str) -> dict[str, Any]:
-    """Raises SimulatedDeviceError."""
+    """Raises ValueError, with one line, for a file that describes no device."""
     try:
         data = parse_json(read_plain(path, MAX_BYTES), MAX_BYTES)
     except BadFileError as error:
-        raise SimulatedDeviceError(f"no simulated device in {path}: {error}") from None
+        raise ValueError(f"no simulated device in {path}: {error}") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise SimulatedDeviceError(f"{path} is no {SCHEMA}")
+        raise ValueError(f"{path} is no {SCHEMA}")
     for name in ("device", "env"):
         if not isinstance(data.get(name), dict):
-            raise SimulatedDeviceError(f"{path} has no object {name!r}")
+            raise ValueError(f"{path} has no object {name!r}")
     return data
 
 
@@ -86,7 +82,6 @@ class SimulatedWorker:
         return {"available": bool(self.data.get("baselines"))}
 
     def _trial(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.note(request["label"])
         self._fail_as_told(request["label"], TRIAL_FAULTS)
         return {"us": {str(rows): self._sample(request["label"], rows) for rows in request["sizes"]}}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..kernels.config import LIMBS, MIN_RESCORED_ROWS, ReadConfig, ScreenConfig, TileConfig
 from ..kernels.launch import next_power_of_2
-from ..kinds import CONFIGS, Config, SamplingPath
+from ..kinds import CONFIGS, BatchKind, Config, SamplingPath
 
 FUSED, LOGITS, SCREENED = SamplingPath.FUSED, SamplingPath.LOGITS, SamplingPath.SCREENED
 
@@ -93,6 +93,7 @@ LAUNCH_AXES = {SCREENED: (("tile",), ("rescore", "ids", "early"))}
 
 TILE_CLASSES = (16, 32, 64, 128)
 SCREEN_CLASSES = (8, 16, 32, 64)
+MAX_EDITED_CLASS = 64  # of the fused path: a larger tile's epilogue spills with edits
 MIN_ROWS_FIRST = 64  # rows per tile that a tensor-core instruction takes as its left operand
 MAX_ROWS_ONE_LAUNCH = 16  # rows per tile that one program reduces as fast as a separate launch
 MIN_STAGES, MAX_STAGES, MAX_RESCORE_STAGES = 2, 8, 4
@@ -129,6 +130,20 @@ class Limits:
     shared_memory: int
     tma: bool
     chunk: int
+
+    def deepest(self, config: TileConfig | ScreenConfig) -> TileConfig | ScreenConfig:
+        """``config`` with its pipelines shortened to what fits in shared memory, to 1 stage at least. The elements of a
+        screen are bytes."""
+        shared, itemsize = self.shared_memory, self.itemsize
+        if isinstance(config, ScreenConfig):
+            step = (config.block_v + config.block_b * LIMBS) * config.block_d
+            rescored = (config.rescore_v + max(MIN_RESCORED_ROWS, config.block_b)) * config.rescore_d * itemsize
+            stages = min(MAX_RESCORE_STAGES, config.rescore_stages, (shared - EPILOGUE_BYTES) // rescored)
+            config = dataclasses.replace(config, rescore_stages=max(1, stages))
+        else:
+            step = (config.block_v + config.block_b) * config.block_d * itemsize
+        stages = min(config.stages, (shared // config.ctas_per_sm - EPILOGUE_BYTES) // step)
+        return dataclasses.replace(config, stages=max(1, stages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,23 +191,9 @@ class Space:
         elif fields["one_launch"]:
             fields["reduce_rows"] = self.block_b
         shallower = fields.pop("shallower", 0)
-        config = self.deepest(CONFIGS[self.path](**fields, stages=MAX_STAGES))  # type: ignore[arg-type]
+        config = self.limits.deepest(CONFIGS[self.path](**fields, stages=MAX_STAGES))  # type: ignore[arg-type]
         config = dataclasses.replace(config, stages=max(1, config.stages - shallower))
         return config if self.unsupported_reason(config) is None else None
-
-    def deepest(self, config: TileConfig | ScreenConfig) -> TileConfig | ScreenConfig:
-        """``config`` with its pipelines shortened to what fits in shared memory, to 1 stage at least. The elements of a
-        screen are bytes."""
-        shared, itemsize = self.limits.shared_memory, self.limits.itemsize
-        if isinstance(config, ScreenConfig):
-            step = (config.block_v + config.block_b * LIMBS) * config.block_d
-            rescored = (config.rescore_v + max(MIN_RESCORED_ROWS, config.block_b)) * config.rescore_d * itemsize
-            stages = min(MAX_RESCORE_STAGES, config.rescore_stages, (shared - EPILOGUE_BYTES) // rescored)
-            config = dataclasses.replace(config, rescore_stages=max(1, stages))
-        else:
-            step = (config.block_v + config.block_b) * config.block_d * itemsize
-        stages = min(config.stages, (shared // config.ctas_per_sm - EPILOGUE_BYTES) // step)
-        return dataclasses.replace(config, stages=max(1, stages))
 
     def unsupported_reason(self, config: Config) -> str | None:
         """Why ``config`` cannot run, or only slowly, by an estimate of what it needs; None where it may run."""
@@ -205,7 +206,7 @@ class Space:
             # Two bounds of each logit are as many registers as a logit and its edits.
             accumulators, most = accumulators * LIMBS, MAX_ACCUMULATORS_EDITED
             stages = min(stages, config.rescore_stages)
-        if stages < MIN_STAGES or self.deepest(config) != config:
+        if stages < MIN_STAGES or self.limits.deepest(config) != config:
             return "shared_memory"
         return "registers" if accumulators > most * threads else None
 
@@ -284,15 +285,13 @@ def space_hash(path: str) -> str:
     return f"sha256:{hashlib.sha256(json.dumps([axes, rules]).encode()).hexdigest()}"
 
 
-def tile_classes(num_rows: int, edit: bool = False) -> list[int]:
-    """Tile classes of the fused pass for a batch: the one that holds all of it and, beyond 32 rows, half of it. With
-    edits, whose epilogue runs out of registers first, also a half of 32 rows and a quarter."""
-    whole = min(TILE_CLASSES[-1], max(TILE_CLASSES[0], next_power_of_2(num_rows)))
-    most = 3 if edit else 2 if whole > 32 else 1
-    return [block_b for block_b in (whole, whole // 2, whole // 4)[:most] if block_b >= TILE_CLASSES[0]]
-
-
-def screen_classes(num_rows: int) -> list[int]:
-    """As ``tile_classes``, of a screen: the class that holds the batch and, beyond 32 rows, half of it."""
-    whole = min(SCREEN_CLASSES[-1], max(SCREEN_CLASSES[0], next_power_of_2(num_rows)))
-    return [whole, whole // 2] if whole > 32 else [whole]
+def tile_classes(path: SamplingPath, num_rows: int, kind: BatchKind) -> list[int]:
+    """Tile classes of ``path`` that may serve a batch: the one that holds all of it and, beyond 32 rows, half of it. On
+    the fused path with edits, whose epilogue runs out of registers first, also a half of 32 rows and a quarter. 0 on
+    the logits path, whose tiles are axes."""
+    if path == LOGITS:
+        return [0]
+    classes, edited = SCREEN_CLASSES if path == SCREENED else TILE_CLASSES, path == FUSED and kind.edit
+    whole = min(classes[-1], max(classes[0], next_power_of_2(num_rows)))
+    count, largest = (3, MAX_EDITED_CLASS) if edited else (2 if whole > 32 else 1, whole)
+    return [block_b for block_b in (whole, whole // 2, whole // 4)[:count] if classes[0] <= block_b <= largest]

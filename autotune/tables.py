@@ -40,7 +40,7 @@ from ..tables.lookup import (
 )
 from ..tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table, file_name
 from .errors import OK, WRONG
-from .labels import DEVICES, GEMM, key_of, known_device
+from .labels import GEMM, key_of, known_device
 from .race import GAIN_TOLERANCE, Policy, gains_apart
 
 CONFIDENT = 1.96  # standard errors: 95 % of the differences of equal times are smaller
@@ -56,10 +56,13 @@ class Decision:
     time, with further evidence only from the log of the run. config: None for a confirmed choice of a device for which
     this release has no built-in ones."""
 
-    kind: BatchKind
     entry: Entry
     confirmed: bool
     config: Config | None
+
+    @property
+    def kind(self) -> BatchKind:
+        return KIND_NAMES[self.entry.kind]
 
     @property
     def rows(self) -> int:
@@ -112,7 +115,7 @@ def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
         for rows in table.sizes(str(kind)):
             entry = table.entry(str(kind), rows)
             if entry is not None:
-                yield Decision(kind, entry, False, entry.launch)
+                yield Decision(entry, False, entry.launch)
                 continue
             us, gemm = times[rows]
             config = builtin_config(*device_and_head(table), rows, kind)
@@ -120,7 +123,29 @@ def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
             others = {GEMM: gemm} if gemm else {}
             entry = Entry(kind=str(kind), rows=rows, path=path, config={}, us=us, default_us=us, others=others)
             entry = msgspec.structs.replace(known.get((str(kind), rows, us), entry), se=CONFIRMED_ERROR * us)
-            yield Decision(kind, entry, True, config)
+            yield Decision(entry, True, config)
+
+
+def by_size(table: Table) -> dict[tuple[BatchKind, int], Decision]:
+    return {(one.kind, one.rows): one for one in decisions(table)}
+
+
+def stored(chosen: Iterable[Decision]) -> dict[str, Any]:
+    """Decisions, in the order of their sizes, as a table has them: its ``entries`` and ``confirmed``."""
+    entries: list[Entry] = []
+    confirmed: dict[str, list[Decision]] = {}
+    for one in chosen:
+        if one.confirmed:
+            confirmed.setdefault(one.entry.kind, []).append(one)
+        else:
+            entries.append(one.entry)
+    return {"entries": entries, "confirmed": {kind: _confirmed(sizes) for kind, sizes in confirmed.items()}}
+
+
+def _confirmed(sizes: Sequence[Decision]) -> Confirmed:
+    gemm_us = [one.gemm_us for one in sizes]
+    times = {"us": [one.us for one in sizes], "gemm_us": gemm_us if any(gemm_us) else []}
+    return Confirmed(rows=[one.rows for one in sizes], **times)
 
 
 def device_and_head(table: Table) -> tuple[Device, HeadShape]:
@@ -239,18 +264,11 @@ def list_tables(as_json: bool = False) -> None:
         return
     console = _Output()
     columns = ("device", "head", "effort", "choices", "built-in", "kernels", "where")
-    good = [line for line in lines if not line["error"]]
+    told = ("device", "head", "effort", "choices", "confirmed")
     rows = [
-        (
-            line["device"],
-            line["head"],
-            line["effort"],
-            str(line["choices"]),
-            str(line["confirmed"]),
-            "installed" if line["kernels"] else "others",
-            line["source"],
-        )
-        for line in good
+        (*(str(line[name]) for name in told), "installed" if line["kernels"] else "others", line["source"])
+        for line in lines
+        if not line["error"]
     ]
     console.print(_grid(columns, rows, ("device", "head", "effort", "kernels", "where")))
     for line in lines:
@@ -330,11 +348,7 @@ def explain(
     kinds.sort(key=lambda each: not each.screen)
     batches = [_explained(table_file, device, head, rows, each) for each in kinds]
     if as_json:
-        about = {
-            "file": table_file and table_file.file,
-            "match": table_file and table_file.match,
-            "source": table_file and table_file.source,
-        }
+        about = {name: table_file and getattr(table_file, name) for name in ("file", "match", "source")}
         answer = {"rows": rows, **about, "screen": screened, "batches": batches, "warnings": warnings}
         print(json.dumps(answer, indent=2))
         return
@@ -359,14 +373,14 @@ def explain(
 
 def _target_named(name: str, head: HeadShape) -> Target:
     """The target of a device that this machine does not have. The device is described by the first table found for its
-    name, else by ``DEVICES``; the versions are those that are installed here."""
+    name, else by ``labels.DEVICES``; the versions are those that are installed here."""
     env: dict[str, str] = {}
     for package in (*COMPARED, *NOTED):
         try:
             env[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    known = DEVICES.get(name) or known_device(name) or Device(name=name, cc="0.0", sms=0, l2_mb=0, smem_optin=0)
+    known = known_device(name) or Device(name=name, cc="0.0", sms=0, l2_mb=0, smem_optin=0)
     named = os.environ.get(FILE_VARIABLE)
     paths = [named] if named else []
     paths += [str(folder / file_name(known.name, head)) for folder, _ in folders(os.environ)]
@@ -409,7 +423,8 @@ def _explained(
         served = served.fallback
     why = "its own size" if size == rows else f"size {size}, the next one of its tile class, at most twice it"
     why += "" if served == kind else f", of {served} (there is none of {kind})"
-    one = next(one for one in decisions(table) if (one.kind, one.rows) == (served, size))
+    assert size is not None
+    one = by_size(table)[served, size]
     evidence = {name: value for name, value in msgspec.to_builtins(one.entry).items() if name not in ("kind", "rows")}
     answer |= evidence | {"size": size, "of": str(served)}
     if one.confirmed:
@@ -445,7 +460,7 @@ def _print_batch(console: Console, answer: dict[str, Any]) -> None:
 
 def _paired(a: Table, b: Table) -> Iterator[tuple[BatchKind, int, Decision | None, Decision | None]]:
     """Every size that either table has, in their order."""
-    first, second = ({(one.kind, one.rows): one for one in decisions(table)} for table in (a, b))
+    first, second = by_size(a), by_size(b)
     for kind, rows in sorted(first.keys() | second.keys(), key=lambda at: (BATCH_KINDS.index(at[0]), at[1])):
         yield kind, rows, first.get((kind, rows)), second.get((kind, rows))
 
@@ -548,14 +563,9 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
             chosen.append(theirs)
         else:
             chosen.append(mine)
-    confirmed: dict[str, dict[int, tuple[float, float]]] = {}
-    for one in chosen:
-        if one.confirmed:
-            confirmed.setdefault(str(one.kind), {})[one.rows] = (one.us, one.gemm_us)
     merged = msgspec.structs.replace(
         a,
-        entries=[one.entry for one in chosen if not one.confirmed],
-        confirmed={kind: confirmed_of(times) for kind, times in confirmed.items()},
+        **stored(chosen),
         kernels=b.kernels | a.kernels,
         measure=a.measure | larger_screen(a, b),
         effort=a.effort if a.effort == b.effort else "mixed",
@@ -567,13 +577,6 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
         },
     )
     return merged, taken, added
-
-
-def confirmed_of(times: dict[int, tuple[float, float]]) -> Confirmed:
-    """times: by size, of the built-in choice and of the GEMM beside it, 0 where that did not run."""
-    sizes = sorted(times)
-    gemm_us = [times[rows][1] for rows in sizes]
-    return Confirmed(rows=sizes, us=[times[rows][0] for rows in sizes], gemm_us=gemm_us if any(gemm_us) else [])
 
 
 def _flat(provenance: dict[str, Any]) -> dict[str, Any]:

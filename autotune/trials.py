@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..files import BadFileError, read_bytes
+from ..files import BadFileError, read_bytes, write_whole
 
 T = TypeVar("T")
 
@@ -37,10 +37,8 @@ class TrialLog:
             what = "of another device, version or space" if "identity" in first else "that cannot be read"
             self.note = f"the log {what if resume else 'of earlier runs'} is kept as {set_aside(path).name}"
         # Written anew, so that no line is appended to an incomplete one.
-        partial = path.with_suffix(".partial")
         lines = [{"identity": identity}, *self.events]
-        partial.write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
-        partial.replace(path)
+        write_whole(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
         self._file = path.open("a")
 
     def add(self, event: str, **values: Any) -> None:

@@ -9,16 +9,13 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from ..kinds import SamplingPath, path_of
+from ..kinds import SamplingPath
 from ..tables.schema import Table
 from .errors import OK, UNUSABLE, WRONG
-from .labels import GEMM, contender, kernel_kind, key_of
+from .labels import GEMM, key_of, setup_request
 from .plan import EFFORTS, Plan
-from .pool import HELLO_SECONDS, PoolError, WorkerProcess, ask_once, measuring_process
+from .pool import HELLO_SECONDS, WorkerProcess, ask_once, measuring_process
 from .progress import Progress
 from .race import RECORDED_ROUNDS, Policy, robust_mean, t_quantile
 from .tables import Decision, decisions, device_and_head
@@ -78,7 +75,7 @@ def verify(table: Table, simulated: str | None, progress: Progress) -> tuple[int
                 progress.update("verified", len(replayed), len(recorded))
                 if replayed[-1].reason:
                     progress.note(f"{one.kind} {one.rows}: {replayed[-1].reason}")
-    except (PoolError, ValueError) as error:
+    except ValueError as error:
         failure = str(error)
     finally:
         process.end()
@@ -112,20 +109,14 @@ def _replay(recorded: Decision, plan: Plan, process: WorkerProcess) -> Replayed:
     if not recorded.us:
         return dataclasses.replace(untimed, error="the table has no time of it")
     use, configs = key_of(config), {key_of(config): config, **({"default": default} if default != config else {})}
-    contenders: list[dict[str, Any]] = [
-        {"name": name, **contender(each, kernel_kind(kind, path_of(each)))} for name, each in configs.items()
-    ]
     beside = [FLASHINFER] if takes_flashinfer else []
     beside += [GEMM] if recorded.gemm_us else []
-    contenders += [{"name": name, "path": name, "config": None} for name in beside]
-    head = msgspec.to_builtins(plan.head)
-    request = {"op": "setup", "head": head, "kind": str(kind), "rows": rows, "contenders": contenders}
-    answer = ask_once(process, request, SETUP_SECONDS)
+    answer = ask_once(process, setup_request(plan.head, kind, rows, configs, beside), SETUP_SECONDS)
     failures = answer.get("failed", {})
     failed = answer.get("error") or failures.get(use) or failures.get(FLASHINFER)
     if failed:
         return dataclasses.replace(untimed, error=f"{failed['reason']}: {failed['detail']}")
-    names = [one["name"] for one in contenders if one["name"] not in failures]
+    names = [name for name in (*configs, *beside) if name not in failures]
     # The recorded times were taken right after a race, which had heated and slowed the GPU: so it is loaded first.
     for rounds in (LOAD_ROUNDS, RECORDED_ROUNDS):
         answer = ask_once(process, {"op": "rounds", "names": names, "rounds": rounds, "first": 0}, ROUNDS_SECONDS)

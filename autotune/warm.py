@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import triton
 
 from ..kernels.launch import Gpu, pretend_gpu
@@ -18,7 +17,7 @@ from ..screen import UnwrittenScreen
 from ..selfcheck import CHECKED_ROWS, MAX_COMPILED_ROWS, MAX_IDS, compile_ahead, first_ids
 from ..tables.lookup import resolve
 from ..tables.schema import Device, HeadShape
-from .workload import TORCH_DTYPES, make_head, weight_shape
+from .workload import empty_head
 
 
 class Warmed(NamedTuple):
@@ -47,7 +46,7 @@ def warm(
     major, minor = map(int, device.cc.split("."))
     pretend_gpu(Gpu((major, minor), device.sms))
     # Pages that are never written take no memory.
-    head = make_head(shape, torch.empty(weight_shape(shape), dtype=TORCH_DTYPES[shape.dtype]))
+    head = empty_head(shape, "cpu")
     resolved = resolve(head, file=file, device=device)
     heads = [head, first_ids(head, MAX_IDS)]
     screened = resolved.dispatch.screened_rows(max_rows) if screen else 0

@@ -2,9 +2,9 @@
 without harm to who asked (``pool.py``).
 
 A request is one JSON object with its name in "op"; the answer is one JSON object, {"error": {"reason", "detail",
-"fatal"}} where there is no result. Before the answer come {"note": text}: what is being worked on, so that whoever has
-to end this process knows what it was working on. The answers are those of ``measuring.py``, ``compiling.py`` or,
-without a GPU, ``simulated.py``.
+"fatal"}} where there is no result. Before the answer to a request about several configurations come {"note": name}: the
+one that is being worked on, so that whoever has to end this process knows it. The answers are those of
+``measuring.py``, ``compiling.py`` or, without a GPU, ``simulated.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORKERS = {
 
 
 class Worker(Protocol):
-    """note: to be called with what is being worked on."""
+    """note: set before the first request; to be called with what is being worked on."""
 
     note: Callable[[str], None]
 
@@ -67,6 +67,6 @@ def main(descriptor: int, spec: dict[str, Any]) -> None:
         module, name = WORKERS[spec["worker"]]
         worker = getattr(importlib.import_module(module, __package__), name).make(spec)
     except Exception as error:
-        connection.send_bytes(json.dumps(error_of(error) | {"note": "start"}).encode())
+        connection.send_bytes(json.dumps(error_of(error)).encode())
         raise SystemExit(1) from None
     serve(connection, worker)

@@ -41,6 +41,11 @@ def make_head(shape: HeadShape, weight: torch.Tensor) -> LMHead:
     return LMHead(weight, vocab_size=shape.vocab, softcap=SOFTCAP if shape.softcap else None)
 
 
+def empty_head(shape: HeadShape, device: torch.device | str) -> LMHead:
+    """A head whose numbers do not matter."""
+    return make_head(shape, torch.empty(weight_shape(shape), dtype=TORCH_DTYPES[shape.dtype], device=device))
+
+
 def weight_shape(shape: HeadShape) -> tuple[int, int]:
     """Of a weight as servers hold it: a vocabulary that is no multiple of 8 is padded."""
     rows = shape.vocab if shape.vocab % 8 == 0 else -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

@@ -20,10 +20,9 @@ from ..kinds import KIND_NAMES, BatchKind, SamplingPath
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table
 from ..tables.schema import Entry, Table, file_name
-from .labels import GEMM
 from .plan import RANK, Plan
 from .space import space_hash
-from .tables import confirmed_of, larger_screen, why_apart
+from .tables import Decision, by_size, larger_screen, stored, why_apart
 from .trials import set_aside
 
 MEASURE: dict[str, Any] = {
@@ -88,26 +87,18 @@ class TableWriter:
         return not entry.flashinfer and entry.launch == self.plan.default(entry.rows, KIND_NAMES[entry.kind])
 
     def table(self) -> Table:
-        decided = {(entry.kind, entry.rows): entry for sizes in self.decided.values() for entry in sizes.values()}
+        decided = {
+            (kind, rows): Decision(entry, self.is_default(entry), entry.launch)
+            for kind, entries in self.decided.items()
+            for rows, entry in entries.items()
+        }
         before = self._before or Table()
-        keeps = any((kind, rows) not in decided for kind in before.kinds for rows in before.sizes(kind))
+        sizes = by_size(before) | decided
+        keeps = len(sizes) > len(decided)
         effort, complete = self.plan.effort.name, self.provenance["complete"]
         if keeps:
             effort = min(effort, before.effort, key=lambda name: RANK.get(name, -1))
             complete = complete and before.provenance.get("complete") is True
-        times: dict[str, dict[int, tuple[float, float]]] = {}  # of the confirmed sizes, and of their GEMMs
-        for name, old in before.confirmed.items():
-            gemm_us = old.gemm_us or [0.0] * len(old.rows)
-            times[name] = {rows: (us, gemm) for rows, us, gemm in zip(old.rows, old.us, gemm_us, strict=True)}
-        entries = {(entry.kind, entry.rows): entry for entry in before.entries}
-        for entry in decided.values():
-            entries.pop((entry.kind, entry.rows), None)
-            times.setdefault(entry.kind, {}).pop(entry.rows, None)
-            if self.is_default(entry):
-                times[entry.kind][entry.rows] = (entry.us, entry.others.get(GEMM, 0.0))
-            else:
-                entries[entry.kind, entry.rows] = entry
-        kinds = [str(kind) for kind in KIND_NAMES.values() if times.get(str(kind))]
         run = {"effort": self.plan.effort.name, "complete": self.provenance["complete"]}
         run |= {str(kind): " ".join(map(str, sorted(rows))) for kind, rows in self.decided.items()}
         kernels = {path: self._empty.kernels[path] | {"space": space_hash(path)} for path in self.plan.paths}
@@ -119,8 +110,7 @@ class TableWriter:
             kernels=before.kernels | kernels if keeps else kernels,
             provenance={**self.provenance, "complete": complete, "seconds": seconds, "run": run},
             rejected=dict(sorted(collections.Counter(self.rejected.values()).items())),
-            entries=list(entries.values()),
-            confirmed={kind: confirmed_of(times[kind]) for kind in kinds},
+            **stored(sizes[size] for size in sorted(sizes)),
         )
 
     def up_to_date(self) -> bool:

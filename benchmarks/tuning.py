@@ -35,14 +35,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
 
 from sgl_flashsample.autotune.cli import sizes_of
-from sgl_flashsample.autotune.labels import config_of, contender, kernel_kind, key_of
+from sgl_flashsample.autotune.labels import config_of, key_of, setup_request
 from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, SIZES, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, WorkerProcess, ask_once, visible_gpu
-from sgl_flashsample.autotune.progress import ConsoleProgress
+from sgl_flashsample.autotune.progress import Progress
 from sgl_flashsample.autotune.race import Policy, Ratio, robust_mean, t_quantile
 from sgl_flashsample.autotune.run import Options
 from sgl_flashsample.autotune.run import run as tune
@@ -50,7 +49,7 @@ from sgl_flashsample.autotune.space import FUSED, Space
 from sgl_flashsample.autotune.trials import read_events
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
-from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config, path_of
+from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config
 from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
 from sgl_flashsample.tables.schema import ITEMSIZE, HeadShape, Table
 
@@ -228,17 +227,13 @@ class Racer:
         self, kind: BatchKind, rows: int, configs: Sequence[Config], rounds: int
     ) -> tuple[dict[str, list[float]], list[float]]:
         """Microseconds of each by its key, and the clock, round by round. Raises RaceError where one cannot run."""
-        raced = [
-            {"name": key_of(config), **contender(config, kernel_kind(kind, path_of(config)))}
-            for config in dict.fromkeys(configs)
-        ]
-        request = {"op": "setup", "head": msgspec.to_builtins(self.head), "kind": str(kind), "rows": rows}
-        failed = self._ask(request | {"contenders": raced}, SETUP_SECONDS + EACH_SECONDS * len(raced))["failed"]
+        raced = {key_of(config): config for config in configs}
+        request = setup_request(self.head, kind, rows, raced)
+        failed = self._ask(request, SETUP_SECONDS + EACH_SECONDS * len(raced))["failed"]
         if failed:
             name, error = next(iter(failed.items()))
             raise RaceError(f"{kind} {rows}: {name}: {error['detail']}")
-        names = [one["name"] for one in raced]
-        answer = self._ask({"op": "rounds", "names": names, "rounds": rounds, "first": 0}, ROUNDS_SECONDS)
+        answer = self._ask({"op": "rounds", "names": list(raced), "rounds": rounds, "first": 0}, ROUNDS_SECONDS)
         return answer["samples"], answer["clocks"]
 
 
@@ -455,7 +450,7 @@ def _tune_part(setting: Setting, name: str, effort: str) -> Table:
     before = dict(os.environ)
     os.environ.update(setting.environment("part-sweep"))
     try:
-        with ConsoleProgress(quiet=True) as progress:
+        with Progress(quiet=True) as progress:
             result = tune(options, progress)
     finally:
         os.environ.clear()

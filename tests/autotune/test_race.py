@@ -107,12 +107,12 @@ def test_half_a_microsecond_is_a_tie_however_large_a_share_it_is(us, expected):
 
 def test_one_round_at_a_high_clock_drops_no_other():
     """The first round after a pause may be the only one whose clock the power limit does not lower."""
-    assert kept_rounds([1980.0, 1755.0, 1740.0, 1500.0, 1755.0], 0.9) == [True, True, True, False, True]
+    assert kept_rounds([1980.0, 1755.0, 1740.0, 1500.0, 1755.0]) == [True, True, True, False, True]
 
 
 def test_rounds_at_a_low_clock_do_not_count():
-    assert kept_rounds([1980.0, 1500.0, 1979.0, 0.0], 0.9) == [True, False, True, False]
-    assert kept_rounds([0.0, 0.0], 0.9) == [True, True]
+    assert kept_rounds([1980.0, 1500.0, 1979.0, 0.0]) == [True, False, True, False]
+    assert kept_rounds([0.0, 0.0]) == [True, True]
     samples = {"d": [300.0] * 8, "a": [280.0, 500.0] * 4}
     candidates = [Candidate("d", (0,)), Candidate("a", (1,))]
     assert judge(candidates, samples, [1980.0, 1000.0] * 4, "d", POLICY).winner == "a"

@@ -31,7 +31,6 @@ from sgl_flashsample.autotune import pool, search
 from sgl_flashsample.autotune.labels import config_of, label_of
 from sgl_flashsample.autotune.plan import Plan
 from sgl_flashsample.autotune.pool import Pool, WorkerProcess, work_until
-from sgl_flashsample.autotune.run import TuneError
 from sgl_flashsample.autotune.tables import decisions
 from sgl_flashsample.autotune.trials import log_of, read_events
 from sgl_flashsample.autotune.verify import verify
@@ -98,7 +97,7 @@ def test_a_second_run_for_the_same_table_is_refused_in_one_line_while_the_first_
             super().note(text)
             if "searched: " in text:
                 with pytest.raises(
-                    TuneError, match=r"^another run is tuning this head in .*out: wait for it, or "
+                    ValueError, match=r"^another run is tuning this head in .*out: wait for it, or "
                 ) as it:
                     tune(tmp_path, device, sizes=(1,))
                 refused.append(it)
@@ -205,11 +204,11 @@ def test_a_full_run_agrees_with_an_exhaustive_one_within_a_percent_and_with_anot
 
 
 def test_a_device_that_cannot_be_used_is_one_line(tmp_path, simulated):
-    with pytest.raises(TuneError, match=r"does not answer: .* no simulated device in "):
+    with pytest.raises(ValueError, match=r"does not answer: .* no simulated device in "):
         tune(tmp_path, str(tmp_path / "missing.json"))
-    with pytest.raises(TuneError, match="noisy GPU: others use 90 %"):
+    with pytest.raises(ValueError, match="noisy GPU: others use 90 %"):
         tune(tmp_path, simulated(busy=90))
-    with pytest.raises(TuneError, match=r"has compute capability 7\.5; expected 8\.0 or newer"):
+    with pytest.raises(ValueError, match=r"has compute capability 7\.5; expected 8\.0 or newer"):
         tune(tmp_path, simulated(device={**simulated_device()["device"], "cc": "7.5"}))
     assert tune(tmp_path, simulated(busy=90), allow_busy=True, sizes=(1,)).status == "done"
 

@@ -161,7 +161,7 @@ def test_a_finished_study_is_optunas_with_what_it_was_worth():
 
 
 def test_studies_of_built_in_choices_come_first_so_that_these_are_compiled_before_they_race():
-    keys = list(Search(context_of(QUICK), None).studies)
+    keys = list(Search(context_of(QUICK), InstantPool()).studies)
     assert sorted(map(str, keys)) == sorted(map(str, QUICK.studies))
     with_default = [bool(QUICK.defaults(key)) for key in keys]
     assert with_default == sorted(with_default, reverse=True) and True in with_default and False in with_default
@@ -171,7 +171,7 @@ def test_a_study_that_is_slower_than_others_everywhere_is_over_and_one_that_is_n
     fused, screened = StudyKey(FUSED, TRUNCATE, 16), StudyKey(SCREENED_PATH, SCREENED_TRUNCATE, 16)
 
     def search_with(slower: float, count: int) -> Search:
-        search = Search(context_of(FULL), None)
+        search = Search(context_of(FULL), InstantPool())
         for key, us, trials in ((fused, 300.0, 1), (screened, slower * 300.0, count)):
             for config in list(search.studies[key].space.points)[:trials]:
                 search.tell(key, config, dict.fromkeys(FULL.probes(key), us), None)
@@ -189,7 +189,7 @@ def test_a_study_that_is_slower_than_others_everywhere_is_over_and_one_that_is_n
 
 def test_a_study_of_which_nothing_runs_is_named_with_the_reason():
     notes: list[str] = []
-    search = Search(context_of(QUICK, note=notes.append), None)
+    search = Search(context_of(QUICK, note=notes.append), InstantPool())
     key = StudyKey(SCREENED_PATH, SCREENED_TRUNCATE, 16)
     for config in list(search.studies[key].space.points)[:PROBATION]:
         search.tell(key, config, {}, {"reason": "compile", "detail": "ValueError: of another head"})
@@ -252,7 +252,7 @@ def test_a_search_whose_time_is_over_waits_for_no_compiler():
 
 
 def test_finalists_are_the_fastest_of_the_studies_that_serve_a_batch_unless_they_are_far_behind():
-    search, best = Search(context_of(FULL), None), {}
+    search, best = Search(context_of(FULL), InstantPool()), {}
     for key, times in (
         (StudyKey(FUSED, PLAIN, 16), [300.0, 330.0, 310.0, 320.0]),  # the last but one of them is one too many
         (StudyKey(FUSED, PLAIN, 128), [200.0]),  # for larger batches
@@ -331,7 +331,7 @@ def test_a_search_recalls_a_log_and_leaves_out_what_it_cannot_use():
         context.log.add("trial", **failed, reason=reason, detail="x")
     for broken in ({"kind": "sort"}, {"path": "abacus"}, {"config": {"block_b": 3}}, {"us": [1]}, {"us": {"x": 1}}):
         context.log.add("trial", **({**good, "us": {}, "reason": "", "detail": ""} | broken))
-    search = Search(context, None)
+    search = Search(context, InstantPool())
     study = search.studies[QUICK.study_of(DEFAULT, PLAIN)]
     assert search.tried == 2 and study.trials[DEFAULT].us == {1: 280.0, 16: 282.0}
     assert study.trials[other].reason == "registers" and list(context.rejected.values()) == ["registers"]
