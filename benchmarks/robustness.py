@@ -35,6 +35,7 @@ from sgl_flashsample.tables.schema import HeadShape, Table, TableError, file_nam
 SHIPPED = sorted(Path(schema.__file__).parent.glob(f"{schema.FILE_PREFIX}*.json"))
 HEAD = HeadShape(vocab=128_256, hidden=4096, dtype="bf16")
 LONGEST_KILL = 0.01  # seconds that a writer has
+PLANTED = 20  # tries at least that must notice what is planted
 PARTS = (
     "..",
     "/",
@@ -58,11 +59,12 @@ Write = Callable[[Path, str], Any]
 
 
 def in_place(file: Path, text: str) -> None:
-    """What no file of ours is written by."""
+    """What no file of ours is written by, slowly."""
     with file.open("w") as opened:
-        for start in range(0, len(text), 1024):
-            opened.write(text[start : start + 1024])
+        for half in (text[: len(text) // 2], text[len(text) // 2 :]):
+            opened.write(half)
             opened.flush()
+            time.sleep(LONGEST_KILL)
 
 
 def is_table(file: Path) -> bool:
@@ -144,7 +146,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for section, (count, ours, planted) in SECTIONS.items():
         tries, wrong = count(options, ours, getattr(options, section))
-        noticed = count(options, planted, max(1, getattr(options, section) // 5))[1]
+        noticed = count(options, planted, max(PLANTED, getattr(options, section) // 10))[1]
         rows.append({"section": section, "tries": tries, "wrong": wrong, "planted_noticed": noticed})
         print(rows[-1], flush=True)
         write_result(options.out, {"env": new_env(), "rows": rows})
