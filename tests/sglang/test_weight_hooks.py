@@ -373,6 +373,16 @@ def test_server_info_has_our_status_and_is_answered_without_it_after_a_failure(r
     assert warning.startswith("flashsample: no status in /server_info: IndexError: ")
 
 
+def test_an_sglang_whose_hooks_cannot_be_registered_goes_without_a_status(registry, monkeypatch, caplog):
+    def broken(table: dict) -> None:
+        raise RuntimeError("no registry")
+
+    monkeypatch.setattr(hooks, "apply_hooks", broken)
+    hooks.install_status_hook(dict)
+    (warning,) = [record.message for record in caplog.records]
+    assert warning == "flashsample: no status in /server_info: RuntimeError: no registry" and not registry.hooked
+
+
 @pytest.fixture
 def classes(monkeypatch) -> dict[str, type]:
     """SGLang's classes that change weights, with the methods that we know."""
