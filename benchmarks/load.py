@@ -27,7 +27,6 @@ import itertools
 import json
 import multiprocessing
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,7 @@ import numpy as np
 import psutil
 import torch
 from common import make_parser, new_env, write_result
+from fuzz import counters_of, failures_of
 
 from sgl_flashsample.bench import COUNTERS_EVERY, OURS, SAMPLINGS, STOCK, TRUNCATED, Request, check_active
 from sgl_flashsample.demo import markov
@@ -66,7 +66,6 @@ NATIVE = {"native top_logprobs"}  # rows that SGLang's sampler serves
 PROMPTS, ANSWERS = (8, 256), (8, 256)  # tokens, the fewest and the most
 STREAMED, LEFT = 20, 50  # one of so many requests
 PERCENTS = (50, 99)
-Rows = list[dict[str, Any]]
 LOST = "no answer"
 ANSWER_SECONDS = 180.0
 START_SECONDS = 60.0  # of the run, in which kernels are loaded and the queue fills: its times are left out
@@ -117,10 +116,8 @@ class Clients:
         found: dict[str, Any] = {"requests": self.ends.total(), "ends": dict(self.ends.most_common())}
         found["tokens_per_s"] = round(self.tokens / (time.monotonic() - self.began), 1)
         for name, scale, values in (("answer_s", 1, self.seconds), ("gap_ms", 1e3, self.gaps)):
-            for percent in PERCENTS:
-                found[f"{name}_p{percent}"] = (
-                    round(scale * float(np.percentile(values, percent)), 3) if values else None
-                )
+            for percent in PERCENTS if values else ():
+                found[f"{name}_p{percent}"] = round(scale * float(np.percentile(values, percent)), 3)
         return found
 
     async def ask(self, number: int) -> str:
@@ -225,16 +222,8 @@ class Side:
             return row | {"ended": self.server.last_error()}
         if self.backend == OURS:
             row["heads"] = self.server.get("/server_info")["internal_states"][0]["flashsample"]["heads"]
-            row["rows"] = rows_by_path(self.server.metrics())
-            row["failures"] = [line for line in self.server.log_lines('File "') if "sgl_flashsample" in line]
-            row["failures"] += self.server.log_lines("until restart")
+            row |= {"rows": counters_of(self.server), "failures": failures_of(self.server)}
         return row
-
-
-def rows_by_path(metrics: str) -> dict[str, float]:
-    """Rows by path, and reason where there is one."""
-    line = r'^sglang:flashsample_rows_total\{.*?path="(\w+)".*?reason="([^"]*)".*?\} (\S+)$'
-    return {" ".join(filter(None, names)): float(rows) for *names, rows in re.findall(line, metrics, re.M)}
 
 
 def run_together(

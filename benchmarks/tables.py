@@ -505,14 +505,19 @@ def cpu(results: Results) -> Table | None:
     return grid("us", {key: f"{key[0]:,} ids, B={key[1]}, {key[2]} threads" for key in keys}, modes, words)
 
 
+def _lost(row: dict[str, Any]) -> int:
+    return sum(count for end, count in row["ends"].items() if end not in ("answered", "left"))
+
+
 def load(results: Results) -> Table | None:
     """What became of the requests of each server, its slowest answers and gaps, and what its memory has grown by."""
     head = ["", "requests", "lost", "tokens/s", "answers, P50 and P99", "gaps, P50 and P99", "memory, growth", "graphs"]
     lines = []
     for row in (results.data("load") or {}).get("rows", []):
-        lost = sum(count for end, count in row["ends"].items() if end not in ("answered", "left"))
         times = (
             f"{row[f'{name}_p50']:.{digits}f} and {row[f'{name}_p99']:.{digits}f} {unit}"
+            if f"{name}_p50" in row
+            else ""
             for name, unit, digits in (("answer_s", "s", 1), ("gap_ms", "ms", 0))
         )
         memory = [
@@ -522,7 +527,7 @@ def load(results: Results) -> Table | None:
         ]
         graphs = ", ".join(str(head["graphs"]) for head in row.get("heads", ()))
         about = f"{row['model']}, {row['concurrency']:,} clients, {row['backend']}"
-        lines.append([about, f"{row['requests']:,}", f"{lost:,}", f"{row['tokens_per_s']:,.0f}", *times])
+        lines.append([about, f"{row['requests']:,}", f"{_lost(row):,}", f"{row['tokens_per_s']:,.0f}", *times])
         lines[-1] += ["; ".join(memory), graphs]
     return Table(head, lines) if lines else None
 
@@ -788,9 +793,8 @@ def _tried(data: dict[str, Any], section: str) -> str:
 
 def _under_load(data: dict[str, Any]) -> str:
     rows = [row for row in data["rows"] if row["backend"] != "stock"]
-    lost = sum(count for row in rows for end, count in row["ends"].items() if end not in ("answered", "left"))
     growth = ", ".join(f"{row['host_mib_growth']:+.0f} of {row['memory'][-1]['host_mib']:,} MiB" for row in rows)
-    return f"{lost:,} of {sum(row['requests'] for row in rows):,}; {growth}"
+    return f"{sum(map(_lost, rows)):,} of {sum(row['requests'] for row in rows):,}; {growth}"
 
 
 def _map_errors(data: dict[str, Any]) -> str:

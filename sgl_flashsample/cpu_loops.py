@@ -50,7 +50,6 @@ _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _TOKEN_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.TOKEN))
 _GROUP_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.GROUP))
 _ADDITIVE, _SCALING, _MASK, _BIAS = (int(flag) for flag in Edit)
-EDITS = ("additive", "scaling", "mask_words", "mask_bools", "bias")
 # What logits are rounded to.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
@@ -659,12 +658,13 @@ def _draw_row(
 # --- a batch ----------------------------------------------------------------------------------------------------------
 
 # Addresses are int64, as are counts. Distances are in elements; where an address is 0, nothing is read.
-_ADDRESSES = ("words", "temperature", "seed", "position", "top_k", "top_p", "min_p", "edit_rows", *EDITS)
+_EDITS = ("additive", "scaling", "mask_words", "mask_bools", "bias")
+_ADDRESSES = ("words", "temperature", "seed", "position", "top_k", "top_p", "min_p", "edit_rows", *_EDITS)
 JOB = np.dtype(
     [
         *((name, "i8") for name in ("next_row", *_ADDRESSES, "token_ids", "scores", "logprobs", "log_mass")),
         *((name, "i8") for name in ("num_rows", "stride", "vocab_size", "vocab_start", "given", "edit_repeats")),
-        *((f"{name}_{about}", "i8") for name in EDITS for about in ("stride", "width")),
+        *((f"{name}_{about}", "i8") for about in ("stride", "width") for name in _EDITS),
         *((name, "i8") for name in ("transform", "dtype")),
         *((name, "f4") for name in ("scale", "softcap")),
     ]

@@ -99,30 +99,29 @@ def sample_on_cpu(
 def _make_job(
     loops: ModuleType, logits: torch.Tensor, spec: LogitsSpec, params: BatchParams, output: SampleOutput
 ) -> np.ndarray[Any, Any]:
-    """A ``JOB`` of the loops, with the addresses of these tensors."""
+    """A ``JOB`` of the loops, whose members have this order."""
     rounding = logits.dtype if spec.rounding is None else spec.rounding
-    truncation, edits = params.truncation, params.edits or LogitEdits()
-    of_ids = {
-        "additive": edits.additive,
-        "scaling": edits.scaling,
-        "mask_words": None if edits.mask_is_bool else edits.mask,
-        "mask_bools": edits.mask if edits.mask_is_bool else None,
-        "bias": edits.bias,
-    }
-    tensors = of_ids | output._asdict() | {"words": logits, "edit_rows": edits.rows}
-    tensors |= {"temperature": params.temperature, "seed": params.seed, "position": params.position}
-    tensors |= {name: getattr(truncation, name, None) for name in ("top_k", "top_p", "min_p")}
-    fields: dict[str, float] = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
-    fields |= {f"{name}_stride": 0 if tensor is None else tensor.stride(0) for name, tensor in of_ids.items()}
-    fields |= {f"{name}_width": 0 if tensor is None else tensor.shape[1] for name, tensor in of_ids.items()}
-    fields |= {"next_row": 0, "num_rows": logits.shape[0], "stride": logits.stride(0)}
-    fields |= {"vocab_size": spec.vocab_size, "vocab_start": spec.vocab_start}
-    fields |= {"given": edits.given, "edit_repeats": edits.repeats}
-    fields["transform"] = rounding is not logits.dtype or spec.logit_scale is not None or spec.softcap is not None
-    fields["dtype"] = {torch.float32: loops.FLOAT32, torch.bfloat16: loops.BFLOAT16}.get(rounding, loops.FLOAT16)
-    fields["scale"] = 1.0 if spec.logit_scale is None else spec.logit_scale
-    fields["softcap"] = 0.0 if spec.softcap is None else spec.softcap
-    return np.array([tuple(fields[name] for name in loops.JOB.names)], loops.JOB)
+    edits, limits = params.edits or LogitEdits(), params.truncation
+    words, bools = (None, edits.mask) if edits.mask_is_bool else (edits.mask, None)
+    of_ids = (edits.additive, edits.scaling, words, bools, edits.bias)
+    tensors = (
+        *(logits, params.temperature, params.seed, params.position),
+        *((None, None, None) if limits is None else (limits.top_k, limits.top_p, limits.min_p)),
+        *(edits.rows, *of_ids),
+        *(output.token_ids, output.scores, output.logprobs, output.log_mass),
+    )
+    job = (
+        0,  # the next row
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(logits.shape[0], logits.stride(0), spec.vocab_size, spec.vocab_start, edits.given, edits.repeats),
+        *(0 if tensor is None else tensor.stride(0) for tensor in of_ids),
+        *(0 if tensor is None else tensor.shape[1] for tensor in of_ids),
+        rounding is not logits.dtype or spec.logit_scale is not None or spec.softcap is not None,
+        {torch.float32: loops.FLOAT32, torch.bfloat16: loops.BFLOAT16}.get(rounding, loops.FLOAT16),
+        1.0 if spec.logit_scale is None else spec.logit_scale,
+        0.0 if spec.softcap is None else spec.softcap,
+    )
+    return np.array([job], loops.JOB)
 
 
 def _run(draw: int, job: int, num_rows: int, threads: int | None) -> None:
@@ -131,13 +130,12 @@ def _run(draw: int, job: int, num_rows: int, threads: int | None) -> None:
     PyTorch's own threads are awake after its last operation. Python's would wake one after another, each with the lock
     of the interpreter.
     """
-    openmp = _openmp()
-    call = _C_FUNCTION(draw)
     if num_rows == 1 or threads == 1:
-        call(job)
-    elif threads is None and openmp is not None:
+        _C_FUNCTION(draw)(job)
+    elif threads is None and (openmp := _openmp()) is not None:
         openmp(draw, job, torch.get_num_threads(), 0)
     else:
+        call = _C_FUNCTION(draw)
         threads = min(num_rows, torch.get_num_threads() if threads is None else threads)
         calls = [_pool().submit(call, job) for _ in range(threads - 1)]
         call(job)  # this thread takes rows too

@@ -158,6 +158,7 @@ def test_tokens_outlive_the_next_step_and_copies_of_them_all(copies_tokens, step
         results.append((drawing.step(step), step.launched))
         for tokens, drawn in results[-steps:]:
             assert torch.equal(tokens, drawn)
+    assert drawing.graphs.count == 2, "one per slot, as /server_info says"
 
 
 def test_batches_that_take_turns_are_launched():
