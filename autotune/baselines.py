@@ -32,7 +32,8 @@ OFFSETS_PER_CALL = 4096  # a thread of FlashInfer's draws far fewer numbers per 
 class BaselineBatch:
     """hidden: ``[B, D]``. weights: copies of the head, ``[V, D]``, read in turns. softcap: of the logits, or None.
     temperature: ``[B]`` float32. top_k: ``[B]`` int32, top_p: ``[B]`` float32. seed: ``[1]`` int64, offset:
-    ``[steps, 1]`` int64: FlashInfer's noise; steps are ``OFFSETS_PER_CALL`` apart."""
+    ``[steps, 1]`` int64: FlashInfer's noise; steps are ``OFFSETS_PER_CALL`` apart. min_p: ``[B]`` float32; what draws
+    with a truncation then draws with min-p alone, at temperature 1."""
 
     hidden: torch.Tensor
     weights: Sequence[torch.Tensor]
@@ -42,6 +43,7 @@ class BaselineBatch:
     top_p: torch.Tensor
     seed: torch.Tensor
     offset: torch.Tensor
+    min_p: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +81,10 @@ def baselines(
     if compile is not None:
         to_float32 = compile(_to_float32)
         logits["GEMM writes 2 bytes, one pass converts"] = lambda step: to_float32(gemm(step), softcap)
+    truncated = _flashinfer_truncated if batch.min_p is None else _flashinfer_min_p
     for form, source in logits.items():
         yield Baseline(FLASHINFER, PLAIN, form, _flashinfer_plain(flashinfer, source, batch))
-        yield Baseline(FLASHINFER, TRUNCATED, form, _flashinfer_truncated(flashinfer, source, batch))
+        yield Baseline(FLASHINFER, TRUNCATED, form, truncated(flashinfer, source, batch))
 
 
 def baseline_names(kind: BatchKind, *, flashinfer: bool) -> list[str]:
@@ -189,6 +192,13 @@ def _flashinfer_truncated(flashinfer: Any, logits: Call, batch: BaselineBatch) -
     top_k = torch.where(batch.top_k < 1, batch.weights[0].shape[0], batch.top_k)
     return lambda step: flashinfer.top_k_top_p_sampling_from_logits(
         logits(step), top_k, batch.top_p, filter_apply_order="joint", **_noise(batch, step)
+    )
+
+
+def _flashinfer_min_p(flashinfer: Any, logits: Call, batch: BaselineBatch) -> Call:
+    """FlashInfer draws with min-p from probabilities alone."""
+    return lambda step: flashinfer.min_p_sampling_from_probs(
+        torch.softmax(logits(step), -1), batch.min_p, **_noise(batch, step)
     )
 
 

@@ -106,7 +106,7 @@ class Batch:
         assert edits is not None
         return edits
 
-    def for_baselines(self, top_k: int, top_p: float) -> BaselineBatch:
+    def for_baselines(self, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> BaselineBatch:
         return BaselineBatch(
             hidden=self.hidden,
             weights=[self.head.weight],
@@ -116,6 +116,7 @@ class Batch:
             top_p=self.full(top_p),
             seed=torch.tensor([1234], device=self.hidden.device),
             offset=self._offset,
+            min_p=self.full(min_p) if min_p else None,
         )
 
 

@@ -240,33 +240,16 @@ def _baselines(batch: Batch, flashinfer: Any, modes: Sequence[str]) -> Iterator[
     """Without edits: with penalties, a grammar or a bias no other sampler draws from the GEMM's logits."""
     compiled = None if DRY_RUN else functools.partial(torch.compile, dynamic=False, fullgraph=True)
     draws = {"plain": baselines.PLAIN, "greedy": baselines.GREEDY}
-    gemm = next(baselines.baselines(batch.for_baselines(0, 1.0)))
+    gemm = next(baselines.baselines(batch.for_baselines()))
     yield Entrant(gemm.name, NOTHING, gemm.form, gemm.call)
     for mode in modes:
         truncation = MODES[mode].truncation
         if MODES[mode].edits or MODES[mode].logprob or MODES[mode].temperature not in (0.0, 1.0):
             continue
-        top_k, top_p, min_p = truncation or (0, 1.0, 0.0)
-        if min_p and flashinfer is not None:
-            yield _min_p_baseline(batch, flashinfer, mode)
-            continue
-        wanted = draws.get(mode, baselines.TRUNCATED)
-        for one in baselines.baselines(batch.for_baselines(top_k, top_p), flashinfer=flashinfer, compile=compiled):
+        wanted, inputs = draws.get(mode, baselines.TRUNCATED), batch.for_baselines(*truncation or ())
+        for one in baselines.baselines(inputs, flashinfer=flashinfer, compile=compiled):
             if one.draws == wanted:
                 yield Entrant(one.name, mode, one.form, one.call)
-
-
-def _min_p_baseline(batch: Batch, flashinfer: Any, mode: str) -> Entrant:
-    inputs, truncation = batch.for_baselines(0, 1.0), MODES[mode].truncation
-    assert truncation is not None
-    min_p, weight = batch.full(truncation[2]), batch.head.weight
-
-    def call(step: int) -> torch.Tensor:
-        probabilities = torch.softmax(torch.nn.functional.linear(batch.hidden, weight).float(), -1)
-        noise = {"deterministic": True, "seed": inputs.seed, "offset": inputs.offset[step]}
-        return flashinfer.min_p_sampling_from_probs(probabilities, min_p, **noise)
-
-    return Entrant(baselines.FLASHINFER, mode, "softmax, then min-p", call)
 
 
 def import_flashinfer() -> tuple[Any, str | None]:

@@ -13,10 +13,13 @@ batch, in rotated order; medians, with half the distance between the quartiles. 
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -124,14 +127,24 @@ def measure(rows: int, vocab: int, threads: int) -> list[dict[str, Any]]:
     return results
 
 
+def processor() -> str:
+    """Its model, where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else []
+    return models[0] if models else platform.machine()
+
+
 def main() -> None:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="on a machine that is busy: 1")
+    parser.add_argument("--vocabularies", nargs="+", type=int, default=VOCABULARIES)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     options = parser.parse_args()
-    env = new_env() | {"processor": platform.processor() or platform.machine(), "numba": numba.__version__}
+    cores = len(os.sched_getaffinity(0))
+    env = new_env() | {"processor": processor(), "cores": cores, "numba": numba.__version__}
     rows: list[dict[str, Any]] = []
-    for vocab in VOCABULARIES:
-        for batch in BATCHES:
+    for vocab in options.vocabularies:
+        for batch in options.batches:
             for threads in options.threads:
                 cell = measure(batch, vocab, threads)
                 print_rows(f"V={vocab} B={batch} threads={threads}", cell)

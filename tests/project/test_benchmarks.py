@@ -906,6 +906,31 @@ def test_files_that_are_not_whole_and_names_outside_their_folder_are_counted(loa
     assert all(row["planted_noticed"] for row in rows)
 
 
+def test_reports_of_a_sanitizer_and_outcomes_of_its_tests_are_counted(load, tmp_path, monkeypatch):
+    """Here the tool is a script that runs nothing: it reports an access, and that one test of two has passed."""
+    module, out, tool = load("sanitized"), tmp_path / "out.json", tmp_path / "compute-sanitizer"
+    report = "========= Invalid __global__ read of size 4 bytes\\n=========     at %s+0x40 in file.py:3\\n"
+    cases = "<testsuite><testcase/><testcase><skipped/></testcase></testsuite>"
+    tool.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *pytest*) name=kernel;; *) name=defect;; esac\n'
+        f"printf '{report}========= ERROR SUMMARY: 1 error\\n' $name > \"$4\"\n"
+        f"for word; do case $word in --junitxml=*) echo '{cases}' > \"${{word#*=}}\";; esac; done\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(module, "select", lambda expression: ["a", "b"])
+    monkeypatch.setattr(sys, "argv", ["sanitized.py", "--out", str(out), "--tools", "memcheck"])
+    assert module.main() == 1
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["reports"] == {"Invalid __global__ read of size 4 bytes in kernel": 1}
+    assert row["planted_noticed"] and row["tests"] == 2 and row["outcomes"] == {"passed": 1, "skipped": 1}
+    assert module.wrong(row) and not module.wrong(row | {"reports": {}})
+    assert module.wrong(row | {"reports": {}, "planted_noticed": False})
+    assert module.wrong(row | {"reports": {}, "outcomes": {"failure": 1}})
+
+
 @no_gpu
 @needs_sglang
 @pytest.mark.server
