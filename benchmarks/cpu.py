@@ -2,12 +2,13 @@
 
     python benchmarks/cpu.py --out results/cpu.json
 
-Logits are float32 and come from memory, not from a cache: batches take turns whose logits are larger than the last
-cache. In a server, the weights of the LM head pass through the caches between two calls. ``stock`` is the sampler of
-SGLang's CPU engine (its pytorch backend), where SGLang is installed. ``torch`` is the shortest way with PyTorch:
-softmax and multinomial; argmax; with a truncation the multinomial of the largest ``TOP_K``. ``read`` is PyTorch's sum
-of all logits. Threads are PyTorch's; ours share rows, so one row has one thread. In each round everything runs once per
-batch, in rotated order; medians, with half the distance between the quartiles. What takes seconds runs in fewer rounds.
+Logits are float32. Batches take turns whose logits have 128 MiB together: on most machines they come from memory, not
+from a cache. In a server, the weights of the LM head pass through the caches between two calls. ``stock`` is the
+sampler of SGLang's CPU engine (its pytorch backend), where SGLang is installed. ``torch`` is the shortest way with
+PyTorch: softmax and multinomial; argmax; with a truncation the multinomial of the largest ``TOP_K``. ``read`` is
+PyTorch's sum of all logits. Threads are PyTorch's; ours share rows, so one row has one thread. In each round everything
+runs once per batch, in rotated order; medians, with half the distance between the quartiles. What takes seconds runs in
+fewer rounds.
 """
 
 from __future__ import annotations

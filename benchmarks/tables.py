@@ -200,7 +200,8 @@ class Results:
         commands = dict.fromkeys(f"`{run['command']}` on {run['date']}" for run in runs)
         not_run = [gap for gap in env.get("not_run", []) if section is None or gap.get("section", section) == section]
         gaps = list(dict.fromkeys(f"{_gap_words(gap)}: {gap['reason']}" for gap in not_run))
-        line = f"**{', '.join([env['device'], *versions])}**; {'; '.join(commands)}."
+        device = f"{env['cores']} cores of an {env['processor']}" if "cores" in env else env["device"]
+        line = f"**{', '.join([device, *versions])}**; {'; '.join(commands)}."
         return line + (f" Not run: {'; '.join(gaps[:5])}." if gaps else "")
 
 
@@ -797,6 +798,13 @@ def _under_load(data: dict[str, Any]) -> str:
     return f"{sum(map(_lost, rows)):,} of {sum(row['requests'] for row in rows):,}; {growth}"
 
 
+def _sanitized(data: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{row['tool']}: {sum(row['reports'].values()):,} in {row['outcomes'].get('passed', 0):,} tests"
+        for row in data["rows"]
+    )
+
+
 def _map_errors(data: dict[str, Any]) -> str:
     row = data["sections"]["map"]["rows"][0]
     wrong, error = row["cpu_not_finite_or_not_below_the_one_before"], row["cpu_max_absolute_error"]
@@ -899,12 +907,16 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         "robustness",
         lambda data: _tried(data, "names"),
     ),
-    (
-        "requests that a server under load does not answer; growth of its memory",
-        "0; none",
-        "load",
-        _under_load,
+    *(
+        (
+            f"requests that a server under load does not answer; growth of its memory ({where})",
+            "0; none",
+            file,
+            _under_load,
+        )
+        for where, file in (("a CPU", "load"), ("two GPUs", "h100-load"))
     ),
+    ("reports of compute-sanitizer in GPU tests of the kernels", "0 in all of them", "h100-sanitized", _sanitized),
     (
         "verified drafts: tokens that a step without drafts would not have drawn",
         "0 of 1e6",
