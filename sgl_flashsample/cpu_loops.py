@@ -7,10 +7,10 @@ its 64 bits allow. So of a group of 16 logits mostly one question is asked, whet
 the few groups with such a logit are scored in float64. Philox runs for every group: the noise can be as large as 45,
 more than logits usually differ, so no group can be ruled out by its logits alone.
 
-A truncated row is read twice. The first time for the largest logit of each group and, for top-p, the mass. What k block
-maxima reach, k logits reach, and likewise for mass: so the limits of top-k and top-p are looked for among the maxima of
-blocks of 256 ids, then among the maxima of the groups in blocks that reach it, then among the logits of the groups that
-reach that. The second time, those groups alone are read.
+A truncated row is read for the largest logit of each group and, where that does not settle top-p, once more for the
+mass. What k block maxima reach, k logits reach, and likewise for mass: so the limits of top-k and top-p are looked for
+among the maxima of blocks of 256 ids, then among the maxima of the groups in blocks that reach it, then among the
+logits of the groups that reach that. Of the rest nothing is read again.
 
 Words are logits as integers: int32 are the bits of a float32, int16 of a bfloat16, uint16 of a float16. They are
 widened in registers.
@@ -41,6 +41,7 @@ _LOG2_GROUP = math.log2(GROUP_SIZE)
 # Room for float32 roundings, in bits: of a bound, and of a bound per its size.
 _MARGIN = np.float32(0.01)
 _RELATIVE = np.float32(2.0**-19)
+_ROUNDINGS = 1e-4  # room for those of a sum of weights
 # The most that noise and 16 equal logits add to a score, in bits: v is 2**-65 or more.
 _MOST_NOISE = np.float32(65 + _LOG2_GROUP) + _MARGIN
 _LOW = np.uint64(0xFFFFFFFF)
@@ -277,11 +278,9 @@ def _pick_in_group(logits, first_id, temperature, position, seed):
 
 
 @_compiled()
-def _read_row(row, vocab_size, temperature, want_mass, maxima, block_maxima, logits):
-    """The largest logit of each group and of each block; returns the largest of all and, where it is wanted, the mass
-    relative to it."""
-    rate = np.float32(_LOG2_E / temperature)
-    largest, mass = _NONE, 0.0
+def _read_row(row, vocab_size, maxima, block_maxima, logits):
+    """The largest logit of each group and of each block; returns the largest of all."""
+    largest = _NONE
     whole = vocab_size // GROUP_SIZE
     for block in range(block_maxima.size):
         first, last = block * _BLOCK, min((block + 1) * _BLOCK, maxima.size)
@@ -293,12 +292,18 @@ def _read_row(row, vocab_size, temperature, want_mass, maxima, block_maxima, log
             maxima[whole] = _read_group(row, whole, vocab_size, logits)
             block_max = max(block_max, maxima[whole])
         block_maxima[block] = block_max
-        if block_max > largest:
-            mass *= _weight(largest, block_max, rate)
-            largest = block_max
-        if want_mass and largest > _NONE:
-            mass += _mass(row[first * GROUP_SIZE : min(last * GROUP_SIZE, vocab_size)], largest, rate)
-    return largest, mass
+        largest = max(largest, block_max)
+    return largest
+
+
+@_compiled()
+def _mass_of_row(row, vocab_size, largest, temperature):
+    """The mass of all logits, relative to the largest."""
+    rate = np.float32(_LOG2_E / temperature)
+    mass = 0.0
+    for first in range(0, vocab_size, _BLOCK * GROUP_SIZE):
+        mass += _mass(row[first : min(first + _BLOCK * GROUP_SIZE, vocab_size)], largest, rate)
+    return mass
 
 
 @_compiled()
@@ -373,7 +378,8 @@ def _first_largest(row, vocab_size, logits):
 @_compiled()
 def _smallest_allowed(values, weights, count, top_k, mass, counts, masses):
     """The smallest of ``count`` values that has fewer than ``top_k`` values and less than ``mass`` of the weight above
-    it, and whether one below it would not be allowed. The largest is always allowed. Reorders its input.
+    it, whether one below it would not be allowed, and the weight above it. The largest is always allowed. Reorders its
+    input.
 
     A radix select, by 8 bits of the ordered key at a time.
     """
@@ -401,7 +407,7 @@ def _smallest_allowed(values, weights, count, top_k, mass, counts, masses):
                 kept += 1
         count = kept
     reached = above + count >= top_k or mass_above + masses[key & 255] >= mass
-    return values[0], reached
+    return values[0], reached, mass_above
 
 
 @_compiled()
@@ -412,11 +418,51 @@ def _ordered(value):
 
 
 @_compiled()
+def _limit_of(
+    row,
+    vocab_size,
+    largest,
+    rate,
+    bound,
+    top_k,
+    mass,
+    maxima,
+    block_maxima,
+    values,
+    weights,
+    listed,
+    logits,
+    counts,
+    masses,
+):
+    """``_smallest_allowed`` of the logits that reach ``bound``. Returns it, the weight above it, and how many groups
+    are listed: those that may hold an allowed logit."""
+    count = 0
+    for block in range(block_maxima.size):
+        if block_maxima[block] >= bound:
+            values[count], weights[count] = block_maxima[block], _weight(block_maxima[block], largest, rate)
+            count += 1
+    value, reached, _ = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
+    if reached:
+        bound = max(bound, value)
+    count = _list_groups(maxima, block_maxima, bound, listed)
+    for i in range(count):
+        values[i], weights[i] = maxima[listed[i]], _weight(maxima[listed[i]], largest, rate)
+    value, reached, _ = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
+    if reached:
+        bound = max(bound, value)
+    num_listed = _list_groups(maxima, block_maxima, bound, listed)
+    count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
+    bound, _, above = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
+    return bound, above, num_listed
+
+
+@_compiled()
 def _draw_truncated(
     row,
     vocab_size,
     largest,
-    total,  # the row's mass relative to the largest logit
+    total,  # the row's mass relative to the largest logit; 0 where it is not known
     temperature,
     position,
     seed,
@@ -438,36 +484,32 @@ def _draw_truncated(
     floor = -_LIMIT
     if min_p > 0:
         floor = min(largest, np.float32(float(largest) + math.log(min(min_p, 1.0)) * temperature))
-    # With min-p, top-p is of what top-k has left: its mass is not known before.
-    sequential = min_p > 0 and top_k <= vocab_size and top_p < 1
-    mass = math.inf if sequential or top_p >= 1 else top_p * total
-    limited = top_k <= vocab_size or top_p < 1
-    bound = -_LIMIT if sequential else floor
-    if limited:
-        count = 0
-        for block in range(block_maxima.size):
-            if block_maxima[block] >= bound:
-                values[count], weights[count] = block_maxima[block], _weight(block_maxima[block], largest, rate)
-                count += 1
-        value, reached = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
-        if reached:
-            bound = max(bound, value)
-        count = _list_groups(maxima, block_maxima, bound, listed)
-        for i in range(count):
-            values[i], weights[i] = maxima[listed[i]], _weight(maxima[listed[i]], largest, rate)
-        value, reached = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
-        if reached:
-            bound = max(bound, value)
-    num_listed = _list_groups(maxima, block_maxima, bound, listed)
-    if limited:
-        count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
-        bound, _ = _smallest_allowed(values, weights, count, top_k, mass, counts, masses)
-    if sequential:
-        count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
-        allowed_mass = 0.0
-        for i in range(count):
-            allowed_mass += weights[i]
-        bound, _ = _smallest_allowed(values, weights, count, top_k, top_p * allowed_mass, counts, masses)
+    scratch = maxima, block_maxima, values, weights, listed, logits, counts, masses
+    use_k, use_p = top_k <= vocab_size, top_p < 1
+    # With min-p, top-p is of what top-k has left.
+    sequential = min_p > 0 and use_k and use_p
+    bound, num_listed = floor, 0
+    if use_k and (sequential or not use_p or total == 0):
+        first = -_LIMIT if sequential else floor
+        bound, above, num_listed = _limit_of(row, vocab_size, largest, rate, first, top_k, math.inf, *scratch)
+        if sequential:
+            count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
+            mass = 0.0
+            for i in range(count):
+                mass += weights[i]
+            bound, _, _ = _smallest_allowed(values, weights, count, top_k, top_p * mass, counts, masses)
+            use_p = False
+        elif use_p:
+            # The largest logits of all groups are a part of the mass. Where top-p rules out nothing of that part, it
+            # rules out nothing of the row, whose mass takes as long as all else together.
+            part = float(_mass(maxima.view(np.int32), largest, rate))
+            use_p = above >= top_p * part * (1 - _ROUNDINGS)
+    elif not use_p:
+        num_listed = _list_groups(maxima, block_maxima, floor, listed)
+    if use_p:
+        if total == 0:
+            total = _mass_of_row(row, vocab_size, largest, temperature)
+        bound, _, num_listed = _limit_of(row, vocab_size, largest, rate, floor, top_k, top_p * total, *scratch)
     bound = max(bound, floor)
 
     best, best_column, best_logit = _NONE, 0, _NONE
@@ -614,8 +656,9 @@ def _draw_row(
     largest, total = _NONE, 0.0
     limited = not greedy and (use_k or top_p < 1 or min_p > 0)
     if limited or want_mass:
-        with_mass = want_mass or top_p < 1
-        largest, total = _read_row(row, vocab_size, temperature, with_mass, maxima, block_maxima, logits)
+        largest = _read_row(row, vocab_size, maxima, block_maxima, logits)
+        if want_mass and largest > _NONE:
+            total = _mass_of_row(row, vocab_size, largest, temperature)
     if greedy:
         column, logit = _first_largest(row, vocab_size, logits)
         score = logit

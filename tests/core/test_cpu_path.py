@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -295,11 +296,19 @@ LIMITS = [
 ]
 
 
+def assert_tokens_equal_the_reference(case: Case, most_ties: float) -> None:
+    """With logprobs, for which the mass of a row is known before its limits, and without."""
+    drawn = draw(case)
+    assert_equal_to_reference(case, drawn, most_ties)
+    assert torch.equal(sample_on_cpu(case.raw, case.head.spec, case.params).token_ids, drawn.token_ids)
+
+
+@pytest.mark.parametrize("others, num_rows", [(0, 200), (15, 16)], ids=["together", "one in a group"])
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
-def test_equal_logits_at_a_limit_stay_or_go_together(limit):
-    case = spelled_out(VALUES, 200, CPU, temperature=3.0 if "min_p" not in limit else 1.0)
-    case = case.with_params(truncation=limits(200, CPU, **limit))
-    assert_equal_to_reference(case, draw(case), 0.02)
+def test_equal_logits_at_a_limit_stay_or_go_together(limit, others, num_rows):
+    values = [value for one in VALUES for value in (one, *(-math.inf for _ in range(others)))]
+    case = spelled_out(values, num_rows, CPU, temperature=3.0 if "min_p" not in limit else 1.0)
+    assert_tokens_equal_the_reference(case.with_params(truncation=limits(num_rows, CPU, **limit)), 0.1)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 8.0])
@@ -309,6 +318,7 @@ def test_few_and_many_allowed_tokens_equal_the_reference(temperature):
         {"top_k": 3000},
         {"top_p": 0.1},
         {"top_p": 0.99},
+        {"top_k": 30, "top_p": 0.9},
         {"top_k": 700, "top_p": 0.6},
         {"top_k": 700, "top_p": 0.6, "min_p": 1e-4},
         {"top_k": 700, "top_p": 0.6, "min_p": 0.3},
@@ -319,7 +329,7 @@ def test_few_and_many_allowed_tokens_equal_the_reference(temperature):
     case = case.with_params(
         temperature=torch.full((len(each) * 3,), temperature), truncation=limits_by_row(each * 3, CPU)
     )
-    assert_equal_to_reference(case, draw(case), 0.3)
+    assert_tokens_equal_the_reference(case, 0.3)
 
 
 def test_many_ties_at_the_limit_are_all_drawn():
