@@ -291,6 +291,7 @@ LIMITS = [
     *({"top_p": p} for p in (0.0, 1e-6, 0.5, 0.74, 0.84)),
     *({"min_p": p} for p in (1.5, 0.9, 0.36, 0.13)),
     {"top_k": 4, "top_p": 0.74},
+    {"top_k": 4, "top_p": 0.4},
     {"top_k": 3, "top_p": 0.84, "min_p": 0.001},
     {"top_k": 3, "top_p": 0.85, "min_p": 0.001},
 ]
@@ -318,7 +319,6 @@ def test_few_and_many_allowed_tokens_equal_the_reference(temperature):
         {"top_k": 3000},
         {"top_p": 0.1},
         {"top_p": 0.99},
-        {"top_k": 30, "top_p": 0.9},
         {"top_k": 700, "top_p": 0.6},
         {"top_k": 700, "top_p": 0.6, "min_p": 1e-4},
         {"top_k": 700, "top_p": 0.6, "min_p": 0.3},
