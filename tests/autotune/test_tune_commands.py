@@ -179,7 +179,7 @@ BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium-headless-shell or chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
 def test_a_report_in_a_browser_fits_its_window_and_shows_its_figures(tmp_path, scheme):
     """The page measures itself: what sticks out of the window, and what each figure has drawn. The screenshot is that
     of a light or of a dark page, with colours of the heatmap on it."""

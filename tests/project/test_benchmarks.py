@@ -1067,7 +1067,7 @@ def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
     def always(tokens: torch.Tensor) -> Callable[[int], torch.Tensor]:
         return lambda positions: tokens
 
-    batches = [exact.Batch(index, rows=8, at_once=at_once) for index, at_once in enumerate((1, 2, 1, 3))]
+    batches = [exact.Batch(index, rows=8, at_once=at_once) for index, at_once in enumerate((1, 2))]
     assert any(not batch.may.all() for batch in batches) and all(batch.may.any(1).all() for batch in batches)
     for batch in batches:
         draw, (rows, vocab), each = functools.cache(exact.from_logits(batch)), batch.may.shape, batch.at_once

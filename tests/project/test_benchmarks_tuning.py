@@ -118,7 +118,7 @@ def test_what_differs_between_two_runs_is_raced_and_judged_by_the_tie_band(tunin
     assert verdicts == {301.0: "inside", 330.0: "outside"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_sweep_names_what_is_slower_than_the_default_and_nothing_else(tuning, tuned):
     table = setting(tuning, tuned).table_at("quick")
     chosen, default = tuning.dispatch_for(table).lookup(64, PLAIN), PLAN.default(40, PLAIN)
@@ -135,7 +135,7 @@ def test_the_sweep_names_what_is_slower_than_the_default_and_nothing_else(tuning
     assert not plain[64]["slower"] and plain[64]["off"] < 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_table_is_read_as_it_was_written_and_launches_what_its_entries_say(tuning, tuned):
     (path,) = (tuned / "151936x4096" / "quick").glob("fs*.json")
     table = Table.loads(path.read_text())
