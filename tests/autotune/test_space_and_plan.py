@@ -147,10 +147,10 @@ def test_a_shard_has_no_studies_of_truncated_batches():
     plan = Plan(H200, HeadShape(vocab=75_968, hidden=4096, dtype="bf16", tp=2), EFFORTS["quick"])
     assert [str(kind) for kind in plan.kinds] == [
         "plain",
-        "greedy",
-        "edit",
         "plain+screen",
+        "greedy",
         "greedy+screen",
+        "edit",
         "edit+screen",
     ]
     assert not any(key.kind.truncate for key in plan.studies)
