@@ -281,11 +281,14 @@ def test_a_killed_run_loses_at_most_the_race_in_flight_and_its_workers_end_with_
 
 
 def test_the_time_is_kept_and_what_is_done_by_then_is_a_table(tmp_path, simulated):
-    """Without a budget this takes 45 s or more."""
-    began = time.monotonic()
-    result = tune(tmp_path, simulated(seconds_per_round=0.1), budget=2.0)
-    assert time.monotonic() - began < 20
-    assert (result.code, result.status) == (0, "out of time")
+    """Without a budget this takes 45 s or more. On a busy machine the first one ends before the first race."""
+    for budget in (2.0, 10.0):
+        began = time.monotonic()
+        result = tune(tmp_path, simulated(seconds_per_round=0.1), budget=budget)
+        assert time.monotonic() - began < budget + 18 and result.status == "out of time"
+        if result.code == 0:
+            break
+    assert result.code == 0
 
 
 def test_no_time_for_a_race_is_said_with_what_to_do(tmp_path, simulated):
