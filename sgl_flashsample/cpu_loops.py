@@ -490,8 +490,8 @@ def _draw_truncated(
     sequential = min_p > 0 and use_k and use_p
     bound, num_listed = floor, 0
     if use_k and (sequential or not use_p or total == 0):
-        first = -_LIMIT if sequential else floor
-        bound, above, num_listed = _limit_of(row, vocab_size, largest, rate, first, top_k, math.inf, *scratch)
+        lowest = -_LIMIT if sequential else floor
+        bound, above, num_listed = _limit_of(row, vocab_size, largest, rate, lowest, top_k, math.inf, *scratch)
         if sequential:
             count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
             mass = 0.0
