@@ -316,6 +316,9 @@ class FakeFlashInfer:
     def top_k_top_p_sampling_from_logits(self, logits, top_k, top_p, **noise):
         return "truncated", logits, top_k, top_p, noise
 
+    def min_p_sampling_from_probs(self, probabilities, min_p, **noise):
+        return "min-p", probabilities, min_p, noise
+
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_baselines_draw_from_the_heads_logits(device, softcap):
@@ -341,6 +344,13 @@ def test_baselines_draw_from_the_heads_logits(device, softcap):
                 assert drawn[2].tolist() == [50, 20, 320] and drawn[-1]["filter_apply_order"] == "joint"
         else:
             assert drawn.numel() == 3 and int(drawn.min()) >= 0 and int(drawn.max()) < 320
+    inputs = dataclasses.replace(inputs, min_p=torch.full((3,), 0.05, device=device))
+    every = list(baselines.baselines(inputs, flashinfer=FakeFlashInfer(), compile=lambda function: function))
+    forms = [one.call(1) for one in every if one.draws == baselines.TRUNCATED]
+    assert [drawn[0] for drawn in forms] == ["min-p", "min-p"]
+    for _, probabilities, min_p, noise in forms:
+        torch.testing.assert_close(probabilities, torch.softmax(capped, -1))
+        assert min_p is inputs.min_p and noise["offset"].tolist() == [baselines.OFFSETS_PER_CALL]
 
 
 @pytest.mark.parametrize(
