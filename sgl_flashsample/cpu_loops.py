@@ -492,24 +492,24 @@ def _draw_truncated(
     if use_k and (sequential or not use_p or total == 0):
         lowest = -_LIMIT if sequential else floor
         bound, above, num_listed = _limit_of(row, vocab_size, largest, rate, lowest, top_k, math.inf, *scratch)
-        if sequential:
-            count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
-            mass = 0.0
-            for i in range(count):
-                mass += weights[i]
-            bound, _, _ = _smallest_allowed(values, weights, count, top_k, top_p * mass, counts, masses)
-            use_p = False
-        elif use_p:
+        if use_p and not sequential:
             # The largest logits of all groups are a part of the mass. Where top-p rules out nothing of that part, it
             # rules out nothing of the row, whose mass takes as long as all else together.
             part = float(_mass(maxima.view(np.int32), largest, rate))
             use_p = above >= top_p * part * (1 - _ROUNDINGS)
-    elif not use_p:
-        num_listed = _list_groups(maxima, block_maxima, floor, listed)
-    if use_p:
+        if use_p:
+            mass = 0.0 if sequential else _mass_of_row(row, vocab_size, largest, temperature)
+            count = _gather(row, vocab_size, listed[:num_listed], bound, largest, rate, values, weights, logits)
+            if sequential:
+                for i in range(count):
+                    mass += weights[i]
+            bound, _, _ = _smallest_allowed(values, weights, count, top_k, top_p * mass, counts, masses)
+    elif use_p:
         if total == 0:
             total = _mass_of_row(row, vocab_size, largest, temperature)
         bound, _, num_listed = _limit_of(row, vocab_size, largest, rate, floor, top_k, top_p * total, *scratch)
+    else:
+        num_listed = _list_groups(maxima, block_maxima, floor, listed)
     bound = max(bound, floor)
 
     best, best_column, best_logit = _NONE, 0, _NONE
