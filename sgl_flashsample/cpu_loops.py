@@ -488,7 +488,6 @@ def _draw_truncated(
     use_k, use_p = top_k <= vocab_size, top_p < 1
     # With min-p, top-p is of what top-k has left.
     sequential = min_p > 0 and use_k and use_p
-    bound, num_listed = floor, 0
     if use_k and (sequential or not use_p or total == 0):
         lowest = -_LIMIT if sequential else floor
         bound, above, num_listed = _limit_of(row, vocab_size, largest, rate, lowest, top_k, math.inf, *scratch)
@@ -509,7 +508,7 @@ def _draw_truncated(
             total = _mass_of_row(row, vocab_size, largest, temperature)
         bound, _, num_listed = _limit_of(row, vocab_size, largest, rate, floor, top_k, top_p * total, *scratch)
     else:
-        num_listed = _list_groups(maxima, block_maxima, floor, listed)
+        bound, num_listed = floor, _list_groups(maxima, block_maxima, floor, listed)
     bound = max(bound, floor)
 
     best, best_column, best_logit = _NONE, 0, _NONE
