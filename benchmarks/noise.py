@@ -12,14 +12,14 @@ map         all 2**32 upper words with a lower word of 0, where the noise is lar
             hardware's logarithm, which is larger than this machine's
 streams     words in orders in which samplers use them, as 32-bit numbers, tested by TestU01 where its library is
             installed (Debian: libtestu01-0, non-free). SmallCrush tests each order, and each with the bits of a number
-            reversed, as most tests look at the upper bits; ``--crush`` names orders that Crush tests too. p-values as
-            TestU01's guide reads them: 1e-10 or less from 0 or 1 has failed; 0.001 or less is suspect, as 0.2 % of
-            those of good words are
+            reversed, as most tests look at the upper bits. p-values as TestU01's guide reads them: 1e-10 or less from
+            0 or 1 has failed; 0.001 or less is suspect, as 0.2 % of those of good words are
+crush ...   one of the orders, named after ``--crush``, tested by TestU01's longer battery
 
-Each section has rows with a planted error, which must be noticed. The exit code is 1 where something is not as it must
-be; the file then says what under "wrong". Takes 25 minutes on one core, and 35 minutes more for each order of
-``--crush``. ``--only`` runs some of the sections, and ``--keep`` leaves the others in the file. Rows are written as
-they come; a section whose run has not ended says "unfinished".
+Each of the first three has rows with a planted error, which must be noticed. The exit code is 1 where something is not
+as it must be; the file then says what under "wrong". Takes 25 minutes on one core, and 35 minutes more for each order
+of ``--crush``. ``--only`` runs some of the sections, or without a name none but ``--crush``; ``--keep`` leaves the
+others in the file. Rows are written as they come; a section whose run has not ended says "unfinished".
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ ORDERS: dict[str, Order] = {
     "token and group": lambda chunk: (numbers_of(chunk) // U64(2), 7, np.resize((TOKEN, GROUP), CHUNK), 42),
     "steps": steps,
 }
-LIBRARY = "libtestu01.so.0"
+LIBRARY, PROGRAM = "libtestu01.so.0", {"program": "TestU01"}
 NUMBERS_OF_CHUNK = 2 * CHUNK  # of 32 bits: the upper word, then the lower
 
 
@@ -427,7 +427,15 @@ def verdict(p: float) -> str | None:
     return "FAILED" if tail < 1e-10 else "suspect" if tail < 1e-3 else None
 
 
-def run_battery(library: ctypes.CDLL, battery: str, generator: Generator) -> dict[str, Any]:
+def load_library() -> ctypes.CDLL | str:
+    """TestU01, or why it is not there."""
+    try:
+        return ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        return reason_of(error)
+
+
+def run_battery(library: ctypes.CDLL, battery: str, order: str, generator: Generator) -> dict[str, Any]:
     ctypes.c_int.in_dll(library, "swrite_Basic").value = 0
     getattr(library, f"bbattery_{battery}")(ctypes.byref(generator))
     count = ctypes.c_int.in_dll(library, "bbattery_NTests").value
@@ -435,7 +443,8 @@ def run_battery(library: ctypes.CDLL, battery: str, generator: Generator) -> dic
     values = (ctypes.c_double * count).in_dll(library, "bbattery_pVal")
     tested = [(name.decode(), p) for name, p in zip(names, values, strict=True) if p >= 0]  # -1: not tested
     unusual = [{"test": name, "p": p, "verdict": verdict(p)} for name, p in tested if verdict(p)]
-    return {"numbers": generator.chunks * NUMBERS_OF_CHUNK, "p_values": len(tested), "not_normal": unusual}
+    row = PROGRAM | {"version": version_of(LIBRARY), "battery": battery, "order": order}
+    return row | {"numbers": generator.chunks * NUMBERS_OF_CHUNK, "p_values": len(tested), "not_normal": unusual}
 
 
 def version_of(library: str) -> str:
@@ -446,28 +455,36 @@ def version_of(library: str) -> str:
     return match[1].decode() if match else "unknown"
 
 
-def check_streams(crush: list[str]) -> Rows:
-    try:
-        library = ctypes.CDLL(LIBRARY)
-    except OSError as error:
-        yield {"program": "TestU01", "reason": reason_of(error)}, True
+def check_streams() -> Rows:
+    if isinstance(library := load_library(), str):
+        yield PROGRAM | {"reason": library}, True
         return
-    program = {"program": "TestU01", "version": version_of(LIBRARY)}
     # Without its multiplications, Philox moves bits and mixes none.
     planted = with_globals(cpu_loops._philox, _M0=U64(1), _M1=U64(1))
-    row = program | {"battery": "SmallCrush", "order": "positions", "planted": "no multiplications"}
-    row |= run_battery(library, "SmallCrush", Generator(ORDERS["positions"], planted))
+    generator = Generator(ORDERS["positions"], planted)
+    row = run_battery(library, "SmallCrush", "positions", generator) | {"planted": "no multiplications"}
     yield row, any(one["verdict"] == "FAILED" for one in row["not_normal"])
-    runs = [("SmallCrush", order, reverse) for order in ORDERS for reverse in (False, True)]
-    for battery, order, reverse in runs + [("Crush", order, False) for order in crush]:
-        row = program | {"battery": battery, "order": order, "bits": "reversed" if reverse else "as drawn"}
-        row |= run_battery(library, battery, Generator(ORDERS[order], reverse=reverse))
-        yield row, row["p_values"] > 0 and not any(one["verdict"] == "FAILED" for one in row["not_normal"])
+    for order in ORDERS:
+        for reverse in (False, True):
+            yield from check_order(library, "SmallCrush", order, reverse)
+
+
+def check_crush(order: str) -> Rows:
+    if isinstance(library := load_library(), str):
+        yield PROGRAM | {"reason": library}, True
+        return
+    yield from check_order(library, "Crush", order)
+
+
+def check_order(library: ctypes.CDLL, battery: str, order: str, reverse: bool = False) -> Rows:
+    row = run_battery(library, battery, order, Generator(ORDERS[order], reverse=reverse))
+    row |= {"bits": "reversed" if reverse else "as drawn"}
+    yield row, row["p_values"] > 0 and not any(one["verdict"] == "FAILED" for one in row["not_normal"])
 
 
 def main() -> int:
     parser = make_parser(__doc__, needs_gpu=False)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--words", type=int, default=WORDS, help="upper words of the map (default: all)")
     parser.add_argument("--crush", nargs="+", choices=ORDERS, default=[], help="orders that Crush tests too")
     parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not run now")
@@ -481,11 +498,13 @@ def main() -> int:
         others = read_result(options.out, "noise.py")["sections"] if keep else {}
         write_result(options.out, {"env": env, "sections": others | sections})
 
-    for name in options.only:
+    checks = {name: functools.partial(SECTIONS[name], options) for name in options.only}
+    checks |= {f"crush {order}": functools.partial(check_crush, order) for order in options.crush}
+    for name, check in checks.items():
         began = time.monotonic()
         rows: list[dict[str, Any]] = []
         wrong: list[str] = []
-        for row, good in SECTIONS[name](options):
+        for row, good in check():
             print(row, flush=True)
             rows.append(row)
             wrong += [] if good else [f"{name}: {row}"]
@@ -501,7 +520,7 @@ def main() -> int:
 SECTIONS: dict[str, Callable[[argparse.Namespace], Rows]] = {
     "collisions": lambda options: check_collisions(),
     "map": lambda options: check_map(options.words),
-    "streams": lambda options: check_streams(options.crush),
+    "streams": lambda options: check_streams(),
 }
 
 
