@@ -4,7 +4,8 @@
 
 For cells that ran apart, or at different times. The file has the environment of the last part, "runs" with the command
 and date of each, and the rows of all, each with the place of its run. A part may be such a file itself. Rows of a cell
-that an earlier part has too stay beside them: leave that part out, or measure the cell under another name.
+that an earlier part has too stay beside them: leave that part out, or measure the cell under another name. What a part
+has not run is left out where a later one has rows of the same section.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
         first = len(runs)
         runs += runs_of(part)
         rows += [row | {"run": first + row.get("run", 0)} for row in part["rows"]]
-    env = parts[-1]["env"] | {"not_run": [gap for part in parts for gap in part["env"].get("not_run", [])]}
+    gaps: list[dict[str, Any]] = []
+    for part in parts:
+        measured = {row["section"] for row in part["rows"] if "section" in row}
+        gaps = [gap for gap in gaps if gap.get("section") not in measured] + part["env"].get("not_run", [])
+    env = parts[-1]["env"] | {"not_run": gaps}
     different = [name for name in DIFFERS if len({run.get(name) for run in runs}) > 1]
     kept = ("date", "command", "sglang", *different)
     return {"env": env, "runs": [{name: run[name] for name in kept if name in run} for run in runs], "rows": rows}

@@ -3,8 +3,9 @@ exchange per step?
 
     python benchmarks/ranks.py --out benchmarks/results/h200x2-ranks.json
 
-tokens    rows drawn by all ranks, each from its part, against one rank with the whole head; a row that differs is a
-          near-tie where the reference cannot tell its two best scores apart
+tokens    rows drawn by all ranks, each from its part: tokens of all ranks are compared, and of each ``--every``-th
+          batch with those of one rank with the whole head; a row that differs is a near-tie where the reference cannot
+          tell its two best scores apart
 exchange  microseconds of an exchange: by kernels through memory that all ranks reach (replayed from a CUDA graph), by
           collectives, and stock SGLang's gather of the logits with their copy to float32
 soak      batches of every kind for some time: tokens of all ranks are compared after each, and with those of one rank
@@ -35,8 +36,9 @@ from sgl_flashsample.model_config import shard_of
 SECTIONS = ("tokens", "exchange", "soak")
 KINDS = ("plain", "greedy", "mask", "truncated")
 BATCHES = (1, 16, 64, 256)
-TOKENS = 200 if DRY_RUN else 500_000  # of each of two kinds
+TOKENS = 200 if DRY_RUN else 500_000  # of each kind
 TOKEN_ROWS = 5 if DRY_RUN else 256
+GATHERED = 64  # batches whose tokens are compared between the ranks at once
 CALLS, ROUNDS = (2, 2) if DRY_RUN else (50, 15)
 COMPARED_EVERY = 10  # batches of the soak, with those of one rank
 WRITTEN_EVERY = 20.0  # seconds of the soak
@@ -145,23 +147,30 @@ class Rank:
 
 
 def tokens(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
-    result = []
-    for kind in ("plain", "truncated"):
+    """The rows so far, each time the ranks have compared their tokens."""
+    result: list[dict[str, Any]] = []
+    for kind in options.kinds:
         batch, number = Batch(rank.whole, TOKEN_ROWS), 0
-        row = {"section": "tokens", "kind": kind, "rows": 0, "differing": 0, "near_ties": 0, "ranks_differ": 0}
-        while row["rows"] < TOKENS:
-            batch.refresh(number)
-            params = rank.params(batch, kind, number)
-            drawn, alone = rank.draw(batch, params).token_ids, rank.draw_alone(batch, params)
-            differ = (drawn != alone).nonzero().flatten()
-            row["rows"] += TOKEN_ROWS
-            row["differing"] += len(differ)
-            row["ranks_differ"] += rank.same_on_all(drawn)
-            if len(differ) and params.truncation is None:
-                row["near_ties"] += rank.near_ties(batch, params, differ)
-            number += 1
+        row = {"section": "tokens", "kind": kind, "rows": 0, "ranks_differ": 0}
+        row |= {"compared": 0, "differing": 0, "near_ties": 0}
         result.append(row)
-    yield result
+        while row["rows"] < options.tokens:
+            gathered = []
+            for _ in range(GATHERED):
+                if number % options.every == 0:
+                    batch.refresh(number)
+                params = rank.params(batch, kind, number)
+                gathered.append(rank.draw(batch, params).token_ids)
+                if number % options.every == 0:
+                    differ = (gathered[-1] != rank.draw_alone(batch, params)).nonzero().flatten()
+                    row["compared"] += TOKEN_ROWS
+                    row["differing"] += len(differ)
+                    if len(differ) and params.truncation is None:
+                        row["near_ties"] += rank.near_ties(batch, params, differ)
+                number += 1
+            row["ranks_differ"] += rank.same_on_all(torch.cat(gathered))
+            row["rows"] += GATHERED * TOKEN_ROWS
+            yield [dict(row) for row in result]
 
 
 def soak(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
@@ -283,6 +292,9 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--tp", type=int, default=2, help="ranks")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["plain", "truncated"], help="for tokens")
+    parser.add_argument("--tokens", type=float, default=TOKENS, help="of each kind, for tokens")
+    parser.add_argument("--every", type=int, default=1, help="each so many batches one rank draws too, for tokens")
     parser.add_argument("--soak-seconds", type=float, default=1.0 if DRY_RUN else 600.0)
     options = parser.parse_args()
     port = free_port()
@@ -304,15 +316,16 @@ def main() -> int:
             result["env"]["not_run"].append({"section": section, "rank": number, "reason": answer})
         elif number == 0:  # all rows of the section that there are so far
             result["rows"] = [row for row in result["rows"] if row["section"] != section] + answer
-            for row in answer:
-                print(row, flush=True)
         write_result(options.out, result)
+    for row in result["rows"]:
+        print(row, flush=True)
     for process in ranks:
         process.join(30)
     failed = running > 0
     if failed:
-        result["env"]["not_run"].append({"section": "all", "reason": "a rank ended"})
-        write_result(options.out, result)
+        if not result["env"]["not_run"]:  # else a rank has said why
+            result["env"]["not_run"].append({"section": "all", "reason": "a rank ended"})
+            write_result(options.out, result)
         for process in ranks:
             process.kill()
     return 1 if result["env"]["not_run"] else 0
