@@ -71,7 +71,10 @@ class Part(NamedTuple):
 
 
 class Batch:
-    """``rows`` rows of one size. may: ``[B, V]`` bool, what each may draw. at_once: positions of a call."""
+    """``rows`` rows of one size, the numbers ``index * rows`` and following of ``make_row``.
+
+    seen: the rows, without what a mask forbids. may: ``[B, V]`` bool, what each may draw. at_once: positions of a call.
+    """
 
     def __init__(self, index: int, rows: int, at_once: int = 1) -> None:
         self.at_once = at_once
@@ -84,10 +87,10 @@ class Batch:
             allowed[row, made[row].logits.argmax()] = True  # a grammar leaves a row something to draw
         self.logits = np.stack([row.logits for row in made])
         self.may = np.empty_like(allowed)
-        for place, row in enumerate(made):
-            logits = np.where(allowed[place], row.logits, np.float32(-np.inf))
-            seen = dataclasses.replace(row, logits=logits)
-            self.may[place] = may_and_must(seen, probabilities(seen), flashinfer=True)[0]
+        logits = np.where(allowed, self.logits, np.float32(-np.inf))
+        self.seen = [dataclasses.replace(row, logits=of_row) for row, of_row in zip(made, logits, strict=True)]
+        for place, row in enumerate(self.seen):
+            self.may[place] = may_and_must(row, probabilities(row), flashinfer=True)[0]
         columns = {
             "temperature": [row.temperature for row in made],
             "top_k": [row.top_k or 0 for row in made],
@@ -167,33 +170,35 @@ def count_illegal(path: str, part: Part, options: Any) -> dict[str, int]:
 
 
 def make_rows(index: int, rows: int, hostile: bool = False) -> tuple[torch.Tensor, BatchParams, torch.Tensor]:
-    """``[B, V]`` logits, what the rows ask for, and the edited logits in float64, all on the CPU. hostile: every second
-    row is; the others are the same as without."""
-    g = torch.Generator().manual_seed(index)
+    """``[B, V]`` logits, what the rows ask for, and the edited logits in float64. hostile: every second row is; the
+    others are the same as without."""
+    g = torch.Generator(DEVICE).manual_seed(index)
     vocab = int(np.exp(np.random.default_rng(index).uniform(0, np.log(MOST_IDS))))
 
-    def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
-        return low + (high - low) * torch.rand(*shape, generator=g)
+    on: dict[str, Any] = {"generator": g, "device": DEVICE}
 
-    logits = 3 * torch.randn(rows, vocab, generator=g)
-    logits = torch.where(torch.rand(rows, 1, generator=g) < 0.2, logits.round(), logits).to(DTYPES[index % len(DTYPES)])
+    def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
+        return low + (high - low) * torch.rand(*shape, **on)
+
+    logits = 3 * torch.randn(rows, vocab, **on)
+    logits = torch.where(torch.rand(rows, 1, **on) < 0.2, logits.round(), logits).to(DTYPES[index % len(DTYPES)])
     if hostile:
         plant(logits, index)
-    greedy, k, p, m, additive, scaling, masked, biased = torch.rand(FEATURES, rows, generator=g) < 0.5
+    greedy, k, p, m, additive, scaling, masked, biased = torch.rand(FEATURES, rows, **on) < 0.5
     largest_k = max(2, min(vocab, 200))
-    top_k = torch.where(k, torch.randint(1, largest_k, (rows,), generator=g), 0).int()
+    top_k = torch.where(k, torch.randint(1, largest_k, (rows,), **on), 0).int()
     limits = top_k, torch.where(p, uniform(0.05, 0.99, rows), 1.0), torch.where(m, uniform(0.01, 0.5, rows), 0.0)
-    allowed = (torch.rand(rows, vocab, generator=g) < 0.6) | ~masked[:, None]
+    allowed = (torch.rand(rows, vocab, **on) < 0.6) | ~masked[:, None]
     allowed[:, 0] = True
     edits = {
         "additive": additive[:, None] * uniform(-2, 0, rows, vocab),
         "scaling": torch.where(scaling[:, None], uniform(1, 1.5, rows, vocab), 1.0),
-        "bias": biased[:, None] * torch.randn(rows, vocab, generator=g),
+        "bias": biased[:, None] * torch.randn(rows, vocab, **on),
     }
     params = BatchParams(
-        torch.where(greedy & (torch.rand(rows, generator=g) < 0.25), 0.0, uniform(0.3, 2.0, rows)),
-        torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g),
-        torch.randint(0, 2**40, (rows,), generator=g),
+        torch.where(greedy & (torch.rand(rows, **on) < 0.25), 0.0, uniform(0.3, 2.0, rows)),
+        torch.randint(-(2**63), 2**63 - 1, (rows,), **on),
+        torch.randint(0, 2**40, (rows,), **on),
         Truncation(*limits),
         LogitEdits(mask=pack_bits(allowed), **edits),
     )
@@ -234,7 +239,7 @@ def compare(part: Part, options: Any) -> dict[str, int]:
     bar = part.progress(options.rows, "reference", "row")
     while total < options.rows / part.of:
         logits, params, edited = make_rows(index, ROWS)
-        token = sample_from_logits(logits.to(DEVICE), on_device(params)).token_ids.cpu()
+        token = sample_from_logits(logits, params).token_ids
         want, certain = expected(edited, params, params.position)
         different += int((certain & (token != want)).sum())
         ties += int((~certain).sum())
@@ -253,35 +258,23 @@ def count_hostile(part: Part, options: Any) -> dict[str, int]:
     bar = part.progress(options.hostile, "hostile", "row")
     while total < options.hostile / part.of:
         logits, params, edited = make_rows(index, HOSTILE_ROWS, hostile=True)
-        clean, same = make_rows(index, HOSTILE_ROWS)[0].to(DEVICE), on_device(params)
-        drawn, alone = sample_from_logits(logits.to(DEVICE), same), sample_from_logits(clean, same)
+        clean = make_rows(index, HOSTILE_ROWS)[0]
+        drawn, alone = sample_from_logits(logits, params), sample_from_logits(clean, params)
         want, certain = expected(edited, params, params.position)
-        token, others = drawn.token_ids.cpu(), torch.arange(HOSTILE_ROWS) % 2 == 1
+        token, others = drawn.token_ids.long(), torch.arange(HOSTILE_ROWS, device=DEVICE) % 2 == 1
         inside = (token >= 0) & (token < logits.shape[1])
         illegal = ~inside | (logits.gather(1, torch.where(inside, token, 0)[:, None])[:, 0].isnan() & (token > 0))
         different += int(((certain & (token != want)) | illegal).sum())
-        different += int(((drawn.token_ids != alone.token_ids) | (drawn.scores != alone.scores)).cpu()[others].sum())
+        different += int(((drawn.token_ids != alone.token_ids) | (drawn.scores != alone.scores))[others].sum())
         ties += int((~certain).sum())
         if index == part.number:
-            later = dataclasses.replace(same, position=same.position + 1)
-            noticed = int((sample_from_logits(clean, later).token_ids != drawn.token_ids).cpu()[others].sum())
+            later = dataclasses.replace(params, position=params.position + 1)
+            noticed = int((sample_from_logits(clean, later).token_ids != drawn.token_ids)[others].sum())
         total += HOSTILE_ROWS // 2
         index += part.of
         bar.update(HOSTILE_ROWS // 2)
     bar.close()
     return {"rows": total, "different": different, "near_ties": ties, "planted_noticed": noticed}
-
-
-def on_device(params: BatchParams) -> BatchParams:
-    truncation, edits = params.truncation, params.edits
-    assert truncation is not None and edits is not None
-    given = {"mask": edits.mask, "additive": edits.additive, "scaling": edits.scaling, "bias": edits.bias}
-    limits = (truncation.top_k, truncation.top_p, truncation.min_p)
-    return BatchParams(
-        *(value.to(DEVICE) for value in (params.temperature, params.seed, params.position)),
-        Truncation(*(value.to(DEVICE) for value in limits)),
-        LogitEdits(**{name: value.to(DEVICE) for name, value in given.items() if value is not None}),
-    )
 
 
 def count(section: str, path: str, part: Part, options: Any) -> dict[str, int]:
