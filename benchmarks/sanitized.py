@@ -5,7 +5,8 @@
 Processes share the GPUs, and each runs some of the tests, one process after the other. PyTorch allocates each tensor by
 itself (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``), so that an access behind the end of a tensor is one out of bounds. CUDA
 graphs cannot be captured that way: tests that do are left out. A row per tool has how many tests have run and their
-outcomes, and what the tool reports, with the kernel. ``--select`` is pytest's ``-k``.
+outcomes, what the tool reports, with the kernel, and among which tests, and the first line of each failure. Where 13
+processes share a card of 141 GB, some tests fail as its memory runs out. ``--select`` is pytest's ``-k``.
 
 memcheck and initcheck also run on something planted, a kernel with the defect that they look for, and must report it.
 The file is written as results come; nothing begins after ``--limit``. The exit code is 1 where a tool reports
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import itertools
 import os
 import queue
@@ -29,12 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import make_parser, new_env, write_result
+from common import MAX_REASON, make_parser, new_env, write_result
+
+from sgl_flashsample.files import one_line
 
 TESTS = Path(__file__).resolve().parent.parent / "tests" / "kernels"
 SELECTED = "not captured_graph and not thousand and not hundred_thousand and not no_longer_than"
 TOOLS = ("memcheck", "racecheck", "initcheck")
-PER_PROCESS = 8  # tests
+PER_PROCESS = 16  # tests
 # The first line of a report, and the kernel that the second one names.
 REPORT = re.compile(r"^=+ ((?:Invalid|Error:|Uninitialized|Program hit) .*)(?:\n=+ +at ([^+(\n]*))?", re.M)
 PLANTED = {
@@ -57,6 +61,26 @@ import torch, triton, triton.language as tl
 defect[1,](torch.empty(128, device="cuda"), torch.empty(128, device="cuda"))
 torch.cuda.synchronize()
 """
+
+
+@dataclasses.dataclass
+class Tested:
+    """What tests of one process, or of several, have come to. failures: of each test that failed, its first line.
+    reports: of the tool, by the names of the tests that one process ran."""
+
+    outcomes: collections.Counter[str]
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    reports: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def add(self, other: Tested) -> None:
+        self.outcomes += other.outcomes
+        self.failures |= other.failures
+        self.reports |= other.reports
+
+    def row(self) -> dict[str, Any]:
+        counts = collections.Counter(report for reports in self.reports.values() for report in reports)
+        found = {"outcomes": dict(self.outcomes), "reports": dict(counts.most_common(20))}
+        return found | {"reported_among": list(self.reports), "failures": self.failures}
 
 
 class Tool:
@@ -97,18 +121,21 @@ class Tool:
         file.write_text(PROGRAM.format(kernel=PLANTED[self.name]))
         return any("in defect" in report for report in reports_of(self.run(-1, str(file))))
 
-    def test(self, number: int, names: list[str]) -> tuple[collections.Counter[str], list[str]]:
-        """Outcomes of these tests, and what the tool reported."""
+    def test(self, number: int, names: list[str]) -> Tested:
+        """These tests, in one process."""
         file = self.folder / f"{self.name}-{number}.xml"
         options = ("-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark", f"--junitxml={file}")
         log = self.run(number, "-m", "pytest", *options, *names) if time.monotonic() < self.ends else ""
         if not file.exists() or "SUMMARY" not in log:
-            return collections.Counter({"not run": len(names)}), []
-        outcomes = collections.Counter[str]()
+            return Tested(collections.Counter({"not run": len(names)}))
+        outcomes, failures = collections.Counter[str](), {}
         for case in ElementTree.parse(file).iter("testcase"):  # our own file
-            found = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-            outcomes[found[0] if found else "passed"] += 1
-        return outcomes, reports_of(log)
+            found = [child for child in case if child.tag in ("failure", "error", "skipped")]
+            outcomes[found[0].tag if found else "passed"] += 1
+            if found and found[0].tag != "skipped":
+                failures[str(case.get("name"))] = one_line(found[0].get("message", ""), MAX_REASON)
+        reports = reports_of(log)
+        return Tested(outcomes, failures, {", ".join(names): reports} if reports else {})
 
 
 def reports_of(log: str) -> list[str]:
@@ -142,11 +169,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             tool = Tool(name, options.processes, time.monotonic() + options.limit, Path(folder))
             row: dict[str, Any] = {"tool": name, "tests": len(names), "planted_noticed": tool.notices()}
-            outcomes, reports = collections.Counter[str](), collections.Counter[str]()
+            tested = Tested(collections.Counter())
             parts = [names[first : first + PER_PROCESS] for first in range(0, len(names), PER_PROCESS)]
             for of_part in tool.pool.map(tool.test, range(len(parts)), parts):
-                outcomes, reports = outcomes + of_part[0], reports + collections.Counter(of_part[1])
-                row |= {"outcomes": dict(outcomes), "reports": dict(reports.most_common(20))}
+                tested.add(of_part)
+                row |= tested.row()
                 write_result(options.out, {"env": env, "rows": [*rows, row]})
         rows.append(row)
         print(row, flush=True)
