@@ -8,7 +8,9 @@ Each server has a GPU of its own: two per model, all at once where there are as 
 one request after the other, the same to both servers: numbers draw from ``MIX``, prompts and answers are of random
 lengths. Some streams are timed token by token, and some clients leave before their answer is complete.
 
-A row per server has what became of its requests, how long answers and gaps between tokens took, memory of its processes
+A row per server has what became of its requests, how long answers and gaps between tokens took (with half the distance
+between the quartiles of the same percentile in each of ``PARTS`` parts of the run, one after the other: a difference
+between servers that is not larger is none), memory of its processes
 and of its GPU every ``--every`` seconds, and of ours the rows that each path and reason has served, CUDA graphs and
 bytes. Growth is the median of the last quarter of the run over that of the second one. The file is written as results
 come.
@@ -66,6 +68,7 @@ NATIVE = {"native top_logprobs"}  # rows that SGLang's sampler serves
 PROMPTS, ANSWERS = (8, 256), (8, 256)  # tokens, the fewest and the most
 STREAMED, LEFT = 20, 50  # one of so many requests
 PERCENTS = (50, 99)
+PARTS = 10  # of equally many answers, or gaps, in the order in which they ended
 LOST = "no answer"
 ANSWER_SECONDS = 180.0
 START_SECONDS = 60.0  # of the run, in which kernels are loaded and the queue fills: its times are left out
@@ -118,6 +121,10 @@ class Clients:
         for name, scale, values in (("answer_s", 1, self.seconds), ("gap_ms", 1e3, self.gaps)):
             for percent in PERCENTS if values else ():
                 found[f"{name}_p{percent}"] = round(scale * float(np.percentile(values, percent)), 3)
+                if len(values) >= PARTS:
+                    of_parts = [np.percentile(part, percent) for part in np.array_split(values, PARTS)]
+                    low, high = np.percentile(of_parts, (25, 75))
+                    found[f"{name}_p{percent}_spread"] = round(scale * float(high - low) / 2, 3)
         return found
 
     async def ask(self, number: int) -> str:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from serving import make_server, needs_sglang
@@ -698,11 +699,18 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
     noise = {"noise": "ours", "steps": 10**7, "equal_pairs": 0}
     errors = {"cpu_not_finite_or_not_below_the_one_before": 0, "cpu_max_absolute_error": 2e-15, "upper_words": 2**32}
     rows = {
-        "streams": [planted, small, small, seeds, crush],
+        "streams": [planted, small, small, seeds],
+        "crush steps": [crush],
         "collisions": [noise, noise | {"noise": "vLLM"}],
         "map": [errors],
     }
     put("noise", sections={name: {"rows": of_section} for name, of_section in rows.items()})
+    whole = {"tool": "memcheck", "tests": 9, "outcomes": {"passed": 4, "failure": 2}}
+    put("h200-sanitized", rows=[whole | {"reports": {"Invalid read in k": 3, "Program hit out of memory": 5}}])
+    step = {"steps": 500, "waits": 1, "allocates": 0, "loads": 2}
+    put("h200-hot-path", rows=[step, step])
+    soaked = {"path": "cpu", "rows": 2, "draws_per_row": 1000, "most_log_evidence": 1.0, "powerful": 1}
+    put("soak", rows=[soaked, soaked | {"rows": 6, "most_log_evidence": -30.0}])
     put("exact", rows=[legal | {"path": "cpu"}, legal | {"path": "logits"}, legal | {"path": "cpu", "first": 9}])
     cells = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
     assert cells["planted defects that no test notices"] == "2 of 3"
@@ -715,6 +723,15 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
         "GPU: batch, order and path 2 of 100, CUDA graph 0 of 7; interpreted: configuration 0 of 9"
     )
     assert cells["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
+    assert cells["reports of compute-sanitizer in GPU tests of the kernels"] == (
+        "memcheck: 3 in 4 tests (2 failed, 3 not run)"
+    )
+    assert cells["steps of the sampler that wait for the GPU, allocate, or load a kernel"] == (
+        "2 waits, 0 allocates, 4 loads of 1,000"
+    )
+    assert cells["log of the evidence against the law of draws, looked at at any time"] == (
+        "cpu: -0.4, 8.0e+03 draws of 8 distributions, 2 of this power"
+    ), "the mean of e and of about 0: e * 2 / 8"
     assert cells["noise: p-values of TestU01 that fail"] == (
         "SmallCrush: 0 of 45, 2 suspect, in 2 orders; Crush: 0 of 144, 1 suspect, in 1 order"
     )
@@ -910,7 +927,8 @@ def test_reports_of_a_sanitizer_and_outcomes_of_its_tests_are_counted(load, tmp_
     """Here the tool is a script that runs nothing: it reports an access, and that one test of two has passed."""
     module, out, tool = load("sanitized"), tmp_path / "out.json", tmp_path / "compute-sanitizer"
     report = "========= Invalid __global__ read of size 4 bytes\\n=========     at %s+0x40 in file.py:3\\n"
-    cases = "<testsuite><testcase/><testcase><skipped/></testcase></testsuite>"
+    cases = '<testcase/><testcase><skipped/></testcase><testcase name="b"><failure message="no memory"/></testcase>'
+    cases = f"<testsuite>{cases}</testsuite>"
     tool.write_text(
         "#!/bin/sh\n"
         'case "$*" in *pytest*) name=kernel;; *) name=defect;; esac\n'
@@ -925,7 +943,10 @@ def test_reports_of_a_sanitizer_and_outcomes_of_its_tests_are_counted(load, tmp_
     assert module.main() == 1
     (row,) = json.loads(out.read_text())["rows"]
     assert row["reports"] == {"Invalid __global__ read of size 4 bytes in kernel": 1}
-    assert row["planted_noticed"] and row["tests"] == 2 and row["outcomes"] == {"passed": 1, "skipped": 1}
+    assert row["planted_noticed"] and row["tests"] == 2
+    assert row["outcomes"] == {"passed": 1, "skipped": 1, "failure": 1} and row["failures"] == {"b": "no memory"}
+    assert row["reported_among"] == ["a, b"]
+    row["outcomes"].pop("failure")
     assert module.wrong(row) and not module.wrong(row | {"reports": {}})
     assert module.wrong(row | {"reports": {}, "planted_noticed": False})
     assert module.wrong(row | {"reports": {}, "outcomes": {"failure": 1}})
@@ -1061,6 +1082,63 @@ def test_a_token_that_differs_where_the_reference_is_certain_is_counted(load, mo
     assert (count.tokens, count.different, count.near_ties) == (3 * rows, 1, 1)
 
 
+@no_gpu
+def test_steps_of_each_kind_are_profiled_and_what_cuda_was_asked_for_is_counted(dry_run, load, monkeypatch):
+    rows = dry_run("hot_path")["rows"]
+    assert [row["kind"] for row in rows] == ["plain", "greedy", "k50p90", "edited", "logprobs"]
+    assert sum(row["steps"] for row in rows) == 20
+    hot_path, call = load("hot_path"), {"cat": "cuda_runtime", "name": "cudaMalloc"}
+    events = [{"cat": "user_annotation", "name": "steps", "ts": 5.0, "dur": 10.0}]
+    events += [call | {"ts": at} for at in (4.0, 6.0, 16.0)] + [call | {"ts": 7.0, "name": "cudaStreamSynchronize"}]
+    events += [
+        call | {"ts": 8.0, "name": "cuLaunchKernelEx", "cat": "cuda_driver"},
+        call | {"ts": 9.0, "cat": "cpu_op"},
+    ]
+    assert hot_path.counted(events) == {"allocates": 1, "waits": 1, "calls": 3}
+
+
+@no_gpu
+def test_evidence_that_is_looked_at_again_and_again_is_rarely_wrong_and_grows_where_draws_are(load):
+    stats, random = load("stats"), np.random.default_rng(1)
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    one, two = stats.log_e_value(np.eye(4)[1], p), stats.log_e_value(2 * np.eye(4)[1], p)
+    later = [(c * p[1] + 1) / (c + 1) for c in stats.CONCENTRATIONS]  # the chance of the second draw, after the first
+    assert abs(one) < 1e-7 and abs(two - np.log(np.mean(later) / p[1])) < 1e-7
+    looks = random.multinomial(500, p, size=(400, 20)).cumsum(1)
+    reached = sum(max(stats.log_e_value(counts, p) for counts in of_run) >= np.log(20) for of_run in looks)
+    assert reached <= 35, "of 400, 20 at most are expected: 35 has a chance below 1e-3, and the seed is fixed"
+    soak = load("soak")
+    other = soak.at_distance(p, soak.TVD)
+    assert abs(np.abs(other - p).sum() / 2 - soak.TVD) < 1e-12 and abs(other.sum() - 1) < 1e-12
+    evidence = [stats.log_e_value(random.multinomial(30_000_000, other), p) for _ in range(20)]
+    assert min(evidence) > -np.log(soak.ALPHA)
+    assert stats.log_e_value(np.array([5, 0, 0, 1]), np.array([0.5, 0.3, 0.2, 0.0])) == float("inf")
+
+
+@no_gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_path, wrong):
+    soak, out = load("soak"), tmp_path / "soak.json"
+    random = np.random.default_rng(0)
+
+    def draw_of(batch):
+        laws = [soak.distribution(row) for row in batch.seen]
+        laws = [batch.may[row] / batch.may[row].sum() if law is None else law for row, law in enumerate(laws)]
+        laws = [soak.at_distance(law, 0.1) if wrong and law.max() < 1 else law for law in laws]
+        return lambda positions: torch.from_numpy(
+            np.concatenate([random.choice(len(law), soak.AT_ONCE, p=law) for law in laws])
+        )
+
+    monkeypatch.setattr(soak, "PATHS", {"cpu": types.SimpleNamespace(draw_of=draw_of)})
+    monkeypatch.setattr(soak, "draws_in_host_memory", lambda device: True)
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--out", str(out), "--minutes", "0.01", "--batches", "1"])
+    assert soak.main() == int(wrong)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["draws_per_row"] >= soak.CALLS * soak.AT_ONCE and 0 < row["rows"] <= soak.ROWS
+    assert (row["most_log_evidence"] >= -np.log(soak.ALPHA)) == wrong and row["powerful"] == 0
+    assert row["noticed"] > 0
+
+
 def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
     exact = load("exact")
 
@@ -1133,6 +1211,10 @@ def test_runs_of_one_benchmark_are_joined_and_each_row_knows_its_own(load):
     assert [(run.get("sglang"), run["device"]) for run in joined["runs"]] == [("0.5.17", "a"), (None, "b"), (None, "b")]
     assert joined["env"]["device"] == "b" and joined["env"]["not_run"] == [{"us": 0}]
     assert all("torch" not in run for run in joined["runs"]), "the same in all"
+    gaps = [{"section": "soak", "reason": "x"}, {"section": "tokens", "reason": "x"}]
+    some = part("python ranks.py", [{"section": "soak"}], not_run=gaps)
+    later = part("python ranks.py", [{"section": "tokens"}])
+    assert join([some, later])["env"]["not_run"] == gaps[:1], "what was not run is left out once it was"
     with pytest.raises(ValueError, match=r"results of ranks\.py and serve\.py; expected one benchmark's"):
         join([one, part("python ranks.py", [])])
 

@@ -1,0 +1,156 @@
+"""Draws for an hour, or as long as is asked for, of distributions that are known exactly: is there evidence that a path
+draws another one?
+
+    python benchmarks/soak.py --out benchmarks/results/soak.json
+    python benchmarks/soak.py --out soak.json --minutes 5
+
+Rows are those of ``exact.py``, with temperatures, top-k, top-p, min-p and masks, where no rounding decides what may be
+drawn. Each is drawn at new positions all the time, and the evidence against its distribution is looked at again and
+again (``log_e_value`` in ``stats.py``): the mean over all rows of a path ever reaches 1 / ``ALPHA`` with a chance of at
+most ``ALPHA``, where draws are right.
+
+In the end the same counts are compared with distributions at a total variation distance of ``PLANTED_TVD``, and
+``noticed`` says in how many rows there would be evidence. ``powerful`` says in how many rows so many draws of a
+distribution at a distance of ``TVD`` would be noticed in 99 of 100 simulations. Both distributions have the most likely
+id less often, and all others more often by the same share.
+
+Paths are those of ``exact.py``. A row of the file is what a process has drawn from one batch of rows, so far. The exit
+code is 1 where the evidence has reached 1 / ``ALPHA``, or where nothing planted is noticed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from common import DEVICE, in_processes, make_parser, new_env, write_result
+from definition import Row, may_and_must, probabilities
+from exact import PATHS, Batch
+from scipy.special import logsumexp
+from stats import log_e_value
+
+from sgl_flashsample.cpu_path import draws_in_host_memory
+from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
+
+ALPHA, TVD, PLANTED_TVD = 1e-6, 1e-3, 0.03
+ROWS = 32  # of a batch
+AT_ONCE = MAX_COMPILED_ROWS // ROWS  # positions of a call
+CALLS = 100  # between two looks
+SIMULATIONS = 100
+
+
+def distribution(row: Row) -> np.ndarray | None:
+    """``[V]`` float64. None where rounding decides which ids a limit leaves, or where one id is left."""
+    p = probabilities(row)
+    may, must = may_and_must(row, p, flashinfer=True)
+    return np.where(must, p, 0.0) / p[must].sum() if (may == must).all() and must.sum() > 1 else None
+
+
+def at_distance(probability: np.ndarray, tvd: float) -> np.ndarray:
+    """Another distribution of the same ids. The most likely one is less likely by ``tvd``, if it can be."""
+    most = probability.argmax()
+    tvd = min(tvd, probability[most] / 2)
+    other = probability * (1 + tvd / (1 - probability[most]))
+    other[most] = probability[most] - tvd
+    return other
+
+
+class Draws:
+    """Of one batch of rows. probability: of each row, None where it is not certain. counts: ``[B, V]`` int64."""
+
+    def __init__(self, path: str, index: int) -> None:
+        self.index, self.position = index, 0
+        self.batch = Batch(index, ROWS, AT_ONCE)
+        self.draw = PATHS[path].draw_of(self.batch)
+        self.probability = [distribution(row) for row in self.batch.seen]
+        self.counts = np.zeros(self.batch.may.shape, dtype=np.int64)
+        self.most_evidence = -math.inf
+
+    def go_on(self) -> None:
+        """``CALLS`` calls, and a look at the evidence."""
+        num_rows, vocab = self.counts.shape
+        row = torch.arange(num_rows, device=DEVICE).repeat_interleave(AT_ONCE)
+        counts = torch.zeros(num_rows * vocab, dtype=torch.int64, device=DEVICE)
+        for _ in range(CALLS):
+            tokens = self.draw(range(self.position, self.position + AT_ONCE))
+            counts += torch.bincount(row * vocab + tokens, minlength=len(counts))
+            self.position += AT_ONCE
+        self.counts += counts.view(num_rows, vocab).cpu().numpy()
+        self.most_evidence = max(self.most_evidence, self.evidence())
+
+    def of_rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Counts and distribution of each row that has one."""
+        for counts, probability in zip(self.counts, self.probability, strict=True):
+            if probability is not None:
+                yield counts, probability
+
+    def evidence(self) -> float:
+        """Log of the mean over the rows."""
+        logs = [log_e_value(counts, probability) for counts, probability in self.of_rows()]
+        return float(logsumexp(logs) - math.log(len(logs))) if logs else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        random, limit = np.random.default_rng(0), -math.log(ALPHA)
+        noticed = powerful = rows = 0
+        for counts, probability in self.of_rows():
+            rows += 1
+            noticed += log_e_value(counts, at_distance(probability, PLANTED_TVD)) > limit
+            simulated = random.multinomial(counts.sum(), at_distance(probability, TVD), size=SIMULATIONS)
+            powerful += sum(log_e_value(one, probability) > limit for one in simulated) >= 0.99 * SIMULATIONS
+        found = {"batch": self.index, "ids": self.counts.shape[1], "rows": rows, "draws_per_row": self.position}
+        found |= {"log_evidence": round(self.evidence(), 2), "most_log_evidence": round(self.most_evidence, 2)}
+        return found | {"noticed": int(noticed), "powerful": int(powerful)}
+
+
+def soak(path: str, number: int, seconds: float, batches: int) -> list[dict[str, Any]]:
+    """What process ``number`` has drawn, from batches of its own, one after the other until the time is over."""
+    started = time.monotonic()
+    draws = [Draws(path, number * batches + one) for one in range(batches)]
+    while time.monotonic() < started + seconds:
+        for one in draws:
+            one.go_on()
+    return [{"path": path} | one.summary() for one in draws if any(True for _ in one.of_rows())]
+
+
+def evidence_of(rows: list[dict[str, Any]], name: str) -> float:
+    """Log of the mean over all rows. The most evidence of parts bounds that of the whole."""
+    weights = [row["rows"] for row in rows]
+    return float(logsumexp([row[name] for row in rows], b=weights) - math.log(sum(weights)))
+
+
+def main() -> int:
+    parser = make_parser(__doc__, needs_gpu=False)
+    parser.add_argument("--minutes", type=float, default=60.0, help="of all paths together")
+    parser.add_argument("--batches", type=int, default=4, help=f"of {ROWS} rows each, of each process")
+    parser.add_argument("--processes", type=int, default=1, help="they share all GPUs")
+    options = parser.parse_args()
+    paths = [path for path in PATHS if (path == "cpu") == (DEVICE.type == "cpu")]
+    if DEVICE.type == "cpu" and not draws_in_host_memory(DEVICE):
+        parser.error("without a GPU this draws in host memory: the extra `cpu`, and TRITON_INTERPRET unset")
+    result: dict[str, Any] = {"env": new_env(), "rows": []}
+    wrong = False
+    for path in paths:
+        seconds = options.minutes * 60 / len(paths)
+        cases = ((path, number, seconds, options.batches) for number in range(options.processes))
+        rows: list[dict[str, Any]] = []
+        for of_process in in_processes(soak, cases, options.processes):
+            rows += of_process
+            write_result(options.out, result | {"rows": result["rows"] + rows})
+        result["rows"] += rows
+        evidence, draws = (
+            evidence_of(rows, "most_log_evidence"),
+            sum(row["rows"] * row["draws_per_row"] for row in rows),
+        )
+        of_rows = {name: sum(row[name] for row in rows) for name in ("rows", "noticed", "powerful")}
+        print(f"{path}: {draws:,} draws of {of_rows}; log evidence {evidence:.2f}, limit {-math.log(ALPHA):.2f}")
+        wrong |= evidence >= -math.log(ALPHA) or not of_rows["noticed"]
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
