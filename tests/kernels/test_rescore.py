@@ -184,7 +184,8 @@ def stage(device) -> Stage:
     case = case.with_params(temperature=temperature, truncation=truncation)
     copy = Int8Head(case.head)
     workspace = ScreenWorkspace(copy.num_groups, copy.weight.shape[1], num_rows, device)
-    workspace.operands.max_logit_lo.fill_(-55.0)  # of rows that are not truncated, nothing is written
+    for never_written in (workspace.operands.max_logit_lo, workspace.operands.id_hi):
+        never_written.fill_(-55.0)  # of rows that are not truncated
     quantize_hidden(case.hidden, workspace, SCREEN)
     screen_head(case.head, copy, num_rows, case.params, workspace, SCREEN)
     buffer = LogitsBuffer(num_rows, vocab, torch.float32, device)
