@@ -14,8 +14,9 @@ In the end the same counts are compared with distributions at a total variation 
 distribution at a distance of ``TVD`` would be noticed in 99 of 100 simulations. Both distributions have the most likely
 id less often, and all others more often by the same share.
 
-Paths are those of ``exact.py``. A row of the file is what a process has drawn from one batch of rows, so far. The exit
-code is 1 where the evidence has reached 1 / ``ALPHA``, or where nothing planted is noticed.
+Paths are those of ``exact.py``, and have equal parts of the time, and so have the batches of rows that a process draws
+one after the other. The file has those that have ended. The exit code is 1 where the evidence has reached 1 /
+``ALPHA``, or where nothing planted is noticed.
 """
 
 from __future__ import annotations
@@ -61,33 +62,35 @@ def at_distance(probability: np.ndarray, tvd: float) -> np.ndarray:
 
 
 class Draws:
-    """Of one batch of rows. probability: of each row, None where it is not certain. counts: ``[B, V]`` int64."""
+    """Of one batch of rows. probability: of each row, None where it is not certain. counts: ``[B, V + 1]`` int64, the
+    last of what is no id."""
 
     def __init__(self, path: str, index: int) -> None:
         self.index, self.position = index, 0
         self.batch = Batch(index, ROWS, AT_ONCE)
         self.draw = PATHS[path].draw_of(self.batch)
         self.probability = [distribution(row) for row in self.batch.seen]
-        self.counts = np.zeros(self.batch.may.shape, dtype=np.int64)
+        self.counts = np.zeros((ROWS, self.batch.may.shape[1] + 1), dtype=np.int64)
         self.most_evidence = -math.inf
 
     def go_on(self) -> None:
         """``CALLS`` calls, and a look at the evidence."""
-        num_rows, vocab = self.counts.shape
-        row = torch.arange(num_rows, device=DEVICE).repeat_interleave(AT_ONCE)
-        counts = torch.zeros(num_rows * vocab, dtype=torch.int64, device=DEVICE)
+        width = self.counts.shape[1]
+        first = torch.arange(0, self.counts.size, width, device=DEVICE).repeat_interleave(AT_ONCE)
+        counts = torch.zeros(self.counts.size, dtype=torch.int64, device=DEVICE)
         for _ in range(CALLS):
             tokens = self.draw(range(self.position, self.position + AT_ONCE))
-            counts += torch.bincount(row * vocab + tokens, minlength=len(counts))
+            tokens = torch.where((tokens >= 0) & (tokens < width), tokens, width - 1)
+            counts += torch.bincount(first + tokens, minlength=len(counts))
             self.position += AT_ONCE
-        self.counts += counts.view(num_rows, vocab).cpu().numpy()
+        self.counts += counts.view(ROWS, width).cpu().numpy()
         self.most_evidence = max(self.most_evidence, self.evidence())
 
     def of_rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Counts and distribution of each row that has one."""
         for counts, probability in zip(self.counts, self.probability, strict=True):
             if probability is not None:
-                yield counts, probability
+                yield counts, np.append(probability, 0.0)
 
     def evidence(self) -> float:
         """Log of the mean over the rows."""
@@ -102,19 +105,17 @@ class Draws:
             noticed += log_e_value(counts, at_distance(probability, PLANTED_TVD)) > limit
             simulated = random.multinomial(counts.sum(), at_distance(probability, TVD), size=SIMULATIONS)
             powerful += sum(log_e_value(one, probability) > limit for one in simulated) >= 0.99 * SIMULATIONS
-        found = {"batch": self.index, "ids": self.counts.shape[1], "rows": rows, "draws_per_row": self.position}
+        found = {"batch": self.index, "ids": self.batch.may.shape[1], "rows": rows, "draws_per_row": self.position}
         found |= {"log_evidence": round(self.evidence(), 2), "most_log_evidence": round(self.most_evidence, 2)}
         return found | {"noticed": int(noticed), "powerful": int(powerful)}
 
 
-def soak(path: str, number: int, seconds: float, batches: int) -> list[dict[str, Any]]:
-    """What process ``number`` has drawn, from batches of its own, one after the other until the time is over."""
-    started = time.monotonic()
-    draws = [Draws(path, number * batches + one) for one in range(batches)]
-    while time.monotonic() < started + seconds:
-        for one in draws:
-            one.go_on()
-    return [{"path": path} | one.summary() for one in draws if any(True for _ in one.of_rows())]
+def soak(path: str, index: int, seconds: float) -> dict[str, Any]:
+    """What has been drawn from one batch of rows until the time is over."""
+    started, draws = time.monotonic(), Draws(path, index)
+    while draws.position == 0 or time.monotonic() < started + seconds:
+        draws.go_on()
+    return {"path": path} | draws.summary()
 
 
 def evidence_of(rows: list[dict[str, Any]], name: str) -> float:
@@ -135,11 +136,11 @@ def main() -> int:
     result: dict[str, Any] = {"env": new_env(), "rows": []}
     wrong = False
     for path in paths:
-        seconds = options.minutes * 60 / len(paths)
-        cases = ((path, number, seconds, options.batches) for number in range(options.processes))
+        seconds = options.minutes * 60 / len(paths) / options.batches
+        cases = ((path, index, seconds) for index in range(options.batches * options.processes))
         rows: list[dict[str, Any]] = []
-        for of_process in in_processes(soak, cases, options.processes):
-            rows += of_process
+        for row in in_processes(soak, cases, options.processes):
+            rows += [row] if row["rows"] else []
             write_result(options.out, result | {"rows": result["rows"] + rows})
         result["rows"] += rows
         evidence, draws = (

@@ -952,6 +952,15 @@ def test_reports_of_a_sanitizer_and_outcomes_of_its_tests_are_counted(load, tmp_
     assert module.wrong(row | {"reports": {}, "outcomes": {"failure": 1}})
 
 
+def test_a_percentile_under_load_has_the_spread_of_the_same_percentile_over_the_run(load, tmp_path):
+    clients = load("load").Clients(1, 9, tmp_path / "out.json")
+    clients.began = time.monotonic() - 10
+    clients.seconds, clients.gaps = [1.0] * 50 + [2.0] * 50, [0.1] * 9
+    summary = clients.summary()
+    assert summary["answer_s_p99"] == 2.0 and summary["answer_s_p99_spread"] == 0.5
+    assert summary["gap_ms_p99"] == 100.0 and "gap_ms_p99_spread" not in summary, "fewer than one for each part"
+
+
 @no_gpu
 @needs_sglang
 @pytest.mark.server
@@ -1137,6 +1146,10 @@ def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_
     assert row["draws_per_row"] >= soak.CALLS * soak.AT_ONCE and 0 < row["rows"] <= soak.ROWS
     assert (row["most_log_evidence"] >= -np.log(soak.ALPHA)) == wrong and row["powerful"] == 0
     assert row["noticed"] > 0
+    draws = soak.Draws("cpu", 0)
+    draws.draw = lambda positions: torch.tensor([-1]).repeat(soak.ROWS * soak.AT_ONCE)
+    draws.go_on()
+    assert draws.evidence() == float("inf"), "no id is an id that cannot be drawn"
 
 
 def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
