@@ -815,10 +815,9 @@ def _sanitized(data: dict[str, Any]) -> str:
 
 
 def _hot_path(data: dict[str, Any]) -> str:
-    names = ("waits", "allocates", "loads")
-    counts = (sum(row[name] for row in data["rows"]) for name in names)
-    done = ", ".join(f"{count:,} {name}" for name, count in zip(names, counts, strict=True))
-    return f"{done} of {sum(row['steps'] for row in data['rows']):,}"
+    names = {"waits": "waits", "allocates": "allocations", "loads": "kernels loaded"}
+    done = ", ".join(f"{sum(row[name] for row in data['rows']):,} {words}" for name, words in names.items())
+    return f"{done} in {sum(row['steps'] for row in data['rows']):,} steps"
 
 
 def _soaked(data: dict[str, Any]) -> str:
@@ -950,7 +949,12 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         for where, file in (("a CPU", "load"), ("two GPUs", "h100-load"))
     ),
     ("reports of compute-sanitizer in GPU tests of the kernels", "0 in all of them", "h200-sanitized", _sanitized),
-    ("steps of the sampler that wait for the GPU, allocate, or load a kernel", "0 of 1e4", "h200-hot-path", _hot_path),
+    (
+        "waits for the GPU, allocations and loaded kernels of the sampler's steps",
+        "0 in 1e4 steps",
+        "h200-hot-path",
+        _hot_path,
+    ),
     (
         "log of the evidence against the law of draws, looked at at any time",
         "below 13.8; a total variation distance of 1e-3 would be noticed",

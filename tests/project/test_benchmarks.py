@@ -726,8 +726,8 @@ def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, res
     assert cells["reports of compute-sanitizer in GPU tests of the kernels"] == (
         "memcheck: 3 in 4 tests (2 failed, 3 not run)"
     )
-    assert cells["steps of the sampler that wait for the GPU, allocate, or load a kernel"] == (
-        "2 waits, 0 allocates, 4 loads of 1,000"
+    assert cells["waits for the GPU, allocations and loaded kernels of the sampler's steps"] == (
+        "2 waits, 0 allocations, 4 kernels loaded in 1,000 steps"
     )
     assert cells["log of the evidence against the law of draws, looked at at any time"] == (
         "cpu: -0.4, 8.0e+03 draws of 8 distributions, 2 of this power"
