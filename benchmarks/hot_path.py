@@ -3,15 +3,16 @@ or compile or load a kernel?
 
     python benchmarks/hot_path.py --out benchmarks/results/h200-hot-path.json
 
-Steps are calls of ``sample`` with and without a screen, of each kind of batch in turn, with batch sizes in random
-order, and replays of CUDA graphs of them. Each kind has been called once with each size before, as a server does when
-it starts. Of each step CUDA's calls are counted, by the names in ``step_profile.py``, and the kernels that Triton
-loads. Three steps more are planted: one waits, one allocates, and one draws from a head of another type, whose kernels
-are new. The exit code is 1 where a step has done one of these things, or where what is planted is not noticed.
+Steps are calls of ``sample`` with a screen and without, of each kind of batch, with batch sizes in random order, and
+replays of CUDA graphs of them. Each has been called once with each size before, as by a server that starts. Of each
+step CUDA's calls are counted, by the names in ``step_profile.py``, and the kernels that Triton loads. Three steps more
+are planted: one waits, one allocates, and one draws from a head of another type, whose kernels are new. The exit code
+is 1 where a step has done one of these things, or where what is planted is not noticed.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -23,14 +24,13 @@ from typing import Any
 
 import torch
 from common import DEVICE, DRY_RUN, SHAPES, Batch, make_parser, new_env, write_result
+from contenders import PICKED, PICKED_WITH_SCREEN, Selection, Tree, entrants
 from step_profile import ALLOCATING, SYNCHRONISING
 from triton import knobs
 
-from sgl_flashsample import BatchParams, LMHead, Screen, Truncation, resolve, sample
-from sgl_flashsample.dispatch import make_workspace
-
 SIZES = (1, 3) if DRY_RUN else (1, 3, 17, 64)
 STEPS = 20 if DRY_RUN else 10_000
+KINDS, WAYS = ("plain", "greedy", "k50p90", "edits", "logprob"), (PICKED, PICKED_WITH_SCREEN)
 PART = 1_000  # steps of one profile
 COUNTED = {"waits": SYNCHRONISING, "allocates": ALLOCATING}
 Step = Callable[[], Any]
@@ -51,47 +51,26 @@ class Kernels:
         self.count += 1
 
 
-def params_of(batch: Batch, kind: str) -> BatchParams:
-    temperature = batch.full(0.0 if kind == "greedy" else 0.8)
-    truncation = Truncation(batch.full(50, torch.int32), batch.full(0.9), batch.full(0.0)) if kind == "k50p90" else None
-    edits = batch.edits if kind == "edited" else None
-    return BatchParams(temperature, batch.seed, batch.position[0], truncation, edits, all_greedy=kind == "greedy")
-
-
 def make_steps() -> dict[str, list[Step]]:
-    """By kind and way: a step of each batch size."""
+    """By kind of batch and way: a step of each batch size."""
     shape = SHAPES[min(1, len(SHAPES) - 1)]
-    head = LMHead(shape.weight(), softcap=shape.softcap)
-    table = resolve(head).dispatch
-    options: dict[str, Any] = {"workspace": make_workspace(head, max(SIZES), table=table), "table": table}
-    ways: dict[str, dict[str, Any]] = {"": options}
-    if not DRY_RUN:
-        ways[", with a screen"] = options | {"screen": Screen(head, max(SIZES))}
-    batches = [Batch(head, size) for size in SIZES]
+    tree = Tree(shape.weight(), shape.softcap, max(SIZES), tuned=True, folder=None)
     steps: dict[str, list[Step]] = {}
-    for kind in ("plain", "greedy", "k50p90", "edited", "logprobs"):
-        for way, given in ways.items():
-            named = given | ({"return_logprob": True} if kind == "logprobs" else {})
-            calls = [make_step(head, batch, kind, named) for batch in batches]
-            for call in calls:
-                call()
-            steps[kind + way] = calls
+    for size in SIZES:
+        for one in entrants([tree], Batch(tree.head, size), None, Selection(WAYS, KINDS)):
+            one.call(0)
+            steps.setdefault(f"{one.mode}, {one.path}", []).append(functools.partial(one.call, 1))
             if not DRY_RUN:
-                steps[f"{kind}{way}, replayed"] = [captured(call) for call in calls]
+                steps.setdefault(f"{one.mode}, {one.path}, replayed", []).append(captured(one.call))
     return steps
 
 
-def make_step(head: LMHead, batch: Batch, kind: str, options: dict[str, Any]) -> Step:
-    params = params_of(batch, kind)
-    return lambda: sample(batch.hidden, head, params, **options)
-
-
-def captured(call: Step) -> Step:
+def captured(call: Callable[[int], Any]) -> Step:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = call()
-    graph.outputs = outputs  # its memory
+        tokens = call(1)
+    graph.tokens = tokens  # its memory
     return graph.replay
 
 
@@ -142,8 +121,8 @@ def main() -> int:
         write_result(options.out, result)
     tensor, calls = torch.zeros(1, device=DEVICE), next(iter(steps.values()))
     planted: list[Step] = [tensor.item, lambda: torch.empty(2**31, dtype=torch.int8, device=DEVICE)]
-    head = LMHead(torch.zeros(99, 40, device=DEVICE))  # in float32: kernels that no step before has launched
-    planted.append(lambda: sample(torch.zeros(1, 40, device=DEVICE), head, params_of(Batch(head, 1), "plain")))
+    other = Tree(torch.zeros(99, 40, device=DEVICE), None, 1, tuned=False, folder=None)  # float32: its kernels are new
+    planted.append(functools.partial(other.entrant(Batch(other.head, 1), "plain", PICKED).call, 0))
     found = count([*calls, *planted, *calls])
     result["planted"] = {name: found[name] for name in ("waits", "allocates", "loads")}
     print("planted", result["planted"], flush=True)

@@ -28,6 +28,7 @@ import torch
 from common import DRY_RUN, SHAPES, Batch, make_parser, new_env, reason_of, write_result
 
 from sgl_flashsample import LMHead, sample
+from sgl_flashsample.autotune.timing import MAX_CALLS
 from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput, Truncation
 from sgl_flashsample.kernels.reference import sample_ref
@@ -297,6 +298,8 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="each so many batches one rank draws too, for tokens")
     parser.add_argument("--soak-seconds", type=float, default=1.0 if DRY_RUN else 600.0)
     options = parser.parse_args()
+    if not 1 <= options.every <= MAX_CALLS:
+        parser.error(f"--every is {options.every}; expected 1 to {MAX_CALLS}, the positions that a batch has")
     port = free_port()
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()

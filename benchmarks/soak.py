@@ -6,8 +6,8 @@ draws another one?
 
 Rows are those of ``exact.py``, with temperatures, top-k, top-p, min-p and masks, where no rounding decides what may be
 drawn. Each is drawn at new positions all the time, and the evidence against its distribution is looked at again and
-again (``log_e_value`` in ``stats.py``): the mean over all rows of a path ever reaches 1 / ``ALPHA`` with a chance of at
-most ``ALPHA``, where draws are right.
+again (``log_e_value`` in ``stats.py``). Where draws are right, the mean over the rows of one of N batches ever reaches
+N / ``ALPHA`` with a chance of at most ``ALPHA`` / N, so that of any batch of a path with a chance of ``ALPHA``.
 
 In the end the same counts are compared with distributions at a total variation distance of ``PLANTED_TVD``, and
 ``noticed`` says in how many rows there would be evidence. ``powerful`` says in how many rows so many draws of a
@@ -15,7 +15,7 @@ distribution at a distance of ``TVD`` would be noticed in 99 of 100 simulations.
 id less often, and all others more often by the same share.
 
 Paths are those of ``exact.py``, and have equal parts of the time, and so have the batches of rows that a process draws
-one after the other. The file has those that have ended. The exit code is 1 where the evidence has reached 1 /
+one after the other. The file has those that have ended. The exit code is 1 where the evidence of one has reached N /
 ``ALPHA``, or where nothing planted is noticed.
 """
 
@@ -118,12 +118,6 @@ def soak(path: str, index: int, seconds: float) -> dict[str, Any]:
     return {"path": path} | draws.summary()
 
 
-def evidence_of(rows: list[dict[str, Any]], name: str) -> float:
-    """Log of the mean over all rows. The most evidence of parts bounds that of the whole."""
-    weights = [row["rows"] for row in rows]
-    return float(logsumexp([row[name] for row in rows], b=weights) - math.log(sum(weights)))
-
-
 def main() -> int:
     parser = make_parser(__doc__, needs_gpu=False)
     parser.add_argument("--minutes", type=float, default=60.0, help="of all paths together")
@@ -143,13 +137,11 @@ def main() -> int:
             rows += [row] if row["rows"] else []
             write_result(options.out, result | {"rows": result["rows"] + rows})
         result["rows"] += rows
-        evidence, draws = (
-            evidence_of(rows, "most_log_evidence"),
-            sum(row["rows"] * row["draws_per_row"] for row in rows),
-        )
-        of_rows = {name: sum(row[name] for row in rows) for name in ("rows", "noticed", "powerful")}
-        print(f"{path}: {draws:,} draws of {of_rows}; log evidence {evidence:.2f}, limit {-math.log(ALPHA):.2f}")
-        wrong |= evidence >= -math.log(ALPHA) or not of_rows["noticed"]
+        evidence, limit = max(row["most_log_evidence"] for row in rows), math.log(len(rows) / ALPHA)
+        counts = {name: sum(row[name] for row in rows) for name in ("rows", "noticed", "powerful")}
+        draws = sum(row["rows"] * row["draws_per_row"] for row in rows)
+        print(f"{path}: {draws:,} draws of {counts}; most log evidence {evidence:.2f}, limit {limit:.2f}", flush=True)
+        wrong |= evidence >= limit or not counts["noticed"]
     return int(wrong)
 
 
