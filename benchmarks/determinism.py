@@ -332,7 +332,7 @@ def draw_by_ranks(paths: Paths, path: str, heads: Sequence[LMHead | None], width
             draws.append(paths.output(case, config, head))
     if HOST:  # there the kernel that merges cannot run: the reference does
         empty = torch.zeros(len(case.hidden))
-        records = [torch.stack([one.scores, one.token_ids.float(), empty, empty], -1) for one in draws]
+        records = [torch.stack([one.scores, one.token_ids.float(), *3 * [empty]], -1) for one in draws]
         return merge_records_ref(torch.stack(records))[0]
     return merge_records(torch.cat([pack_record(one) for one in draws]), return_logprob=False).token_ids
 

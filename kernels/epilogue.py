@@ -17,14 +17,16 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .intrinsics import LN_2, LOG2_E, clamp01, log2, mul_rn, reciprocal, round_to_bf16
-from .params import PER_ROW, REPEATS_SHIFT, Edit
+from .intrinsics import LN_2, LOG2_E, drop_nan, log2, mul_rn, reciprocal, round_to_bf16
+from .params import LARGEST_LOGIT, PER_ROW, REPEATS_SHIFT, BatchParams, Edit
 from .workspace import MAX_TOP_GROUPS
 
-# Bound of a logit, so that logit / temperature stays finite.
-LIMIT = tl.constexpr(2.0**100)
-# Of a group that has a token: its peak weighs 1, but where it is so large that its rounding is a power of its own.
-MIN_MASS = tl.constexpr(0.5)
+LIMIT = tl.constexpr(LARGEST_LOGIT)
+_COLDEST = tl.constexpr(BatchParams.MIN_TEMPERATURE)
+_HOTTEST = tl.constexpr(BatchParams.MAX_TEMPERATURE)
+# Soft caps up to this one are computed from one exponential: its error, a share of the cap, is small beside a logit.
+_NARROW_CAP = tl.constexpr(32.0)
+_SERIES_UP_TO = tl.constexpr(0.25)  # a share of the cap: the series of tanh to y^9 leaves 1e-8 of it
 # Groups per row that all splits together leave behind, about: enough that the first dozens are among them.
 _TOP_GROUPS_OF_ALL_SPLITS = 1536
 _ADDITIVE = tl.constexpr(int(Edit.ADDITIVE))
@@ -42,33 +44,62 @@ def transform_logits(
     softcap,  # or None
     LOGITS_DTYPE: tl.constexpr,
     IN_PAIRS: tl.constexpr = False,  # bfloat16 by ``round_to_bf16``
+    DROP_NAN: tl.constexpr = False,
 ):
-    """The model's logits, as float32: rounded like its GEMM output, scaled, soft-capped.
+    """The model's logits, as float32: rounded like its GEMM output, scaled, soft-capped. DROP_NAN: -inf for NaN.
 
     Rounding matters: a bf16 model's logits have many exact ties, and another rounding is another
     distribution than the one its logits define.
     """
     if IN_PAIRS and LOGITS_DTYPE.is_bf16():
-        logits = round_to_bf16(acc)
+        rounded = round_to_bf16(acc)
     else:
-        logits = acc.to(LOGITS_DTYPE).to(tl.float32)
+        rounded = acc.to(LOGITS_DTYPE)
+    if DROP_NAN and logit_scale is None and softcap is None:
+        rounded = drop_nan(rounded)
+    logits = rounded.to(tl.float32)
     if logit_scale is not None:
         logits = (logits * logit_scale).to(LOGITS_DTYPE).to(tl.float32)
     if softcap is not None:
         logits = soft_cap(logits, softcap)
+    if DROP_NAN and not (logit_scale is None and softcap is None):
+        logits = drop_nan(logits)
     return logits
 
 
 @triton.jit
 def soft_cap(logits, softcap):
-    # tanh(x) = 1 - 2 / (e^2x + 1): saturates cleanly at both ends, no libdevice.
-    return softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / softcap)) + 1.0))
+    """``softcap * tanh(logits / softcap)``, without libdevice."""
+    # tanh(y) = 1 - 2 / (e^2y + 1) saturates cleanly at both ends. Its error is a share of the cap.
+    capped = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / softcap)) + 1.0))
+    if softcap > _NARROW_CAP:
+        share = logits * (1.0 / softcap)
+        square = share * share
+        series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * 62.0 / 2835.0)))
+        capped = tl.where(square < _SERIES_UP_TO * _SERIES_UP_TO, logits * series, capped)
+    return capped
+
+
+@triton.jit
+def cap_slack(capped, softcap):
+    """How far ``soft_cap`` of a larger logit may be below ``capped``, or that of a smaller one above it: its quotient
+    and its series are of numbers up to 2, each rounded a few times."""
+    return tl.minimum(softcap, tl.maximum(4.0 * tl.abs(capped), _NARROW_CAP)) * 2.0**-20
 
 
 @triton.jit
 def bound_logits(logits, valid):
-    """Logits in (-LIMIT, LIMIT], or -inf: what is not valid, not above -LIMIT, or NaN."""
-    return tl.where(valid & (logits > -LIMIT), tl.minimum(logits, LIMIT), float("-inf"))
+    """Logits up to LIMIT, or -inf: what is not valid, -inf, or NaN."""
+    return tl.where(valid & (logits > float("-inf")), tl.minimum(logits, LIMIT), float("-inf"))
+
+
+@triton.jit
+def invert_temperature(temperature):
+    """Which temperatures are greedy, and the reciprocals: 1 of greedy ones, of others that of the nearest in
+    [MIN_TEMPERATURE, MAX_TEMPERATURE]; NaN counts as the largest."""
+    greedy = temperature <= 0.0
+    bounded = tl.where(temperature < _HOTTEST, tl.maximum(temperature, _COLDEST), _HOTTEST)
+    return greedy, tl.div_rn(1.0, tl.where(greedy, 1.0, bounded))
 
 
 @triton.jit
@@ -93,7 +124,11 @@ def edit_logits(
     edits,  # EditOperands
 ):
     """SGLang's changes to the logits, in its order: penalties, grammar mask, bias. A row reads only what its own flags
-    ask for."""
+    ask for.
+
+    What forbids an id is the mask, and a logit, a penalty or a bias that is -inf or no number. A finite bias does not,
+    however far down the sum is.
+    """
     edit_rows = (flags >> _SHIFT)[None, :]
     read = valid & ((flags & _ADDITIVE) != 0)[None, :]
     logits += tl.load(edits.additive + edit_rows * edits.additive_stride + columns, mask=read, other=0.0)
@@ -109,8 +144,10 @@ def edit_logits(
         forbidden = ((word >> (columns % 32)) & 1) == 0
     logits = tl.where(forbidden, float("-inf"), logits)
     read = valid & ((flags & _BIAS) != 0)[None, :]
-    logits += tl.load(edits.bias + edit_rows * edits.bias_stride + columns, mask=read, other=0.0)
-    return bound_logits(logits, True)
+    bias = tl.load(edits.bias + edit_rows * edits.bias_stride + columns, mask=read, other=0.0)
+    # Asked here and of two values at hand: a flag kept from the first load on would take a register per logit.
+    allowed = (logits > float("-inf")) & (bias > float("-inf"))
+    return tl.where(allowed, tl.minimum(tl.maximum(logits + bias, -LIMIT), LIMIT), float("-inf"))
 
 
 @triton.jit
@@ -123,6 +160,21 @@ def rows_truncated(truncation, rows, mask, vocab_size):
 
 
 @triton.jit
+def perturb(peak, mass, rate, exponential):
+    """Perturbed log-masses of groups, absolute and relative to ``peak / temperature``: blocks that broadcast.
+
+    peak: the largest logit. mass: the exp-sum relative to it. rate: ``log2(e) / temperature``. A number beyond what a
+    float32 holds counts as the largest.
+    """
+    base = tl.minimum(tl.maximum(mul_rn(peak, rate), -LIMIT), LIMIT)
+    # log(mass) - log(exponential) as one logarithm, in the layout of the noise: eight times less work than in that
+    # of the sums, which every lane of a group holds.
+    relative = log2(mass * reciprocal(exponential))
+    score = base + (relative + tl.fma(peak, rate, -base))  # with what the product's rounding has taken
+    return tl.minimum(tl.maximum(score, -LIMIT), LIMIT) * LN_2, relative * LN_2
+
+
+@triton.jit
 def score_groups(
     logits,  # [NUM_GROUPS, GROUP_SIZE, BLOCK_B] f32
     valid,  # [NUM_GROUPS] bool, false beyond the vocabulary
@@ -132,27 +184,24 @@ def score_groups(
     position,  # [NUM_GROUPS, BLOCK_B] i64
     group,  # [NUM_GROUPS] i32, absolute group ids
 ):
-    """Perturbed log-mass of each group (its maximum on greedy rows), its log-mass, and its largest logit.
+    """Perturbed log-mass of each group (its maximum on greedy rows), its mass, and its largest logit.
 
-    Returns ``score, log_mass, peak``, each ``[NUM_GROUPS, BLOCK_B]`` float32, the first two at temperature; a group
-    without a token has -inf. Logits count as ``bound_logits`` would have them: that takes one instruction per logit
-    here, and the rest per group.
+    Returns ``score, mass, peak``, each ``[NUM_GROUPS, BLOCK_B]`` float32. score: at temperature, -inf of a group
+    without a token, as peak. mass: the exp-sum of the logits at temperature, relative to ``peak``, finite where no
+    logit is +inf. No logit is NaN. Scores count logits as ``bound_logits`` would have them.
     """
     peak = tl.max(logits, axis=1)
-    has_token = valid[:, None] & (peak > -LIMIT)
+    has_token = valid[:, None] & (peak > float("-inf"))
     peak = tl.minimum(peak, LIMIT)
     rate = inv_temperature * LOG2_E
-    base = mul_rn(tl.where(has_token, peak, 0.0), rate[None, :])
-    weights = clamp01(tl.exp2(tl.fma(logits, rate[None, None, :], -base[:, None, :])))
-    mass = tl.maximum(tl.sum(weights, axis=1), MIN_MASS)
+    # Relative to the largest logit before the temperature: a product of each would be rounded at its own size.
+    mass = tl.sum(tl.exp2((logits - peak[:, None, :]) * rate[None, None, :]), axis=1)
     exponential = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
-    # log(mass) - log(exponential) as one logarithm, in the layout of the noise: eight times less work than in that
-    # of the sums, which every lane of a group holds. The log-mass is taken back from it for the same reason.
-    perturbation = log2(mass * reciprocal(exponential))
-    score = tl.where(greedy[None, :], peak, (base + perturbation) * LN_2)
-    log_mass = (base + (perturbation + log2(exponential))) * LN_2
+    score, _ = perturb(peak, mass, rate[None, :], exponential)
+    score = tl.where(greedy[None, :], peak, score)
+    # Without a token the largest logit is -inf, and what is relative to it no number.
     none = float("-inf")
-    return tl.where(has_token, score, none), tl.where(has_token, log_mass, none), tl.where(has_token, peak, none)
+    return tl.where(has_token, score, none), tl.where(has_token, mass, 0.0), tl.where(has_token, peak, none)
 
 
 class SplitState(NamedTuple):
@@ -161,8 +210,8 @@ class SplitState(NamedTuple):
     score: Any  # f32, of the best group
     tile: Any  # i32, its tile
     second: Any  # f32, score of the second-best group
-    lse_max: Any  # f32, the largest log-mass of a group
-    lse_sum: Any  # f32, the exp-sum of all of them relative to that
+    peak: Any  # f32, the largest logit
+    mass: Any  # f32, the exp-sum of all logits at temperature, relative to that
 
 
 @triton.jit
@@ -174,18 +223,26 @@ def start_split(first_tile, NUM_GROUPS: tl.constexpr, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def add_tile(state, tile, score, log_mass, KEEP_SECOND: tl.constexpr, KEEP_MASS: tl.constexpr):
+def relative_mass(mass, peak, reference, inv_temperature):
+    """A mass relative to the logit ``peak`` as one relative to ``reference``: 0 where ``peak`` is -inf; ``reference``
+    may be -inf then."""
+    shift = tl.where(reference == float("-inf"), 0.0, reference)
+    return mass * tl.exp2((peak - shift) * (inv_temperature * LOG2_E))
+
+
+@triton.jit
+def add_tile(state, tile, score, mass, peak, inv_temperature, KEEP_SECOND: tl.constexpr, KEEP_MASS: tl.constexpr):
     """The state with the groups of one more tile, and where these are the new best."""
-    second, lse_max, lse_sum = state.second, state.lse_max, state.lse_sum
+    second, largest, total = state.second, state.peak, state.mass
     if KEEP_SECOND:
         second = tl.maximum(second, tl.minimum(score, state.score))
     better = score > state.score  # strict, and tiles ascend: the first maximum wins a tie
     if KEEP_MASS:
-        lse_max = tl.maximum(state.lse_max, log_mass)
-        shift = tl.where(lse_max == float("-inf"), 0.0, lse_max)
-        lse_sum = state.lse_sum * tl.exp(state.lse_max - shift) + tl.exp(log_mass - shift)
+        largest = tl.maximum(state.peak, peak)
+        total = relative_mass(state.mass, state.peak, largest, inv_temperature[None, :])
+        total += relative_mass(mass, peak, largest, inv_temperature[None, :])
     score = tl.where(better, score, state.score)
-    return SplitState(score, tl.where(better, tile, state.tile), second, lse_max, lse_sum), better
+    return SplitState(score, tl.where(better, tile, state.tile), second, largest, total), better
 
 
 def num_top_groups(truncated: bool, block_v: int, max_splits: int) -> int:
@@ -221,6 +278,7 @@ def store_split(
     top_group,  # [TOP_GROUPS, BLOCK_B] i32
     top_logits,  # [TOP_GROUPS, GROUP_SIZE, BLOCK_B] f32
     chosen,  # [NUM_GROUPS // TOP_GROUPS, TOP_GROUPS, BLOCK_B] bool: the slots that these are from
+    inv_temperature,  # [BLOCK_B] f32
     KEEP_SECOND: tl.constexpr,
     KEEP_MASS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -238,12 +296,11 @@ def store_split(
         second = tl.max(tl.maximum(others, tl.reshape(state.second, shape)), axis=0)
         tl.store(splits.second + out, second, mask=mask)
     if KEEP_MASS:
-        lse_max = tl.reshape(state.lse_max, shape)
-        top_max = tl.max(lse_max, axis=0)
-        shift = tl.where(top_max == float("-inf"), 0.0, top_max)
-        top_sum = tl.sum(tl.reshape(state.lse_sum, shape) * tl.exp(lse_max - shift[None, :, :]), axis=0)
-        tl.store(splits.log_mass + out * 2, top_max, mask=mask)
-        tl.store(splits.log_mass + out * 2 + 1, top_sum, mask=mask)
+        peak = tl.reshape(state.peak, shape)
+        largest = tl.max(peak, axis=0)
+        parts = relative_mass(tl.reshape(state.mass, shape), peak, largest[None, :, :], inv_temperature[None, None, :])
+        tl.store(splits.mass + out * 2, largest, mask=mask)
+        tl.store(splits.mass + out * 2 + 1, tl.sum(parts, axis=0), mask=mask)
 
 
 @triton.jit

@@ -40,18 +40,6 @@ def mul_rn(x, y):
 
 
 @triton.jit
-def clamp01(x):
-    """float32, moved into [0, 1]; NaN gives 0."""
-    if _INTERPRETED:
-        result = tl.where(x > 0.0, tl.minimum(x, 1.0), 0.0)
-    else:
-        result = tl.inline_asm_elementwise(
-            "cvt.sat.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return result
-
-
-@triton.jit
 def reciprocal(x):
     """``1 / x`` of normal float32 numbers, within 1 ulp."""
     if _INTERPRETED:
@@ -65,14 +53,32 @@ def reciprocal(x):
 
 @triton.jit
 def round_to_bf16(x):
-    """float32 rounded to bfloat16, as float32: two numbers per instruction, where ``x.to(tl.bfloat16)`` takes one."""
+    """float32 rounded to bfloat16: two numbers per instruction, where ``x.to(tl.bfloat16)`` takes one."""
     if _INTERPRETED:
         rounded = x.to(tl.bfloat16)
     else:
         rounded = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
         )
-    return rounded.to(tl.float32)
+    return rounded
+
+
+@triton.jit
+def drop_nan(x):
+    """Numbers of any float dtype, -inf in the place of each NaN; of bfloat16, two per instruction."""
+    if _INTERPRETED or not x.dtype.is_bf16():
+        wide = x.to(tl.float32)
+        result = tl.where(wide == wide, wide, float("-inf")).to(x.dtype)
+    else:
+        result = tl.inline_asm_elementwise(
+            "{ .reg .b32 lowest; mov.b32 lowest, 0xFF80FF80; max.bf16x2 $0, $1, lowest; }",
+            "=r,r",
+            [x],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return result
 
 
 @triton.jit

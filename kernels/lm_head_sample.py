@@ -26,11 +26,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import rng
 from .config import DEFAULT_TRUNCATION, TileConfig, TruncationConfig
 from .epilogue import (
+    LIMIT,
     add_tile,
     best_of_slots,
     bound_logits,
     edit_logits,
     flags_as_bits,
+    invert_temperature,
     load_edit_flags,
     rows_truncated,
     score_groups,
@@ -101,8 +103,7 @@ def lm_head_sample_kernel(
     if not TILE.hidden_tma:
         hidden_ptrs = hidden + offs_b.to(tl.int64)[None, :] * hidden_stride + offs_d[:, None]  # [BLOCK_D, BLOCK_B]
     temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
-    greedy = temperature <= 0.0
-    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+    greedy, inv_temperature = invert_temperature(temperature)
     # Seeds and positions are loaded as whole [NUM_GROUPS, BLOCK_B] blocks. A broadcast would do, but the
     # compiler then recomputes the noise in the accumulator's layout: eight times, once per lane of a group.
     block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
@@ -141,9 +142,12 @@ def lm_head_sample_kernel(
             acc = tl.trans(acc)
 
         # On an H200, pairs are faster for plain batches, slower with a truncation, and the same with edits.
-        logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, edits is None and not TRUNCATE)
+        IN_PAIRS: tl.constexpr = edits is None and not TRUNCATE
+        logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, IN_PAIRS, DROP_NAN=not BOUNDED)
         if BOUNDED:
             logits = bound_logits(logits, (offs_v < vocab_size)[:, None])
+        elif KEEP_MASS:
+            logits = tl.minimum(logits, LIMIT)
         if edits is not None:
             valid = (offs_v < vocab_size)[:, None] & mask_b[None, :]
             logits = edit_logits(logits, valid, offs_b, (vocab_start + offs_v)[:, None], edit_flags, edits)
@@ -158,10 +162,10 @@ def lm_head_sample_kernel(
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
         in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
-        score, log_mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group)
+        score, mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:
             store_group_max(buffer, peak, first // rng.GROUP_SIZE, offs_b, keep, num_groups)
-        state, better = add_tile(state, tile, score, log_mass, TRUNCATE, KEEP_MASS)
+        state, better = add_tile(state, tile, score, mass, peak, inv_temperature, TRUNCATE, KEEP_MASS)
         best_logits = tl.where(better[:, None, :], logits, best_logits)
 
     best_group = (vocab_start + state.tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
@@ -181,6 +185,7 @@ def lm_head_sample_kernel(
         top_group,
         top_logits,
         chosen,
+        inv_temperature,
         TRUNCATE,
         KEEP_MASS,
         TOP_GROUPS,

@@ -1,7 +1,8 @@
-"""The token of the whole vocabulary, of the draws of the ranks that share it: 16 bytes per row and rank (FlashSampling,
+"""The token of the whole vocabulary, of the draws of the ranks that share it: 20 bytes per row and rank (FlashSampling,
 section 4.2 and Algorithm B.4).
 
-    record[r] = score, id, logprob, log-mass            of the draw of rank r from its part of the head, float32 each
+    record[r] = score, id, logprob, log-mass            of the draw of rank r from its part of the head; the log-mass is
+                                                        the sum of two float32, what else is one
     w         = argmax over ranks of score              (ties: the lowest rank, which has the lowest ids)
     token     = id[w]
     log-mass  = logsumexp over ranks of log-mass
@@ -21,8 +22,8 @@ import triton.language as tl
 from .launch import cdiv, launch, next_power_of_2
 from .params import SampleOutput
 
-NUM_FIELDS = 4  # score, id, logprob, log-mass
-NO_RECORD = (float("-inf"), 0.0, 0.0, float("-inf"))
+NUM_FIELDS = 5  # score, id, logprob, and the two parts of the log-mass
+NO_RECORD = (float("-inf"), 0.0, 0.0, float("-inf"), 0.0)
 MAX_RANKS = 1024
 ROWS_PER_PROGRAM = 64
 
@@ -37,26 +38,23 @@ def load_records(
     score = tl.load(drawn.scores + places, mask=exists, other=float("-inf"))
     token = tl.load(drawn.token_ids + places, mask=exists, other=0).to(tl.float32)
     logprob = tl.zeros(places.shape, tl.float32)
-    log_mass = tl.full(places.shape, float("-inf"), tl.float32)
+    high = tl.full(places.shape, float("-inf"), tl.float32)
+    low = tl.zeros(places.shape, tl.float32)
     if drawn.logprobs is not None:
         logprob = tl.load(drawn.logprobs + places, mask=exists, other=0.0)
-        log_mass = tl.load(drawn.log_mass + places, mask=exists, other=float("-inf"))
-    return score, token, logprob, log_mass
+        high = tl.load(drawn.log_mass + places * 2, mask=exists, other=float("-inf"))
+        low = tl.load(drawn.log_mass + places * 2 + 1, mask=exists, other=0.0)
+    return score, token, logprob, high, low
 
 
 @triton.jit
 def store_records(
     place,  # [BLOCK_R] pointers to the first fields
-    score,
-    token,
-    logprob,
-    log_mass,
+    record,  # of load_records
     inside,
 ):
-    tl.store(place, score, mask=inside)
-    tl.store(place + 1, token, mask=inside)
-    tl.store(place + 2, logprob, mask=inside)
-    tl.store(place + 3, log_mass, mask=inside)
+    for field in tl.static_range(len(record)):
+        tl.store(place + field, record[field], mask=inside)
 
 
 @triton.jit
@@ -76,15 +74,17 @@ def store_merged(
     tl.store(output.scores + rows, tl.max(scores, axis=0), mask=inside)
     tl.store(output.token_ids + rows, tl.sum(tl.where(won, tokens, 0.0), axis=0).to(tl.int64), mask=inside)
     if output.logprobs is not None:
-        log_mass = tl.load(places + 3, mask=mask, other=float("-inf"), volatile=True)
+        high = tl.load(places + 3, mask=mask, other=float("-inf"), volatile=True)
+        low = tl.load(places + 4, mask=mask, other=0.0, volatile=True)
         logprob = tl.sum(tl.where(won, tl.load(places + 2, mask=mask, other=0.0, volatile=True), 0.0), axis=0)
-        winners_mass = tl.sum(tl.where(won, log_mass, 0.0), axis=0)
-        largest = tl.max(log_mass, axis=0)
-        reference = tl.where(largest == float("-inf"), 0.0, largest)
-        total = reference + tl.log(tl.sum(tl.exp(log_mass - reference[None, :]), axis=0))
-        # The masses first: they may be thousands of times as large as a logprob.
-        tl.store(output.logprobs + rows, logprob + (winners_mass - total), mask=inside)
-        tl.store(output.log_mass + rows, total, mask=inside)
+        largest = tl.max(high, axis=0)
+        # Relative to the largest: at a low temperature log-masses are too large for their differences.
+        log_mass = (high - tl.where(largest == float("-inf"), 0.0, largest)[None, :]) + low
+        total = tl.log(tl.sum(tl.exp(log_mass), axis=0))
+        logprob += tl.sum(tl.where(won, log_mass, 0.0), axis=0) - total
+        tl.store(output.logprobs + rows, tl.where(logprob > 0.0, 0.0, logprob), mask=inside)
+        tl.store(output.log_mass + rows * 2, largest, mask=inside)
+        tl.store(output.log_mass + rows * 2 + 1, tl.where(largest == float("-inf"), 0.0, total), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "num_drawn", "num_rows"])
@@ -100,8 +100,8 @@ def pack_record_kernel(
 ):
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     places = rows - first
-    score, token, logprob, log_mass = load_records(drawn, places, (places >= 0) & (places < num_drawn))
-    store_records(records_ptr + rows * FIELDS, score, token, logprob, log_mass, rows < num_rows)
+    record = load_records(drawn, places, (places >= 0) & (places < num_drawn))
+    store_records(records_ptr + rows * FIELDS, record, rows < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_ranks"])
@@ -123,7 +123,7 @@ def merge_records_kernel(
 
 
 def pack_record(drawn: SampleOutput, first: int = 0, num_rows: int | None = None) -> torch.Tensor:
-    """``[1, B, 4]`` float32: the records of the rows that this rank has drawn, ``NO_RECORD`` for the others.
+    """``[1, B, NUM_FIELDS]`` float32: the records of the rows that this rank has drawn, ``NO_RECORD`` for the others.
 
     drawn: of the rows from ``first`` on. num_rows: B; as many as there are in ``drawn`` when None. Raises ValueError
     where these do not fit.
@@ -145,8 +145,8 @@ def pack_record(drawn: SampleOutput, first: int = 0, num_rows: int | None = None
 
 
 def merge_records(records: torch.Tensor, *, return_logprob: bool) -> SampleOutput:
-    """The draw from the whole vocabulary, of the records of all ranks: ``[N, B, 4]`` float32, in the order of the ids.
-    return_logprob: the ranks have drawn with it. Raises ValueError for records of another shape or dtype."""
+    """The draw from the whole vocabulary, of the records of all ranks, ``[N, B, NUM_FIELDS]`` float32, in the order of
+    the ids. return_logprob: the ranks have drawn with it. Raises ValueError for records of another shape or dtype."""
     if records.dim() != 3 or not 1 <= records.shape[0] <= MAX_RANKS or records.shape[2] != NUM_FIELDS:
         raise ValueError(
             f"records is {tuple(records.shape)}; expected [N, B, {NUM_FIELDS}] of at most {MAX_RANKS} ranks"
@@ -170,11 +170,12 @@ def merge_records(records: torch.Tensor, *, return_logprob: bool) -> SampleOutpu
 
 def no_record(num_rows: int, device: torch.device, return_logprob: bool) -> SampleOutput:
     """The draw of a rank that holds no id: ``NO_RECORD`` in each row."""
-    score, _, logprob, log_mass = NO_RECORD
+    score, _, logprob, *log_mass = NO_RECORD
     output = SampleOutput.empty(num_rows, device, return_logprob)
     output.token_ids.zero_()
     output.scores.fill_(score)
     if output.logprobs is not None and output.log_mass is not None:
         output.logprobs.fill_(logprob)
-        output.log_mass.fill_(log_mass)
+        for part, value in enumerate(log_mass):
+            output.log_mass[:, part] = value
     return output

@@ -38,6 +38,8 @@ class Edit(enum.IntFlag):
 
 PER_ROW = 16  # beside the flags of the edits that are given: each row has flags of its own
 REPEATS_SHIFT = 8  # above them: how many rows share a row of edits
+# What +inf and larger logits count as: the largest finite number that bfloat16 holds, and float32 too.
+LARGEST_LOGIT = 2.0**128 - 2.0**120
 
 
 def check_tensor(
@@ -240,8 +242,8 @@ class FeatureOperands(NamedTuple):
 class BatchParams:
     """One value per row of the batch, on the device of the hidden states.
 
-    temperature: ``[B]`` float32; 0 is greedy, else 1e-6 to ``MAX_TEMPERATURE``, whose reciprocal is a float32, too (not
-        checked: that would synchronise).
+    temperature: ``[B]`` float32; 0 or less is greedy. Others count as the nearest of ``MIN_TEMPERATURE`` to
+        ``MAX_TEMPERATURE``, NaN as the largest.
     seed: ``[B]`` int64, any value. Rows with equal seed, position and logits get equal tokens, so give
         each request its own.
     position: ``[B]`` int64, at least 0 and different for each token of a request, for example its index.
@@ -254,6 +256,7 @@ class BatchParams:
         none with min-p; of others the tokens are undefined. Allows the flashinfer path, where a tuned table names it.
     """
 
+    MIN_TEMPERATURE: ClassVar[float] = 1e-6
     MAX_TEMPERATURE: ClassVar[float] = 1e30
 
     temperature: torch.Tensor
@@ -328,14 +331,16 @@ class SampleOutput(NamedTuple):
     """token_ids: ``[B]`` int64, absolute vocabulary ids.
 
     logprobs: ``[B]`` float32, natural log-probability of each token under ``softmax(logits / temperature)``
-        (temperature 1 on greedy rows), after edits and before truncation; or None when not asked for. Where the head is
-        a shard of the vocabulary, the softmax is over the shard's ids alone: ``log_mass`` takes it to the whole.
+        (temperature 1 on greedy rows), after edits and before truncation, never above 0; NaN in a row without an
+        allowed id; or None when not asked for. Where the head is a shard of the vocabulary, the softmax is over the
+        shard's ids alone: ``log_mass`` takes it to the whole.
     scores: ``[B]`` float32: the winning group's perturbed log-mass, its largest logit on greedy rows. Where the head is
         a shard of the vocabulary, the shard with the largest score holds the row's token; of equal scores, the one with
         the lowest ids.
-    log_mass: ``[B]`` float32, ``logsumexp(logits / temperature)`` of the logits that ``logprobs`` are of, given with
-        them; -inf where an edit masks every id. The logprob of a token of shard s under the whole vocabulary is
-        ``logprobs[s] + log_mass[s] - logsumexp(log_mass of all shards)``.
+    log_mass: ``[B, 2]`` float32, two numbers whose sum is ``logsumexp(logits / temperature)`` of the logits that
+        ``logprobs`` are of, given with them; one would not hold the differences between shards at a low temperature.
+        The first is -inf where an edit masks every id. With ``m = log_mass.double().sum(-1)``, the logprob of a token
+        of shard s under the whole vocabulary is ``logprobs[s] + m[s] - logsumexp(m of all shards)``.
     """
 
     token_ids: torch.Tensor
@@ -346,7 +351,8 @@ class SampleOutput(NamedTuple):
     @classmethod
     def empty(cls, num_rows: int, device: torch.device, return_logprob: bool) -> SampleOutput:
         scores = torch.empty(num_rows, dtype=torch.float32, device=device)
-        logprobs, log_mass = (torch.empty_like(scores) if return_logprob else None for _ in range(2))
+        logprobs = torch.empty_like(scores) if return_logprob else None
+        log_mass = scores.new_empty(num_rows, 2) if return_logprob else None
         return cls(torch.empty(num_rows, dtype=torch.int64, device=device), logprobs, scores, log_mass)
 
 
@@ -358,14 +364,11 @@ class LogitsSpec:
     vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is
     cut, of which the columns are one; 1 where they are all of it.
     total_ids: of all parts (default: those up to the last column).
-    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set; ``softcap`` is at most
-    ``MAX_SOFTCAP``: of a larger one, float32 would leave too little of small logits.
+    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
     rounding: what a logit is rounded to before anything else (default: the logits' own dtype).
 
     Raises ValueError for values out of these ranges, and ids beyond int32.
     """
-
-    MAX_SOFTCAP: ClassVar[float] = 1e4
 
     vocab_size: int
     vocab_start: int = 0
@@ -391,10 +394,8 @@ class LogitsSpec:
         scale, softcap = self.logit_scale, self.softcap
         if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
             raise ValueError(f"logit_scale is {scale!r}; expected a finite number or None")
-        if softcap is not None and not (isinstance(softcap, numbers.Real) and 0 < softcap <= self.MAX_SOFTCAP):
-            raise ValueError(
-                f"softcap is {softcap!r}; expected a number above 0, at most {self.MAX_SOFTCAP:g}, or None"
-            )
+        if softcap is not None and not (isinstance(softcap, numbers.Real) and 0 < softcap < math.inf):
+            raise ValueError(f"softcap is {softcap!r}; expected a finite number above 0, or None")
 
     @property
     def num_groups(self) -> int:

@@ -78,10 +78,10 @@ def exchange_records_kernel(
     number = tl.load(exchanges_ptr + program) + 1
     turn = (number % 2).to(tl.int32)
     places = rows - first
-    score, token, logprob, log_mass = load_records(drawn, places, (places >= 0) & (places < num_drawn))
+    record = load_records(drawn, places, (places >= 0) & (places < num_drawn))
     for other in tl.range(num_ranks):
         mine = address_of(records_ptr, other, drawn.scores) + ((turn * num_ranks + rank) * max_rows + rows) * FIELDS
-        store_records(mine, score, token, logprob, log_mass, inside)
+        store_records(mine, record, inside)
     tell(flags_ptr, program * num_ranks + rank, number, num_ranks, exchanges_ptr)
     flags = address_of(flags_ptr, rank, exchanges_ptr) + program * num_ranks
     for other in tl.range(num_ranks):

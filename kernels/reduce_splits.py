@@ -13,20 +13,36 @@ import triton
 import triton.language as tl
 
 from . import rng
+from .epilogue import LIMIT, invert_temperature, relative_mass
+from .intrinsics import mul_rn
 from .launch import cdiv, launch, next_power_of_2
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .workspace import Workspace
 
 
 @triton.jit
-def lse_of_splits(splits, row, num_rows, num_splits, BLOCK_P: tl.constexpr):
-    """The row's largest log-mass of a group, and its exp-sum relative to that."""
+def mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P: tl.constexpr):
+    """The row's largest logit, and its exp-sum at temperature relative to that."""
     offs_p = tl.arange(0, BLOCK_P)
     slots = (offs_p * num_rows + row) * 2
-    lse_max = tl.load(splits.log_mass + slots, mask=offs_p < num_splits, other=float("-inf"))
-    lse_sum = tl.load(splits.log_mass + slots + 1, mask=offs_p < num_splits, other=0.0)
-    largest = tl.max(lse_max)
-    return largest, tl.sum(lse_sum * tl.exp(lse_max - tl.where(largest == float("-inf"), 0.0, largest)))
+    peak = tl.load(splits.mass + slots, mask=offs_p < num_splits, other=float("-inf"))
+    mass = tl.load(splits.mass + slots + 1, mask=offs_p < num_splits, other=0.0)
+    largest = tl.max(peak)
+    return largest, tl.sum(relative_mass(mass, peak, largest, inv_temperature))
+
+
+@triton.jit
+def store_logprob(output, rows, logit, largest, total, inv_temperature, mask):
+    """The logprob of a row's token, and the row's log-mass. largest, total: the row's largest logit, and its exp-sum at
+    temperature relative to that."""
+    log_total = tl.log(total)
+    logprob = (logit - largest) * inv_temperature - log_total
+    tl.store(output.logprobs + rows, tl.where(logprob > 0.0, 0.0, logprob), mask=mask)
+    product = mul_rn(largest, inv_temperature)
+    high = tl.where(largest > float("-inf"), tl.minimum(tl.maximum(product, -LIMIT), LIMIT), largest)
+    low = tl.where(product == high, log_total + tl.fma(largest, inv_temperature, -product), 0.0)
+    tl.store(output.log_mass + rows * 2, high, mask=mask)
+    tl.store(output.log_mass + rows * 2 + 1, tl.where(largest > float("-inf"), low, 0.0), mask=mask)
 
 
 @triton.jit
@@ -39,12 +55,14 @@ def pick_in_groups(
     vocab_end,
 ):
     """Which of its group's ids each row takes, ``[BLOCK_R]``."""
-    greedy = temperature <= 0.0
-    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+    greedy, inv_temperature = invert_temperature(temperature)
     token = group[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
     exponential = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
-    perturbed = tl.where(greedy[None, :], logits, logits * inv_temperature[None, :] - tl.log(exponential))
-    return tl.argmax(tl.where(token < vocab_end, perturbed, float("-inf")), axis=0)
+    allowed = (token < vocab_end) & (logits > float("-inf"))
+    peak = tl.max(tl.where(allowed, logits, float("-inf")), axis=0)
+    perturbed = (logits - peak[None, :]) * inv_temperature[None, :] - tl.log(exponential)
+    perturbed = tl.where(greedy[None, :], logits, perturbed)
+    return tl.argmax(tl.where(allowed, perturbed, float("-inf")), axis=0)
 
 
 @triton.jit
@@ -86,15 +104,13 @@ def draw_from_splits(
     tl.store(output.token_ids + offs_b, (best_group * rng.GROUP_SIZE + pick).to(tl.int64), mask=mask_b)
     tl.store(output.scores + offs_b, best_score, mask=mask_b)
     if output.logprobs is not None:
-        inv_temperature = 1.0 / tl.where(temperature <= 0.0, 1.0, temperature)
-        lse_max = tl.load(splits.log_mass + slots * 2, mask=mask, other=float("-inf"))
-        lse_sum = tl.load(splits.log_mass + slots * 2 + 1, mask=mask, other=0.0)
-        largest = tl.max(lse_max, axis=0)
-        # Of a row without an allowed id every term is -inf; the difference would be NaN.
-        total = tl.sum(lse_sum * tl.exp(lse_max - tl.where(largest == float("-inf"), 0.0, largest)[None, :]), axis=0)
+        _, inv_temperature = invert_temperature(temperature)
+        peak = tl.load(splits.mass + slots * 2, mask=mask, other=float("-inf"))
+        mass = tl.load(splits.mass + slots * 2 + 1, mask=mask, other=0.0)
+        largest = tl.max(peak, axis=0)
+        total = tl.sum(relative_mass(mass, peak, largest[None, :], inv_temperature[None, :]), axis=0)
         logit = tl.sum(tl.where(offs_i[:, None] == pick[None, :], logits, 0.0), axis=0)
-        tl.store(output.logprobs + offs_b, logit * inv_temperature - largest - tl.log(total), mask=mask_b)
-        tl.store(output.log_mass + offs_b, largest + tl.log(total), mask=mask_b)
+        store_logprob(output, offs_b, logit, largest, total, inv_temperature, mask_b)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import dataclasses
 
 import torch
 
+from .params import LARGEST_LOGIT
 from .rng import GROUP_SIZE, Stream, Unit
 
 _MASK32 = 0xFFFFFFFF
@@ -172,11 +173,12 @@ def edit_logits_ref(
         logits = logits + additive
     if scaling is not None:
         logits = torch.where(logits < 0, logits * scaling, logits / scaling)
+    possible = logits > float("-inf")  # not where it is NaN
     if allowed is not None:
-        logits = logits.masked_fill(~allowed, float("-inf"))
-    if bias is not None:
-        logits = logits + bias
-    return logits
+        possible &= allowed
+    if bias is not None:  # the sum with a finite one is finite, however large
+        logits, possible = logits + bias, possible & (bias > float("-inf"))
+    return torch.where(possible, logits.clamp(-LARGEST_LOGIT, LARGEST_LOGIT), float("-inf"))
 
 
 def allowed_ref(
@@ -335,9 +337,10 @@ def reduce_splits_ref(
 
 
 def merge_records_ref(records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token (``[B]`` int64), logprob and log-mass (``[B]`` float64) of the whole vocabulary, of ``[N, B, 4]`` records:
-    score, id, logprob and log-mass of each rank's draw."""
-    score, token, logprob, log_mass = records.double().unbind(-1)
+    """Token (``[B]`` int64), logprob and log-mass (``[B]`` float64) of the whole vocabulary, of ``[N, B, 5]`` records:
+    score, id, logprob and the two parts of the log-mass of each rank's draw."""
+    score, token, logprob, high, low = records.double().unbind(-1)
+    log_mass = high + low
     winner = (score == score.amax(0)).int().argmax(0)[None]
     total = torch.logsumexp(log_mass, 0)
     of_winner = (logprob + log_mass).gather(0, winner)[0]

@@ -31,6 +31,7 @@ from .epilogue import (
     best_of_slots,
     bound_logits,
     edit_logits,
+    invert_temperature,
     load_edit_flags,
     rows_truncated,
     score_groups,
@@ -107,7 +108,7 @@ def list_groups_kernel(
     mask_c = offs_c < tl.minimum((chunk + 1) * CHUNK, num_groups)
     threshold = tl.load(screen.threshold + offs_b, mask=mask_b, other=0)
     if truncation is not None:
-        sampled = tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) > 0.0
+        sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
         truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
         possible = flag_groups(screen.max_logit_lo, threshold, offs_c, mask_c, offs_b, truncated, 1, num_groups)
     else:
@@ -340,8 +341,7 @@ def rescore_groups_kernel(
             tl.debug_barrier()
     if num_own > 0:
         temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
-        greedy = temperature <= 0.0
-        inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+        greedy, inv_temperature = invert_temperature(temperature)
         if TRUNCATE:
             truncated = mask_b & ~greedy & rows_truncated(truncation, offs_b, mask_b, vocab_size)
         offs_s = tl.arange(0, SLOTS)
@@ -480,7 +480,7 @@ def read_groups_kernel(
         num_listed = tl.load(screen.num_flagged + row_block)
         arriving = tl.maximum(tl.minimum(num_listed, num_programs), 1)
         num_own = tl.cdiv(tl.maximum(num_listed - program, 0), num_programs)
-        sampled = tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) > 0.0
+        sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
         rows = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
     else:
         rows = mask_b & (tl.load(buffer.status + offs_b, mask=mask_b, other=0) < 0)

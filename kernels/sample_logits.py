@@ -20,11 +20,13 @@ import triton.language as tl
 from . import rng
 from .config import DEFAULT_TRUNCATION, MAX_SPLITS, ReadConfig, TruncationConfig
 from .epilogue import (
+    LIMIT,
     add_tile,
     best_of_slots,
     bound_logits,
     edit_logits,
     flags_as_bits,
+    invert_temperature,
     load_edit_flags,
     rows_truncated,
     score_groups,
@@ -88,8 +90,7 @@ def sample_logits_kernel(
     # A mask that changes at multiples of 16 alone lets a thread load 16 bytes at a time.
     whole = vocab_size // rng.GROUP_SIZE * rng.GROUP_SIZE
     temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
-    greedy = temperature <= 0.0
-    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+    greedy, inv_temperature = invert_temperature(temperature)
     # Whole blocks, not broadcasts: the layout of these loads is that of the noise, one value per thread.
     block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
     block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
@@ -114,13 +115,16 @@ def sample_logits_kernel(
                 rest = tl.load(raw_rows + offs_v[:, None], mask=in_rest[:, None] & mask_b[None, :], other=0.0)
                 raw = tl.where(in_rest[:, None], rest, raw)
         # A softcap keeps the order: without noise, the largest of a group decides, and it alone is capped below.
-        logits = transform_logits(raw, logit_scale, None if ALL_GREEDY else softcap, LOGITS_DTYPE)
+        capped = None if ALL_GREEDY else softcap
+        logits = transform_logits(raw, logit_scale, capped, LOGITS_DTYPE, DROP_NAN=not (BOUNDED or ALL_GREEDY))
         logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
         if BOUNDED:
             ids = first + offs_g[:, None] * rng.GROUP_SIZE + offs_i[None, :]
             valid = in_vocab[:, None, None] if WHOLE_GROUPS else (ids < vocab_size)[:, :, None]
             logits = bound_logits(logits, valid)
+        elif KEEP_MASS:
+            logits = tl.minimum(logits, LIMIT)
         if edits is not None:
             logits = edit_logits(
                 tl.reshape(logits, [BLOCK_V, BLOCK_B]),
@@ -142,13 +146,13 @@ def sample_logits_kernel(
             if softcap is not None:
                 score = soft_cap(score, softcap)
             score = bound_logits(score, in_vocab[:, None])
-            log_mass = score
+            mass, peak = score, score
         else:
             group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-            score, log_mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group)
+            score, mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:
             store_group_max(buffer, peak, first // rng.GROUP_SIZE, offs_b, keep, num_groups)
-        state, _ = add_tile(state, tile, score, log_mass, TRUNCATE, KEEP_MASS)
+        state, _ = add_tile(state, tile, score, mass, peak, inv_temperature, TRUNCATE, KEEP_MASS)
 
     best_group = (vocab_start + state.tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
     top_score, top_group, chosen = best_of_slots(state.score, best_group, TOP_GROUPS)
@@ -171,6 +175,7 @@ def sample_logits_kernel(
         top_group,
         tl.reshape(top_logits, [TOP_GROUPS, rng.GROUP_SIZE, BLOCK_B]),
         chosen,
+        inv_temperature,
         TRUNCATE,
         KEEP_MASS,
         TOP_GROUPS,

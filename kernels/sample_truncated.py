@@ -16,13 +16,13 @@ import triton.language as tl
 
 from . import rng
 from .config import TruncationConfig
-from .epilogue import rows_truncated
+from .epilogue import invert_temperature, rows_truncated
 from .intrinsics import LOG2_E
 from .launch import launch, next_power_of_2
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
-from .reduce_splits import draw_from_splits, lse_of_splits
+from .reduce_splits import draw_from_splits, mass_of_splits, store_logprob
 from .search_truncated import search_truncated
-from .truncation_math import NO_TOKEN, draw_small_top_k, key_shift, min_p_limit, token_scores
+from .truncation_math import NO_TOKEN, draw_small_top_k, key_shift, min_p_limit, score_row_groups, token_scores
 from .workspace import (
     CANDIDATE_GROUPS,
     LISTED_GROUPS,
@@ -85,9 +85,11 @@ def _best_candidates(
     slots = tl.load(list_ptr + offs_m, mask=offs_m < num_near, other=0) * num_rows + row
     group_score = tl.load(splits.score + slots, mask=offs_m < num_near, other=float("-inf"))
     offs_i = tl.arange(0, rng.GROUP_SIZE)
-    ids = tl.load(splits.group + slots)[:, None] * rng.GROUP_SIZE + offs_i[None, :]
+    group = tl.load(splits.group + slots)
+    ids = group[:, None] * rng.GROUP_SIZE + offs_i[None, :]
     logits = tl.load(splits.logits + slots[:, None] * rng.GROUP_SIZE + offs_i[None, :])
-    scores = token_scores(logits, group_score, ids, inv_temperature, seed, position)
+    _, relative, _, _ = score_row_groups(logits, group, inv_temperature, seed, position)
+    scores = token_scores(logits, group_score, relative, ids, inv_temperature, seed, position)
     known = (scores >= unseen) & (group_score > float("-inf"))[:, None] & (logits >= lowest)
     scores = tl.where(known, scores, float("-inf"))
     scores = tl.reshape(scores, [_CANDIDATE_GROUPS * rng.GROUP_SIZE])
@@ -117,7 +119,10 @@ def _measure_candidates(
     logits,  # [MEASURED_CANDIDATES] f32
     scores,  # [MEASURED_CANDIDATES] f32
     row_logits,
+    splits,
     buffer,
+    num_rows,
+    num_splits,
     inv_temperature,
     top_k,
     top_p,
@@ -125,6 +130,7 @@ def _measure_candidates(
     output,
     vocab_size,
     width,
+    BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -195,8 +201,8 @@ def _measure_candidates(
         tl.store(output.token_ids + row, token.to(tl.int64))
         tl.store(output.scores + row, tl.max(tl.where(offs_c == winner, scores, float("-inf"))))
         if output.logprobs is not None:
-            tl.store(output.logprobs + row, (logit - reference) * inv_temperature - tl.log(everything))
-            tl.store(output.log_mass + row, reference * inv_temperature + tl.log(everything))
+            largest, mass_of_row = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
+            store_logprob(output, row, logit, largest, mass_of_row, inv_temperature, True)
 
 
 @triton.jit
@@ -238,8 +244,8 @@ def sample_truncated_kernel(
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     temperature = tl.load(temperature_ptr + row)
-    if (temperature > 0.0) & rows_truncated(truncation, row, True, vocab_size):
-        inv_temperature = 1.0 / temperature
+    greedy, inv_temperature = invert_temperature(temperature)
+    if ~greedy & rows_truncated(truncation, row, True, vocab_size):
         seed = tl.load(seed_ptr + row)
         position = tl.load(position_ptr + row)
         top_k = tl.load(truncation.top_k + row)
@@ -248,7 +254,7 @@ def sample_truncated_kernel(
         # Twice as many groups as top-k needs, for ties and for several groups of one block.
         if (top_k >= 1) & (top_k <= CANDIDATES // 2) & (top_k < vocab_size):
             if split == 0:
-                lse_max, lse_sum = lse_of_splits(splits, row, num_rows, num_splits, BLOCK_P)
+                largest, total = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
                 token, logit, score, answered = draw_small_top_k(
                     buffer.logits + row.to(tl.int64) * width,
                     buffer.group_max + row.to(tl.int64) * num_groups,
@@ -259,8 +265,7 @@ def sample_truncated_kernel(
                     top_k,
                     top_p,
                     min_p,
-                    lse_max,
-                    lse_sum,
+                    total,
                     num_groups,
                     BLOCK_S,
                     CANDIDATES,
@@ -270,8 +275,7 @@ def sample_truncated_kernel(
                 tl.store(output.token_ids + row, (vocab_start + token).to(tl.int64))
                 tl.store(output.scores + row, score)
                 if output.logprobs is not None:
-                    tl.store(output.logprobs + row, logit * inv_temperature - lse_max - tl.log(lse_sum))
-                    tl.store(output.log_mass + row, lse_max + tl.log(lse_sum))
+                    store_logprob(output, row, logit, largest, total, inv_temperature, True)
         else:
             row_logits = buffer.logits + row.to(tl.int64) * width
             lowest = tl.full([], float("-inf"), tl.float32)
@@ -298,7 +302,10 @@ def sample_truncated_kernel(
                     logits,
                     scores,
                     row_logits,
+                    splits,
                     buffer,
+                    num_rows,
+                    num_splits,
                     inv_temperature,
                     top_k,
                     top_p,
@@ -306,6 +313,7 @@ def sample_truncated_kernel(
                     output,
                     vocab_size,
                     width,
+                    BLOCK_P,
                     BLOCK,
                     SPLITS,
                 )
@@ -318,9 +326,8 @@ def sample_truncated_kernel(
                 tl.store(output.token_ids + row, token.to(tl.int64))
                 tl.store(output.scores + row, score)
                 if output.logprobs is not None:
-                    lse_max, lse_sum = lse_of_splits(splits, row, num_rows, num_splits, BLOCK_P)
-                    tl.store(output.logprobs + row, logit * inv_temperature - lse_max - tl.log(lse_sum))
-                    tl.store(output.log_mass + row, lse_max + tl.log(lse_sum))
+                    largest, total = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
+                    store_logprob(output, row, logit, largest, total, inv_temperature, True)
     elif split == 0:
         tl.store(buffer.status + row, 0)
         draw_from_splits(

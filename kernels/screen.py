@@ -33,7 +33,16 @@ import triton.language as tl
 
 from . import rng
 from .config import LIMBS, ScreenConfig
-from .epilogue import bound_logits, edit_logits, load_edit_flags, rows_truncated, score_groups, transform_logits
+from .epilogue import (
+    bound_logits,
+    cap_slack,
+    edit_logits,
+    invert_temperature,
+    load_edit_flags,
+    rows_truncated,
+    score_groups,
+    transform_logits,
+)
 from .int8_head import MIN_SCALE, Int8Head, error_bound
 from .intrinsics import float_to_ordered
 from .launch import cdiv, launch, next_power_of_2, resident_programs, supports_early_launch
@@ -51,9 +60,6 @@ _STEPS = tl.constexpr(2.0**-21)
 _TINY = tl.constexpr(MIN_SCALE)
 _SLACK = tl.constexpr(2.0**-13)
 _RELATIVE_SLACK = tl.constexpr(2.0**-20)
-# Of a soft cap: how far two float32 values of it may be in the wrong order. Its quotient is of numbers up to 2, each
-# rounded a few times.
-_CAP_SLACK = tl.constexpr(2.0**-20)
 # Beyond this, intervals and scores are as good as infinite: everything is finite that is computed from what is below.
 _MOST = tl.constexpr(2.0**90)
 _LOWEST_HALF = tl.constexpr(-65504.0)
@@ -176,8 +182,7 @@ def screen_head_kernel(
     hidden_norm = tl.load(screen.hidden_norm + offs_b, mask=mask_b, other=0.0)
     hidden_error = tl.load(screen.hidden_error + offs_b, mask=mask_b, other=0.0)
     temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
-    greedy = temperature <= 0.0
-    inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+    greedy, inv_temperature = invert_temperature(temperature)
     if TRUNCATE:
         truncated = mask_b & ~greedy & rows_truncated(truncation, offs_b, mask_b, vocab_size)
     block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
@@ -219,8 +224,8 @@ def screen_head_kernel(
         logits_lo = transform_logits(dots - bound, logit_scale, softcap, LOGITS_DTYPE)
         logits_hi = transform_logits(dots + bound, logit_scale, softcap, LOGITS_DTYPE)
         if softcap is not None:
-            logits_lo -= softcap * _CAP_SLACK
-            logits_hi += softcap * _CAP_SLACK
+            logits_lo -= cap_slack(logits_lo, softcap)
+            logits_hi += cap_slack(logits_hi, softcap)
         logits_lo = tl.where(known, logits_lo, float("-inf"))
         logits_hi = tl.where(known, logits_hi, float("inf"))
         if BOUNDED:
@@ -245,8 +250,8 @@ def screen_head_kernel(
             tl.store(screen.id_hi + out, id_hi.to(tl.float16), mask=few & valid[:, None] & truncated[None, :])
         logits_lo = tl.reshape(logits_lo, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         logits_hi = tl.reshape(logits_hi, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
-        score_lo, lse_lo, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, seed, position, group)
-        score_hi, lse_hi, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, seed, position, group)
+        score_lo, mass_lo, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, seed, position, group)
+        score_hi, mass_hi, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, seed, position, group)
         score_lo -= _slack_of(score_lo, greedy)
         score_hi += _slack_of(score_hi, greedy)
         # A score so large may be one of logits at their limit, or infinite, or none.
@@ -256,6 +261,8 @@ def screen_head_kernel(
             score_hi = tl.where(truncated[None, :], tl.where(max_hi < _MOST, max_hi, float("inf")), score_hi)
             score_lo = tl.where(truncated[None, :], float("-inf"), score_lo)
             max_lo = tl.where(max_lo < _MOST, max_lo, float("-inf"))
+            lse_hi = max_hi * inv_temperature[None, :] + tl.log(mass_hi)
+            lse_lo = max_lo * inv_temperature[None, :] + tl.log(mass_lo)
             lse_hi += _slack_of(lse_hi, greedy)
             lse_lo -= _slack_of(lse_lo, greedy)
             out = offs_b.to(tl.int64)[None, :] * tl.cdiv(vocab_size, rng.GROUP_SIZE) + groups[:, None]

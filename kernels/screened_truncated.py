@@ -26,8 +26,8 @@ import triton.language as tl
 
 from . import rng
 from .config import ScreenConfig, TruncationConfig
-from .epilogue import load_edit_flags, rows_truncated
-from .intrinsics import LOG2_E, float_to_ordered, ordered_to_float
+from .epilogue import invert_temperature, load_edit_flags, relative_mass, rows_truncated
+from .intrinsics import float_to_ordered, ordered_to_float
 from .launch import cdiv, launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead, SampleOutput
 from .rescore import flag_groups, logits_of_ids
@@ -82,7 +82,7 @@ def bound_truncated_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    if (tl.load(temperature_ptr + row) > 0.0) & rows_truncated(truncation, row, True, vocab_size):
+    if ~(tl.load(temperature_ptr + row) <= 0.0) & rows_truncated(truncation, row, True, vocab_size):
         max_logit_lo = screen.max_logit_lo + row.to(tl.int64) * num_groups
         if not RESCORED:
             group_max = buffer.group_max + row.to(tl.int64) * num_groups
@@ -155,7 +155,7 @@ def list_ids_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     offs_b = tl.arange(0, BLOCK_B)
     mask_b = offs_b < num_rows
-    sampled = tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) > 0.0
+    sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
     truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
     offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < num_groups
@@ -248,7 +248,7 @@ def verify_ids_kernel(
     if num_own > 0:
         offs_b = tl.arange(0, BLOCK_B)
         mask_b = offs_b < num_rows
-        sampled = tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) > 0.0
+        sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
         truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
         threshold = ordered_to_float(tl.load(screen.threshold + offs_b, mask=mask_b, other=0))
         edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
@@ -382,7 +382,7 @@ def _draw_row(
     num_listed = list_groups_above(low, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
     logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
     reference = tl.where(largest == float("-inf"), 0.0, largest) * inv_temperature
-    weights = tl.exp2((logits * inv_temperature - reference) * LOG2_E)
+    weights = relative_mass(1.0, logits, largest, inv_temperature)
     limits_k = (top_k >= 1) & (top_k < vocab_size)
     k = tl.where(limits_k, top_k, vocab_size)
     p_hi = tl.full([], float("inf"), tl.float32)
@@ -435,9 +435,9 @@ def draw_rescored_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    temperature = tl.load(temperature_ptr + row)
+    greedy, inv_temperature = invert_temperature(tl.load(temperature_ptr + row))
     status = tl.full([], 0, tl.int32)
-    if (temperature > 0.0) & rows_truncated(truncation, row, True, vocab_size):
+    if ~greedy & rows_truncated(truncation, row, True, vocab_size):
         groups = row.to(tl.int64) * num_groups
         token, score, certain = _draw_row(
             buffer.logits + groups * rng.GROUP_SIZE,
@@ -446,7 +446,7 @@ def draw_rescored_kernel(
             screen.lse_lo + groups,
             buffer.group_list + row * _LISTED_GROUPS,
             ordered_to_float(tl.load(screen.threshold + row)),
-            1.0 / temperature,
+            inv_temperature,
             tl.load(seed_ptr + row),
             tl.load(position_ptr + row),
             tl.load(truncation.top_k + row),

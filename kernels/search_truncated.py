@@ -16,8 +16,10 @@ import triton.language as tl
 
 from . import rng
 from .config import TruncationConfig
+from .epilogue import invert_temperature, relative_mass
 from .launch import launch
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
+from .reduce_splits import store_logprob
 from .truncation_math import (
     BLOCK_GROUPS,
     BLOCK_IDS,
@@ -49,22 +51,22 @@ def _summarize(
     last_group,
     GATHER: tl.constexpr,
 ):
-    """Of some groups the perturbed log-mass and the log-mass, to memory."""
+    """The perturbed log-mass of some groups and their mass, to memory."""
     for first in tl.range(first_group, last_group, GATHER * BLOCK_GROUPS):
         groups = first + tl.arange(0, GATHER * BLOCK_GROUPS)
         inside = groups < last_group
         ids = groups[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
         logits = tl.load(row_logits + ids, mask=inside[:, None], other=float("-inf")).to(tl.float32)
         group = vocab_start // rng.GROUP_SIZE + groups
-        score, log_mass, _ = score_row_groups(logits, group, inv_temperature, seed, position)
+        score, _, mass, _ = score_row_groups(logits, group, inv_temperature, seed, position)
         tl.store(group_score + groups, score, mask=inside)
-        tl.store(group_mass + groups, log_mass, mask=inside)
+        tl.store(group_mass + groups, mass, mask=inside)
 
 
 @triton.jit
 def _search(
     row_logits,
-    group_score,  # per group of the row its perturbed log-mass, its log-mass and its largest logit
+    group_score,  # per group of the row its perturbed log-mass, its mass and its largest logit
     group_mass,
     group_max,
     list_ptr,
@@ -81,15 +83,15 @@ def _search(
     WINDOW: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """One row. Returns token (local id), its score, its logit at temperature, the row's log-mass, and how many
-    questions it took."""
+    """One row. Returns token (local id), its score, its logit, the row's largest logit, its mass relative to that, and
+    how many questions it took."""
     num_groups = width // rng.GROUP_SIZE
-    log_mass = load_group_blocks(group_mass, num_groups, BLOCK_S)
-    maxima = tl.max(load_group_blocks(group_max, num_groups, BLOCK_S), axis=1)
-    largest, heaviest = tl.split(tl.max(tl.join(maxima, tl.max(log_mass, axis=1)), axis=0))
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-    heaviest = tl.where(heaviest == float("-inf"), 0.0, heaviest)
-    lse = heaviest + tl.log(tl.sum(tl.sum(tl.exp(log_mass - heaviest), axis=1)))
+    peaks = load_group_blocks(group_max, num_groups, BLOCK_S)
+    maxima = tl.max(peaks, axis=1)
+    largest = tl.max(maxima)
+    # Beyond the last group the peak is -inf; a mass there must be finite.
+    mass = tl.where(peaks > float("-inf"), load_group_blocks(group_mass, num_groups, BLOCK_S), 0.0)
+    total = tl.sum(tl.sum(relative_mass(mass, peaks, largest, inv_temperature), axis=1))
 
     use_k = (top_k >= 1) & (top_k < vocab_size)
     use_p = top_p < 1.0
@@ -101,10 +103,10 @@ def _search(
         all_maxima = tl.reshape(load_group_blocks(group_max, num_groups, BLOCK_S), [BLOCK_S * BLOCK_GROUPS])
         floor = kth_bound(all_maxima, largest, k)
     lowest = min_p_limit(largest, inv_temperature, min_p)
-    p = tl.where(use_p, top_p, 2.0)
+    p = tl.where(use_p, top_p * total, float("inf"))
     if use_k & use_p & (min_p > 0.0):
-        p = p * mass_of_top_k(
-            row_logits, list_ptr, group_max, floor, largest, k, inv_temperature, lse, width, BLOCK_S, GATHER
+        p = top_p * mass_of_top_k(
+            row_logits, list_ptr, group_max, floor, largest, k, inv_temperature, width, BLOCK_S, GATHER
         )
 
     window_ptr = list_ptr + tl.cdiv(num_groups, BLOCK_GROUPS)  # the list of the window, behind that of ``measure``
@@ -138,7 +140,9 @@ def _search(
         ids = groups[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
         logits = tl.load(row_logits + ids, mask=valid[:, None], other=float("-inf")).to(tl.float32)
         first_scores = tl.load(group_score + groups, mask=valid, other=float("-inf"))
-        scores = token_scores(logits, first_scores, vocab_start + ids, inv_temperature, seed, position)
+        group = vocab_start // rng.GROUP_SIZE + groups
+        _, relative, _, _ = score_row_groups(logits, group, inv_temperature, seed, position)
+        scores = token_scores(logits, first_scores, relative, vocab_start + ids, inv_temperature, seed, position)
         allowed = (logits >= floor) & (logits > excluded) & (logits >= lowest)
         scores = tl.where(allowed & valid[:, None], scores, float("-inf"))
         logits = tl.reshape(logits, [WINDOW * BLOCK_IDS])
@@ -163,7 +167,7 @@ def _search(
             if use_k | use_p:
                 questions += 1
                 count, mass, next_count, next_mass = measure(
-                    row_logits, list_ptr, group_max, logit, next_logit, inv_temperature, lse, width, BLOCK_S, GATHER
+                    row_logits, list_ptr, group_max, logit, next_logit, inv_temperature, largest, width, BLOCK_S, GATHER
                 )
                 # The largest logit is always allowed, whatever the limits are.
                 passes = ((count < k) & (mass < p)) | (count == 0)
@@ -190,7 +194,7 @@ def _search(
             ceiling = bottom
             # A row of nothing but -inf has no token.
             searching = (best > float("-inf")) | (score > float("-inf"))
-    return token, score, logit * inv_temperature, lse, questions
+    return token, score, logit, largest, total, questions
 
 
 @triton.jit(
@@ -219,7 +223,7 @@ def search_truncated_kernel(
         width = num_groups * rng.GROUP_SIZE  # a multiple that the compiler knows: it loads 16 bytes at a time
         groups = row.to(tl.int64) * num_groups
         row_logits = buffer.logits + row.to(tl.int64) * width
-        inv_temperature = 1.0 / tl.load(temperature_ptr + row)
+        _, inv_temperature = invert_temperature(tl.load(temperature_ptr + row))
         seed = tl.load(seed_ptr + row)
         position = tl.load(position_ptr + row)
         share = tl.cdiv(num_groups, SPLITS)
@@ -239,7 +243,7 @@ def search_truncated_kernel(
         if tl.atomic_add(buffer.arrived + row, 1, sem="acq_rel") == SPLITS - 1:
             tl.debug_barrier()
             tl.store(buffer.arrived + row, 0)
-            token, score, tempered, log_mass, questions = _search(
+            token, score, logit, largest, total, questions = _search(
                 row_logits,
                 buffer.group_score + groups,
                 buffer.group_mass + groups,
@@ -263,8 +267,7 @@ def search_truncated_kernel(
             tl.store(buffer.status + row, 1 + tl.maximum(questions, 1))
             tl.atomic_add(buffer.searched, tl.full([], 1, tl.int64))
             if output.logprobs is not None:
-                tl.store(output.logprobs + row, tempered - log_mass)
-                tl.store(output.log_mass + row, log_mass)
+                store_logprob(output, row, logit, largest, total, inv_temperature, True)
 
 
 def search_truncated(

@@ -21,13 +21,14 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .epilogue import LIMIT, MIN_MASS
-from .intrinsics import LN_2, LOG2_E, clamp01, float_to_ordered, log2, mul_rn, ordered_to_float, reciprocal
+from .epilogue import perturb, relative_mass
+from .intrinsics import LOG2_E, float_to_ordered, ordered_to_float
 from .workspace import GROUPS_PER_BLOCK
 
 NO_TOKEN = tl.constexpr(2**31 - 1)
 BLOCK_GROUPS = tl.constexpr(GROUPS_PER_BLOCK)
 BLOCK_IDS = tl.constexpr(GROUPS_PER_BLOCK * rng.GROUP_SIZE)
+_LOW = tl.constexpr(-(2.0**101))  # maxima are rarely below: a bisection that starts there finds its way in fewer steps
 _BISECTIONS = tl.constexpr(24)  # bounds the search for a lower bound: a loose one costs passes, not exactness
 _GROUPS_AT_ONCE = tl.constexpr(32)  # the arithmetic of the noise is long: a loop over few keeps the code short
 
@@ -40,22 +41,23 @@ def score_row_groups(
     seed,
     position,
 ):
-    """Perturbed log-mass, log-mass and largest logit of some groups of a row: the arithmetic of
-    ``epilogue.score_groups``, without greedy rows."""
+    """Perturbed log-mass of some groups of a row, the same relative to the largest logit at temperature, the mass, and
+    the largest logit: the arithmetic of ``epilogue.score_groups``, without greedy rows. A group without a token has
+    -inf, and mass 0."""
     peak = tl.max(logits, axis=1)
     rate = inv_temperature * LOG2_E
-    base = mul_rn(tl.where(peak == float("-inf"), 0.0, peak), rate)
-    mass = tl.sum(clamp01(tl.exp2(tl.fma(logits, rate, -base[:, None]))), axis=1)
-    mass = tl.where(peak == float("-inf"), 0.0, tl.maximum(mass, MIN_MASS))
+    mass = tl.sum(tl.exp2((logits - peak[:, None]) * rate), axis=1)
     exponential = rng.exponential(seed, position, group, rng.SAMPLE, rng.GROUP)
-    perturbation = log2(mass * reciprocal(exponential))
-    return (base + perturbation) * LN_2, (base + (perturbation + log2(exponential))) * LN_2, peak
+    score, relative = perturb(peak, mass, rate, exponential)
+    has_token = peak > float("-inf")
+    return tl.where(has_token, score, float("-inf")), relative, tl.where(has_token, mass, 0.0), peak
 
 
 @triton.jit
 def token_scores(
     logits,  # [N, GROUP_SIZE] f32
     group_score,  # [N] f32, the group's perturbed log-mass: the score of its first token
+    relative,  # [N] f32, the same relative to the group's largest logit at temperature
     ids,  # [N, GROUP_SIZE] i32, absolute
     inv_temperature,
     seed,
@@ -63,12 +65,13 @@ def token_scores(
 ):
     """s(i) of the tokens of some groups; -inf where the logit is."""
     exponential = rng.exponential(seed, position, ids, rng.SAMPLE, rng.TOKEN)
-    perturbed = logits * inv_temperature - tl.log(exponential)
+    peak = tl.max(logits, axis=1)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)
+    perturbed = (logits - peak[:, None]) * inv_temperature - tl.log(exponential)
     best = tl.max(perturbed, axis=1)
     behind = tl.exp(best[:, None] - perturbed) - 1.0
-    # Of logits so large that their float32 has no digits for the noise, the exponential may be 0 or infinite, and 0
-    # times infinity is no number. It is between e**-50 and e**50 for all others.
-    ahead = tl.minimum(tl.maximum(tl.exp(group_score - best), 1e-37), 1e37)
+    # Between e**-50 and e**50 of a group that has a token.
+    ahead = tl.minimum(tl.maximum(tl.exp(relative - best), 1e-37), 1e37)
     scores = group_score[:, None] - tl.log(1.0 + ahead[:, None] * behind)
     return tl.where(perturbed > float("-inf"), scores, float("-inf"))
 
@@ -106,9 +109,12 @@ def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
 
     SHIFT: how many low bits of all values are zero. Bisection over what is left, a few instructions.
     """
-    failing = (float_to_ordered(tl.full([], -LIMIT * 2, tl.float32)) >> SHIFT).to(tl.int64)
+    above_nothing = (maxima > float("-inf")).to(tl.int32)
+    num_above, num_usual = tl.split(tl.sum(tl.join(above_nothing, (maxima > _LOW).to(tl.int32)), axis=0))
+    # With fewer maxima than k, smaller logits beside them are wanted too, however small.
+    start = tl.where((num_usual == num_above) & (num_above >= k), _LOW, float("-inf"))
+    failing = (float_to_ordered(start) >> SHIFT).to(tl.int64)
     passing = (float_to_ordered(largest) >> SHIFT).to(tl.int64)
-    num_above = tl.sum((maxima > float("-inf")).to(tl.int32))
     while (passing - failing > 1) & (num_above > k + k // 4 + 4):
         middle = (passing + failing) >> 1
         count = tl.sum((maxima > largest_with_key(middle, SHIFT)).to(tl.int32))
@@ -200,9 +206,8 @@ def best_of_listed(
         group = tl.load(list_ptr + CANDIDATES + offs, mask=offs < num_listed, other=0)
         ids = group[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
         logits = tl.load(row_logits + ids, mask=(offs < num_listed)[:, None], other=float("-inf")).to(tl.float32)
-        score, _, peak = score_row_groups(logits, group, inv_temperature, seed, position)
-        group_score = tl.where(peak == float("-inf"), peak, score)
-        scores = token_scores(logits, group_score, ids, inv_temperature, seed, position)
+        score, relative, _, _ = score_row_groups(logits, group, inv_temperature, seed, position)
+        scores = token_scores(logits, score, relative, ids, inv_temperature, seed, position)
         scores = tl.where((logits > floor) & (logits >= lowest), scores, float("-inf"))
         first = tl.max(scores)
         if first > best_score:  # groups ascend: of equal scores the lowest id
@@ -223,8 +228,7 @@ def draw_small_top_k(
     top_k,
     top_p,
     min_p,
-    lse_max,  # the row's largest log-mass of a group
-    lse_sum,  # its exp-sum relative to that
+    total,  # the row's exp-sum at temperature, relative to its largest logit
     num_groups,
     BLOCK_S: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -236,8 +240,8 @@ def draw_small_top_k(
     bound = bound_of_top_k(maxima, largest, top_k, SHIFT)
     num_listed = list_groups_above(bound, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
     logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
-    weights = tl.exp2((logits * inv_temperature - lse_max) * LOG2_E)
-    p = tl.where(top_p < 1.0, top_p * lse_sum, float("inf"))
+    weights = relative_mass(1.0, logits, largest, inv_temperature)
+    p = tl.where(top_p < 1.0, top_p * total, float("inf"))
     if (min_p > 0.0) & (top_p < 1.0):
         # With min-p, top-p is of what top-k has left.
         floor = threshold_of(logits, weights, bound, largest, top_k, float("inf"), SHIFT)
@@ -300,12 +304,12 @@ def measure(
     low,  # the lower of two thresholds
     high,
     inv_temperature,
-    lse,
+    largest,  # logit of the row
     width,
     BLOCK_S: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """How many of the row's logits are above ``low``, and their probability; the same for ``high``.
+    """How many of the row's logits are above ``low``, and their mass relative to the largest; the same for ``high``.
 
     The order of the sums depends on the row and the config alone, so equal rows get equal answers.
     """
@@ -325,11 +329,11 @@ def measure(
     for first in tl.range(0, num_blocks, GATHER):
         following = _load_blocks(row_logits, list_ptr, first + GATHER, num_blocks, listed, width, GATHER)
         logits = block.to(tl.float32)
-        probability = tl.exp2((logits * inv_temperature - lse) * LOG2_E)
+        weights = relative_mass(1.0, logits, largest, inv_temperature)
         count_low += tl.where(logits > low, 1.0, 0.0)
-        mass_low += tl.where(logits > low, probability, 0.0)
+        mass_low += tl.where(logits > low, weights, 0.0)
         count_high += tl.where(logits > high, 1.0, 0.0)
-        mass_high += tl.where(logits > high, probability, 0.0)
+        mass_high += tl.where(logits > high, weights, 0.0)
         block = following
     sums = tl.sum(tl.join(tl.join(count_low, mass_low), tl.join(count_high, mass_high)), axis=0)
     of_low, of_high = tl.split(sums)
@@ -367,21 +371,21 @@ def mass_of_top_k(
     largest,
     k,
     inv_temperature,
-    lse,
     width,
     BLOCK_S: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """Probability of the tokens that top-k leaves, ties included: by bisection over the float32 values."""
+    """Mass of the tokens that top-k leaves, ties included, relative to the largest logit: by bisection over the float32
+    values."""
     # k or more logits are above low, fewer than k above high
-    low = float_to_ordered(tl.where(bound == float("-inf"), -LIMIT, bound)).to(tl.int64) - 1
+    low = float_to_ordered(bound).to(tl.int64) - tl.where(bound == float("-inf"), 0, 1)
     high = float_to_ordered(largest).to(tl.int64)
-    mass = tl.full([], 1.0, tl.float32)
+    mass = tl.full([], 0.0, tl.float32)
     while high - low > 0:
         middle = tl.where(high - low > 1, (low + high) >> 1, low)
         value = ordered_to_float(middle.to(tl.int32))
         count, mass, _, _ = measure(
-            row_logits, list_ptr, group_max, value, value, inv_temperature, lse, width, BLOCK_S, GATHER
+            row_logits, list_ptr, group_max, value, value, inv_temperature, largest, width, BLOCK_S, GATHER
         )
         high = tl.where(middle == low, low, tl.where(count >= k, high, middle))
         low = tl.where(count >= k, middle, low)

@@ -52,7 +52,7 @@ class SplitOperands(NamedTuple):
     score: Any  # [P * T, B] f32, perturbed log-mass of a group
     group: Any  # [P * T, B] i32, its absolute id
     logits: Any  # [P * T, B, GROUP_SIZE] f32
-    log_mass: Any  # [P * T, B, 2] f32, the largest log-mass of any group, and the exp-sum relative to that
+    mass: Any  # [P * T, B, 2] f32, the largest logit, and the exp-sum at temperature relative to that
     second: Any  # [P * T, B] f32, of truncated batches: the score of the second-best group
     arrived: Any  # [B] i32: how many splits of a block of rows are done; zeros before and after each launch
 
@@ -63,7 +63,7 @@ class BufferOperands(NamedTuple):
     logits: Any  # [B, width] bf16 or f32
     group_max: Any  # [B, G] f32, the largest logit of each group; -inf where a screen has not read it
     group_score: Any  # [B, G] f32, of rows that are searched, as the next
-    group_mass: Any  # [B, G] f32
+    group_mass: Any  # [B, G] f32, relative to group_max
     block_list: Any  # [B, 3 * blocks of groups] i32
     partial: Any  # [B, MAX_DRAW_SPLITS, PARTIALS] f32
     group_list: Any  # [B, ...] i32
@@ -138,7 +138,7 @@ class Workspace:
             score=torch.empty(held, dtype=torch.float32, device=device),
             group=torch.empty(held, dtype=torch.int32, device=device),
             logits=torch.empty(held, GROUP_SIZE, dtype=torch.float32, device=device),
-            log_mass=torch.empty(held, 2, dtype=torch.float32, device=device),
+            mass=torch.empty(held, 2, dtype=torch.float32, device=device),
             second=torch.empty(held, dtype=torch.float32, device=device),
             arrived=torch.zeros(slots, dtype=torch.int32, device=device),
         )

@@ -28,15 +28,18 @@ from numba import carray, cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .kernels.params import Edit
+from .kernels.params import LARGEST_LOGIT, BatchParams, Edit
 from .kernels.rng import GROUP_SIZE, Stream, Unit
 
-_LIMIT = np.float32(2.0**100)  # of ``epilogue.py``
+_LIMIT = np.float32(LARGEST_LOGIT)
+_LOWEST = np.finfo(np.float32).min
 _NONE = np.float32(-np.inf)
+_COLDEST, _HOTTEST = BatchParams.MIN_TEMPERATURE, BatchParams.MAX_TEMPERATURE
 _CHUNK = 64  # groups whose noise is bounded at once: it stays in the L1 cache
 _AHEAD = 128  # groups whose memory is asked for before they are read, while the noise is computed
 _BLOCK = 16  # groups of a block
 _LOG2_E = 1.0 / math.log(2.0)
+_LN_2 = np.float32(math.log(2.0))
 _LOG2_GROUP = math.log2(GROUP_SIZE)
 # Room for float32 roundings, in bits: of a bound, and of a bound per its size.
 _MARGIN = np.float32(0.01)
@@ -51,6 +54,9 @@ _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _TOKEN_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.TOKEN))
 _GROUP_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.GROUP))
 _ADDITIVE, _SCALING, _MASK, _BIAS = (int(flag) for flag in Edit)
+# Of ``epilogue.soft_cap``: the series of tanh, and up to which share of the cap it is taken.
+_TANH3, _TANH5, _TANH7, _TANH9 = (np.float32(x) for x in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
+_SERIES_UP_TO = np.float32(0.25)
 # What logits are rounded to.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
@@ -152,8 +158,7 @@ def _largest(_context, row, _place):
 
     def generate(context, builder, signature, args):
         logits = _load_group(context, builder, signature, args)
-        lowest = ir.Constant(_FLOAT, -float(_LIMIT))
-        valid = builder.fcmp_ordered(">", logits, _splat(builder, lowest))
+        valid = builder.fcmp_ordered(">", logits, _splat(builder, ir.Constant(_FLOAT, -math.inf)))
         logits = builder.select(valid, logits, _splat(builder, ir.Constant(_FLOAT, -math.inf)))
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(_FLOAT, [_GROUP_OF_FLOATS]), f"llvm.vector.reduce.fmax.v{GROUP_SIZE}f32"
@@ -252,26 +257,39 @@ def _read_group(row, group, vocab_size, logits):
         logit = _NONE
         if column < vocab_size:
             logit = min(_logit_of(row[column]), _LIMIT)
-        logits[i] = logit if logit > -_LIMIT else _NONE
+        logits[i] = logit if logit > _NONE else _NONE
         largest = max(largest, logits[i])
     return largest
 
 
 @_compiled()
-def _log_mass_of_group(logits, largest, rate, temperature):
-    """``logsumexp(logits / temperature)`` of a group that has a token."""
-    mass = _mass(logits.view(np.int32), largest, rate)
-    return float(largest) / temperature + math.log(mass)
+def _rate_of(temperature):
+    """``log2(e) / temperature`` as the kernels have it."""
+    return np.float32(_LOG2_E) * (np.float32(1) / np.float32(temperature))
 
 
 @_compiled()
-def _pick_in_group(logits, first_id, temperature, position, seed):
+def _log2_mass_of_group(logits, largest, rate):
+    """``log2`` of the mass of a group that has a token, relative to its largest logit."""
+    return math.log(_mass(logits.view(np.int32), largest, rate)) * _LOG2_E
+
+
+@_compiled()
+def _group_score(largest, relative, rate):
+    """The score of a group whose largest logit's share of it is ``relative`` bits less, rounded as the kernels round
+    it: in bits, and again."""
+    bits = float(largest) * float(rate) + relative
+    return np.float32(min(max(bits, -float(_LIMIT)), float(_LIMIT))) * _LN_2
+
+
+@_compiled()
+def _pick_in_group(logits, largest, first_id, temperature, position, seed):
     """The place of a group's token."""
     best, pick = -math.inf, 0
     for i in range(GROUP_SIZE):
         if logits[i] > _NONE:
             noise = gumbel(np.uint64(first_id + i), position, _TOKEN_STREAM, seed)
-            score = float(logits[i]) / temperature + noise
+            score = (float(logits[i]) - float(largest)) / temperature + noise
             if score > best:
                 best, pick = score, i
     return pick
@@ -299,7 +317,7 @@ def _read_row(row, vocab_size, maxima, block_maxima, logits):
 @_compiled()
 def _mass_of_row(row, vocab_size, largest, temperature):
     """The mass of all logits, relative to the largest."""
-    rate = np.float32(_LOG2_E / temperature)
+    rate = _rate_of(temperature)
     mass = 0.0
     for first in range(0, vocab_size, _BLOCK * GROUP_SIZE):
         mass += _mass(row[first : min(first + _BLOCK * GROUP_SIZE, vocab_size)], largest, rate)
@@ -317,7 +335,7 @@ def _limit_logits(bounds, limit, per_bit, needed):
 @_compiled()
 def _draw_plain(row, vocab_size, first_group, temperature, position, seed, groups, bounds, needed, logits):
     """Column, logit and score of a row without limits; the first column, -inf and -inf where it has no token."""
-    rate = np.float32(_LOG2_E / temperature)
+    rate = _rate_of(temperature)
     per_bit = np.float32(temperature / _LOG2_E)
     best, best_group, limit = _NONE, 0, _NONE
     num_groups = -(-vocab_size // GROUP_SIZE)
@@ -343,12 +361,13 @@ def _draw_plain(row, vocab_size, first_group, temperature, position, seed, group
                 largest = _read_group(row, group, vocab_size, logits)
                 if largest == _NONE:
                     continue
-                log_mass = _log_mass_of_group(logits, largest, rate, temperature)
+                relative = _log2_mass_of_group(logits, largest, rate)
                 # Now the bound is known without the allowance for 16 equal logits: most groups end here.
-                score_hi = log_mass + (bounds[i] - _LOG2_GROUP) / _LOG2_E
+                score_hi = (float(largest) * rate + relative + (bounds[i] - _LOG2_GROUP)) / _LOG2_E
                 if score_hi + abs(score_hi) * _RELATIVE < best:
                     continue
-                score = np.float32(log_mass + gumbel(np.uint64(first_group + group), position, _GROUP_STREAM, seed))
+                noise = gumbel(np.uint64(first_group + group), position, _GROUP_STREAM, seed)
+                score = _group_score(largest, relative + noise * _LOG2_E, rate)
                 if score > best:
                     best, best_group = score, group
                     limit = np.float32(score * _LOG2_E)
@@ -357,7 +376,7 @@ def _draw_plain(row, vocab_size, first_group, temperature, position, seed, group
     largest = _read_group(row, best_group, vocab_size, logits)
     if largest == _NONE:
         return 0, _NONE, _NONE
-    pick = _pick_in_group(logits, (first_group + best_group) * GROUP_SIZE, temperature, position, seed)
+    pick = _pick_in_group(logits, largest, (first_group + best_group) * GROUP_SIZE, temperature, position, seed)
     return best_group * GROUP_SIZE + pick, logits[pick], best
 
 
@@ -480,8 +499,8 @@ def _draw_truncated(
     masses,
 ):
     """Column, logit and score of a row with limits and at least one token."""
-    rate = np.float32(_LOG2_E / temperature)
-    floor = -_LIMIT
+    rate = _rate_of(temperature)
+    floor = _LOWEST
     if min_p > 0:
         floor = min(largest, np.float32(float(largest) + math.log(min(min_p, 1.0)) * temperature))
     scratch = maxima, block_maxima, values, weights, listed, logits, counts, masses
@@ -489,7 +508,7 @@ def _draw_truncated(
     # With min-p, top-p is of what top-k has left.
     sequential = min_p > 0 and use_k and use_p
     if use_k and (sequential or not use_p or total == 0):
-        lowest = -_LIMIT if sequential else floor
+        lowest = _LOWEST if sequential else floor
         bound, above, num_listed = _limit_of(row, vocab_size, largest, rate, lowest, top_k, math.inf, *scratch)
         if use_p and not sequential:
             # The largest logits of all groups are a part of the mass. Where top-p rules out nothing of that part, it
@@ -522,10 +541,14 @@ def _draw_truncated(
             if maxima[group] < bound or score_hi + abs(score_hi) * _RELATIVE < best:
                 continue
             _read_group(row, group, vocab_size, logits)
-            log_mass = _log_mass_of_group(logits, maxima[group], rate, temperature)
-            group_score = np.float32(log_mass + gumbel(np.uint64(group), position, _GROUP_STREAM, seed))
+            noise = gumbel(np.uint64(group), position, _GROUP_STREAM, seed)
+            relative = _log2_mass_of_group(logits, maxima[group], rate) + noise * _LOG2_E
+            group_score = _group_score(maxima[group], relative, rate)
             if group_score > best:
-                i, score = _first_allowed(logits, bound, group, group_score, temperature, position, seed)
+                relative /= _LOG2_E
+                i, score = _first_allowed(
+                    logits, maxima[group], bound, group, group_score, relative, temperature, position, seed
+                )
                 if score > best:
                     best, best_column, best_logit = score, group * GROUP_SIZE + i, logits[i]
     return best_column, best_logit, best
@@ -558,14 +581,14 @@ def _gather(row, vocab_size, listed, bound, largest, rate, values, weights, logi
 
 
 @_compiled()
-def _first_allowed(logits, bound, group, group_score, temperature, position, seed):
+def _first_allowed(logits, largest, bound, group, group_score, relative, temperature, position, seed):
     """Place and score of a group's best token with a logit of ``bound`` or more; ``truncation_math.token_scores``."""
     perturbed = np.full(GROUP_SIZE, -np.inf)
     first = -math.inf
     for i in range(GROUP_SIZE):
         if logits[i] > _NONE:
             noise = gumbel(np.uint64(group * GROUP_SIZE + i), position, _TOKEN_STREAM, seed)
-            perturbed[i] = float(logits[i]) / temperature + noise
+            perturbed[i] = (float(logits[i]) - float(largest)) / temperature + noise
             first = max(first, perturbed[i])
     best, place = _NONE, 0
     for i in range(GROUP_SIZE):
@@ -573,7 +596,7 @@ def _first_allowed(logits, bound, group, group_score, temperature, position, see
             score = group_score  # of the group's first token
             if perturbed[i] < first:
                 behind = math.exp(first - perturbed[i]) - 1.0
-                score = np.float32(group_score - math.log(1.0 + math.exp(group_score - first) * behind))
+                score = np.float32(group_score - math.log(1.0 + math.exp(relative - first) * behind))
             if score > best:
                 best, place = score, i
     return place, best
@@ -609,12 +632,18 @@ def _transform_row(row, dtype, scale, softcap, out):
         if scale != np.float32(1):
             x = _rounded(x * scale, dtype)
         if softcap != np.float32(0):
-            power = -abs(x * np.float32(2 * _LOG2_E) / softcap)
+            share = x / softcap
+            square = share * share
+            power = -abs(share * np.float32(2 * _LOG2_E))
             power = _exp2(max(power, np.float32(-126)))
             capped = softcap * ((np.float32(1) - power) / (np.float32(1) + power))
+            if square < _SERIES_UP_TO * _SERIES_UP_TO:  # where the difference above has few digits
+                capped = abs(x) * (
+                    np.float32(1) + square * (_TANH3 + square * (_TANH5 + square * (_TANH7 + square * _TANH9)))
+                )
             x = (capped if x >= 0 else -capped) if x == x else x
         x = min(x, _LIMIT)
-        out[i] = x if x > -_LIMIT else _NONE
+        out[i] = x if x > _NONE else _NONE
 
 
 @_compiled(error_model="numpy")
@@ -632,10 +661,11 @@ def _edit_row(flags, additive, scaling, mask_words, mask_bools, bias, out, vocab
                 x = _NONE if mask_bools[column] else x
             elif column // 32 < mask_words.size:
                 x = x if (mask_words[column // 32] >> (column % 32)) & 1 else _NONE
+        allowed = x > _NONE
         if flags & _BIAS:
             x += bias[column]
-        x = min(x, _LIMIT)
-        out[i] = x if x > -_LIMIT else _NONE
+            allowed &= bias[column] > _NONE
+        out[i] = min(max(x, -_LIMIT), _LIMIT) if allowed else _NONE
 
 
 # --- rows of a batch --------------------------------------------------------------------------------------------------
@@ -649,8 +679,8 @@ def _draw_row(
     maxima, block_maxima, values, weights, bounds, needed, logits, masses = scratch
     groups, counts = ids
     tokens, scores, logprobs, log_masses = outputs
-    greedy = not temperature > 0
-    temperature = 1.0 if greedy else temperature
+    greedy = temperature <= 0
+    temperature = 1.0 if greedy else max(temperature, _COLDEST) if temperature < _HOTTEST else _HOTTEST
     use_k = top_k >= 1 and top_k < vocab_size
     largest, total = _NONE, 0.0
     limited = not greedy and (use_k or top_p < 1 or min_p > 0)
@@ -692,8 +722,10 @@ def _draw_row(
     tokens[b] = first_group * GROUP_SIZE + column
     scores[b] = score
     if want_mass:
-        log_masses[b] = float(largest) / temperature + math.log(total) if total > 0 else -math.inf
-        # Of a row without a token this is NaN.
+        log_mass = float(largest) / temperature + math.log(total) if total > 0 else -math.inf
+        log_masses[b, 0] = min(max(log_mass, -float(_LIMIT)), float(_LIMIT)) if total > 0 else log_mass
+        log_masses[b, 1] = log_mass - float(log_masses[b, 0]) if abs(log_mass) < float(_LIMIT) else 0.0
+        # In a row without a token this is NaN.
         logprobs[b] = (float(logit) - float(largest)) / temperature - (math.log(total) if total > 0 else 0.0)
 
 
@@ -781,7 +813,7 @@ def _sampler_of(words: type[np.generic]) -> Any:
             carray(_pointer(job.token_ids), num_rows, np.int64),
             carray(_pointer(job.scores), num_rows, np.float32),
             carray(_pointer(job.logprobs), num_rows, np.float32),
-            carray(_pointer(job.log_mass), num_rows, np.float32),
+            carray(_pointer(job.log_mass), (num_rows, 2), np.float32),
         )
         first_group = job.vocab_start // GROUP_SIZE
         while b < num_rows:

@@ -37,7 +37,7 @@ _ROW_DTYPES = {
     "min_p": torch.float32,
     "flags": torch.int32,
 }
-_OUTPUT_BYTES = 20  # per row: token, score, logprob and log-mass
+_OUTPUT_BYTES = 24  # per row: token, score, logprob and the two parts of the log-mass
 
 
 class _Source(NamedTuple):
@@ -215,4 +215,6 @@ def _outputs(memory: torch.Tensor, num_rows: int, return_logprob: bool) -> Sampl
             (16, _OUTPUT_BYTES, torch.float32),
         )
     )
-    return SampleOutput(tokens, logprobs, scores, log_mass) if return_logprob else SampleOutput(tokens, None, scores)
+    if not return_logprob:
+        return SampleOutput(tokens, None, scores)
+    return SampleOutput(tokens, logprobs, scores, log_mass.view(num_rows, 2))

@@ -224,8 +224,8 @@ class HeadState:
         ]
         if not self.whole_rows:
             scores, place = logits.float().max(dim=1)
-            zeros = torch.zeros_like(scores) if return_logprob else None
-            drawn.append(self.exchange.merge(SampleOutput(place + self.head.vocab_start, zeros, scores, zeros)))
+            output = SampleOutput.empty(num_rows, device, return_logprob)._replace(scores=scores)
+            drawn.append(self.exchange.merge(output._replace(token_ids=place + self.head.vocab_start)))
         return all(torch.equal(out.token_ids, expected) for out in drawn)
 
     def logits_of_shard(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -232,7 +232,7 @@ def test_nan_is_never_drawn_infinity_wins_and_a_row_without_a_token_gives_the_fi
     params = make_params(5, LogitsSpec(403), CPU, kind)
     drawn = sample_on_cpu(logits, LogitsSpec(403), params, return_logprob=True)
     assert drawn.token_ids[1:4].tolist() == [0, 0, 77]
-    assert drawn.log_mass[[1, 2]].tolist() == [float("-inf")] * 2
+    assert drawn.log_mass[[1, 2]].tolist() == [[float("-inf"), 0.0]] * 2
     assert drawn.scores[[1, 2]].tolist() == [float("-inf")] * 2
     clean = torch.where(logits > float("-inf"), logits, float("-inf")).double()
     others = torch.tensor([0, 4])

@@ -71,7 +71,8 @@ def assert_same(one: Drawn, other: Drawn) -> None:
     torch.testing.assert_close(one.scores, other.scores, rtol=1e-5, atol=1e-5, equal_nan=True)
     if one.logprobs is not None and other.logprobs is not None:
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-4, equal_nan=True)
-        torch.testing.assert_close(one.log_mass, other.log_mass, rtol=1e-6, atol=1e-4)
+        masses = (drawn.log_mass.double().sum(-1) for drawn in (one, other))
+        torch.testing.assert_close(*masses, rtol=1e-6, atol=1e-4)
 
 
 # --- the reference's token ------------------------------------------------------------------------------------------
@@ -374,7 +375,8 @@ def test_ranks_draw_the_token_of_the_whole_vocabulary(device, path, kind, num_ra
     rounding = 0.25 if path == "logits" and CUDA else 0.0  # a GEMM of another width may round a logit otherwise
     torch.testing.assert_close(merged.scores, drawn.scores, rtol=0, atol=rounding)
     if drawn.logprobs is not None:
-        torch.testing.assert_close(merged.log_mass, drawn.log_mass, rtol=1e-6, atol=rounding or 1e-4)
+        masses = (output.log_mass.double().sum(-1) for output in (merged, drawn))
+        torch.testing.assert_close(*masses, rtol=1e-6, atol=rounding or 1e-4)
         torch.testing.assert_close(merged.logprobs, drawn.logprobs, rtol=0, atol=rounding or 2e-4, equal_nan=True)
 
 
@@ -415,7 +417,7 @@ def test_the_log_mass_of_a_row_without_an_allowed_id_is_minus_infinity(device, p
     allowed = torch.ones(5, 300, dtype=torch.bool, device=device)
     allowed[2] = False
     drawn = draw(path, case.with_params(edits=LogitEdits(mask=pack_bits(allowed))))
-    assert drawn.log_mass[2] == float("-inf")
+    assert drawn.log_mass[2].tolist() == [float("-inf"), 0.0]
     assert drawn.log_mass[[0, 1, 3, 4]].isfinite().all()
 
 
@@ -546,6 +548,87 @@ def test_ids_with_a_huge_negative_bias_are_as_good_as_forbidden(device, path):
     drawn = draw(path, case.with_params(edits=LogitEdits(bias=bias), **changes), logprobs=False)
     assert torch.equal(drawn.token_ids, want.token_ids)
     assert path == "screened" or (drawn.status > 1).any()
+
+
+HUGE = [-3e38, -1e31, -1e29, -100.0, 1e31, 3e38]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 1e30])
+@on_every_path
+def test_a_finite_bias_of_any_size_neither_opens_nor_closes_a_mask(device, path, temperature):
+    """Row by row one id is allowed, with a bias on it, and every other id has the opposite bias."""
+    case = spelled_out([0.25 * (i % 7) for i in range(300)], len(HUGE), device, temperature)
+    allowed = torch.zeros(len(HUGE), 300, dtype=torch.bool, device=device)
+    allowed[:, 170] = True
+    bias = torch.tensor(HUGE, device=device)[:, None] * torch.where(allowed, 1.0, -1.0)
+    drawn = draw(path, case.with_params(edits=LogitEdits(mask=pack_bits(allowed), bias=bias)))
+    assert drawn.token_ids.tolist() == [170] * len(HUGE)
+    assert drawn.logprobs is None or drawn.logprobs.tolist() == [0.0] * len(HUGE)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@on_every_path
+def test_the_larger_of_two_biases_wins_however_large_both_are(device, path, temperature):
+    """Beside every other id with the smallest bias. The two are in one group, and in two."""
+    pairs = [(1e6, 2e6), (1e20, 2e20), (1e31, 1e32), (1e37, 3e38), (-2e20, -1e20), (-2e31, -1.5e31), (-3e38, -1e38)]
+    case = spelled_out([0.0] * 300, 2 * len(pairs), device, temperature)
+    bias = torch.zeros(2 * len(pairs), 300, device=device)
+    for row, (low, high) in enumerate(pairs + pairs):
+        bias[row] = min(low, 0.0)
+        bias[row, 33 if row < len(pairs) else 200], bias[row, 35] = low, high
+    assert (draw(path, case.with_params(edits=LogitEdits(bias=bias))).token_ids == 35).all()
+
+
+@pytest.mark.parametrize("temperature", [3e38, float("inf"), float("nan"), 1e-30])
+@on_every_path
+def test_a_temperature_out_of_range_is_that_of_its_nearest_end_and_touches_no_neighbour(device, path, temperature):
+    """NaN is the largest. Masked ids are never drawn, and limits hold."""
+    end = 1e-6 if temperature < 1e-6 else 1e30
+    case = make_case(16, 400, device, "edit" if path == "logits" else "edit+truncate", torch.float32, seed=4)
+    temperatures = case.params.temperature.clone()
+    temperatures[1::2] = temperature
+    drawn = draw(path, case.with_params(temperature=temperatures))
+    temperatures[1::2] = end
+    want = draw(path, case.with_params(temperature=temperatures))
+    assert torch.equal(drawn.token_ids, want.token_ids)
+    assert drawn.logprobs is None or torch.equal(drawn.logprobs, want.logprobs)
+    assert (case.edited.gather(1, drawn.token_ids[:, None]) > float("-inf")).all()
+
+
+PEAKED = [1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-5, 1e-6]
+
+
+def peaked(device, dtype: torch.dtype = torch.float32, num_rows: int = 64) -> Case:
+    """Rows with one logit of 20 to 40 among logits of a deviation of 3, at temperatures from 1 to 1e-6 in turn."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_rows, 1024, generator=g) * 3
+    logits[torch.arange(num_rows), torch.randint(0, 1024, (num_rows,), generator=g)] = 20 + 20 * torch.rand(
+        num_rows, generator=g
+    )
+    row = torch.arange(num_rows, device=device)
+    temperature = torch.tensor(PEAKED, device=device).repeat(num_rows // len(PEAKED))
+    hidden = torch.eye(num_rows, dtype=dtype, device=device)
+    return Case(hidden, LMHead(logits.T.to(device, dtype).contiguous()), BatchParams(temperature, row, row))
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("path", ["fused", "logits", "two ranks"])
+def test_logprobs_are_right_and_never_above_0_at_any_temperature(device, path, dtype, limited):
+    case = peaked(device, dtype)
+    num_rows = len(case.hidden)
+    if path == "two ranks":
+        drawn = draw_by_ranks("fused", case, 2)
+    else:
+        truncation = limits(num_rows, device, 50, 0.9, max_top_k=50) if limited else None
+        drawn = draw(path, case.with_params(truncation=truncation))
+    logprobs = torch.log_softmax(case.edited / case.params.temperature.double()[:, None], 1)
+    want = logprobs.gather(1, drawn.token_ids[:, None])[:, 0]
+    assert drawn.logprobs.max() <= 0
+    assert ((drawn.logprobs.double() - want).abs() <= 2e-6 + 4e-7 * want.abs()).all()
+    log_mass = torch.logsumexp(case.edited / case.params.temperature.double()[:, None], 1)
+    # The reciprocal of the temperature is rounded; interpreted, a multiply-add is, too.
+    assert ((drawn.log_mass.double().sum(-1) - log_mass).abs() <= 2e-6 + 2.0**-23 * log_mass.abs()).all()
 
 
 @on_every_path
@@ -759,7 +842,7 @@ def test_outputs_have_the_promised_shapes_and_dtypes_and_no_rows_give_no_tokens(
         if path == "screened":
             assert drawn.logprobs is drawn.log_mass is None
         else:
-            assert drawn.logprobs.shape == drawn.log_mass.shape == (num_rows,)
+            assert drawn.logprobs.shape == (num_rows,) and drawn.log_mass.shape == (num_rows, 2)
             assert drawn.logprobs.dtype is drawn.log_mass.dtype is torch.float32
 
 

@@ -20,10 +20,10 @@ def _map_kernel(x_ptr, out_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
         y = intrinsics.mul_rn(x, x)
     elif FUNCTION == "reciprocal":
         y = intrinsics.reciprocal(x)
-    elif FUNCTION == "clamp01":
-        y = intrinsics.clamp01(x)
+    elif FUNCTION == "drop_nan":
+        y = intrinsics.drop_nan(x)
     elif FUNCTION == "round_to_bf16":
-        y = intrinsics.round_to_bf16(x)
+        y = intrinsics.round_to_bf16(x).to(tl.float32)
     elif FUNCTION == "ordered":
         y = intrinsics.float_to_ordered(x)
     else:
@@ -70,11 +70,13 @@ def test_products_are_rounded_by_themselves(device):
     assert torch.equal(mapped(x, "square"), (x * x).double())
 
 
-def test_clamp01_moves_into_0_to_1_and_nan_to_0(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_in_the_place_of_nan_there_is_minus_infinity_and_else_what_was_there(device, dtype):
     inf = float("inf")
-    x = torch.tensor([-inf, -1.0, -0.0, 0.0, 2.0**-126, 0.5, 1.0, 1.5, inf, float("nan")], device=device)
-    want = torch.tensor([0.0, 0.0, 0.0, 0.0, 2.0**-126, 0.5, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
-    assert torch.equal(mapped(x, "clamp01"), want)
+    x = torch.tensor([-inf, float("nan"), -1.5, -0.0, 0.0, 2.0**-14, -float("nan"), 3e4, inf], device=device)
+    want = x.double().nan_to_num(-inf, inf, -inf)
+    got = mapped(x.to(dtype), "drop_nan", dtype).double()
+    assert torch.equal(got, want.to(dtype).double()) and torch.equal(got.signbit(), want.signbit())
 
 
 def test_rounding_in_pairs_is_that_of_bfloat16_in_the_right_order(device):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_flashsample.kernels.merge_ranks import NO_RECORD, merge_records, no_record, pack_record
+from sgl_flashsample.kernels.merge_ranks import NO_RECORD, NUM_FIELDS, merge_records, no_record, pack_record
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kernels.reference import merge_records_ref
 
@@ -20,12 +20,20 @@ def make_records(device, num_ranks: int, num_rows: int) -> torch.Tensor:
     width = 2**24 // num_ranks
     token = torch.arange(num_ranks)[:, None] * width + torch.randint(width, (num_ranks, num_rows), generator=generator)
     logprob = -5 * torch.rand(num_ranks, num_rows, generator=generator)
-    log_mass = 20 * torch.randn(num_ranks, num_rows, generator=generator)
-    return torch.stack([score, token.float(), logprob, log_mass], -1).to(device)
+    log_mass = 20 * torch.randn(num_ranks, num_rows, 2, generator=generator)
+    return torch.cat([torch.stack([score, token.float(), logprob], -1), log_mass], -1).to(device)
+
+
+def as_output(records: torch.Tensor, return_logprob: bool = True) -> SampleOutput:
+    """The draw of one rank whose ``[B, NUM_FIELDS]`` records these are."""
+    score, token, logprob = (values.contiguous() for values in records[:, :3].unbind(-1))
+    output = SampleOutput(token.long(), logprob, score, records[:, 3:].contiguous())
+    return output if return_logprob else output._replace(logprobs=None, log_mass=None)
 
 
 def as_record(output: SampleOutput) -> torch.Tensor:
-    return torch.stack([output.scores, output.token_ids.float(), output.logprobs, output.log_mass], -1)
+    of_token = torch.stack([output.scores, output.token_ids.float(), output.logprobs], -1)
+    return torch.cat([of_token, output.log_mass], -1)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 17, 65, 129])
@@ -36,13 +44,13 @@ def test_the_merge_equals_the_reference(device, num_ranks, num_rows):
     token, logprob, log_mass = merge_records_ref(records)
     assert torch.equal(merged.token_ids, token) and torch.equal(merged.scores, records[..., 0].amax(0))
     torch.testing.assert_close(merged.logprobs.double(), logprob, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(merged.log_mass.double(), log_mass, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(merged.log_mass.double().sum(-1), log_mass, rtol=1e-6, atol=1e-5)
     without = merge_records(records, return_logprob=False)
     assert torch.equal(without.token_ids, token) and without.logprobs is without.log_mass is None
 
 
 def test_of_equal_scores_the_lowest_rank_wins_and_with_it_the_lowest_ids(device):
-    records = torch.zeros(4, 3, 4, device=device)
+    records = torch.zeros(4, 3, NUM_FIELDS, device=device)
     records[..., 1] = torch.arange(4, device=device)[:, None] * 16
     records[0, :, 0] = torch.tensor([1.0, 0.0, MASKED])
     records[1:, :, 0] = torch.tensor([1.0, 2.0, MASKED])
@@ -71,30 +79,28 @@ def test_a_rank_without_ids_changes_nothing(device, place):
 
 def test_a_small_logprob_beside_a_large_mass_is_not_lost(device):
     """As at a temperature of 1e-3."""
-    records = torch.tensor([[[1.0, 0.0, -0.001, 30_000.0]], [[0.0, 16.0, -2.0, 20_000.0]]], device=device)
+    records = [[[1.0, 0.0, -0.001, 30_000.0, 0.0]], [[0.0, 16.0, -2.0, 20_000.0, 0.0]]]
+    records = torch.tensor(records, device=device)
     assert merge_records(records, return_logprob=True).logprobs.item() == pytest.approx(-0.001, rel=1e-5)
 
 
 def test_a_row_that_no_rank_allows_an_id_has_no_mass_and_the_first_id(device):
-    records = torch.tensor([[[MASKED, 0.0, 0.0, MASKED]], [[MASKED, 16.0, 0.0, MASKED]]], device=device)
-    merged = merge_records(records, return_logprob=True)
+    records = [[[MASKED, 0.0, 0.0, MASKED, 0.0]], [[MASKED, 16.0, 0.0, MASKED, 0.0]]]
+    merged = merge_records(torch.tensor(records, device=device), return_logprob=True)
     assert merged.token_ids.tolist() == [0]
-    assert merged.scores.tolist() == merged.log_mass.tolist() == [MASKED]
+    assert merged.scores.tolist() == [MASKED] and merged.log_mass.tolist() == [[MASKED, 0.0]]
 
 
 @pytest.mark.parametrize("first, num_rows", [(0, 65), (1, 130), (65, 130), (2, 67)])
 @pytest.mark.parametrize("return_logprob", [True, False])
 def test_a_record_holds_the_drawn_rows_in_their_places_and_nothing_elsewhere(device, return_logprob, first, num_rows):
     """Also of masked rows, and of the largest id."""
-    score, token, logprob, log_mass = (values.contiguous() for values in make_records(device, 1, 65)[0].unbind(-1))
-    score[3], token[4] = MASKED, 2**24 - 1
-    drawn = SampleOutput(token.long(), logprob, score, log_mass)
-    if not return_logprob:
-        drawn = drawn._replace(logprobs=None, log_mass=None)
-        logprob, log_mass = torch.zeros_like(score), torch.full_like(score, MASKED)
+    records = make_records(device, 1, 65)[0]
+    records[3, 0], records[4, 1] = MASKED, 2**24 - 1
     want = torch.tensor(NO_RECORD, device=device).repeat(1, num_rows, 1)
-    want[0, first : first + 65] = torch.stack([score, token, logprob, log_mass], -1)
-    assert torch.equal(pack_record(drawn, first, num_rows), want)
+    given = NUM_FIELDS if return_logprob else 2
+    want[0, first : first + 65, :given] = records[:, :given]
+    assert torch.equal(pack_record(as_output(records, return_logprob), first, num_rows), want)
 
 
 @pytest.mark.parametrize("first, num_rows", [(-1, 5), (3, 5), (0, 2)])
@@ -105,7 +111,7 @@ def test_rows_that_do_not_fit_are_refused_by_name(device, first, num_rows):
 
 @pytest.mark.parametrize(
     "records",
-    [torch.zeros(2, 3, 4).half(), torch.zeros(2, 3, 8)[..., ::2]],
+    [torch.zeros(2, 3, NUM_FIELDS).half(), torch.zeros(2, 3, 2 * NUM_FIELDS)[..., ::2]],
     ids=["dtype", "layout"],
 )
 def test_records_of_another_dtype_or_layout_are_refused_by_name(records):
@@ -113,7 +119,7 @@ def test_records_of_another_dtype_or_layout_are_refused_by_name(records):
         merge_records(records, return_logprob=True)
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5), (0, 3, 4)])
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 4), (0, 3, 5)])
 def test_records_that_cannot_be_merged_are_refused_by_name(device, shape):
     with pytest.raises(ValueError, match=r"records is \(.*; expected "):
         merge_records(torch.zeros(shape, device=device), return_logprob=True)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_merge_ranks import make_records
+from test_merge_ranks import as_output, make_records
 
-from sgl_flashsample.kernels.merge_ranks import merge_records
+from sgl_flashsample.kernels.merge_ranks import NUM_FIELDS, merge_records
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kernels.peer_memory import (
     PeerMemory,
@@ -44,19 +44,15 @@ def test_records_of_all_ranks_are_merged_and_written_to_all(device, num_ranks, r
     for number in (1, 2, 3):
         records = make_records(device, num_ranks, num_rows).roll(number, dims=0)
         for other in set(range(num_ranks)) - {rank}:
-            places = view(memory, rank, memory.records, (2, num_ranks, MAX_ROWS, 4), torch.float32)
+            places = view(memory, rank, memory.records, (2, num_ranks, MAX_ROWS, NUM_FIELDS), torch.float32)
             places[number % 2, other, :num_rows] = records[other]
             view(memory, rank, memory.record_flags, (2, num_ranks), torch.int64)[:, other] = number
-        score, token, logprob, log_mass = (values.contiguous() for values in records[rank].unbind(-1))
-        drawn = SampleOutput(token.long(), logprob, score, log_mass)
-        if not return_logprob:
-            drawn = drawn._replace(logprobs=None, log_mass=None)
-        got = exchange_records(memory, drawn, 0, num_rows)
+        got = exchange_records(memory, as_output(records[rank], return_logprob), 0, num_rows)
         for one, other in zip(got, merge_records(records, return_logprob=return_logprob), strict=True):
             assert one is other is None or torch.equal(one, other)
-        fields = 4 if return_logprob else 2
+        fields = NUM_FIELDS if return_logprob else 2
         for other in range(num_ranks):
-            places = view(memory, other, memory.records, (2, num_ranks, MAX_ROWS, 4), torch.float32)
+            places = view(memory, other, memory.records, (2, num_ranks, MAX_ROWS, NUM_FIELDS), torch.float32)
             assert torch.equal(places[number % 2, rank, :num_rows, :fields], records[rank, :, :fields])
             flags = view(memory, other, memory.record_flags, (2, num_ranks), torch.int64)[:, rank]
             assert flags.tolist() == [number, number if num_rows > 64 else 0]
@@ -64,12 +60,11 @@ def test_records_of_all_ranks_are_merged_and_written_to_all(device, num_ranks, r
 
 def test_rows_that_a_rank_has_not_drawn_are_those_of_the_others(device):
     memory = make_memory(device, 1, 0)
-    drawn = SampleOutput(
-        *(torch.arange(1.0, 4.0, device=device).to(kind) for kind in (torch.int64, *3 * [torch.float]))
-    )
+    drawn = as_output(torch.arange(1.0, 4.0, device=device)[:, None].expand(3, NUM_FIELDS))
     merged = exchange_records(memory, drawn, 2, 7)
     assert merged.token_ids.tolist() == [0, 0, 1, 2, 3, 0, 0]
-    assert merged.scores.tolist() == merged.log_mass.tolist() == [float("-inf")] * 2 + [1, 2, 3] + [float("-inf")] * 2
+    want = [float("-inf")] * 2 + [1, 2, 3] + [float("-inf")] * 2
+    assert merged.scores.tolist() == merged.log_mass[:, 0].tolist() == want
 
 
 @pytest.mark.parametrize("width, dtype", [(48, torch.float32), (5000, torch.bfloat16), (17, torch.float16)])

@@ -63,7 +63,7 @@ def test_the_logprob_combines_the_masses_of_all_splits(device):
     workspace, (_, _, logits), params = make_splits(device, 4, 2, spec)
     params.temperature.fill_(1.0)
     peaks, masses = torch.tensor([[1.0, -2.0, float("-inf"), 3.0]] * 2).T, torch.tensor([[2.0, 9.0, 0.0, 1.5]] * 2).T
-    workspace.splits.log_mass[:8] = torch.stack([peaks, masses], -1).reshape(8, 2).to(device)
+    workspace.splits.mass[:8] = torch.stack([peaks, masses], -1).reshape(8, 2).to(device)
     drawn = reduce_splits(workspace, 4, params, spec, return_logprob=True, max_splits=4, rows_per_program=2)
     total = torch.log((masses[:, 0] * torch.exp(peaks[:, 0])).sum())
     split = workspace.splits.score[:8].view(4, 2).argmax(0)

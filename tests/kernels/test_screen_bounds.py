@@ -75,10 +75,9 @@ def test_the_constants_of_the_proof_are_no_smaller_than_the_proof_asks_for():
     assert int8_head_module.SCREEN_ROUNDING >= 2 * 12 * 2.0**-24
     assert int8_head_module.BOUND_ROUNDING >= 3 * 2.0**-24
     assert 0 < int8_head_module.MIN_SCALE <= 2.0**-64 and int8_head_module.MAX_HIDDEN == 2**15
-    # Of scores: 2**-15 and 2**-23 of the score, twice, for two values of it. Of a soft cap: a few roundings of 2.
+    # Of scores: 2**-15 and 2**-23 of the score, twice, for two values of it.
     assert screen_module._SLACK.value >= 2 * 2.0**-15
     assert screen_module._RELATIVE_SLACK.value >= 2 * 2.0**-23
-    assert screen_module._CAP_SLACK.value >= 4 * 2.0**-23
     # Of a float16: half a step is 2**-11 of it, 2**-25 where it is tiny. Of sums of 2**15 squares: 2**-9.
     assert screen_module._HALF_ROUNDING.value >= 2.0**-11 and screen_module._HALF_TINY.value >= 2.0**-25
     assert screen_module._SUM.value >= 1 + 2.0**15 * 2.0**-24 and screen_module._STEPS.value >= 4 * 2.0**-24
