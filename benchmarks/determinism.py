@@ -8,7 +8,8 @@ rounds is a score; a token that differs where the two best scores are equal but 
 reference says, and counted apart.
 
 rows     each row alone; in batches of every size up to the largest; in 20 orders. On every path, with every kind of
-         features: greedy, plain, with edits (penalties, mask, bias), with a truncation, with both
+         features: greedy, plain, with edits (penalties, mask, bias), with a truncation, with both; temperatures from
+         1e-6 to 10
 tables   with each configuration of the shipped tables that fits the device, against the path's own choice
 shards   the vocabulary split over 1, 2, 4 and 8 ranks, whose draws are merged (``kernels/merge_ranks.py``)
 graphs   a CUDA graph, replayed ``--replays`` times, and at other positions, against launches; on a GPU alone
@@ -138,7 +139,7 @@ def make_case(kind: str) -> Case:
     most = max(1, round(0.3 * STEPS * (64 / SIZE.hidden) ** 0.5))
     hidden = whole(-2, 3, rows, SIZE.hidden).to(DTYPE).to(DEVICE)
     head = LMHead((whole(-most, most + 1, vocab, SIZE.hidden) / STEPS).to(DTYPE).to(DEVICE))
-    temperature = torch.zeros(rows) if kind == "greedy" else uniform(0.3, 2.0, rows)
+    temperature = torch.zeros(rows) if kind == "greedy" else 10 ** uniform(-6.0, 1.0, rows)
     truncation = edits = allowed = None
     if "truncate" in kind:
         limits = [torch.rand(rows, generator=generator) < 0.5 for _ in range(3)]

@@ -14,6 +14,12 @@ hostile    The same rows, every second one with NaN, infinities or huge numbers 
            tokens of these rows are the reference's. Tokens and scores of the others are, bit for bit, those of a batch
            without hostile rows.
 
+temperatures  As reference, every row with limits and a temperature between 1e-6 and 1e4, uniform in its logarithm.
+
+forbidden  Rows of 1 to 500 ids with a mask or without, with limits or without, whose biases and some of whose logits
+           and temperatures are hostile: 0, tiny, huge, infinite, NaN. A token is forbidden if its logit or its bias is
+           -inf or NaN, or the mask forbids it. Each token's logprob is a number and not above 0.
+
 Each is counted by path. cpu: in host memory, where there is no GPU; logits: from logits on the GPU; fused: from an LM
 head whose products are these logits, as a hidden state has a single element that is not 0.
 
@@ -38,22 +44,25 @@ from common import DEVICE, in_processes, make_parser, new_env, read_result, writ
 from definition import make_row, may_and_must, probabilities
 from tqdm import tqdm
 
-from sgl_flashsample import BatchParams, LMHead, Truncation, sample, sample_from_logits
+from sgl_flashsample import BatchParams, LMHead, SampleOutput, Truncation, sample, sample_from_logits
 from sgl_flashsample.cpu_path import draws_in_host_memory
-from sgl_flashsample.kernels.params import LogitEdits
+from sgl_flashsample.kernels.params import LARGEST_LOGIT, LogitEdits
 from sgl_flashsample.kernels.reference import edit_logits_ref, sample_ref, truncated_sample_ref
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS, pack_bits
 
-SECTIONS = ("legal", "reference", "hostile")
+SECTIONS = ("legal", "reference", "hostile", "temperatures", "forbidden")
 ROWS, MASKED_SHARE, MOST_IDS = 1024, 0.3, 2000
 FUSED_WIDTH = 256  # elements of a hidden state: rows of logits that a head can hold at a time
 FEATURES = 8  # greedy, top-k, top-p, min-p, additive, scaling, mask, bias
 HOSTILE_ROWS, HOSTILE = 64, (math.nan, math.inf, -math.inf, 3e38, -3e38)
-LARGEST = 2.0**100
+COLDEST, HOTTEST = -6.0, 4.0  # powers of ten
+BIASES = (0.0, 0.0, 0.0, -1.5, 2.0, 1e31, -1e31, 3e38, -3e38, math.inf, -math.inf, math.nan)
+TEMPERATURES = (0.0, 1e-30, 1e-6, 1e-3, 0.7, 1.0, 30.0, 1e30, 3e38, math.inf, math.nan)
+MOST_FORBIDDEN_IDS = 500
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = 16 if DEVICE.type == "cuda" else 1  # positions of a call: a GPU is idle between small ones
 PARTS_PER_PROCESS = 8  # the file has what the parts that have ended have counted
-Draw = Callable[[range], torch.Tensor]  # the token of each row at each of the positions, a row after the other
+Draw = Callable[[range], SampleOutput]  # of each row at each of the positions, a row after the other
 
 
 class Part(NamedTuple):
@@ -75,6 +84,8 @@ class Batch:
 
     seen: the rows, without what a mask forbids. may: ``[B, V]`` bool, what each may draw. at_once: positions of a call.
     """
+
+    return_logprob = False
 
     def __init__(self, index: int, rows: int, at_once: int = 1) -> None:
         self.at_once = at_once
@@ -114,7 +125,7 @@ class Batch:
         """How many tokens of these positions, a multiple of ``at_once``, are not in ``may``."""
         legal, count = torch.from_numpy(may).to(DEVICE), torch.zeros((), dtype=torch.int64, device=DEVICE)
         for start in positions[:: self.at_once]:
-            tokens = draw(range(start, start + self.at_once)).long()
+            tokens = draw(range(start, start + self.at_once)).token_ids
             inside = (tokens >= 0) & (tokens < legal.shape[1])
             count += (~(inside & legal[self._row, tokens.clamp(0, legal.shape[1] - 1)])).sum()
         return int(count)
@@ -122,16 +133,18 @@ class Batch:
 
 def from_logits(batch: Batch) -> Draw:
     logits = torch.from_numpy(batch.logits).to(DEVICE).repeat_interleave(batch.at_once, 0)
-    return lambda positions: sample_from_logits(logits, batch.params(positions)).token_ids
+    return lambda positions: sample_from_logits(logits, batch.params(positions), return_logprob=batch.return_logprob)
 
 
 def from_head(batch: Batch) -> Draw:
-    """Products of an element 1.0 and its column of the head, and of zeros: the logits, bit for bit. A hole is a logit
-    of -3e38, which no row draws that has another."""
-    weight = torch.from_numpy(np.maximum(batch.logits, np.float32(-3e38)).T.copy()).to(DEVICE)
+    """Products of an element 1.0 and its column of the head, and of zeros: the logits, bit for bit. A hole or NaN is a
+    logit of -3e38, which no row draws that has another, and infinity one of 3e38."""
+    weight = torch.from_numpy(np.nan_to_num(batch.logits, nan=-3e38, posinf=3e38, neginf=-3e38).T.copy()).to(DEVICE)
     hidden = torch.eye(len(batch.logits), device=DEVICE).repeat_interleave(batch.at_once, 0)
     head = LMHead(weight)
-    return lambda positions: sample(hidden, head, batch.params(positions), path="fused").token_ids
+    return lambda positions: sample(
+        hidden, head, batch.params(positions), path="fused", return_logprob=batch.return_logprob
+    )
 
 
 class Path(NamedTuple):
@@ -166,12 +179,83 @@ def count_illegal(path: str, part: Part, options: Any) -> dict[str, int]:
     return {"draws": total, "illegal": illegal, "planted_noticed": noticed}
 
 
+# --- forbidden --------------------------------------------------------------------------------------------------------
+
+
+class Forbidden(Batch):
+    """``rows`` rows with hostile numbers. A row in which every id is forbidden may draw the first; its logprob is no
+    number."""
+
+    return_logprob = True
+
+    def __init__(self, index: int, rows: int, at_once: int = 1) -> None:
+        self.at_once = at_once
+        random = np.random.default_rng(index)
+        vocab = int(np.exp(random.uniform(0, np.log(MOST_FORBIDDEN_IDS))))
+        logits = (3 * random.standard_normal((rows, vocab))).astype(np.float32)
+        broken = random.random(rows) < 0.2
+        logits[broken] = np.where(random.random((broken.sum(), vocab)) < 0.1, random.choice(HOSTILE), logits[broken])
+        self.logits = logits
+        bias = random.choice(np.array(BIASES, dtype=np.float32), (rows, vocab))
+        bias[random.random(rows) < 0.2] = 0.0
+        allowed = (random.random((rows, vocab)) < 0.5) | (random.random(rows) < 0.3)[:, None]
+        self.may = allowed & (logits > -np.inf) & (bias > -np.inf)
+        self.has_token = torch.from_numpy(self.may.any(1)).to(DEVICE)
+        self.may[~self.may.any(1), 0] = True
+        temperature = np.where(
+            random.random(rows) < 0.5,
+            random.choice(np.array(TEMPERATURES, dtype=np.float32), rows),
+            10 ** random.uniform(COLDEST, HOTTEST, rows).astype(np.float32),
+        )
+
+        def limit(low: float, high: float, off: float) -> torch.Tensor:
+            values = np.where(random.random(rows) < 0.5, random.uniform(low, high, rows), off)
+            return torch.from_numpy(values.astype(np.float32)).to(DEVICE)
+
+        limits = Truncation(limit(1, 60, 0).int(), limit(0.05, 0.99, 1.0), limit(0.01, 0.5, 0.0))
+        edits = LogitEdits(mask=pack_bits(torch.from_numpy(allowed).to(DEVICE)), bias=torch.from_numpy(bias).to(DEVICE))
+        seed = torch.arange(rows, device=DEVICE) + index * rows
+        params = BatchParams(torch.from_numpy(temperature).to(DEVICE), seed, torch.zeros_like(seed), limits, edits)
+        self._params = params.repeated(at_once)
+        self._row = torch.arange(rows, device=DEVICE).repeat_interleave(at_once)
+
+    def bad_logprobs(self, draw: Draw, positions: range) -> int:
+        """How many logprobs at these positions, a multiple of ``at_once``, are above 0 or no number."""
+        count, has_token = torch.zeros((), dtype=torch.int64, device=DEVICE), self.has_token[self._row]
+        for start in positions[:: self.at_once]:
+            logprobs = draw(range(start, start + self.at_once)).logprobs
+            count += (has_token & ~(logprobs <= 0)).sum()
+        return int(count)
+
+
+def count_forbidden(path: str, part: Part, options: Any) -> dict[str, int]:
+    """Batches are made until there are enough draws."""
+    draw_of, rows, at_once = PATHS[path]
+    totals, index = Counter[str](), part.number
+    bar = part.progress(options.forbidden, f"forbidden, {path}", "draw")
+    while totals["draws"] < options.forbidden / part.of:
+        batch = Forbidden(index, rows, at_once)
+        draw, positions = draw_of(batch), range(options.positions)
+        totals["illegal"] += batch.illegal(draw, positions, batch.may)
+        totals["bad_logprobs"] += batch.bad_logprobs(draw, positions)
+        totals["draws"] += rows * len(positions)
+        index += part.of
+        bar.update(rows * len(positions))
+    bar.close()
+    batch = Forbidden(part.number, rows, at_once)
+    draw, wrong = draw_of(batch), batch.may.copy()
+    wrong[np.arange(rows), draw(range(at_once)).token_ids[::at_once].cpu().numpy()] = False
+    return {**totals, "planted_noticed": batch.illegal(draw, range(at_once), wrong)}
+
+
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def make_rows(index: int, rows: int, hostile: bool = False) -> tuple[torch.Tensor, BatchParams, torch.Tensor]:
+def make_rows(
+    index: int, rows: int, hostile: bool = False, any_temperature: bool = False
+) -> tuple[torch.Tensor, BatchParams, torch.Tensor]:
     """``[B, V]`` logits, what the rows ask for, and the edited logits in float64. hostile: every second row is; the
-    others are the same as without."""
+    others are the same as without. any_temperature: all rows are sampled, at any temperature, with limits."""
     g = torch.Generator(DEVICE).manual_seed(index)
     vocab = int(np.exp(np.random.default_rng(index).uniform(0, np.log(MOST_IDS))))
 
@@ -185,6 +269,8 @@ def make_rows(index: int, rows: int, hostile: bool = False) -> tuple[torch.Tenso
     if hostile:
         plant(logits, index)
     greedy, k, p, m, additive, scaling, masked, biased = torch.rand(FEATURES, rows, **on) < 0.5
+    if any_temperature:
+        greedy, k = torch.zeros_like(greedy), k | ~(p | m)
     largest_k = max(2, min(vocab, 200))
     top_k = torch.where(k, torch.randint(1, largest_k, (rows,), **on), 0).int()
     limits = top_k, torch.where(p, uniform(0.05, 0.99, rows), 1.0), torch.where(m, uniform(0.01, 0.5, rows), 0.0)
@@ -195,8 +281,11 @@ def make_rows(index: int, rows: int, hostile: bool = False) -> tuple[torch.Tenso
         "scaling": torch.where(scaling[:, None], uniform(1, 1.5, rows, vocab), 1.0),
         "bias": biased[:, None] * torch.randn(rows, vocab, **on),
     }
+    temperature = torch.where(greedy & (torch.rand(rows, **on) < 0.25), 0.0, uniform(0.3, 2.0, rows))
+    if any_temperature:
+        temperature = 10 ** uniform(COLDEST, HOTTEST, rows)
     params = BatchParams(
-        torch.where(greedy & (torch.rand(rows, **on) < 0.25), 0.0, uniform(0.3, 2.0, rows)),
+        temperature,
         torch.randint(-(2**63), 2**63 - 1, (rows,), **on),
         torch.randint(0, 2**40, (rows,), **on),
         Truncation(*limits),
@@ -215,7 +304,7 @@ def plant(logits: torch.Tensor, index: int) -> None:
 
 def bounded(logits: torch.Tensor) -> torch.Tensor:
     """What kernels take such logits for: forbidden, or the largest."""
-    return torch.where(logits > -LARGEST, logits.clamp(max=LARGEST), -math.inf)
+    return torch.where(logits > -math.inf, logits.clamp(max=LARGEST_LOGIT), -math.inf)
 
 
 def expected(edited: torch.Tensor, params: BatchParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,12 +322,12 @@ def expected(edited: torch.Tensor, params: BatchParams, position: torch.Tensor) 
     return token, ~plain.near_tie.index_copy(0, some, truncated.near_tie)
 
 
-def compare(part: Part, options: Any) -> dict[str, int]:
+def compare(section: str, part: Part, options: Any) -> dict[str, int]:
     """Rows are made until there are enough."""
     total, different, ties, index, noticed = 0, 0, 0, part.number, 0
-    bar = part.progress(options.rows, "reference", "row")
+    bar = part.progress(options.rows, section, "row")
     while total < options.rows / part.of:
-        logits, params, edited = make_rows(index, ROWS)
+        logits, params, edited = make_rows(index, ROWS, any_temperature=section == "temperatures")
         token = sample_from_logits(logits, params).token_ids
         want, certain = expected(edited, params, params.position)
         different += int((certain & (token != want)).sum())
@@ -280,7 +369,9 @@ def count_hostile(part: Part, options: Any) -> dict[str, int]:
 def count(section: str, path: str, part: Part, options: Any) -> dict[str, int]:
     if section == "legal":
         return count_illegal(path, part, options)
-    return compare(part, options) if section == "reference" else count_hostile(part, options)
+    if section == "forbidden":
+        return count_forbidden(path, part, options)
+    return count_hostile(part, options) if section == "hostile" else compare(section, part, options)
 
 
 def main() -> int:
@@ -290,7 +381,8 @@ def main() -> int:
     parser.add_argument("--draws", type=float, default=1e9, help="of each path, for legal")
     parser.add_argument("--positions", type=int, default=1600, help="that each batch is drawn at, for legal")
     parser.add_argument("--first", type=int, default=0, help="number of the first batch of legal: others are new draws")
-    parser.add_argument("--rows", type=float, default=1e6, help="for reference")
+    parser.add_argument("--rows", type=float, default=1e6, help="for reference and temperatures")
+    parser.add_argument("--forbidden", type=float, default=1e8, help="draws of each path, for forbidden")
     parser.add_argument("--hostile", type=float, default=1e5, help="hostile rows, for hostile")
     parser.add_argument("--processes", type=int, default=1, help="they share all GPUs")
     options = parser.parse_args()
@@ -299,10 +391,11 @@ def main() -> int:
             f"--positions is {options.positions}; expected a multiple of {AT_ONCE}, which a call draws at once"
         )
     counts = [("reference", "logits"), ("legal", "logits"), ("legal", "fused"), ("hostile", "logits")]
+    counts += [("temperatures", "logits"), ("forbidden", "logits"), ("forbidden", "fused")]
     if DEVICE.type == "cpu":
         if not draws_in_host_memory(DEVICE):
             parser.error("without a GPU this draws in host memory: the extra `cpu`, and TRITON_INTERPRET unset")
-        counts = [(section, "cpu") for section in ("reference", "legal", "hostile")]
+        counts = [(section, "cpu") for section in ("reference", "legal", "hostile", "temperatures", "forbidden")]
     try:
         kept = read_result(options.out, "exact.py")["rows"] if options.keep and options.out.exists() else []
     except ValueError as error:
@@ -321,7 +414,8 @@ def main() -> int:
                 write_result(options.out, result | {"rows": [*result["rows"], row]})
             result["rows"].append(row)
             print(row, flush=True)
-    wrong = (row.get("illegal") or row.get("different") or not row["planted_noticed"] for row in result["rows"])
+    faults = ("illegal", "different", "bad_logprobs")
+    wrong = (any(row.get(one) for one in faults) or not row["planted_noticed"] for row in result["rows"])
     return int(any(wrong))
 
 

@@ -22,11 +22,13 @@ from .params import LARGEST_LOGIT, PER_ROW, REPEATS_SHIFT, BatchParams, Edit
 from .workspace import MAX_TOP_GROUPS
 
 LIMIT = tl.constexpr(LARGEST_LOGIT)
+# A score in bits whose size is above this has no digits for the noise, and the product it comes from may be infinite.
+HUGE_SCORE = tl.constexpr(2.0**126)
 _COLDEST = tl.constexpr(BatchParams.MIN_TEMPERATURE)
 _HOTTEST = tl.constexpr(BatchParams.MAX_TEMPERATURE)
 # Soft caps up to this one are computed from one exponential: its error, a share of the cap, is small beside a logit.
 _NARROW_CAP = tl.constexpr(32.0)
-_SERIES_UP_TO = tl.constexpr(0.25)  # a share of the cap: the series of tanh to y^9 leaves 1e-8 of it
+_TANH_UP_TO = tl.constexpr(0.25)  # a share of the cap: the series of tanh to y^9 leaves 1e-8 of it
 # Groups per row that all splits together leave behind, about: enough that the first dozens are among them.
 _TOP_GROUPS_OF_ALL_SPLITS = 1536
 _ADDITIVE = tl.constexpr(int(Edit.ADDITIVE))
@@ -76,7 +78,7 @@ def soft_cap(logits, softcap):
         share = logits * (1.0 / softcap)
         square = share * share
         series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * 62.0 / 2835.0)))
-        capped = tl.where(square < _SERIES_UP_TO * _SERIES_UP_TO, logits * series, capped)
+        capped = tl.where(square < _TANH_UP_TO * _TANH_UP_TO, logits * series, capped)
     return capped
 
 
@@ -163,15 +165,16 @@ def rows_truncated(truncation, rows, mask, vocab_size):
 def perturb(peak, mass, rate, exponential):
     """Perturbed log-masses of groups, absolute and relative to ``peak / temperature``: blocks that broadcast.
 
-    peak: the largest logit. mass: the exp-sum relative to it. rate: ``log2(e) / temperature``. A number beyond what a
-    float32 holds counts as the largest.
+    peak: the largest logit. mass: the exp-sum relative to it. rate: ``log2(e) / temperature``. Where their product may
+    be more than a float32 holds, scores have the order of the logits.
     """
-    base = tl.minimum(tl.maximum(mul_rn(peak, rate), -LIMIT), LIMIT)
     # log(mass) - log(exponential) as one logarithm, in the layout of the noise: eight times less work than in that
     # of the sums, which every lane of a group holds.
     relative = log2(mass * reciprocal(exponential))
+    base = mul_rn(peak, rate)
     score = base + (relative + tl.fma(peak, rate, -base))  # with what the product's rounding has taken
-    return tl.minimum(tl.maximum(score, -LIMIT), LIMIT) * LN_2, relative * LN_2
+    huge = tl.where(peak > 0.0, HUGE_SCORE, -HUGE_SCORE) + peak * (HUGE_SCORE / LIMIT)
+    return tl.where(tl.abs(base) > HUGE_SCORE, huge, score) * LN_2, relative * LN_2
 
 
 @triton.jit

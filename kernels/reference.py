@@ -119,8 +119,11 @@ def sample_ref(
     gather = token.clamp(max=width - 1)
     noise = gumbel_ref(seed[:, None], position[:, None], vocab_start + token, Stream.SAMPLE, Unit.TOKEN)
 
+    peak = torch.where(inside, logits.gather(1, gather), float("-inf")).amax(-1, keepdim=True)
+    peak = torch.where(peak > float("-inf"), peak, 0.0)
+
     def token_score(values: torch.Tensor) -> torch.Tensor:
-        picked = values.gather(1, gather) * scale
+        picked = (values.gather(1, gather) - peak) * scale
         return torch.where(inside, torch.where(greedy, picked, picked + noise), float("-inf"))
 
     pick = token_score(logits).argmax(-1)
@@ -223,9 +226,12 @@ def token_scores_ref(
     """``[B, V]`` float64: minus the log of each token's waiting time in the race of ``draw_truncated``."""
     num_rows, width = logits.shape
     groups = -(-width // GROUP_SIZE)
-    tempered = logits / temperature.double()[:, None]
-    tempered = torch.nn.functional.pad(tempered, (0, groups * GROUP_SIZE - width), value=float("-inf"))
-    tempered = tempered.view(num_rows, groups, GROUP_SIZE)
+    grouped = torch.nn.functional.pad(logits, (0, groups * GROUP_SIZE - width), value=float("-inf"))
+    grouped = grouped.view(num_rows, groups, GROUP_SIZE)
+    peak = grouped.amax(-1)
+    peak = torch.where(peak > float("-inf"), peak, 0.0)
+    # Relative to the group's largest logit: float64 has no digits for the noise beside 1e20.
+    tempered = (grouped - peak[..., None]) / temperature.double()[:, None, None]
     group = torch.arange(groups, device=logits.device)
     ids = torch.arange(groups * GROUP_SIZE, device=logits.device)
     of_group = gumbel_ref(seed[:, None], position[:, None], group[None], Stream.SAMPLE, Unit.GROUP)
@@ -234,7 +240,7 @@ def token_scores_ref(
     base = torch.where(group_score > float("-inf"), group_score, 0.0)[..., None]
     token_time = torch.exp(-(tempered + of_token - base))
     time = torch.exp(-(group_score[..., None] - base)) + token_time - token_time.amin(-1, keepdim=True)
-    score = base - torch.log(time)
+    score = (peak / temperature.double()[:, None])[..., None] + (base - torch.log(time))
     return torch.where(tempered > float("-inf"), score, float("-inf")).view(num_rows, -1)[:, :width]
 
 
@@ -331,7 +337,8 @@ def reduce_splits_ref(
     token = lowest.long()[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=split.device)
     noise = gumbel_ref(seed[:, None], position[:, None], token, Stream.SAMPLE, Unit.TOKEN)
     greedy = (temperature <= 0)[:, None]
-    perturbed = torch.where(greedy, of_group, of_group / temperature.double()[:, None] + noise)
+    peak = torch.where(token < vocab_start + vocab_size, of_group, float("-inf")).amax(-1, keepdim=True)
+    perturbed = torch.where(greedy, of_group, (of_group - peak) / temperature.double()[:, None] + noise)
     perturbed = torch.where(token < vocab_start + vocab_size, perturbed, float("-inf"))
     return token.gather(1, perturbed.argmax(-1, keepdim=True)).squeeze(1)
 

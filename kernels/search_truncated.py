@@ -90,8 +90,8 @@ def _search(
     maxima = tl.max(peaks, axis=1)
     largest = tl.max(maxima)
     # Beyond the last group the peak is -inf; a mass there must be finite.
-    mass = tl.where(peaks > float("-inf"), load_group_blocks(group_mass, num_groups, BLOCK_S), 0.0)
-    total = tl.sum(tl.sum(relative_mass(mass, peaks, largest, inv_temperature), axis=1))
+    group_masses = tl.where(peaks > float("-inf"), load_group_blocks(group_mass, num_groups, BLOCK_S), 0.0)
+    total = tl.sum(tl.sum(relative_mass(group_masses, peaks, largest, inv_temperature), axis=1))
 
     use_k = (top_k >= 1) & (top_k < vocab_size)
     use_p = top_p < 1.0

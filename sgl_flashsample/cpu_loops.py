@@ -34,6 +34,7 @@ from .kernels.rng import GROUP_SIZE, Stream, Unit
 _LIMIT = np.float32(LARGEST_LOGIT)
 _LOWEST = np.finfo(np.float32).min
 _NONE = np.float32(-np.inf)
+_HUGE_SCORE = 2.0**126  # of ``epilogue.py``
 _COLDEST, _HOTTEST = BatchParams.MIN_TEMPERATURE, BatchParams.MAX_TEMPERATURE
 _CHUNK = 64  # groups whose noise is bounded at once: it stays in the L1 cache
 _AHEAD = 128  # groups whose memory is asked for before they are read, while the noise is computed
@@ -278,8 +279,29 @@ def _log2_mass_of_group(logits, largest, rate):
 def _group_score(largest, relative, rate):
     """The score of a group whose largest logit's share of it is ``relative`` bits less, rounded as the kernels round
     it: in bits, and again."""
-    bits = float(largest) * float(rate) + relative
-    return np.float32(min(max(bits, -float(_LIMIT)), float(_LIMIT))) * _LN_2
+    bits = float(largest) * float(rate)
+    if abs(bits) > _HUGE_SCORE:
+        bits = (_HUGE_SCORE if largest > 0 else -_HUGE_SCORE) + float(largest) * (_HUGE_SCORE / float(_LIMIT))
+    else:
+        bits += relative
+    return np.float32(bits) * _LN_2
+
+
+@_compiled()
+def _is_below(bits, best):
+    """Whether a group whose score in bits, before its rounding, is at most ``bits`` surely scores less than ``best``.
+    Huge scores have the order of the logits and not their distances: of those it is not known."""
+    score = bits / _LOG2_E
+    return abs(best) < _HUGE_SCORE / _LOG2_E and score + abs(score) * _RELATIVE < best
+
+
+@_compiled()
+def _limit_of_score(score):
+    """What a group's score in bits surely exceeds, before its rounding, if it is above ``score``."""
+    bits = np.float32(score * _LOG2_E)
+    if abs(bits) < _HUGE_SCORE:
+        return bits - abs(bits) * _RELATIVE
+    return np.float32(_HUGE_SCORE / 2) if bits > 0 else _NONE
 
 
 @_compiled()
@@ -363,15 +385,13 @@ def _draw_plain(row, vocab_size, first_group, temperature, position, seed, group
                     continue
                 relative = _log2_mass_of_group(logits, largest, rate)
                 # Now the bound is known without the allowance for 16 equal logits: most groups end here.
-                score_hi = (float(largest) * rate + relative + (bounds[i] - _LOG2_GROUP)) / _LOG2_E
-                if score_hi + abs(score_hi) * _RELATIVE < best:
+                if _is_below(float(largest) * rate + relative + (bounds[i] - _LOG2_GROUP), best):
                     continue
                 noise = gumbel(np.uint64(first_group + group), position, _GROUP_STREAM, seed)
                 score = _group_score(largest, relative + noise * _LOG2_E, rate)
                 if score > best:
                     best, best_group = score, group
-                    limit = np.float32(score * _LOG2_E)
-                    limit -= abs(limit) * _RELATIVE
+                    limit = _limit_of_score(score)
                     _limit_logits(bounds[i + 1 : count], limit, per_bit, needed[i + 1 : count])
     largest = _read_group(row, best_group, vocab_size, logits)
     if largest == _NONE:
@@ -537,8 +557,7 @@ def _draw_truncated(
         for i in range(count):
             group = listed[first + i]
             peak = maxima[group] * rate
-            score_hi = (peak + abs(peak) * _RELATIVE + bounds[i]) / np.float32(_LOG2_E)
-            if maxima[group] < bound or score_hi + abs(score_hi) * _RELATIVE < best:
+            if maxima[group] < bound or _is_below(float(peak + abs(peak) * _RELATIVE + bounds[i]), best):
                 continue
             _read_group(row, group, vocab_size, logits)
             noise = gumbel(np.uint64(group), position, _GROUP_STREAM, seed)

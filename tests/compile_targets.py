@@ -170,7 +170,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
 def launches_after_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
     """The launches that exchange and merge the draws of ranks, and the one that accepts drafts."""
     from sgl_flashsample.kernels.follow_drafts import follow_drafts
-    from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
+    from sgl_flashsample.kernels.merge_ranks import NUM_FIELDS, merge_records, no_record, pack_record
     from sgl_flashsample.kernels.peer_memory import PeerMemory, exchange_records, exchange_rows
 
     num_bytes = PeerMemory.num_bytes(2, 65, 4096, torch.bfloat16)
@@ -184,7 +184,7 @@ def launches_after_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
             no_record(3, torch.device("cpu"), return_logprob),
         )
         yield f"{name}: pack", functools.partial(pack_record, drawn, 1, 5)
-        yield name, functools.partial(merge_records, torch.zeros(2, 3, 4), return_logprob=return_logprob)
+        yield name, functools.partial(merge_records, torch.zeros(2, 3, NUM_FIELDS), return_logprob=return_logprob)
         yield f"{name} by peer memory", functools.partial(exchange_records, memory, drawn, 1, 5)
     yield "rows by peer memory", functools.partial(exchange_rows, memory, 1, 5)
     tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))

@@ -99,8 +99,9 @@ def test_truncated_draws_follow_the_law_that_is_left_and_never_leave_it(device, 
 
 @pytest.mark.parametrize("apart", [16, 1], ids=["in two groups", "in one group"])
 def test_equal_logits_are_drawn_equally_down_to_a_temperature_of_a_thousandth(device, apart):
-    """At lower temperatures, float32 scores are so large that they round the noise away. Of equal scores the lowest id
-    wins, and takes up to ``2**-25 * |logit| / temperature`` more than its share. A larger excess fails here."""
+    """At lower temperatures, float32 scores of groups are so large that they round the noise away. Of equal scores the
+    lowest id wins, and takes up to ``2**-25 * |logit| / temperature`` more than its share. A larger excess fails here,
+    and in one group any does."""
     num_rows, logit = 4000, 40.0
     values = [-1000.0] * 32
     values[0] = values[apart] = logit
@@ -110,6 +111,6 @@ def test_equal_logits_are_drawn_equally_down_to_a_temperature_of_a_thousandth(de
         assert torch.isin(tokens, torch.tensor([0, apart], device=device)).all()
         share[temperature] = (tokens == 0).double().mean().item()
         noise = 4 * 0.5 / num_rows**0.5
-        bias = 0.0 if temperature >= 1e-3 else 2.0**-25 * logit / temperature
+        bias = 0.0 if temperature >= 1e-3 or apart == 1 else 2.0**-25 * logit / temperature
         assert 0.5 - noise < share[temperature] < 0.5 + noise + bias, temperature
-    assert 0.52 < share[1e-5] < 0.6 and share[1e-6] > 0.8, share
+    assert apart == 1 or (0.52 < share[1e-5] < 0.6 and share[1e-6] > 0.8), share
