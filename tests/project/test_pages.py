@@ -62,5 +62,13 @@ def test_what_a_page_links_to_is_there(page):
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
+def test_no_page_and_no_message_installs_a_package_that_is_on_no_index():
+    """A release is not published: a checkout is what can be installed."""
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    texts = {path: path.read_text() for path in (*sources, *(ROOT / page for page in PAGES))}
+    published = re.compile(r"pip install [^\w/.]*sgl[-_]flashsample")
+    assert [path.name for path, text in texts.items() if published.search(text)] == []
+
+
 def test_the_readme_is_at_most_200_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
