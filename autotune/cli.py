@@ -32,7 +32,7 @@ from .labels import DEVICES, device_named
 
 EFFORT_NAMES = ("quick", "full", "exhaustive")
 MAX_GPUS, MAX_PROCESSES, MAX_BATCH = 64, 256, 4096
-EXTRA = {"optuna", "plotly", "rich", "scipy"}  # what `pip install sgl-flashsample` alone does not bring
+EXTRA = {"optuna", "plotly", "rich", "scipy"}  # what the package without extras does not bring
 _EPILOG = """\
 A table is one JSON file for one GPU and one LM head. Servers look for it in --tuned FILE (or FLASHSAMPLE_TUNED), the
 folders of FLASHSAMPLE_TUNED_DIR, $SGLANG_CACHE_DIR/flashsample, and what is shipped, in this order.
@@ -72,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRA:
             raise
-        print(f"error: {missing} is not installed: pip install 'sgl-flashsample[tune]'", file=sys.stderr)
+        advice = "pip install '.[tune]' in a checkout of sgl-flashsample"
+        print(f"error: {missing} is not installed: {advice}", file=sys.stderr)
         return UNUSABLE
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -64,7 +64,7 @@ def main() -> None:
             for name, section in SECTIONS.items():
                 print(f"{name}\n\n{section.markdown(options.results)}\n")
     except ImportError as error:
-        sys.exit(f"error: {error}; the plots need `pip install 'sgl-flashsample[bench]'`")
+        sys.exit(f"error: {error}; the plots need `pip install '.[bench]'` in a checkout")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -72,7 +72,6 @@ TUNING = {
 EXCHANGED = (151936, 4096, 64)  # V, D, B of the table
 SUMMARY_BATCHES = (1, 16, 64, 256)
 SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
-SUMMARY_MODES = ("plain", "k50p90", "p90", "minp05", "edits", "logprob")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,10 +405,14 @@ def serve(results: Results) -> Table | None:
     return _pairs(results.serve_rows("stock"), "stock", "flashsample", _pair_words)
 
 
-def _pair_words(stock: dict[str, Any], ours: dict[str, Any]) -> str:
-    spread = max(stock["spread_us"], ours["spread_us"])
-    over = ours["tpot_us"] / stock["tpot_us"]
-    return f"{stock['tpot_us']:.0f} → {ours['tpot_us']:.0f} ({over:.3f}; ± {spread:.0f})"
+def _short(spread: float) -> str:
+    return f"{spread:.0f}" if spread >= 1 else f"{spread:.1f}"
+
+
+def _pair_words(stock: dict[str, Any], ours: dict[str, Any], time: str = "tpot_us", spread: str = "spread_us") -> str:
+    """Both times, their ratio and the larger spread, by the names of their fields."""
+    over, widest = ours[time] / stock[time], max(stock[spread], ours[spread])
+    return f"{stock[time]:.0f} → {ours[time]:.0f} ({over:.3f}; ± {_short(widest)})"
 
 
 def serve_screen(results: Results) -> Table | None:
@@ -1014,33 +1017,34 @@ def proof(results: Results) -> Table:
 
 def summary_kernels(results: Results) -> Table | None:
     """Of the first head: a few batch sizes, ours beside the fastest way without us."""
-    head = ["us, LM head to token", *(MODES[mode] for mode in ("plain", "k50p90", "greedy")), "with a screen"]
+    modes = ("plain", "k50p90", "greedy")
+    head = ["µs, fastest baseline → ours (ratio; larger spread)", *(MODES[mode] for mode in modes), "with a screen"]
     rows = []
     for cell in results.cells:
         if (cell.hidden, cell.vocab) != (results.cells[0].hidden, results.cells[0].vocab):
             continue
         if cell.batch in SUMMARY_BATCHES:
             line = [f"{GPUS.get(results.gpu, results.gpu)}, {cell.head}, B={cell.batch}"]
-            for mode in ("plain", "k50p90", "greedy"):
+            for mode in modes:
                 taken, other = cell.picked(mode), cell.fastest_baseline(mode)
-                us = [row["us"] for row in (other, taken) if row is not None]
-                line.append(f"{us[0]:.0f} → {us[1]:.0f} ({us[1] / us[0]:.2f})" if len(us) == 2 else "")
+                both = taken is not None and other is not None
+                line.append(_pair_words(other, taken, "us", "us_spread") if both else "")
             screened = cell.picked("plain", screen=True)
-            rows.append([*line, "" if screened is None else f"{screened['us']:.0f}"])
+            rows.append([*line, "" if screened is None else f"{screened['us']:.0f} ± {_short(screened['us_spread'])}"])
     return Table(head, rows) if rows else None
 
 
-def summary_rows(results: Results) -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
-    """{(model, sampling): {batch size: microseconds per token, stock and ours}} of the usual samplings, of servers as
+def summary_rows(results: Results) -> dict[tuple[str, str], dict[int, tuple[dict[str, Any], dict[str, Any]]]]:
+    """{(model, sampling): {batch size: what was measured of stock and of ours}} of the usual samplings, of servers as
     they are by default: of one GPU, without drafts."""
-    times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    rows: dict[tuple[str, str], dict[int, dict[str, dict[str, Any]]]] = {}
     for row in results.serve_rows("stock"):
         if row["sampling"] in SUMMARY_SAMPLINGS and _served(row) == row["model"]:
-            by_batch = times.setdefault((row["model"], row["sampling"]), {})
-            by_batch.setdefault(row["batch"], {})[row["backend"]] = row["tpot_us"]
+            by_batch = rows.setdefault((row["model"], row["sampling"]), {})
+            by_batch.setdefault(row["batch"], {})[row["backend"]] = row
     pairs = {
-        key: {batch: (us["stock"], us["flashsample"]) for batch, us in sorted(by_batch.items()) if len(us) == 2}
-        for key, by_batch in times.items()
+        key: {batch: (of["stock"], of["flashsample"]) for batch, of in sorted(by_batch.items()) if len(of) == 2}
+        for key, by_batch in rows.items()
     }
     return {key: by_batch for key, by_batch in pairs.items() if by_batch}
 
@@ -1053,34 +1057,17 @@ def summary_serve(results: Results) -> Table | None:
     for (model, sampling), by_batch in rows.items():
         line, speeds = [f"{GPUS.get(results.gpu, results.gpu)}, {model}, {SAMPLINGS[sampling]}"], ""
         for batch in (batches[0], batches[-1]):
-            times = by_batch.get(batch)
-            line.append(
-                "" if times is None else f"B={batch}: {times[0]:.0f} → {times[1]:.0f} ({times[1] / times[0]:.3f})"
-            )
-            speeds = "" if times is None else " → ".join(f"{batch / us * 1e6:,.0f}" for us in times)
+            pair = by_batch.get(batch)
+            line.append("" if pair is None else f"B={batch}: {_pair_words(*pair)}")
+            speeds = "" if pair is None else " → ".join(f"{batch / row['tpot_us'] * 1e6:,.0f}" for row in pair)
         lines.append([*line, speeds])
-    head = ["us per token, stock → ours", "smallest batch", "largest batch", "tokens/s of the largest batch"]
+    head = [
+        "µs per token, stock → ours (ratio; larger spread)",
+        "smallest batch",
+        "largest batch",
+        "tokens/s of the largest batch",
+    ]
     return Table(head, lines) if lines else None
-
-
-def summary_features(results: Results) -> Table | None:
-    """A few features: ours without and with a screen, beside the fastest way without us."""
-    if (data := results.data("features")) is None:
-        return None
-    features = Features(data)
-
-    def words(mode: str, batch: int) -> str:
-        us, screened = features.us(batch, "picked", mode), features.screened_us(batch, mode)
-        if us is None:
-            return ""
-        over = features.baseline_over(batch, mode)
-        return f"{us:.0f}" + (f" ({over:.2f})" if over else "") + (f"; screen {screened:.0f}" if screened else "")
-
-    rows = {
-        mode: f"{GPUS.get(results.gpu, results.gpu)}, {MODES[mode]}" for mode in SUMMARY_MODES if mode in features.modes
-    }
-    columns = {batch: name for batch, name in features.batches.items() if batch in SUMMARY_BATCHES}
-    return grid("us (fastest baseline over it); with a screen", rows, columns, words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1157,5 +1144,4 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "cpu": Section(cpu, "cpu"),
     "summary-kernels": Section(summary_kernels, "kernels", brief=True),
     "summary-serve": Section(summary_serve, "serve", "stock", brief=True),
-    "summary-features": Section(summary_features, "features", brief=True),
 }

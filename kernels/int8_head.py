@@ -83,7 +83,7 @@ class Int8Head:
         rows = max(1, _BUILD_ELEMENTS // width)
         for first in range(0, head.vocab_size, rows):
             block = slice(first, min(first + rows, head.vocab_size))
-            exact = head.weight[block].double()
+            exact = head.weight.detach()[block].double()
             quantised, scale, error, norm = _quantise_rows(exact)
             error += ACCUMULATION * width * exact.norm(dim=1) + SCREEN_ROUNDING * norm
             self.weight[block, :width] = quantised

@@ -18,6 +18,7 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import hf_head
 from .config import TileConfig
 from .launch import cdiv
 from .rng import GROUP_SIZE
@@ -428,6 +429,7 @@ class LMHead:
     logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
     logits_dtype: what a logit is rounded to before anything else, as the model's own GEMM would do
     (default: the weight's dtype; torch.float32 keeps the accumulator).
+    module: whose ``weight`` this is; a weight that it gets later is followed (``current``).
 
     Raises ValueError for a weight of another shape, dtype or layout, and for values out of these ranges.
     """
@@ -440,6 +442,7 @@ class LMHead:
     logits_dtype: torch.dtype | None = None
     shards: int = 1
     total_ids: int = 0
+    module: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         weight = self.weight
@@ -461,7 +464,7 @@ class LMHead:
             raise ValueError(f"ids reach {self.vocab_start + weight.shape[0]}; expected them below 2**31")
         if self.logits_dtype is not None and self.logits_dtype not in TRITON_DTYPES:
             raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
-        _ = self.spec  # checks the rest
+        _ = self.spec, self._place  # checks the rest, and remembers the place before anyone can change it
 
     @classmethod
     def of_rank(cls, weight: torch.Tensor, rank: int, num_ranks: int, vocab_size: int, **options: Any) -> LMHead | None:
@@ -492,30 +495,44 @@ class LMHead:
         """The LM head of a Hugging Face causal language model: the weight of its output embeddings; vocabulary size,
         final softcap and logit scale of its config, under the names that transformers has for them.
 
-        A model that changes its logits in another way gives a head of other logits: compare them once where the model
-        is not of transformers itself. Raises ValueError for a model without output embeddings, and for a head with a
-        bias.
+        A model of several modalities gives those of its text config, which SGLang applies. The wrappers of transformers
+        (PaliGemma, LLaVA, LLaVA-NeXT, Aya Vision, Cohere2 Vision, Gemma 3, Granite Speech) do not: the ``logits`` that
+        they return have no scale and no softcap. A model that changes its logits in a way of its own gives a head of
+        other logits: compare them once where the model is not of transformers itself.
+
+        The head draws from the weight that the module of the output embeddings has at each call (``current``). Where a
+        model gets another module, as by ``resize_token_embeddings`` or an adapter of the head, make the head anew.
+
+        Raises ValueError for a model without output embeddings; for a head that is no plain ``torch.nn.Linear``
+        (adapters, quantised, sharded or computed weights) or has a bias; and for one with fewer rows than the config
+        has ids.
         """
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
-            raise ValueError(f"model is a {type(model).__name__} without output embeddings; expected a causal LM")
-        if getattr(head, "bias", None) is not None:
-            raise ValueError("the LM head has a bias; expected none")
-        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-        model_type = getattr(config, "model_type", "")
-        scaling = getattr(config, "logits_scaling", None)  # a divisor, but in HyperCLOVA X
-        scales = [
-            None if model_type == "mpt" else getattr(config, "logit_scale", None),  # MPT's models do not apply theirs
-            getattr(config, "lm_head_multiplier", None),
-            scaling if scaling is None or model_type == "hyperclovax" else 1.0 / scaling,
-        ]
-        softcaps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        module, config = hf_head.plain_head(model), hf_head.text_config(model)
+        rows = module.weight.shape[0]
+        if rows < config.vocab_size:
+            raise ValueError(f"the LM head has {rows} rows; expected the {config.vocab_size} ids of the model's config")
         return cls(
-            head.weight.detach(),
-            vocab_size=min(config.vocab_size, head.weight.shape[0]),
-            logit_scale=next((scale for scale in scales if scale not in (None, 1.0)), None),
-            softcap=next(filter(None, (getattr(config, name, None) for name in softcaps)), None),
+            module.weight,
+            vocab_size=config.vocab_size,
+            logit_scale=hf_head.logit_scale(config),
+            softcap=hf_head.softcap(config),
+            module=module,
         )
+
+    @property
+    def current(self) -> LMHead:
+        """The head to draw from: this one, or the same with the weight that ``module`` has, or that is in the memory of
+        ``weight``, since it was replaced. Costs a step a microsecond."""
+        weight = self.weight if self.module is None else self.module.weight
+        latest: LMHead = vars(self).get("_latest", self)
+        if weight is not latest.weight or _place_of(weight) != latest._place:
+            # Descriptors and the like are of one place in memory.
+            latest = vars(self)["_latest"] = dataclasses.replace(self, weight=weight)
+        return latest
+
+    @functools.cached_property
+    def _place(self) -> tuple:
+        return _place_of(self.weight)
 
     @functools.cached_property
     def spec(self) -> LogitsSpec:
@@ -573,6 +590,11 @@ class LMHead:
         if not tile.tma:
             return self.weight
         return descriptor(self._descriptors, self.weight, (tile.block_v, tile.block_d))
+
+
+def _place_of(weight: torch.Tensor) -> tuple:
+    """Where ``weight`` is, and how it lies there."""
+    return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
 
 
 def descriptor(

@@ -66,7 +66,7 @@ def sample(
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it. An unknown path, or one
             that cannot serve the head or the batch. A table for heads of another shape.
     """
-    head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
+    head = lm_head.current if isinstance(lm_head, LMHead) else LMHead(lm_head)
     check_rows("hidden", hidden)
     check_params(params)
     return dispatch.sample(

@@ -128,8 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
         package = error.name
         if package is None or "." in package or package == __package__:
             raise  # a part of what is installed
-        brings = f"sgl-flashsample{_EXTRAS[package]}" if package in _EXTRAS else package
-        return _fail(f"{package} is not installed: pip install '{brings}'", FAILED)
+        brings = f"'.{_EXTRAS[package]}' in a checkout of sgl-flashsample" if package in _EXTRAS else f"'{package}'"
+        return _fail(f"{package} is not installed: pip install {brings}", FAILED)
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error), USAGE)
     except ValueError as error:

@@ -28,6 +28,7 @@ _MAX_THREADS = 1024  # of the process
 # The words of a dtype, as ``cpu_loops.py`` has them.
 _WORDS = {torch.float32: "int32", torch.bfloat16: "int16", torch.float16: "uint16"}
 _C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_INSTALL = "pip install '.[cpu]' in a checkout of sgl-flashsample"
 
 
 def draws_in_host_memory(device: torch.device) -> bool:
@@ -39,7 +40,7 @@ def draws_in_host_memory(device: torch.device) -> bool:
 def unsupported_by_machine() -> str | None:
     """Why nothing can be drawn in host memory; None where it can."""
     if importlib.util.find_spec("numba") is None:
-        return "the cpu path needs Numba (pip install 'sgl-flashsample[cpu]')"
+        return f"the cpu path needs Numba ({_INSTALL})"
     return None
 
 
@@ -48,7 +49,7 @@ def _loops() -> ModuleType:
     try:
         from . import cpu_loops
     except ImportError as error:
-        raise ImportError(f"the cpu path needs Numba ({error}): pip install 'sgl-flashsample[cpu]'") from error
+        raise ImportError(f"the cpu path needs Numba ({error}): {_INSTALL}") from error
     return cpu_loops
 
 

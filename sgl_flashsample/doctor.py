@@ -88,7 +88,9 @@ def check_sglang() -> Iterator[Finding]:
     from .sglang import versions
 
     if importlib.util.find_spec("sglang") is None:
-        yield Finding(NOTE, "SGLang is not installed", "pip install 'sgl-flashsample[sglang]' to serve")
+        yield Finding(
+            NOTE, "SGLang is not installed", "to serve: pip install '.[sglang]' in a checkout of sgl-flashsample"
+        )
         return
     version = versions.sglang_version()
     if reason := versions.unsupported_version(version):

@@ -126,9 +126,11 @@ class Sampler:
     It keeps what ``api.sample`` takes beside a batch: the tuned table that fits the head on this machine, the scratch
     and, with ``screen``, an INT8 copy of the head (``Screen``).
 
-    head: an ``LMHead``, or its ``[V, D]`` weight. max_rows: of the largest batch that scratch is made for now; a larger
-    one makes it anew. seed: an int64, of rows without one of their own; drawn from the system where None. tuned: the
-    file of a tuned table, instead of the one that fits. Several threads may call it, on one stream of the device.
+    head: an ``LMHead``, or its ``[V, D]`` weight. The next call sees a weight that is replaced or written to, and draws
+    without the screen until ``sampler.screen.rebuild(sampler.head)``. max_rows: of the largest batch that scratch is
+    made for at first; a larger one makes it anew. seed: an int64, of rows without one of their own; drawn from the
+    system where None. tuned: the file of a tuned table, instead of the one that fits. Several threads may call it, on
+    one stream of the device.
 
     Raises ValueError for a head that cannot be served, and on a machine without a device for the kernels.
     """
@@ -199,10 +201,13 @@ class Sampler:
         edits: LogitEdits | None,
         return_logprob: bool,
     ) -> SampleOutput:
-        num_rows = hidden.shape[0]
+        num_rows, self.head = hidden.shape[0], self.head.current
         if num_rows > self.max_rows:
             self.max_rows = num_rows
             self.workspace = make_workspace(self.head, num_rows, table=self.table)
+            screened = self.table.screened_rows(num_rows)
+            if self.screen is not None and not self.screen.closed and screened > self.screen.max_rows:
+                self.screen.grow(screened)
         rows = self._rows
         if rows is None or rows.params is not params or len(rows.seed) != num_rows:
             rows = self._rows = self._rows_of(params, num_rows)

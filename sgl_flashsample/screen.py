@@ -41,6 +41,7 @@ class Screen:
     _copy = Int8Head
 
     def __init__(self, head: LMHead, max_rows: int, *, announces_writes: bool = False) -> None:
+        head = head.current
         if (reason := unsupported_head(head)) is not None:
             raise ValueError(f"the head cannot be screened: {reason}")
         if max_rows < 1:
@@ -56,9 +57,9 @@ class Screen:
         self._layout = _layout_of(head)
         self._state = _State()
 
-    def _new_workspace(self) -> ScreenWorkspace:
+    def _new_workspace(self, counters: torch.Tensor | None = None) -> ScreenWorkspace:
         weight = self.int8_head.weight
-        return ScreenWorkspace(self.int8_head.num_groups, weight.shape[1], self.max_rows, weight.device)
+        return ScreenWorkspace(self.int8_head.num_groups, weight.shape[1], self.max_rows, weight.device, counters)
 
     def twin(self) -> Screen:
         """A screen of the same copy, valid as long as this one, with scratch and counters of its own: what it draws is
@@ -66,6 +67,12 @@ class Screen:
         twin = copy.copy(self)
         twin.workspace = twin._new_workspace()
         return twin
+
+    def grow(self, max_rows: int) -> None:
+        """Make scratch for batches of up to ``max_rows`` rows, in the place of the scratch so far: graphs that were
+        captured with that must not be replayed. The counters go on."""
+        self.max_rows = max_rows
+        self.workspace = self._new_workspace(self.counters)
 
     @property
     def closed(self) -> bool:
@@ -97,8 +104,9 @@ class Screen:
         self._state.valid = False
 
     def rebuild(self, head: LMHead) -> None:
-        """Copy ``head`` anew, in place: captured graphs read the new copy. Raises ValueError for a head of another
-        shape, dtype or device, one that cannot be screened, and a screen that was closed."""
+        """Copy what ``head`` holds by now, in place: captured graphs read the new copy. Raises ValueError for a head of
+        another shape, dtype or device, one that cannot be screened, and a screen that was closed."""
+        head = head.current
         if self.closed:
             raise ValueError("the screen is closed; expected a new one")
         if (reason := unsupported_head(head)) is not None:

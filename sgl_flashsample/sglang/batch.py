@@ -42,7 +42,7 @@ class Row(NamedTuple):
     reason: why it needs SGLang's sampler, or None. tempered: greedy with a temperature other than 1, which SGLang
     applies to its logprob only beside sampled rows. needs: ``NEED_FLAGS`` of this request alone. edits: what SGLang
     changes in its logits, grammars apart. seeded: whether the request gave a seed, which must give the same tokens each
-    time.
+    time. keeps_going: it has ``min_new_tokens``.
     """
 
     reason: Reason | None
@@ -52,6 +52,7 @@ class Row(NamedTuple):
     edits: Edit
     seeded: bool
     top_k: int
+    keeps_going: bool = False
 
     @property
     def truncated(self) -> bool:
@@ -222,6 +223,7 @@ def _row_of(request: Any, custom_processors: bool) -> Row:
         edits=edits,
         seeded=given_seed(params) is not None,
         top_k=int(params.top_k),  # SGLang lets a fraction through, and drops it
+        keeps_going=params.min_new_tokens > 0,
     )
 
 
@@ -337,7 +339,8 @@ class Routing:
     Set in the first step of the batch. native_rows: what the sampler keeps of the rows that are not fused. edit_kinds,
     edit_rows: the ``Edit`` flags of the others, in all, and per row on the device. num_truncated: of the others, those
     with top-k, top-p or min-p. node_rows: per node of a tree of
-    drafts, by the edits that are given and the number of nodes.
+    drafts, by the edits that are given and the number of nodes. contested: the others with a grammar and with
+    ``min_new_tokens``. contests: by the number of nodes, the places of these and the flags of all rows in this step.
     """
 
     reasons: tuple[Reason | None, ...]
@@ -346,6 +349,8 @@ class Routing:
     edit_rows: torch.Tensor | None = None
     num_truncated: int | None = None
     node_rows: dict[tuple[Edit, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    contested: tuple[int, ...] = ()
+    contests: dict[int, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def whole(cls, reason: Reason, num_rows: int) -> Routing:
@@ -416,13 +421,14 @@ def edits_of(batch: Batch, routing: Routing, sampling_info: Any) -> LogitEdits |
     if not kinds:
         return None
     additive, scaling = penalties_of(sampling_info) if kinds & (Edit.ADDITIVE | Edit.SCALING) else (None, None)
-    return LogitEdits(
+    edits = LogitEdits(
         additive=additive,
         scaling=scaling,
         mask=grammar_mask(sampling_info, _fused_grammars(routing, sampling_info)) if kinds & Edit.MASK else None,
         bias=sampling_info.logit_bias if kinds & Edit.BIAS else None,
         rows=routing.edit_rows,
     )
+    return _grammar_first(edits, routing) if routing.contested else edits
 
 
 def edits_of_nodes(
@@ -457,7 +463,40 @@ def edits_of_nodes(
     if rows is None:
         rows = (routing.edit_rows & int(given)).repeat_interleave(num_nodes)
         routing.node_rows[given, num_nodes] = rows
+    edits = dataclasses.replace(edits, rows=rows)
+    return _grammar_first(edits, routing) if routing.contested else edits
+
+
+def _grammar_first(edits: LogitEdits, routing: Routing) -> LogitEdits:
+    """``edits`` without the penalties of a row where they leave no id that its grammar allows.
+
+    ``min_new_tokens`` forbids the tokens that end an answer, and a grammar that is complete allows nothing else: SGLang
+    has no token then. The flags of each step are at one address, which captured graphs read.
+    """
+    if edits.additive is None:  # drafts, whose penalties SGLang has not accumulated
+        return edits
+    assert edits.mask is not None and edits.rows is not None  # a contested row has a grammar
+    contest = routing.contests.get(edits.repeats)
+    if contest is None:
+        nodes = [row * edits.repeats + node for row in routing.contested for node in range(edits.repeats)]
+        places = to_device(nodes, torch.int64, edits.rows.device)
+        contest = routing.contests[edits.repeats] = places, torch.empty_like(edits.rows)
+    places, rows = contest
+    allowed = _allowed_ids(edits.mask[places], edits.additive.shape[1])
+    possible = edits.additive[places // edits.repeats] > float("-inf")
+    stuck = ~(allowed & possible).any(1)
+    rows.copy_(edits.rows)
+    rows[places] &= ~(stuck.to(torch.int32) * int(Edit.ADDITIVE))
     return dataclasses.replace(edits, rows=rows)
+
+
+def _allowed_ids(mask: torch.Tensor, width: int) -> torch.Tensor:
+    """``[B, width]`` bool of a mask in either form of ``LogitEdits``."""
+    if mask.dtype is torch.bool:
+        return ~mask[:, :width]
+    bits = (mask.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    allowed = bits.flatten(1)[:, :width] != 0
+    return torch.nn.functional.pad(allowed, (0, width - allowed.shape[1]), value=True)
 
 
 def _edit_kinds(batch: Batch, routing: Routing, sampling_info: Any) -> Edit:
@@ -477,6 +516,8 @@ def _find_edits(batch: Batch, routing: Routing, sampling_info: Any) -> None:
     routing.edit_kinds = functools.reduce(operator.or_, flags, Edit(0))
     if routing.edit_kinds:
         routing.edit_rows = to_device([int(flag) for flag in flags], torch.int32, batch.tensors.seed.device)
+    pairs = enumerate(zip(batch.rows, flags, strict=True))
+    routing.contested = tuple(place for place, (row, flag) in pairs if row.keeps_going and flag & Edit.MASK)
 
 
 def _fused_grammars(routing: Routing, sampling_info: Any) -> list:

@@ -20,7 +20,7 @@ INLINE = re.compile(r"`(sgl-flashsample [^`]*)`")
 # A command that takes a machine or minutes, and the test that runs it.
 RUN_ELSEWHERE = {
     "pip install .": "tests/project/test_package.py::test_an_installation_puts_only_sgl_flashsample_into_site_packages",
-    "pip install 'sgl-flashsample[tune]'": "tests/project/test_package.py::test_metadata_name_license_entry_points",
+    "pip install '.[tune]'": "tests/project/test_package.py::test_metadata_name_license_entry_points",
     "sglang serve --model-path Qwen/Qwen3-8B --sampling-backend flashsample": "tests/sglang/test_server.py",
     "FLASHSAMPLE_TUNED_DIR=/tables sglang serve --model-path /models/Qwen3-8B --sampling-backend flashsample": (
         "tests/core/test_table_lookup.py"

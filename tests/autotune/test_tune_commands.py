@@ -306,7 +306,8 @@ def test_without_the_extra_what_needs_none_of_it_works_and_the_rest_is_one_line(
     code = fresh.main([places.get(word, str(word)) for word in arguments])
     assert code == expected
     if code == 2:
-        assert capsys.readouterr().err == f"error: {missing} is not installed: pip install 'sgl-flashsample[tune]'\n"
+        advice = "pip install '.[tune]' in a checkout of sgl-flashsample"
+        assert capsys.readouterr().err == f"error: {missing} is not installed: {advice}\n"
 
 
 def test_the_efforts_that_can_be_asked_for_are_those_that_are_planned():

@@ -12,13 +12,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from core_examples import VOCAB, example
+from core_examples import ROWS, SCREEN, SCREENED, TILE, VOCAB, example, table_of
 
-from sgl_flashsample import BatchParams, LMHead, Sampler, SamplingParams, Truncation, sample, sample_from_logits
+from sgl_flashsample import (
+    BatchParams,
+    LMHead,
+    Sampler,
+    SamplingParams,
+    Screen,
+    Truncation,
+    argmax,
+    sample,
+    sample_from_logits,
+)
 from sgl_flashsample import sampler as sampler_module
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kernels.reference import logits_ref
+from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.tables import lookup
 
 PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
@@ -105,6 +116,27 @@ def test_a_screen_changes_no_token(case):
     plain, screened = (Sampler(case.head, seed=1, screen=screen) for screen in (False, True))
     assert screened.screen.max_rows == 64
     assert torch.equal(plain(case.hidden).token_ids, screened(case.hidden).token_ids)
+
+
+@pytest.mark.slow
+def test_a_batch_larger_than_announced_is_screened_as_well_and_counted_with_the_others(case):
+    plain, screened = Sampler(case.head, seed=1), Sampler(case.head, max_rows=4, seed=1, screen=True)
+    screened.table = table_of(case.head, kinds=SCREENED, sizes={3: SCREEN, 8: SCREEN, 9: TILE})
+    for rows in (3, 8):
+        hidden = case.hidden[:rows]
+        assert torch.equal(screened(hidden).token_ids, plain(hidden).token_ids)
+    assert screened.screen.counters[ScreenCounter.ROWS] == 11
+    screened(case.hidden)
+    assert screened.screen.max_rows == 8, "scratch for rows that no table screens"
+
+
+@pytest.mark.slow
+def test_a_sampler_whose_screen_was_closed_draws_larger_batches_without_it(case):
+    plain, closed = Sampler(case.head, seed=1), Sampler(case.head, max_rows=4, seed=1, screen=True)
+    closed.table = table_of(case.head, kinds=SCREENED, sizes={8: SCREEN})
+    closed.screen.close()
+    hidden = case.hidden[:8]
+    assert torch.equal(closed(hidden).token_ids, plain(hidden).token_ids)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +301,225 @@ def test_a_head_gives_the_logits_of_the_models_own(family):
     assert (plain - want).abs().max() > 1.0, "the scale and the softcap are not looked at"
 
 
+class LoraLinear(torch.nn.Module):
+    """As of an adapter: its weight is that of the layer below, its output is not."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(hidden) + hidden.sum()
+
+
+class NormedLinear(torch.nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, torch.nn.functional.normalize(self.weight))
+
+
+class PackedTensor(torch.Tensor):
+    """As a quantised or sharded weight is."""
+
+
+def linear(**options) -> torch.nn.Linear:
+    return torch.nn.Linear(32, 300, bias=False, **options)
+
+
+def patched() -> torch.nn.Linear:
+    head = linear()
+    head.forward = lambda hidden: 2 * hidden
+    return head
+
+
+def packed() -> torch.nn.Linear:
+    head = linear()
+    head.weight = torch.nn.Parameter(head.weight.detach().as_subclass(PackedTensor))
+    return head
+
+
+REFUSED = {
+    "none": (lambda: None, "without output embeddings; expected a causal LM"),
+    "a bias": (lambda: torch.nn.Linear(32, 300), "has a bias; expected none"),
+    "an adapter": (
+        lambda: LoraLinear(linear()),
+        r"is a \w+\.LoraLinear with a forward of its own.*merge_and_unload\(\)",
+    ),
+    "an adapter over a bias": (lambda: LoraLinear(torch.nn.Linear(32, 300)), "LoraLinear with a forward of its own"),
+    "a sum": (
+        lambda: torch.nn.ParameterDict({"weight": torch.ones(300, 32)}),
+        "ParameterDict with a forward of its own",
+    ),
+    "a forward of a subclass": (lambda: NormedLinear(32, 300, bias=False), "NormedLinear with a forward of its own"),
+    "a forward of the instance": (patched, "torch.nn.modules.linear.Linear with a forward of its own"),
+    "an embedding": (lambda: torch.nn.Embedding(300, 32), "Embedding with a forward of its own"),
+    "a packed weight": (packed, "a PackedTensor that is quantised, sharded or computed"),
+    "a computed weight": (
+        lambda: torch.nn.utils.parametrizations.weight_norm(linear()),
+        "the LM head, a .*ParametrizedLinear, is a Tensor that is quantised, sharded or computed",
+    ),
+    "too few rows": (lambda: torch.nn.Linear(32, 299, bias=False), "has 299 rows; expected the 300 ids"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("head, words", [(None, "without output embeddings"), (torch.nn.Linear(4, 8), "has a bias")])
-def test_a_model_whose_head_is_another_thing_is_refused(model, head, words):
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_whose_head_is_another_thing_than_a_linear_layer_is_refused_by_name(model, case):
+    head, words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
-        LMHead.from_hf(another_model(model, head))
+        LMHead.from_hf(another_model(model, head()))
+
+
+@pytest.mark.slow
+def test_a_model_that_adds_a_bias_after_its_head_is_refused_and_zeros_are_none(model):
+    with_bias = another_model(model, model.lm_head)
+    with_bias.final_logits_bias = torch.zeros(1, 300)
+    assert LMHead.from_hf(with_bias).vocab_size == 300
+    with_bias.final_logits_bias[0, 3] = 1.0
+    with pytest.raises(ValueError, match="adds its final_logits_bias to the logits; expected none, or zeros"):
+        LMHead.from_hf(with_bias)
+
+
+@pytest.mark.slow
+def test_a_head_whose_inputs_are_moved_between_devices_is_a_linear_layer(model):
+    head = patched()
+    head._hf_hook = object()
+    assert LMHead.from_hf(another_model(model, head)).weight is head.weight
+
+
+@pytest.mark.slow
+def test_a_model_of_several_modalities_gives_the_logits_of_its_text_model():
+    """SGLang's, which the ``logits`` of transformers' wrapper are not."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=8)
+    text = transformers.Gemma2Config(**SIZES, **TRANSFORMED["Gemma2"])
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=32)
+    head = LMHead.from_hf(transformers.PaliGemmaForConditionalGeneration(config))
+    assert (head.vocab_size, head.softcap, head.logit_scale) == (96, 3.0, None)
+
+
+# Weights that are replaced.
+
+
+def put_data(head: torch.nn.Linear, weight: torch.Tensor) -> None:
+    head.weight.data = weight
+
+
+def write(head: torch.nn.Linear, weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        head.weight.copy_(weight)
+
+
+def assign(head: torch.nn.Linear, weight: torch.Tensor) -> None:
+    head.load_state_dict({"weight": weight}, assign=True)
+
+
+def tie(head: torch.nn.Linear, weight: torch.Tensor) -> None:
+    head.weight = torch.nn.Parameter(weight)
+
+
+REPLACEMENTS = {"in place": write, "data": put_data, "assigned": assign, "tied": tie}
+each_replacement = pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
+
+
+@pytest.fixture
+def module(case, model):
+    """The head of the batch as that of a model."""
+    module = torch.nn.Linear(case.hidden.shape[1], VOCAB, bias=False)
+    module.weight = torch.nn.Parameter(case.head.weight[:VOCAB].clone())
+    return module
+
+
+def head_of(module: torch.nn.Linear, model) -> LMHead:
+    return LMHead.from_hf(another_model(model, module, vocab_size=len(module.weight)))
+
+
+def greedy(case, weight: torch.Tensor) -> torch.Tensor:
+    return (case.hidden.double() @ weight.double().T).argmax(-1)
+
+
+@pytest.mark.slow
+@each_replacement
+def test_a_head_draws_from_a_weight_that_is_replaced_later(case, module, model, replace):
+    head = head_of(module, model)
+    sampler, flipped = Sampler(head), module.weight.detach().flip(0).contiguous()
+    for weight in (module.weight.detach().clone(), flipped):
+        assert torch.equal(argmax(case.hidden, head), greedy(case, weight))
+        assert torch.equal(sampler(case.hidden, SamplingParams(temperature=0)).token_ids, greedy(case, weight))
+        replace(module, flipped)
+
+
+@pytest.mark.slow
+@each_replacement
+def test_a_screen_serves_no_weight_that_is_replaced_until_it_is_rebuilt(case, module, model, replace):
+    sampler = Sampler(head_of(module, model), screen=True)
+    sampler.table = table_of(case.head, kinds=SCREENED, sizes={ROWS: SCREEN})
+    flipped = module.weight.detach().flip(0).contiguous()
+    plain = Sampler(LMHead(flipped), seed=sampler.seed)
+    sampler(case.hidden)
+    assert sampler.screen.counters[ScreenCounter.ROWS] == ROWS
+    replace(module, flipped.clone())
+    assert torch.equal(sampler(case.hidden, position=1).token_ids, plain(case.hidden, position=1).token_ids)
+    assert sampler.screen.counters[ScreenCounter.ROWS] == ROWS
+    sampler.screen.rebuild(sampler.head)
+    assert torch.equal(sampler(case.hidden, position=2).token_ids, plain(case.hidden, position=2).token_ids)
+    assert sampler.screen.counters[ScreenCounter.ROWS] == 2 * ROWS
+
+
+@pytest.mark.slow
+def test_a_screen_of_a_head_whose_weight_was_replaced_before_it_copies_the_new_one(case, module, model):
+    head = head_of(module, model)
+    assign(module, module.weight.detach().flip(0).contiguous())
+    assert Screen(head, ROWS).serves(head.current)
+
+
+@pytest.mark.slow
+def test_a_screen_that_is_rebuilt_copies_what_its_head_holds_by_now(case, module, model):
+    head = head_of(module, model)
+    screen = Screen(head, ROWS)
+    assign(module, module.weight.detach().flip(0).contiguous())
+    assert not screen.serves(head.current)
+    screen.rebuild(head)
+    assert screen.serves(head.current)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replace", [put_data, assign])
+def test_a_weight_of_another_layout_is_read_as_it_lies(case, module, model, replace):
+    """Launches and descriptors remember alignment and distances of rows."""
+    head = head_of(module, model)
+    assert torch.equal(argmax(case.hidden, head), greedy(case, module.weight.detach()))
+    wide = torch.zeros(VOCAB, 2 * case.hidden.shape[1] + 1)[:, 1 : 1 + case.hidden.shape[1]]
+    replace(module, wide.copy_(module.weight.detach().flip(0)))
+    assert head.current.variant != head.variant
+    assert torch.equal(argmax(case.hidden, head), greedy(case, wide))
+
+
+@pytest.mark.slow
+def test_a_weight_of_another_dtype_makes_the_sampler_say_so(case, module, model):
+    sampler = Sampler(head_of(module, model))
+    put_data(module, module.weight.detach().bfloat16())
+    with pytest.raises(ValueError, match=r"table is for .*; expected one for the head's"):
+        sampler(case.hidden.bfloat16())
+
+
+@pytest.mark.slow
+def test_a_head_whose_weight_stays_is_made_once_and_a_replaced_weight_once_more(case, module, model):
+    head = head_of(module, model)
+    assert head.current is head
+    assign(module, module.weight.detach().clone())
+    assert head.current is head.current is head.current.current is not head
+
+
+@pytest.mark.slow
+def test_draws_from_a_weight_that_is_trained_take_no_part_in_the_training(case, module, model):
+    sampler = Sampler(head_of(module, model), screen=True)
+    out = sampler(case.hidden, return_logprob=True)
+    assert module.weight.requires_grad and not out.logprobs.requires_grad
+    assert not any(tensor.requires_grad for tensor in sampler.screen.int8_head.operands)
 
 
 # The examples of the page.

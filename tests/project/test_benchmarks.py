@@ -1263,10 +1263,17 @@ def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, 
     assert exact.compare(whole, options)["different"] > 5
 
 
+def test_a_pair_of_times_has_the_larger_of_their_spreads(load):
+    words = load("tables")._pair_words
+    stock, ours = {"tpot_us": 200.0, "spread_us": 0.25}, {"tpot_us": 100.0, "spread_us": 7.4}
+    assert words(stock, ours) == "200 → 100 (0.500; ± 7)"
+    assert words(stock, ours | {"spread_us": 0.1}) == "200 → 100 (0.500; ± 0.2)"
+
+
 def test_summaries_have_all_gpus_in_one_table_and_full_tables_one_each(load, results):
     summary = lines_of(load, results, "summary-serve")
     assert [line.split(" | ")[0] for line in summary[2:]] == ["| H200, m, temperature 1", "| H100, m, temperature 1"]
-    assert summary[2].endswith("| B=1: 1000 → 900 (0.900) | B=64: 1000 → 900 (0.900) | 64,000 → 71,111 |")
+    assert summary[2].endswith("| B=1: 1000 → 900 (0.900; ± 3) | B=64: 1000 → 900 (0.900; ± 3) | 64,000 → 71,111 |")
     whole = load("tables").SECTIONS["serve"].markdown(results)
     assert whole.count("| m, temperature 1 |") == 2 and "1000 → 950 (0.950; ± 3)" in whole
     assert "**NVIDIA H100, torch 2.11, Triton 3.6, SGLang 0.5.17**; `python benchmarks/serve.py`" in whole

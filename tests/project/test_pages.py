@@ -29,11 +29,11 @@ def test_the_commands_of_the_readme_are_targets_and_ci_runs_them():
         assert f"\n{target}:" in makefile
 
 
-def test_the_readme_names_every_environment_variable_that_the_code_reads():
+def test_the_readme_or_the_page_of_operations_names_every_environment_variable_that_the_code_reads():
     sources = [path.read_text() for path in (ROOT / "sgl_flashsample").rglob("*.py")]
     read = {name for source in sources for name in re.findall(r"\bFLASHSAMPLE_[A-Z_]+\b", source)} - SET_BY_THE_PLUGIN
-    named = set(re.findall(r"\bFLASHSAMPLE_[A-Z_]+\b", (ROOT / "README.md").read_text()))
-    assert named == read
+    pages = ((ROOT / "README.md").read_text(), (OPERATIONS / "README.md").read_text())
+    assert {name for page in pages for name in re.findall(r"\bFLASHSAMPLE_[A-Z_]+\b", page)} == read
 
 
 def test_every_reason_against_the_fused_pass_is_explained():
@@ -60,6 +60,14 @@ def test_what_a_page_links_to_is_there(page):
     text = (ROOT / page).read_text()
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not link.startswith("http")]
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+def test_no_page_and_no_message_installs_a_package_that_is_on_no_index():
+    """A release is not published: a checkout is what can be installed."""
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    texts = {path: path.read_text() for path in (*sources, *(ROOT / page for page in PAGES))}
+    published = re.compile(r"pip install [^\w/.]*sgl[-_]flashsample")
+    assert [path.name for path, text in texts.items() if published.search(text)] == []
 
 
 def test_the_readme_is_at_most_200_lines():

@@ -18,6 +18,7 @@ from sgl_flashsample.sglang.batch import (
     SampleIndices,
     batch_of,
     edits_of,
+    edits_of_nodes,
     native_reason,
     request_seed,
     routing_of,
@@ -395,6 +396,69 @@ def test_a_grammar_whose_mask_is_in_no_known_form_is_refused(mask):
     batch, grammars = make_batch({}, {}), [None, object()]
     with pytest.raises(ValueError, match=r"its mask is .*; expected"):
         edits_of(batch, route(batch, grammars), Info(2, grammars, mask=mask))
+
+
+# A grammar and min_new_tokens.
+
+STOP, KEEPS_GOING = 1, {"min_new_tokens": 4}
+NO_STOP = torch.tensor([[0.0, float("-inf"), 0, 0, 0, 0, 0, 0]])  # what min_new_tokens adds
+
+
+def bools(*allowed: int) -> torch.Tensor:
+    return torch.tensor([[place not in allowed for place in range(8)]])
+
+
+def words(*allowed: int) -> torch.Tensor:
+    return torch.tensor([[sum(1 << place for place in allowed)]], dtype=torch.int32)
+
+
+def contested_flags(masks: list[torch.Tensor], additive: torch.Tensor, *rows: dict) -> list[int]:
+    """The flags of rows that all have a grammar."""
+    batch, grammars = make_batch(*rows), [object()] * len(rows)
+    info = Info(len(rows), grammars, overlap=True, mask=torch.cat(masks))
+    info.acc_additive_penalties = additive
+    return edits_of(batch, route(batch, grammars), info).rows.tolist()
+
+
+@pytest.mark.parametrize("allowing", [bools, words])
+def test_a_grammar_that_allows_only_stop_tokens_wins_over_min_new_tokens(allowing):
+    both = Edit.ADDITIVE | Edit.MASK
+    masks, additive = [allowing(STOP), allowing(STOP, 5), allowing(STOP)], NO_STOP.repeat(3, 1)
+    assert contested_flags(masks, additive, KEEPS_GOING, KEEPS_GOING, {}) == [Edit.MASK, both, Edit.MASK]
+    additive[0] = 0.0  # enough tokens
+    assert contested_flags(masks, additive, KEEPS_GOING, KEEPS_GOING, {}) == [both, both, Edit.MASK]
+
+
+def test_ids_beyond_the_words_of_a_mask_are_allowed_and_may_go_on():
+    additive = torch.zeros(1, 40)
+    additive[0, STOP] = float("-inf")
+    assert contested_flags([words(STOP)], additive, KEEPS_GOING) == [Edit.ADDITIVE | Edit.MASK]
+    additive[0, 32:] = float("-inf")
+    assert contested_flags([words(STOP)], additive, KEEPS_GOING) == [Edit.MASK]
+
+
+def test_flags_of_contested_rows_follow_the_steps_at_one_address():
+    batch, grammars = make_batch(KEEPS_GOING, {}), [object(), None]
+    routing, info = route(batch, grammars), Info(2, grammars, overlap=True)
+    info.acc_additive_penalties = NO_STOP.repeat(2, 1)
+    seen = []
+    for mask in (words(STOP), words(STOP, 3)):
+        info.mask = torch.cat([mask, words()])
+        rows = edits_of(batch, routing, info).rows
+        seen.append((rows.data_ptr(), rows.tolist()))
+    assert [flags for _, flags in seen] == [[Edit.MASK, 0], [Edit.ADDITIVE | Edit.MASK, 0]]
+    assert len({address for address, _ in seen}) == 1
+
+
+def test_a_grammar_wins_at_the_nodes_of_drafts_where_it_is_complete():
+    batch, grammars = make_batch({}, KEEPS_GOING), [None, object()]
+    routing, info = route(batch, grammars), Info(2, grammars, overlap=True)
+    masks = types.SimpleNamespace(vocab_mask=torch.cat([words(0), words(0), words(STOP), words(STOP, 3)]))
+    both = Edit.ADDITIVE | Edit.MASK
+    info.acc_additive_penalties = None
+    assert edits_of_nodes(batch, routing, info, masks, 2).rows.tolist() == [0, 0, Edit.MASK, Edit.MASK]
+    info.acc_additive_penalties = torch.cat([torch.zeros(1, 8), NO_STOP])
+    assert edits_of_nodes(batch, routing, info, masks, 2).rows.tolist() == [0, 0, Edit.MASK, both]
 
 
 def test_a_batch_is_immutable():

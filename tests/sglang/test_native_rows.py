@@ -356,6 +356,14 @@ def test_a_grammar_of_an_unknown_kind_is_sglangs_from_the_next_step_on_with_one_
     )
 
 
+@pytest.mark.parametrize("params", [GREEDY, {"temperature": 1.0}])
+def test_a_grammar_that_is_complete_ends_an_answer_before_min_new_tokens(runners, head, info_of, hidden, params):
+    """The stop token, id 1, is all that it allows; where it allows more, that is drawn."""
+    requests = [request(str(ids), grammar=grammar(*ids), min_new_tokens=4, **params) for ids in ((1,), (1, 9))]
+    got, output = runners[0].sample(head.lazy(hidden(2)), info_of(requests))
+    assert got.tolist() == [1, 9] and output.customized_info["flashsample_path"] == ["fused", "fused"]
+
+
 @pytest.mark.parametrize(
     "error, path", [(torch.OutOfMemoryError, "native:out_of_memory"), (RuntimeError, "native:error")]
 )

@@ -395,6 +395,15 @@ def test_a_seeded_request_answers_the_same_alone_and_among_63_others(ours):
     assert crowd[31]["output_ids"] == alone != other
 
 
+def test_a_grammar_that_is_complete_ends_an_answer_that_min_new_tokens_would_go_on_with(ours):
+    """In stock SGLang no token is left then."""
+    for temperature in (0, 1.0):
+        params = {"temperature": temperature, "regex": "true|false", "min_new_tokens": 9}
+        answer = ask(ours, params, {"return_logprob": True})
+        assert answer["text"] in ("true", "false") and answer["meta_info"]["finish_reason"]["type"] == "stop"
+        assert answer["meta_info"]["output_token_logprobs"][-1][0] == 0.0
+
+
 def test_the_samples_of_a_seeded_request_differ_and_are_the_same_again(ours):
     seeded = {"temperature": 1.0, "sampling_seed": 5, "ignore_eos": True}
     first, again = ([answer["output_ids"] for answer in ask(ours, seeded | {"n": 4})] for _ in range(2))

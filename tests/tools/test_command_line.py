@@ -83,16 +83,16 @@ def test_a_mistake_is_one_line_and_exit_code_two(run, arguments, message):
 @pytest.mark.parametrize(
     "arguments, hidden, advice",
     [
-        ("serve --model-path m", "sglang", "sglang is not installed: pip install 'sgl-flashsample[sglang]'"),
-        ("demo", "safetensors", "safetensors is not installed: pip install 'sgl-flashsample[sglang]'"),
-        ("demo", "torch", "torch is not installed: pip install 'sgl-flashsample'"),
+        ("serve --model-path m", "sglang", "sglang is not installed: pip install '.[sglang]'"),
+        ("demo", "safetensors", "safetensors is not installed: pip install '.[sglang]'"),
+        ("demo", "torch", "torch is not installed: pip install '.'"),
         (
             "trace text --tokenizer t",
             "tokenizers",
-            "tokenizers is not installed: pip install 'sgl-flashsample[sglang]'",
+            "tokenizers is not installed: pip install '.[sglang]'",
         ),
-        ("trace show hot.json", "numpy", "numpy is not installed: pip install 'sgl-flashsample'"),
-        ("tune show t.json", "triton", "triton is not installed: pip install 'sgl-flashsample'"),
+        ("trace show hot.json", "numpy", "numpy is not installed: pip install '.'"),
+        ("tune show t.json", "triton", "triton is not installed: pip install '.'"),
     ],
 )
 def test_a_missing_package_is_one_line_that_says_what_brings_it(command, tmp_path, arguments, hidden, advice):
@@ -100,7 +100,7 @@ def test_a_missing_package_is_one_line_that_says_what_brings_it(command, tmp_pat
     (tmp_path / "t" / "tokenizer.json").write_text("{}")
     done = command(*arguments.split(), hidden=hidden, cwd=tmp_path)
     assert done.returncode in (1, 2)
-    assert done.stderr == f"error: {advice}\n"
+    assert done.stderr == f"error: {advice} in a checkout of sgl-flashsample\n"
 
 
 def test_token_counts_are_shown_without_torch(command, tmp_path):
