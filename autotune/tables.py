@@ -23,10 +23,10 @@ from ..defaults import HeadTraits, default_config, defaults_digest, family_of
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, SamplingPath, path_of
+from ..switches import FILE_VARIABLE, text
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import (
     COMPARED,
-    FILE_VARIABLE,
     NOTED,
     TableFile,
     Target,
@@ -381,7 +381,7 @@ def _target_named(name: str, head: HeadShape) -> Target:
         except importlib.metadata.PackageNotFoundError:
             continue
     known = known_device(name) or Device(name=name, cc="0.0", sms=0, l2_mb=0, smem_optin=0)
-    named = os.environ.get(FILE_VARIABLE)
+    named = text(FILE_VARIABLE)
     paths = [named] if named else []
     paths += [str(folder / file_name(known.name, head)) for folder, _ in folders(os.environ)]
     for path in paths:

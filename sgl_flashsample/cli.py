@@ -49,7 +49,7 @@ Starts SGLang's server with --sampling-backend flashsample. Every other argument
                 tuned table says that it is faster
   --require     do not start where SGLang's own sampler would serve everything; say why
 
-environment:
+environment (1 may also be spelt true, yes or on, and 0 false, no or off):
   FLASHSAMPLE_TUNED        the tuned table to use, as --tuned
   FLASHSAMPLE_TUNED_DIR    folders to look for one in, before the cache and the shipped ones
   FLASHSAMPLE_ALLOW_FAMILY 1: also use a table of another GPU of the same compute capability

@@ -8,8 +8,6 @@ touches is likely a cache miss, because the host runs much other code between tw
 from __future__ import annotations
 
 import logging
-import math
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.workspace import ScreenCounter
+from ..switches import LOG_SECONDS_VARIABLE, seconds
 from .batch import Routing
 
 logger = logging.getLogger("sgl_flashsample")
 
-LOG_SECONDS_VARIABLE = "FLASHSAMPLE_LOG_SECONDS"
-_DEFAULT_LOG_SECONDS = 60.0
 FLUSH_SECONDS = 0.5  # between two updates of Prometheus
 READ_SECONDS = 1.0  # between two copies of a counter from the device: each costs the host some microseconds
 
@@ -34,7 +31,7 @@ class Metrics:
     batches another one reports: it has neither."""
 
     def __init__(self, prometheus: bool, reports: bool = True) -> None:
-        self.log_seconds, self._reports = _log_seconds(), reports
+        self.log_seconds, self._reports = seconds(LOG_SECONDS_VARIABLE), reports
         self.read_seconds = min(self.log_seconds, READ_SECONDS)
         self._batches: Counter[tuple[str, str]] = Counter()  # totals since the start
         self._rows: Counter[tuple[str, str]] = Counter()
@@ -168,25 +165,6 @@ class DeviceCounters:
                 self._arrived.record()
             self._copying, self._started = True, now
         return counted
-
-
-def _log_seconds() -> float:
-    text = os.environ.get(LOG_SECONDS_VARIABLE)
-    if text is None:
-        return _DEFAULT_LOG_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        logger.warning(
-            "flashsample: %s is %r; expected seconds, as a number; using %g",
-            LOG_SECONDS_VARIABLE,
-            text,
-            _DEFAULT_LOG_SECONDS,
-        )
-        return _DEFAULT_LOG_SECONDS
-    return seconds
 
 
 _SCREEN_METRICS = {

@@ -13,13 +13,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from ..switches import REQUESTED_VARIABLE, REQUIRE_VARIABLE, check, switch
 from . import versions
 
 if TYPE_CHECKING:
     from .sampler import FlashSampler
 
 BACKEND = "flashsample"
-_REQUESTED_VARIABLE = "FLASHSAMPLE_REQUESTED"
 
 logger = logging.getLogger("sgl_flashsample")
 _runtime = None
@@ -33,9 +33,9 @@ def register() -> None:
     register_sampler_backend(BACKEND, make_sampler)
     option = f"--sampling-backend={BACKEND}"
     if option in ("=".join(pair) for pair in itertools.pairwise(sys.argv)) or option in sys.argv:
-        os.environ[_REQUESTED_VARIABLE] = "1"  # the server's processes inherit it
+        os.environ[REQUESTED_VARIABLE] = "1"  # the server's processes inherit it
     # ``sgl.Engine`` and configuration files select a backend without the option. FLASHSAMPLE_REQUIRE is for them too.
-    if "1" in (os.environ.get(_REQUESTED_VARIABLE), os.environ.get("FLASHSAMPLE_REQUIRE")):
+    if switch(REQUESTED_VARIABLE) or switch(REQUIRE_VARIABLE):
         HookRegistry.register("sglang.srt.layers.sampler.create_sampler", _explain_replacement, HookType.AFTER)
 
 
@@ -67,6 +67,7 @@ def make_sampler() -> FlashSampler:
     from .sampler import FlashSampler
 
     if _runtime is None:
+        check()
         _runtime = Runtime(versions.unsupported_version(versions.sglang_version()))
         if _runtime.inactive_reason is None:
             _runtime.inactive_reason = hooks.install(_runtime)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 from ..cpu_path import draws_in_host_memory, unsupported_by_machine
 from ..defaults import FAMILIES, family_of
+from ..switches import RANKS_VARIABLE, SPECULATION_VARIABLE, switch
 
-SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
 # Whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
 # Verified by default, on one rank and with one draft head: measured on GPUs, and not slower.
 MEASURED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 # Whose draft model has one head, run by the one worker that we know.
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
 # Served by default, as measured on GPUs: by tensor-parallel ranks and pipeline stages, the arguments that ask for them.
 MEASURED_RANKS = {(2, 1): "--tp-size 2", (4, 1): "--tp-size 4", (1, 2): "--pp-size 2"}
 MAX_EXCHANGED_IDS = 2**24  # as float32
@@ -77,11 +75,11 @@ def _unmeasured_ranks() -> str | None:
     """Why a server of several GPUs is left to SGLang by default, or as its user wants it; None where it is not."""
     from sglang.srt.runtime_context import get_parallel
 
-    parallel, wanted = get_parallel(), os.environ.get(RANKS_VARIABLE)
-    if wanted == "0":
-        return f"several GPUs are left to SGLang, as {RANKS_VARIABLE} is 0"
+    parallel, wanted = get_parallel(), switch(RANKS_VARIABLE)
+    if wanted is False:
+        return f"several GPUs are left to SGLang, as {RANKS_VARIABLE} is off"
     replicated = parallel.tp_size > 1 and parallel.attn_dp_size > 1
-    if wanted == "1" or ((parallel.tp_size, parallel.pp_size) in MEASURED_RANKS and not replicated):
+    if wanted or ((parallel.tp_size, parallel.pp_size) in MEASURED_RANKS and not replicated):
         return None
     return (
         f"of several GPUs, those of {', '.join(MEASURED_RANKS.values())} are served by default, which have been "
@@ -91,7 +89,7 @@ def _unmeasured_ranks() -> str | None:
 
 def unmeasured_exchange(device: torch.device) -> str | None:
     """Why ranks that exchange by collectives are left to SGLang by default; None where they are not."""
-    if device.type == "cpu" or os.environ.get(RANKS_VARIABLE) == "1":
+    if device.type == "cpu" or switch(RANKS_VARIABLE):
         return None
     return (
         "SGLang's custom all-reduce, which shows that GPUs reach each other's memory, is off or not used here, and "
@@ -122,11 +120,11 @@ def unsupported_speculation() -> str | None:
         ("speculative decoding with DP attention", parallel.tp_size > 1 and parallel.attn_dp_size > 1),
     )
     reason = next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
-    wanted = os.environ.get(SPECULATION_VARIABLE)
-    if reason is not None or wanted == "1":
+    wanted = switch(SPECULATION_VARIABLE)
+    if reason is not None or wanted:
         return reason
-    if wanted == "0":
-        return f"speculative decoding is left to SGLang, as {SPECULATION_VARIABLE} is 0"
+    if wanted is False:
+        return f"speculative decoding is left to SGLang, as {SPECULATION_VARIABLE} is off"
     if name in MEASURED_ALGORITHMS and parallel.tp_size == 1 and not has_several_draft_heads():
         return None
     return (

@@ -29,6 +29,7 @@ from ..kernels.config import (
     TileConfig,
 )
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config
+from ..switches import FAMILY_VARIABLE, FILE_VARIABLE, FOLDERS_VARIABLE, switch, text
 from .fingerprint import installed_fingerprints
 from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, TableError, file_name
 
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from ..dispatch import DispatchTable
     from ..kernels.params import LMHead
 
-FILE_VARIABLE = "FLASHSAMPLE_TUNED"
-FOLDERS_VARIABLE = "FLASHSAMPLE_TUNED_DIR"
-FAMILY_VARIABLE = "FLASHSAMPLE_ALLOW_FAMILY"
 MAX_FILES = 1000  # of a folder that are looked at for tables of the same family
 # Versions of which another minor release may compile otherwise, or multiply otherwise: cuBLAS comes with CUDA.
 COMPARED = ("triton", "cuda")
@@ -230,12 +228,12 @@ def find(
     """The table for ``target``, and a line for each file or folder that was named but is of no use.
 
     ``file``, or ``FLASHSAMPLE_TUNED``, wins if it can be used at all. Of the folders (``folders``), the first that has
-    an exact or compatible table, else the first that has a stale one, else, where ``FLASHSAMPLE_ALLOW_FAMILY`` is 1,
+    an exact or compatible table, else the first that has a stale one, else, where ``FLASHSAMPLE_ALLOW_FAMILY`` is on,
     one of another GPU of the same compute capability. Raises nothing.
     """
     warnings: list[str] = []
-    family = environ.get(FAMILY_VARIABLE) == "1"
-    named = file or environ.get(FILE_VARIABLE)
+    family = bool(switch(FAMILY_VARIABLE, environ))
+    named = file or text(FILE_VARIABLE, environ)
     if named:
         table_file = _try(Path(named), "the named file", target, family, warnings)
         if table_file is not None:
@@ -258,7 +256,7 @@ def _rank(table_file: TableFile) -> int:
 def folders(environ: Mapping[str, str], warnings: list[str] | None = None) -> Iterator[tuple[Path, str]]:
     """The folders of the lookup order, with their names in words. A folder that the user named and that is not there
     gets a line in ``warnings``."""
-    for name in filter(None, environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)):
+    for name in filter(None, text(FOLDERS_VARIABLE, environ).split(os.pathsep)):
         if not os.path.isdir(name) and warnings is not None:
             warnings.append(f"{FOLDERS_VARIABLE}: {one_line(name, 300)} is not a folder")
         yield Path(name), FOLDERS_VARIABLE

@@ -129,7 +129,7 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
     monkeypatch.setenv(support.SPECULATION_VARIABLE, "0")
     if words is None:
-        left = "speculative decoding is left to SGLang, as FLASHSAMPLE_SPECULATION is 0"
+        left = "speculative decoding is left to SGLang, as FLASHSAMPLE_SPECULATION is off"
         assert Runtime(None).inactive_reason == left
     monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
     runtime = Runtime(None)
@@ -181,7 +181,7 @@ def test_several_gpus_are_served_where_they_have_been_measured_and_elsewhere_on_
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
     assert support.unsupported_server() is None
     monkeypatch.setenv(support.RANKS_VARIABLE, "0")
-    assert support.unsupported_server() == "several GPUs are left to SGLang, as FLASHSAMPLE_SEVERAL_GPUS is 0"
+    assert support.unsupported_server() == "several GPUs are left to SGLang, as FLASHSAMPLE_SEVERAL_GPUS is off"
 
 
 def test_ranks_of_gpus_exchange_by_collectives_on_request_alone(monkeypatch):
@@ -683,7 +683,7 @@ def test_a_server_that_must_fuse_does_not_start_with_a_model_that_it_cannot_fuse
 ):
     if attributes.get("model") is refused_model:
         attributes = {"model": refused_model(device)}
-    with pytest.raises(NotActiveError, match=f"because FLASHSAMPLE_REQUIRE is 1 and {reason}$"):
+    with pytest.raises(NotActiveError, match=f"because FLASHSAMPLE_REQUIRE is on and {reason}$"):
         load(starting, device, **attributes)
     assert [record.levelno for record in caplog.records][-1] == logging.ERROR
 
@@ -929,6 +929,14 @@ def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]
         return plugin.make_sampler(), installed
 
     return start
+
+
+def test_a_server_is_told_once_of_a_variable_that_does_not_exist(starts, monkeypatch, caplog):
+    monkeypatch.setenv("FLASHSAMPLE_TUNDE", "1")
+    starts()
+    plugin.make_sampler()
+    (line,) = [record.message for record in caplog.records if "TUNDE" in record.message]
+    assert line == "flashsample: FLASHSAMPLE_TUNDE is not a variable of this package; did you mean FLASHSAMPLE_TUNED?"
 
 
 def test_a_server_with_drafts_gets_the_hooks_of_their_verification_and_of_coupled_drafts(
