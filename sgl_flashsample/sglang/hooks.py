@@ -114,7 +114,9 @@ class StepHooks:
         except (NotActiveError, RankError):
             raise
         except Exception as error:  # as in _guarded
-            self.runtime.disable(f"load_model: {type(error).__name__}: {error}")
+            reason = f"load_model: {type(error).__name__}: {error}"
+            self.runtime.disable(reason)
+            refuse_to_start(reason)
 
     def preprocess_logits(
         self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any

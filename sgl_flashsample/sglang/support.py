@@ -8,6 +8,7 @@ import torch
 
 from ..cpu_path import draws_in_host_memory, unsupported_by_machine
 from ..defaults import FAMILIES, family_of
+from ..files import first_line
 from ..switches import RANKS_VARIABLE, SPECULATION_VARIABLE, switch
 
 # Whose drafts SGLang verifies in the one place that we know.
@@ -28,22 +29,20 @@ def _is_set(envs: Any, name: str) -> bool:
     return setting is not None and bool(setting.get())
 
 
-_LORA_HEAD = {"all", "lm_head"}  # values of --lora-target-modules that mean the LM head
-
-
 def unsupported_server() -> str | None:
     """Why nothing is fused under this server's arguments; None when the fused pass may run."""
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_lora, get_observability, get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_observability, get_parallel
 
     parallel, execution, ranks = get_parallel(), get_exec(), get_parallel().tp_size
-    lora = get_lora()
     dump = getattr(get_observability(), "debug_tensor_dump_output_folder", None)
     several = torch.cuda.is_available() and (ranks > 1 or parallel.pp_size > 1)
     if several and (unmeasured := _unmeasured_ranks()) is not None:
         return unmeasured
     if (speculation := unsupported_speculation()) is not None:
         return speculation
+    if (adapters := unsupported_adapters()) is not None:
+        return adapters
     graph = execution.graph.cuda_graph_config
     checks = (
         # Newer SGLang has only the width, and no groups to ask for it where there is one rank.
@@ -58,8 +57,6 @@ def unsupported_server() -> str | None:
         ("on-policy RL logprobs", execution.deterministic.rl_on_policy_target is not None),
         ("diffusion LLM", execution.dllm.dllm_algorithm is not None),
         ("PD multiplexing", get_disagg().enable_pdmux),
-        # Later than our check of the head, SGLang puts another one in its place.
-        ("LoRA of the LM head", bool(lora.enable_lora) and bool(_LORA_HEAD & set(lora.lora_target_modules or ()))),
         ("two-batch overlap", execution.overlap.enable_two_batch_overlap),
         ("torch.compile", get_flags().capture.enable_torch_compile or execution.graph.enable_torch_compile),
         (
@@ -133,6 +130,29 @@ def unsupported_speculation() -> str | None:
     )
 
 
+def unsupported_adapters() -> str | None:
+    """Why the LoRA adapters of this server leave it to SGLang; None where none of them reaches the LM head.
+
+    After our check of the head, SGLang puts another one in its place, or does not, for as long as the server runs: by
+    the modules that are named, else by those of the adapters that it starts with. It refuses a later adapter of others.
+    """
+    from sglang.srt.runtime_context import get_lora
+
+    lora = get_lora()
+    if not lora.enable_lora:
+        return None
+    try:
+        from sglang.srt.lora.lora_config import LoRAConfig
+        from sglang.srt.lora.utils import get_normalized_target_modules
+
+        named = [lora.lora_target_modules] if lora.lora_target_modules else []
+        named = named or [LoRAConfig(adapter.lora_path).target_modules for adapter in lora.lora_paths or ()]
+        modules = set().union(*map(get_normalized_target_modules, named))
+    except Exception as error:  # a file that SGLang will not read either, or an SGLang that reads it otherwise
+        return f"the modules of the LoRA adapters cannot be read ({first_line(error)})"
+    return "LoRA of the LM head is not supported yet" if modules & {"all", "lm_head"} else None
+
+
 def unsupported_drafts() -> str | None:
     """Why the drafts of this server are SGLang's own, as far as its arguments say; None where they need not be."""
     from sglang.srt.runtime_context import get_parallel, get_spec
@@ -184,13 +204,10 @@ def unsupported_screens() -> str | None:
 
     A screen is a copy of the head: nobody may write to the head, or add to its output, without our being told.
     """
-    from sglang.srt.runtime_context import get_lora, get_model
+    from sglang.srt.runtime_context import get_model
 
-    lora, model = get_lora(), get_model()
-    modules = set(lora.lora_target_modules or ())
+    model = get_model()
     checks = (
-        # Where no modules are named, the adapters say which ones they change.
-        ("LoRA adapters may reach the LM head", lora.enable_lora and (not modules or modules & _LORA_HEAD)),
         ("the weights are shared with other processes", model.weight_cache_mode != "off"),
         (
             "other processes may write to the weights (a transfer engine)",

@@ -10,6 +10,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -84,15 +85,64 @@ def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(
     [
         (True, ["all"], False),
         (True, {"q_proj", "lm_head"}, False),
+        (True, {"output"}, False),
         (True, ["q_proj"], True),
-        (True, None, True),
         (None, ["all"], True),
     ],
 )
-def test_lora_adapters_of_the_lm_head_leave_the_server_to_sglang(server_config, enabled, modules, served):
-    """Where no modules are named, the adapters name them: a head that is wrapped later is refused then."""
+def test_lora_of_the_lm_head_leaves_the_server_to_sglang(server_config, enabled, modules, served):
     vars(server_config.lora).update(enable_lora=enabled, lora_target_modules=modules)
     assert Runtime(None).inactive_reason == (None if served else "LoRA of the LM head is not supported yet")
+
+
+LORA_PLACES = pytest.mark.parametrize(
+    "adapters, served",
+    [
+        ([["q_proj", "v_proj"]], True),
+        ([["q_proj"], ["gate_proj", "lm_head"]], False),
+        (["all-linear"], False),
+        ([], True),
+    ],
+    ids=str,
+)
+
+
+def write_adapters(folder: Path, adapters: list) -> list[types.SimpleNamespace]:
+    """As ``lora_paths`` of SGLang's configuration."""
+    paths = [folder / str(place) for place in range(len(adapters))]
+    for path, modules in zip(paths, adapters, strict=True):
+        path.mkdir()
+        (path / "adapter_config.json").write_text(json.dumps({"target_modules": modules, "r": 8, "lora_alpha": 8}))
+    return [types.SimpleNamespace(lora_path=str(path)) for path in paths]
+
+
+@LORA_PLACES
+def test_where_no_modules_are_named_the_adapters_say_whether_they_reach_the_lm_head(
+    server_config, tmp_path, adapters, served
+):
+    vars(server_config.lora).update(enable_lora=True, lora_paths=write_adapters(tmp_path, adapters))
+    runtime = Runtime(None)
+    assert runtime.inactive_reason == (None if served else "LoRA of the LM head is not supported yet")
+    assert runtime.no_screen_reason is None
+
+
+@pytest.mark.slow
+@needs_sglang
+@LORA_PLACES
+def test_sglang_reads_adapters_as_we_expect(monkeypatch, tmp_path, adapters, served):
+    from sglang.srt import runtime_context
+
+    lora = types.SimpleNamespace(
+        enable_lora=True, lora_target_modules=None, lora_paths=write_adapters(tmp_path, adapters)
+    )
+    monkeypatch.setattr(runtime_context, "get_lora", lambda: lora)
+    assert (support.unsupported_adapters() is None) is served
+
+
+def test_adapters_that_cannot_be_read_leave_the_server_to_sglang(server_config, tmp_path):
+    vars(server_config.lora).update(enable_lora=True, lora_paths=[types.SimpleNamespace(lora_path=str(tmp_path))])
+    reason = Runtime(None).inactive_reason
+    assert reason.startswith("the modules of the LoRA adapters cannot be read (FileNotFoundError: ")
 
 
 @pytest.mark.parametrize(
@@ -227,10 +277,6 @@ def test_sglang_has_settings_that_look_for_nan():
     "changes, words",
     [
         ({}, None),
-        ({"lora.enable_lora": True}, "LoRA adapters may reach the LM head"),
-        ({"lora.enable_lora": True, "lora.lora_target_modules": ["all"]}, "LoRA adapters may reach the LM head"),
-        ({"lora.enable_lora": True, "lora.lora_target_modules": ["q_proj", "lm_head"]}, "LoRA adapters may reach"),
-        ({"lora.enable_lora": True, "lora.lora_target_modules": {"q_proj"}}, None),
         ({"model.weight_cache_mode": "attach"}, "shared with other processes"),
         ({"model.remote_instance_weight_loader_start_seed_via_transfer_engine": True}, "may write to the weights"),
         ({"model.remote_instance_weight_loader_backend": "transfer_engine"}, "may write to the weights"),
@@ -1217,6 +1263,11 @@ def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(runtim
         )
         assert logits == "sglang's"
     assert runtime.inactive_reason.startswith(f"{hook}: AttributeError")
+
+
+def test_a_server_that_must_fuse_does_not_start_where_its_model_cannot_be_prepared(runtime, required):
+    with pytest.raises(NotActiveError, match="load_model: AttributeError"):
+        StepHooks(runtime).load_model("result", object())
 
 
 def test_of_several_failures_the_first_is_the_reason_and_the_only_warning(runtime, caplog):
