@@ -37,6 +37,22 @@ def register() -> None:
     # ``sgl.Engine`` and configuration files select a backend without the option. FLASHSAMPLE_REQUIRE is for them too.
     if switch(REQUESTED_VARIABLE) or switch(REQUIRE_VARIABLE):
         HookRegistry.register("sglang.srt.layers.sampler.create_sampler", _explain_replacement, HookType.AFTER)
+    if {"--use-ray", "--config"} & set(sys.argv):  # a configuration file may ask for Ray too
+        HookRegistry.register("sglang.srt.server_args.ServerArgs.from_cli_args", _leave_ray, HookType.BEFORE)
+
+
+def _leave_ray(kind, arguments) -> None:
+    """Before ``ServerArgs.from_cli_args``: under ``--use-ray``, schedulers are actors that load no plugins and do not
+    know our backend. SGLang chooses its own. Raises NotActiveError where the server must not start without ours."""
+    if not getattr(arguments, "use_ray", False):
+        return
+    from .runtime import refuse_to_start
+
+    reason = "Ray's actors load no plugins (--use-ray)"
+    if arguments.sampling_backend == BACKEND:
+        arguments.sampling_backend = None
+        logger.warning("flashsample: not active, SGLang's own sampler is used for everything: %s", reason)
+    refuse_to_start(reason)
 
 
 def _explain_replacement(sampler, *args, **kwargs) -> None:

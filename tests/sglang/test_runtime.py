@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -1051,6 +1052,7 @@ def test_each_replica_tells_the_samples_of_a_seeded_request_apart_from_those_of_
     [
         (["--sampling-backend", "flashsample"], "", "0"),
         (["--sampling-backend=flashsample"], "", "0"),
+        (["--use-ray", "--sampling-backend", "flashsample"], "", "0"),
         (["--model-path", "/models/flashsample"], "", "0"),
         ([], "1", "0"),
         ([], "", "1"),
@@ -1065,7 +1067,7 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     registered, backends = [], {}
     registry = types.ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookRegistry = types.SimpleNamespace(register=lambda target, *_: registered.append(target))
-    registry.HookType = types.SimpleNamespace(AFTER="after")
+    registry.HookType = types.SimpleNamespace(AFTER="after", BEFORE="before")
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     sys.modules["sglang.srt.layers.sampler"].register_sampler_backend = backends.__setitem__
     monkeypatch.setattr(sys, "argv", ["server", *arguments])
@@ -1075,8 +1077,52 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     requested = "--model-path" not in arguments and bool(arguments or inherited)
     assert backends == {"flashsample": plugin.make_sampler}
     looks = requested or required == "1"
-    assert registered == ["sglang.srt.layers.sampler.create_sampler"] * looks
+    by_ray = "--use-ray" in arguments
+    assert (
+        registered
+        == ["sglang.srt.layers.sampler.create_sampler"] * looks
+        + ["sglang.srt.server_args.ServerArgs.from_cli_args"] * by_ray
+    )
     assert os.environ["FLASHSAMPLE_REQUESTED"] == ("1" if requested else "")
+
+
+@pytest.mark.parametrize("use_ray, backend", [(True, "flashsample"), (True, "pytorch"), (False, "flashsample")])
+@pytest.mark.parametrize("must_fuse", [False, True])
+def test_ray_whose_actors_load_no_plugins_gets_sglangs_own_backend_and_ends_a_server_that_must_fuse(
+    monkeypatch, caplog, use_ray, backend, must_fuse
+):
+    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1" if must_fuse else "0")
+    arguments = types.SimpleNamespace(use_ray=use_ray, sampling_backend=backend)
+    with pytest.raises(NotActiveError, match="Ray") if use_ray and must_fuse else contextlib.nullcontext():
+        plugin._leave_ray(None, arguments)
+    left = use_ray and backend == "flashsample"
+    assert arguments.sampling_backend == (None if left else backend)
+    lines = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    words = "not active, SGLang's own sampler is used for everything: Ray's actors load no plugins (--use-ray)"
+    assert lines == [f"flashsample: {words}"] * left
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_sglang_parses_ray_with_our_backend_into_its_own():
+    """In a process of its own, which hooks its SGLang."""
+    code = """
+import argparse, contextlib, sys, torch
+if torch.version.cuda is None:
+    import sgl_flashsample.demo.torchvision_schemas
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+arguments = parser.parse_args(sys.argv[1:])
+with contextlib.suppress(Exception):  # a model that is not there
+    ServerArgs.from_cli_args(arguments)
+print("backend", arguments.sampling_backend)
+"""
+    given = ["--model-path", "none", "--use-ray", "--sampling-backend", "flashsample"]
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    assert "backend None" in done.stdout and "Ray's actors load no plugins" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("must_fuse", [False, True])
