@@ -1263,6 +1263,17 @@ def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hid
 
 
 @needs_sglang
+@pytest.mark.parametrize("return_logprob", [False, True])
+def test_rows_of_a_head_that_is_left_to_sglang_are_those_of_an_inactive_pass(
+    runners, head, info_of, hidden, return_logprob
+):
+    runners[0].sampler.runtime._refuse("the LM head has LoRA adapters")
+    logits, info = head.logits(hidden(2)), info_of([request(rid, temperature=0) for rid in "ab"])
+    _, output = runners[0].sample(logits, info, return_logprob=return_logprob)
+    assert output.customized_info == {"flashsample_path": ["native:inactive"] * 2}
+
+
+@needs_sglang
 def test_logits_that_sglang_has_preprocessed_are_sampled_as_they_are(runners, head, info_of, hidden):
     """Its bias is not added twice."""
     states, requests = hidden(2), [request(rid, temperature=0, logit_bias={"17": 3.0}) for rid in "ab"]
