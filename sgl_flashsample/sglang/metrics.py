@@ -42,8 +42,9 @@ class Metrics:
         self._pending: dict[int, tuple[Routing, int]] = {}  # batches of a routing that are not in the totals yet
         self._new_host: list[float] = []  # seconds of fused batches, likewise
         self._new_truncated = 0
+        self._unlogged = False  # whether the totals have grown since the last log line
         self._last_log = time.perf_counter()
-        self._next_flush = self._last_log + min(FLUSH_SECONDS, self.log_seconds)
+        self.next_flush = self._last_log + min(FLUSH_SECONDS, self.log_seconds)
         self._prometheus = _prometheus_metrics() if prometheus and reports else None
 
     def add_batch(self, routing: Routing, num_truncated: int, started: float | None) -> bool:
@@ -51,7 +52,7 @@ class Metrics:
         whether it is time for ``flush``."""
         now = time.perf_counter()
         self.add_batches(routing, num_truncated, 1, () if started is None else (now - started,))
-        return now >= self._next_flush
+        return now >= self.next_flush
 
     def add_batches(self, routing: Routing, num_truncated: int, batches: int, seconds: Sequence[float]) -> None:
         """Count batches of one routing. num_truncated: rows of each; seconds: of the host, for each fused batch."""
@@ -63,6 +64,7 @@ class Metrics:
     def flush(self) -> None:
         """Bring everything that was counted into the totals, to Prometheus and, at its interval, into the log."""
         exported = self._prometheus
+        self._unlogged = self._unlogged or bool(self._pending)
         for routing, batches in self._pending.values():
             for (path, reason), rows in routing.counts.items():
                 self._batches[path, reason] += batches
@@ -79,10 +81,14 @@ class Metrics:
                 exported.host_seconds.observe(seconds)
         self._pending, self._new_host, self._new_truncated = {}, [], 0
         now = time.perf_counter()
-        self._next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
-        if self._reports and self._rows and now - self._last_log >= self.log_seconds:
-            self._last_log = now
+        self.next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
+        if self._reports and self._unlogged and now - self._last_log >= self.log_seconds:
+            self._last_log, self._unlogged = now, False
             logger.info("flashsample: %s", self.summary())
+
+    def is_behind(self, now: float) -> bool:
+        """Whether something was counted that ``flush`` has yet to show, in Prometheus or, at ``now``, in the log."""
+        return bool(self._pending) or (self._reports and self._unlogged and now - self._last_log >= self.log_seconds)
 
     def set_active(self, active: bool) -> None:
         """Whether the fused pass serves anything."""

@@ -95,6 +95,7 @@ def make_sampler() -> FlashSampler:
             _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)
         _runtime.agree()
         hooks.install_status_hook(lambda: _runtime.status)
+        hooks.install_idle_hook(_runtime)
         if _runtime.inactive_reason is not None:
             _runtime.announce_inactive()
     return FlashSampler(_runtime)

@@ -40,6 +40,7 @@ from .versions import sglang_version
 logger = logging.getLogger("sgl_flashsample")
 
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
+IDLE_READS = 4  # of counters on the device after the last step: a copy may have to wait for its turn, then arrives
 NATIVE_FEATURES = "custom logit processors, sampling masks, beam search, top logprobs and token-id logprobs"
 
 
@@ -88,6 +89,8 @@ class Runtime:
         self.no_screen_reason = _unsupported_screens(self.screen_mode)
         self.samples = SampleIndices()
         self._warned_of_request = False
+        self.samplers: list[Any] = []
+        self._idle_reads: int | None = 0  # still to be made of the device's counters; None after a failure
         self.weights_settled = True
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
@@ -606,11 +609,32 @@ class Runtime:
 
     def _count(self, routing: Routing, num_truncated: int, started: float | None) -> None:
         if self.metrics.add_batch(routing, num_truncated, started):
-            for state in self.heads:
-                self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
-                if state.screen is not None:
-                    self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
-            self.metrics.flush()
+            self._show_counts()
+
+    def _show_counts(self) -> None:
+        for state in self.heads:
+            self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
+            if state.screen is not None:
+                self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
+        self.metrics.flush()
+
+    def idle(self) -> None:
+        """SGLang has nothing to do, and says so again and again: bring the counters of the last steps up to date."""
+        if self._idle_reads is None:
+            return
+        try:
+            for sampler in self.samplers:
+                if sampler.repeated is not None:
+                    sampler.repeated.count()
+            now = time.perf_counter()
+            if self.metrics.is_behind(now):
+                self._idle_reads = IDLE_READS
+            if self._idle_reads and now >= self.metrics.next_flush:
+                self._idle_reads -= 1
+                self._show_counts()
+        except Exception as error:  # counters are not worth a server
+            self._idle_reads = None
+            logger.warning("flashsample: counters of an idle server may lag: %s: %s", type(error).__name__, error)
 
 
 def _heads_of(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:

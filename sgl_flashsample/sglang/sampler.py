@@ -77,6 +77,7 @@ class FlashSampler(Sampler):
         self.runtime = runtime
         self.native_backend = _native_backend()
         self.repeated: RepeatedStep | None = None
+        runtime.samplers.append(self)
 
     def forward(
         self,

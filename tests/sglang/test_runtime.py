@@ -684,6 +684,61 @@ def test_of_ranks_with_the_same_batches_one_reports_them(
     assert (prometheus("rows_total", path="fused", reason="") == 1) == reports == bool(caplog.records)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(runtime_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_an_idle_server_brings_its_counters_up_to_date(server_config, prometheus, clock):
+    """Those of steps that were repeated too, which no full step has followed."""
+    server_config.observability.enable_metrics = True
+    runtime = Runtime(None)
+    runtime.metrics.add_batch(Routing((None,)), 0, None)
+    repeated = types.SimpleNamespace(count=lambda: runtime.metrics.add_batches(Routing((None,)), 0, 7, ()))
+    runtime.samplers = [types.SimpleNamespace(repeated=None), types.SimpleNamespace(repeated=repeated)]
+    runtime.idle()
+    assert not prometheus("rows_total", path="fused", reason=""), "as seldom as in steps"
+    runtime.samplers.pop()
+    clock[0] += metrics.FLUSH_SECONDS
+    runtime.idle()
+    assert prometheus("rows_total", path="fused", reason="") == 8
+
+
+def test_an_idle_server_reads_what_its_devices_have_counted_and_then_nothing_more(server_config, clock):
+    runtime, reads = Runtime(None), []
+    runtime._show_counts = lambda: reads.append(clock[0]) or Runtime._show_counts(runtime)
+    runtime.idle()
+    assert not reads, "nothing was served"
+    runtime.metrics.add_batch(Routing((None,)), 0, None)
+    for _ in range(100):
+        clock[0] += 0.1
+        runtime.idle()
+    assert len(reads) == runtime_module.IDLE_READS and reads[-1] - reads[0] > metrics.READ_SECONDS
+
+
+def test_the_log_line_of_an_idle_server_comes_at_its_interval_and_once(server_config, monkeypatch, clock, caplog):
+    monkeypatch.setenv(metrics.LOG_SECONDS_VARIABLE, "10")
+    runtime = Runtime(None)
+    runtime.metrics.add_batch(Routing((None,)), 0, None)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        for _ in range(300):
+            clock[0] += 0.1
+            runtime.idle()
+    lines = [record.message for record in caplog.records]
+    assert lines == ["flashsample: since the start: fused 1 rows in 1 batches"]
+
+
+def test_a_failure_while_idle_costs_the_counters_and_not_the_server(server_config, caplog):
+    runtime = Runtime(None)
+    runtime.samplers.append(None)
+    for _ in range(3):
+        runtime.idle()
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("flashsample: counters of an idle server may lag: AttributeError: ")
+
+
 def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(server_config, prometheus):
     server_config.observability.enable_metrics = True
     late = Runtime(None)
@@ -973,6 +1028,7 @@ def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]
         for name in ("install", "install_speculation", "install_drafts", "install_weight_hooks"):
             monkeypatch.setattr(hooks, name, lambda _, name=name: installed.append(name) or reasons.get(name))
         monkeypatch.setattr(hooks, "install_status_hook", lambda status: installed.append(status()["reason"]))
+        monkeypatch.setattr(hooks, "install_idle_hook", lambda runtime: None)
         return plugin.make_sampler(), installed
 
     return start
