@@ -343,8 +343,8 @@ def warm(options: argparse.Namespace) -> int:
         raise ValueError("TRITON_INTERPRET is 1: the interpreter compiles nothing; expected it unset")
     if options.max_rows is not None and options.max_rows < 1:
         raise ValueError(f"--max-rows is {options.max_rows}; expected 1 or more")
-    if options.tuned is not None and not Path(options.tuned).is_file():
-        raise ValueError(f"--tuned is {options.tuned}, which is not a file")
+    if options.tuned is not None:
+        _check_table(options.tuned)
     import torch
     import triton
     from tqdm import tqdm
@@ -379,11 +379,24 @@ def warm(options: argparse.Namespace) -> int:
     print(*warmed.table, sep="\n")
     if not warmed.compiled + warmed.found:
         return _fail(f"no kernel could be compiled for {device.name} with Triton {triton.__version__}", FAILED)
+    if warmed.incomplete:
+        print(f"{warmed.incomplete} kernels of the cache were incomplete and have been removed")
     print(
         f"{warmed.compiled} kernels compiled for {device.name} in {warmed.seconds:.0f} s, {warmed.found} were there: "
         f"{triton.knobs.cache.dir}"
     )
     return OK
+
+
+def _check_table(file: str) -> None:
+    """Raises ValueError where ``--tuned`` names no tuned table."""
+    from .tables.lookup import load_table
+
+    if not Path(file).is_file():
+        raise ValueError(f"--tuned is {file}, which is not a file")
+    _, reason = load_table(file)
+    if reason is not None:
+        raise ValueError(f"--tuned is {file}, which is no tuned table: {reason}")
 
 
 def completion(shell: str) -> int:
@@ -505,6 +518,7 @@ def serve(arguments: list[str]) -> int:
             FAILED,
         )
     if tuned is not None:
+        _check_table(tuned)
         os.environ["FLASHSAMPLE_TUNED"] = os.path.abspath(tuned)  # the server's processes inherit it
     if screen is not None:
         os.environ["FLASHSAMPLE_SCREEN"] = screen
