@@ -73,7 +73,7 @@ def warm(
         compile_ahead(heads, max_rows, table=resolved.dispatch, screens=screens)
     finally:
         triton.knobs.compilation.listener = before
-    return Warmed(*counts, incomplete, time.monotonic() - started, (*resolved.warnings, resolved.line()))
+    return Warmed(counts[0], counts[1], incomplete, time.monotonic() - started, (*resolved.warnings, resolved.line()))
 
 
 def remove_incomplete(cache: Path) -> int:

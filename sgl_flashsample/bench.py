@@ -38,7 +38,7 @@ from tqdm import tqdm
 from . import __version__
 from .autotune.race import Ratio
 from .autotune.timing import Timing, describe_machine, memory_share
-from .demo.server import Server, ServerError
+from .demo.server import RequestError, Server, ServerError
 from .files import write_whole
 
 # A list of objects that no answer of a benchmark's length ends; numbers, words and fixed text in turn.
@@ -330,7 +330,7 @@ class Bench:
         self.cells: list[Cell] = []
         self.loads: list[dict[str, Any]] = []
         self.unwritten: dict[Path, str] = {}
-        self._places = list(itertools.product(options.samplings, options.batches))
+        self.refused: dict[tuple[str, int], str] = {}  # cells whose requests a server does not take, and why
         self._bar = tqdm(unit="sample", disable=None, leave=False, dynamic_ncols=True)
 
     def server(self, label: str) -> Server:
@@ -353,8 +353,11 @@ class Bench:
         self._say(f"starting {label}")
         began = time.monotonic()
         with self.server(label) as server:
-            for sampling in self.options.samplings:  # compiles what the first such request compiles
-                generate(server, self.options.load, 2, SAMPLINGS[sampling], 4)
+            for sampling in dict.fromkeys(sampling for sampling, _ in self._places):
+                try:  # compiles what the first such request compiles
+                    generate(server, self.options.load, 2, SAMPLINGS[sampling], 4)
+                except RequestError as error:
+                    self._leave_out([place for place in self._places if place[0] == sampling], error)
             self._say(f"{label} is ready after {time.monotonic() - began:.0f} s")
             if label == OURS:
                 check_active(server)
@@ -393,7 +396,8 @@ class Bench:
         options = self.options
         self._bar.reset(2 * len(self._places) * options.pairs)
         for place in self._places:
-            self._complete(measure(servers, options.load, *place, options.pairs, step=self._bar.update))
+            if (cell := self._measured(servers, place)) is not None:
+                self._complete(cell)
         for label in (STOCK, OURS, STOCK, OURS) if options.rate is not None else ():
             self._serve_load(label, servers[label])
 
@@ -405,8 +409,10 @@ class Bench:
         cells = {place: Cell(*place) for place in self._places}
         for number, label in enumerate(order):
             with self.started(label) as server:
-                for place, whole in cells.items():
-                    part = measure({label: server}, options.load, *place, options.pairs, step=self._bar.update)
+                for place in self._places:
+                    whole = cells[place]
+                    if (part := self._measured({label: server}, place)) is None:
+                        continue
                     whole.samples.setdefault(label, []).extend(part.samples[label])
                     whole.gaps.setdefault(label, []).extend(part.gaps[label])
                     if label == OURS:
@@ -416,12 +422,37 @@ class Bench:
                 if options.rate is not None:
                     self._serve_load(label, server)
 
+    def _measured(self, servers: Mapping[str, Server], place: tuple[str, int]) -> Cell | None:
+        """A cell; None where a server refuses its requests."""
+        try:
+            return measure(servers, self.options.load, *place, self.options.pairs, step=self._bar.update)
+        except RequestError as error:
+            self._leave_out([place], error)
+            return None
+
+    def _leave_out(self, places: list[tuple[str, int]], error: RequestError) -> None:
+        """Measure the other cells. Raises ServerError where none is left."""
+        for sampling, batch in places:
+            self.refused[sampling, batch] = str(error)
+            self._say(f"{sampling}, batch {batch}: left out, as a server refuses it: {error}")
+        if not self._places:
+            raise ServerError(f"the servers refuse all requests; the last one: {error}")
+
+    @property
+    def _places(self) -> list[tuple[str, int]]:
+        """The cells that no server has refused."""
+        places = itertools.product(self.options.samplings, self.options.batches)
+        return [place for place in places if place not in self.refused]
+
     @property
     def missing(self) -> list[dict[str, Any]]:
         """The cells that have no result yet."""
         done = {(cell.sampling, cell.batch) for cell in self.cells}
-        places = (place for place in self._places if place not in done)
-        return [{"sampling": sampling, "batch": batch, "reason": "not reached"} for sampling, batch in places]
+        return [
+            {"sampling": sampling, "batch": batch, "reason": self.refused.get((sampling, batch), "not reached")}
+            for sampling, batch in itertools.product(self.options.samplings, self.options.batches)
+            if (sampling, batch) not in done
+        ]
 
     def _complete(self, cell: Cell) -> None:
         self.cells.append(cell)

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -244,10 +245,17 @@ def _parser(complete: bool = False) -> Parser:
     )
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     demo = commands.add_parser("demo", help="serve a generated checkpoint, send requests, show the path of each")
-    demo.add_argument("--port", type=int, help="port of the server (default: a free one)")
+    demo.add_argument("--port", type=_port, help="port of the server (default: a free one)")
     demo.add_argument("--size", help="size of the checkpoint (default: small on a GPU, tiny without)")
     demo.add_argument("--folder", default=".cache/demo", help="checkpoint and log (default: %(default)s)")
     return parser
+
+
+def _port(text: str) -> int:
+    """The value of an option ``--port``."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 1 to 65535")
+    return int(text)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -505,6 +513,12 @@ def serve(arguments: list[str]) -> int:
     screen, arguments = _take(arguments, "--flashsample-screen", "auto, on or off")
     if screen not in (None, "auto", "on", "off"):
         raise ValueError(f"--flashsample-screen is {screen!r}; expected auto, on or off")
+    for option, value in itertools.pairwise([*itertools.chain(*(a.split("=", 1) for a in arguments)), ""]):
+        if option == "--port":
+            try:
+                _port(value)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"--port: {error}") from None
     required = "--require" in arguments
     arguments = [argument for argument in arguments if argument != "--require"]
     if importlib.util.find_spec("sglang") is None:

@@ -234,6 +234,15 @@ def test_options_of_ours_reach_the_server_through_its_environment(
         assert os.environ[variable] == (os.path.abspath(value) if option == "--tuned" else value)
 
 
+@pytest.mark.parametrize("port", ["65536", "0", "-1", "x"])
+@pytest.mark.parametrize("command", [["demo"], ["serve", "--model-path", "m"]])
+def test_a_port_that_is_none_is_one_line(run, executed, command, port):
+    for given in (["--port", port], [f"--port={port}"]):
+        code, out, err = run(*command, *given)
+        assert (code, out, err.count("\n")) == (2, "", 1) and "--port: " in err and not executed
+        assert f"{port!r} is no port; expected 1 to 65535" in err
+
+
 @pytest.mark.parametrize("content, reason", [(None, "not a file"), ("{}", "no tuned table")])
 def test_serve_with_a_file_that_is_no_table_starts_nothing(run, executed, tmp_path, content, reason):
     file = tmp_path / "t.json"
