@@ -58,6 +58,7 @@ class Match(enum.StrEnum):
 
 SHIPPED_SOURCE = "shipped"
 FRESH = (Match.EXACT, Match.COMPATIBLE)  # tables whose times still hold
+EXPLAINED = (Match.OTHER_VERSIONS, Match.STALE)  # tables of which the log line says what has changed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ class ResolvedTable:
         confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
         sizes = self.dispatch.flashinfer
         flashinfer = f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
-        match = f"{file.match}: {'; '.join(file.differs)}" if file.match is Match.OTHER_VERSIONS else file.match
+        match = f"{file.match}: {'; '.join(file.differs)}" if file.match in EXPLAINED else file.match
         return (
             f"tuned table {file.file} (match of GPU, LM head and versions: {match}; from: {file.source}): tuned kernel "
             f"settings for {len(table.entries)} batch sizes; built-in ones for {confirmed} others, where they measured "
@@ -241,7 +242,8 @@ def find(
     best: TableFile | None = None
     for folder, source in folders(environ, warnings):
         for path in _candidates(folder, target, family):
-            table_file = _try(path, source, target, family, warnings)
+            # Who has not tuned can do nothing about a shipped table that cannot be used.
+            table_file = _try(path, source, target, family, [] if source == SHIPPED_SOURCE else warnings)
             if table_file is not None and (best is None or _rank(table_file) < _rank(best)):
                 best = table_file
         if best is not None and best.match in FRESH:
@@ -405,8 +407,8 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
 
     warnings = []
     # Who has not tuned is not told at every start to tune anew: of a shipped table the log line says it.
-    expected = table_file.match is Match.OTHER_VERSIONS and table_file.source == SHIPPED_SOURCE
-    if table_file.match not in FRESH and not expected:
+    shipped = table_file.source == SHIPPED_SOURCE
+    if table_file.match not in FRESH and not (shipped and table_file.match in EXPLAINED):
         differs = "; ".join(table_file.differs)
         advice = "run `sgl-flashsample tune run` again"
         advice += "" if table_file.match is Match.FAMILY else ", or see with `tune verify` whether its times still hold"
@@ -433,6 +435,6 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
                 if entry.flashinfer and kind == BatchKind(truncate=True):
                     flashinfer.update(rows_of_size)
             measured.setdefault(kind, set()).update(rows_of_size)
-    if unusable:
+    if unusable and not shipped:
         warnings.append(f"{table_file.file}: not used, {'; '.join(sorted(unusable))[:500]}")
     return DispatchTable(traits, tuned, measured, flashinfer), warnings
