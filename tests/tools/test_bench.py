@@ -211,6 +211,27 @@ def test_a_cell_that_a_server_refuses_is_left_out_with_its_reason_and_the_others
     )
 
 
+def test_it_is_shown_at_any_time_what_is_done_and_how_long_the_rest_takes(tmp_path, memory, monkeypatch):
+    """Also while the first server starts, and while the first requests of a cell are answered."""
+    comparison, _ = make_bench(tmp_path, {}, samplings=("t1", "greedy"), batches=(1,))
+    shown: list[str] = []
+    generate = bench.generate
+    monkeypatch.setattr(FakeServer, "__enter__", lambda self: shown.append(comparison._progress.line) or self)
+    monkeypatch.setattr(
+        bench, "generate", lambda *arguments: shown.append(comparison._progress.line) or generate(*arguments)
+    )
+    comparison.run()
+    whats = list(dict.fromkeys(line.partition(" for ")[0] for line in shown))
+    of_cells = ["t1, batch 1", "greedy, batch 1"]
+    of_stock, of_ours = (
+        [f"starting {label}", *(f"{label}'s first requests of {sampling}" for sampling in ("t1", "greedy"))]
+        for label in (bench.STOCK, bench.OURS)
+    )
+    assert whats == of_stock + of_ours + of_cells
+    assert shown[0] == "starting stock for 0 s; 0 of 12 samples, about 2 min left"
+    assert shown[-1].endswith("; 12 of 12 samples, about 0 s left")
+
+
 def test_servers_that_refuse_everything_end_the_comparison(tmp_path, memory):
     comparison, log = make_bench(tmp_path, {bench.STOCK: {"refuses": lambda params, batch: True}})
     with pytest.raises(ServerError, match="refuse all requests; the last one: /generate answered 400"):
