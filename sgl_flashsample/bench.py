@@ -316,8 +316,8 @@ class Options:
 
 
 class Bench:
-    """Runs the comparison, and shows at any time what it does and how long the rest takes. After each cell its lines are
-    printed and ``json_file`` and ``html_file`` written.
+    """Runs the comparison, and shows at any time what it does and how long the rest takes. After each cell its lines
+    are printed and ``json_file`` and ``html_file`` written.
 
     cells, loads: what is complete. mode: how the servers run. unwritten: files that could not be written with all that
     is complete, and why.
