@@ -381,7 +381,7 @@ COMMANDS = {
         ),
     ),
     "lint": Command(
-        "check tables: form, ranges, kernels, sizes; exit code 1 on errors",
+        "check tables: form, ranges, sizes, kernels; exit code 1 for one that is wrong or stale",
         lambda options: _tables().lint(options.files),
         (_argument("files", nargs="+", metavar="FILE", help="tables"),),
     ),

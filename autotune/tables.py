@@ -23,10 +23,10 @@ from ..defaults import HeadTraits, default_config, defaults_digest, family_of
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, SamplingPath, path_of
+from ..switches import FILE_VARIABLE, text
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import (
     COMPARED,
-    FILE_VARIABLE,
     NOTED,
     TableFile,
     Target,
@@ -381,7 +381,7 @@ def _target_named(name: str, head: HeadShape) -> Target:
         except importlib.metadata.PackageNotFoundError:
             continue
     known = known_device(name) or Device(name=name, cc="0.0", sms=0, l2_mb=0, smem_optin=0)
-    named = os.environ.get(FILE_VARIABLE)
+    named = text(FILE_VARIABLE)
     paths = [named] if named else []
     paths += [str(folder / file_name(known.name, head)) for folder, _ in folders(os.environ)]
     for path in paths:
@@ -588,20 +588,21 @@ def lint(files: Sequence[str]) -> int:
     """Print whether tables are fit to be shipped. Returns the exit code."""
     wrong = 0
     for file in files:
-        errors, notes = check(file)
-        for line in (*(f"error: {error}" for error in errors), *notes):
-            print(f"{file}: {line}")
-        wrong += bool(errors)
-    print(f"{len(files) - wrong} of {len(files)} tables are well-formed")
+        errors, stale, notes = check(file)
+        for label, lines in (("error", errors), ("stale", stale), ("note", notes)):
+            for line in lines:
+                print(f"{file}: {label}: {line}")
+        wrong += bool(errors or stale)
+    print(f"{len(files) - wrong} of {len(files)} tables are well-formed and up to date")
     return WRONG if wrong else OK
 
 
-def check(file: str) -> tuple[list[str], list[str]]:
-    """What is wrong with ``file``, and what is worth knowing."""
+def check(file: str) -> tuple[list[str], list[str], list[str]]:
+    """What is wrong with ``file``, what has changed since it was measured, and what is worth knowing."""
     table, reason = load_table(file)
     if table is None:
-        return [str(reason)], []
-    return list(_errors(table, Path(file))), list(_notes(table))
+        return [str(reason)], [], []
+    return list(_errors(table, Path(file))), list(_stale(table)), list(_notes(table))
 
 
 def _errors(table: Table, path: Path) -> Iterator[str]:
@@ -636,17 +637,20 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
             yield f"confirmed.{name}: rows are {confirmed.rows}; expected them ascending"
 
 
-def _notes(table: Table) -> Iterator[str]:
-    yield from (f"note: {note}" for note in table.notes)
+def _stale(table: Table) -> Iterator[str]:
     installed = installed_fingerprints()
     measured = {path_of(entry.launch).value for entry in table.entries} | table.kernels.keys()
     for path in sorted(measured & {path.value for path in SamplingPath}):
         if table.kernels.get(path, {}).get("src") != installed.get(path):
-            yield f"stale: the kernels of {path} have changed since it was measured"
+            yield f"the kernels of {path} have changed since it was measured"
     if table.defaults and not _same_defaults(table):
-        yield "stale: the built-in choices have changed since it was measured"
+        yield "the built-in choices have changed since it was measured"
+
+
+def _notes(table: Table) -> Iterator[str]:
+    yield from table.notes
     if screen_line(table) and not screen_cost(table)[0]:
-        yield "note: measure.screen is missing: what memory a screen takes"
+        yield "measure.screen is missing: what memory a screen takes"
     missing = [str(kind) for kind in BATCH_KINDS if kind.fallback is None and str(kind) not in table.kinds]
     if missing:
-        yield f"note: no sizes for {', '.join(missing)}"
+        yield f"no sizes for {', '.join(missing)}"

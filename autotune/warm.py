@@ -6,8 +6,13 @@ and the versions of Triton and of this package.
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
@@ -19,12 +24,16 @@ from ..tables.lookup import resolve
 from ..tables.schema import Device, HeadShape
 from .workload import empty_head
 
+_ELF = struct.Struct("<4s28xQQ6xHHHH")  # magic, then offset, size and number of program and of section headers
+
 
 class Warmed(NamedTuple):
-    """compiled, found: kernels that were compiled, and that the cache had. table: what a server's log says of it."""
+    """compiled, found: kernels that were compiled, and that the cache had. incomplete: that it had in part, among those
+    that were compiled. table: what a server's log says of it."""
 
     compiled: int
     found: int
+    incomplete: int
     seconds: float
     table: tuple[str, ...]
 
@@ -58,9 +67,37 @@ def warm(
         step()
 
     started, before = time.monotonic(), triton.knobs.compilation.listener
+    incomplete = remove_incomplete(Path(triton.knobs.cache.dir))
     triton.knobs.compilation.listener = listen
     try:
         compile_ahead(heads, max_rows, table=resolved.dispatch, screens=screens)
     finally:
         triton.knobs.compilation.listener = before
-    return Warmed(counts[0], counts[1], time.monotonic() - started, (*resolved.warnings, resolved.line()))
+    return Warmed(counts[0], counts[1], incomplete, time.monotonic() - started, (*resolved.warnings, resolved.line()))
+
+
+def remove_incomplete(cache: Path) -> int:
+    """Remove the kernels from Triton's cache that a full disk or a killed process has left incomplete, which Triton
+    would take as they are; returns how many."""
+    kernels = {file.parent for file in cache.glob("*/*") if not _is_whole(file)}
+    for kernel in kernels:
+        shutil.rmtree(kernel)
+    return len(kernels)
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a file of a kernel is complete, as far as its end shows: at that of a cubin are its headers."""
+    if file.suffix == ".json":
+        try:
+            json.loads(file.read_text())
+        except ValueError:
+            return False
+    if file.suffix != ".cubin":
+        return True
+    with file.open("rb") as opened:
+        header = opened.read(_ELF.size)
+        size = os.fstat(opened.fileno()).st_size
+    if len(header) < _ELF.size or not header.startswith(b"\x7fELF"):
+        return False
+    _, programs, sections, program_size, num_programs, section_size, num_sections = _ELF.unpack(header)
+    return size >= max(programs + program_size * num_programs, sections + section_size * num_sections)

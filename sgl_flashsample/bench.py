@@ -33,13 +33,13 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from . import __version__
 from .autotune.race import Ratio
 from .autotune.timing import Timing, describe_machine, memory_share
-from .demo.server import Server, ServerError
+from .demo.server import RequestError, Server, ServerError
 from .files import write_whole
+from .progress import Progress
 
 # A list of objects that no answer of a benchmark's length ends; numbers, words and fixed text in turn.
 JSON_SCHEMA = {
@@ -316,8 +316,8 @@ class Options:
 
 
 class Bench:
-    """Runs the comparison, with a progress bar where there is a terminal. After each cell its lines are printed and
-    ``json_file`` and ``html_file`` written.
+    """Runs the comparison, and shows at any time what it does and how long the rest takes. After each cell its lines
+    are printed and ``json_file`` and ``html_file`` written.
 
     cells, loads: what is complete. mode: how the servers run. unwritten: files that could not be written with all that
     is complete, and why.
@@ -330,8 +330,9 @@ class Bench:
         self.cells: list[Cell] = []
         self.loads: list[dict[str, Any]] = []
         self.unwritten: dict[Path, str] = {}
-        self._places = list(itertools.product(options.samplings, options.batches))
-        self._bar = tqdm(unit="sample", disable=None, leave=False, dynamic_ncols=True)
+        self.refused: dict[tuple[str, int], str] = {}  # cells whose requests a server does not take, and why
+        self._progress = Progress(1.5 * options.load.seconds)
+        self._say = self._progress.say
 
     def server(self, label: str) -> Server:
         """Not started."""
@@ -351,10 +352,16 @@ class Bench:
     @contextlib.contextmanager
     def started(self, label: str) -> Iterator[Server]:
         self._say(f"starting {label}")
+        self._progress.begin(f"starting {label}")
         began = time.monotonic()
         with self.server(label) as server:
-            for sampling in self.options.samplings:  # compiles what the first such request compiles
-                generate(server, self.options.load, 2, SAMPLINGS[sampling], 4)
+            for sampling in dict.fromkeys(sampling for sampling, _ in self._places):
+                self._progress.begin(f"{label}'s first requests of {sampling}")
+                try:  # compiles what the first such request compiles
+                    generate(server, self.options.load, 2, SAMPLINGS[sampling], 4)
+                except RequestError as error:
+                    self._leave_out([place for place in self._places if place[0] == sampling], error)
+            self._progress.has_started(time.monotonic() - began)
             self._say(f"{label} is ready after {time.monotonic() - began:.0f} s")
             if label == OURS:
                 check_active(server)
@@ -364,10 +371,8 @@ class Bench:
         """Raises ServerError for a server that does not start or answer."""
         if self.device.type == "cpu":
             self._say("no CUDA GPU found: SGLang runs on the CPU, and the times say nothing about a GPU")
-        try:
+        with self._progress.shown():
             self._compare()
-        finally:
-            self._bar.close()
         for line in load_lines(self):
             print(line)
         self._write()
@@ -375,6 +380,7 @@ class Bench:
     def _compare(self) -> None:
         if self.options.in_turns:
             return self._in_turns()
+        self._progress.expect(2, 2 * len(self._places) * self.options.pairs)
         with self.started(STOCK) as stock:
             share = memory_share(self.device)
             if share <= HALF:
@@ -391,9 +397,10 @@ class Bench:
 
     def _side_by_side(self, servers: dict[str, Server]) -> None:
         options = self.options
-        self._bar.reset(2 * len(self._places) * options.pairs)
+        self._progress.expect(0, 2 * len(self._places) * options.pairs)
         for place in self._places:
-            self._complete(measure(servers, options.load, *place, options.pairs, step=self._bar.update))
+            if (cell := self._measured(servers, place)) is not None:
+                self._complete(cell)
         for label in (STOCK, OURS, STOCK, OURS) if options.rate is not None else ():
             self._serve_load(label, servers[label])
 
@@ -401,12 +408,14 @@ class Bench:
         options, self.mode = self.options, IN_TURNS
         order = ([STOCK, OURS, OURS, STOCK] * options.starts)[: 2 * options.starts]
         self._say(f"the servers are started one after another: {', '.join(order)}")
-        self._bar.reset(len(order) * len(self._places) * options.pairs)
+        self._progress.expect(len(order), len(order) * len(self._places) * options.pairs)
         cells = {place: Cell(*place) for place in self._places}
         for number, label in enumerate(order):
             with self.started(label) as server:
-                for place, whole in cells.items():
-                    part = measure({label: server}, options.load, *place, options.pairs, step=self._bar.update)
+                for place in self._places:
+                    whole = cells[place]
+                    if (part := self._measured({label: server}, place)) is None:
+                        continue
                     whole.samples.setdefault(label, []).extend(part.samples[label])
                     whole.gaps.setdefault(label, []).extend(part.gaps[label])
                     if label == OURS:
@@ -416,12 +425,38 @@ class Bench:
                 if options.rate is not None:
                     self._serve_load(label, server)
 
+    def _measured(self, servers: Mapping[str, Server], place: tuple[str, int]) -> Cell | None:
+        """A cell; None where a server refuses its requests."""
+        self._progress.begin(f"{place[0]}, batch {place[1]}")
+        try:
+            return measure(servers, self.options.load, *place, self.options.pairs, step=self._progress.step)
+        except RequestError as error:
+            self._leave_out([place], error)
+            return None
+
+    def _leave_out(self, places: list[tuple[str, int]], error: RequestError) -> None:
+        """Measure the other cells. Raises ServerError where none is left."""
+        for sampling, batch in places:
+            self.refused[sampling, batch] = str(error)
+            self._say(f"{sampling}, batch {batch}: left out, as a server refuses it: {error}")
+        if not self._places:
+            raise ServerError(f"the servers refuse all requests; the last one: {error}")
+
+    @property
+    def _places(self) -> list[tuple[str, int]]:
+        """The cells that no server has refused."""
+        places = itertools.product(self.options.samplings, self.options.batches)
+        return [place for place in places if place not in self.refused]
+
     @property
     def missing(self) -> list[dict[str, Any]]:
         """The cells that have no result yet."""
         done = {(cell.sampling, cell.batch) for cell in self.cells}
-        places = (place for place in self._places if place not in done)
-        return [{"sampling": sampling, "batch": batch, "reason": "not reached"} for sampling, batch in places]
+        return [
+            {"sampling": sampling, "batch": batch, "reason": self.refused.get((sampling, batch), "not reached")}
+            for sampling, batch in itertools.product(self.options.samplings, self.options.batches)
+            if (sampling, batch) not in done
+        ]
 
     def _complete(self, cell: Cell) -> None:
         self.cells.append(cell)
@@ -445,13 +480,10 @@ class Bench:
                 except (OSError, ValueError) as error:
                     self.unwritten[file] = getattr(error, "strerror", None) or str(error)
 
-    def _say(self, line: str) -> None:
-        self._bar.write(line, file=sys.stdout)
-        sys.stdout.flush()
-
     def _serve_load(self, label: str, server: Server) -> None:
         """SGLang's own bench_serving: its result, with the server's name. What fails is said, and nothing else ends."""
         rate, load = self.options.rate, self.options.load
+        self._progress.begin(f"bench_serving against {label}")
         self._say(f"bench_serving against {label}: {LOAD_REQUESTS} requests, {rate:g} per second")
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "load.jsonl"

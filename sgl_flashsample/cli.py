@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -49,7 +50,7 @@ Starts SGLang's server with --sampling-backend flashsample. Every other argument
                 tuned table says that it is faster
   --require     do not start where SGLang's own sampler would serve everything; say why
 
-environment:
+environment (1 may also be spelt true, yes or on, and 0 false, no or off):
   FLASHSAMPLE_TUNED        the tuned table to use, as --tuned
   FLASHSAMPLE_TUNED_DIR    folders to look for one in, before the cache and the shipped ones
   FLASHSAMPLE_ALLOW_FAMILY 1: also use a table of another GPU of the same compute capability
@@ -244,10 +245,17 @@ def _parser(complete: bool = False) -> Parser:
     )
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     demo = commands.add_parser("demo", help="serve a generated checkpoint, send requests, show the path of each")
-    demo.add_argument("--port", type=int, help="port of the server (default: a free one)")
+    demo.add_argument("--port", type=_port, help="port of the server (default: a free one)")
     demo.add_argument("--size", help="size of the checkpoint (default: small on a GPU, tiny without)")
     demo.add_argument("--folder", default=".cache/demo", help="checkpoint and log (default: %(default)s)")
     return parser
+
+
+def _port(text: str) -> int:
+    """The value of an option ``--port``."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 1 to 65535")
+    return int(text)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -343,8 +351,8 @@ def warm(options: argparse.Namespace) -> int:
         raise ValueError("TRITON_INTERPRET is 1: the interpreter compiles nothing; expected it unset")
     if options.max_rows is not None and options.max_rows < 1:
         raise ValueError(f"--max-rows is {options.max_rows}; expected 1 or more")
-    if options.tuned is not None and not Path(options.tuned).is_file():
-        raise ValueError(f"--tuned is {options.tuned}, which is not a file")
+    if options.tuned is not None:
+        _check_table(options.tuned)
     import torch
     import triton
     from tqdm import tqdm
@@ -379,11 +387,24 @@ def warm(options: argparse.Namespace) -> int:
     print(*warmed.table, sep="\n")
     if not warmed.compiled + warmed.found:
         return _fail(f"no kernel could be compiled for {device.name} with Triton {triton.__version__}", FAILED)
+    if warmed.incomplete:
+        print(f"{warmed.incomplete} kernels of the cache were incomplete and have been removed")
     print(
         f"{warmed.compiled} kernels compiled for {device.name} in {warmed.seconds:.0f} s, {warmed.found} were there: "
         f"{triton.knobs.cache.dir}"
     )
     return OK
+
+
+def _check_table(file: str) -> None:
+    """Raises ValueError where ``--tuned`` names no tuned table."""
+    from .tables.lookup import load_table
+
+    if not Path(file).is_file():
+        raise ValueError(f"--tuned is {file}, which is not a file")
+    _, reason = load_table(file)
+    if reason is not None:
+        raise ValueError(f"--tuned is {file}, which is no tuned table: {reason}")
 
 
 def completion(shell: str) -> int:
@@ -492,6 +513,12 @@ def serve(arguments: list[str]) -> int:
     screen, arguments = _take(arguments, "--flashsample-screen", "auto, on or off")
     if screen not in (None, "auto", "on", "off"):
         raise ValueError(f"--flashsample-screen is {screen!r}; expected auto, on or off")
+    for option, value in itertools.pairwise([*itertools.chain(*(a.split("=", 1) for a in arguments)), ""]):
+        if option == "--port":
+            try:
+                _port(value)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"--port: {error}") from None
     required = "--require" in arguments
     arguments = [argument for argument in arguments if argument != "--require"]
     if importlib.util.find_spec("sglang") is None:
@@ -505,6 +532,7 @@ def serve(arguments: list[str]) -> int:
             FAILED,
         )
     if tuned is not None:
+        _check_table(tuned)
         os.environ["FLASHSAMPLE_TUNED"] = os.path.abspath(tuned)  # the server's processes inherit it
     if screen is not None:
         os.environ["FLASHSAMPLE_SCREEN"] = screen

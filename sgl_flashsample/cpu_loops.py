@@ -30,6 +30,7 @@ from numba.extending import intrinsic
 
 from .kernels.params import LARGEST_LOGIT, BatchParams, Edit
 from .kernels.rng import GROUP_SIZE, Stream, Unit
+from .loops_cache import can_cache, leave_cache
 
 _LIMIT = np.float32(LARGEST_LOGIT)
 _LOWEST = np.finfo(np.float32).min
@@ -64,7 +65,8 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 _FLOAT = ir.FloatType()
 _GROUP_OF_FLOATS = ir.VectorType(_FLOAT, GROUP_SIZE)
 
-_compiled = functools.partial(njit, nogil=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_CACHES = can_cache()
+_compiled = functools.partial(njit, nogil=True, cache=_CACHES, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 # --- what Numba has no name for ---------------------------------------------------------------------------------------
@@ -800,10 +802,10 @@ def _edit(job, b, flags, out):
     )
 
 
-def _sampler_of(words: type[np.generic]) -> Any:
+def _sampler_of(words: type[np.generic], cache: bool) -> Any:
     itemsize = np.dtype(words).itemsize
 
-    @cfunc(types.void(types.CPointer(from_dtype(JOB))), cache=True)
+    @cfunc(types.void(types.CPointer(from_dtype(JOB))), cache=cache)
     def sample_rows(jobs):
         job = carray(jobs, 1)[0]
         b = _claim_row(job)
@@ -866,4 +868,11 @@ def _sampler_of(words: type[np.generic]) -> Any:
 def sampler_of(words: str) -> Any:
     """The address of a C function, for logits whose words have this dtype: it takes the address of a ``JOB``, and draws
     rows until all have been taken. Several threads may call it at once, for the same job."""
-    return _sampler_of(np.dtype(words).type).address
+    kind = np.dtype(words).type
+    try:
+        return _sampler_of(kind, _CACHES).address
+    except Exception as error:
+        if not _CACHES:
+            raise
+        leave_cache(globals().values(), "cpu_loops", error)
+        return _sampler_of(kind, False).address

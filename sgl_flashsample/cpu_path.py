@@ -4,7 +4,8 @@ The noise, the limits and the edits are those of the kernels, so equal logits gi
 Logits are read once for a plain row, once or twice for a truncated one, and never copied or widened in memory; rows
 with edits, a scale, a softcap or another rounding are written once as float32, one row per thread at a time.
 
-The loops are compiled by Numba at the first call of each dtype and kept on disk. Nothing else of the package needs it.
+The loops are compiled by Numba at the first call of each dtype and kept on disk where that is possible. Nothing else of
+the package needs Numba.
 """
 
 from __future__ import annotations

@@ -121,6 +121,23 @@ def check_sglang() -> Iterator[Finding]:
         yield Finding(OK, f"all {len(versions.HOOK_TARGETS)} hook targets are as expected")
 
 
+def check_loops() -> Iterator[Finding]:
+    """The loops of the cpu path: whether Numba is here, and can keep what it compiles."""
+    from .cpu_path import unsupported_by_machine
+
+    if reason := unsupported_by_machine():
+        yield Finding(NOTE, reason)
+        return
+    from .loops_cache import cache_folder
+
+    folder = cache_folder()
+    if folder is None:
+        advice = "NUMBA_CACHE_DIR names another one; until then each start takes some seconds more"
+        yield Finding(NOTE, "the cpu path is compiled at each start: Numba can write to none of its folders", advice)
+    else:
+        yield Finding(OK, f"the cpu path is compiled once, into {folder}")
+
+
 def check_tables() -> Iterator[Finding]:
     """The tuned tables that servers here would find for this device, and files that are none."""
     import torch
@@ -188,6 +205,7 @@ def findings() -> Iterator[Finding]:
         check_packages,
         check_device,
         check_sglang,
+        check_loops,
         check_tables,
         check_kernels,
     ]

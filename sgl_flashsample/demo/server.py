@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..switches import REQUIRE_VARIABLE
 from . import cpu_platform
 
 SGLANG_LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
@@ -34,6 +35,10 @@ PORT_TAKEN = ("EADDRINUSE", "address already in use", "Port is already in use") 
 
 class ServerError(RuntimeError):
     """The server did not start or did not answer; the message is one line for a person."""
+
+
+class RequestError(ServerError):
+    """The server has refused a request; the message is its answer."""
 
 
 def port_is_free(port: int) -> bool:
@@ -87,7 +92,10 @@ class Server:
         progress: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.log, self.start_seconds, self.patience, self.progress = log, start_seconds, patience, progress
-        self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
+        # Whoever requires the fused pass of all servers has servers of SGLang's own beside them, to compare.
+        ours = backend == "flashsample" or tuple(launcher) == SGL_FLASHSAMPLE_SERVE
+        stock = {} if ours else {REQUIRE_VARIABLE: "0"}
+        self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", **stock, **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self._launcher, self._fixed_port = [*launcher, "--model-path", str(model)], port
         self._arguments = [*arguments, *(() if backend is None else ("--sampling-backend", backend))]
@@ -235,4 +243,5 @@ class Server:
         try:
             return urllib.request.urlopen(request, timeout=timeout)
         except urllib.error.HTTPError as error:
-            raise ServerError(f"{path} answered {error.code}: {error.read().decode(errors='replace')[:300]}") from error
+            kind = RequestError if 400 <= error.code < 500 else ServerError
+            raise kind(f"{path} answered {error.code}: {error.read().decode(errors='replace')[:300]}") from error

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,7 @@ from ..kernels.params import BatchParams
 from ..kernels.workspace import Workspace
 from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS
+from ..switches import DRAFTS_VARIABLE, word
 from .batch import Batch, batch_of, routing_of
 from .lazy_logits import DraftLogits, LazyLogits, plain
 from .runtime import Runtime, processors_of
@@ -35,7 +35,6 @@ from .support import draft_model_has_its_own_head, unsupported_drafts
 
 logger = logging.getLogger("sgl_flashsample")
 
-DRAFTS_VARIABLE = "FLASHSAMPLE_DRAFTS"
 _METADATA = 3  # the place of ``logits_metadata`` among the arguments of ``LogitsProcessor.forward``
 
 
@@ -49,13 +48,9 @@ class DraftMode(enum.StrEnum):
 
 def start(runtime: Runtime, install: Callable[[Drafts], str | None]) -> None:
     """At the start of a server that verifies drafts. install: puts the hooks in place (``hooks.install_drafts``)."""
-    text = os.environ.get(DRAFTS_VARIABLE, DraftMode.COUPLED)
-    if text == DraftMode.STOCK:
+    mode = DraftMode(word(DRAFTS_VARIABLE))
+    if mode is DraftMode.STOCK:
         return
-    try:
-        mode = DraftMode(text)
-    except ValueError:
-        return _announce_stock(f"{DRAFTS_VARIABLE} is {text!r}; expected {', '.join(DraftMode)}")
     try:
         reason = unsupported_drafts() or install(Drafts(runtime, mode))
         runtime.prepares_drafts = reason is None and draft_model_has_its_own_head()

@@ -15,7 +15,8 @@ Where drafts are drawn (``drafts.Drafts``):
     EAGLEWorkerV2.forward_batch_generation     temperatures and seeds of the step's batch
     draft_topk1_postprocess                    a draft into the chain
 
-Where SGLang describes itself: ``Scheduler.get_internal_state``, which ``/server_info`` shows.
+Where SGLang describes itself: ``Scheduler.get_internal_state``, which ``/server_info`` shows. Where it has nothing to
+do: ``Scheduler.on_idle``, which brings the counters up to date.
 
 Where SGLang changes weights later (``WeightHooks``): a screen is a copy of some, and must know.
 
@@ -44,6 +45,7 @@ from .runtime import NotActiveError, RankError, Runtime, refuse_to_start
 logger = logging.getLogger("sgl_flashsample")
 
 STATUS_TARGET = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+IDLE_TARGET = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 _INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
@@ -114,7 +116,9 @@ class StepHooks:
         except (NotActiveError, RankError):
             raise
         except Exception as error:  # as in _guarded
-            self.runtime.disable(f"load_model: {type(error).__name__}: {error}")
+            reason = f"load_model: {type(error).__name__}: {error}"
+            self.runtime.disable(reason)
+            refuse_to_start(reason)
 
     def preprocess_logits(
         self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
@@ -226,14 +230,28 @@ def install_status_hook(status: Callable[[], dict[str, Any]]) -> None:
         except Exception as error:  # a question about the server must not end it
             logger.warning("flashsample: no status in /server_info: %s: %s", type(error).__name__, error)
 
+    _install_dispensable(STATUS_TARGET, add_status, "AFTER", "no status in /server_info")
+
+
+def install_idle_hook(runtime: Runtime) -> None:
+    """Bring the counters up to date whenever SGLang has nothing to do. Without this hook, the next step does it."""
+
+    def idle(*args: Any) -> None:
+        runtime.idle()
+
+    _install_dispensable(IDLE_TARGET, idle, "BEFORE", "counters of an idle server may lag")
+
+
+def _install_dispensable(target: str, hook: Callable, kind: str, lack: str) -> None:
+    """Register and apply a hook that is not worth a server: where that fails, the log says what is missing."""
     try:
         from sglang.srt.plugins.hook_registry import HookType
 
-        reason = apply_hooks({STATUS_TARGET: (add_status, HookType.AFTER)})
-    except Exception as error:  # a status is not worth a server
+        reason = apply_hooks({target: (hook, getattr(HookType, kind))})
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason is not None:
-        logger.warning("flashsample: no status in /server_info: %s", reason)
+        logger.warning("flashsample: %s: %s", lack, reason)
 
 
 def apply_hooks(table: dict[str, tuple[Callable, Any]]) -> str | None:

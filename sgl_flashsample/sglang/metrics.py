@@ -8,8 +8,6 @@ touches is likely a cache miss, because the host runs much other code between tw
 from __future__ import annotations
 
 import logging
-import math
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.workspace import ScreenCounter
+from ..switches import LOG_SECONDS_VARIABLE, seconds
 from .batch import Routing
 
 logger = logging.getLogger("sgl_flashsample")
 
-LOG_SECONDS_VARIABLE = "FLASHSAMPLE_LOG_SECONDS"
-_DEFAULT_LOG_SECONDS = 60.0
 FLUSH_SECONDS = 0.5  # between two updates of Prometheus
 READ_SECONDS = 1.0  # between two copies of a counter from the device: each costs the host some microseconds
 
@@ -34,7 +31,7 @@ class Metrics:
     batches another one reports: it has neither."""
 
     def __init__(self, prometheus: bool, reports: bool = True) -> None:
-        self.log_seconds, self._reports = _log_seconds(), reports
+        self.log_seconds, self._reports = seconds(LOG_SECONDS_VARIABLE), reports
         self.read_seconds = min(self.log_seconds, READ_SECONDS)
         self._batches: Counter[tuple[str, str]] = Counter()  # totals since the start
         self._rows: Counter[tuple[str, str]] = Counter()
@@ -45,8 +42,9 @@ class Metrics:
         self._pending: dict[int, tuple[Routing, int]] = {}  # batches of a routing that are not in the totals yet
         self._new_host: list[float] = []  # seconds of fused batches, likewise
         self._new_truncated = 0
+        self._unlogged = False  # whether the totals have grown since the last log line
         self._last_log = time.perf_counter()
-        self._next_flush = self._last_log + min(FLUSH_SECONDS, self.log_seconds)
+        self.next_flush = self._last_log + min(FLUSH_SECONDS, self.log_seconds)
         self._prometheus = _prometheus_metrics() if prometheus and reports else None
 
     def add_batch(self, routing: Routing, num_truncated: int, started: float | None) -> bool:
@@ -54,7 +52,7 @@ class Metrics:
         whether it is time for ``flush``."""
         now = time.perf_counter()
         self.add_batches(routing, num_truncated, 1, () if started is None else (now - started,))
-        return now >= self._next_flush
+        return now >= self.next_flush
 
     def add_batches(self, routing: Routing, num_truncated: int, batches: int, seconds: Sequence[float]) -> None:
         """Count batches of one routing. num_truncated: rows of each; seconds: of the host, for each fused batch."""
@@ -66,6 +64,7 @@ class Metrics:
     def flush(self) -> None:
         """Bring everything that was counted into the totals, to Prometheus and, at its interval, into the log."""
         exported = self._prometheus
+        self._unlogged = self._unlogged or bool(self._pending)
         for routing, batches in self._pending.values():
             for (path, reason), rows in routing.counts.items():
                 self._batches[path, reason] += batches
@@ -82,10 +81,14 @@ class Metrics:
                 exported.host_seconds.observe(seconds)
         self._pending, self._new_host, self._new_truncated = {}, [], 0
         now = time.perf_counter()
-        self._next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
-        if self._reports and self._rows and now - self._last_log >= self.log_seconds:
-            self._last_log = now
+        self.next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
+        if self._reports and self._unlogged and now - self._last_log >= self.log_seconds:
+            self._last_log, self._unlogged = now, False
             logger.info("flashsample: %s", self.summary())
+
+    def is_behind(self, now: float) -> bool:
+        """Whether something was counted that ``flush`` has yet to show, in Prometheus or, at ``now``, in the log."""
+        return bool(self._pending) or (self._reports and self._unlogged and now - self._last_log >= self.log_seconds)
 
     def set_active(self, active: bool) -> None:
         """Whether the fused pass serves anything."""
@@ -168,25 +171,6 @@ class DeviceCounters:
                 self._arrived.record()
             self._copying, self._started = True, now
         return counted
-
-
-def _log_seconds() -> float:
-    text = os.environ.get(LOG_SECONDS_VARIABLE)
-    if text is None:
-        return _DEFAULT_LOG_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        logger.warning(
-            "flashsample: %s is %r; expected seconds, as a number; using %g",
-            LOG_SECONDS_VARIABLE,
-            text,
-            _DEFAULT_LOG_SECONDS,
-        )
-        return _DEFAULT_LOG_SECONDS
-    return seconds
 
 
 _SCREEN_METRICS = {

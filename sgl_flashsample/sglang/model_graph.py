@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from typing import Any
 
 import torch
 
+from ..switches import MODEL_GRAPHS_VARIABLE, switch
+
 logger = logging.getLogger("sgl_flashsample")
 
-MODEL_GRAPHS_VARIABLE = "FLASHSAMPLE_MODEL_GRAPHS"
 MEASURED = ((9, 0),)  # compute capabilities on which the gaps were measured
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
@@ -39,10 +39,10 @@ class ExtraRoot:
     @classmethod
     def of_device(cls, device: torch.device) -> ExtraRoot | None:
         """None where graphs are left as SGLang captures them. Before any capture: it records an event."""
-        wanted = os.environ.get(MODEL_GRAPHS_VARIABLE)
-        if device.type != "cuda" or torch.version.cuda is None or wanted == "0":
+        wanted = switch(MODEL_GRAPHS_VARIABLE)
+        if device.type != "cuda" or torch.version.cuda is None or wanted is False:
             return None
-        if wanted != "1" and torch.cuda.get_device_capability(device) not in MEASURED:
+        if not wanted and torch.cuda.get_device_capability(device) not in MEASURED:
             return None
         try:
             event = torch.cuda.Event()

@@ -13,13 +13,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from ..switches import REQUESTED_VARIABLE, REQUIRE_VARIABLE, check, switch
 from . import versions
 
 if TYPE_CHECKING:
     from .sampler import FlashSampler
 
 BACKEND = "flashsample"
-_REQUESTED_VARIABLE = "FLASHSAMPLE_REQUESTED"
 
 logger = logging.getLogger("sgl_flashsample")
 _runtime = None
@@ -33,10 +33,26 @@ def register() -> None:
     register_sampler_backend(BACKEND, make_sampler)
     option = f"--sampling-backend={BACKEND}"
     if option in ("=".join(pair) for pair in itertools.pairwise(sys.argv)) or option in sys.argv:
-        os.environ[_REQUESTED_VARIABLE] = "1"  # the server's processes inherit it
+        os.environ[REQUESTED_VARIABLE] = "1"  # the server's processes inherit it
     # ``sgl.Engine`` and configuration files select a backend without the option. FLASHSAMPLE_REQUIRE is for them too.
-    if "1" in (os.environ.get(_REQUESTED_VARIABLE), os.environ.get("FLASHSAMPLE_REQUIRE")):
+    if switch(REQUESTED_VARIABLE) or switch(REQUIRE_VARIABLE):
         HookRegistry.register("sglang.srt.layers.sampler.create_sampler", _explain_replacement, HookType.AFTER)
+    if {"--use-ray", "--config"} & set(sys.argv):  # a configuration file may ask for Ray too
+        HookRegistry.register("sglang.srt.server_args.ServerArgs.from_cli_args", _leave_ray, HookType.BEFORE)
+
+
+def _leave_ray(kind, arguments) -> None:
+    """Before ``ServerArgs.from_cli_args``: under ``--use-ray``, schedulers are actors that load no plugins and do not
+    know our backend. SGLang chooses its own. Raises NotActiveError where the server must not start without ours."""
+    if not getattr(arguments, "use_ray", False):
+        return
+    from .runtime import refuse_to_start
+
+    reason = "Ray's actors load no plugins (--use-ray)"
+    if arguments.sampling_backend == BACKEND:
+        arguments.sampling_backend = None
+        logger.warning("flashsample: not active, SGLang's own sampler is used for everything: %s", reason)
+    refuse_to_start(reason)
 
 
 def _explain_replacement(sampler, *args, **kwargs) -> None:
@@ -67,6 +83,7 @@ def make_sampler() -> FlashSampler:
     from .sampler import FlashSampler
 
     if _runtime is None:
+        check()
         _runtime = Runtime(versions.unsupported_version(versions.sglang_version()))
         if _runtime.inactive_reason is None:
             _runtime.inactive_reason = hooks.install(_runtime)
@@ -78,6 +95,7 @@ def make_sampler() -> FlashSampler:
             _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)
         _runtime.agree()
         hooks.install_status_hook(lambda: _runtime.status)
+        hooks.install_idle_hook(_runtime)
         if _runtime.inactive_reason is not None:
             _runtime.announce_inactive()
     return FlashSampler(_runtime)

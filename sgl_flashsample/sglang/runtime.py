@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,15 @@ from ..kernels.params import BatchParams
 from ..kernels.rng import NOISE_ABI
 from ..kernels.workspace import Workspace
 from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinfer
+from ..switches import (
+    PLANE_VARIABLE,
+    REPORT_PATH_VARIABLE,
+    REQUIRE_VARIABLE,
+    SCREEN_VARIABLE,
+    STEP_GRAPHS_VARIABLE,
+    switch,
+    word,
+)
 from ..tables.lookup import resolve
 from . import support, token_counts
 from .batch import Batch, Routing, SampleIndices
@@ -26,16 +34,13 @@ from .exchange import Exchange, RankSync
 from .head import HeadState
 from .metrics import Metrics
 from .model_graph import ExtraRoot
-from .screen_lifecycle import SCREEN_VARIABLE, HeadScreen, ScreenMode, screen_mode, unsupported_screen
+from .screen_lifecycle import HeadScreen, ScreenMode, screen_mode, unsupported_screen
 from .versions import sglang_version
 
 logger = logging.getLogger("sgl_flashsample")
 
-REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
-STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
-REQUIRE_VARIABLE = "FLASHSAMPLE_REQUIRE"
-PLANE_VARIABLE = "FLASHSAMPLE_DECISION_PLANE"
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
+IDLE_READS = 4  # of counters on the device after the last step: a copy may have to wait for its turn, then arrives
 NATIVE_FEATURES = "custom logit processors, sampling masks, beam search, top logprobs and token-id logprobs"
 
 
@@ -53,9 +58,9 @@ class NotActiveError(RuntimeError):
 
 
 def refuse_to_start(reason: str) -> None:
-    """Where ``FLASHSAMPLE_REQUIRE`` is 1, log the reason as an error and raise NotActiveError."""
-    if os.environ.get(REQUIRE_VARIABLE) == "1":
-        message = f"flashsample: the server does not start, because {REQUIRE_VARIABLE} is 1 and {reason}"
+    """Where ``FLASHSAMPLE_REQUIRE`` is on, log the reason as an error and raise NotActiveError."""
+    if switch(REQUIRE_VARIABLE):
+        message = f"flashsample: the server does not start, because {REQUIRE_VARIABLE} is on and {reason}"
         logger.error("%s", message)
         raise NotActiveError(message)
 
@@ -77,13 +82,15 @@ class Runtime:
         self.no_grammars_reason: str | None = None
         self.server_seed = 0
         self.custom_processors = self.original_logprobs = self.bool_masks = False
-        self.report_path = os.environ.get(REPORT_PATH_VARIABLE) == "1"
-        self.use_step_graphs = os.environ.get(STEP_GRAPHS_VARIABLE) != "0"
-        self.wants_plane = _wants_plane()
+        self.report_path = bool(switch(REPORT_PATH_VARIABLE))
+        self.use_step_graphs = bool(switch(STEP_GRAPHS_VARIABLE))
+        self.wants_plane = word(PLANE_VARIABLE) == "cpu"
         self.screen_mode = screen_mode()
         self.no_screen_reason = _unsupported_screens(self.screen_mode)
         self.samples = SampleIndices()
         self._warned_of_request = False
+        self.samplers: list[Any] = []
+        self._idle_reads: int | None = 0  # still to be made of the device's counters; None after a failure
         self.weights_settled = True
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
@@ -143,7 +150,7 @@ class Runtime:
             "sgl-flashsample": __version__,
             "SGLang": sglang_version(),
             "NOISE_ABI": NOISE_ABI,
-            REQUIRE_VARIABLE: os.environ.get(REQUIRE_VARIABLE, ""),
+            REQUIRE_VARIABLE: switch(REQUIRE_VARIABLE),
             "SGLANG_RETURN_ORIGINAL_LOGPROB": self.original_logprobs,
             "custom logit processors": self.custom_processors,
             "grammar masks of bools": self.bool_masks,
@@ -602,19 +609,32 @@ class Runtime:
 
     def _count(self, routing: Routing, num_truncated: int, started: float | None) -> None:
         if self.metrics.add_batch(routing, num_truncated, started):
-            for state in self.heads:
-                self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
-                if state.screen is not None:
-                    self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
-            self.metrics.flush()
+            self._show_counts()
 
+    def _show_counts(self) -> None:
+        for state in self.heads:
+            self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
+            if state.screen is not None:
+                self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
+        self.metrics.flush()
 
-def _wants_plane() -> bool:
-    """What ``FLASHSAMPLE_DECISION_PLANE`` says."""
-    text = os.environ.get(PLANE_VARIABLE, "")
-    if text not in ("", "cpu"):
-        logger.warning("flashsample: %s is %r; expected cpu; the fused pass draws", PLANE_VARIABLE, text)
-    return text == "cpu"
+    def idle(self) -> None:
+        """SGLang has nothing to do, and says so again and again: bring the counters of the last steps up to date."""
+        if self._idle_reads is None:
+            return
+        try:
+            for sampler in self.samplers:
+                if sampler.repeated is not None:
+                    sampler.repeated.count()
+            now = time.perf_counter()
+            if self.metrics.is_behind(now):
+                self._idle_reads = IDLE_READS
+            if self._idle_reads and now >= self.metrics.next_flush:
+                self._idle_reads -= 1
+                self._show_counts()
+        except Exception as error:  # counters are not worth a server
+            self._idle_reads = None
+            logger.warning("flashsample: counters of an idle server may lag: %s: %s", type(error).__name__, error)
 
 
 def _heads_of(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:

@@ -77,6 +77,7 @@ class FlashSampler(Sampler):
         self.runtime = runtime
         self.native_backend = _native_backend()
         self.repeated: RepeatedStep | None = None
+        runtime.samplers.append(self)
 
     def forward(
         self,
@@ -126,6 +127,8 @@ class FlashSampler(Sampler):
         if runtime.inactive_reason is not None:
             raise Unserved(Reason.INACTIVE)
         if type(lazy) is not LazyLogits or lazy.is_dense:
+            if runtime.all_native_reason is not None:  # no head of this server is fused
+                raise Unserved(Reason.INACTIVE)
             known = getattr(call.logits_output, REASON_ATTRIBUTE, None)
             raise Unserved(known or (Reason.INPUT_LOGPROBS if call.return_logprob else Reason.LOGITS_COMPUTED))
         if batch is None or len(batch) != num_rows:

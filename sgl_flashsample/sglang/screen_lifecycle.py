@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
 import time
 from collections.abc import Sequence
 
@@ -22,11 +21,10 @@ from ..kernels.params import LMHead
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.workspace import ScreenCounter
 from ..screen import Screen, unsupported_head
+from ..switches import SCREEN_VARIABLE, word
 from .metrics import DeviceCounters
 
 logger = logging.getLogger("sgl_flashsample")
-
-SCREEN_VARIABLE = "FLASHSAMPLE_SCREEN"
 
 
 class ScreenMode(enum.StrEnum):
@@ -50,12 +48,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 3600.0  # twice as long each 
 
 def screen_mode() -> ScreenMode:
     """What ``FLASHSAMPLE_SCREEN`` says."""
-    text = os.environ.get(SCREEN_VARIABLE, ScreenMode.AUTO)
-    try:
-        return ScreenMode(text)
-    except ValueError:
-        logger.warning("flashsample: %s is %r; expected auto, on or off; using auto", SCREEN_VARIABLE, text)
-        return ScreenMode.AUTO
+    return ScreenMode(word(SCREEN_VARIABLE))
 
 
 def unsupported_screen(head: LMHead, table: DispatchTable, mode: ScreenMode, max_rows: int) -> str | None:

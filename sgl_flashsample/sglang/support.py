@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 from ..cpu_path import draws_in_host_memory, unsupported_by_machine
 from ..defaults import FAMILIES, family_of
+from ..files import first_line
+from ..switches import RANKS_VARIABLE, SPECULATION_VARIABLE, switch
 
-SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
 # Whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
 # Verified by default, on one rank and with one draft head: measured on GPUs, and not slower.
 MEASURED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 # Whose draft model has one head, run by the one worker that we know.
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
 # Served by default, as measured on GPUs: by tensor-parallel ranks and pipeline stages, the arguments that ask for them.
 MEASURED_RANKS = {(2, 1): "--tp-size 2", (4, 1): "--tp-size 4", (1, 2): "--pp-size 2"}
 MAX_EXCHANGED_IDS = 2**24  # as float32
@@ -30,22 +29,20 @@ def _is_set(envs: Any, name: str) -> bool:
     return setting is not None and bool(setting.get())
 
 
-_LORA_HEAD = {"all", "lm_head"}  # values of --lora-target-modules that mean the LM head
-
-
 def unsupported_server() -> str | None:
     """Why nothing is fused under this server's arguments; None when the fused pass may run."""
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_lora, get_observability, get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_flags, get_observability, get_parallel
 
     parallel, execution, ranks = get_parallel(), get_exec(), get_parallel().tp_size
-    lora = get_lora()
     dump = getattr(get_observability(), "debug_tensor_dump_output_folder", None)
     several = torch.cuda.is_available() and (ranks > 1 or parallel.pp_size > 1)
     if several and (unmeasured := _unmeasured_ranks()) is not None:
         return unmeasured
     if (speculation := unsupported_speculation()) is not None:
         return speculation
+    if (adapters := unsupported_adapters()) is not None:
+        return adapters
     graph = execution.graph.cuda_graph_config
     checks = (
         # Newer SGLang has only the width, and no groups to ask for it where there is one rank.
@@ -60,8 +57,6 @@ def unsupported_server() -> str | None:
         ("on-policy RL logprobs", execution.deterministic.rl_on_policy_target is not None),
         ("diffusion LLM", execution.dllm.dllm_algorithm is not None),
         ("PD multiplexing", get_disagg().enable_pdmux),
-        # Later than our check of the head, SGLang puts another one in its place.
-        ("LoRA of the LM head", bool(lora.enable_lora) and bool(_LORA_HEAD & set(lora.lora_target_modules or ()))),
         ("two-batch overlap", execution.overlap.enable_two_batch_overlap),
         ("torch.compile", get_flags().capture.enable_torch_compile or execution.graph.enable_torch_compile),
         (
@@ -77,11 +72,11 @@ def _unmeasured_ranks() -> str | None:
     """Why a server of several GPUs is left to SGLang by default, or as its user wants it; None where it is not."""
     from sglang.srt.runtime_context import get_parallel
 
-    parallel, wanted = get_parallel(), os.environ.get(RANKS_VARIABLE)
-    if wanted == "0":
-        return f"several GPUs are left to SGLang, as {RANKS_VARIABLE} is 0"
+    parallel, wanted = get_parallel(), switch(RANKS_VARIABLE)
+    if wanted is False:
+        return f"several GPUs are left to SGLang, as {RANKS_VARIABLE} is off"
     replicated = parallel.tp_size > 1 and parallel.attn_dp_size > 1
-    if wanted == "1" or ((parallel.tp_size, parallel.pp_size) in MEASURED_RANKS and not replicated):
+    if wanted or ((parallel.tp_size, parallel.pp_size) in MEASURED_RANKS and not replicated):
         return None
     return (
         f"of several GPUs, those of {', '.join(MEASURED_RANKS.values())} are served by default, which have been "
@@ -91,7 +86,7 @@ def _unmeasured_ranks() -> str | None:
 
 def unmeasured_exchange(device: torch.device) -> str | None:
     """Why ranks that exchange by collectives are left to SGLang by default; None where they are not."""
-    if device.type == "cpu" or os.environ.get(RANKS_VARIABLE) == "1":
+    if device.type == "cpu" or switch(RANKS_VARIABLE):
         return None
     return (
         "SGLang's custom all-reduce, which shows that GPUs reach each other's memory, is off or not used here, and "
@@ -122,17 +117,40 @@ def unsupported_speculation() -> str | None:
         ("speculative decoding with DP attention", parallel.tp_size > 1 and parallel.attn_dp_size > 1),
     )
     reason = next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
-    wanted = os.environ.get(SPECULATION_VARIABLE)
-    if reason is not None or wanted == "1":
+    wanted = switch(SPECULATION_VARIABLE)
+    if reason is not None or wanted:
         return reason
-    if wanted == "0":
-        return f"speculative decoding is left to SGLang, as {SPECULATION_VARIABLE} is 0"
+    if wanted is False:
+        return f"speculative decoding is left to SGLang, as {SPECULATION_VARIABLE} is off"
     if name in MEASURED_ALGORITHMS and parallel.tp_size == 1 and not has_several_draft_heads():
         return None
     return (
         f"of speculative decoding, what has been measured is on by default: {', '.join(MEASURED_ALGORITHMS)} with one "
         f"draft head, on one GPU; {SPECULATION_VARIABLE}=1 turns all on"
     )
+
+
+def unsupported_adapters() -> str | None:
+    """Why the LoRA adapters of this server leave it to SGLang; None where none of them reaches the LM head.
+
+    After our check of the head, SGLang puts another one in its place, or does not, for as long as the server runs: by
+    the modules that are named, else by those of the adapters that it starts with. It refuses a later adapter of others.
+    """
+    from sglang.srt.runtime_context import get_lora
+
+    lora = get_lora()
+    if not lora.enable_lora:
+        return None
+    try:
+        from sglang.srt.lora.lora_config import LoRAConfig
+        from sglang.srt.lora.utils import get_normalized_target_modules
+
+        named = [lora.lora_target_modules] if lora.lora_target_modules else []
+        named = named or [LoRAConfig(adapter.lora_path).target_modules for adapter in lora.lora_paths or ()]
+        modules = set().union(*map(get_normalized_target_modules, named))
+    except Exception as error:  # a file that SGLang will not read either, or an SGLang that reads it otherwise
+        return f"the modules of the LoRA adapters cannot be read ({first_line(error)})"
+    return "LoRA of the LM head is not supported yet" if modules & {"all", "lm_head"} else None
 
 
 def unsupported_drafts() -> str | None:
@@ -186,13 +204,10 @@ def unsupported_screens() -> str | None:
 
     A screen is a copy of the head: nobody may write to the head, or add to its output, without our being told.
     """
-    from sglang.srt.runtime_context import get_lora, get_model
+    from sglang.srt.runtime_context import get_model
 
-    lora, model = get_lora(), get_model()
-    modules = set(lora.lora_target_modules or ())
+    model = get_model()
     checks = (
-        # Where no modules are named, the adapters say which ones they change.
-        ("LoRA adapters may reach the LM head", lora.enable_lora and (not modules or modules & _LORA_HEAD)),
         ("the weights are shared with other processes", model.weight_cache_mode != "off"),
         (
             "other processes may write to the weights (a transfer engine)",

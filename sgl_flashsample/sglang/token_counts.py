@@ -18,10 +18,10 @@ import torch
 
 from ..files import hold, one_line, write_whole
 from ..hot_vocab import HotVocab
+from ..switches import TRACE_VARIABLE, text
 
 logger = logging.getLogger("sgl_flashsample")
 
-FILE_VARIABLE = "FLASHSAMPLE_TRACE"
 _EMPTY = torch.iinfo(torch.int64).min
 
 
@@ -39,7 +39,7 @@ class TokenCounts:
     @classmethod
     def of_this_server(cls) -> TokenCounts | None:
         """What the environment asks for; None where it asks for nothing, or another process of this server counts."""
-        file = os.environ.get(FILE_VARIABLE)
+        file = text(TRACE_VARIABLE)
         if not file:
             return None
         try:
@@ -54,7 +54,7 @@ class TokenCounts:
             return cls(Path(file).absolute(), one_line(Path(model).name if os.path.isdir(model) else model))
         except Exception as error:  # must not keep a server from starting
             reason = f"{type(error).__name__}: {one_line(str(error), 300)}"
-            logger.warning("flashsample: drawn tokens are not counted (%s): %s", FILE_VARIABLE, reason)
+            logger.warning("flashsample: drawn tokens are not counted (%s): %s", TRACE_VARIABLE, reason)
             return None
 
     def __init__(

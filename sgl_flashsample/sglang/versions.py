@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import os
 import pkgutil
 
+from ..switches import ANY_VERSION_VARIABLE, switch
+
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
-ANY_VERSION_VARIABLE = "FLASHSAMPLE_ANY_SGLANG"
 
 # Hook target -> the leading parameters that our wrapper relies on, alike in all known versions.
 HOOK_TARGETS: dict[str, tuple[str, ...]] = {
@@ -81,7 +81,7 @@ def sglang_version() -> str:
 
 def unsupported_version(version: str) -> str | None:
     """Why the fused pass stays off for this SGLang version; None when it is known (or trying it is allowed)."""
-    if os.environ.get(ANY_VERSION_VARIABLE) == "1":
+    if switch(ANY_VERSION_VARIABLE):
         return None
     known = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
     try:

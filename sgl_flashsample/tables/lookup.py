@@ -29,6 +29,7 @@ from ..kernels.config import (
     TileConfig,
 )
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config
+from ..switches import FAMILY_VARIABLE, FILE_VARIABLE, FOLDERS_VARIABLE, switch, text
 from .fingerprint import installed_fingerprints
 from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, TableError, file_name
 
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from ..dispatch import DispatchTable
     from ..kernels.params import LMHead
 
-FILE_VARIABLE = "FLASHSAMPLE_TUNED"
-FOLDERS_VARIABLE = "FLASHSAMPLE_TUNED_DIR"
-FAMILY_VARIABLE = "FLASHSAMPLE_ALLOW_FAMILY"
 MAX_FILES = 1000  # of a folder that are looked at for tables of the same family
 # Versions of which another minor release may compile otherwise, or multiply otherwise: cuBLAS comes with CUDA.
 COMPARED = ("triton", "cuda")
@@ -60,6 +58,7 @@ class Match(enum.StrEnum):
 
 SHIPPED_SOURCE = "shipped"
 FRESH = (Match.EXACT, Match.COMPATIBLE)  # tables whose times still hold
+EXPLAINED = (Match.OTHER_VERSIONS, Match.STALE)  # tables of which the log line says what has changed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +104,7 @@ class ResolvedTable:
         confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
         sizes = self.dispatch.flashinfer
         flashinfer = f"; FlashInfer draws truncated batches of {ranges_of(sizes)} rows without seeds" if sizes else ""
-        match = f"{file.match}: {'; '.join(file.differs)}" if file.match is Match.OTHER_VERSIONS else file.match
+        match = f"{file.match}: {'; '.join(file.differs)}" if file.match in EXPLAINED else file.match
         return (
             f"tuned table {file.file} (match of GPU, LM head and versions: {match}; from: {file.source}): tuned kernel "
             f"settings for {len(table.entries)} batch sizes; built-in ones for {confirmed} others, where they measured "
@@ -230,12 +229,12 @@ def find(
     """The table for ``target``, and a line for each file or folder that was named but is of no use.
 
     ``file``, or ``FLASHSAMPLE_TUNED``, wins if it can be used at all. Of the folders (``folders``), the first that has
-    an exact or compatible table, else the first that has a stale one, else, where ``FLASHSAMPLE_ALLOW_FAMILY`` is 1,
+    an exact or compatible table, else the first that has a stale one, else, where ``FLASHSAMPLE_ALLOW_FAMILY`` is on,
     one of another GPU of the same compute capability. Raises nothing.
     """
     warnings: list[str] = []
-    family = environ.get(FAMILY_VARIABLE) == "1"
-    named = file or environ.get(FILE_VARIABLE)
+    family = bool(switch(FAMILY_VARIABLE, environ))
+    named = file or text(FILE_VARIABLE, environ)
     if named:
         table_file = _try(Path(named), "the named file", target, family, warnings)
         if table_file is not None:
@@ -243,7 +242,8 @@ def find(
     best: TableFile | None = None
     for folder, source in folders(environ, warnings):
         for path in _candidates(folder, target, family):
-            table_file = _try(path, source, target, family, warnings)
+            # Who has not tuned can do nothing about a shipped table that cannot be used.
+            table_file = _try(path, source, target, family, [] if source == SHIPPED_SOURCE else warnings)
             if table_file is not None and (best is None or _rank(table_file) < _rank(best)):
                 best = table_file
         if best is not None and best.match in FRESH:
@@ -258,7 +258,7 @@ def _rank(table_file: TableFile) -> int:
 def folders(environ: Mapping[str, str], warnings: list[str] | None = None) -> Iterator[tuple[Path, str]]:
     """The folders of the lookup order, with their names in words. A folder that the user named and that is not there
     gets a line in ``warnings``."""
-    for name in filter(None, environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)):
+    for name in filter(None, text(FOLDERS_VARIABLE, environ).split(os.pathsep)):
         if not os.path.isdir(name) and warnings is not None:
             warnings.append(f"{FOLDERS_VARIABLE}: {one_line(name, 300)} is not a folder")
         yield Path(name), FOLDERS_VARIABLE
@@ -407,8 +407,8 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
 
     warnings = []
     # Who has not tuned is not told at every start to tune anew: of a shipped table the log line says it.
-    expected = table_file.match is Match.OTHER_VERSIONS and table_file.source == SHIPPED_SOURCE
-    if table_file.match not in FRESH and not expected:
+    shipped = table_file.source == SHIPPED_SOURCE
+    if table_file.match not in FRESH and not (shipped and table_file.match in EXPLAINED):
         differs = "; ".join(table_file.differs)
         advice = "run `sgl-flashsample tune run` again"
         advice += "" if table_file.match is Match.FAMILY else ", or see with `tune verify` whether its times still hold"
@@ -435,6 +435,6 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
                 if entry.flashinfer and kind == BatchKind(truncate=True):
                     flashinfer.update(rows_of_size)
             measured.setdefault(kind, set()).update(rows_of_size)
-    if unusable:
+    if unusable and not shipped:
         warnings.append(f"{table_file.file}: not used, {'; '.join(sorted(unusable))[:500]}")
     return DispatchTable(traits, tuned, measured, flashinfer), warnings

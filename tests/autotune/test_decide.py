@@ -155,7 +155,7 @@ def test_a_race_whose_times_contradict_its_rounds_is_run_again(tmp_path, contrad
     repeats = [line for line in decided.notes if "its times contradict its rounds; again" in line]
     assert entry.launch == OTHER and len(repeats) == len(races) - 1 == min(contradicting, MAX_TRIES - 1)
     assert (gains_apart(entry.gain, entry.us, entry.default_us) <= GAIN_TOLERANCE) == (contradicting == 1)
-    errors, _ = check(str(decided.path))
+    errors, _, _ = check(str(decided.path))
     assert any("its times give" in error for error in errors) == (contradicting > 1), "it is not published unseen"
 
 

@@ -441,17 +441,17 @@ def test_merge_may_write_over_one_of_its_inputs_and_into_a_folder(command, file,
 # --- lint
 
 
-def test_lint_passes_a_good_table_and_says_what_is_stale(command, file, tmp_path):
-    note = f"{file}: note: no sizes for truncate, edit\n1 of 1 tables are well-formed\n"
+def test_lint_passes_a_good_table_and_no_stale_one(command, file, tmp_path):
+    note = f"{file}: note: no sizes for truncate, edit\n1 of 1 tables are well-formed and up to date\n"
     assert command("lint", file) == (0, note, "")
     (tmp_path / "old").mkdir()
     old = put(tmp_path / "old" / TABLE.file_name, msgspec.structs.replace(TABLE, kernels={}, defaults="sha256:00"))
     code, out, _ = command("lint", file, old)
-    assert code == 0, "an old table is still a table"
+    assert code == 1 and out.endswith("1 of 2 tables are well-formed and up to date\n")
     assert f"{old}: stale: the kernels of fused have changed since it was measured" in out
     assert f"{old}: stale: the built-in choices have changed since it was measured" in out
     unknown = put(tmp_path / "old" / TABLE.file_name, msgspec.structs.replace(SCREENED, measure=TABLE.measure))
-    assert "note: measure.screen is missing: what memory a screen takes" in check(str(unknown))[1]
+    assert "measure.screen is missing: what memory a screen takes" in check(str(unknown))[2]
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_lint_names_what_is_wrong_and_exits_with_one(command, file, change, mess
     code, out, _ = command("lint", file)
     assert code == 1
     assert f"{file}: error: " in out and message in out
-    assert out.endswith("0 of 1 tables are well-formed\n")
+    assert out.endswith("0 of 1 tables are well-formed and up to date\n")
 
 
 def test_every_shipped_table_is_fit_to_be_shipped():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -38,6 +40,7 @@ from sgl_flashsample.kernels.params import LARGEST_LOGIT, LMHead, LogitsSpec
 from sgl_flashsample.kernels.reference import group_noise_ref, group_scores_ref
 
 numba = pytest.importorskip("numba")
+loops_cache = pytest.importorskip("sgl_flashsample.loops_cache")
 CPU = torch.device("cpu")
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -407,6 +410,87 @@ def test_without_numba_an_import_error_says_what_to_install(monkeypatch):
             sample_on_cpu(logits, LogitsSpec(400), rows_of(logits))
     finally:
         cpu_path._loops.cache_clear()
+
+
+# --- Numba's cache ----------------------------------------------------------------------------------------------------
+
+TRUNCATED = """
+import os, shutil, sys, torch
+from pathlib import Path
+from sgl_flashsample import BatchParams
+from sgl_flashsample.cpu_path import sample_on_cpu
+from sgl_flashsample.kernels.params import LogitsSpec
+from sgl_flashsample.loops_cache import cache_folder
+folder = Path(cache_folder())
+assert str(folder).startswith(os.environ["NUMBA_CACHE_DIR"])
+shutil.copytree(sys.argv[1], folder, dirs_exist_ok=True)
+for file in folder.glob("cpu_loops.*.nbi"):
+    os.truncate(file, 60)
+logits = torch.arange(400.0).expand(1, 400)
+row = torch.zeros(1, dtype=torch.int64)
+print("drawn", sample_on_cpu(logits, LogitsSpec(400), BatchParams(row.float(), row, row)).token_ids.tolist())
+print("left", [file.name for file in folder.glob("cpu_loops.*.nb[ic]")])
+"""
+
+
+@pytest.mark.slow
+def test_incomplete_files_of_numbas_cache_are_removed_and_the_loops_compiled_anew(tmp_path):
+    """As a full disk leaves them."""
+    logits = torch.zeros(1, 400)
+    sample_on_cpu(logits, LogitsSpec(400), rows_of(logits))
+    command = [sys.executable, "-c", TRUNCATED, loops_cache.cache_folder()]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["drawn [399]", "left []"], done.stderr
+    assert f"flashsample: Numba's cache in {tmp_path}" in done.stderr
+
+
+def test_the_files_of_other_sources_stay_in_numbas_cache(monkeypatch, tmp_path, caplog):
+    for name in ("cpu_loops._draw-1.py311.nbi", "cpu_loops._draw-1.py311.1.nbc", "other._draw-1.py311.nbi"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(loops_cache, "cache_folder", lambda: str(tmp_path))
+    function = numba.njit(cache=True)(_plus)
+    loops_cache.leave_cache([function, 1], "cpu_loops", EOFError("Ran out of input"))
+    assert [file.name for file in tmp_path.iterdir()] == ["other._draw-1.py311.nbi"]
+    function(1)
+    assert not function.stats.cache_hits and not function._cache._enabled
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith(f"flashsample: Numba's cache in {tmp_path} cannot be used")
+    assert line.endswith("EOFError: Ran out of input")
+
+
+def _plus(number):
+    return number + 1
+
+
+def test_where_numba_can_write_to_no_folder_the_loops_are_not_kept_and_one_line_says_so(monkeypatch, caplog):
+    def no_locator(**options):
+        raise RuntimeError("cannot cache function '_philox': no locator available for file 'cpu_loops.py'")
+
+    assert loops_cache.can_cache() and not caplog.records
+    monkeypatch.setattr(loops_cache, "njit", no_locator)
+    assert not loops_cache.can_cache()
+    (line,) = [record.message for record in caplog.records]
+    assert "NUMBA_CACHE_DIR names another one" in line
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_loops_that_cannot_be_compiled_with_a_cache_are_compiled_without(monkeypatch, caches):
+    """Where there is no cache, the error is one of the loops."""
+    from sgl_flashsample import cpu_loops
+
+    def compile_loops(kind, cache):
+        if cache is caches:
+            raise EOFError("Ran out of input")
+        return types.SimpleNamespace(address=(kind, cache))
+
+    left = []
+    monkeypatch.setattr(cpu_loops, "_CACHES", caches)
+    monkeypatch.setattr(cpu_loops, "_sampler_of", compile_loops)
+    monkeypatch.setattr(cpu_loops, "leave_cache", lambda functions, name, error: left.append((name, str(error))))
+    with contextlib.nullcontext() if caches else pytest.raises(EOFError):
+        assert cpu_loops.sampler_of.__wrapped__("int32") == (np.int32, False)
+    assert left == [("cpu_loops", "Ran out of input")] * caches
 
 
 # --- the public functions, without the interpreter --------------------------------------------------------------------

@@ -310,22 +310,43 @@ def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, t
 
 
 @pytest.mark.parametrize("shipped", [True, False], ids=["shipped", "of the user"])
-def test_a_table_of_other_versions_is_used_and_only_one_of_the_user_is_worth_a_warning(
-    head, tmp_path, monkeypatch, shipped
+@pytest.mark.parametrize(
+    "changes, match, differs",
+    [
+        ({"env": lookup.environment() | {"triton": "3.5.1"}}, Match.OTHER_VERSIONS, r"triton is \S+, it was 3\.5\.1"),
+        ({"kernels": {}}, Match.STALE, KERNELS_CHANGED),
+    ],
+    ids=["other versions", "stale"],
+)
+def test_a_table_that_no_longer_fits_is_used_and_only_one_of_the_user_is_worth_a_warning(
+    head, tmp_path, monkeypatch, shipped, changes, match, differs
 ):
     table = own_table(head)
-    path = put(tmp_path, replace(table, env=table.env | {"triton": "3.5.1"}), table.file_name)
+    path = put(tmp_path, replace(table, **changes), table.file_name)
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(lookup.FILE_VARIABLE, raising=False)
     monkeypatch.setattr(lookup, "SHIPPED", tmp_path if shipped else tmp_path / "nowhere")
     monkeypatch.setenv(lookup.FOLDERS_VARIABLE, "" if shipped else str(tmp_path))
     resolved = resolve(head)
-    assert resolved.table_file.match is Match.OTHER_VERSIONS and resolved.dispatch.lookup(16) == TILE
-    differs = r"triton is \S+, it was 3\.5\.1"
-    assert re.search(rf"{path} \(match of GPU, LM head and versions: of other versions: .*{differs}", resolved.line())
+    assert resolved.table_file.match is match and resolved.dispatch.lookup(16) == TILE
+    assert re.search(rf"{path} \(match of GPU, LM head and versions: {match}: .*{differs}", resolved.line())
     assert len(resolved.warnings) == (0 if shipped else 1)
     if not shipped:
         assert re.search(differs, resolved.warnings[0]) and "tune run` again" in resolved.warnings[0]
+
+
+@pytest.mark.parametrize("content", ["no table", "entries that cannot run here"])
+def test_a_shipped_table_that_is_of_no_use_is_worth_no_warning(head, tmp_path, monkeypatch, content):
+    table = own_table(head, entries=[make_entry("plain", 16, SCREEN)], kernels=SCREENED_KERNELS)
+    path = put(tmp_path, table, table.file_name)
+    if content == "no table":
+        Path(path).write_text("{")
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv(lookup.FILE_VARIABLE, raising=False)
+    monkeypatch.setenv(lookup.FOLDERS_VARIABLE, "")
+    monkeypatch.setattr(lookup, "SHIPPED", tmp_path)
+    resolved = resolve(head)
+    assert resolved.warnings == () and resolved.dispatch.lookup(16) == default_table(head).lookup(16)
 
 
 def test_entries_that_cannot_run_here_are_left_to_the_built_in_choice_with_one_warning(head, tmp_path):

@@ -121,6 +121,15 @@ def test_randomness_of_kernels_and_server_comes_from_rng_alone():
 
 
 @each_source
+def test_the_environment_variables_of_this_package_are_read_in_one_file(path):
+    """Elsewhere their names are only set, for processes that are started."""
+    if path.name != "switches.py":
+        for line in path.read_text().splitlines():
+            named = re.search(r"[\"']FLASHSAMPLE_|_VARIABLE\b", line)
+            assert not (named and re.search(r"environ\.get\(|getenv\(|environ\[[^]]*\](?! =)", line)), line
+
+
+@each_source
 def test_nothing_is_unpickled_evaluated_or_listened_on(path):
     pattern = re.compile(r"\b(pickle|dill|marshal)\b|\b(eval|exec)\(|torch\.load\b|yaml\.load\b|socket\.listen")
     assert not pattern.search(path.read_text())

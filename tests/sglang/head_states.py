@@ -4,8 +4,10 @@ states; and CUDA graphs that need no GPU."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -216,6 +218,19 @@ class TorchProcessor(Processor, torch.nn.Module):
         Processor.__init__(self, **attributes)
 
 
+class Adapter:
+    """As SGLang's ``LoRAConfig``: what an adapter's folder says of it."""
+
+    def __init__(self, path: str) -> None:
+        config = json.loads((Path(path) / "adapter_config.json").read_text())
+        self.target_modules: str | list[str] = config["target_modules"]
+
+
+def lora_modules(named: Any) -> set[str]:
+    """As SGLang's ``get_normalized_target_modules``."""
+    return {"all"} if isinstance(named, str) else {{"output": "lm_head"}.get(name, name) for name in named}
+
+
 def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleType]]:
     """The settings of a plain server, to be changed by a test, and the modules in which our code looks them up."""
     space = types.SimpleNamespace
@@ -254,7 +269,7 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
         observability=space(
             enable_metrics=False, enable_metrics_for_all_schedulers=False, debug_tensor_dump_output_folder=None
         ),
-        lora=space(enable_lora=None, lora_target_modules=None),
+        lora=space(enable_lora=None, lora_target_modules=None, lora_paths=[]),
         model=space(
             model_path="model",
             weight_cache_mode="off",
@@ -269,6 +284,9 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
         "sglang.srt.layers": {},
         "sglang.srt.runtime_context": {f"get_{name}": (lambda part=part: part) for name, part in vars(config).items()},
         "sglang.srt.environ": {"envs": config.environ},
+        "sglang.srt.lora": {},
+        "sglang.srt.lora.lora_config": {"LoRAConfig": Adapter},
+        "sglang.srt.lora.utils": {"get_normalized_target_modules": lora_modules},
         "sglang.srt.layers.sampler": {"SGLANG_RETURN_ORIGINAL_LOGPROB": False, "Sampler": object},
         "sglang.srt.layers.logits_processor": {
             "LogitsProcessor": Processor,

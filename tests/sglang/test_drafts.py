@@ -675,23 +675,14 @@ def installed(server_config, monkeypatch) -> list:
 
 
 @pytest.mark.parametrize(
-    "text, mode, words",
-    [
-        (None, "coupled", None),
-        ("coupled", "coupled", None),
-        ("greedy", "greedy", None),
-        ("stock", None, None),
-        ("1", None, "FLASHSAMPLE_DRAFTS is '1'; expected coupled, greedy, stock"),
-    ],
+    "text, mode", [(None, "coupled"), ("coupled", "coupled"), ("greedy", "greedy"), ("stock", None)]
 )
-def test_drafts_are_what_the_switch_says(installed, runtime, monkeypatch, caplog, text, mode, words):
+def test_drafts_are_what_the_switch_says(installed, runtime, monkeypatch, caplog, text, mode):
     if text is not None:
         monkeypatch.setenv(DRAFTS_VARIABLE, text)
     start(runtime, installed.append)
     assert [drafts.mode for drafts in installed] == ([] if mode is None else [mode])
-    assert [record.message.partition("the same: ")[2] for record in caplog.records] == (
-        [] if words is None else [words]
-    )
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

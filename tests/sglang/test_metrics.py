@@ -142,16 +142,14 @@ def test_metrics_reach_the_log_once_per_interval_and_prometheus_more_often(monke
     ]
 
 
-@pytest.mark.parametrize("text", ["0", "0.25", "1e3", None, "nan", "inf", "-1", "often", ""])
-def test_the_interval_is_the_environments_or_after_one_warning_the_default(monkeypatch, caplog, text):
+@pytest.mark.parametrize("text", ["0", "0.25", "1e3", None])
+def test_the_interval_is_the_environments(monkeypatch, text):
     monkeypatch.delenv(LOG_SECONDS_VARIABLE, raising=False)
     if text is not None:
         monkeypatch.setenv(LOG_SECONDS_VARIABLE, text)
     good = {"0": 0.0, "0.25": 0.25, "1e3": 1000.0}
     seconds, counted = good.get(text, 60.0), Metrics(prometheus=False)
     assert (counted.log_seconds, counted.read_seconds) == (seconds, min(seconds, 1.0))
-    warning = f"flashsample: FLASHSAMPLE_LOG_SECONDS is '{text}'; expected seconds, as a number; using 60"
-    assert [record.message for record in caplog.records] == ([] if text is None or text in good else [warning])
 
 
 @needs_sglang

@@ -54,7 +54,7 @@ def test_an_engine_that_must_fuse_does_not_start_where_sglang_replaces_its_backe
     markov.write(tmp_path / "one", size, 0)
     options = {"enable_deterministic_inference": True} if CUDA else {}
     done = run_engine(tmp_path, size, options, SGLANG_PLUGINS="flashsample")
-    reason = "FLASHSAMPLE_REQUIRE is 1 and SGLang uses the sampling backend pytorch instead of flashsample"
+    reason = "FLASHSAMPLE_REQUIRE is on and SGLang uses the sampling backend pytorch instead of flashsample"
     assert done.returncode != 0 and f"flashsample: the server does not start, because {reason}" in done.stderr
 
 

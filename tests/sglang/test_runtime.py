@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -84,15 +86,64 @@ def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(
     [
         (True, ["all"], False),
         (True, {"q_proj", "lm_head"}, False),
+        (True, {"output"}, False),
         (True, ["q_proj"], True),
-        (True, None, True),
         (None, ["all"], True),
     ],
 )
-def test_lora_adapters_of_the_lm_head_leave_the_server_to_sglang(server_config, enabled, modules, served):
-    """Where no modules are named, the adapters name them: a head that is wrapped later is refused then."""
+def test_lora_of_the_lm_head_leaves_the_server_to_sglang(server_config, enabled, modules, served):
     vars(server_config.lora).update(enable_lora=enabled, lora_target_modules=modules)
     assert Runtime(None).inactive_reason == (None if served else "LoRA of the LM head is not supported yet")
+
+
+LORA_PLACES = pytest.mark.parametrize(
+    "adapters, served",
+    [
+        ([["q_proj", "v_proj"]], True),
+        ([["q_proj"], ["gate_proj", "lm_head"]], False),
+        (["all-linear"], False),
+        ([], True),
+    ],
+    ids=str,
+)
+
+
+def write_adapters(folder: Path, adapters: list) -> list[types.SimpleNamespace]:
+    """As ``lora_paths`` of SGLang's configuration."""
+    paths = [folder / str(place) for place in range(len(adapters))]
+    for path, modules in zip(paths, adapters, strict=True):
+        path.mkdir()
+        (path / "adapter_config.json").write_text(json.dumps({"target_modules": modules, "r": 8, "lora_alpha": 8}))
+    return [types.SimpleNamespace(lora_path=str(path)) for path in paths]
+
+
+@LORA_PLACES
+def test_where_no_modules_are_named_the_adapters_say_whether_they_reach_the_lm_head(
+    server_config, tmp_path, adapters, served
+):
+    vars(server_config.lora).update(enable_lora=True, lora_paths=write_adapters(tmp_path, adapters))
+    runtime = Runtime(None)
+    assert runtime.inactive_reason == (None if served else "LoRA of the LM head is not supported yet")
+    assert runtime.no_screen_reason is None
+
+
+@pytest.mark.slow
+@needs_sglang
+@LORA_PLACES
+def test_sglang_reads_adapters_as_we_expect(monkeypatch, tmp_path, adapters, served):
+    from sglang.srt import runtime_context
+
+    lora = types.SimpleNamespace(
+        enable_lora=True, lora_target_modules=None, lora_paths=write_adapters(tmp_path, adapters)
+    )
+    monkeypatch.setattr(runtime_context, "get_lora", lambda: lora)
+    assert (support.unsupported_adapters() is None) is served
+
+
+def test_adapters_that_cannot_be_read_leave_the_server_to_sglang(server_config, tmp_path):
+    vars(server_config.lora).update(enable_lora=True, lora_paths=[types.SimpleNamespace(lora_path=str(tmp_path))])
+    reason = Runtime(None).inactive_reason
+    assert reason.startswith("the modules of the LoRA adapters cannot be read (FileNotFoundError: ")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +180,7 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
     monkeypatch.setenv(support.SPECULATION_VARIABLE, "0")
     if words is None:
-        left = "speculative decoding is left to SGLang, as FLASHSAMPLE_SPECULATION is 0"
+        left = "speculative decoding is left to SGLang, as FLASHSAMPLE_SPECULATION is off"
         assert Runtime(None).inactive_reason == left
     monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
     runtime = Runtime(None)
@@ -181,7 +232,7 @@ def test_several_gpus_are_served_where_they_have_been_measured_and_elsewhere_on_
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
     assert support.unsupported_server() is None
     monkeypatch.setenv(support.RANKS_VARIABLE, "0")
-    assert support.unsupported_server() == "several GPUs are left to SGLang, as FLASHSAMPLE_SEVERAL_GPUS is 0"
+    assert support.unsupported_server() == "several GPUs are left to SGLang, as FLASHSAMPLE_SEVERAL_GPUS is off"
 
 
 def test_ranks_of_gpus_exchange_by_collectives_on_request_alone(monkeypatch):
@@ -227,10 +278,6 @@ def test_sglang_has_settings_that_look_for_nan():
     "changes, words",
     [
         ({}, None),
-        ({"lora.enable_lora": True}, "LoRA adapters may reach the LM head"),
-        ({"lora.enable_lora": True, "lora.lora_target_modules": ["all"]}, "LoRA adapters may reach the LM head"),
-        ({"lora.enable_lora": True, "lora.lora_target_modules": ["q_proj", "lm_head"]}, "LoRA adapters may reach"),
-        ({"lora.enable_lora": True, "lora.lora_target_modules": {"q_proj"}}, None),
         ({"model.weight_cache_mode": "attach"}, "shared with other processes"),
         ({"model.remote_instance_weight_loader_start_seed_via_transfer_engine": True}, "may write to the weights"),
         ({"model.remote_instance_weight_loader_backend": "transfer_engine"}, "may write to the weights"),
@@ -637,6 +684,61 @@ def test_of_ranks_with_the_same_batches_one_reports_them(
     assert (prometheus("rows_total", path="fused", reason="") == 1) == reports == bool(caplog.records)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(runtime_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_an_idle_server_brings_its_counters_up_to_date(server_config, prometheus, clock):
+    """Those of steps that were repeated too, which no full step has followed."""
+    server_config.observability.enable_metrics = True
+    runtime = Runtime(None)
+    runtime.metrics.add_batch(Routing((None,)), 0, None)
+    repeated = types.SimpleNamespace(count=lambda: runtime.metrics.add_batches(Routing((None,)), 0, 7, ()))
+    runtime.samplers = [types.SimpleNamespace(repeated=None), types.SimpleNamespace(repeated=repeated)]
+    runtime.idle()
+    assert not prometheus("rows_total", path="fused", reason=""), "as seldom as in steps"
+    runtime.samplers.pop()
+    clock[0] += metrics.FLUSH_SECONDS
+    runtime.idle()
+    assert prometheus("rows_total", path="fused", reason="") == 8
+
+
+def test_an_idle_server_reads_what_its_devices_have_counted_and_then_nothing_more(server_config, clock):
+    runtime, reads = Runtime(None), []
+    runtime._show_counts = lambda: reads.append(clock[0]) or Runtime._show_counts(runtime)
+    runtime.idle()
+    assert not reads, "nothing was served"
+    runtime.metrics.add_batch(Routing((None,)), 0, None)
+    for _ in range(100):
+        clock[0] += 0.1
+        runtime.idle()
+    assert len(reads) == runtime_module.IDLE_READS and reads[-1] - reads[0] > metrics.READ_SECONDS
+
+
+def test_the_log_line_of_an_idle_server_comes_at_its_interval_and_once(server_config, monkeypatch, clock, caplog):
+    monkeypatch.setenv(metrics.LOG_SECONDS_VARIABLE, "10")
+    runtime = Runtime(None)
+    runtime.metrics.add_batch(Routing((None,)), 0, None)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        for _ in range(300):
+            clock[0] += 0.1
+            runtime.idle()
+    lines = [record.message for record in caplog.records]
+    assert lines == ["flashsample: since the start: fused 1 rows in 1 batches"]
+
+
+def test_a_failure_while_idle_costs_the_counters_and_not_the_server(server_config, caplog):
+    runtime = Runtime(None)
+    runtime.samplers.append(None)
+    for _ in range(3):
+        runtime.idle()
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("flashsample: counters of an idle server may lag: AttributeError: ")
+
+
 def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(server_config, prometheus):
     server_config.observability.enable_metrics = True
     late = Runtime(None)
@@ -683,7 +785,7 @@ def test_a_server_that_must_fuse_does_not_start_with_a_model_that_it_cannot_fuse
 ):
     if attributes.get("model") is refused_model:
         attributes = {"model": refused_model(device)}
-    with pytest.raises(NotActiveError, match=f"because FLASHSAMPLE_REQUIRE is 1 and {reason}$"):
+    with pytest.raises(NotActiveError, match=f"because FLASHSAMPLE_REQUIRE is on and {reason}$"):
         load(starting, device, **attributes)
     assert [record.levelno for record in caplog.records][-1] == logging.ERROR
 
@@ -926,9 +1028,18 @@ def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]
         for name in ("install", "install_speculation", "install_drafts", "install_weight_hooks"):
             monkeypatch.setattr(hooks, name, lambda _, name=name: installed.append(name) or reasons.get(name))
         monkeypatch.setattr(hooks, "install_status_hook", lambda status: installed.append(status()["reason"]))
+        monkeypatch.setattr(hooks, "install_idle_hook", lambda runtime: None)
         return plugin.make_sampler(), installed
 
     return start
+
+
+def test_a_server_is_told_once_of_a_variable_that_does_not_exist(starts, monkeypatch, caplog):
+    monkeypatch.setenv("FLASHSAMPLE_TUNDE", "1")
+    starts()
+    plugin.make_sampler()
+    (line,) = [record.message for record in caplog.records if "TUNDE" in record.message]
+    assert line == "flashsample: FLASHSAMPLE_TUNDE is not a variable of this package; did you mean FLASHSAMPLE_TUNED?"
 
 
 def test_a_server_with_drafts_gets_the_hooks_of_their_verification_and_of_coupled_drafts(
@@ -997,6 +1108,7 @@ def test_each_replica_tells_the_samples_of_a_seeded_request_apart_from_those_of_
     [
         (["--sampling-backend", "flashsample"], "", "0"),
         (["--sampling-backend=flashsample"], "", "0"),
+        (["--use-ray", "--sampling-backend", "flashsample"], "", "0"),
         (["--model-path", "/models/flashsample"], "", "0"),
         ([], "1", "0"),
         ([], "", "1"),
@@ -1011,7 +1123,7 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     registered, backends = [], {}
     registry = types.ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookRegistry = types.SimpleNamespace(register=lambda target, *_: registered.append(target))
-    registry.HookType = types.SimpleNamespace(AFTER="after")
+    registry.HookType = types.SimpleNamespace(AFTER="after", BEFORE="before")
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     sys.modules["sglang.srt.layers.sampler"].register_sampler_backend = backends.__setitem__
     monkeypatch.setattr(sys, "argv", ["server", *arguments])
@@ -1021,8 +1133,52 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     requested = "--model-path" not in arguments and bool(arguments or inherited)
     assert backends == {"flashsample": plugin.make_sampler}
     looks = requested or required == "1"
-    assert registered == ["sglang.srt.layers.sampler.create_sampler"] * looks
+    by_ray = "--use-ray" in arguments
+    assert (
+        registered
+        == ["sglang.srt.layers.sampler.create_sampler"] * looks
+        + ["sglang.srt.server_args.ServerArgs.from_cli_args"] * by_ray
+    )
     assert os.environ["FLASHSAMPLE_REQUESTED"] == ("1" if requested else "")
+
+
+@pytest.mark.parametrize("use_ray, backend", [(True, "flashsample"), (True, "pytorch"), (False, "flashsample")])
+@pytest.mark.parametrize("must_fuse", [False, True])
+def test_ray_whose_actors_load_no_plugins_gets_sglangs_own_backend_and_ends_a_server_that_must_fuse(
+    monkeypatch, caplog, use_ray, backend, must_fuse
+):
+    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1" if must_fuse else "0")
+    arguments = types.SimpleNamespace(use_ray=use_ray, sampling_backend=backend)
+    with pytest.raises(NotActiveError, match="Ray") if use_ray and must_fuse else contextlib.nullcontext():
+        plugin._leave_ray(None, arguments)
+    left = use_ray and backend == "flashsample"
+    assert arguments.sampling_backend == (None if left else backend)
+    lines = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    words = "not active, SGLang's own sampler is used for everything: Ray's actors load no plugins (--use-ray)"
+    assert lines == [f"flashsample: {words}"] * left
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_sglang_parses_ray_with_our_backend_into_its_own():
+    """In a process of its own, which hooks its SGLang."""
+    code = """
+import argparse, contextlib, sys, torch
+if torch.version.cuda is None:
+    import sgl_flashsample.demo.torchvision_schemas
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+arguments = parser.parse_args(sys.argv[1:])
+with contextlib.suppress(Exception):  # a model that is not there
+    ServerArgs.from_cli_args(arguments)
+print("backend", arguments.sampling_backend)
+"""
+    given = ["--model-path", "none", "--use-ray", "--sampling-backend", "flashsample"]
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    assert "backend None" in done.stdout and "Ray's actors load no plugins" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("must_fuse", [False, True])
@@ -1163,6 +1319,17 @@ def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hid
 
 
 @needs_sglang
+@pytest.mark.parametrize("return_logprob", [False, True])
+def test_rows_of_a_head_that_is_left_to_sglang_are_those_of_an_inactive_pass(
+    runners, head, info_of, hidden, return_logprob
+):
+    runners[0].sampler.runtime._refuse("the LM head has LoRA adapters")
+    logits, info = head.logits(hidden(2)), info_of([request(rid, temperature=0) for rid in "ab"])
+    _, output = runners[0].sample(logits, info, return_logprob=return_logprob)
+    assert output.customized_info == {"flashsample_path": ["native:inactive"] * 2}
+
+
+@needs_sglang
 def test_logits_that_sglang_has_preprocessed_are_sampled_as_they_are(runners, head, info_of, hidden):
     """Its bias is not added twice."""
     states, requests = hidden(2), [request(rid, temperature=0, logit_bias={"17": 3.0}) for rid in "ab"]
@@ -1209,6 +1376,11 @@ def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(runtim
         )
         assert logits == "sglang's"
     assert runtime.inactive_reason.startswith(f"{hook}: AttributeError")
+
+
+def test_a_server_that_must_fuse_does_not_start_where_its_model_cannot_be_prepared(runtime, required):
+    with pytest.raises(NotActiveError, match="load_model: AttributeError"):
+        StepHooks(runtime).load_model("result", object())
 
 
 def test_of_several_failures_the_first_is_the_reason_and_the_only_warning(runtime, caplog):

@@ -704,7 +704,7 @@ def test_a_server_that_must_fuse_and_cannot_ends_with_the_reason(folder):
     server, _ = make_server(folder, "tiny", name="required", environment=environment)
     with pytest.raises(ServerError), server:
         pass
-    reason = "FLASHSAMPLE_REQUIRE is 1 and SGLANG_SANITIZE_NAN_LOGITS is not supported yet"
+    reason = "FLASHSAMPLE_REQUIRE is on and SGLANG_SANITIZE_NAN_LOGITS is not supported yet"
     assert len(server.log_lines(f"] flashsample: the server does not start, because {reason}")) == 1
 
 

@@ -280,11 +280,16 @@ def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
 
 
 @needs_sglang
-@pytest.mark.parametrize("off, reason", [(None, Reason.LOGITS_COMPUTED), ("failed", Reason.INACTIVE)])
-def test_logits_that_sglang_has_computed_it_verifies_itself(hooks, head, info_of, hidden, monkeypatch, off, reason):
+@pytest.mark.parametrize(
+    "off, refused, reason",
+    [(None, [], Reason.LOGITS_COMPUTED), ("failed", [], Reason.INACTIVE), (None, ["LoRA"], Reason.INACTIVE)],
+)
+def test_logits_that_sglang_has_computed_it_verifies_itself(
+    hooks, head, info_of, hidden, monkeypatch, off, refused, reason
+):
     counted = []
     monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda routing, *_: counted.append(dict(routing.counts)))
-    hooks.runtime.inactive_reason = off
+    hooks.runtime.inactive_reason, hooks.runtime._refused = off, refused
     drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
     verify_input, batch, output = verification(info_of([request("0")]), head.logits(hidden(4)), CHAIN, drafts)
     original = Original()

@@ -373,6 +373,13 @@ def test_server_info_has_our_status_and_is_answered_without_it_after_a_failure(r
     assert warning.startswith("flashsample: no status in /server_info: IndexError: ")
 
 
+def test_a_server_with_nothing_to_do_says_so(registry):
+    calls = []
+    hooks.install_idle_hook(types.SimpleNamespace(idle=lambda: calls.append(1)))
+    hook, when = registry.hooked[hooks.IDLE_TARGET]
+    assert hook("the scheduler") is None and when == "before" and calls == [1]
+
+
 def test_an_sglang_whose_hooks_cannot_be_registered_goes_without_a_status(registry, monkeypatch, caplog):
     def broken(table: dict) -> None:
         raise RuntimeError("no registry")

@@ -11,7 +11,7 @@ from serving import CUDA, needs_sglang
 
 from sgl_flashsample import bench
 from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import ServerError
+from sgl_flashsample.demo.server import RequestError, Server, ServerError
 from sgl_flashsample.files import write_whole
 
 LOAD = bench.Load(range(10, 90), prompt_tokens=4, short=2, long=6, seconds=0.0)
@@ -37,8 +37,8 @@ class FakeServer:
     environment: dict[str, str] = {}  # noqa: RUF012
     port = 0
 
-    def __init__(self, label, seconds, log, *, starts=None, active=True):
-        self.label, self.seconds, self.log, self.active = label, seconds, log, active
+    def __init__(self, label, seconds, log, *, starts=None, active=True, refuses=lambda params, batch: False):
+        self.label, self.seconds, self.log, self.active, self.refuses = label, seconds, log, active, refuses
         self.starts, self.rows = starts, 0
 
     def __enter__(self):
@@ -53,6 +53,8 @@ class FakeServer:
     def generate(self, *, input_ids, sampling_params, **fields):
         assert all(token in LOAD.ids for prompt in input_ids for token in prompt)
         tokens = sampling_params["max_new_tokens"]
+        if self.refuses(sampling_params, len(input_ids)):
+            raise RequestError("/generate answered 400: no grammar backend")
         if tokens == LOAD.long:
             self.log.append(self.label)
         self.rows += tokens * len(input_ids)
@@ -179,6 +181,70 @@ def test_two_servers_that_fit_are_asked_by_turns_and_each_comes_first_as_often(t
     assert written["comparisons"][0]["verdict"] == cells[0].verdict
     html = (tmp_path / "b.html").read_text()
     assert html.count("<tr>") == 3 and cells[1].verdict in html and "<script" not in html
+
+
+def no_grammars(params, batch):
+    return "json_schema" in params
+
+
+def no_pairs_of_temperature_1(params, batch):
+    return batch == 2 and params["temperature"] == 1.0 and params["max_new_tokens"] == LOAD.short
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize(
+    "refuses, left_out", [(no_grammars, [("json", 1), ("json", 2)]), (no_pairs_of_temperature_1, [("t1", 2)])]
+)
+def test_a_cell_that_a_server_refuses_is_left_out_with_its_reason_and_the_others_run(
+    tmp_path, memory, capsys, in_turns, refuses, left_out
+):
+    samplings, batches = ("t1", "json"), (1, 2)
+    servers = {bench.OURS: {"refuses": refuses}}
+    comparison, _ = make_bench(tmp_path, servers, samplings=samplings, batches=batches, in_turns=in_turns)
+    comparison.run()
+    places = [(sampling, batch) for sampling in samplings for batch in batches]
+    assert [(cell.sampling, cell.batch) for cell in comparison.cells] == [one for one in places if one not in left_out]
+    reason = "/generate answered 400: no grammar backend"
+    assert comparison.missing == [{"sampling": s, "batch": b, "reason": reason} for s, b in left_out]
+    assert f"{left_out[0][0]}, batch {left_out[0][1]}: left out, as a server refuses it: {reason}" in (
+        capsys.readouterr().out
+    )
+
+
+def test_it_is_shown_at_any_time_what_is_done_and_how_long_the_rest_takes(tmp_path, memory, monkeypatch):
+    """Also while the first server starts, and while the first requests of a cell are answered."""
+    comparison, _ = make_bench(tmp_path, {}, samplings=("t1", "greedy"), batches=(1,))
+    shown: list[str] = []
+    generate = bench.generate
+    monkeypatch.setattr(FakeServer, "__enter__", lambda self: shown.append(comparison._progress.line) or self)
+    monkeypatch.setattr(
+        bench, "generate", lambda *arguments: shown.append(comparison._progress.line) or generate(*arguments)
+    )
+    comparison.run()
+    whats = list(dict.fromkeys(line.partition(" for ")[0] for line in shown))
+    of_cells = ["t1, batch 1", "greedy, batch 1"]
+    of_stock, of_ours = (
+        [f"starting {label}", *(f"{label}'s first requests of {sampling}" for sampling in ("t1", "greedy"))]
+        for label in (bench.STOCK, bench.OURS)
+    )
+    assert whats == of_stock + of_ours + of_cells
+    assert shown[0] == "starting stock for 0 s; 0 of 12 samples, about 2 min left"
+    assert shown[-1].endswith("; 12 of 12 samples, about 0 s left")
+
+
+def test_servers_that_refuse_everything_end_the_comparison(tmp_path, memory):
+    comparison, log = make_bench(tmp_path, {bench.STOCK: {"refuses": lambda params, batch: True}})
+    with pytest.raises(ServerError, match="refuse all requests; the last one: /generate answered 400"):
+        comparison.run()
+    assert log == ["+stock", "-stock"]
+
+
+@pytest.mark.parametrize("label, value", [(bench.STOCK, "0"), (bench.OURS, "1")])
+def test_a_stock_server_need_not_fuse_where_servers_are_required_to(tmp_path, monkeypatch, label, value):
+    monkeypatch.setenv("FLASHSAMPLE_REQUIRE", "1")
+    values = {"model": "M", "samplings": ("t1",), "batches": (2,), "pairs": 3, "logs": tmp_path, "load": LOAD}
+    server = bench.Bench(bench.Options(**values, arguments=())).server(label)
+    assert isinstance(server, Server) and server.environment["FLASHSAMPLE_REQUIRE"] == value
 
 
 def test_a_result_says_how_to_measure_it_again_and_what_is_missing(tmp_path, memory, monkeypatch):

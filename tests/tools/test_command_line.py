@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from tuned_tables import make_table
 
 from sgl_flashsample import __version__
 from sgl_flashsample.demo import server as servers
@@ -221,12 +222,35 @@ def test_serve_passes_every_argument_to_sglang_with_the_backend_added(run, execu
     "option, variable, value",
     [("--tuned", "FLASHSAMPLE_TUNED", "t.json"), ("--flashsample-screen", "FLASHSAMPLE_SCREEN", "on")],
 )
-def test_options_of_ours_reach_the_server_through_its_environment(run, executed, option, variable, value, place):
+def test_options_of_ours_reach_the_server_through_its_environment(
+    run, executed, monkeypatch, tmp_path, option, variable, value, place
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.json").write_text(make_table().dumps())
     for given in ([option, value], [f"{option}={value}"]):
         arguments = ["--model-path", "m"]
         run("serve", *arguments[:place], *given, *arguments[place:])
         assert executed[-1][3:] == ["--model-path", "m", "--sampling-backend", "flashsample"]
         assert os.environ[variable] == (os.path.abspath(value) if option == "--tuned" else value)
+
+
+@pytest.mark.parametrize("port", ["65536", "0", "-1", "x"])
+@pytest.mark.parametrize("command", [["demo"], ["serve", "--model-path", "m"]])
+def test_a_port_that_is_none_is_one_line(run, executed, command, port):
+    for given in (["--port", port], [f"--port={port}"]):
+        code, out, err = run(*command, *given)
+        assert (code, out, err.count("\n")) == (2, "", 1) and "--port: " in err and not executed
+        assert f"{port!r} is no port; expected 1 to 65535" in err
+
+
+@pytest.mark.parametrize("content, reason", [(None, "not a file"), ("{}", "no tuned table")])
+def test_serve_with_a_file_that_is_no_table_starts_nothing(run, executed, tmp_path, content, reason):
+    file = tmp_path / "t.json"
+    if content is not None:
+        file.write_text(content)
+    code, _, err = run("serve", "--tuned", file, "--model-path", "m")
+    assert code == 2 and err.startswith(f"error: --tuned is {file}, which is {reason}") and not executed
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("place", [0, 2])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sgl_flashsample.demo import bootstrap, markov, smollm2
-from sgl_flashsample.demo.server import Server, ServerError, free_port
+from sgl_flashsample.demo.server import RequestError, Server, ServerError, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,7 +131,7 @@ def test_requests_and_their_answers_and_no_process_is_left(tmp_path):
         assert server.chat(n=1) == {"path": "/v1/chat/completions", "body": {"model": "default", "n": 1}}
         assert server.post("/flush_cache") == {"path": "/flush_cache", "body": {}}
         assert server.metrics() == "up 1"
-        with pytest.raises(ServerError, match="/generate answered 400: "):
+        with pytest.raises(RequestError, match="/generate answered 400: "):
             server.generate(bad=True)
         (line,) = server.log_lines("flashsample")
         assert line in server.log_text()

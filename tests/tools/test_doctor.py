@@ -10,7 +10,7 @@ import pytest
 from serving import needs_sglang
 from tuned_tables import H200, make_entry, table_for_this_machine
 
-from sgl_flashsample import doctor, selfcheck
+from sgl_flashsample import cpu_path, doctor, selfcheck
 from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.sglang import versions
 from sgl_flashsample.tables import lookup
@@ -84,6 +84,23 @@ def test_the_self_test_says_how_the_kernels_differ(monkeypatch, reason, level):
     assert finding.level == level and (reason or "configurations draw the reference's tokens") in finding.what
     (head,) = checked
     assert head.vocab_size > 2048, "a small top-k is drawn otherwise from fewer ids"
+
+
+@pytest.mark.parametrize(
+    "folder, level, words", [("/cache", "ok", "compiled once, into /cache"), (None, "note", "compiled at each start")]
+)
+def test_it_is_said_where_the_loops_of_the_cpu_path_are_kept(monkeypatch, folder, level, words):
+    loops_cache = pytest.importorskip("sgl_flashsample.loops_cache", reason="needs Numba")
+    monkeypatch.setattr(loops_cache, "cache_folder", lambda: folder)
+    (finding,) = doctor.check_loops()
+    assert finding.level == level and words in finding.what
+    assert ("NUMBA_CACHE_DIR" in finding.advice) is (folder is None)
+
+
+def test_without_numba_it_is_said_what_to_install_for_the_cpu_path(monkeypatch):
+    monkeypatch.setattr(cpu_path, "unsupported_by_machine", lambda: "the cpu path needs Numba")
+    (finding,) = doctor.check_loops()
+    assert (finding.level, finding.what) == ("note", "the cpu path needs Numba")
 
 
 def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(device, monkeypatch, tmp_path):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import struct
 import subprocess
 import sys
 
 import pytest
+
+from sgl_flashsample.autotune.warm import remove_incomplete
 
 HEAD = {"vocab_size": 1009, "hidden_size": 64, "torch_dtype": "bfloat16"}
 # What a starting server asks of a head of these ids and this width: prints how many kernels were compiled.
@@ -57,10 +61,12 @@ def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_
     assert compiled >= 10 and already_there == 0
     files = [file for file in (tmp_path / "cache").rglob("*.json") if not file.name.startswith("__grp__")]
     assert len(files) == compiled and {json.loads(file.read_text())["target"]["arch"] for file in files} == {80}
-    (tmp_path / "table.json").write_text("{}")
-    second = warm(*few, "--device", "A100", "--tuned", "table.json")
-    assert second.returncode == 0 and second.stdout.startswith("table.json: "), "a table that is of no use is named"
-    assert counts_of(second.stdout)[1:] == (0, compiled)
+    for cubin in sorted((tmp_path / "cache").rglob("*.cubin"))[:2]:
+        os.truncate(cubin, 4096)
+    second = warm(*few, "--device", "A100")
+    assert second.returncode == 0
+    assert counts_of(second.stdout)[1:] == (2, compiled - 2), "what was incomplete is compiled anew"
+    assert "2 kernels of the cache were incomplete and have been removed" in second.stdout
     device, compiled, already_there = counts_of(warm(*few, "--device", "H100").stdout)
     assert device == "NVIDIA H100 80GB HBM3" and compiled >= 10 and already_there == 0
     assert counts_of(warm(*few, "--device", "H200").stdout) == ("NVIDIA H200", 0, compiled)
@@ -86,12 +92,38 @@ def test_a_server_compiles_nothing_that_was_compiled_without_its_gpu(warm, tmp_p
         (["--device", "H1000"], "--device is 'H1000'; known without a GPU are NVIDIA H200, "),
         (["--device", "H100", "--max-rows", "0"], "--max-rows is 0; expected 1 or more"),
         (["--device", "H100", "--tuned", "nowhere.json"], "--tuned is nowhere.json, which is not a file"),
+        (["--device", "H100", "--tuned", "config.json"], "--tuned is config.json, which is no tuned table: "),
     ],
 )
 def test_what_cannot_be_compiled_for_is_named_in_one_line(warm, arguments, message):
     done = warm(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+ELF = struct.pack("<4s28xQQ6xHHHH", b"\x7fELF", 200, 64, 56, 1, 68, 2)  # its last header ends at byte 256
+
+
+@pytest.mark.parametrize(
+    "name, content, whole",
+    [
+        ("k.cubin", ELF.ljust(256, b"\0"), True),
+        ("k.cubin", ELF.ljust(255, b"\0"), False),
+        ("k.cubin", ELF[:40], False),
+        ("k.cubin", b"", False),
+        ("k.cubin", b"\0" * 256, False),
+        ("k.json", b'{"shared": 1}', True),
+        ("k.json", b'{"shared": ', False),
+        ("k.ptx", b"", True),
+    ],
+)
+def test_a_kernel_is_removed_from_the_cache_where_a_file_of_it_is_incomplete(tmp_path, name, content, whole):
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "k.ttir").touch()
+    (tmp_path / "one" / name).write_bytes(content)
+    assert remove_incomplete(tmp_path) == (not whole)
+    assert (tmp_path / "one").exists() == whole and (tmp_path / "other").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_named_in_one_line(warm, monkeypatch):

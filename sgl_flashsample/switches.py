@@ -1,0 +1,140 @@
+"""The environment variables of this package: their names, their values and their defaults. No other file reads them.
+
+A value that cannot be read counts as the default, and a name of ours that does not exist as nothing; each is one
+warning per process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("sgl_flashsample")
+
+FILE_VARIABLE = "FLASHSAMPLE_TUNED"
+FOLDERS_VARIABLE = "FLASHSAMPLE_TUNED_DIR"
+FAMILY_VARIABLE = "FLASHSAMPLE_ALLOW_FAMILY"
+SCREEN_VARIABLE = "FLASHSAMPLE_SCREEN"
+REQUIRE_VARIABLE = "FLASHSAMPLE_REQUIRE"
+STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
+MODEL_GRAPHS_VARIABLE = "FLASHSAMPLE_MODEL_GRAPHS"
+PLANE_VARIABLE = "FLASHSAMPLE_DECISION_PLANE"
+LOG_SECONDS_VARIABLE = "FLASHSAMPLE_LOG_SECONDS"
+REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
+RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
+SPECULATION_VARIABLE = "FLASHSAMPLE_SPECULATION"
+DRAFTS_VARIABLE = "FLASHSAMPLE_DRAFTS"
+ANY_VERSION_VARIABLE = "FLASHSAMPLE_ANY_SGLANG"
+TRACE_VARIABLE = "FLASHSAMPLE_TRACE"
+REQUESTED_VARIABLE = "FLASHSAMPLE_REQUESTED"  # set by the plugin, for the processes of its server
+_PREFIX = "FLASHSAMPLE_"
+
+_SPELLINGS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+class _Variable(NamedTuple):
+    default: Any
+    expected: str
+    parse: Callable[[str], Any]  # raises KeyError or ValueError for what is not expected
+
+
+def _switch(default: bool | None) -> _Variable:
+    """default: None where what is on without the variable depends on the server."""
+    return _Variable(default, "1, true, yes or on, or 0, false, no or off", lambda text: _SPELLINGS[text.lower()])
+
+
+def _word(default: str, *others: str) -> _Variable:
+    words = [word for word in (default, *others) if word]
+    expected = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    return _Variable(default, expected, lambda text: words[words.index(text.lower())])
+
+
+def _finite(text: str) -> float:
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(text)
+    return seconds
+
+
+_TEXT = _Variable("", "text", str)
+VARIABLES = {
+    FILE_VARIABLE: _TEXT,
+    FOLDERS_VARIABLE: _TEXT,
+    FAMILY_VARIABLE: _switch(False),
+    SCREEN_VARIABLE: _word("auto", "on", "off"),
+    REQUIRE_VARIABLE: _switch(False),
+    STEP_GRAPHS_VARIABLE: _switch(True),
+    MODEL_GRAPHS_VARIABLE: _switch(None),
+    PLANE_VARIABLE: _word("", "cpu"),
+    LOG_SECONDS_VARIABLE: _Variable(60.0, "seconds, as a number", _finite),
+    REPORT_PATH_VARIABLE: _switch(False),
+    RANKS_VARIABLE: _switch(None),
+    SPECULATION_VARIABLE: _switch(None),
+    DRAFTS_VARIABLE: _word("coupled", "greedy", "stock"),
+    ANY_VERSION_VARIABLE: _switch(False),
+    TRACE_VARIABLE: _TEXT,
+    REQUESTED_VARIABLE: _switch(False),
+}
+_warned: set[str] = set()  # lines that this process has said
+
+
+def switch(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
+    """Whether a switch is on; None where nothing is said of one whose default depends on the server."""
+    return _value(name, environ)
+
+
+def word(name: str) -> str:
+    """One of the words that a variable takes; "" where nothing is said and there is no default."""
+    return _value(name, os.environ)
+
+
+def seconds(name: str) -> float:
+    """A length of time, 0 or more."""
+    return _value(name, os.environ)
+
+
+def text(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A text, such as a path; "" where nothing is said."""
+    return _value(name, environ)
+
+
+def check() -> None:
+    """At the start of a server: warn of each value that cannot be read, and of each name of ours that does not
+    exist."""
+    for name in VARIABLES:
+        _value(name, os.environ)
+    known = {name.removeprefix(_PREFIX): name for name in VARIABLES if name != REQUESTED_VARIABLE}
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIX) and name not in VARIABLES:
+            nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.5)
+            _warn(f"{name} is not a variable of this package" + "".join(f"; did you mean {known[n]}?" for n in nearest))
+
+
+def _value(name: str, environ: Mapping[str, str]) -> Any:
+    given, variable = environ.get(name, ""), VARIABLES[name]
+    if not given.strip():
+        return variable.default
+    try:
+        return variable.parse(given if variable is _TEXT else given.strip())
+    except (KeyError, ValueError):
+        default = variable.default
+        unset = "it counts as not set" if default in (None, "") else f"using {_in_words(default)}"
+        _warn(f"{name} is {given!r}; expected {variable.expected}; {unset}")
+        return default
+
+
+def _in_words(default: Any) -> str:
+    return f"{default:g}" if not isinstance(default, str) else default
+
+
+def _warn(line: str) -> None:
+    if line not in _warned:
+        _warned.add(line)
+        logger.warning("flashsample: %s", line)
