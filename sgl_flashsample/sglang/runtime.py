@@ -21,7 +21,8 @@ from ..kernels.workspace import Workspace
 from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinfer
 from ..tables.lookup import resolve
 from . import support, token_counts
-from .batch import Batch, Routing, SampleIndices
+from .arrivals import Arrivals
+from .batch import Batch, Routing
 from .exchange import Exchange, RankSync
 from .head import HeadState
 from .metrics import Metrics
@@ -82,7 +83,7 @@ class Runtime:
         self.wants_plane = _wants_plane()
         self.screen_mode = screen_mode()
         self.no_screen_reason = _unsupported_screens(self.screen_mode)
-        self.samples = SampleIndices()
+        self.arrivals = Arrivals()
         self._warned_of_request = False
         self.weights_settled = True
         self._screens_outdated = False
@@ -109,7 +110,7 @@ class Runtime:
             parallel, observability = get_parallel(), get_observability()
             self._last_stage = parallel.pp_rank == parallel.pp_size - 1
             replica = getattr(parallel, "dp_rank", None)  # SGLang 0.5.17 says it with the model (``hooks.load_model``)
-            self.samples = SampleIndices(replica or (0 if parallel.tp_size == 1 else parallel.attn_dp_rank))
+            self.arrivals = Arrivals(replica or (0 if parallel.tp_size == 1 else parallel.attn_dp_rank))
             self._is_pipeline = parallel.pp_size > 1
             metrics = bool(observability.enable_metrics)
             # Of ranks with the same batches the first reports, as of SGLang's own metrics.

@@ -40,7 +40,13 @@ SAMPLING_DEFAULTS = {
 
 
 def request(
-    rid: str = "r", *, processor: str | None = None, mask: bool = False, prompt: Sequence[int] = (5, 300), **params: Any
+    rid: str = "r",
+    *,
+    processor: str | None = None,
+    mask: bool = False,
+    prompt: Sequence[int] = (5, 300),
+    sender: str | None = None,
+    **params: Any,
 ) -> types.SimpleNamespace:
     """A request as SGLang's scheduler holds it, with sampling parameters as SGLang normalises them: greedy is
     ``top_k=1``."""
@@ -50,6 +56,7 @@ def request(
         custom_logit_processor=processor,
         return_sampling_mask=mask,
         origin_input_ids=list(prompt),
+        http_worker_ipc=sender,
     )
 
 

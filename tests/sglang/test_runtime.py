@@ -925,6 +925,7 @@ def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]
         monkeypatch.setattr(plugin.versions, "unsupported_version", lambda installed: version)
         for name in ("install", "install_speculation", "install_drafts", "install_weight_hooks"):
             monkeypatch.setattr(hooks, name, lambda _, name=name: installed.append(name) or reasons.get(name))
+        monkeypatch.setattr(hooks, "install_arrival_hook", lambda _: installed.append("install_arrival_hook"))
         monkeypatch.setattr(hooks, "install_status_hook", lambda status: installed.append(status()["reason"]))
         return plugin.make_sampler(), installed
 
@@ -939,11 +940,12 @@ def test_a_server_with_drafts_gets_the_hooks_of_their_verification_and_of_couple
     server_config.spec.speculative_algorithm = "EAGLE"
     runtime, installed = starts()
     assert runtime.inactive_reason is None
-    assert installed == ["install", "install_speculation", "install_drafts", "install_weight_hooks", None]
+    step, drafts = ["install", "install_arrival_hook"], ["install_speculation", "install_drafts"]
+    assert installed == [*step, *drafts, "install_weight_hooks", None]
 
 
 def test_a_server_without_drafts_gets_the_hooks_of_a_step_and_of_weight_changes(starts):
-    assert starts()[1] == ["install", "install_weight_hooks", None]
+    assert starts()[1] == ["install", "install_arrival_hook", "install_weight_hooks", None]
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE", "DFLASH"])
@@ -963,7 +965,10 @@ def test_paths_per_token_are_reported_but_with_drafts_where_a_warning_says_that_
     [
         ({"version": "SGLang 9.9 is unknown"}, []),
         ({"install": "a hook is missing"}, ["install"]),
-        ({"install_speculation": "eagle_sample is missing"}, ["install", "install_speculation"]),
+        (
+            {"install_speculation": "eagle_sample is missing"},
+            ["install", "install_arrival_hook", "install_speculation"],
+        ),
     ],
     ids=str,
 )
@@ -987,9 +992,9 @@ def test_each_replica_tells_the_samples_of_a_seeded_request_apart_from_those_of_
     """SGLang spreads them over the replicas. SGLang 0.5.17 says with the model which one this is."""
     vars(server_config.parallel).update(known)
     runtime = Runtime(None)
-    assert runtime.samples.rank == (known.get("dp_rank") or 0)
+    assert runtime.arrivals.rank == (known.get("dp_rank") or 0)
     load(runtime, device, ps=types.SimpleNamespace(dp_rank=later))
-    assert runtime.samples.rank == (later or known.get("dp_rank") or 0)
+    assert runtime.arrivals.rank == (later or known.get("dp_rank") or 0)
 
 
 @pytest.mark.parametrize(
