@@ -42,7 +42,7 @@ STRUCTURAL_TAG = json.dumps(
 )
 JSON_SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
 LOGIT_BIAS = {"500": 4.0, "77": 1.0, "78": -100.0}
-ABORTS = 100
+ABORTS = 25
 TOP_LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3}
 
 # Every sampling feature of SGLang, with the path that must serve it (None: several). Deterministic requests and those
