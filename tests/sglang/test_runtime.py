@@ -30,7 +30,7 @@ from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.exchange import Exchange
-from sgl_flashsample.sglang.head import HeadState
+from sgl_flashsample.sglang.head import RETRY_SECONDS, HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
 from sgl_flashsample.sglang.runtime import REPORT_PATH_VARIABLE, NotActiveError, Runtime
@@ -1099,10 +1099,22 @@ def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_on
     assert [path_of_a_batch(num_rows) for num_rows in (3, 4, 5)] == ["fused", *["native:out_of_memory"] * 2]
     assert runners[0].sampler.runtime.inactive_reason is None
     assert [record.message for record in caplog.records] == [
-        f"flashsample: out of GPU memory for a batch of {rows} requests: from this batch on until restart, batches of "
+        f"flashsample: out of GPU memory for a batch of {rows} requests: from this batch on, for 5 minutes, batches of "
         "this size or more use SGLang's own sampler; a lower --mem-fraction-static leaves this plugin more memory"
         for rows in (5, 4)
     ]
+
+
+@needs_sglang
+def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_a_batch, monkeypatch, clock, caplog):
+    failing = Failing(monkeypatch, torch.OutOfMemoryError("no memory"), rows=4)
+    path_of_a_batch(5)
+    failing.rows = 100
+    clock[0] += RETRY_SECONDS - 1
+    assert path_of_a_batch(5) == "native:out_of_memory"
+    clock[0] += 1
+    assert [path_of_a_batch(num_rows) for num_rows in (5, 6)] == ["fused", "fused"]
+    assert len(caplog.records) == 1
 
 
 @needs_sglang
