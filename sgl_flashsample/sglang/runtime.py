@@ -353,7 +353,8 @@ class Runtime:
                 NATIVE_FEATURES,
             )
         if self.heads:
-            self._extra_root = ExtraRoot.of_device(self.heads[0].head.weight.device)
+            first = self.heads[0]
+            self._extra_root = ExtraRoot.of_device(first.head.weight.device, first.exchange is not None)
 
     def extend_model_graph(self) -> None:
         """Where SGLang captures its model into a CUDA graph, give that one more root."""

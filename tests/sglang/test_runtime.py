@@ -32,7 +32,6 @@ from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.exchange import Exchange
 from sgl_flashsample.sglang.head import RETRY_SECONDS, HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
-from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
 from sgl_flashsample.sglang.runtime import REPORT_PATH_VARIABLE, NotActiveError, Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
 from sgl_flashsample.tables import lookup
@@ -519,7 +518,6 @@ def starting(server_config, runtime, monkeypatch, tmp_path) -> Runtime:
     monkeypatch.setattr(runtime_module, "MAX_INTERPRETED_ROWS", 4)
     monkeypatch.setattr(runtime_module, "MAX_COMPILED_ROWS", 4)
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv(MODEL_GRAPHS_VARIABLE, "0")  # on a GPU, its line would be one more: test_model_graph.py
     return runtime
 
 
