@@ -597,7 +597,8 @@ class Runtime:
                 of_sglang = sum(batch.rows[row].truncated for row in routing.native)
                 routing.num_truncated = batch.num_truncated - of_sglang
         if self.report_path:
-            logits_output.customized_info = {"flashsample_path": list(routing.labels)}
+            models = logits_output.customized_info or {}
+            logits_output.customized_info = {**models, "flashsample_path": list(routing.labels)}
         if self.token_counts is not None:
             self.token_counts.add(token_ids, logits_output.next_token_logits.shape[-1])
         self._count(routing, routing.num_truncated, None if routing.native else started)

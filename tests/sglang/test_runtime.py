@@ -1178,6 +1178,21 @@ def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hid
 
 
 @needs_sglang
+def test_what_a_model_tells_of_its_tokens_is_answered_beside_their_paths(runners, head, info_of, hidden):
+    states, info, of_model = hidden(2), info_of([request("a"), request("b")]), {"experts": [[1, 2], [3, 4]]}
+    sampler = runners[0].sampler
+
+    def call(output, *arguments):
+        output.customized_info = of_model
+        return sampler(output, *arguments)
+
+    runners[0].sampler = call
+    _, output = runners[0].sample(head.lazy(states), info)
+    assert output.customized_info == {"experts": [[1, 2], [3, 4]], "flashsample_path": ["fused"] * 2}
+    assert of_model.keys() == {"experts"}, "the model may keep it"
+
+
+@needs_sglang
 def test_logits_that_sglang_has_preprocessed_are_sampled_as_they_are(runners, head, info_of, hidden):
     """Its bias is not added twice."""
     states, requests = hidden(2), [request(rid, temperature=0, logit_bias={"17": 3.0}) for rid in "ab"]
