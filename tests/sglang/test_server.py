@@ -693,9 +693,16 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
 
 
 @pytest.mark.full
-def test_a_seeded_request_gives_its_samples_in_the_same_order_after_aborts(folder):
+@pytest.mark.parametrize("version", [None] if CUDA else [None, "0.5.17", "0.5.23"])
+def test_a_seeded_request_gives_its_samples_in_the_same_order_after_aborts(folder, version):
     """Two of four samples run at a time, so that the others are aborted while they wait."""
-    server, _ = make_server(folder, SIZE, name="aborts", arguments=["--max-running-requests", "2"])
+    server, _ = make_server(
+        folder,
+        SIZE,
+        name=f"aborts {version}",
+        arguments=["--max-running-requests", "2"],
+        first_on_path=version_path(version) if version else None,
+    )
     seeded, delays = {"temperature": 1.0, "sampling_seed": 3, "n": 4, "ignore_eos": True}, random.Random(0)
 
     def answers() -> list[list[int]]:

@@ -239,6 +239,7 @@ def test_every_target_of_this_sglang_is_known():
 
 
 INSTALL = """
+import pkgutil
 import types
 from sgl_flashsample.sglang import hooks
 from sgl_flashsample.sglang.batch import Batch
@@ -250,6 +251,8 @@ for install in (hooks.install, hooks.install_weight_hooks, hooks.install_specula
     assert reason is None, reason
 reason = hooks.install_drafts(Drafts(types.SimpleNamespace(), DraftMode.COUPLED))
 assert reason is None, reason
+hooks.install_arrival_hook(types.SimpleNamespace())
+assert hasattr(pkgutil.resolve_name(hooks.ARRIVAL_TARGET), "__wrapped__")
 print(*(target.rpartition(".")[2] for target in targets))
 """
 
