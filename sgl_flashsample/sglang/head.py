@@ -387,7 +387,7 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._failed: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocator of host memory refers to them for ever
+        self._failed: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocator of pinned memory goes on asking them
 
     def new_pool(self) -> Any:  # coverage: needs a GPU
         """A memory pool. Its graphs are dropped together: PyTorch refuses a pool whose graphs have all gone."""
@@ -407,20 +407,20 @@ class CudaCapture:
                 finally:
                     graph.capture_end()
         except BaseException:
-            self._failed.append(graph)
-            self._leave(pool)
+            self._leave(graph, pool)
             raise
         finally:
             if collects:
                 gc.enable()
         return graph, result
 
-    def _leave(self, pool: Any) -> None:
+    def _leave(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """PyTorch allocates for a capture until its end, and stays so where CUDA has given the capture up: it then
         frees no memory that another stream has used. End that."""
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        with contextlib.suppress(RuntimeError):  # a capture that CUDA has ended was left already
+        with contextlib.suppress(RuntimeError):  # a capture that came to its end was left already
             torch._C._cuda_endAllocateToPool(index, pool)
+            self._failed.append(graph)
             torch._C._cuda_releasePool(index, pool)
 
 
