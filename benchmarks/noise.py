@@ -51,7 +51,7 @@ from numba import carray, cfunc, njit
 
 from sgl_flashsample import cpu_loops
 from sgl_flashsample.kernels import rng
-from sgl_flashsample.sglang.batch import request_seed
+from sgl_flashsample.sglang.arrivals import Arrivals
 
 U64 = np.uint64
 LOW = U64(0xFFFFFFFF)
@@ -72,14 +72,10 @@ def with_globals(function: Any, **changes: Any) -> Any:
 # --- collisions
 
 
-def seeds_of(requests: int, first: int = 0) -> np.ndarray:
-    """uint64, of requests without a seed of their own, with ids like SGLang's: 32 hexadecimal digits."""
-    text = np.random.default_rng(first).bytes(16 * requests).hex()
-    unseeded = types.SimpleNamespace(sampling_seed=None)
-    seeds = (
-        request_seed(42, types.SimpleNamespace(rid=text[32 * i : 32 * i + 32], sampling_params=unseeded))
-        for i in range(requests)
-    )
+def seeds_of(requests: int, rank: int = 0) -> np.ndarray:
+    """uint64, of the first requests of a server, or of one rank of it, without a seed of their own."""
+    arrivals, unseeded = Arrivals(rank), types.SimpleNamespace(sampling_seed=None)
+    seeds = (arrivals.seed_of(types.SimpleNamespace(sampling_params=unseeded), 42) for _ in range(requests))
     return np.fromiter(seeds, np.int64, requests).view(U64)
 
 

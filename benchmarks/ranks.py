@@ -110,7 +110,7 @@ class Rank:
         from sgl_flashsample.sglang.sampler import draw_with_ranks
 
         assert self.state.exchange is not None
-        return draw_with_ranks(self.state, self.state.exchange, batch.hidden, params, return_logprob)
+        return draw_with_ranks(self.state, self.state.exchange, batch.hidden, params, return_logprob).out
 
     def draw_alone(self, batch: Batch, params: BatchParams) -> torch.Tensor:
         """From the whole head; truncated rows from the logits that the ranks have exchanged."""

@@ -57,8 +57,8 @@ environment (1 may also be spelt true, yes or on, and 0 false, no or off):
   FLASHSAMPLE_SCREEN       auto, on or off, as --flashsample-screen
   FLASHSAMPLE_REQUIRE      1: as --require
   FLASHSAMPLE_STEP_GRAPHS  0: launch each kernel of a step, instead of replaying a CUDA graph
-  FLASHSAMPLE_MODEL_GRAPHS 0: leave the CUDA graphs of SGLang's model as they are; 1: let their kernels overlap on every
-                           GPU; unset: on an H100 or H200
+  FLASHSAMPLE_MODEL_GRAPHS 0: leave the CUDA graphs of SGLang's model as they are; 1: let their kernels overlap; unset:
+                           with several tensor-parallel ranks, as in SGLang itself
   FLASHSAMPLE_DECISION_PLANE
                            cpu: copy the logits to the host and draw them there, to compare
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)

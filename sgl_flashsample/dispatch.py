@@ -218,7 +218,7 @@ def make_workspace(
     workspace = Workspace(slots, head.weight.device, searched)
     reads = any(isinstance(config, ReadConfig) for config in configs)
     if reads or head.shards > 1 or (table is not None and table.flashinfer):
-        workspace.gemm(max_rows, head.weight.shape[0], head.weight.dtype)
+        workspace.gemm(max_rows, head.weight.shape[0], _gemm_dtype(head))
     return workspace
 
 
@@ -356,18 +356,22 @@ def _has_small_top_k(params: BatchParams, config: TruncationConfig) -> bool:
 def compute_logits(
     hidden: torch.Tensor, head: LMHead, workspace: Workspace, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included; where logits are
-    to be rounded to another dtype than the weight's, in ``out`` or a new tensor, float32."""
+    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included; float32 where
+    logits are to be rounded to another dtype than the weight's."""
     head.check(hidden)
-    if not head.gemm_gives_logits:
-        hidden, weight = hidden.detach(), head.weight.detach()
-        if weight.is_cuda:  # coverage: needs a GPU
-            return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
-        return torch.mm(hidden.float(), weight.float().T, out=out)
-    logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], head.weight.dtype)
-    if not is_compiling_only():
-        torch.mm(hidden.detach(), head.weight.detach().T, out=logits)
-    return logits
+    logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], _gemm_dtype(head))
+    hidden, weight = hidden.detach(), head.weight.detach()
+    if is_compiling_only():
+        return logits
+    if head.gemm_gives_logits:
+        return torch.mm(hidden, weight.T, out=logits)
+    if weight.is_cuda:  # coverage: needs a GPU
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=logits)
+    return torch.mm(hidden.float(), weight.float().T, out=logits)
+
+
+def _gemm_dtype(head: LMHead) -> torch.dtype:
+    return head.weight.dtype if head.gemm_gives_logits else torch.float32
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:

@@ -8,12 +8,10 @@ and follows the batch through its filters and merges.
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import enum
 import functools
-import hashlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,11 +21,11 @@ import torch
 
 from ..kernels.launch import next_power_of_2
 from ..kernels.params import BatchParams, Edit, LogitEdits, Truncation
+from .arrivals import Arrivals, given_seed
 
 BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
 PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SGLang's preprocessing, still to be done
-_INDEX_ATTRIBUTE = "_flashsample_sample_index"  # on a request: which of its n samples it is
 
 # Attributes of SGLang's SamplingBatchInfo: whether its sampler has to truncate.
 NEED_FLAGS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
@@ -160,18 +158,18 @@ class Batch:
         server_seed: int,
         custom_processors: bool,
         device: torch.device | str,
-        samples: SampleIndices | None = None,
+        arrivals: Arrivals | None = None,
         unreadable: Callable[[Exception], None] = lambda error: None,
     ) -> Batch:
         """From SGLang's ``Req`` objects. Copies to the device without waiting for it. A request that cannot be read
         here, though SGLang serves it, is a row of SGLang's sampler; ``unreadable`` is told why."""
-        samples = SampleIndices() if samples is None else samples
+        arrivals = Arrivals() if arrivals is None else arrivals
         rows: list[Row] = []
         values: list[tuple[float, int, int, float, float]] = []
         for request in requests:
             try:
+                seed = arrivals.seed_of(request, server_seed)  # first: it numbers a request that cannot be read as well
                 row, params = _row_of(request, custom_processors), request.sampling_params
-                seed = request_seed(server_seed, request, samples.of(request))
                 temperature = 0.0 if row.greedy else min(float(params.temperature), BatchParams.MAX_TEMPERATURE)
                 value = (temperature, seed, row.top_k, float(params.top_p), float(params.min_p))
             except Exception as error:
@@ -236,58 +234,6 @@ def native_reason(request: Any, custom_processors: bool) -> Reason | None:
         (Reason.BEAM_SEARCH, (getattr(params, "beam_width", None) or 1) > 1),
     )
     return next((reason for reason, applies in checks if applies), None)
-
-
-class SampleIndices:
-    """Which of the n samples of a seeded request each of SGLang's requests is: SGLang makes n requests with new ids and
-    the same seed. They are told apart by the order in which they come, so that the same request gives the same n
-    answers again. A request keeps its index when it is scheduled again.
-
-    rank: of replicas and of DP attention, which get some of the n requests each: their indices differ."""
-
-    MAX_PROMPTS = 4096
-
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
-        self._next: collections.OrderedDict[tuple, int] = collections.OrderedDict()
-
-    def of(self, request: Any) -> int:
-        params = request.sampling_params
-        count = getattr(params, "n", None) or 1
-        # SGLang answers once for any number that is not above 1. The request that only fills the prefix cache for the
-        # others has no new token.
-        if not count > 1 or given_seed(params) is None or getattr(params, "max_new_tokens", None) == 0:
-            return 0
-        index = getattr(request, _INDEX_ATTRIBUTE, None)
-        if index is None:
-            prompt = hash(tuple(getattr(request, "origin_input_ids", None) or ()))
-            key = (params.sampling_seed, count, prompt)
-            place = self._next.pop(key, 0)
-            self._next[key] = (place + 1) % count
-            index = self.rank * count + place
-            if len(self._next) > self.MAX_PROMPTS:
-                self._next.popitem(last=False)
-            setattr(request, _INDEX_ATTRIBUTE, index)
-        return index
-
-
-def given_seed(params: Any) -> int | None:
-    """The seed that a request gave. Older SGLang lets any JSON value through and uses none: what is no integer is no
-    seed."""
-    seed = params.sampling_seed
-    return seed if isinstance(seed, int) else None
-
-
-def request_seed(server_seed: int, request: Any, sample_index: int = 0) -> int:
-    """The noise seed of one request: the one that it gave, or one that every rank derives alike from the server's seed
-    and the request's id. Two requests never share noise by accident, nor do the n samples of one request."""
-    seed = given_seed(request.sampling_params)
-    if seed is not None and sample_index == 0:
-        return (seed + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
-    text = f"{server_seed}/{request.rid}" if seed is None else f"seed {seed}, sample {sample_index}"
-    # An id given to ``sgl.Engine`` may hold half of a surrogate pair.
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 class Reason(enum.StrEnum):

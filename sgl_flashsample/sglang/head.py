@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import gc
 import itertools
 import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +39,7 @@ SLOTS = 2  # graphs per key, replayed in turn
 # capture takes longer than a draw.
 PATIENCE = 4
 MAX_GRAPH_KEYS = 512  # the least recently used are dropped
+RETRY_SECONDS = 300.0  # after which what found no memory, or could not be captured, is tried again
 
 
 class HeadState:
@@ -68,7 +71,8 @@ class HeadState:
         self._workspace: Workspace | None = None
         self._workspace_rows = 0
         self._rows_workspace: Workspace | None = None  # of whole rows
-        self._too_large: int | None = None  # rows of the smallest batch that found no memory
+        self._too_large: int | None = None  # rows of the smallest batch that found no memory, left to SGLang until then
+        self._too_large_until = 0.0
         self._searched: DeviceCounters | None = None
         self.graphs: StepGraphs | None = None
         self._capture = capture
@@ -272,17 +276,23 @@ class HeadState:
         return self.graphs
 
     def fits(self, num_rows: int) -> bool:
-        """Whether no batch of this size or a smaller one has run out of memory."""
-        return self._too_large is None or num_rows < self._too_large
+        """Whether no batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""
+        if self._too_large is None or num_rows < self._too_large:
+            return True
+        if time.monotonic() < self._too_large_until:
+            return False
+        self._too_large = None
+        return True
 
     def out_of_memory(self, num_rows: int) -> None:
         """A batch of ``num_rows`` rows, which ``fits``, found no memory: leave it, and larger ones, to SGLang's sampler
-        from now on."""
-        self._too_large = num_rows
+        for ``RETRY_SECONDS``. Not where ranks share the head: each of them would do so by itself."""
+        self._too_large, self._too_large_until = num_rows, time.monotonic() + RETRY_SECONDS
         logger.warning(
-            "flashsample: out of GPU memory for a batch of %d requests: from this batch on until restart, batches of "
+            "flashsample: out of GPU memory for a batch of %d requests: from this batch on, for %d minutes, batches of "
             "this size or more use SGLang's own sampler; a lower --mem-fraction-static leaves this plugin more memory",
             num_rows,
+            RETRY_SECONDS // 60,
         )
 
     @property
@@ -376,13 +386,15 @@ class CudaCapture:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._failed: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocator of pinned memory goes on asking them
 
     def new_pool(self) -> Any:  # coverage: needs a GPU
         """A memory pool. Its graphs are dropped together: PyTorch refuses a pool whose graphs have all gone."""
         return torch.cuda.graph_pool_handle()
 
     def __call__(self, launches: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
+        """The graph, and what ``launches`` returned. After a failure, no other capture may be into this pool."""
         graph = torch.cuda.CUDAGraph()
         # A garbage collection that finds an earlier graph destroys it, which CUDA forbids during a capture.
         collects = gc.isenabled()
@@ -394,10 +406,30 @@ class CudaCapture:
                     result = launches()
                 finally:
                     graph.capture_end()
+        except BaseException:
+            self._leave(graph, pool)
+            raise
         finally:
             if collects:
                 gc.enable()
         return graph, result
+
+    def _leave(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """PyTorch allocates for a capture until its end, and stays so where CUDA has given the capture up: it then
+        frees no memory that another stream has used. End that."""
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with contextlib.suppress(RuntimeError):  # a capture that came to its end was left already
+            torch._C._cuda_endAllocateToPool(index, pool)
+            self._failed.append(graph)
+            torch._C._cuda_releasePool(index, pool)
+
+
+class Launched(NamedTuple):
+    """A draw that has been launched. scratch: what else the launches write to and nobody else keeps: a graph of them
+    writes there at each replay."""
+
+    out: SampleOutput
+    scratch: Any = None
 
 
 class _Captured(NamedTuple):
@@ -462,14 +494,14 @@ class StepGraphs:
         self._batch: Batch | None = None
         self._waiting = 0
         self._batch_key: tuple[Hashable, ...] = ()
-        self._failed = False
+        self._off_until: float | None = None
         # Of the batch, without edits and logprobs: the graphs of (hidden states, positions), by address.
         self._repeatable: dict[tuple[int, int], _KeyedGraphs] = {}
         self._graphs: collections.OrderedDict[tuple[Hashable, ...], _KeyedGraphs] = collections.OrderedDict()
 
     def step(
         self,
-        draw: Callable[[BatchParams], SampleOutput],
+        draw: Callable[[BatchParams], Launched],
         batch: Batch,
         hidden: torch.Tensor,  # [B, D]
         edits: LogitEdits | None,
@@ -478,8 +510,10 @@ class StepGraphs:
     ) -> SampleOutput | None:
         """The tokens of one step of ``batch``; None where the caller has to launch it. draw: makes the launches that a
         graph captures. Without ``copies_tokens``, the tokens stay until ``SLOTS`` steps later."""
-        if self._failed:
-            return None
+        if self._off_until is not None:
+            if time.monotonic() < self._off_until:
+                return None
+            self._off_until, self._pool = None, self._capture.new_pool()
         if batch is not self._batch:
             self._batch, self._waiting, self._repeatable = batch, PATIENCE, {}
         if self._waiting:
@@ -503,20 +537,27 @@ class StepGraphs:
         if graphs.slot == len(graphs.captured):
             params = self._params(batch, positions, edits)
             try:
-                graph, out = self._capture(lambda: draw(params), self._pool)
+                graph, (out, scratch) = self._capture(lambda: draw(params), self._pool)
             except Exception as error:  # a step must not fail because it cannot be captured
-                self._failed, self._repeatable = True, {}
-                logger.warning(
-                    "flashsample: CUDA graphs of the sampling step are off until restart, SGLang's own stay on; same "
-                    "tokens, more CPU time per step: %s: %s",
-                    type(error).__name__,
-                    error,
-                )
+                self._give_up(f"{type(error).__name__}: {error}")
                 return None
-            graphs.captured.append(_Captured(graph, out, [used.last_buffer for used in self._workspaces]))
+            holds = [scratch, *(used.last_buffer for used in self._workspaces)]
+            graphs.captured.append(_Captured(graph, out, holds))
         if edits is None and not return_logprob and len(graphs.captured) == SLOTS:
             self._repeatable[hidden.data_ptr(), positions.data_ptr()] = graphs
         return graphs.replay_next()
+
+    def _give_up(self, reason: str) -> None:
+        """Launch all steps for ``RETRY_SECONDS``, give the memory of the graphs back, and say why."""
+        self._off_until = time.monotonic() + RETRY_SECONDS
+        self._repeatable = {}
+        self._graphs.clear()
+        logger.warning(
+            "flashsample: CUDA graphs of the sampling step are off for %d minutes, SGLang's own stay on; same tokens, "
+            "more CPU time per step: %s",
+            RETRY_SECONDS // 60,
+            reason,
+        )
 
     @property
     def count(self) -> int:

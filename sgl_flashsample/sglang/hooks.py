@@ -7,6 +7,9 @@ In a step and at the start (``StepHooks``):
     ModelRunner.load_model           compile and check the kernels of the model's LM head
     SamplingBatchInfo                parameters per row, through filters and merges of the batch
 
+Where a request arrives: ``GrammarManager.process_req_with_grammar``, to which the scheduler hands every request before
+it waits for anything.
+
 Where drafts are verified (``speculation.SpeculationHooks``): ``eagle_sample``, and the logprobs of accepted tokens.
 
 Where drafts are drawn (``drafts.Drafts``):
@@ -30,6 +33,7 @@ method that we do not know may have another way to write them: then no head has 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import pkgutil
@@ -44,6 +48,7 @@ from .runtime import NotActiveError, RankError, Runtime, refuse_to_start
 
 logger = logging.getLogger("sgl_flashsample")
 
+ARRIVAL_TARGET = "sglang.srt.constrained.grammar_manager.GrammarManager.process_req_with_grammar"
 STATUS_TARGET = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 IDLE_TARGET = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 _INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
@@ -108,7 +113,7 @@ class StepHooks:
                 self.runtime.leave_drafts(model_runner.model)
             else:
                 replica = getattr(getattr(model_runner, "ps", None), "dp_rank", None)
-                self.runtime.samples.rank = replica or self.runtime.samples.rank
+                self.runtime.arrivals.rank = replica or self.runtime.arrivals.rank
                 self.runtime.prepare_model(model_runner.model)
                 if getattr(model_runner, "startup_weight_load", None) is not None:  # its weights are still to come
                     self.runtime.weights_settled = False
@@ -145,7 +150,7 @@ class StepHooks:
                 runtime.server_seed,
                 runtime.custom_processors,
                 schedule_batch.device,
-                runtime.samples,
+                runtime.arrivals,
                 runtime.warn_of_request,
             )
             setattr(sampling_info, BATCH_ATTRIBUTE, batch)
@@ -218,6 +223,24 @@ def install_drafts(drafts: Drafts) -> str | None:
     functions: list[tuple[Callable, Any]] = [(drafts.attach, HookType.BEFORE), (drafts.load, HookType.BEFORE)]
     functions.append((drafts.add_to_chain, HookType.AROUND))
     return apply_hooks(dict(zip(versions.DRAFT_TARGETS, functions, strict=True)))
+
+
+def install_arrival_hook(runtime: Runtime) -> None:
+    """Number requests when they arrive. An SGLang in which that fails numbers them when they are first scheduled."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    def number(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):  # what cannot be read is said where the request is drawn
+            runtime.arrivals.of(request)
+
+    reason = versions.unsupported_target(ARRIVAL_TARGET, ("self", "req"))
+    reason = reason or apply_hooks({ARRIVAL_TARGET: (number, HookType.BEFORE)})
+    if reason is not None:
+        logger.warning(
+            "flashsample: requests are numbered when they are first scheduled, not when they arrive; after an abort, "
+            "the n answers of a seeded request may come in another order: %s",
+            reason,
+        )
 
 
 def install_status_hook(status: Callable[[], dict[str, Any]]) -> None:

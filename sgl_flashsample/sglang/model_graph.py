@@ -3,7 +3,8 @@
 SGLang captures a decode step as one chain of kernels, most of them with programmatic dependent launch: such a kernel
 may begin before the one ahead of it has ended. In a graph of one chain, CUDA leaves gaps all the same. In a graph that
 has a second root, the same kernels overlap (``benchmarks/README.md``, "The model's graph", has the times). SGLang's own
-gather of logits adds such a root with several ranks; with one rank its graphs have none.
+gather of logits, which ours replaces, adds such a root with several ranks; with one rank its graphs have none, and get
+one only on request: kernels that have never run side by side may then do.
 
 The root is the record of an event that nothing waits for. It reads and writes no memory, and no kernel depends on it.
 """
@@ -20,7 +21,6 @@ from ..switches import MODEL_GRAPHS_VARIABLE, switch
 
 logger = logging.getLogger("sgl_flashsample")
 
-MEASURED = ((9, 0),)  # compute capabilities on which the gaps were measured
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
@@ -37,12 +37,12 @@ class ExtraRoot:
     """The root of every graph that is captured on one device."""
 
     @classmethod
-    def of_device(cls, device: torch.device) -> ExtraRoot | None:
-        """None where graphs are left as SGLang captures them. Before any capture: it records an event."""
-        wanted = switch(MODEL_GRAPHS_VARIABLE)
-        if device.type != "cuda" or torch.version.cuda is None or wanted is False:
-            return None
-        if not wanted and torch.cuda.get_device_capability(device) not in MEASURED:
+    def of_device(cls, device: torch.device, several_ranks: bool) -> ExtraRoot | None:
+        """None where graphs are left as SGLang captures them. several_ranks: whether they share the head. Before any
+        capture: it records an event."""
+        asked = switch(MODEL_GRAPHS_VARIABLE)
+        wanted = several_ranks if asked is None else asked
+        if device.type != "cuda" or torch.version.cuda is None or not wanted:
             return None
         try:
             event = torch.cuda.Event()

@@ -87,6 +87,8 @@ def make_sampler() -> FlashSampler:
         _runtime = Runtime(versions.unsupported_version(versions.sglang_version()))
         if _runtime.inactive_reason is None:
             _runtime.inactive_reason = hooks.install(_runtime)
+        if _runtime.inactive_reason is None:
+            hooks.install_arrival_hook(_runtime)
         if _runtime.inactive_reason is None and _runtime.verifies:
             _runtime.inactive_reason = hooks.install_speculation(_runtime)
         if _runtime.inactive_reason is None and _runtime.verifies:

@@ -29,7 +29,8 @@ from ..switches import (
 )
 from ..tables.lookup import resolve
 from . import support, token_counts
-from .batch import Batch, Routing, SampleIndices
+from .arrivals import Arrivals
+from .batch import Batch, Routing
 from .exchange import Exchange, RankSync
 from .head import HeadState
 from .metrics import Metrics
@@ -87,7 +88,7 @@ class Runtime:
         self.wants_plane = word(PLANE_VARIABLE) == "cpu"
         self.screen_mode = screen_mode()
         self.no_screen_reason = _unsupported_screens(self.screen_mode)
-        self.samples = SampleIndices()
+        self.arrivals = Arrivals()
         self._warned_of_request = False
         self.samplers: list[Any] = []
         self._idle_reads: int | None = 0  # still to be made of the device's counters; None after a failure
@@ -116,7 +117,7 @@ class Runtime:
             parallel, observability = get_parallel(), get_observability()
             self._last_stage = parallel.pp_rank == parallel.pp_size - 1
             replica = getattr(parallel, "dp_rank", None)  # SGLang 0.5.17 says it with the model (``hooks.load_model``)
-            self.samples = SampleIndices(replica or (0 if parallel.tp_size == 1 else parallel.attn_dp_rank))
+            self.arrivals = Arrivals(replica or (0 if parallel.tp_size == 1 else parallel.attn_dp_rank))
             self._is_pipeline = parallel.pp_size > 1
             metrics = bool(observability.enable_metrics)
             # Of ranks with the same batches the first reports, as of SGLang's own metrics.
@@ -359,7 +360,8 @@ class Runtime:
                 NATIVE_FEATURES,
             )
         if self.heads:
-            self._extra_root = ExtraRoot.of_device(self.heads[0].head.weight.device)
+            first = self.heads[0]
+            self._extra_root = ExtraRoot.of_device(first.head.weight.device, first.exchange is not None)
 
     def extend_model_graph(self) -> None:
         """Where SGLang captures its model into a CUDA graph, give that one more root."""
@@ -602,7 +604,8 @@ class Runtime:
                 of_sglang = sum(batch.rows[row].truncated for row in routing.native)
                 routing.num_truncated = batch.num_truncated - of_sglang
         if self.report_path:
-            logits_output.customized_info = {"flashsample_path": list(routing.labels)}
+            models = logits_output.customized_info or {}
+            logits_output.customized_info = {**models, "flashsample_path": list(routing.labels)}
         if self.token_counts is not None:
             self.token_counts.add(token_ids, logits_output.next_token_logits.shape[-1])
         self._count(routing, routing.num_truncated, None if routing.native else started)

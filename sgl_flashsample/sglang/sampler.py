@@ -30,7 +30,7 @@ from .batch import (
     to_device,
 )
 from .exchange import Exchange
-from .head import HeadState
+from .head import HeadState, Launched
 from .lazy_logits import LazyLogits, plain
 from .repeat import RepeatedStep
 from .runtime import Runtime
@@ -224,10 +224,10 @@ def draw(
     """One token per row: by a CUDA graph where the batch has not changed for some steps, else by launches."""
     state.update(len(batch))
 
-    def launch(params: BatchParams) -> SampleOutput:
+    def launch(params: BatchParams) -> Launched:
         if state.exchange is not None:
             return draw_with_ranks(state, state.exchange, hidden, params, return_logprob, retry=False)
-        return _launch(state, hidden, params, return_logprob)
+        return Launched(_launch(state, hidden, params, return_logprob))
 
     graphs = state.step_graphs(batch, edits, positions)
     if graphs is not None:
@@ -243,7 +243,7 @@ def draw_without_graphs(
     """By the decision plane where there is one, else by launches. A plane or a screen that fails is given up, and the
     step drawn without it."""
     if state.exchange is not None:
-        return draw_with_ranks(state, state.exchange, hidden, params, return_logprob)
+        return draw_with_ranks(state, state.exchange, hidden, params, return_logprob).out
     if state.plane is not None:
         try:
             return state.plane.draw(
@@ -280,15 +280,18 @@ def draw_with_ranks(
     params: BatchParams,
     return_logprob: bool,
     retry: bool = True,
-) -> SampleOutput:
+) -> Launched:
     """Where this rank has a part of the head. How a rank draws from its part is its own affair. retry: what fails is
     tried in another way, as the other ranks wait for the exchange."""
     if params.truncation is not None or state.whole_rows:
+        scratch: list[Any] = []
 
         def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:
-            return state.sample_rows(logits, params, return_logprob)
+            drawn = state.sample_rows(logits, params, return_logprob)
+            scratch.extend((drawn, params))
+            return drawn
 
-        return exchange.draw_rows(state.logits_of_shard(hidden), params, draw_rows)
+        return Launched(exchange.draw_rows(state.logits_of_shard(hidden), params, draw_rows), scratch)
     while True:
         try:
             drawn = _launch(state, hidden, params, return_logprob)
@@ -296,7 +299,7 @@ def draw_with_ranks(
             if not retry or not state.step_down(f"{type(error).__name__}: {error}"):
                 raise
         else:
-            return exchange.merge(drawn)
+            return Launched(exchange.merge(drawn), drawn)
 
 
 class NativeRows:

@@ -28,7 +28,7 @@ from kernel_cases import limits, take
 
 from sgl_flashsample import LMHead, SamplingPath, Screen, api, dispatch, sample, sample_from_logits
 from sgl_flashsample.defaults import HeadTraits, default_config, default_config_on
-from sgl_flashsample.dispatch import DENSE_ROWS, DispatchTable, default_table, make_workspace
+from sgl_flashsample.dispatch import DENSE_ROWS, DispatchTable, compute_logits, default_table, make_workspace
 from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
 from sgl_flashsample.kinds import BATCH_KINDS, CONFIGS, KIND_NAMES, PLAIN, path_of
 
@@ -206,6 +206,17 @@ def test_scratch_has_room_for_the_splits_of_every_tuned_tile(device):
     if device.type == "cpu":
         assert workspace.slots == ROWS * 16 > make_workspace(case.head, ROWS).slots
     assert_reference(sample(case.hidden, case.head, case.params, table=table, workspace=workspace).token_ids, case)
+
+
+def test_float32_logits_of_a_half_precision_head_have_their_place_in_the_workspace():
+    """A step allocates nothing."""
+    head = LMHead.of_rank(torch.randn(32, 16).bfloat16(), 0, 2, 64, logits_dtype=torch.float32)
+    workspace, hidden = make_workspace(head, 3), torch.randn(3, 16).bfloat16()
+    held = workspace.num_bytes
+    logits = compute_logits(hidden, head, workspace)
+    torch.testing.assert_close(logits, hidden.float() @ head.weight.float().T)
+    assert workspace.num_bytes == held
+    assert compute_logits(hidden[:2], head, workspace).data_ptr() == logits.data_ptr()
 
 
 # When a screen is used.

@@ -82,7 +82,8 @@ def draw_in_group(exchange: Exchange, case: Case, multiple: int, folder: Path | 
     state.update(len(case.hidden))
     times = 1 if folder is None else TIMES
     return [
-        draw_with_ranks(state, exchange, case.hidden, params, wants_logprob(case)) for params in params_of(case, times)
+        draw_with_ranks(state, exchange, case.hidden, params, wants_logprob(case)).out
+        for params in params_of(case, times)
     ]
 
 

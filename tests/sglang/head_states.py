@@ -14,9 +14,10 @@ import torch
 
 from sgl_flashsample.defaults import HeadTraits, default_config_on
 from sgl_flashsample.dispatch import DispatchTable
+from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kinds import BATCH_KINDS, SamplingPath
 from sgl_flashsample.sglang.batch import TOP_K_OFF, Batch
-from sgl_flashsample.sglang.head import CudaCapture, HeadState
+from sgl_flashsample.sglang.head import CudaCapture, HeadState, Launched
 from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import HeadScreen
 
@@ -42,7 +43,13 @@ SAMPLING_DEFAULTS = {
 
 
 def request(
-    rid: str = "r", *, processor: str | None = None, mask: bool = False, prompt: Sequence[int] = (5, 300), **params: Any
+    rid: str = "r",
+    *,
+    processor: str | None = None,
+    mask: bool = False,
+    prompt: Sequence[int] = (5, 300),
+    sender: str | None = None,
+    **params: Any,
 ) -> types.SimpleNamespace:
     """A request as SGLang's scheduler holds it, with sampling parameters as SGLang normalises them: greedy is
     ``top_k=1``."""
@@ -52,6 +59,7 @@ def request(
         custom_logit_processor=processor,
         return_sampling_mask=mask,
         origin_input_ids=list(prompt),
+        http_worker_ipc=sender,
     )
 
 
@@ -160,8 +168,8 @@ class CountedGraph:
     """A CUDA graph; without one, it runs the launches again, into the tensors of the first run, as a graph would."""
 
     capture: CountingCapture
-    launches: Callable[[], Any]
-    out: Any
+    launches: Callable[[], Launched]
+    out: SampleOutput
     graph: Any
 
     def replay(self) -> None:
@@ -169,7 +177,7 @@ class CountedGraph:
         if self.graph is not None:
             self.graph.replay()
             return
-        for output, new in zip(self.out, self.launches(), strict=True):
+        for output, new in zip(self.out, self.launches().out, strict=True):
             if output is not None:
                 output.copy_(new)
 
@@ -191,9 +199,9 @@ class CountingCapture:
     def __call__(self, launches: Callable[[], Any], pool: Any) -> tuple[CountedGraph, Any]:
         if self.fails:
             raise RuntimeError("no memory for a graph")
-        graph, out = (None, launches()) if self._cuda is None else self._cuda(launches, pool)
-        self.graphs.append(CountedGraph(self, launches, out, graph))
-        return self.graphs[-1], out
+        graph, launched = (None, launches()) if self._cuda is None else self._cuda(launches, pool)
+        self.graphs.append(CountedGraph(self, launches, launched.out, graph))
+        return self.graphs[-1], launched
 
 
 def settle(device: torch.device) -> None:

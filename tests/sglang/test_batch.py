@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import types
+from typing import Any
 
 import pytest
 import torch
 from head_states import CPU, make_batch, request
 
 from sgl_flashsample.kernels.params import Edit
+from sgl_flashsample.sglang.arrivals import Arrivals
 from sgl_flashsample.sglang.batch import (
     TOP_K_OFF,
     Batch,
     Routing,
-    SampleIndices,
     batch_of,
     edits_of,
     edits_of_nodes,
     native_reason,
-    request_seed,
     routing_of,
 )
 from sgl_flashsample.sglang.hooks import StepHooks
@@ -181,9 +180,17 @@ def test_a_tempered_greedy_row_needs_sglangs_logprob_only_beside_sampled_rows():
 # Seeds.
 
 
+def seeds_of(arrivals: Arrivals, server_seed: int = 1, **params) -> list[int]:
+    """The seeds of one request with n samples: SGLang makes n requests of it."""
+    return [arrivals.seed_of(request(**params), server_seed) for _ in range(params["n"])]
+
+
+def samples_of(arrivals: Arrivals, *requests: Any) -> list[int]:
+    return [arrivals.of(each).sample for each in requests]
+
+
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
 def test_a_request_draws_with_the_seed_that_it_gave(seed):
-    assert request_seed(1, request(sampling_seed=seed)) == seed
     assert make_batch({"sampling_seed": seed}).tensors.seed.tolist() == [seed]
 
 
@@ -195,86 +202,100 @@ def test_an_oversized_seed_still_fits_a_device_tensor(seed):
 @pytest.mark.parametrize("seed", ["x", "7", 7.0, float("nan"), [7], {"seed": 7}], ids=str)
 def test_what_is_no_integer_is_no_seed(seed):
     """SGLang 0.5.17 lets it through."""
-    given, none = request("a", sampling_seed=seed, n=2), request("a", n=2)
-    assert request_seed(1, given, SampleIndices().of(given)) == request_seed(1, none)
+    assert seeds_of(Arrivals(), sampling_seed=seed, n=2) == seeds_of(Arrivals(), n=2)
     batch = make_batch({"sampling_seed": seed})
     assert batch.tensors.seed.tolist() == make_batch({}).tensors.seed.tolist() and not batch.rows[0].seeded
 
 
-def test_requests_without_a_seed_have_one_of_the_servers_seed_and_their_id():
-    assert request_seed(1, request("a")) == request_seed(1, request("a", temperature=0.5))
-    seeds = {request_seed(server, request(rid)) for server in (1, 2) for rid in ("a", "b", "c")}
-    assert len(seeds) == 6
-    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+def test_requests_without_a_seed_have_seeds_of_their_own_whatever_their_ids():
+    arrivals = [Arrivals(), Arrivals(), Arrivals(rank=1)]
+    seeds = [
+        each.seed_of(request("task 12"), server)
+        for each, server in zip(arrivals, (1, 2, 1), strict=True)
+        for _ in "abc"
+    ]
+    assert len(set(seeds)) == 9 and all(-(2**63) <= seed < 2**63 for seed in seeds)
 
 
-def test_an_id_may_hold_half_of_a_surrogate_pair():
-    """``sgl.Engine`` takes any text, and UTF-8 has no bytes for this one."""
-    ids = ("\ud800", "\udc00", "a\udfffb")
-    assert len(set(make_batch(*({"rid": rid} for rid in ids)).tensors.seed.tolist())) == 3
+def test_the_samples_of_a_request_without_a_seed_have_seeds_of_their_own():
+    arrivals = Arrivals()
+    assert len({*seeds_of(arrivals, n=3), *seeds_of(arrivals, n=3)}) == 6
 
 
-IDS = itertools.count()
+def test_a_request_without_a_seed_draws_with_the_same_noise_when_it_is_scheduled_again():
+    arrivals, first, second = Arrivals(), request(), request()
+    seeds = [arrivals.seed_of(each, 1) for each in (first, second, first)]
+    assert seeds[0] == seeds[2] != seeds[1]
 
 
-def seeds_of(indices: SampleIndices, server_seed: int = 1, **params) -> list[int]:
-    """The seeds of one request with n samples: SGLang makes n requests with new ids."""
-    requests = [request(f"id {next(IDS)}", **params) for _ in range(params["n"])]
-    return [request_seed(server_seed, each, indices.of(each)) for each in requests]
+def test_any_text_may_be_an_id():
+    """``sgl.Engine`` takes half of a surrogate pair too, and UTF-8 has no bytes for it."""
+    assert make_batch({"rid": "\ud800"}).rows[0].reason is None
+
+
+def test_a_request_that_cannot_be_read_is_counted():
+    """A rank that can read it counts on alike."""
+    arrivals, same = Arrivals(), Arrivals()
+    Batch.of_requests([types.SimpleNamespace(), request()], 1, True, CPU, arrivals)
+    Batch.of_requests([request(), request()], 1, True, CPU, same)
+    assert arrivals.of(request()).number == same.of(request()).number
 
 
 def test_the_samples_of_a_seeded_request_are_the_same_again_and_differ_from_each_other():
-    indices = SampleIndices()
-    first = seeds_of(indices, sampling_seed=5, n=3)
-    assert seeds_of(indices, sampling_seed=5, n=3) == first and len(set(first)) == 3
+    arrivals = Arrivals()
+    first = seeds_of(arrivals, sampling_seed=5, n=3)
+    assert seeds_of(arrivals, sampling_seed=5, n=3) == first and len(set(first)) == 3
     assert first[0] == 5, "the first sample is the answer of a request with n = 1"
-    assert not set(seeds_of(indices, sampling_seed=6, n=3)) & set(first)
-    assert seeds_of(SampleIndices(), 2, sampling_seed=5, n=3) == first, "also by another server"
+    assert not set(seeds_of(arrivals, sampling_seed=6, n=3)) & set(first)
+    assert seeds_of(Arrivals(), 2, sampling_seed=5, n=3) == first, "also by another server"
 
 
 def test_samples_on_other_ranks_of_dp_attention_are_others():
     """The requests of one call are divided over these ranks."""
-    ranks = [seeds_of(SampleIndices(rank), sampling_seed=5, n=3) for rank in range(3)]
-    assert ranks[0] == seeds_of(SampleIndices(), sampling_seed=5, n=3)
+    ranks = [seeds_of(Arrivals(rank), sampling_seed=5, n=3) for rank in range(3)]
+    assert ranks[0] == seeds_of(Arrivals(), sampling_seed=5, n=3)
     assert len({seed for seeds in ranks for seed in seeds}) == 9
-    alone = {tuple(seeds_of(SampleIndices(rank), sampling_seed=5, n=1)) for rank in range(3)}
+    alone = {tuple(seeds_of(Arrivals(rank), sampling_seed=5, n=1)) for rank in range(3)}
     assert len(alone) == 1
 
 
 def test_samples_of_several_requests_may_come_in_turns():
-    indices = SampleIndices()
-    kinds = [{"prompt": (1, 2)}, {"prompt": (1, 3)}, {"prompt": (1, 2), "sampling_seed": 8}]
-    turns = [[indices.of(request(**{"sampling_seed": 5, "n": 2} | kind)) for kind in kinds] for _ in range(4)]
-    assert turns == [[0] * 3, [1] * 3, [0] * 3, [1] * 3]
+    """Also of one request that two clients have sent, where their tokenizer processes are two."""
+    arrivals = Arrivals()
+    kinds = [
+        {"prompt": (1, 2)},
+        {"prompt": (1, 3)},
+        {"prompt": (1, 2), "sampling_seed": 8},
+        {"prompt": (1, 2), "sender": "tokenizer 2"},
+    ]
+    turns = [samples_of(arrivals, *(request(**{"sampling_seed": 5, "n": 2} | kind) for kind in kinds)) for _ in "abcd"]
+    assert turns == [[0] * 4, [1] * 4, [0] * 4, [1] * 4]
 
 
 def test_a_sample_keeps_its_index_when_it_is_scheduled_again():
-    indices = SampleIndices()
     first, second = request(sampling_seed=5, n=2), request(sampling_seed=5, n=2)
-    assert [indices.of(each) for each in (first, first, second, first, second)] == [0, 0, 1, 0, 1]
+    assert samples_of(Arrivals(), first, first, second, first, second) == [0, 0, 1, 0, 1]
 
 
 def test_what_has_no_samples_of_its_own_takes_no_index():
     """The request with which SGLang fills the prefix cache before the n samples of a prompt draws no token."""
-    indices = SampleIndices()
-    for each in (request(n=2), request(sampling_seed=5), request(sampling_seed=5, n=2, max_new_tokens=0)):
-        assert indices.of(each) == 0
-    assert seeds_of(indices, sampling_seed=5, n=2)[0] == 5
+    arrivals = Arrivals()
+    none = (request(n=2), request(sampling_seed=5), request(sampling_seed=5, n=2, max_new_tokens=0))
+    assert samples_of(arrivals, *none) == [0] * 3
+    assert seeds_of(arrivals, sampling_seed=5, n=2)[0] == 5
 
 
 @pytest.mark.parametrize("n", [0, -3, 0.3, float("nan"), True])
 def test_a_number_of_samples_that_is_not_above_one_is_one(n):
     """SGLang answers such a request once: with the same seed, the same tokens each time."""
-    indices = SampleIndices()
-    assert [indices.of(request(sampling_seed=5, n=n)) for _ in range(4)] == [0] * 4
+    assert samples_of(Arrivals(), *(request(sampling_seed=5, n=n) for _ in range(4))) == [0] * 4
 
 
 def test_only_so_many_prompts_are_remembered(monkeypatch):
-    monkeypatch.setattr(SampleIndices, "MAX_PROMPTS", 2)
-    indices = SampleIndices()
-    for prompt in ((1,), (2,), (3,)):
-        indices.of(request(prompt=prompt, sampling_seed=5, n=2))
-    assert [indices.of(request(prompt=prompt, sampling_seed=5, n=2)) for prompt in ((3,), (1,))] == [1, 0]
+    monkeypatch.setattr(Arrivals, "MAX_PROMPTS", 2)
+    prompts = ((1,), (2,), (3,), (3,), (1,))
+    requests = (request(prompt=prompt, sampling_seed=5, n=2) for prompt in prompts)
+    assert samples_of(Arrivals(), *requests) == [0, 0, 0, 1, 0]
 
 
 # Routing.

@@ -430,7 +430,7 @@ def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_an
 def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, info_of, device, case):
     """Its coins accept a draft by the target's probability, whichever noise it has: the most likely token is best."""
     coupled = server()
-    coupled.load(info_of([request(str(row), temperature=1.0) for row in range(3)]))
+    coupled.load(info_of([request(str(row), temperature=3.0) for row in range(3)]))
     batch = forward_batch("DECODE", torch.arange(3, device=device), 3)
     states = hidden(3)
     best = head.logits(states).argmax(-1)

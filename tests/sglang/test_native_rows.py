@@ -316,13 +316,9 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
 def test_a_request_that_cannot_be_read_is_sglangs_as_it_asks_and_the_rows_beside_it_are_fused(
     runners, head, info_of, hidden
 ):
-    class Unprintable:
-        def __format__(self, form: str) -> str:
-            raise ValueError("no text")
-
     def rows():
         asked = {"temperature": 0.7, "top_p": 1e-6}  # the largest logit, if its top-p is looked at
-        return [request("a", sampling_seed=3), request(Unprintable(), **asked), request("c", **GREEDY)]
+        return [request("a", sampling_seed=3), request("b", n="several", **asked), request("c", **GREEDY)]
 
     states = hidden(3)
     alone, _ = runners[0].sample(head.lazy(states[:1]), info_of(rows()[:1]))

@@ -6,11 +6,13 @@ What they exchange is in ``test_exchange.py``, servers of several ranks are in `
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import re
 import subprocess
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,11 @@ from sglang_batches import request
 
 from sgl_flashsample import sample
 from sgl_flashsample.demo.server import free_port
+from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
 from sgl_flashsample.sglang.exchange import RankSync
-from sgl_flashsample.sglang.head import HeadState
+from sgl_flashsample.sglang.head import PATIENCE, HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import RankError, Runtime
 
@@ -337,6 +340,37 @@ def test_each_step_is_exchanged_whether_launched_or_replayed():
         sampler.draw(state, hidden, batch, None, positions, return_logprob=False)
     replays = state._capture.replays
     assert replays and len(merged) == steps + len(state._capture.graphs), "a capture here draws once more than on a GPU"
+
+
+@needs_sglang
+@pytest.mark.parametrize("kind", ["plain", "truncated"])
+def test_what_a_rank_draws_before_the_exchange_lives_as_long_as_the_graph_that_writes_there(kind):
+    """Else it would lie where the tokens of another graph are."""
+    from sgl_flashsample.sglang import sampler
+
+    state, drawn = make_state(CPU, capture=CountingCapture()), []
+
+    def merge(out: SampleOutput) -> SampleOutput:
+        drawn.append(weakref.ref(out.token_ids))
+        return out._replace(token_ids=out.token_ids.clone())
+
+    memory = types.SimpleNamespace(own_logits=torch.empty(RANK_ROWS, len(state.lm_head.weight)))
+    exchange = types.SimpleNamespace(memory_for=lambda num_rows: memory, num_ranks=1, rank=0, merge=merge)
+    exchange.draw_rows = lambda logits, params, draw: merge(draw(logits, params))
+    hidden, positions, batch = (
+        hidden_states(CPU, RANK_ROWS),
+        torch.arange(RANK_ROWS),
+        rank_batches()[kind == "truncated"],
+    )
+    state.update(RANK_ROWS)
+    state.exchange = exchange
+    for _ in range(2 * PATIENCE):
+        drawn.clear()
+        sampler.draw(state, hidden, batch[0], None, positions, return_logprob=False)
+    (graph,) = state._capture.graphs
+    gc.collect()
+    assert graph.capture.replays == 1
+    assert drawn[0]() is not None, "the draw of the capture"
 
 
 def test_a_head_that_shows_itself_late_is_sglangs_on_several_ranks(shared, caplog):

@@ -32,9 +32,8 @@ from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.exchange import Exchange
-from sgl_flashsample.sglang.head import HeadState
+from sgl_flashsample.sglang.head import RETRY_SECONDS, HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
-from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
 from sgl_flashsample.sglang.runtime import REPORT_PATH_VARIABLE, NotActiveError, Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
 from sgl_flashsample.tables import lookup
@@ -566,7 +565,6 @@ def starting(server_config, runtime, monkeypatch, tmp_path) -> Runtime:
     monkeypatch.setattr(runtime_module, "MAX_INTERPRETED_ROWS", 4)
     monkeypatch.setattr(runtime_module, "MAX_COMPILED_ROWS", 4)
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv(MODEL_GRAPHS_VARIABLE, "0")  # on a GPU, its line would be one more: test_model_graph.py
     return runtime
 
 
@@ -1027,6 +1025,7 @@ def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]
         monkeypatch.setattr(plugin.versions, "unsupported_version", lambda installed: version)
         for name in ("install", "install_speculation", "install_drafts", "install_weight_hooks"):
             monkeypatch.setattr(hooks, name, lambda _, name=name: installed.append(name) or reasons.get(name))
+        monkeypatch.setattr(hooks, "install_arrival_hook", lambda _: installed.append("install_arrival_hook"))
         monkeypatch.setattr(hooks, "install_status_hook", lambda status: installed.append(status()["reason"]))
         monkeypatch.setattr(hooks, "install_idle_hook", lambda runtime: None)
         return plugin.make_sampler(), installed
@@ -1050,11 +1049,12 @@ def test_a_server_with_drafts_gets_the_hooks_of_their_verification_and_of_couple
     server_config.spec.speculative_algorithm = "EAGLE"
     runtime, installed = starts()
     assert runtime.inactive_reason is None
-    assert installed == ["install", "install_speculation", "install_drafts", "install_weight_hooks", None]
+    step, drafts = ["install", "install_arrival_hook"], ["install_speculation", "install_drafts"]
+    assert installed == [*step, *drafts, "install_weight_hooks", None]
 
 
 def test_a_server_without_drafts_gets_the_hooks_of_a_step_and_of_weight_changes(starts):
-    assert starts()[1] == ["install", "install_weight_hooks", None]
+    assert starts()[1] == ["install", "install_arrival_hook", "install_weight_hooks", None]
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE", "DFLASH"])
@@ -1074,7 +1074,10 @@ def test_paths_per_token_are_reported_but_with_drafts_where_a_warning_says_that_
     [
         ({"version": "SGLang 9.9 is unknown"}, []),
         ({"install": "a hook is missing"}, ["install"]),
-        ({"install_speculation": "eagle_sample is missing"}, ["install", "install_speculation"]),
+        (
+            {"install_speculation": "eagle_sample is missing"},
+            ["install", "install_arrival_hook", "install_speculation"],
+        ),
     ],
     ids=str,
 )
@@ -1098,9 +1101,9 @@ def test_each_replica_tells_the_samples_of_a_seeded_request_apart_from_those_of_
     """SGLang spreads them over the replicas. SGLang 0.5.17 says with the model which one this is."""
     vars(server_config.parallel).update(known)
     runtime = Runtime(None)
-    assert runtime.samples.rank == (known.get("dp_rank") or 0)
+    assert runtime.arrivals.rank == (known.get("dp_rank") or 0)
     load(runtime, device, ps=types.SimpleNamespace(dp_rank=later))
-    assert runtime.samples.rank == (later or known.get("dp_rank") or 0)
+    assert runtime.arrivals.rank == (later or known.get("dp_rank") or 0)
 
 
 @pytest.mark.parametrize(
@@ -1250,10 +1253,22 @@ def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_on
     assert [path_of_a_batch(num_rows) for num_rows in (3, 4, 5)] == ["fused", *["native:out_of_memory"] * 2]
     assert runners[0].sampler.runtime.inactive_reason is None
     assert [record.message for record in caplog.records] == [
-        f"flashsample: out of GPU memory for a batch of {rows} requests: from this batch on until restart, batches of "
+        f"flashsample: out of GPU memory for a batch of {rows} requests: from this batch on, for 5 minutes, batches of "
         "this size or more use SGLang's own sampler; a lower --mem-fraction-static leaves this plugin more memory"
         for rows in (5, 4)
     ]
+
+
+@needs_sglang
+def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_a_batch, monkeypatch, clock, caplog):
+    failing = Failing(monkeypatch, torch.OutOfMemoryError("no memory"), rows=4)
+    path_of_a_batch(5)
+    failing.rows = 100
+    clock[0] += RETRY_SECONDS - 1
+    assert path_of_a_batch(5) == "native:out_of_memory"
+    clock[0] += 1
+    assert [path_of_a_batch(num_rows) for num_rows in (5, 6)] == ["fused", "fused"]
+    assert len(caplog.records) == 1
 
 
 @needs_sglang
@@ -1327,6 +1342,21 @@ def test_rows_of_a_head_that_is_left_to_sglang_are_those_of_an_inactive_pass(
     logits, info = head.logits(hidden(2)), info_of([request(rid, temperature=0) for rid in "ab"])
     _, output = runners[0].sample(logits, info, return_logprob=return_logprob)
     assert output.customized_info == {"flashsample_path": ["native:inactive"] * 2}
+
+
+@needs_sglang
+def test_what_a_model_tells_of_its_tokens_is_answered_beside_their_paths(runners, head, info_of, hidden):
+    states, info, of_model = hidden(2), info_of([request("a"), request("b")]), {"experts": [[1, 2], [3, 4]]}
+    sampler = runners[0].sampler
+
+    def call(output, *arguments):
+        output.customized_info = of_model
+        return sampler(output, *arguments)
+
+    runners[0].sampler = call
+    _, output = runners[0].sample(head.lazy(states), info)
+    assert output.customized_info == {"experts": [[1, 2], [3, 4]], "flashsample_path": ["fused"] * 2}
+    assert of_model.keys() == {"experts"}, "the model may keep it"
 
 
 @needs_sglang

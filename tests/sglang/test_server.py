@@ -6,15 +6,20 @@ servers runs without ``--full``; all others with it.
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
 import json
 import math
+import random
 import re
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from serving import CUDA, INTERPRETED, TWO_RANKS, draw, make_server, needs_sglang, paths, version_path
+from scipy.stats import binomtest
+from serving import CUDA, INTERPRETED, TWO_RANKS, draw, make_server, needs_sglang, paths, transitions, version_path
 from stats import g_test, power
 from tuned_tables import table_for_this_machine
 
@@ -37,6 +42,7 @@ STRUCTURAL_TAG = json.dumps(
 )
 JSON_SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
 LOGIT_BIAS = {"500": 4.0, "77": 1.0, "78": -100.0}
+ABORTS = 25
 TOP_LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3}
 
 # Every sampling feature of SGLang, with the path that must serve it (None: several). Deterministic requests and those
@@ -163,7 +169,7 @@ def assert_no_failure(server: Server) -> None:
     """SGLang itself logs tracebacks for some requests that it refuses."""
     assert not [line for line in server.log_lines('File "') if "sgl_flashsample" in line]
     assert not server.log_lines("Scheduler hit an exception")
-    assert not server.log_lines("until restart")
+    assert not server.log_lines("until restart") and not server.log_lines("for 5 minutes")
 
 
 def rank_table(pairs, truth, temperature=1.0, bins=64, allowed=None):
@@ -192,6 +198,18 @@ def context_table(pairs, truth):
     np.add.at(counts, (state, pairs[:, 1]), 1)
     shares = truth.distribution(torch.tensor(states)).numpy() * counts.sum(1, keepdims=True) / counts.sum()
     return counts.reshape(-1), shares.reshape(-1)
+
+
+def assert_draws_of_one_id_are_independent(server: Server, truth: markov.MarkovModel) -> None:
+    """A hundred requests without a seed and with the same id follow the truth, and no two in a row agree more often
+    than two draws do."""
+    params = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+    answers = [server.generate(input_ids=[303], rid="task 12", sampling_params=params) for _ in range(100)]
+    assert len({tuple(answer["output_ids"]) for answer in answers}) == 100
+    assert g_test(*rank_table(transitions([303] * 100, answers), truth)).p_value > 1e-6
+    agree = sum(one["output_ids"][0] == other["output_ids"][0] for one, other in itertools.pairwise(answers))
+    share = float((truth.distribution(torch.tensor([303])) ** 2).sum())
+    assert binomtest(agree, 99, share).pvalue > 1e-6
 
 
 def disallow_tokens() -> str:
@@ -418,6 +436,10 @@ def test_requests_without_a_seed_differ_from_each_other(ours):
     params = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
     answers = ours.generate(input_ids=[[303]] * 32, sampling_params=params)
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 28
+
+
+def test_requests_without_a_seed_that_have_one_id_are_independent(ours, truth):
+    assert_draws_of_one_id_are_independent(ours, truth)
 
 
 def test_greedy_rows_beside_sampled_ones_stay_fused_and_greedy(ours, truth):
@@ -674,7 +696,37 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
         rows = [*seeded_rows(), ({"temperature": 0, "custom_params": {"token_ids": [738]}}, processor)]
         with_paths = name != "pipeline parallelism"
         assert_same_answers(ask_together(server, rows), ask_together(servers["ours"], rows), with_paths=with_paths)
+        assert_draws_of_one_id_are_independent(server, servers["truth"])
         assert metric(server, "rows_total", path="fused") > metric(server, "rows_total", path="native") > 0
+        assert_no_failure(server)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", [None] if CUDA else [None, "0.5.17", "0.5.23"])
+def test_a_seeded_request_gives_its_samples_in_the_same_order_after_aborts(folder, version):
+    """Two of four samples run at a time, so that the others are aborted while they wait."""
+    server, _ = make_server(
+        folder,
+        SIZE,
+        name=f"aborts {version}",
+        arguments=["--max-running-requests", "2"],
+        first_on_path=version_path(version) if version else None,
+    )
+    seeded, delays = {"temperature": 1.0, "sampling_seed": 3, "n": 4, "ignore_eos": True}, random.Random(0)
+
+    def answers() -> list[list[int]]:
+        return [answer["output_ids"] for answer in ask(server, seeded)]
+
+    with server, concurrent.futures.ThreadPoolExecutor() as pool:
+        first = answers()
+        assert len({tuple(tokens) for tokens in first}) == 4
+        for _ in range(ABORTS):
+            aborted = pool.submit(ask_or_refused, server, seeded | {"max_new_tokens": 3000})
+            time.sleep(0.2 * delays.random())
+            while not aborted.done():
+                server.post("/abort_request", rid="", abort_all=True)
+                time.sleep(0.02)
+            assert answers() == first
         assert_no_failure(server)
 
 

@@ -35,7 +35,7 @@ from sgl_flashsample.kernels.params import BatchParams, Edit, LogitEdits, Logits
 from sgl_flashsample.kernels.workspace import ScreenCounter, Workspace
 from sgl_flashsample.sglang import head, repeat
 from sgl_flashsample.sglang.batch import Batch
-from sgl_flashsample.sglang.head import PATIENCE, SLOTS, HeadState, StepGraphs
+from sgl_flashsample.sglang.head import PATIENCE, RETRY_SECONDS, SLOTS, HeadState, Launched, StepGraphs
 
 WARM_UP = 2 * PATIENCE - 1  # steps of one batch at one place before the first that is replayed
 SETTLED = WARM_UP + SLOTS + 1  # steps until all that come are replayed
@@ -84,7 +84,7 @@ class Drawing:
         """The tokens of a replay; None where the step is to be launched."""
         hidden, return_logprob = step.hidden, step.return_logprob
         out = self.graphs.step(
-            lambda params: read_all(hidden, params, return_logprob),
+            lambda params: Launched(read_all(hidden, params, return_logprob)),
             step.batch,
             hidden,
             step.edits,
@@ -249,31 +249,93 @@ def test_graphs_that_are_not_used_make_room(monkeypatch):
     assert drawing.step(places[1]) is None
 
 
-def test_a_capture_that_fails_leaves_the_launches_and_warns_once(caplog):
-    class Fails(CountingCapture):
-        def __call__(self, launches, pool):
-            raise RuntimeError("no stream")
-
+def test_after_a_capture_that_fails_steps_are_launched_and_it_is_said_once(clock, caplog):
+    capture = CountingCapture()
+    capture.fails, drawing = True, Drawing(capture)
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
-        assert not any(Drawing(Fails()).replays(make_step(), 3 * WARM_UP))
+        assert not any(drawing.replays(make_step(), 3 * WARM_UP))
     assert [record.message for record in caplog.records] == [
-        "flashsample: CUDA graphs of the sampling step are off until restart, SGLang's own stay on; same tokens, more "
-        "CPU time per step: "
-        "RuntimeError: no stream"
+        "flashsample: CUDA graphs of the sampling step are off for 5 minutes, SGLang's own stay on; same tokens, more "
+        "CPU time per step: RuntimeError: no memory for a graph"
     ]
 
 
-@pytest.mark.parametrize("collects", [True, False])
-def test_no_garbage_is_collected_during_a_capture(monkeypatch, collects):
-    """An earlier graph may be part of it, and destroying that one would end the capture."""
+def test_a_failed_capture_is_tried_again_after_some_minutes_in_a_pool_of_its_own(clock):
+    """Others may have taken the memory for a moment."""
+    capture, step = CountingCapture(), make_step()
+    drawing = Drawing(capture)
+    capture.fails = True
+    drawing.replays(step, WARM_UP + 1)
+    capture.fails = False
+    clock[0] += RETRY_SECONDS - 1
+    assert not any(drawing.replays(step, 2 * SETTLED))
+    clock[0] += 1
+    assert drawing.replays(step, WARM_UP + 1)[-1] and capture.pools == 2
+
+
+def test_a_failed_capture_gives_the_memory_of_the_graphs_back(clock):
+    capture, step = CountingCapture(), make_step()
+    drawing = Drawing(capture)
+    drawing.replays(step, SETTLED)
+    assert drawing.graphs.count == SLOTS
+    capture.fails = True
+    drawing.replays(dataclasses.replace(step, hidden=step.hidden.clone()), WARM_UP + 1)
+    assert drawing.graphs.count == 0
+
+
+@pytest.fixture
+def capturing(monkeypatch) -> types.SimpleNamespace:
+    """PyTorch's captures, without a GPU. graphs: made so far, by weak references. ended: the pools that its allocator
+    was told to leave. allocates: whether it allocates for a capture that fails."""
+    noted = types.SimpleNamespace(graphs=[], ended=[], released=[], allocates=True)
 
     class Recording:
+        def __init__(self) -> None:
+            noted.graphs.append(weakref.ref(self))
+
         def capture_begin(self, **arguments): ...
         def capture_end(self): ...
+
+    def end(index: int, pool: str) -> None:
+        noted.ended.append((index, pool))
+        if not noted.allocates:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: noted.released.append(pool))
+    return noted
+
+
+@pytest.mark.parametrize("device, index", [(CPU, 3), (torch.device("cuda", 1), 1)])
+def test_after_a_capture_that_fails_pytorch_no_longer_allocates_for_it(capturing, device, index):
+    capture = head.CudaCapture(device)
+    capture(lambda: None, "the pool of a capture")
+    assert not capturing.ended
+    with pytest.raises(ZeroDivisionError):
+        capture(lambda: 1 // 0, "a pool")
+    assert capturing.ended == capturing.released == [(index, "a pool")]
+    gc.collect()
+    assert capturing.graphs[1]() is not None, "PyTorch's allocator of pinned memory goes on asking it"
+
+
+def test_a_capture_that_came_to_its_end_is_left_already(capturing):
+    """Then an error of Python's is all that has failed, and it is that error which is told."""
+    capturing.allocates = False
+    capture = head.CudaCapture(CPU)
+    with contextlib.suppress(ZeroDivisionError):
+        capture(lambda: 1 // 0, "a pool")
+    assert capturing.ended and not capturing.released
+    gc.collect()
+    assert capturing.graphs[0]() is None, "it gives its memory back"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_during_a_capture(capturing, collects):
+    """An earlier graph may be part of it, and destroying that one would end the capture."""
     before, capture = gc.isenabled(), head.CudaCapture(CPU)
     try:
         (gc.enable if collects else gc.disable)()
@@ -291,9 +353,9 @@ def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
     workspace, spec, step = Workspace(1, CPU), LogitsSpec(32), make_step(TRUNCATED)
     graphs = StepGraphs([workspace], 4, CPU, CountingCapture())
 
-    def draw(params: BatchParams) -> SampleOutput:
+    def draw(params: BatchParams) -> Launched:
         workspace.logits_buffer(2, spec, torch.float32, edited=False)
-        return read_all(step.hidden, params, False)
+        return Launched(read_all(step.hidden, params, False))
 
     for _ in range(WARM_UP + 1):
         graphs.step(draw, step.batch, step.hidden, None, step.positions, False)
@@ -304,6 +366,25 @@ def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
     del graphs
     gc.collect()
     assert written() is None
+
+
+def test_what_a_graph_writes_to_lives_as_long_as_the_graph():
+    """Else it would lie where the tokens of another graph are."""
+    step, kept = make_step(), []
+    graphs = StepGraphs([Workspace(1, CPU)], 4, CPU, CountingCapture())
+
+    def draw(params: BatchParams) -> Launched:
+        scratch = torch.zeros(2)
+        kept.append(weakref.ref(scratch))
+        return Launched(read_all(step.hidden, params, False), scratch)
+
+    for _ in range(WARM_UP + 1):
+        graphs.step(draw, step.batch, step.hidden, None, step.positions, False)
+    gc.collect()
+    assert kept[0]() is not None
+    del graphs
+    gc.collect()
+    assert kept[0]() is None
 
 
 # Of a head.
@@ -591,6 +672,44 @@ def test_once_the_fused_pass_is_off_no_step_is_replayed(pair, repeated):
 
 
 @pytest.mark.gpu
+def test_a_capture_that_cuda_gives_up_leaves_pytorchs_allocator_as_it_was(device):
+    """Else memory that another stream has used is never given back: SGLang copies the tokens of each step on a stream
+    of its own."""
+    capture, side = head.CudaCapture(device), torch.cuda.Stream(device)
+    values = torch.zeros(1024, device=device)
+
+    def steps(count: int) -> int:
+        """Bytes that are in use after so many steps."""
+        for _ in range(count):
+            tokens = values + 1
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                tokens.cpu()
+            tokens.record_stream(side)
+            del tokens
+        torch.cuda.synchronize(device)
+        torch.empty(1, device=device)  # an allocation is when PyTorch looks for what is no longer used
+        return torch.cuda.memory_stats(device)["active_bytes.all.current"]
+
+    def invalidated() -> torch.Tensor:
+        """To wait for a stream is forbidden in its own capture."""
+        added = values + 1
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.current_stream(device).synchronize()
+        return added
+
+    before = steps(10)
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            capture(invalidated, capture.new_pool())
+    gc.collect()
+    assert steps(1000) <= before
+    graph, added = capture(lambda: values + 1, capture.new_pool())
+    graph.replay()
+    assert added.sum().item() == 1024, "the next capture is one again"
+
+
+@pytest.mark.gpu
 @needs_sglang
 @pytest.mark.parametrize("edited", [False, True], ids=["as they are", "edited"])
 @pytest.mark.parametrize("truncated", [False, True], ids=["plain", "truncated"])
@@ -658,9 +777,9 @@ def test_rebuilding_graphs_takes_no_more_streams(device):
     batch, hidden = make_batch({}, {}, device=device), hidden_states(device, 2)
     positions = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def draw(params: BatchParams) -> SampleOutput:
+    def draw(params: BatchParams) -> Launched:
         streams.add(torch.cuda.current_stream(device).cuda_stream)
-        return SampleOutput(params.seed + params.position, None, params.temperature * 1)
+        return Launched(SampleOutput(params.seed + params.position, None, params.temperature * 1))
 
     for _ in range(40):
         state.update(2)

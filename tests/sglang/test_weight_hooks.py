@@ -11,11 +11,12 @@ import types
 
 import pytest
 import torch
-from head_states import hidden_states, is_serving, make_state, serve, weights, write_unseen
+from head_states import CPU, hidden_states, is_serving, make_state, request, serve, weights, write_unseen
 from serving import needs_sglang, version_path
 
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.sglang import hooks, versions
+from sgl_flashsample.sglang.batch import Batch
 from sgl_flashsample.sglang.drafts import DraftMode, Drafts
 from sgl_flashsample.sglang.hooks import MANAGER, READING_METHODS, UPDATER, WRITING_METHODS, StepHooks, WeightHooks
 from sgl_flashsample.sglang.runtime import Runtime
@@ -234,11 +235,14 @@ def test_every_target_of_this_sglang_is_known():
     sessions = set() if versions.sglang_version() == "0.5.17" else SESSIONS
     assert methods >= WRITING_METHODS[MANAGER][0] | WRITING_METHODS[UPDATER][0] | sessions
     assert [versions.unsupported_target(target) for target in versions.HOOK_TARGETS] == [None] * 7
+    assert versions.unsupported_target(hooks.ARRIVAL_TARGET, ("self", "req")) is None
 
 
 INSTALL = """
+import pkgutil
 import types
 from sgl_flashsample.sglang import hooks
+from sgl_flashsample.sglang.batch import Batch
 from sgl_flashsample.sglang.drafts import Drafts, DraftMode
 targets, reason = hooks.weight_targets()
 assert reason is None, reason
@@ -247,6 +251,8 @@ for install in (hooks.install, hooks.install_weight_hooks, hooks.install_specula
     assert reason is None, reason
 reason = hooks.install_drafts(Drafts(types.SimpleNamespace(), DraftMode.COUPLED))
 assert reason is None, reason
+hooks.install_arrival_hook(types.SimpleNamespace())
+assert hasattr(pkgutil.resolve_name(hooks.ARRIVAL_TARGET), "__wrapped__")
 print(*(target.rpartition(".")[2] for target in targets))
 """
 
@@ -359,6 +365,26 @@ def test_an_sglang_without_a_class_that_changes_weights_has_no_screen(registry, 
 
     monkeypatch.setattr(hooks.pkgutil, "resolve_name", missing)
     assert hooks.install_weight_hooks(None) == f"{MANAGER} is missing (no {MANAGER})" and not registry.hooked
+
+
+def test_a_sample_that_is_aborted_while_it_waits_was_counted_when_it_arrived(registry, runtime):
+    """It never comes to a batch, and the next request has the same n answers in the same order."""
+    hooks.install_arrival_hook(runtime)
+    arrive, when = registry.hooked[hooks.ARRIVAL_TARGET]
+    assert when == "before"
+    samples = [request(sampling_seed=5, n=2) for _ in range(4)]
+    for each in [types.SimpleNamespace(), *samples]:  # SGLang serves also what we cannot read
+        assert arrive(None, each) is None
+    batch = Batch.of_requests([samples[0], *samples[2:]], 1, True, CPU, runtime.arrivals)
+    assert batch.tensors.seed[0] == batch.tensors.seed[1] == 5 != batch.tensors.seed[2]
+
+
+def test_an_sglang_whose_requests_cannot_be_numbered_at_their_arrival_is_a_warning(registry, runtime, caplog):
+    registry.missing.add(hooks.ARRIVAL_TARGET)
+    hooks.install_arrival_hook(runtime)
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.endswith(f"may come in another order: no {hooks.ARRIVAL_TARGET}") and not registry.hooked
+    assert runtime.arrivals.of(request(sampling_seed=5, n=2)).sample == 0, "numbered when it is first scheduled"
 
 
 def test_server_info_has_our_status_and_is_answered_without_it_after_a_failure(registry, caplog):

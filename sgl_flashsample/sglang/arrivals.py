@@ -1,0 +1,85 @@
+"""The order in which requests arrive at a server, and the seed of the noise that each draws with.
+
+SGLang hands a request to all ranks that share an LM head, and to all of them in one order: its number is the same on
+each. A request is numbered when it arrives, not when it is first scheduled: one that is aborted while it waits has been
+counted as well, and takes no place of another. It keeps its number through chunks, retractions and pauses.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import itertools
+from typing import Any, NamedTuple
+
+_ATTRIBUTE = "_flashsample_arrival"  # on a request
+
+
+class Arrival(NamedTuple):
+    """number: of the request, among all of this server or replica. sample: which of the n samples of a seeded request
+    it is, else 0."""
+
+    number: int
+    sample: int
+
+
+class Arrivals:
+    """SGLang makes n requests with new ids and the same seed of a seeded request with n samples, and sends them one
+    after the other. They are told apart by the order in which they come, so that the same request gives the same n
+    answers again, in the same order.
+
+    rank: of replicas and of DP attention, which get different requests, and of n samples some each: their noise
+    differs."""
+
+    MAX_PROMPTS = 4096
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self._numbers = itertools.count()
+        self._next_samples: collections.OrderedDict[tuple, int] = collections.OrderedDict()
+
+    def of(self, request: Any) -> Arrival:
+        """The arrival of a request, which is now where it has none yet."""
+        arrival = getattr(request, _ATTRIBUTE, None)
+        if arrival is None:
+            number = next(self._numbers)  # also of a request that cannot be read: ranks count alike
+            arrival = Arrival(number, self._sample_of(request))
+            setattr(request, _ATTRIBUTE, arrival)
+        return arrival
+
+    def seed_of(self, request: Any, server_seed: int) -> int:
+        """The noise seed of a request: the one that it gave, or one that no other request has. Its id is a name, which
+        another request may have as well."""
+        arrival, seed = self.of(request), given_seed(request.sampling_params)
+        if seed is None:
+            text = f"server {server_seed}, rank {self.rank}, request {arrival.number}"
+        elif arrival.sample == 0:
+            return (seed + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
+        else:
+            text = f"seed {seed}, sample {arrival.sample}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+    def _sample_of(self, request: Any) -> int:
+        params = request.sampling_params
+        count = getattr(params, "n", None) or 1
+        # SGLang answers once for any number that is not above 1. The request that only fills the prefix cache for the
+        # others has no new token.
+        if not count > 1 or given_seed(params) is None or getattr(params, "max_new_tokens", None) == 0:
+            return 0
+        prompt = hash(tuple(getattr(request, "origin_input_ids", None) or ()))
+        # Tokenizer processes send at the same time; each of them sends the n samples of one request without a pause.
+        sender = getattr(request, "http_worker_ipc", None)
+        key = (params.sampling_seed, count, prompt, sender)
+        place = self._next_samples.pop(key, 0)
+        self._next_samples[key] = (place + 1) % count
+        if len(self._next_samples) > self.MAX_PROMPTS:
+            self._next_samples.popitem(last=False)
+        return self.rank * count + place
+
+
+def given_seed(params: Any) -> int | None:
+    """The seed that a request gave. Older SGLang lets any JSON value through and uses none: what is no integer is no
+    seed."""
+    seed = params.sampling_seed
+    return seed if isinstance(seed, int) else None
