@@ -44,7 +44,7 @@ from .epilogue import (
     transform_logits,
 )
 from .int8_head import MIN_SCALE, Int8Head, error_bound
-from .intrinsics import float_to_ordered
+from .intrinsics import LN_2, float_to_ordered, log2
 from .launch import cdiv, launch, next_power_of_2, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead
 from .workspace import ID_ROWS, ScreenWorkspace
@@ -261,8 +261,8 @@ def screen_head_kernel(
             score_hi = tl.where(truncated[None, :], tl.where(max_hi < _MOST, max_hi, float("inf")), score_hi)
             score_lo = tl.where(truncated[None, :], float("-inf"), score_lo)
             max_lo = tl.where(max_lo < _MOST, max_lo, float("-inf"))
-            lse_hi = max_hi * inv_temperature[None, :] + tl.log(mass_hi)
-            lse_lo = max_lo * inv_temperature[None, :] + tl.log(mass_lo)
+            lse_hi = max_hi * inv_temperature[None, :] + log2(mass_hi) * LN_2
+            lse_lo = max_lo * inv_temperature[None, :] + log2(mass_lo) * LN_2
             lse_hi += _slack_of(lse_hi, greedy)
             lse_lo -= _slack_of(lse_lo, greedy)
             out = offs_b.to(tl.int64)[None, :] * tl.cdiv(vocab_size, rng.GROUP_SIZE) + groups[:, None]
