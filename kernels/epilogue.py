@@ -18,7 +18,7 @@ import triton.language as tl
 
 from . import rng
 from .intrinsics import LN_2, LOG2_E, drop_nan, log2, mul_rn, reciprocal, round_to_bf16
-from .params import LARGEST_LOGIT, PER_ROW, REPEATS_SHIFT, BatchParams, Edit
+from .params import LARGEST_LOGIT, NARROW_CAP, PER_ROW, REPEATS_SHIFT, BatchParams, Edit
 from .workspace import MAX_TOP_GROUPS
 
 LIMIT = tl.constexpr(LARGEST_LOGIT)
@@ -26,8 +26,7 @@ LIMIT = tl.constexpr(LARGEST_LOGIT)
 HUGE_SCORE = tl.constexpr(2.0**126)
 _COLDEST = tl.constexpr(BatchParams.MIN_TEMPERATURE)
 _HOTTEST = tl.constexpr(BatchParams.MAX_TEMPERATURE)
-# Soft caps up to this one are computed from one exponential: its error, a share of the cap, is small beside a logit.
-_NARROW_CAP = tl.constexpr(32.0)
+_NARROW_CAP = tl.constexpr(NARROW_CAP)
 _TANH_UP_TO = tl.constexpr(0.25)  # a share of the cap: the series of tanh to y^9 leaves 1e-8 of it
 # Groups per row that all splits together leave behind, about: enough that the first dozens are among them.
 _TOP_GROUPS_OF_ALL_SPLITS = 1536
@@ -43,7 +42,7 @@ _SHIFT = tl.constexpr(REPEATS_SHIFT)
 def transform_logits(
     acc,  # hidden @ weight.T: [BLOCK_V, BLOCK_B] f32, or any block of a GEMM's output
     logit_scale,  # or None
-    softcap,  # or None
+    softcap,  # of FeatureOperands, or None
     LOGITS_DTYPE: tl.constexpr,
     IN_PAIRS: tl.constexpr = False,  # bfloat16 by ``round_to_bf16``
     DROP_NAN: tl.constexpr = False,
@@ -71,11 +70,12 @@ def transform_logits(
 
 @triton.jit
 def soft_cap(logits, softcap):
-    """``softcap * tanh(logits / softcap)``, without libdevice."""
+    """``cap * tanh(logits / cap)``, without libdevice. softcap: of ``FeatureOperands``."""
+    cap = softcap[0]
     # tanh(y) = 1 - 2 / (e^2y + 1) saturates cleanly at both ends. Its error is a share of the cap.
-    capped = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / softcap)) + 1.0))
-    if softcap > _NARROW_CAP:
-        share = logits * (1.0 / softcap)
+    capped = cap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / cap)) + 1.0))
+    if len(softcap) == 2:
+        share = logits * softcap[1]
         square = share * share
         series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * 62.0 / 2835.0)))
         capped = tl.where(square < _TANH_UP_TO * _TANH_UP_TO, logits * series, capped)
@@ -86,7 +86,7 @@ def soft_cap(logits, softcap):
 def cap_slack(capped, softcap):
     """How far ``soft_cap`` of a larger logit may be below ``capped``, or that of a smaller one above it: its quotient
     and its series are of numbers up to 2, each rounded a few times."""
-    return tl.minimum(softcap, tl.maximum(4.0 * tl.abs(capped), _NARROW_CAP)) * 2.0**-20
+    return tl.minimum(softcap[0], tl.maximum(4.0 * tl.abs(capped), _NARROW_CAP)) * 2.0**-20
 
 
 @triton.jit
@@ -162,6 +162,16 @@ def rows_truncated(truncation, rows, mask, vocab_size):
 
 
 @triton.jit
+def group_noise(
+    seed,  # [NUM_GROUPS, BLOCK_B] i64
+    position,  # [NUM_GROUPS, BLOCK_B] i64
+    group,  # [NUM_GROUPS] i32, absolute group ids
+):
+    """``[NUM_GROUPS, BLOCK_B]`` float32: the exponential noise of groups."""
+    return rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
+
+
+@triton.jit
 def perturb(peak, mass, rate, exponential):
     """Perturbed log-masses of groups, absolute and relative to ``peak / temperature``: blocks that broadcast.
 
@@ -183,9 +193,7 @@ def score_groups(
     valid,  # [NUM_GROUPS] bool, false beyond the vocabulary
     inv_temperature,  # [BLOCK_B] f32, 1 on greedy rows
     greedy,  # [BLOCK_B] bool
-    seed,  # [NUM_GROUPS, BLOCK_B] i64
-    position,  # [NUM_GROUPS, BLOCK_B] i64
-    group,  # [NUM_GROUPS] i32, absolute group ids
+    exponential,  # [NUM_GROUPS, BLOCK_B] f32, of group_noise
 ):
     """Perturbed log-mass of each group (its maximum on greedy rows), its mass, and its largest logit.
 
@@ -199,7 +207,6 @@ def score_groups(
     rate = inv_temperature * LOG2_E
     # Relative to the largest logit before the temperature: a product of each would be rounded at its own size.
     mass = tl.sum(tl.exp2((logits - peak[:, None, :]) * rate[None, None, :]), axis=1)
-    exponential = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
     score, _ = perturb(peak, mass, rate[None, :], exponential)
     score = tl.where(greedy[None, :], peak, score)
     # Without a token the largest logit is -inf, and what is relative to it no number.

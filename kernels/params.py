@@ -41,6 +41,8 @@ PER_ROW = 16  # beside the flags of the edits that are given: each row has flags
 REPEATS_SHIFT = 8  # above them: how many rows share a row of edits
 # What +inf and larger logits count as: the largest finite number that bfloat16 holds, and float32 too.
 LARGEST_LOGIT = 2.0**128 - 2.0**120
+# Soft caps up to this one are computed from one exponential: its error, a share of the cap, is small beside a logit.
+NARROW_CAP = 32.0
 
 
 def check_tensor(
@@ -234,7 +236,7 @@ class FeatureOperands(NamedTuple):
     truncation: TruncationOperands | None
     edits: EditOperands | None
     logit_scale: float | None
-    softcap: float | None
+    softcap: tuple[float, ...] | None  # the cap; of one above ``NARROW_CAP`` its reciprocal, too
     given_edits: int  # ``Edit`` flags, ``PER_ROW``, and how many rows share a row of edits, above ``REPEATS_SHIFT``
     variant: Hashable  # what of all these a compiled kernel depends on
 
@@ -305,8 +307,10 @@ class BatchParams:
             given |= self.edits.repeats << REPEATS_SHIFT
         # An integer would compile another kernel than a float.
         scale = None if spec.logit_scale is None else float(spec.logit_scale)
-        softcap = None if spec.softcap is None else float(spec.softcap)
-        variant = (truncation is None, edit_variant, scale is None, softcap is None)
+        softcap = None if spec.softcap is None else (float(spec.softcap),)
+        if softcap is not None and softcap[0] > NARROW_CAP:
+            softcap = (*softcap, 1.0 / softcap[0])
+        variant = (truncation is None, edit_variant, scale is None, softcap and len(softcap))
         return FeatureOperands(truncation, edits, scale, softcap, int(given), variant)
 
     def check(self, name: str, rows: torch.Tensor, spec: LogitsSpec) -> None:

@@ -31,6 +31,7 @@ from .epilogue import (
     best_of_slots,
     bound_logits,
     edit_logits,
+    group_noise,
     invert_temperature,
     load_edit_flags,
     rows_truncated,
@@ -391,7 +392,8 @@ def rescore_groups_kernel(
                 if TRUNCATE:
                     _store_groups(buffer, logits, group, live, truncated, offs_b, num_groups)
                 group += vocab_start // rng.GROUP_SIZE
-                score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
+                exponential = group_noise(seed, position, group)
+                score, _, _ = score_groups(logits, live, inv_temperature, greedy, exponential)
                 if TRUNCATE:
                     score = tl.where(truncated[None, :], float("-inf"), score)
                 better = (score > best_score) | ((score == best_score) & (group[:, None] < best_group))

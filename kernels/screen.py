@@ -37,6 +37,7 @@ from .epilogue import (
     bound_logits,
     cap_slack,
     edit_logits,
+    group_noise,
     invert_temperature,
     load_edit_flags,
     rows_truncated,
@@ -130,6 +131,12 @@ def quantize_hidden(
 def _slack_of(score, greedy):
     slack = tl.where(tl.abs(score) < _MOST, tl.abs(score) * _RELATIVE_SLACK + _SLACK, 0.0)
     return tl.where(greedy[None, :], 0.0, slack)
+
+
+@triton.jit
+def _bounded(log_mass, largest, unknown):
+    """The log-mass of groups, ``unknown`` where it is as good as infinite; -inf where there is no largest logit."""
+    return tl.where((tl.abs(log_mass) < _MOST) | (largest == float("-inf")), log_mass, unknown)
 
 
 @triton.jit(
@@ -250,8 +257,13 @@ def screen_head_kernel(
             tl.store(screen.id_hi + out, id_hi.to(tl.float16), mask=few & valid[:, None] & truncated[None, :])
         logits_lo = tl.reshape(logits_lo, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         logits_hi = tl.reshape(logits_hi, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
-        score_lo, mass_lo, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, seed, position, group)
-        score_hi, mass_hi, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, seed, position, group)
+        exponential = group_noise(seed, position, group)
+        score_lo, _, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, exponential)
+        score_hi, _, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, exponential)
+        if TRUNCATE:  # log-masses, in the layout of the noise: an eighth of the work that their sums would take
+            noise = log2(exponential) * LN_2
+            lse_lo = _bounded(score_lo + noise - _slack_of(score_lo, greedy), max_lo, float("-inf"))
+            lse_hi = _bounded(score_hi + noise + _slack_of(score_hi, greedy), max_hi, float("inf"))
         score_lo -= _slack_of(score_lo, greedy)
         score_hi += _slack_of(score_hi, greedy)
         # A score so large may be one of logits at their limit, or infinite, or none.
@@ -261,15 +273,11 @@ def screen_head_kernel(
             score_hi = tl.where(truncated[None, :], tl.where(max_hi < _MOST, max_hi, float("inf")), score_hi)
             score_lo = tl.where(truncated[None, :], float("-inf"), score_lo)
             max_lo = tl.where(max_lo < _MOST, max_lo, float("-inf"))
-            lse_hi = max_hi * inv_temperature[None, :] + log2(mass_hi) * LN_2
-            lse_lo = max_lo * inv_temperature[None, :] + log2(mass_lo) * LN_2
-            lse_hi += _slack_of(lse_hi, greedy)
-            lse_lo -= _slack_of(lse_lo, greedy)
             out = offs_b.to(tl.int64)[None, :] * tl.cdiv(vocab_size, rng.GROUP_SIZE) + groups[:, None]
             mask = in_vocab[:, None] & truncated[None, :]
             tl.store(screen.max_logit_lo + out, max_lo, mask=mask)
-            tl.store(screen.lse_hi + out, tl.where(lse_hi < _MOST, lse_hi, float("inf")), mask=mask)
-            tl.store(screen.lse_lo + out, tl.where(lse_lo < _MOST, lse_lo, float("-inf")), mask=mask)
+            tl.store(screen.lse_hi + out, lse_hi, mask=mask)
+            tl.store(screen.lse_lo + out, lse_lo, mask=mask)
         best_lower = tl.maximum(best_lower, score_lo)
         tl.store(
             screen.score_hi + groups[:, None] * num_rows + offs_b[None, :],

@@ -233,8 +233,8 @@ def test_a_scale_that_is_an_integer_is_a_float_to_the_kernels():
     row = torch.zeros(1, dtype=torch.int64)
     params, filler = BatchParams(torch.ones(1), row, row), torch.zeros(1)
     features = params.operands(LogitsSpec(16, logit_scale=7, softcap=11), filler, filler.int())
-    assert (features.logit_scale, features.softcap) == (7.0, 11.0)
-    assert isinstance(features.logit_scale, float) and isinstance(features.softcap, float)
+    assert (features.logit_scale, features.softcap) == (7.0, (11.0,))
+    assert isinstance(features.logit_scale, float) and isinstance(features.softcap[0], float)
 
 
 def test_a_head_says_what_its_logits_are_and_what_can_address_it():
