@@ -682,13 +682,6 @@ def test_of_ranks_with_the_same_batches_one_reports_them(
     assert (prometheus("rows_total", path="fused", reason="") == 1) == reports == bool(caplog.records)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(runtime_module.time, "perf_counter", lambda: now[0])
-    return now
-
-
 def test_an_idle_server_brings_its_counters_up_to_date(server_config, prometheus, clock):
     """Those of steps that were repeated too, which no full step has followed."""
     server_config.observability.enable_metrics = True
