@@ -1338,6 +1338,39 @@ def test_rows_of_a_head_that_is_left_to_sglang_are_those_of_an_inactive_pass(
 
 
 @needs_sglang
+@pytest.mark.parametrize(
+    "refused, lazy, input_logprobs, reason",
+    [
+        (True, False, False, "inactive"),
+        (True, False, True, "input_logprobs"),
+        (True, True, False, "logits_computed"),
+        (False, False, False, "logits_computed"),
+    ],
+)
+def test_computed_logits_have_the_reason_of_their_own_head(
+    runners, head, info_of, hidden, refused, lazy, input_logprobs, reason
+):
+    """One head of the server is fused. refused: it has another, which is not. lazy: something has read the logits."""
+    sampler, logits = runners[0].sampler, head.logits(hidden(2))
+    serve(sampler.runtime, head.state)
+    if refused:
+        sampler.runtime._refuse("the LM head is quantised")
+    if lazy:
+        logits = head.lazy(hidden(2))
+        logits.dense()
+
+    def call(output, *arguments):
+        output.input_token_logprobs = torch.zeros(3) if input_logprobs else None
+        output.next_token_logits = logits
+        return sampler(output, *arguments)
+
+    runners[0].sampler = call
+    info = info_of([request(rid, temperature=0) for rid in "ab"])
+    _, output = runners[0].sample(head.logits(hidden(2)), info, return_logprob=True)
+    assert output.customized_info == {"flashsample_path": [f"native:{reason}"] * 2}
+
+
+@needs_sglang
 def test_what_a_model_tells_of_its_tokens_is_answered_beside_their_paths(runners, head, info_of, hidden):
     states, info, of_model = hidden(2), info_of([request("a"), request("b")]), {"experts": [[1, 2], [3, 4]]}
     sampler = runners[0].sampler
