@@ -85,7 +85,7 @@ def draw_with_flashinfer(
         return SampleOutput.empty(0, logits.device, False)
     try:
         token = _module().top_k_top_p_sampling_from_probs(
-            torch.softmax(_model_logits(logits[:, :size], spec) / params.temperature[:, None], -1),
+            torch.softmax(_model_logits(logits[:, :size], spec) / _bounded(params.temperature)[:, None], -1),
             torch.where(truncation.top_k < 1, size, truncation.top_k),
             truncation.top_p,
             filter_apply_order="joint",
@@ -97,6 +97,12 @@ def draw_with_flashinfer(
         line = (str(error).splitlines() or [""])[0]
         raise FlashInferError(f"{type(error).__name__}: {line}") from error
     return SampleOutput(token.long(), None, torch.zeros_like(params.temperature))
+
+
+def _bounded(temperature: torch.Tensor) -> torch.Tensor:
+    """As ``BatchParams`` has it: the nearest temperature in range, for NaN the largest."""
+    coldest, hottest = BatchParams.MIN_TEMPERATURE, BatchParams.MAX_TEMPERATURE
+    return torch.where(temperature < hottest, temperature.clamp(min=coldest), hottest)
 
 
 def _model_logits(logits: torch.Tensor, spec: LogitsSpec) -> torch.Tensor:

@@ -21,7 +21,6 @@ from .tables.lookup import resolve
 
 logger = logging.getLogger("sgl_flashsample")
 
-MIN_TEMPERATURE = 1e-6
 _UNKNOWN = float("nan")  # of a number on the device: it passes no test
 _OFF: dict[str, Callable[[float], bool]] = {
     "top_k": lambda number: number <= 0,
@@ -77,7 +76,7 @@ class SamplingParams:
         for name, valid, expected in (
             (
                 "temperature",
-                lambda x: x == 0 or MIN_TEMPERATURE <= x <= BatchParams.MAX_TEMPERATURE,
+                lambda x: x == 0 or BatchParams.MIN_TEMPERATURE <= x <= BatchParams.MAX_TEMPERATURE,
                 "0, or 1e-6 to 1e30",
             ),
             ("top_k", lambda x: isinstance(x, int) and -(2**31) <= x < 2**31, "an int32"),

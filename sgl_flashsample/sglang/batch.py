@@ -170,7 +170,7 @@ class Batch:
             try:
                 seed = arrivals.seed_of(request, server_seed)  # first: it numbers a request that cannot be read as well
                 row, params = _row_of(request, custom_processors), request.sampling_params
-                temperature = 0.0 if row.greedy else min(float(params.temperature), BatchParams.MAX_TEMPERATURE)
+                temperature = 0.0 if row.greedy else float(params.temperature)
                 value = (temperature, seed, row.top_k, float(params.top_p), float(params.min_p))
             except Exception as error:
                 row, value = UNREADABLE

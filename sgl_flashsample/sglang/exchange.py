@@ -2,7 +2,7 @@
 The only code that knows of groups of ranks.
 
 ``RankSync``            answers of all ranks to one question, at start
-``Exchange.merge``      each rank has drawn some rows, or all of them from its part of the vocabulary: 16 bytes per row
+``Exchange.merge``      each rank has drawn some rows, or all of them from its part of the vocabulary: 20 bytes per row
                         and rank (``kernels/merge_ranks.py``)
 ``Exchange.draw_rows``  each rank has the logits of its part: whole rows go to the ranks, which draw them, and ``merge``
                         follows. For truncations, which need the whole vocabulary, and for parts that the kernels cannot

@@ -280,9 +280,14 @@ class Runtime:
         refuse_to_start(self.inactive_reason)
 
     @property
+    def leaves_heads(self) -> bool:
+        """Whether SGLang serves an LM head of this server."""
+        return bool(self._refused)
+
+    @property
     def all_native_reason(self) -> str | None:
         """Why SGLang serves everything: for the whole server, or because no head that it has is fused."""
-        return self.inactive_reason or (self._refused[0] if self._refused and not self.heads else None)
+        return self.inactive_reason or (self._refused[0] if self.leaves_heads and not self.heads else None)
 
     def _update_gauge(self) -> None:
         self.metrics.set_active(self.all_native_reason is None)

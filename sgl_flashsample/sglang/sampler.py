@@ -127,10 +127,7 @@ class FlashSampler(Sampler):
         if runtime.inactive_reason is not None:
             raise Unserved(Reason.INACTIVE)
         if type(lazy) is not LazyLogits or lazy.is_dense:
-            if runtime.all_native_reason is not None:  # no head of this server is fused
-                raise Unserved(Reason.INACTIVE)
-            known = getattr(call.logits_output, REASON_ATTRIBUTE, None)
-            raise Unserved(known or (Reason.INPUT_LOGPROBS if call.return_logprob else Reason.LOGITS_COMPUTED))
+            raise Unserved(self._why_computed(call.logits_output))
         if batch is None or len(batch) != num_rows:
             raise Unserved(Reason.UNKNOWN_ROWS)
         if call.positions.shape != (num_rows,):
@@ -150,6 +147,18 @@ class FlashSampler(Sampler):
         if routing.native and not routing.all_native and runtime.no_mixing_reason is not None:
             raise Unserved(Reason.ERROR)
         return routing
+
+    def _why_computed(self, logits_output: Any) -> Reason:
+        """Why there are logits already: SGLang serves their LM head, or has computed those of the prompt too, or
+        something has read them."""
+        if self.runtime.all_native_reason is not None:
+            return Reason.INACTIVE
+        known: Reason | None = getattr(logits_output, REASON_ATTRIBUTE, None)
+        if known is not None or isinstance(logits_output.next_token_logits, LazyLogits):
+            return known or Reason.LOGITS_COMPUTED
+        if logits_output.input_token_logprobs is not None:
+            return Reason.INPUT_LOGPROBS
+        return Reason.INACTIVE if self.runtime.leaves_heads else Reason.LOGITS_COMPUTED
 
     def _fused(self, call: Call, batch: Batch, routing: Routing, preprocess: Callable | None) -> torch.Tensor:
         """The fused pass over all rows, and SGLang's sampler over the rows that need it. Raises Unserved after a

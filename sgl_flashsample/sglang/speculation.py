@@ -79,7 +79,8 @@ class SpeculationHooks:
         if runtime.inactive_reason is not None:
             raise Unserved(Reason.INACTIVE)
         if not isinstance(lazy, LazyLogits) or lazy.is_dense:
-            raise Unserved(Reason.INACTIVE if runtime.all_native_reason is not None else Reason.LOGITS_COMPUTED)
+            of_sglang = not isinstance(lazy, LazyLogits) and runtime.leaves_heads
+            raise Unserved(Reason.INACTIVE if of_sglang else Reason.LOGITS_COMPUTED)
         if any(value is not None for value in others):
             raise Unserved(Reason.UNKNOWN_ARGUMENT)
         rows, num_rows, num_nodes = batch_of(info), len(batch.seq_lens), verify_input.draft_token_num

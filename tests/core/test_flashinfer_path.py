@@ -142,6 +142,18 @@ def test_its_logits_are_the_models_scaled_capped_and_without_the_padding(device,
     assert torch.equal(raw, before) and call.top_k.tolist() == [VOCAB] * ROWS, "a top-k of 0 is off"
 
 
+def test_temperatures_out_of_range_count_as_the_nearest_end(device, flashinfer):
+    """``BatchParams`` says so for every path; a division by them would give NaN for -inf logits, and for all."""
+    logits = torch.full((ROWS, VOCAB), float("-inf"), device=device)
+    logits[:, 0], logits[:, 1] = 1.0, 2.0
+    params = make_params(device, temperature=torch.tensor([1e-40, 1e-6, float("inf"), float("nan"), 1e31, 1e30]))
+    params = dataclasses.replace(params, temperature=params.temperature.to(device))
+    draw_with_flashinfer(logits, LogitsSpec(VOCAB), params)
+    (call,) = flashinfer.calls
+    assert call.probs[:, :2].tolist() == [[0.0, 1.0]] * 2 + [[0.5, 0.5]] * 4
+    assert not call.probs[:, 2:].any()
+
+
 def test_no_rows_are_no_call(head, device, flashinfer):
     output = sample(torch.zeros(0, 32, device=device), head, make_params(device, 0), path="flashinfer")
     assert output.token_ids.shape == (0,) and not flashinfer.calls

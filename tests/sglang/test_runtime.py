@@ -682,13 +682,6 @@ def test_of_ranks_with_the_same_batches_one_reports_them(
     assert (prometheus("rows_total", path="fused", reason="") == 1) == reports == bool(caplog.records)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(runtime_module.time, "perf_counter", lambda: now[0])
-    return now
-
-
 def test_an_idle_server_brings_its_counters_up_to_date(server_config, prometheus, clock):
     """Those of steps that were repeated too, which no full step has followed."""
     server_config.observability.enable_metrics = True
@@ -1342,6 +1335,39 @@ def test_rows_of_a_head_that_is_left_to_sglang_are_those_of_an_inactive_pass(
     logits, info = head.logits(hidden(2)), info_of([request(rid, temperature=0) for rid in "ab"])
     _, output = runners[0].sample(logits, info, return_logprob=return_logprob)
     assert output.customized_info == {"flashsample_path": ["native:inactive"] * 2}
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    "refused, lazy, input_logprobs, reason",
+    [
+        (True, False, False, "inactive"),
+        (True, False, True, "input_logprobs"),
+        (True, True, False, "logits_computed"),
+        (False, False, False, "logits_computed"),
+    ],
+)
+def test_computed_logits_have_the_reason_of_their_own_head(
+    runners, head, info_of, hidden, refused, lazy, input_logprobs, reason
+):
+    """One head of the server is fused. refused: it has another, which is not. lazy: something has read the logits."""
+    sampler, logits = runners[0].sampler, head.logits(hidden(2))
+    serve(sampler.runtime, head.state)
+    if refused:
+        sampler.runtime._refuse("the LM head is quantised")
+    if lazy:
+        logits = head.lazy(hidden(2))
+        logits.dense()
+
+    def call(output, *arguments):
+        output.input_token_logprobs = torch.zeros(3) if input_logprobs else None
+        output.next_token_logits = logits
+        return sampler(output, *arguments)
+
+    runners[0].sampler = call
+    info = info_of([request(rid, temperature=0) for rid in "ab"])
+    _, output = runners[0].sample(head.logits(hidden(2)), info, return_logprob=True)
+    assert output.customized_info == {"flashsample_path": [f"native:{reason}"] * 2}
 
 
 @needs_sglang

@@ -515,7 +515,7 @@ def metric(server: Server, name: str, **labels: str) -> float:
 
 
 def test_what_was_served_is_in_the_log_and_in_the_metrics_with_its_reasons(ours):
-    ask(ours, {"temperature": 1.0})
+    ask_together(ours, [({"temperature": 1.0}, {})] * 2)
     newest = ours.log_lines("] flashsample: since the start: fused ")[-1]
     for reason in ("custom_logit_processor", "sampling_mask", "top_logprobs"):
         assert f"SGLang's sampler ({reason})" in newest
