@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import torch
 
@@ -201,16 +202,18 @@ TEMPERATURES = [1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-5, 1e-6]
 
 
 def peaked(device: torch.device, dtype: torch.dtype = torch.float32, num_rows: int = 64) -> Case:
-    """Rows with one logit of 20 to 40 among logits of a deviation of 3, at temperatures from 1 to 1e-6 in turn."""
+    """Rows with eight logits of 20 to 40, a temperature apart, in one half of the ids, among logits of a deviation
+    of 3. The ``TEMPERATURES`` in turn."""
     g = torch.Generator().manual_seed(0)
+    temperature = torch.tensor(TEMPERATURES).repeat(num_rows // len(TEMPERATURES))
     logits = torch.randn(num_rows, 1024, generator=g) * 3
-    logits[torch.arange(num_rows), torch.randint(0, 1024, (num_rows,), generator=g)] = 20 + 20 * torch.rand(
-        num_rows, generator=g
-    )
+    places = torch.stack([torch.randperm(512, generator=g)[:8] for _ in range(num_rows)])
+    largest = 27 + 13 * torch.rand(num_rows, 1, generator=g)
+    logits.scatter_(1, places, largest - temperature[:, None] * torch.arange(8))
     row = torch.arange(num_rows, device=device)
-    temperature = torch.tensor(TEMPERATURES, device=device).repeat(num_rows // len(TEMPERATURES))
     hidden = torch.eye(num_rows, dtype=dtype, device=device)
-    return Case(hidden, LMHead(logits.T.to(device, dtype).contiguous()), BatchParams(temperature, row, row))
+    params = BatchParams(temperature.to(device), row, row)
+    return Case(hidden, LMHead(logits.T.to(device, dtype).contiguous()), params)
 
 
 def near_a_limit_of_top_p(device: torch.device, top_k: int, share: float) -> tuple[Case, torch.Tensor]:
@@ -257,14 +260,16 @@ def huge_biases_and_a_mask(device: torch.device, temperature: float) -> tuple[Ca
 
 
 def two_huge_biases(device: torch.device, temperature: float) -> tuple[Case, int]:
-    """Rows with two huge biases, in one group and in two, beside every other id with the smaller of them and 0. And the
-    id of the larger one."""
-    pairs = [(1e6, 2e6), (1e20, 2e20), (1e31, 1e32), (1e37, 3e38), (-2e20, -1e20), (-2e31, -1.5e31), (-3e38, -1e38)]
-    case = spelled_out([0.0] * 300, 2 * len(pairs), device, temperature)
-    bias = torch.zeros(2 * len(pairs), 300, device=device)
-    for row, (low, high) in enumerate(pairs + pairs):
+    """Rows with two huge biases, in one group and in two, in either order, beside every other id with the smaller of
+    them and 0. And the id of the larger one."""
+    pairs = [(1e6, 2e6), (1e20, 2e20), (1e31, 1e32), (1e37, 3e38), (6e37, 6.1e37)]
+    pairs += [(-2e20, -1e20), (-2e31, -1.5e31), (-3e38, -1e38), (-3e38, -2.9e38)]
+    places = [33, 17, 200]
+    case = spelled_out([0.0] * 300, len(places) * len(pairs), device, temperature)
+    bias = torch.zeros(len(places) * len(pairs), 300, device=device)
+    for row, (place, (low, high)) in enumerate(itertools.product(places, pairs)):
         bias[row] = min(low, 0.0)
-        bias[row, 33 if row < len(pairs) else 200], bias[row, 35] = low, high
+        bias[row, place], bias[row, 35] = low, high
     return case.with_params(edits=LogitEdits(bias=bias)), 35
 
 

@@ -507,6 +507,8 @@ def test_what_is_not_a_number_is_never_drawn_and_never_touches_another_row(devic
     want = reference(without_nan, clean.params)
     certain = ~want.near_tie
     assert torch.equal(sound.token_ids[certain], want.token[certain])
+    if sound.logprobs is not None:
+        assert ((sound.logprobs - want.logprob_low).abs() <= 1e-4)[certain].all()
 
 
 @pytest.mark.parametrize("kind", kinds("plain", "truncate"))

@@ -453,6 +453,13 @@ def search_races(logits, position, truncation) -> torch.Tensor:
     return output.token_ids
 
 
+@pytest.mark.parametrize("share", [1e-5, -1e-5])
+def test_a_search_lets_the_right_tokens_through_at_any_temperature(device, share):
+    case, fourth = near_a_limit_of_top_p(device, 0, share)
+    tokens = search(case.edited.float(), case.params)[0].token_ids
+    assert ((tokens == fourth) == (share > 0)).all()
+
+
 def test_a_search_lets_exactly_k_through(device):
     """A top-k of 70 out of 128 logits that are close together allows 58 and more. The row decides about 58, the last
     allowed id, or 57, the next one: as the best id, or as the second best after a smaller, forbidden id."""
