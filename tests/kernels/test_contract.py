@@ -486,13 +486,15 @@ def test_rows_known_to_be_greedy_are_read_without_noise_to_the_same_tokens(devic
 # --- values that are no numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("vocab", [403, 416])
 @pytest.mark.parametrize("kind", kinds("plain", "truncate"))
 @on_every_path
-def test_what_is_not_a_number_is_never_drawn_and_never_touches_another_row(device, path, kind):
+def test_what_is_not_a_number_is_never_drawn_and_never_touches_another_row(device, path, kind, vocab, softcap):
     """Rows 1, 2 and 4: NaN, a NaN and an infinite hidden element. Ids 10 to 39 and the last two are NaN everywhere."""
-    num_rows, vocab = 8, 403
+    num_rows = 8
     case = make_case(num_rows, vocab, device, kind, torch.float32, seed=7)
-    head = LMHead(case.head.weight.clone())
+    head = LMHead(case.head.weight.clone(), softcap=softcap)
     head.weight[10:40], head.weight[vocab - 2 :] = float("nan"), float("nan")
     clean = dataclasses.replace(case, head=head)
     hidden = case.hidden.clone()
@@ -504,11 +506,11 @@ def test_what_is_not_a_number_is_never_drawn_and_never_touches_another_row(devic
     others = [0, 3, 5, 6, 7]
     assert torch.equal(drawn.token_ids[others], sound.token_ids[others])
     without_nan = clean.edited.nan_to_num(nan=float("-inf"))
-    want = reference(without_nan, clean.params)
+    want = reference(without_nan, clean.params, error=clean.softcap_error)
     certain = ~want.near_tie
     assert torch.equal(sound.token_ids[certain], want.token[certain])
     if sound.logprobs is not None:
-        assert ((sound.logprobs - want.logprob_low).abs() <= 1e-4)[certain].all()
+        assert ((sound.logprobs - want.logprob_low).abs() <= 2e-4)[certain].all()
 
 
 @pytest.mark.parametrize("kind", kinds("plain", "truncate"))
