@@ -216,37 +216,40 @@ def peaked(device: torch.device, dtype: torch.dtype = torch.float32, num_rows: i
     return Case(hidden, LMHead(logits.T.to(device, dtype).contiguous()), params)
 
 
-def near_a_limit_of_top_p(device: torch.device, top_k: int, share: float) -> tuple[Case, torch.Tensor]:
-    """Rows at temperatures from 1 to 1e-6 whose noise draws the fourth-largest logit, and these ids. Top-p is
-    ``1 + share`` times the mass of the three above it: the fourth is allowed where ``share`` is above 0."""
+@functools.cache
+def draws_of_the_fourth(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Rows of logits at the ``TEMPERATURES`` whose noise draws the fourth-largest, their temperatures, their seeds (also
+    their positions), and these ids."""
     g = torch.Generator().manual_seed(1)
     tries, vocab = 400, 512
-    cases, ids = [], []
+    found = []
     for temperature in TEMPERATURES:
         logits = torch.full((tries, vocab), -5.0)
         places = torch.stack([torch.randperm(vocab // 16, generator=g)[:8] * 16 for _ in range(tries)])
         steps = 25 + 15 * torch.rand(tries, 1, generator=g) - 0.5 * temperature * torch.arange(8)
-        logits.scatter_(1, places, steps)
-        # A step of less than a float32 has digits for would make ties: the rows that have them are left out.
+        logits = logits.scatter_(1, places, steps).to(device)
         values = torch.tensor([temperature]).expand(tries).to(device)
         row = torch.arange(tries, device=device)
-        logits = logits.double().to(device)
-        apart = (logits.float().sort(1, descending=True).values[:, :8].diff(dim=1) < 0).all(1)
-        drawn = token_scores_ref(logits.float().double(), values, row, row).argmax(1)
-        picked = ((drawn == places[:, 3].to(device)) & apart.to(device)).nonzero()[:2, 0]
-        cases += [(logits[one].float(), temperature, one) for one in picked]
-        ids += [places[one.cpu(), 3] for one in picked]
-    rows = torch.stack([logits for logits, _, _ in cases])
-    temperature = torch.tensor([value for _, value, _ in cases], device=device)
-    seed = torch.stack([one for _, _, one in cases])
+        # A step of less than a float32 has digits for would make ties: the rows that have them are left out.
+        apart = (logits.sort(1, descending=True).values[:, :8].diff(dim=1) < 0).all(1)
+        fourth = places[:, 3].to(device)
+        drawn = token_scores_ref(logits.double(), values, row, row).argmax(1)
+        picked = ((drawn == fourth) & apart).nonzero()[:2, 0]
+        found.append([tensor[picked] for tensor in (logits, values, row, fourth)])
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def near_a_limit_of_top_p(device: torch.device, top_k: int, share: float) -> tuple[Case, torch.Tensor]:
+    """The ``draws_of_the_fourth``, and their ids. Top-p is ``1 + share`` times the mass of the three logits above: the
+    fourth is allowed where ``share`` is above 0."""
+    rows, temperature, seed, fourth = draws_of_the_fourth(device)
     weights = torch.softmax(rows.double() / temperature.double()[:, None], 1).sort(1, descending=True).values
     limit = (weights[:, :3].sum(1) * (1 + share)).float()
     truncation = limits(len(rows), device, top_k, max_top_k=top_k or None)
     truncation = dataclasses.replace(truncation, top_p=limit)
     hidden = torch.eye(len(rows), max(16, len(rows)), device=device)
     weight = torch.nn.functional.pad(rows.T, (0, hidden.shape[1] - len(rows))).contiguous()
-    case = Case(hidden, LMHead(weight), BatchParams(temperature, seed, seed, truncation))
-    return case, torch.stack(ids).to(device)
+    return Case(hidden, LMHead(weight), BatchParams(temperature, seed, seed, truncation)), fourth
 
 
 def huge_biases_and_a_mask(device: torch.device, temperature: float) -> tuple[Case, int]:
