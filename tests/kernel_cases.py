@@ -218,8 +218,8 @@ def peaked(device: torch.device, dtype: torch.dtype = torch.float32, num_rows: i
 
 @functools.cache
 def draws_of_the_fourth(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Rows of logits at the ``TEMPERATURES`` whose noise draws the fourth-largest, their temperatures, their seeds (also
-    their positions), and these ids."""
+    """Rows of logits at the ``TEMPERATURES`` whose noise draws the fourth-largest, their temperatures, their seeds
+    (positions are equal to these), and these ids."""
     g = torch.Generator().manual_seed(1)
     tries, vocab = 400, 512
     found = []
