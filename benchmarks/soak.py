@@ -79,7 +79,7 @@ class Draws:
         first = torch.arange(0, self.counts.size, width, device=DEVICE).repeat_interleave(AT_ONCE)
         counts = torch.zeros(self.counts.size, dtype=torch.int64, device=DEVICE)
         for _ in range(CALLS):
-            tokens = self.draw(range(self.position, self.position + AT_ONCE))
+            tokens = self.draw(range(self.position, self.position + AT_ONCE)).token_ids
             tokens = torch.where((tokens >= 0) & (tokens < width), tokens, width - 1)
             counts += torch.bincount(first + tokens, minlength=len(counts))
             self.position += AT_ONCE

@@ -483,7 +483,7 @@ def exchanged(results: Results) -> Table | None:
     for ranks in (2, 4, 8, 16):
         width, others = cell.vocab / ranks, ranks - 1
         each = -(-cell.batch // ranks)
-        stock, records = cell.batch * others * width * 2, cell.batch * others * 16
+        stock, records = cell.batch * others * width * 2, cell.batch * others * 20
         whole_rows = records + others * each * width * 2
         received = [f"{count / 1e6:.3g}" for count in (stock, records, whole_rows)]
         rows.append([str(ranks), f"{cell.floor / ranks:.0f}", *received, f"{cell.batch * cell.vocab * 6 / 1e6:.0f}"])

@@ -79,7 +79,7 @@ def store_merged(
         logprob = tl.sum(tl.where(won, tl.load(places + 2, mask=mask, other=0.0, volatile=True), 0.0), axis=0)
         largest = tl.max(high, axis=0)
         # Relative to the largest: at a low temperature log-masses are too large for their differences.
-        log_mass = (high - tl.where(largest == float("-inf"), 0.0, largest)[None, :]) + low
+        log_mass = (high - largest[None, :]) + low
         total = tl.log(tl.sum(tl.exp(log_mass), axis=0))
         logprob += tl.sum(tl.where(won, log_mass, 0.0), axis=0) - total
         tl.store(output.logprobs + rows, tl.where(logprob > 0.0, 0.0, logprob), mask=inside)

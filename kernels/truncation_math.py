@@ -70,8 +70,7 @@ def token_scores(
     perturbed = (logits - peak[:, None]) * inv_temperature - tl.log(exponential)
     best = tl.max(perturbed, axis=1)
     behind = tl.exp(best[:, None] - perturbed) - 1.0
-    # Between e**-50 and e**50 of a group that has a token.
-    ahead = tl.minimum(tl.maximum(tl.exp(relative - best), 1e-37), 1e37)
+    ahead = tl.exp(relative - best)  # between e**-50 and e**50 of a group that has a token
     scores = group_score[:, None] - tl.log(1.0 + ahead[:, None] * behind)
     return tl.where(perturbed > float("-inf"), scores, float("-inf"))
 

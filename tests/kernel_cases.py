@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import torch
 
@@ -17,6 +18,7 @@ from sgl_flashsample.kernels.reference import (
     edit_logits_ref,
     logits_ref,
     sample_ref,
+    token_scores_ref,
     truncated_sample_ref,
 )
 from sgl_flashsample.kernels.sample_logits import num_read_splits, sample_logits
@@ -195,6 +197,101 @@ def ties_apart(num_rows: int, device: torch.device) -> tuple[Case, torch.Tensor]
     return spelled_out(values.tolist(), num_rows, device), tied.to(device)
 
 
+# Down to the smallest. At the last two, the score of a logit of 40 is a float32 without digits for the noise.
+TEMPERATURES = [1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-5, 1e-6]
+
+
+def peaked(device: torch.device, dtype: torch.dtype = torch.float32, num_rows: int = 64) -> Case:
+    """Rows with eight logits of 20 to 40, a temperature apart, in one half of the ids, among logits of a deviation
+    of 3. The ``TEMPERATURES`` in turn."""
+    g = torch.Generator().manual_seed(0)
+    temperature = torch.tensor(TEMPERATURES).repeat(num_rows // len(TEMPERATURES))
+    logits = torch.randn(num_rows, 1024, generator=g) * 3
+    places = torch.stack([torch.randperm(512, generator=g)[:8] for _ in range(num_rows)])
+    largest = 27 + 13 * torch.rand(num_rows, 1, generator=g)
+    logits.scatter_(1, places, largest - temperature[:, None] * torch.arange(8))
+    row = torch.arange(num_rows, device=device)
+    hidden = torch.eye(num_rows, dtype=dtype, device=device)
+    params = BatchParams(temperature.to(device), row, row)
+    return Case(hidden, LMHead(logits.T.to(device, dtype).contiguous()), params)
+
+
+@functools.cache
+def draws_of_the_fourth(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Rows of logits at the ``TEMPERATURES`` whose noise draws the fourth-largest, their temperatures, their seeds
+    (positions are equal to these), and these ids."""
+    g = torch.Generator().manual_seed(1)
+    tries, vocab = 400, 512
+    found = []
+    for temperature in TEMPERATURES:
+        logits = torch.full((tries, vocab), -5.0)
+        places = torch.stack([torch.randperm(vocab // 16, generator=g)[:8] * 16 for _ in range(tries)])
+        steps = 25 + 15 * torch.rand(tries, 1, generator=g) - 0.5 * temperature * torch.arange(8)
+        logits = logits.scatter_(1, places, steps).to(device)
+        values = torch.tensor([temperature]).expand(tries).to(device)
+        row = torch.arange(tries, device=device)
+        # A step of less than a float32 has digits for would make ties: the rows that have them are left out.
+        apart = (logits.sort(1, descending=True).values[:, :8].diff(dim=1) < 0).all(1)
+        fourth = places[:, 3].to(device)
+        drawn = token_scores_ref(logits.double(), values, row, row).argmax(1)
+        picked = ((drawn == fourth) & apart).nonzero()[:2, 0]
+        found.append([tensor[picked] for tensor in (logits, values, row, fourth)])
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def near_a_limit_of_top_p(device: torch.device, top_k: int, share: float) -> tuple[Case, torch.Tensor]:
+    """The ``draws_of_the_fourth``, and their ids. Top-p is ``1 + share`` times the mass of the three logits above: the
+    fourth is allowed where ``share`` is above 0."""
+    rows, temperature, seed, fourth = draws_of_the_fourth(device)
+    weights = torch.softmax(rows.double() / temperature.double()[:, None], 1).sort(1, descending=True).values
+    limit = (weights[:, :3].sum(1) * (1 + share)).float()
+    truncation = limits(len(rows), device, top_k, max_top_k=top_k or None)
+    truncation = dataclasses.replace(truncation, top_p=limit)
+    hidden = torch.eye(len(rows), max(16, len(rows)), device=device)
+    weight = torch.nn.functional.pad(rows.T, (0, hidden.shape[1] - len(rows))).contiguous()
+    return Case(hidden, LMHead(weight), BatchParams(temperature, seed, seed, truncation)), fourth
+
+
+def huge_biases_and_a_mask(device: torch.device, temperature: float) -> tuple[Case, int]:
+    """Row by row one id is allowed, with a huge bias on it, and every other id has the opposite bias. And that id."""
+    huge = [-3e38, -1e31, -1e29, -100.0, 1e31, 3e38]
+    case = spelled_out([0.25 * (i % 7) for i in range(300)], len(huge), device, temperature)
+    allowed = torch.zeros(len(huge), 300, dtype=torch.bool, device=device)
+    allowed[:, 170] = True
+    bias = torch.tensor(huge, device=device)[:, None] * torch.where(allowed, 1.0, -1.0)
+    return case.with_params(edits=LogitEdits(mask=pack_bits(allowed), bias=bias)), 170
+
+
+def two_huge_biases(device: torch.device, temperature: float) -> tuple[Case, int]:
+    """Rows with two huge biases, in one group and in two, in either order, beside every other id with the smaller of
+    them and 0. And the id of the larger one."""
+    pairs = [(1e6, 2e6), (1e20, 2e20), (1e31, 1e32), (1e37, 3e38), (6e37, 6.1e37)]
+    pairs += [(-2e20, -1e20), (-2e31, -1.5e31), (-3e38, -1e38), (-3e38, -2.9e38)]
+    places = [33, 17, 200]
+    case = spelled_out([0.0] * 300, len(places) * len(pairs), device, temperature)
+    bias = torch.zeros(len(places) * len(pairs), 300, device=device)
+    for row, (place, (low, high)) in enumerate(itertools.product(places, pairs)):
+        bias[row] = min(low, 0.0)
+        bias[row, place], bias[row, 35] = low, high
+    return case.with_params(edits=LogitEdits(bias=bias)), 35
+
+
+CAPS = [0.5, 5.0, 30.0, 50.0, 1000.0, 1e4, 1e6]
+
+
+def near_pairs(cap: float, device: torch.device) -> Case:
+    """Greedy rows of two logits up to a soft cap, the larger one second: a share of 1e-5 apart, or 1e-5 to 1e-4."""
+    size = torch.cat([torch.linspace(0.01, 1.0, 25) * cap, torch.tensor([0.2499, 0.25, 0.2501]) * cap])
+    some = torch.linspace(0.5, min(cap, 6.0), 10)
+    low = torch.cat([size, some, some, some])
+    high = torch.cat([size * (1 + 1e-5), some + 1e-5, some + 3e-5, some + 1e-4])
+    rows = torch.cat([torch.stack([low, high], 1), torch.stack([-high, -low], 1)]).to(device)
+    row = torch.arange(len(rows), device=device)
+    hidden = torch.eye(len(rows), device=device)
+    head = LMHead(rows.T.contiguous(), softcap=cap)
+    return Case(hidden, head, BatchParams(torch.zeros(len(rows), device=device), row, row))
+
+
 def make_params(num_rows: int, spec: LogitsSpec, device: torch.device, kind: str = "plain", seed: int = 0):
     """Temperatures from 0.3 to 2, every fifth row greedy but not the first, seeds and positions of every size."""
     g = torch.Generator().manual_seed(seed)
@@ -297,6 +394,15 @@ def edited_ref(logits: torch.Tensor, edits: LogitEdits, vocab_start: int = 0) ->
         allowed=applied(Edit.MASK, allowed, True),
         bias=applied(Edit.BIAS, edits.bias, 0.0),
     ).double()
+
+
+def assert_soft_capped(case: Case, drawn: Drawn) -> None:
+    """The second logit of each of the ``near_pairs`` wins, with the score that float64 gives it."""
+    cap = case.head.softcap
+    want = cap * torch.tanh(case.head.weight[1].double() / cap)
+    bound = 2.0**-21 * torch.clamp(4 * want.abs(), 32.0, max(cap, 32.0)).clamp(max=cap)
+    assert (drawn.token_ids == 1).all()
+    assert ((drawn.scores.double() - want).abs() <= bound).all()
 
 
 def expected(case: Case) -> Reference:

@@ -15,22 +15,29 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import (
+    CAPS,
     DTYPES,
     KINDS,
     KNOWN_ANSWERS,
     Case,
     Drawn,
     assert_equal_to_reference,
+    assert_soft_capped,
+    huge_biases_and_a_mask,
     limits,
     limits_by_row,
     make_case,
     make_params,
     mixed_edits,
+    near_a_limit_of_top_p,
+    near_pairs,
     pack_bits,
+    peaked,
     reference,
     spelled_out,
     take,
     ties_apart,
+    two_huge_biases,
 )
 
 from sgl_flashsample import BatchParams, LogitEdits, cpu_path, sample_from_logits
@@ -94,6 +101,11 @@ def test_scale_softcap_rounding_shard_and_padding_are_the_models(kind, options):
     assert_equal_to_reference(case, draw(case), 0.15)
 
 
+@pytest.mark.parametrize("cap", CAPS)
+def test_soft_capped_logits_are_those_of_tanh_and_in_its_order(cap):
+    assert_soft_capped(near_pairs(cap, CPU), draw(near_pairs(cap, CPU)))
+
+
 @pytest.mark.parametrize("temperature", [0.01, 0.3, 1.0, 30.0])
 def test_no_group_that_could_win_is_left_out(temperature):
     """Scores are those of the best group, whatever the distribution; also where most groups are not scored."""
@@ -115,6 +127,21 @@ def test_tokens_equal_the_kernels(kind, dtype):
     ours, certain = draw(case), ~reference(case.edited, case.params).near_tie
     assert torch.equal(ours.token_ids[certain], kernels.token_ids[certain])
     torch.testing.assert_close(ours.scores[certain], kernels.scores[certain], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_tokens_equal_the_kernels_at_any_temperature_with_many_ties(limited):
+    """Temperatures uniform in their logarithm, from 1e-6 to 1e30."""
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randint(-3, 4, (96, 200), generator=g).float()
+    logits[::2] += 2.0 ** torch.randint(0, 60, (48, 1), generator=g)
+    params = rows_of(logits, temperature=10 ** (36 * torch.rand(96, generator=g) - 6))
+    if limited:
+        params = dataclasses.replace(params, truncation=limits(96, CPU, 50, 0.9))
+    kernels = sample_from_logits(logits, params, return_logprob=True)
+    ours = sample_on_cpu(logits, LogitsSpec(200), params, return_logprob=True)
+    assert torch.equal(ours.token_ids, kernels.token_ids)
+    torch.testing.assert_close(ours.logprobs, kernels.logprobs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rounding", [torch.bfloat16, torch.float16], ids=str)
@@ -243,6 +270,34 @@ def test_nan_is_never_drawn_infinity_wins_and_a_row_without_a_token_gives_the_fi
     assert torch.equal(drawn.token_ids[others][~want.near_tie], want.token[~want.near_tie])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("limited", [False, True])
+def test_logprobs_are_right_and_never_above_0_at_any_temperature(limited, dtype):
+    case = peaked(CPU, dtype)
+    if limited:
+        case = case.with_params(truncation=limits(len(case.hidden), CPU, 50, 0.9))
+    drawn, tempered = draw(case), case.edited / case.params.temperature.double()[:, None]
+    want = torch.log_softmax(tempered, 1).gather(1, drawn.token_ids[:, None])[:, 0]
+    assert drawn.logprobs.max() <= 0
+    assert ((drawn.logprobs.double() - want).abs() <= 2e-6 + 4e-7 * want.abs()).all()
+    log_mass = torch.logsumexp(tempered, 1)
+    # The smallest temperature is 1e-6 in float64, which is no float32.
+    assert ((drawn.log_mass.double().sum(-1) - log_mass).abs() <= 2e-6 + 1e-8 * log_mass).all()
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("temperature", [3e38, math.inf, math.nan, 1e-30])
+def test_a_temperature_out_of_range_is_that_of_its_nearest_end(temperature, limited):
+    """NaN is the largest."""
+    case = make_case(16, 400, CPU, "edit+truncate" if limited else "edit", torch.float32, seed=4)
+    drawn, end = (
+        draw(case.with_params(temperature=torch.full((16,), value)))
+        for value in (temperature, 1e-6 if temperature < 1e-6 else 1e30)
+    )
+    assert torch.equal(drawn.token_ids, end.token_ids) and torch.equal(drawn.logprobs, end.logprobs)
+    assert (case.edited.gather(1, drawn.token_ids[:, None]) > -math.inf).all()
+
+
 # --- edits ------------------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +339,19 @@ def test_ids_beyond_a_short_mask_of_words_are_allowed(words):
     mask = pack_bits(torch.rand(17, 12 * 32, generator=torch.Generator().manual_seed(1)) < 0.3)[:, :words]
     masked = case.with_params(edits=LogitEdits(mask=mask.contiguous()))
     assert_equal_to_reference(masked, draw(masked))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 1e30])
+def test_a_finite_bias_of_any_size_neither_opens_nor_closes_a_mask(temperature):
+    case, allowed = huge_biases_and_a_mask(CPU, temperature)
+    drawn = draw(case)
+    assert (drawn.token_ids == allowed).all() and (drawn.logprobs == 0).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_larger_of_two_biases_wins_however_large_both_are(temperature):
+    case, larger = two_huge_biases(CPU, temperature)
+    assert (draw(case).token_ids == larger).all()
 
 
 # --- truncation -------------------------------------------------------------------------------------------------------
@@ -341,6 +409,13 @@ def test_many_ties_at_the_limit_are_all_drawn():
     drawn = draw(case)
     assert torch.isin(drawn.token_ids, tied).all() and drawn.token_ids.unique().numel() > 10
     assert_equal_to_reference(case, drawn, 0.01)
+
+
+@pytest.mark.parametrize("share", [1e-5, -1e-5, 1e-4, -1e-4])
+@pytest.mark.parametrize("top_k", [50, 0])
+def test_top_p_lets_the_right_tokens_through_at_any_temperature(top_k, share):
+    case, fourth = near_a_limit_of_top_p(CPU, top_k, share)
+    assert ((draw(case).token_ids == fourth) == (share > 0)).all()
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from kernel_cases import (
+    CAPS,
     CUDA,
     DTYPES,
     KINDS,
@@ -19,17 +20,22 @@ from kernel_cases import (
     Case,
     Drawn,
     assert_equal_to_reference,
+    assert_soft_capped,
     config_of,
     draw,
+    huge_biases_and_a_mask,
     limits,
     limits_by_row,
     make_case,
     make_params,
     mixed_edits,
+    near_pairs,
     pack_bits,
+    peaked,
     reference,
     rounding_case,
     spelled_out,
+    two_huge_biases,
 )
 
 from sgl_flashsample.defaults import all_configs, family_of_device
@@ -480,13 +486,15 @@ def test_rows_known_to_be_greedy_are_read_without_noise_to_the_same_tokens(devic
 # --- values that are no numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("vocab", [403, 416])
 @pytest.mark.parametrize("kind", kinds("plain", "truncate"))
 @on_every_path
-def test_what_is_not_a_number_is_never_drawn_and_never_touches_another_row(device, path, kind):
+def test_what_is_not_a_number_is_never_drawn_and_never_touches_another_row(device, path, kind, vocab, softcap):
     """Rows 1, 2 and 4: NaN, a NaN and an infinite hidden element. Ids 10 to 39 and the last two are NaN everywhere."""
-    num_rows, vocab = 8, 403
+    num_rows = 8
     case = make_case(num_rows, vocab, device, kind, torch.float32, seed=7)
-    head = LMHead(case.head.weight.clone())
+    head = LMHead(case.head.weight.clone(), softcap=softcap)
     head.weight[10:40], head.weight[vocab - 2 :] = float("nan"), float("nan")
     clean = dataclasses.replace(case, head=head)
     hidden = case.hidden.clone()
@@ -498,9 +506,11 @@ def test_what_is_not_a_number_is_never_drawn_and_never_touches_another_row(devic
     others = [0, 3, 5, 6, 7]
     assert torch.equal(drawn.token_ids[others], sound.token_ids[others])
     without_nan = clean.edited.nan_to_num(nan=float("-inf"))
-    want = reference(without_nan, clean.params)
+    want = reference(without_nan, clean.params, error=clean.softcap_error)
     certain = ~want.near_tie
     assert torch.equal(sound.token_ids[certain], want.token[certain])
+    if sound.logprobs is not None:
+        assert ((sound.logprobs - want.logprob_low).abs() <= 2e-4)[certain].all()
 
 
 @pytest.mark.parametrize("kind", kinds("plain", "truncate"))
@@ -550,33 +560,26 @@ def test_ids_with_a_huge_negative_bias_are_as_good_as_forbidden(device, path):
     assert path == "screened" or (drawn.status > 1).any()
 
 
-HUGE = [-3e38, -1e31, -1e29, -100.0, 1e31, 3e38]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 1e30])
 @on_every_path
 def test_a_finite_bias_of_any_size_neither_opens_nor_closes_a_mask(device, path, temperature):
-    """Row by row one id is allowed, with a bias on it, and every other id has the opposite bias."""
-    case = spelled_out([0.25 * (i % 7) for i in range(300)], len(HUGE), device, temperature)
-    allowed = torch.zeros(len(HUGE), 300, dtype=torch.bool, device=device)
-    allowed[:, 170] = True
-    bias = torch.tensor(HUGE, device=device)[:, None] * torch.where(allowed, 1.0, -1.0)
-    drawn = draw(path, case.with_params(edits=LogitEdits(mask=pack_bits(allowed), bias=bias)))
-    assert drawn.token_ids.tolist() == [170] * len(HUGE)
-    assert drawn.logprobs is None or drawn.logprobs.tolist() == [0.0] * len(HUGE)
+    case, allowed = huge_biases_and_a_mask(device, temperature)
+    drawn = draw(path, case)
+    assert (drawn.token_ids == allowed).all()
+    assert drawn.logprobs is None or (drawn.logprobs == 0).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @on_every_path
 def test_the_larger_of_two_biases_wins_however_large_both_are(device, path, temperature):
-    """Beside every other id with the smallest bias. The two are in one group, and in two."""
-    pairs = [(1e6, 2e6), (1e20, 2e20), (1e31, 1e32), (1e37, 3e38), (-2e20, -1e20), (-2e31, -1.5e31), (-3e38, -1e38)]
-    case = spelled_out([0.0] * 300, 2 * len(pairs), device, temperature)
-    bias = torch.zeros(2 * len(pairs), 300, device=device)
-    for row, (low, high) in enumerate(pairs + pairs):
-        bias[row] = min(low, 0.0)
-        bias[row, 33 if row < len(pairs) else 200], bias[row, 35] = low, high
-    assert (draw(path, case.with_params(edits=LogitEdits(bias=bias))).token_ids == 35).all()
+    case, larger = two_huge_biases(device, temperature)
+    assert (draw(path, case).token_ids == larger).all()
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@on_every_path
+def test_soft_capped_logits_are_those_of_tanh_and_in_its_order(device, path, cap):
+    assert_soft_capped(near_pairs(cap, device), draw(path, near_pairs(cap, device)))
 
 
 @pytest.mark.parametrize("temperature", [3e38, float("inf"), float("nan"), 1e-30])
@@ -593,22 +596,6 @@ def test_a_temperature_out_of_range_is_that_of_its_nearest_end_and_touches_no_ne
     assert torch.equal(drawn.token_ids, want.token_ids)
     assert drawn.logprobs is None or torch.equal(drawn.logprobs, want.logprobs)
     assert (case.edited.gather(1, drawn.token_ids[:, None]) > float("-inf")).all()
-
-
-PEAKED = [1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-5, 1e-6]
-
-
-def peaked(device, dtype: torch.dtype = torch.float32, num_rows: int = 64) -> Case:
-    """Rows with one logit of 20 to 40 among logits of a deviation of 3, at temperatures from 1 to 1e-6 in turn."""
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn(num_rows, 1024, generator=g) * 3
-    logits[torch.arange(num_rows), torch.randint(0, 1024, (num_rows,), generator=g)] = 20 + 20 * torch.rand(
-        num_rows, generator=g
-    )
-    row = torch.arange(num_rows, device=device)
-    temperature = torch.tensor(PEAKED, device=device).repeat(num_rows // len(PEAKED))
-    hidden = torch.eye(num_rows, dtype=dtype, device=device)
-    return Case(hidden, LMHead(logits.T.to(device, dtype).contiguous()), BatchParams(temperature, row, row))
 
 
 @pytest.mark.parametrize("limited", [False, True])

@@ -3,6 +3,8 @@ whole vocabulary is in ``test_contract.py``."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -82,6 +84,24 @@ def test_a_small_logprob_beside_a_large_mass_is_not_lost(device):
     records = [[[1.0, 0.0, -0.001, 30_000.0, 0.0]], [[0.0, 16.0, -2.0, 20_000.0, 0.0]]]
     records = torch.tensor(records, device=device)
     assert merge_records(records, return_logprob=True).logprobs.item() == pytest.approx(-0.001, rel=1e-5)
+
+
+def test_beside_large_masses_the_second_part_of_each_decides(device):
+    """As at a temperature of 1e-3, where neighbours among float32 log-masses are 0.004 apart."""
+    records = [[[1.0, 0.0, -1.0, 40_000.0, 0.0015]], [[0.0, 16.0, -2.0, 40_000.0, -0.0015]]]
+    merged = merge_records(torch.tensor(records, device=device), return_logprob=True)
+    total = math.log(math.exp(0.0015) + math.exp(-0.0015))
+    assert merged.logprobs.item() == pytest.approx(-1.0 + 0.0015 - total, abs=1e-6)
+    assert merged.log_mass.double().sum().item() == pytest.approx(40_000.0 + total, abs=1e-6)
+
+
+def test_a_logprob_is_never_above_0(device):
+    """The mass of the whole is rounded, and may be below that of its only part."""
+    records = torch.zeros(2, 500, NUM_FIELDS, device=device)
+    records[0, :, 4] = torch.linspace(0.01, 3.0, 500, device=device)
+    records[1] = torch.tensor(NO_RECORD, device=device)
+    logprobs = merge_records(records, return_logprob=True).logprobs
+    assert logprobs.max() <= 0 and logprobs.min() > -1e-6
 
 
 def test_a_row_that_no_rank_allows_an_id_has_no_mass_and_the_first_id(device):

@@ -9,12 +9,15 @@ import dataclasses
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from kernel_cases import CUDA, LISTED, SCREEN, Case, draw, limits, make_params, rounding_case
 
 from sgl_flashsample.kernels import int8_head as int8_head_module
 from sgl_flashsample.kernels import screen as screen_module
 from sgl_flashsample.kernels import screened_truncated as screened_truncated_module
 from sgl_flashsample.kernels.config import LIMBS, ScreenConfig
+from sgl_flashsample.kernels.epilogue import cap_slack, soft_cap
 from sgl_flashsample.kernels.int8_head import Int8Head
 from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitEdits, LogitsSpec
 from sgl_flashsample.kernels.reference import (
@@ -67,6 +70,25 @@ def copied_rows(copy: Int8Head, width: int) -> torch.Tensor:
 
 
 # --- the copy and the hidden states ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _soft_cap_kernel(x_ptr, out_ptr, softcap, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    capped = soft_cap(tl.load(x_ptr + offs, mask=offs < n), softcap)
+    tl.store(out_ptr + offs, capped, mask=offs < n)
+    tl.store(out_ptr + n + offs, cap_slack(capped, softcap), mask=offs < n)
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0, 32.0, 33.0, 1000.0, 1e6])
+def test_the_slack_of_a_soft_cap_holds_its_error(device, cap):
+    """Twice: that of the value, and that of the one which it is compared with."""
+    x = torch.cat([torch.linspace(-4, 4, 4001), torch.linspace(-0.26, 0.26, 4001)]) * cap
+    x = torch.cat([x, torch.linspace(-6, 6, 999)]).to(device)
+    out = torch.empty(2, len(x), device=device)
+    _soft_cap_kernel[(triton.cdiv(len(x), 1024),)](x, out, cap, len(x), BLOCK=1024)
+    error = (out[0].double() - cap * torch.tanh(x.double() / cap)).abs()
+    assert (2 * error <= out[1].double()).all()
 
 
 def test_the_constants_of_the_proof_are_no_smaller_than_the_proof_asks_for():

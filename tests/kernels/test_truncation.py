@@ -25,6 +25,7 @@ from kernel_cases import (
     make_case,
     make_params,
     mixed_limits,
+    near_a_limit_of_top_p,
     reference,
     spelled_out,
     take,
@@ -121,42 +122,6 @@ def test_a_token_with_just_top_p_of_the_mass_above_it_is_not_allowed(device, pat
     values[0], values[16], values[32] = 0.0, -0.6931472, -0.6931472
     case = spelled_out(values, 12, device).with_params(truncation=limits(12, device, top_k=3, top_p=0.5, min_p=1e-6))
     assert draw(path, case).token_ids.tolist() == [0] * 12
-
-
-COLD = [1.0, 0.1, 0.03, 0.01, 0.003, 1e-3, 1e-4, 1e-6]
-
-
-def near_a_limit_of_top_p(device, top_k: int, share: float) -> tuple[Case, torch.Tensor]:
-    """Rows at temperatures from 1 to 1e-6 whose noise draws the fourth-largest logit, and these ids. Top-p is
-    ``1 + share`` times the mass of the three above it: the fourth is allowed where ``share`` is above 0."""
-    g = torch.Generator().manual_seed(1)
-    tries, vocab = 400, 512
-    cases, ids = [], []
-    for temperature in COLD:
-        logits = torch.full((tries, vocab), -5.0)
-        places = torch.stack([torch.randperm(vocab // 16, generator=g)[:8] * 16 for _ in range(tries)])
-        steps = 25 + 15 * torch.rand(tries, 1, generator=g) - 0.5 * temperature * torch.arange(8)
-        logits.scatter_(1, places, steps)
-        # A step of less than a float32 has digits for would make ties: the rows that have them are left out.
-        values = torch.tensor([temperature]).expand(tries).to(device)
-        row = torch.arange(tries, device=device)
-        logits = logits.double().to(device)
-        apart = (logits.float().sort(1, descending=True).values[:, :8].diff(dim=1) < 0).all(1)
-        drawn = token_scores_ref(logits.float().double(), values, row, row).argmax(1)
-        picked = ((drawn == places[:, 3].to(device)) & apart.to(device)).nonzero()[:2, 0]
-        cases += [(logits[one].float(), temperature, one) for one in picked]
-        ids += [places[one.cpu(), 3] for one in picked]
-    rows = torch.stack([logits for logits, _, _ in cases])
-    temperature = torch.tensor([value for _, value, _ in cases], device=device)
-    seed = torch.stack([one for _, _, one in cases])
-    weights = torch.softmax(rows.double() / temperature.double()[:, None], 1).sort(1, descending=True).values
-    limit = (weights[:, :3].sum(1) * (1 + share)).float()
-    truncation = limits(len(rows), device, top_k, max_top_k=top_k or None)
-    truncation = dataclasses.replace(truncation, top_p=limit)
-    hidden = torch.eye(len(rows), max(16, len(rows)), device=device)
-    weight = torch.nn.functional.pad(rows.T, (0, hidden.shape[1] - len(rows))).contiguous()
-    case = Case(hidden, LMHead(weight), BatchParams(temperature, seed, seed, truncation))
-    return case, torch.stack(ids).to(device)
 
 
 @pytest.mark.parametrize("share", [1e-5, -1e-5, 1e-4, -1e-4])
@@ -486,6 +451,13 @@ def search_races(logits, position, truncation) -> torch.Tensor:
     output, _ = search(logits.expand(num_rows, -1), params)
     assert_found(output, logits.expand(num_rows, -1), params, 0.0)
     return output.token_ids
+
+
+@pytest.mark.parametrize("share", [1e-5, -1e-5])
+def test_a_search_lets_the_right_tokens_through_at_any_temperature(device, share):
+    case, fourth = near_a_limit_of_top_p(device, 0, share)
+    tokens = search(case.edited.float(), case.params)[0].token_ids
+    assert ((tokens == fourth) == (share > 0)).all()
 
 
 def test_a_search_lets_exactly_k_through(device):

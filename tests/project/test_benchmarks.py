@@ -12,6 +12,7 @@ import graphlib
 import gzip
 import importlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -27,7 +28,7 @@ import pytest
 import torch
 from serving import make_server, needs_sglang
 
-from sgl_flashsample import sample_from_logits
+from sgl_flashsample import SampleOutput, sample_from_logits
 from sgl_flashsample.autotune import timing
 from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.reference import philox4x32_ref
@@ -1127,6 +1128,10 @@ def test_evidence_that_is_looked_at_again_and_again_is_rarely_wrong_and_grows_wh
     assert stats.log_e_value(np.array([5, 0, 0, 1]), np.array([0.5, 0.3, 0.2, 0.0])) == float("inf")
 
 
+def tokens_alone(tokens: torch.Tensor) -> SampleOutput:
+    return SampleOutput(tokens, None, torch.zeros(len(tokens)), None)
+
+
 @no_gpu
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_path, wrong):
@@ -1137,8 +1142,8 @@ def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_
         laws = [soak.distribution(row) for row in batch.seen]
         laws = [batch.may[row] / batch.may[row].sum() if law is None else law for row, law in enumerate(laws)]
         laws = [soak.at_distance(law, 0.1) if wrong and law.max() < 1 else law for law in laws]
-        return lambda positions: torch.from_numpy(
-            np.concatenate([random.choice(len(law), soak.AT_ONCE, p=law) for law in laws])
+        return lambda positions: tokens_alone(
+            torch.from_numpy(np.concatenate([random.choice(len(law), soak.AT_ONCE, p=law) for law in laws]))
         )
 
     monkeypatch.setattr(soak, "PATHS", {"cpu": types.SimpleNamespace(draw_of=draw_of)})
@@ -1150,7 +1155,7 @@ def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_
     assert (row["most_log_evidence"] >= -np.log(soak.ALPHA)) == wrong and row["powerful"] == 0
     assert row["noticed"] > 0
     draws = soak.Draws("cpu", 0)
-    draws.draw = lambda positions: torch.tensor([-1]).repeat(soak.ROWS * soak.AT_ONCE)
+    draws.draw = lambda positions: tokens_alone(torch.tensor([-1]).repeat(soak.ROWS * soak.AT_ONCE))
     draws.go_on()
     assert draws.evidence() == float("inf"), "no id is an id that cannot be drawn"
 
@@ -1158,22 +1163,37 @@ def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_
 def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
     exact = load("exact")
 
-    def always(tokens: torch.Tensor) -> Callable[[int], torch.Tensor]:
-        return lambda positions: tokens
-
     batches = [exact.Batch(index, rows=8, at_once=at_once) for index, at_once in enumerate((1, 2))]
     assert any(not batch.may.all() for batch in batches) and all(batch.may.any(1).all() for batch in batches)
     for batch in batches:
         draw, (rows, vocab), each = functools.cache(exact.from_logits(batch)), batch.may.shape, batch.at_once
         positions, later = range(2 * each), range(each, 2 * each)
         assert batch.illegal(draw, positions, batch.may) == 0
-        assert torch.equal(exact.from_head(batch)(later), draw(later))
+        assert torch.equal(exact.from_head(batch)(later).token_ids, draw(later).token_ids)
         assert batch.illegal(draw, positions, ~batch.may) == len(positions) * rows
-        no_id = always(torch.full((rows * each,), vocab))
-        assert batch.illegal(no_id, positions, batch.may) == len(positions) * rows
+        no_id = tokens_alone(torch.full((rows * each,), vocab))
+        assert batch.illegal(lambda positions, drawn=no_id: drawn, positions, batch.may) == len(positions) * rows
     one, several = exact.Batch(5, 8), exact.Batch(5, 8, at_once=3)
-    tokens = [exact.from_logits(one)(range(place, place + 1)) for place in range(3)]
-    assert torch.equal(exact.from_logits(several)(range(3)).view(8, 3), torch.stack(tokens, 1))
+    tokens = [exact.from_logits(one)(range(place, place + 1)).token_ids for place in range(3)]
+    assert torch.equal(exact.from_logits(several)(range(3)).token_ids.view(8, 3), torch.stack(tokens, 1))
+
+
+def test_a_forbidden_token_and_a_logprob_above_0_or_no_number_are_counted(load, monkeypatch):
+    """Not those of a row that has no token."""
+    exact = load("exact")
+    batches, positions = [exact.Forbidden(index, 8, at_once=2) for index in (0, 2)], range(4)
+    assert not batches[0].may.all() and not batches[1].has_token.all()
+    for batch in batches:
+        draw = functools.cache(exact.from_logits(batch))
+        assert batch.illegal(draw, positions, batch.may) == batch.bad_logprobs(draw, positions) == 0
+        assert batch.illegal(draw, positions, ~batch.may) == len(positions) * 8
+        for logprob in (1e-30, math.nan):
+            above = draw(range(2))._replace(logprobs=torch.full((16,), logprob))
+            assert batch.bad_logprobs(lambda positions, drawn=above: drawn, positions) == 4 * batch.has_token.sum()
+    monkeypatch.setitem(exact.PATHS, "cpu", exact.Path(exact.from_logits, 8, 1))
+    options = types.SimpleNamespace(forbidden=10, positions=2)
+    counted = exact.count("forbidden", "cpu", exact.Part(0, 1), options)
+    assert counted == {"illegal": 0, "bad_logprobs": 0, "draws": 16, "planted_noticed": 8}
 
 
 def test_what_a_verification_may_draw_has_no_min_p_and_takes_top_p_of_what_top_k_has_left(load, monkeypatch, tmp_path):
@@ -1247,20 +1267,28 @@ def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
     assert list(common.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]
 
 
-def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch):
+@pytest.mark.parametrize("section", ["reference", "temperatures"])
+def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch, section):
     exact = load("exact")
     monkeypatch.setattr(exact, "ROWS", 64)
     monkeypatch.setattr(exact, "MOST_IDS", 50)
     options = types.SimpleNamespace(rows=60)
     whole = exact.Part(0, 1)
-    row = exact.compare(whole, options)
+    row = exact.count(section, "cpu", whole, options)
     assert (row["rows"], row["different"]) == (64, 0) and row["planted_noticed"] > 5
 
     def of_the_next_position(logits, params):
         return sample_from_logits(logits, dataclasses.replace(params, position=params.position + 1))
 
     monkeypatch.setattr(exact, "sample_from_logits", of_the_next_position)
-    assert exact.compare(whole, options)["different"] > 5
+    assert exact.count(section, "cpu", whole, options)["different"] > 5
+
+
+def test_rows_of_any_temperature_are_sampled_with_limits_from_1e_6_to_1e4(load):
+    params = load("exact").make_rows(0, 256, any_temperature=True)[1]
+    powers, limits = params.temperature.log10(), params.truncation
+    assert powers.min() > -6.01 and powers.max() < 4.01 and powers.histc(10, -6, 4).min() > 5
+    assert ((limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)).all()
 
 
 def test_a_pair_of_times_has_the_larger_of_their_spreads(load):
