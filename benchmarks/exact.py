@@ -184,22 +184,22 @@ def count_illegal(path: str, part: Part, options: Any) -> dict[str, int]:
 
 class Forbidden(Batch):
     """``rows`` rows with hostile numbers. A row in which every id is forbidden may draw the first; its logprob is no
-    number."""
+    number. finite: logits are those of a head, -3e38 in the place of NaN and -inf, which an edit may then raise."""
 
     return_logprob = True
 
-    def __init__(self, index: int, rows: int, at_once: int = 1) -> None:
+    def __init__(self, index: int, rows: int, at_once: int, finite: bool) -> None:
         self.at_once = at_once
         random = np.random.default_rng(index)
         vocab = int(np.exp(random.uniform(0, np.log(MOST_FORBIDDEN_IDS))))
         logits = (3 * random.standard_normal((rows, vocab))).astype(np.float32)
         broken = random.random(rows) < 0.2
         logits[broken] = np.where(random.random((broken.sum(), vocab)) < 0.1, random.choice(HOSTILE), logits[broken])
-        self.logits = logits
+        self.logits = np.nan_to_num(logits, nan=-3e38, posinf=3e38, neginf=-3e38) if finite else logits
         bias = random.choice(np.array(BIASES, dtype=np.float32), (rows, vocab))
         bias[random.random(rows) < 0.2] = 0.0
         allowed = (random.random((rows, vocab)) < 0.5) | (random.random(rows) < 0.3)[:, None]
-        self.may = allowed & (logits > -np.inf) & (bias > -np.inf)
+        self.may = allowed & (self.logits > -np.inf) & (bias > -np.inf)
         self.has_token = torch.from_numpy(self.may.any(1)).to(DEVICE)
         self.may[~self.may.any(1), 0] = True
         temperature = np.where(
@@ -234,7 +234,7 @@ def count_forbidden(path: str, part: Part, options: Any) -> dict[str, int]:
     totals, index = Counter[str](), part.number
     bar = part.progress(options.forbidden, f"forbidden, {path}", "draw")
     while totals["draws"] < options.forbidden / part.of:
-        batch = Forbidden(index, rows, at_once)
+        batch = Forbidden(index, rows, at_once, path == "fused")
         draw, positions = draw_of(batch), range(options.positions)
         totals["illegal"] += batch.illegal(draw, positions, batch.may)
         totals["bad_logprobs"] += batch.bad_logprobs(draw, positions)
@@ -242,7 +242,7 @@ def count_forbidden(path: str, part: Part, options: Any) -> dict[str, int]:
         index += part.of
         bar.update(rows * len(positions))
     bar.close()
-    batch = Forbidden(part.number, rows, at_once)
+    batch = Forbidden(part.number, rows, at_once, path == "fused")
     draw, wrong = draw_of(batch), batch.may.copy()
     wrong[np.arange(rows), draw(range(at_once)).token_ids[::at_once].cpu().numpy()] = False
     return {**totals, "planted_noticed": batch.illegal(draw, range(at_once), wrong)}

@@ -162,16 +162,6 @@ def rows_truncated(truncation, rows, mask, vocab_size):
 
 
 @triton.jit
-def group_noise(
-    seed,  # [NUM_GROUPS, BLOCK_B] i64
-    position,  # [NUM_GROUPS, BLOCK_B] i64
-    group,  # [NUM_GROUPS] i32, absolute group ids
-):
-    """``[NUM_GROUPS, BLOCK_B]`` float32: the exponential noise of groups."""
-    return rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
-
-
-@triton.jit
 def perturb(peak, mass, rate, exponential):
     """Perturbed log-masses of groups, absolute and relative to ``peak / temperature``: blocks that broadcast.
 
@@ -193,7 +183,9 @@ def score_groups(
     valid,  # [NUM_GROUPS] bool, false beyond the vocabulary
     inv_temperature,  # [BLOCK_B] f32, 1 on greedy rows
     greedy,  # [BLOCK_B] bool
-    exponential,  # [NUM_GROUPS, BLOCK_B] f32, of group_noise
+    seed,  # [NUM_GROUPS, BLOCK_B] i64
+    position,  # [NUM_GROUPS, BLOCK_B] i64
+    group,  # [NUM_GROUPS] i32, absolute group ids
 ):
     """Perturbed log-mass of each group (its maximum on greedy rows), its mass, and its largest logit.
 
@@ -207,6 +199,7 @@ def score_groups(
     rate = inv_temperature * LOG2_E
     # Relative to the largest logit before the temperature: a product of each would be rounded at its own size.
     mass = tl.sum(tl.exp2((logits - peak[:, None, :]) * rate[None, None, :]), axis=1)
+    exponential = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
     score, _ = perturb(peak, mass, rate[None, :], exponential)
     score = tl.where(greedy[None, :], peak, score)
     # Without a token the largest logit is -inf, and what is relative to it no number.

@@ -32,7 +32,6 @@ from .epilogue import (
     bound_logits,
     edit_logits,
     flags_as_bits,
-    group_noise,
     invert_temperature,
     load_edit_flags,
     rows_truncated,
@@ -163,8 +162,7 @@ def lm_head_sample_kernel(
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
         in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
-        exponential = group_noise(seed, position, group)
-        score, mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, exponential)
+        score, mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:
             store_group_max(buffer, peak, first // rng.GROUP_SIZE, offs_b, keep, num_groups)
         state, better = add_tile(state, tile, score, mass, peak, inv_temperature, TRUNCATE, KEEP_MASS)

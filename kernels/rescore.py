@@ -31,7 +31,6 @@ from .epilogue import (
     best_of_slots,
     bound_logits,
     edit_logits,
-    group_noise,
     invert_temperature,
     load_edit_flags,
     rows_truncated,
@@ -392,8 +391,7 @@ def rescore_groups_kernel(
                 if TRUNCATE:
                     _store_groups(buffer, logits, group, live, truncated, offs_b, num_groups)
                 group += vocab_start // rng.GROUP_SIZE
-                exponential = group_noise(seed, position, group)
-                score, _, _ = score_groups(logits, live, inv_temperature, greedy, exponential)
+                score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
                 if TRUNCATE:
                     score = tl.where(truncated[None, :], float("-inf"), score)
                 better = (score > best_score) | ((score == best_score) & (group[:, None] < best_group))

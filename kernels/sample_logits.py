@@ -26,7 +26,6 @@ from .epilogue import (
     bound_logits,
     edit_logits,
     flags_as_bits,
-    group_noise,
     invert_temperature,
     load_edit_flags,
     rows_truncated,
@@ -150,8 +149,7 @@ def sample_logits_kernel(
             mass, peak = score, score
         else:
             group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-            exponential = group_noise(seed, position, group)
-            score, mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, exponential)
+            score, mass, peak = score_groups(logits, in_vocab, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:
             store_group_max(buffer, peak, first // rng.GROUP_SIZE, offs_b, keep, num_groups)
         state, _ = add_tile(state, tile, score, mass, peak, inv_temperature, TRUNCATE, KEEP_MASS)

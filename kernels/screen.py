@@ -37,7 +37,6 @@ from .epilogue import (
     bound_logits,
     cap_slack,
     edit_logits,
-    group_noise,
     invert_temperature,
     load_edit_flags,
     rows_truncated,
@@ -257,11 +256,10 @@ def screen_head_kernel(
             tl.store(screen.id_hi + out, id_hi.to(tl.float16), mask=few & valid[:, None] & truncated[None, :])
         logits_lo = tl.reshape(logits_lo, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         logits_hi = tl.reshape(logits_hi, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
-        exponential = group_noise(seed, position, group)
-        score_lo, _, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, exponential)
-        score_hi, _, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, exponential)
+        score_lo, _, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, seed, position, group)
+        score_hi, _, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, seed, position, group)
         if TRUNCATE:  # log-masses, in the layout of the noise: an eighth of the work that their sums would take
-            noise = log2(exponential) * LN_2
+            noise = log2(rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)) * LN_2
             lse_lo = _bounded(score_lo + noise - _slack_of(score_lo, greedy), max_lo, float("-inf"))
             lse_hi = _bounded(score_hi + noise + _slack_of(score_hi, greedy), max_hi, float("inf"))
         score_lo -= _slack_of(score_lo, greedy)

@@ -1181,7 +1181,7 @@ def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
 def test_a_forbidden_token_and_a_logprob_above_0_or_no_number_are_counted(load, monkeypatch):
     """Not those of a row that has no token."""
     exact = load("exact")
-    batches, positions = [exact.Forbidden(index, 8, at_once=2) for index in (0, 2)], range(4)
+    batches, positions = [exact.Forbidden(index, 8, 2, finite=False) for index in (0, 2)], range(4)
     assert not batches[0].may.all() and not batches[1].has_token.all()
     for batch in batches:
         draw = functools.cache(exact.from_logits(batch))
