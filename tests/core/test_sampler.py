@@ -492,7 +492,8 @@ def test_a_weight_of_another_layout_is_read_as_it_lies(case, module, model, repl
     """Launches and descriptors remember alignment and distances of rows."""
     head = head_of(module, model)
     assert torch.equal(argmax(case.hidden, head), greedy(case, module.weight.detach()))
-    wide = torch.zeros(VOCAB, 2 * case.hidden.shape[1] + 1)[:, 1 : 1 + case.hidden.shape[1]]
+    width = case.hidden.shape[1]
+    wide = module.weight.detach().new_zeros(VOCAB, 2 * width + 1)[:, 1 : 1 + width]
     replace(module, wide.copy_(module.weight.detach().flip(0)))
     assert head.current.variant != head.variant
     assert torch.equal(argmax(case.hidden, head), greedy(case, wide))
