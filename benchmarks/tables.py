@@ -931,6 +931,24 @@ PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
         lambda data: _by_path(data, "hostile", "different", "rows"),
     ),
     (
+        "rows with limits at temperatures from 1e-6 to 1e4 with another token than the reference's",
+        "0 of 1e6",
+        "exact",
+        lambda data: _by_path(data, "temperatures", "different", "rows"),
+    ),
+    (
+        "forbidden ids among draws with hostile biases, logits and temperatures",
+        "0 of 1e8",
+        "exact",
+        lambda data: _by_path(data, "forbidden", "illegal", "draws"),
+    ),
+    (
+        "logprobs of these draws that are above 0 or no number",
+        "0 of 1e8",
+        "exact",
+        lambda data: _by_path(data, "forbidden", "bad_logprobs", "draws"),
+    ),
+    (
         "tables that are not whole, while 8 processes save 1,000 times each, and after SIGKILL",
         "0",
         "robustness",
