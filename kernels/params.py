@@ -307,7 +307,7 @@ class BatchParams:
             given |= self.edits.repeats << REPEATS_SHIFT
         # An integer would compile another kernel than a float.
         scale = None if spec.logit_scale is None else float(spec.logit_scale)
-        softcap = None if spec.softcap is None else (float(spec.softcap),)
+        softcap: tuple[float, ...] | None = None if spec.softcap is None else (float(spec.softcap),)
         if softcap is not None and softcap[0] > NARROW_CAP:
             softcap = (*softcap, 1.0 / softcap[0])
         variant = (truncation is None, edit_variant, scale is None, softcap and len(softcap))
