@@ -39,7 +39,7 @@ class Edit(enum.IntFlag):
 
 PER_ROW = 16  # beside the flags of the edits that are given: each row has flags of its own
 REPEATS_SHIFT = 8  # above them: how many rows share a row of edits
-# What +inf and larger logits count as: the largest finite number that bfloat16 holds, and float32 too.
+# +inf and larger logits count as this: the largest finite number that both bfloat16 and float32 hold.
 LARGEST_LOGIT = 2.0**128 - 2.0**120
 # Soft caps up to this one are computed from one exponential: its error, a share of the cap, is small beside a logit.
 NARROW_CAP = 32.0

@@ -56,7 +56,7 @@ _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _TOKEN_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.TOKEN))
 _GROUP_STREAM = np.uint64(int(Stream.SAMPLE) + 256 * int(Unit.GROUP))
 _ADDITIVE, _SCALING, _MASK, _BIAS = (int(flag) for flag in Edit)
-# Of ``epilogue.soft_cap``: the series of tanh, and up to which share of the cap it is taken.
+# The series of tanh in ``epilogue.soft_cap``, and up to which share of the cap it is taken.
 _TANH3, _TANH5, _TANH7, _TANH9 = (np.float32(x) for x in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
 _SERIES_UP_TO = np.float32(0.25)
 # What logits are rounded to.
@@ -299,7 +299,7 @@ def _is_below(bits, best):
 
 @_compiled()
 def _limit_of_score(score):
-    """What a group's score in bits surely exceeds, before its rounding, if it is above ``score``."""
+    """A number that a group's score in bits exceeds, before its rounding, if the group scores more than ``score``."""
     bits = np.float32(score * _LOG2_E)
     if abs(bits) < _HUGE_SCORE:
         return bits - abs(bits) * _RELATIVE
