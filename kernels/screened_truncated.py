@@ -378,7 +378,8 @@ def _draw_row(
     # The largest number of the buffer below ``screened``: no logit that was not read is above it.
     ordered = float_to_ordered(screened).to(tl.int64)
     below = tl.where(ordered >= 0, ordered - 1, ordered - (1 << SHIFT)) >> SHIFT
-    low = tl.maximum(bound, largest_with_key(below, SHIFT))
+    # Below -inf there is no number; then every group was read.
+    low = tl.where(screened == float("-inf"), bound, tl.maximum(bound, largest_with_key(below, SHIFT)))
     num_listed = list_groups_above(low, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
     logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
     reference = tl.where(largest == float("-inf"), 0.0, largest) * inv_temperature

@@ -465,6 +465,11 @@ def test_a_small_top_k_is_answered_from_a_part_of_the_head(device):
     assert groups < 1000 / 2, "of 1000 groups, for 3 rows together"
 
 
+def test_a_head_of_fewer_blocks_than_the_top_k_is_read_once(device):
+    drawn, groups = screened(3, 784, device, hidden=64, top_k=20, top_p=0.95)
+    assert (drawn.status == 1).all() and groups == 784 / 16
+
+
 @pytest.mark.slow
 def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(device, monkeypatch):
     """The second bound, taken after the certain groups are read, leaves less than half as many groups to read."""

@@ -179,7 +179,7 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     assert drafted[: len(several)] == several, "rows without drafts stay"
     assert {(row["speculation"], row["draft_tokens"]) for row in drafted[len(several) :]} == {("NGRAM", 4)}
     new = {(row["section"], row.get("backend"), row["batch"]): row for row in several if "tp" in row}
-    assert new["stock", "flashsample", 8]["bytes_per_row"] == 16 and ("oracle", "oracle", 8) in new
+    assert new["stock", "flashsample", 8]["bytes_per_row"] == 20 and ("oracle", "oracle", 8) in new
     repeated = new["repeats", None, 1]
     assert len(repeated["percent"]) == 2 >= repeated["faster"] + repeated["slower"] and repeated["pairs"] == 3
     late = dry_run("serve", "--only", "profile", "--keep", "--limit", "0", *arguments)

@@ -785,6 +785,11 @@ def test_a_server_that_is_asked_to_counts_what_it_draws_whoever_draws_it(folder,
             for answer in answers:
                 answered.update(answer["output_ids"])
         assert not server.log_lines("not counted") and "Traceback" not in server.log_text()
+        # SGLang may kill its processes when it ends; five seconds after the last token all are in the file.
+        deadline = time.monotonic() + 30
+        while not file.exists() or HotVocab.load(file).counted < answered.total():
+            assert time.monotonic() < deadline, "tokens are missing"
+            time.sleep(0.5)
     counts = HotVocab.load(file)
     assert (counts.vocab, counts.name, counts.source) == (truth.size.vocab_size, SIZE, "server")
     per_group: Counter[int] = Counter()
