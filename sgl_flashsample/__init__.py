@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .api import argmax, sample, sample_from_logits
     from .dispatch import DispatchTable
+    from .head import Head
     from .kernels.config import TileConfig
     from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
     from .kernels.rng import NOISE_ABI
@@ -35,6 +36,7 @@ _HOMES = {
     "sample": ".api",
     "sample_from_logits": ".api",
     "DispatchTable": ".dispatch",
+    "Head": ".head",
     "TileConfig": ".kernels.config",
     "BatchParams": ".kernels.params",
     "LMHead": ".kernels.params",
@@ -59,6 +61,7 @@ __all__ = [
     "BatchParams",
     "DispatchTable",
     "DraftTree",
+    "Head",
     "LMHead",
     "LogitEdits",
     "SampleOutput",

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import torch
 
-from . import dispatch
-from .cpu_path import draws_in_host_memory, sample_on_cpu, unsupported_by_machine
-from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
 from .dispatch import DispatchTable
-from .kernels.config import ReadConfig
+from .head import Head, check_params, check_rows
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
-from .kernels.sample_logits import sample_logits
 from .kernels.workspace import Workspace
-from .kinds import BatchKind, SamplingPath
+from .kinds import SamplingPath
+from .paths import read_logits
 from .screen import Screen
 
 _MIN_ZEROS = 1024
@@ -66,19 +63,9 @@ def sample(
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it. An unknown path, or one
             that cannot serve the head or the batch. A table for heads of another shape.
     """
-    head = lm_head.current if isinstance(lm_head, LMHead) else LMHead(lm_head)
     check_rows("hidden", hidden)
-    check_params(params)
-    return dispatch.sample(
-        hidden,
-        head,
-        params,
-        return_logprob=return_logprob,
-        workspace=workspace,
-        path=path,
-        table=table,
-        screen=screen,
-    )
+    head = Head(lm_head, table=table, screen=screen, workspace=workspace)
+    return head.draw(hidden, params, return_logprob=return_logprob, path=path)
 
 
 def sample_from_logits(
@@ -117,23 +104,7 @@ def sample_from_logits(
     check_params(params)
     size = logits.shape[-1] if vocab_size is None else vocab_size
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap, shards=shards)
-    if draws_in_host_memory(logits.device):
-        return sample_on_cpu(logits, spec, params, return_logprob=return_logprob)
-    family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
-    kind = BatchKind(params.truncation is not None, params.edits is not None)
-    traits = HeadTraits(family, itemsize, size, hidden_size=0)
-    config = default_config_on(traits, SamplingPath.LOGITS, logits.shape[0], kind)
-    assert isinstance(config, ReadConfig)
-    with dispatch.on_device_of(logits):
-        return sample_logits(
-            logits,
-            spec,
-            params,
-            config,
-            return_logprob=return_logprob,
-            workspace=workspace,
-            truncation_config=truncation_config(family, itemsize, size),
-        )
+    return read_logits(logits, spec, params, return_logprob=return_logprob, workspace=workspace)
 
 
 def argmax(
@@ -163,21 +134,6 @@ def argmax(
     check_rows("hidden", hidden)
     params = _greedy_params_for(hidden.shape[0], hidden.device)
     return sample(hidden, lm_head, params, workspace=workspace, table=table, screen=screen).token_ids
-
-
-def check_params(params: BatchParams) -> None:
-    """Raise ValueError for parameters of another type."""
-    if not isinstance(params, BatchParams):
-        raise ValueError(f"params is a {type(params).__name__}; expected BatchParams")
-
-
-def check_rows(name: str, rows: torch.Tensor) -> None:
-    """Raise ValueError unless ``rows``, hidden states or logits, is a matrix on a device where kernels run."""
-    if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
-        is_what = f"has shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else f"is a {type(rows).__name__}"
-        raise ValueError(f"{name} {is_what}; expected a [B, {'D' if name == 'hidden' else 'V'}] tensor")
-    if draws_in_host_memory(rows.device) and (reason := unsupported_by_machine()) is not None:
-        raise ValueError(f"{name} is on the CPU; expected it on a CUDA device: {reason}")
 
 
 def _greedy_params_for(num_rows: int, device: torch.device) -> BatchParams:
