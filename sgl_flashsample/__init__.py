@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import argmax, sample, sample_from_logits
+    from .api import DraftTree, VerifyOutput, argmax, sample, sample_from_logits, verify
     from .dispatch import DispatchTable
     from .head import Head
     from .kernels.config import TileConfig
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .sampler import Sampler, SamplingParams
     from .screen import Screen
     from .tables.lookup import load_table, resolve
-    from .verification import DraftTree, VerifyOutput, verify
 
 _HOMES = {
     "argmax": ".api",
@@ -51,9 +50,9 @@ _HOMES = {
     "Screen": ".screen",
     "load_table": ".tables.lookup",
     "resolve": ".tables.lookup",
-    "DraftTree": ".verification",
-    "VerifyOutput": ".verification",
-    "verify": ".verification",
+    "DraftTree": ".api",
+    "VerifyOutput": ".api",
+    "verify": ".api",
 }
 
 __all__ = [
