@@ -245,7 +245,7 @@ def sample_logits(
         return SampleOutput.empty(0, device, return_logprob)
     splits = num_read_splits(spec.vocab_size, num_rows, config, device)
     bound = max_read_splits(device, config)
-    rounding = logits.dtype if spec.rounding is None else spec.rounding
+    rounding = logits.dtype if spec.logits_dtype is None else spec.logits_dtype
     shared = SplitLaunch(params, spec, rounding, config, splits, bound, workspace, return_logprob)
     plain = params.truncation is None and params.edits is None and not return_logprob
     stride = logits.stride(0) if num_rows > 1 else 0
