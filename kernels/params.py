@@ -19,9 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hf_head
-from .config import TileConfig
-from .launch import cdiv
-from .rng import GROUP_SIZE
+from .config import GROUP_SIZE, TileConfig, cdiv
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Kernel arguments that may be views at any offset: another alignment must not compile another kernel.
@@ -363,14 +361,14 @@ class SampleOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogitsSpec:
-    """What ``[B, >= vocab_size]`` logits are, and what is still to be done to them.
+    """The columns of ``[B, >= vocab_size]`` logits, and what is still to be done to them.
 
     vocab_size: columns below it are real, those after it are padding and are never returned or read.
-    vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is
-    cut, of which the columns are one; 1 where they are all of it.
-    total_ids: of all parts (default: those up to the last column).
+    vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``. shards: number of parts that the vocabulary is
+        cut into, of which the columns are one; 1 where they are all of it (``LMHead.of_rank``). total_ids: number of
+        ids of all parts (default: the ids up to the last column).
     logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
-    rounding: what a logit is rounded to before anything else (default: the logits' own dtype).
+    logits_dtype: dtype that a logit is rounded to before anything else (default: the logits' own).
 
     Raises ValueError for values out of these ranges, and ids beyond int32.
     """
@@ -379,7 +377,7 @@ class LogitsSpec:
     vocab_start: int = 0
     logit_scale: float | None = None
     softcap: float | None = None
-    rounding: torch.dtype | None = None
+    logits_dtype: torch.dtype | None = None
     shards: int = 1
     total_ids: int = 0
 
@@ -394,8 +392,8 @@ class LogitsSpec:
             raise ValueError(f"vocab_start is {self.vocab_start}; expected a multiple of {GROUP_SIZE}, 0 or more")
         if self.vocab_end >= 2**31:
             raise ValueError(f"ids reach {self.vocab_end}; expected them below 2**31")
-        if self.rounding is not None and self.rounding not in TRITON_DTYPES:
-            raise ValueError(f"rounding is {self.rounding}; expected bfloat16, float16 or float32")
+        if self.logits_dtype is not None and self.logits_dtype not in TRITON_DTYPES:
+            raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
         scale, softcap = self.logit_scale, self.softcap
         if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
             raise ValueError(f"logit_scale is {scale!r}; expected a finite number or None")
@@ -423,33 +421,25 @@ def supports_tma(matrix: torch.Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and stride * matrix.element_size() % 16 == 0 and stride >= matrix.shape[1]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class LMHead:
-    """An LM head: ``[V, D]`` weight (bf16, fp16 or fp32, row-contiguous) and how logits come from it.
+    """An LM head: a weight, and how logits come from the products with it.
 
-    vocab_size: ids below it are real, the rows after it are padding and are never returned (default V).
-    vocab_start: absolute id of row 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is cut,
-    of which this head is one; 1 where it is all of it (``of_rank``). total_ids: of all parts.
-    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
-    logits_dtype: what a logit is rounded to before anything else, as the model's own GEMM would do
-    (default: the weight's dtype; torch.float32 keeps the accumulator).
-    module: whose ``weight`` this is; a weight that it gets later is followed (``current``).
+    weight: ``[V, D]`` bfloat16, float16 or float32; contiguous rows at any distance.
+    spec: the logits. Rows of the weight from ``vocab_size`` on are padding and are never returned (default: V, none).
+        ``logits_dtype`` is the dtype of the model's own GEMM, never None in a head (default: the weight's; torch.float32
+        keeps the accumulator).
+    module: the owner of ``weight``; a weight that it gets later is followed (``current``).
+    options: fields of ``LogitsSpec``, instead of ``spec`` or to replace some of its fields.
 
     Raises ValueError for a weight of another shape, dtype or layout, and for values out of these ranges.
     """
 
     weight: torch.Tensor
-    vocab_size: int = 0
-    vocab_start: int = 0
-    logit_scale: float | None = None
-    softcap: float | None = None
-    logits_dtype: torch.dtype | None = None
-    shards: int = 1
-    total_ids: int = 0
+    spec: LogitsSpec
     module: Any = dataclasses.field(default=None, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        weight = self.weight
+    def __init__(self, weight: torch.Tensor, spec: LogitsSpec | None = None, *, module: Any = None, **options: Any):
         if not isinstance(weight, torch.Tensor):
             raise ValueError(
                 f"weight is a {type(weight).__name__}; expected a [V, D] tensor, such as a module's .weight"
@@ -460,22 +450,27 @@ class LMHead:
             )
         if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
             raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
-        if self.vocab_size == 0:
-            object.__setattr__(self, "vocab_size", weight.shape[0])
-        if not isinstance(self.vocab_size, numbers.Integral) or not 1 <= self.vocab_size <= weight.shape[0]:
-            raise ValueError(f"vocab_size is {self.vocab_size!r}; expected 1 to the head's {weight.shape[0]} rows")
-        if self.vocab_start + weight.shape[0] >= 2**31:
-            raise ValueError(f"ids reach {self.vocab_start + weight.shape[0]}; expected them below 2**31")
-        if self.logits_dtype is not None and self.logits_dtype not in TRITON_DTYPES:
-            raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
-        _ = self.spec, self._place  # checks the rest, and remembers the place before anyone can change it
+        if spec is None:
+            spec = LogitsSpec(**({"vocab_size": weight.shape[0]} | options))
+        elif not isinstance(spec, LogitsSpec):
+            raise ValueError(f"spec is a {type(spec).__name__}; expected a LogitsSpec or None")
+        else:
+            spec = dataclasses.replace(spec, **options)
+        if spec.logits_dtype is None:
+            spec = dataclasses.replace(spec, logits_dtype=weight.dtype)
+        if spec.vocab_size > weight.shape[0]:
+            raise ValueError(f"vocab_size is {spec.vocab_size}; expected 1 to the head's {weight.shape[0]} rows")
+        if spec.vocab_start + weight.shape[0] >= 2**31:
+            raise ValueError(f"ids reach {spec.vocab_start + weight.shape[0]}; expected them below 2**31")
+        vars(self).update(weight=weight, spec=spec, module=module)
+        _ = self._place  # remembered before anyone can change it
 
     @classmethod
     def of_rank(cls, weight: torch.Tensor, rank: int, num_ranks: int, vocab_size: int, **options: Any) -> LMHead | None:
         """The part of a head that one of ``num_ranks`` tensor-parallel ranks holds; None where that is only padding.
 
         weight: ``[W, D]``, with the same W on every rank: rank r holds the ids from ``r * W`` on, as far as they are
-        below ``vocab_size``, that of the whole vocabulary. options: further fields.
+        below ``vocab_size``, that of the whole vocabulary. options: further fields of ``LogitsSpec``.
 
         Raises ValueError for a rank that is none; of several ranks, for a W that is not a multiple of ``GROUP_SIZE``,
         and for more than 2**24 ids, which they send each other as float32 (``merge_ranks.py``).
@@ -491,8 +486,8 @@ class LMHead:
         start = rank * width
         if start >= vocab_size:
             return None
-        options |= {"shards": num_ranks, "total_ids": vocab_size}
-        return cls(weight, min(width, vocab_size - start), start, **options)
+        part = LogitsSpec(min(width, vocab_size - start), start, shards=num_ranks, total_ids=vocab_size)
+        return cls(weight, part, **options)
 
     @classmethod
     def from_hf(cls, model: Any) -> LMHead:
@@ -530,24 +525,41 @@ class LMHead:
         weight = self.weight if self.module is None else self.module.weight
         latest: LMHead = vars(self).get("_latest", self)
         if weight is not latest.weight or _place_of(weight) != latest._place:
-            # Descriptors and the like are of one place in memory.
-            latest = vars(self)["_latest"] = dataclasses.replace(self, weight=weight)
+            # A new head, as descriptors are made for one place in memory. It rounds to the new dtype if this one
+            # rounds to the weight's.
+            dtype = None if self.gemm_gives_logits else self.rounding
+            latest = vars(self)["_latest"] = LMHead(weight, self.spec, module=self.module, logits_dtype=dtype)
         return latest
 
     @functools.cached_property
     def _place(self) -> tuple:
         return _place_of(self.weight)
 
-    @functools.cached_property
-    def spec(self) -> LogitsSpec:
-        """What the output of a GEMM with the weight is."""
-        scale, softcap = self.logit_scale, self.softcap
-        return LogitsSpec(self.vocab_size, self.vocab_start, scale, softcap, self.rounding, self.shards, self.total_ids)
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def vocab_start(self) -> int:
+        return self.spec.vocab_start
+
+    @property
+    def logit_scale(self) -> float | None:
+        return self.spec.logit_scale
+
+    @property
+    def softcap(self) -> float | None:
+        return self.spec.softcap
+
+    @property
+    def shards(self) -> int:
+        return self.spec.shards
 
     @property
     def rounding(self) -> torch.dtype:
-        """What logits are rounded to."""
-        return self.weight.dtype if self.logits_dtype is None else self.logits_dtype
+        """The dtype that logits are rounded to."""
+        assert self.spec.logits_dtype is not None
+        return self.spec.logits_dtype
 
     @property
     def gemm_gives_logits(self) -> bool:

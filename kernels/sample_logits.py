@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .config import DEFAULT_TRUNCATION, MAX_SPLITS, ReadConfig, TruncationConfig
+from .config import DEFAULT_TRUNCATION, MAX_SPLITS, ReadConfig, TruncationConfig, cdiv
 from .epilogue import (
     LIMIT,
     add_tile,
@@ -36,7 +36,7 @@ from .epilogue import (
     store_split,
     transform_logits,
 )
-from .launch import cdiv, launch, resident_programs
+from .launch import launch, resident_programs
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_if_last
 from .split_launch import SplitLaunch
@@ -245,7 +245,7 @@ def sample_logits(
         return SampleOutput.empty(0, device, return_logprob)
     splits = num_read_splits(spec.vocab_size, num_rows, config, device)
     bound = max_read_splits(device, config)
-    rounding = logits.dtype if spec.rounding is None else spec.rounding
+    rounding = logits.dtype if spec.logits_dtype is None else spec.logits_dtype
     shared = SplitLaunch(params, spec, rounding, config, splits, bound, workspace, return_logprob)
     plain = params.truncation is None and params.edits is None and not return_logprob
     stride = logits.stride(0) if num_rows > 1 else 0

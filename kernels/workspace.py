@@ -12,6 +12,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import (
+    GROUP_SIZE,
     LIMBS,
     MAX_CANDIDATE_GROUPS,
     MAX_DRAW_SPLITS,
@@ -19,16 +20,16 @@ from .config import (
     MIN_CHUNK,
     MIN_RESCORED_ROWS,
     ScreenConfig,
+    cdiv,
+    next_power_of_2,
 )
-from .launch import cdiv, next_power_of_2
 from .params import LogitsSpec, descriptor
-from .rng import GROUP_SIZE
 
 MAX_TOP_GROUPS = 8  # groups that a split leaves behind per truncated row
 GROUPS_PER_BLOCK = 8  # groups that the search handles as one
 MEASURED_CANDIDATES = 4  # tokens that one pass over a row's logits measures
 CANDIDATE_GROUPS = 64  # groups that these come from
-PARTIALS = 16  # what each program of that pass leaves behind: two numbers per token and one more, in a power of two
+PARTIALS = 16  # numbers that each program of that pass leaves behind: two per token and three more, in a power of two
 LISTED_GROUPS = max(MAX_DRAW_SPLITS * CANDIDATE_GROUPS, 2 * MAX_CANDIDATE_GROUPS)  # room for lists of groups, per row
 ID_ROWS = 16  # of the largest batch in which ids of truncated rows are looked at one by one: each takes 2 bytes per id
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .cpu_path import sample_on_cpu, unsupported_by_machine
-from .kernels.launch import next_power_of_2
+from .kernels.config import next_power_of_2
 from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from .kernels.workspace import Workspace
 from .paths import compute_logits, on_device_of

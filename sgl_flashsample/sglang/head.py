@@ -19,7 +19,7 @@ from ..decision_plane import DecisionPlane
 from ..defaults import HeadTraits
 from ..dispatch import default_table
 from ..head import make_reading_workspace, make_workspace
-from ..kernels.launch import cdiv
+from ..kernels.config import cdiv
 from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.rng import GROUP_SIZE
