@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..api import sample_from_logits
-from ..decision_plane import DecisionPlane
 from ..defaults import HeadTraits
 from ..dispatch import compute_logits, default_table, make_reading_workspace, make_workspace
 from ..kernels.launch import cdiv
@@ -50,11 +49,10 @@ class HeadState:
     exchange: with the ranks that hold the rest of the head; None where it is whole. whole_rows: the kernels cannot draw
     from the parts of these ranks, so every batch is exchanged as whole rows of logits. table: what batches of this head
     take. table_file: the tuned table that it is from, or None. path: which every batch takes instead, after a failure.
-    plane: draws in host memory instead, where the server asked for it. screen: where the head has one. use_step_graphs:
-    whether steps of unchanged batches are captured as CUDA graphs; copies_tokens: whether each step then has tokens of
-    its own, which stay. As of the last ``update``: head (this rank's part), workspace, serving_screen (None where the
-    screen does not serve), graphs (None where there are none yet, or something that they were captured with has
-    changed).
+    screen: where the head has one. use_step_graphs: whether steps of unchanged batches are captured as CUDA graphs;
+    copies_tokens: whether each step then has tokens of its own, which stay. As of the last ``update``: head (this
+    rank's part), workspace, serving_screen (None where the screen does not serve), graphs (None where there are none
+    yet, or something that they were captured with has changed).
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class HeadState:
         self.processor, self.lm_head, self.exchange = processor, lm_head, exchange
         self.use_step_graphs = self.copies_tokens = False
         self.path: SamplingPath | None = None
-        self.plane: DecisionPlane | None = None
         self.screen: HeadScreen | None = None
         self.serving_screen: Screen | None = None
         self._parameters: dict[str, torch.Tensor] = getattr(lm_head, "_parameters", {})
@@ -126,7 +123,6 @@ class HeadState:
             "hidden_size": weight.shape[1],
             "dtype": str(weight.dtype).removeprefix("torch."),
             "table": self.table_file,
-            "decision_plane": self.plane is not None,
             "screen": None if screen is None else {"rows": screen.rows, "bytes": screen_bytes, "paused": screen.paused},
             "graphs": 0 if self.graphs is None else self.graphs.count,
             "bytes": screen_bytes + (0 if self._workspace is None else self._workspace.num_bytes) + exchanged_bytes,
@@ -259,7 +255,7 @@ class HeadState:
         FlashInfer allocates while it draws. In a pool that graphs share, what one of them allocated may hold the tokens
         of another: its batches are launched.
         """
-        if not self.use_step_graphs or self.plane is not None or positions.dtype is not torch.int64:
+        if not self.use_step_graphs or positions.dtype is not torch.int64:
             return None
         if self.exchange is not None and self.exchange.memory_for(len(batch)) is None:
             return None
@@ -332,14 +328,6 @@ class HeadState:
             )
             self.screen.stop()
             self.serving_screen = self.graphs = None
-
-    def stop_plane(self, reason: str) -> None:
-        """Draw without the decision plane from now on, and say why."""
-        self.plane = None
-        logger.warning(
-            "flashsample: decision plane off until restart; from this step on the fused pass draws, same tokens: %s",
-            reason,
-        )
 
     def step_down(self, reason: str) -> bool:
         """After a draw from this rank's part that failed: without a screen from now on, else from the logits of a GEMM,

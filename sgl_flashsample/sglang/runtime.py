@@ -11,21 +11,16 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..decision_plane import DecisionPlane
 from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
-from ..kernels.params import BatchParams
 from ..kernels.rng import NOISE_ABI
-from ..kernels.workspace import Workspace
 from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinfer
 from ..switches import (
-    PLANE_VARIABLE,
     REPORT_PATH_VARIABLE,
     REQUIRE_VARIABLE,
     SCREEN_VARIABLE,
     STEP_GRAPHS_VARIABLE,
     switch,
-    word,
 )
 from ..tables.lookup import resolve
 from . import support, token_counts
@@ -85,7 +80,6 @@ class Runtime:
         self.custom_processors = self.original_logprobs = self.bool_masks = False
         self.report_path = bool(switch(REPORT_PATH_VARIABLE))
         self.use_step_graphs = bool(switch(STEP_GRAPHS_VARIABLE))
-        self.wants_plane = word(PLANE_VARIABLE) == "cpu"
         self.screen_mode = screen_mode()
         self.no_screen_reason = _unsupported_screens(self.screen_mode)
         self.arrivals = Arrivals()
@@ -441,12 +435,10 @@ class Runtime:
         logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
-        """Give ``state`` its decision plane, its table and its screen, as far as they pass the checks on this machine.
+        """Give ``state`` its table and its screen, as far as they pass the checks on this machine.
         Returns why its kernels cannot be trusted, or None."""
         head = state.head
         max_rows = MAX_COMPILED_ROWS if head.weight.is_cuda else MAX_INTERPRETED_ROWS
-        if self.wants_plane:
-            self._build_plane(state)
         if state.exchange is not None:
             reason = state.unsupported_rows(max_rows, self.bool_masks)
             if reason is not None or state.whole_rows:
@@ -478,39 +470,10 @@ class Runtime:
         self._announce_screen(state, no_screen)
         return None
 
-    def _build_plane(self, state: HeadState) -> None:
-        """Let a head be drawn from in host memory, and say so, or why not. A first row compiles the loops and reserves
-        the pinned memory now, not in a step."""
-        head, reason = state.head, None
-        if state.exchange is not None:
-            reason = "several ranks share the LM head"
-        elif self.verifies:
-            reason = "drafts are verified on the device"
-        else:
-            try:
-                device = head.weight.device
-                plane, row = DecisionPlane(device), torch.zeros(1, dtype=torch.int64, device=device)
-                hidden = head.weight.new_zeros(1, head.weight.shape[1])
-                plane.draw(hidden, head, BatchParams(row.float(), row, row), workspace=Workspace(1, device))
-                state.plane = plane
-            except Exception as error:  # a server must start without
-                reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        if state.plane is None:
-            logger.warning("flashsample: no decision plane, the fused pass draws: %s", reason)
-            return
-        logger.info(
-            "flashsample: decision plane on, as %s is cpu: logits are copied to host memory in blocks of %d rows and "
-            "drawn there by up to %d threads, same tokens; no screen, no CUDA graphs of the sampling step",
-            PLANE_VARIABLE,
-            state.plane.block_rows,
-            state.plane.threads,
-        )
-
     def _build_screen(self, state: HeadState, table: DispatchTable, max_rows: int, starting: bool) -> str | None:
         """Build the screen of a head; returns why it gets none, or None."""
         try:
-            reason = "the decision plane draws" if state.plane is not None else self.no_screen_reason
-            reason = reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
+            reason = self.no_screen_reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
             if reason is None and not starting:
                 reason = "the model shows its LM head only after the memory is shared out"
             if reason is None:

@@ -249,17 +249,9 @@ def draw(
 def draw_without_graphs(
     state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool
 ) -> SampleOutput:
-    """By the decision plane where there is one, else by launches. A plane or a screen that fails is given up, and the
-    step drawn without it."""
+    """By launches. A screen that fails is given up, and the step drawn without it."""
     if state.exchange is not None:
         return draw_with_ranks(state, state.exchange, hidden, params, return_logprob).out
-    if state.plane is not None:
-        try:
-            return state.plane.draw(
-                hidden, state.head, params, workspace=state.workspace, return_logprob=return_logprob
-            )
-        except Exception as error:
-            state.stop_plane(f"{type(error).__name__}: {error}")
     try:
         return _launch(state, hidden, params, return_logprob)
     except Exception as error:

@@ -1392,20 +1392,6 @@ def test_the_table_of_the_decision_plane_has_what_draws_nothing_where_that_was_m
     ]
 
 
-@pytest.mark.parametrize(
-    "log",
-    ["", "flashsample: decision plane on\nflashsample: decision plane off until restart"],
-    ids=["never on", "off again"],
-)
-def test_a_server_whose_decision_plane_does_not_draw_is_not_measured(load, log):
-    serve = load("serve")
-    server = serve.PretendedServer(Path("server.log"))
-    serve.ModelRun._check_plane(None, server)
-    server.log_text = lambda: log
-    with pytest.raises(serve.ServerError, match=r"the decision plane does not draw; server\.log says why"):
-        serve.ModelRun._check_plane(None, server)
-
-
 def test_the_parity_table_has_each_feature_and_each_pair_once(load, results):
     assert lines_of(load, results, "parity")[2:] == [
         "|  | greedy | json |",

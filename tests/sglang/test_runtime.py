@@ -627,7 +627,7 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
     (head,), _ = status.pop("heads"), status.pop("draft_head")
     assert status == {"active": True, "reason": None, "version": __version__, "noise": NOISE_ABI}
     shape = {"vocab_size": 100, "ranks": 1, "hidden_size": 16, "dtype": "float32"}
-    shape |= {"table": str(file), "decision_plane": False, "screen": None, "graphs": 0}
+    shape |= {"table": str(file), "screen": None, "graphs": 0}
     assert head == shape | {"bytes": state.workspace.num_bytes}
     starting.disable("a kernel failed")
     assert (starting.status["active"], starting.status["reason"]) == (False, "a kernel failed")
