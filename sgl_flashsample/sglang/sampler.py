@@ -30,10 +30,10 @@ from .batch import (
     to_device,
 )
 from .exchange import Exchange
-from .head import HeadState, Launched
+from .head import HeadState
 from .lazy_logits import LazyLogits, plain
-from .repeat import RepeatedStep
 from .runtime import Runtime
+from .step_graphs import Launched, RepeatedStep
 
 _NO_PENALIZERS = types.SimpleNamespace(is_required=False, filter=lambda keep_indices: None)
 # Lists of LogitsProcessorOutput with an entry per row. SGLang copies these tensors to the host one by one and then

@@ -32,10 +32,11 @@ from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.exchange import Exchange
-from sgl_flashsample.sglang.head import RETRY_SECONDS, HeadState
+from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import REPORT_PATH_VARIABLE, NotActiveError, Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
+from sgl_flashsample.sglang.step_graphs import RETRY_SECONDS
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import Entry
 
