@@ -13,6 +13,7 @@ step_graphs.py       captures and replays the CUDA graphs of a step whose batch 
 model_graph.py       lets the kernels of SGLang's own model graphs overlap
 screen_lifecycle.py  whether a head has a screen, and when that serves
 runtime.py           what this process serves: start, disable, announce, count
+settings.py          what SGLang's configuration and the environment variables say
 metrics.py           the log line and Prometheus
 token_counts.py      counts the drawn tokens for a hot vocabulary, when asked to
 support.py           what is not served, and why

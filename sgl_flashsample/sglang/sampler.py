@@ -214,7 +214,7 @@ def guarded_routing(
             return_logprob,
             top_logprobs_nums,
             token_ids_logprobs,
-            runtime.original_logprobs,
+            runtime.settings.original_logprobs,
             runtime.no_grammars_reason is None,
         )
     except Exception as error:

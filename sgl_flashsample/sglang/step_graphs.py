@@ -309,7 +309,7 @@ class RepeatedStep:
         if batch is None or routing.native or routing.edit_kinds or type(lazy) is not LazyLogits:
             return None
         graphs = lazy.source.graphs
-        if graphs is None or runtime.report_path or runtime.token_counts is not None:
+        if graphs is None or runtime.settings.report_path or runtime.token_counts is not None:
             return None
         return cls(runtime, lazy.source, batch, routing) if graphs.can_repeat(batch, lazy.hidden, positions) else None
 
