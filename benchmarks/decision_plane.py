@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from sgl_flashsample.cpu_path import sample_on_cpu
-from sgl_flashsample.dispatch import compute_logits
 from sgl_flashsample.kernels.params import BatchParams, LogitsSpec, SampleOutput
+from sgl_flashsample.paths import compute_logits
 from sgl_flashsample.switches import SCREEN_VARIABLE, STEP_GRAPHS_VARIABLE
 
 BACKEND = "decision_plane"

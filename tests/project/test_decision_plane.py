@@ -9,8 +9,8 @@ import pytest
 import torch
 from kernel_cases import KINDS, expected, make_case
 
-from sgl_flashsample.dispatch import compute_logits
 from sgl_flashsample.kernels.workspace import Workspace
+from sgl_flashsample.paths import compute_logits
 
 pytest.importorskip("numba")
 DecisionPlane = runpy.run_path(str(Path(__file__).resolve().parent.parent.parent / "benchmarks" / "decision_plane.py"))[
