@@ -24,7 +24,7 @@ from core_examples import (
 )
 from kernel_cases import limits, take
 
-from sgl_flashsample import Head, LMHead, SamplingPath, paths, sample, sample_from_logits
+from sgl_flashsample import Head, LMHead, SamplingPath, paths, sample, sample_from_logits, selfcheck
 from sgl_flashsample.defaults import HeadTraits, default_config_on
 from sgl_flashsample.dispatch import DENSE_ROWS, DispatchTable, default_table
 from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
@@ -94,6 +94,37 @@ def test_float32_logits_of_a_half_precision_head_have_their_place_in_the_workspa
     torch.testing.assert_close(logits, hidden.float() @ weight.float().T)
     assert head.num_bytes == held
     assert head.logits(hidden[:2]).data_ptr() == logits.data_ptr()
+
+
+def test_another_weight_of_the_same_shape_keeps_the_table_and_one_of_another_shape_takes_the_built_in_choices(device):
+    case, other = example(device), example(device, rows=2, hidden=48)
+    head = Head(case.head, max_rows=ROWS, table=table_of(case.head))
+    table = head.table
+    head.replace(dataclasses.replace(case.head, weight=case.head.weight.clone()))
+    assert head.table is table
+    assert_reference(head.draw(case.hidden, case.params).token_ids, case)
+    head.replace(other.head)
+    assert head.table is default_table(other.head)
+    assert_reference(head.draw(other.hidden, other.params).token_ids, other)
+
+
+def test_a_rank_draws_whole_rows_of_logits_with_the_scale_and_the_softcap_of_its_head(device):
+    case = example(device, KIND_NAMES["truncate"], softcap=4.0, logit_scale=0.5)
+    half = case.head.weight[:304].contiguous()
+    head = Head(LMHead.of_rank(half, 0, 2, VOCAB, softcap=4.0, logit_scale=0.5), max_rows=ROWS)
+    want = sample_from_logits(case.raw, case.params, softcap=4.0, logit_scale=0.5)
+    assert torch.equal(head.draw_from_logits(case.raw, case.params).token_ids, want.token_ids)
+    head.reserve_rows(ROWS, VOCAB)
+    assert torch.equal(head.draw_from_logits(case.raw, case.params).token_ids, want.token_ids)
+
+
+def test_a_wrong_configuration_is_taken_out_and_a_wrong_screen_is_dropped(device, monkeypatch):
+    case = example(device)
+    head = Head(case.head, table=table_of(case.head, [PLAIN], {1: TILE}), screen=Screen(case.head, 1))
+    refused = selfcheck.Checked(head.table.without(TILE, PLAIN), None, ("wrong",), "unscreened")
+    monkeypatch.setattr(selfcheck, "refuse_wrong", lambda *arguments, **options: refused)
+    assert head.check(1) is refused
+    assert head.screen is None and head.table.lookup(1) == head.table.default(1)
 
 
 # When a screen is used.
