@@ -174,7 +174,7 @@ class Drafts:
             batch.return_logprob,
             batch.top_logprobs_nums,
             batch.token_ids_logprobs,
-            runtime.original_logprobs,
+            runtime.settings.original_logprobs,
             runtime.no_grammars_reason is None,
         )
         return None if routing.native else rows

@@ -44,7 +44,8 @@ from . import versions
 from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Batch, Reason, batch_of
 from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
-from .runtime import NotActiveError, RankError, Runtime, refuse_to_start
+from .runtime import RankError, Runtime
+from .settings import NotActiveError, refuse_to_start
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -147,8 +148,8 @@ class StepHooks:
         if runtime.inactive_reason is None:
             batch = Batch.of_requests(
                 schedule_batch.reqs,
-                runtime.server_seed,
-                runtime.custom_processors,
+                runtime.settings.seed,
+                runtime.settings.custom_processors,
                 schedule_batch.device,
                 runtime.arrivals,
                 runtime.warn_of_request,

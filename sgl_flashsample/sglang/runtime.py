@@ -11,21 +11,13 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..decision_plane import DecisionPlane
 from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
-from ..kernels.params import BatchParams
 from ..kernels.rng import NOISE_ABI
-from ..kernels.workspace import Workspace
 from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinfer
 from ..switches import (
-    PLANE_VARIABLE,
-    REPORT_PATH_VARIABLE,
-    REQUIRE_VARIABLE,
-    SCREEN_VARIABLE,
     STEP_GRAPHS_VARIABLE,
     switch,
-    word,
 )
 from ..tables.lookup import resolve
 from . import support, token_counts
@@ -36,6 +28,7 @@ from .head import HeadState
 from .metrics import Metrics
 from .model_graph import ExtraRoot
 from .screen_lifecycle import HeadScreen, ScreenMode, screen_mode, unsupported_screen
+from .settings import Settings, refuse_to_start, unsupported_screens
 from .versions import sglang_version
 
 logger = logging.getLogger("sgl_flashsample")
@@ -54,18 +47,6 @@ class RankError(RuntimeError):
     they would wait for it. SGLang ends the server, as after an error of its own."""
 
 
-class NotActiveError(RuntimeError):
-    """The server must not start: it was asked to run with the fused pass only, and the fused pass serves nothing."""
-
-
-def refuse_to_start(reason: str) -> None:
-    """Where ``FLASHSAMPLE_REQUIRE`` is on, log the reason as an error and raise NotActiveError."""
-    if switch(REQUIRE_VARIABLE):
-        message = f"flashsample: the server does not start, because {REQUIRE_VARIABLE} is on and {reason}"
-        logger.error("%s", message)
-        raise NotActiveError(message)
-
-
 class Runtime:
     """State of the fused pass in this process.
 
@@ -81,14 +62,12 @@ class Runtime:
         self.inactive_reason = inactive_reason
         self.no_mixing_reason: str | None = None
         self.no_grammars_reason: str | None = None
-        self.server_seed = 0
-        self.custom_processors = self.original_logprobs = self.bool_masks = False
-        self.report_path = bool(switch(REPORT_PATH_VARIABLE))
+        self.settings = Settings.of_server()
+        self.inactive_reason = self.inactive_reason or self.settings.unsupported
         self.use_step_graphs = bool(switch(STEP_GRAPHS_VARIABLE))
-        self.wants_plane = word(PLANE_VARIABLE) == "cpu"
         self.screen_mode = screen_mode()
-        self.no_screen_reason = _unsupported_screens(self.screen_mode)
-        self.arrivals = Arrivals()
+        self.no_screen_reason = unsupported_screens(self.screen_mode)
+        self.arrivals = Arrivals(self.settings.replica)
         self._warned_of_request = False
         self.samplers: list[Any] = []
         self._idle_reads: int | None = 0  # still to be made of the device's counters; None after a failure
@@ -96,45 +75,14 @@ class Runtime:
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         self._extra_root: ExtraRoot | None = None
-        self.verifies = False  # drafts of speculative decoding
         self._draft_processors: set[int] = set()
         self.prepares_drafts = False  # before memory is shared out: the draft model has a head of its own
         self.draft_head: HeadState | None = None  # that drafts are drawn from; it may be a head of the target
         self.draws_drafts = False  # graphs may read ``draft_head`` also when this has ended
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
-        self._is_pipeline, self._last_stage = False, True  # the other stages have no head
         self._statuses: list[dict[str, Any]] = []  # of heads that other ranks have
-        metrics, reports = False, True
-        try:
-            from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
-            from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel, get_spec
-
-            self.server_seed = int(get_device().random_seed or 0)
-            self.bool_masks = getattr(get_exec().kernel, "grammar_backend", None) == "outlines"
-            self.custom_processors = bool(get_exec().features.enable_custom_logit_processor)
-            self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
-            parallel, observability = get_parallel(), get_observability()
-            self._last_stage = parallel.pp_rank == parallel.pp_size - 1
-            replica = getattr(parallel, "dp_rank", None)  # SGLang 0.5.17 says it with the model (``hooks.load_model``)
-            self.arrivals = Arrivals(replica or (0 if parallel.tp_size == 1 else parallel.attn_dp_rank))
-            self._is_pipeline = parallel.pp_size > 1
-            metrics = bool(observability.enable_metrics)
-            # Of ranks with the same batches the first reports, as of SGLang's own metrics.
-            reports = parallel.tp_size == 1 or parallel.attn_tp_rank == 0
-            reports = reports or bool(observability.enable_metrics_for_all_schedulers)
-            self.inactive_reason = self.inactive_reason or support.unsupported_server()
-            self.verifies = get_spec().speculative_algorithm is not None
-            if self.report_path and self.verifies:
-                self.report_path = False
-                logger.warning(
-                    "flashsample: %s does nothing here: SGLang reports one value per step, and with speculative "
-                    "decoding a step may give several tokens",
-                    REPORT_PATH_VARIABLE,
-                )
-        except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
-            self.inactive_reason = self.inactive_reason or f"this server's configuration cannot be read ({error})"
-        self.metrics = Metrics(metrics, reports)
+        self.metrics = Metrics(self.settings.metrics, self.settings.reports)
         self._update_gauge()
         self.token_counts = token_counts.TokenCounts.of_this_server()
 
@@ -147,17 +95,8 @@ class Runtime:
         except Exception as error:  # an SGLang whose ranks we cannot find, on each of them
             self.inactive_reason = self.inactive_reason or f"this server's ranks cannot be found ({error})"
             return self._update_gauge()
-        settings = {
-            "sgl-flashsample": __version__,
-            "SGLang": sglang_version(),
-            "NOISE_ABI": NOISE_ABI,
-            REQUIRE_VARIABLE: switch(REQUIRE_VARIABLE),
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": self.original_logprobs,
-            "custom logit processors": self.custom_processors,
-            "grammar masks of bools": self.bool_masks,
-        }
-        answers = self._ranks.of_all([self.inactive_reason, self.server_seed, settings])
-        self.server_seed = answers[0][1]
+        answers = self._ranks.of_all([self.inactive_reason, self.settings.seed, self.settings.shared])
+        self.settings.seed = answers[0][1]
         differing = (
             f"the ranks differ: {name} is {first!r} on rank 0 and {other[name]!r} on rank {rank}"
             for name, first in answers[0][2].items()
@@ -318,7 +257,7 @@ class Runtime:
         prepared: dict[tuple[int, int], HeadState | str] = {}
         failure = None
         try:
-            for processor, lm_head in _heads_of(model) if self._last_stage else ():
+            for processor, lm_head in _heads_of(model) if self.settings.last_stage else ():
                 key = (id(processor), id(lm_head))
                 prepared[key] = self._heads.get(key) or self._prepare(processor, lm_head, starting=True)
         except Exception as error:  # the other ranks wait for an answer
@@ -422,7 +361,7 @@ class Runtime:
             if reason is not None:
                 return reason
             state.use_step_graphs = self.use_step_graphs and lm_head.weight.is_cuda
-            state.copies_tokens = self._is_pipeline
+            state.copies_tokens = self.settings.is_pipeline
             state.newly_searched(self.metrics.read_seconds)  # allocates its pinned memory now, not in a step
             return state
         except Exception as error:  # whatever a kernel or a model does, the server must start
@@ -441,14 +380,12 @@ class Runtime:
         logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
-        """Give ``state`` its decision plane, its table and its screen, as far as they pass the checks on this machine.
+        """Give ``state`` its table and its screen, as far as they pass the checks on this machine.
         Returns why its kernels cannot be trusted, or None."""
         head = state.head
         max_rows = MAX_COMPILED_ROWS if head.weight.is_cuda else MAX_INTERPRETED_ROWS
-        if self.wants_plane:
-            self._build_plane(state)
         if state.exchange is not None:
-            reason = state.unsupported_rows(max_rows, self.bool_masks)
+            reason = state.unsupported_rows(max_rows, self.settings.bool_masks)
             if reason is not None or state.whole_rows:
                 return reason
         resolved = resolve(head)
@@ -456,7 +393,7 @@ class Runtime:
             logger.warning("flashsample: %s", warning)
         no_screen = self._build_screen(state, resolved.dispatch, max_rows, starting)
         serving = None if state.screen is None else state.screen.serving(head)
-        checked = refuse_wrong(head, max_rows, resolved.dispatch, bool_masks=self.bool_masks, screen=serving)
+        checked = refuse_wrong(head, max_rows, resolved.dispatch, bool_masks=self.settings.bool_masks, screen=serving)
         if checked.reason is not None:
             return checked.reason
         if checked.refused:
@@ -478,39 +415,10 @@ class Runtime:
         self._announce_screen(state, no_screen)
         return None
 
-    def _build_plane(self, state: HeadState) -> None:
-        """Let a head be drawn from in host memory, and say so, or why not. A first row compiles the loops and reserves
-        the pinned memory now, not in a step."""
-        head, reason = state.head, None
-        if state.exchange is not None:
-            reason = "several ranks share the LM head"
-        elif self.verifies:
-            reason = "drafts are verified on the device"
-        else:
-            try:
-                device = head.weight.device
-                plane, row = DecisionPlane(device), torch.zeros(1, dtype=torch.int64, device=device)
-                hidden = head.weight.new_zeros(1, head.weight.shape[1])
-                plane.draw(hidden, head, BatchParams(row.float(), row, row), workspace=Workspace(1, device))
-                state.plane = plane
-            except Exception as error:  # a server must start without
-                reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        if state.plane is None:
-            logger.warning("flashsample: no decision plane, the fused pass draws: %s", reason)
-            return
-        logger.info(
-            "flashsample: decision plane on, as %s is cpu: logits are copied to host memory in blocks of %d rows and "
-            "drawn there by up to %d threads, same tokens; no screen, no CUDA graphs of the sampling step",
-            PLANE_VARIABLE,
-            state.plane.block_rows,
-            state.plane.threads,
-        )
-
     def _build_screen(self, state: HeadState, table: DispatchTable, max_rows: int, starting: bool) -> str | None:
         """Build the screen of a head; returns why it gets none, or None."""
         try:
-            reason = "the decision plane draws" if state.plane is not None else self.no_screen_reason
-            reason = reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
+            reason = self.no_screen_reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
             if reason is None and not starting:
                 reason = "the model shows its LM head only after the memory is shared out"
             if reason is None:
@@ -546,7 +454,7 @@ class Runtime:
         sampling = sampling or (drafting and mode.is_draft_extend_v2())
         if not sampling or mode.is_split_prefill() or metadata.is_prefill_only:
             return None
-        if mode.is_target_verify() and not self.verifies:
+        if mode.is_target_verify() and not self.settings.verifies:
             return None
         if self._screens_outdated and self.weights_settled and mode.is_extend() and not _is_capturing():
             self.renew_screens()
@@ -608,7 +516,7 @@ class Runtime:
             if batch is not None and not routing.all_native:
                 of_sglang = sum(batch.rows[row].truncated for row in routing.native)
                 routing.num_truncated = batch.num_truncated - of_sglang
-        if self.report_path:
+        if self.settings.report_path:
             models = logits_output.customized_info or {}
             logits_output.customized_info = {**models, "flashsample_path": list(routing.labels)}
         if self.token_counts is not None:
@@ -676,13 +584,3 @@ def _without_failing_flashinfer(head: Any, table: DispatchTable) -> DispatchTabl
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _unsupported_screens(mode: ScreenMode) -> str | None:
-    """Why no head of this server may have a screen, as far as its arguments say."""
-    if mode is ScreenMode.OFF:
-        return f"{SCREEN_VARIABLE} is off"
-    try:
-        return support.unsupported_screens()
-    except Exception as error:  # an SGLang whose configuration we cannot read
-        return f"this server's configuration cannot be read ({error})"

@@ -30,10 +30,10 @@ from .batch import (
     to_device,
 )
 from .exchange import Exchange
-from .head import HeadState, Launched
+from .head import HeadState
 from .lazy_logits import LazyLogits, plain
-from .repeat import RepeatedStep
 from .runtime import Runtime
+from .step_graphs import Launched, RepeatedStep
 
 _NO_PENALIZERS = types.SimpleNamespace(is_required=False, filter=lambda keep_indices: None)
 # Lists of LogitsProcessorOutput with an entry per row. SGLang copies these tensors to the host one by one and then
@@ -214,7 +214,7 @@ def guarded_routing(
             return_logprob,
             top_logprobs_nums,
             token_ids_logprobs,
-            runtime.original_logprobs,
+            runtime.settings.original_logprobs,
             runtime.no_grammars_reason is None,
         )
     except Exception as error:
@@ -249,17 +249,9 @@ def draw(
 def draw_without_graphs(
     state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool
 ) -> SampleOutput:
-    """By the decision plane where there is one, else by launches. A plane or a screen that fails is given up, and the
-    step drawn without it."""
+    """By launches. A screen that fails is given up, and the step drawn without it."""
     if state.exchange is not None:
         return draw_with_ranks(state, state.exchange, hidden, params, return_logprob).out
-    if state.plane is not None:
-        try:
-            return state.plane.draw(
-                hidden, state.head, params, workspace=state.workspace, return_logprob=return_logprob
-            )
-        except Exception as error:
-            state.stop_plane(f"{type(error).__name__}: {error}")
     try:
         return _launch(state, hidden, params, return_logprob)
     except Exception as error:

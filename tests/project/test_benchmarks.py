@@ -121,17 +121,14 @@ def test_the_feature_benchmark_times_every_feature_and_compares_tokens_with_the_
 
 @no_gpu
 @pytest.mark.full
-def test_the_screened_benchmark_compares_tokens_and_tells_a_step_its_winners(dry_run, load):
+def test_the_screened_benchmark_compares_tokens_and_draws_a_known_distribution(dry_run, load):
     screened = load("screened")
-    sections = dry_run("screened", "--only", "tokens", "distribution", "hot")["sections"]
+    sections = dry_run("screened", "--only", "tokens", "distribution")["sections"]
     rows = sections["tokens"]["rows"]
     assert {row["head"] for row in rows} == set(screened.HEADS)
     assert {row["truncated"] for row in rows} == {False, True}
     assert not any(row["different"] for row in rows) and all(row["candidates_per_row"] >= 1.0 for row in rows)
     assert 0.0 < sections["distribution"]["total_variation"] < 1.0
-    for row in sections["hot"]["rows"]:
-        read = row["groups_read"]
-        assert row["same_tokens"] and row["B"] <= read["winner known"] <= read["screened"]
 
 
 @no_gpu
@@ -283,19 +280,6 @@ def test_a_comparison_fails_for_what_is_slower_for_certain_and_for_nothing_else(
     assert not fine and "1 slower by more than 1% for certain, 0 perhaps; 1 of 8 tokens differ" in text
     assert "D=8 V=9 B=4 fused plain: 3.0 us, was 2.0 (+1.1% to +1.9%; a, was b)" in text
     assert not judge([])[1], "without a comparison there is no line"
-
-
-def test_a_hot_vocabulary_is_sized_by_what_a_known_winner_saves_and_what_a_group_costs(load):
-    screened = load("screened")
-    us = {"screened": 160.0, "winner known": 150.0, "first pass": 145.0}
-    hits = screened.zipf(1000)
-    sized = screened.sized(us, (0.03, 0.015), hits)
-    by_hand = [-10.0 * hits[size] + 0.015 * size for size in range(1001)]
-    best = min(range(1001), key=lambda size: by_hand[size])
-    assert 0 < sized["hot_groups"] == best < 1000
-    assert sized["saves_us"] == round(-by_hand[best], 3) and sized["saves"] == round(-by_hand[best] / 160.0, 5)
-    nothing = screened.sized(us | {"winner known": 160.0}, (0.03, 0.015), hits)
-    assert nothing["hot_groups"] == 0 and nothing["saves_us"] == 0
 
 
 def graph(number: int, start: float, kernels: list[tuple[str, float]]) -> list[dict]:
@@ -1390,20 +1374,6 @@ def test_the_table_of_the_decision_plane_has_what_draws_nothing_where_that_was_m
         "| --- | --- | --- |",
         "| m, pp 2, temperature 1 | 1000 → 1500 (1.500; ± 2; nothing drawn 990; 7 of 8 answers the same) |  |",
     ]
-
-
-@pytest.mark.parametrize(
-    "log",
-    ["", "flashsample: decision plane on\nflashsample: decision plane off until restart"],
-    ids=["never on", "off again"],
-)
-def test_a_server_whose_decision_plane_does_not_draw_is_not_measured(load, log):
-    serve = load("serve")
-    server = serve.PretendedServer(Path("server.log"))
-    serve.ModelRun._check_plane(None, server)
-    server.log_text = lambda: log
-    with pytest.raises(serve.ServerError, match=r"the decision plane does not draw; server\.log says why"):
-        serve.ModelRun._check_plane(None, server)
 
 
 def test_the_parity_table_has_each_feature_and_each_pair_once(load, results):

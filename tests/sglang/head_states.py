@@ -17,9 +17,10 @@ from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kinds import BATCH_KINDS, SamplingPath
 from sgl_flashsample.sglang.batch import TOP_K_OFF, Batch
-from sgl_flashsample.sglang.head import CudaCapture, HeadState, Launched
+from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import HeadScreen
+from sgl_flashsample.sglang.step_graphs import CudaCapture, Launched
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, PADDING = 600, 32, 8

@@ -164,7 +164,7 @@ def serve(fault: str, rank: int) -> dict[str, Any]:
         gatherer = {} if odd else {"_logits_gatherer": gathered.append}  # not in every SGLang
         model = Model(part, do_tensor_parallel_all_gather=True, **gatherer)
         server.prepare_model(model)
-    told = {"reason": server.all_native_reason, "seed": server.server_seed, "heads": len(server.heads)}
+    told = {"reason": server.all_native_reason, "seed": server.settings.seed, "heads": len(server.heads)}
     if server.all_native_reason is not None:
         return told
     (state,) = server.heads

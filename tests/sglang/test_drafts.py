@@ -54,7 +54,7 @@ class Server:
         self, head: Any, lm_head: Any = None, mode: DraftMode = DraftMode.COUPLED, attach: bool = True, **worker: Any
     ) -> None:
         self.runtime = make_samplers()[0].runtime
-        self.runtime.verifies = True
+        self.runtime.settings.verifies = True
         serve(self.runtime, head.state)
         self.hooks, self.computed = StepHooks(self.runtime), 0
         self.model = torch.nn.Module()

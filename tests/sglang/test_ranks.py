@@ -26,9 +26,10 @@ from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
 from sgl_flashsample.sglang.exchange import RankSync
-from sgl_flashsample.sglang.head import PATIENCE, HeadState
+from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import RankError, Runtime
+from sgl_flashsample.sglang.step_graphs import PATIENCE
 from sgl_flashsample.tools.server import free_port
 
 WORKER = Path(__file__).with_name("rank_worker.py")

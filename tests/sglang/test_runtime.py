@@ -32,10 +32,12 @@ from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.exchange import Exchange
-from sgl_flashsample.sglang.head import RETRY_SECONDS, HeadState
+from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
-from sgl_flashsample.sglang.runtime import REPORT_PATH_VARIABLE, NotActiveError, Runtime
+from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
+from sgl_flashsample.sglang.settings import REPORT_PATH_VARIABLE, REQUIRE_VARIABLE, NotActiveError
+from sgl_flashsample.sglang.step_graphs import RETRY_SECONDS
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import Entry
 
@@ -183,7 +185,7 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
         assert Runtime(None).inactive_reason == left
     monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
     runtime = Runtime(None)
-    assert runtime.inactive_reason == (None if words is None else reason) and runtime.verifies
+    assert runtime.inactive_reason == (None if words is None else reason) and runtime.settings.verifies
 
 
 @pytest.mark.parametrize(
@@ -539,7 +541,7 @@ STEPS = {
 def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(runtime, device, name, verifies):
     """In SGLang's forward modes, a verification and a split prefill are prefills, too."""
     modes, given, wanted = STEPS[name]
-    runtime.verifies = verifies
+    runtime.settings.verifies = verifies
     wanted = verifies if name == "target verify" else wanted
     fields = {"extend_return_logprob": False, "is_prefill_only": False, "hidden": lambda hidden: hidden} | given
     is_mode = {name: lambda name=name: name in modes for name in ("decode", "extend", "target_verify", "split_prefill")}
@@ -627,7 +629,7 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
     (head,), _ = status.pop("heads"), status.pop("draft_head")
     assert status == {"active": True, "reason": None, "version": __version__, "noise": NOISE_ABI}
     shape = {"vocab_size": 100, "ranks": 1, "hidden_size": 16, "dtype": "float32"}
-    shape |= {"table": str(file), "decision_plane": False, "screen": None, "graphs": 0}
+    shape |= {"table": str(file), "screen": None, "graphs": 0}
     assert head == shape | {"bytes": state.workspace.num_bytes}
     starting.disable("a kernel failed")
     assert (starting.status["active"], starting.status["reason"]) == (False, "a kernel failed")
@@ -750,7 +752,7 @@ def test_a_head_that_sglang_has_wrapped_since_its_check_is_sglangs_and_so_it_is_
 
 @pytest.fixture
 def required(monkeypatch):
-    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1")
+    monkeypatch.setenv(REQUIRE_VARIABLE, "1")
 
 
 def refused_model(device) -> Model:
@@ -1057,7 +1059,7 @@ def test_paths_per_token_are_reported_but_with_drafts_where_a_warning_says_that_
     """SGLang keeps one value per step, and gives as many to a client as there are tokens."""
     monkeypatch.setenv(REPORT_PATH_VARIABLE, "1")
     server_config.spec.speculative_algorithm = algorithm
-    assert Runtime(None).report_path == (algorithm is None)
+    assert Runtime(None).settings.report_path == (algorithm is None)
     warnings = [record.message for record in caplog.records if REPORT_PATH_VARIABLE in record.message]
     assert len(warnings) == (algorithm is not None)
 
@@ -1124,7 +1126,7 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     sys.modules["sglang.srt.layers.sampler"].register_sampler_backend = backends.__setitem__
     monkeypatch.setattr(sys, "argv", ["server", *arguments])
     monkeypatch.setenv("FLASHSAMPLE_REQUESTED", inherited)
-    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, required)
+    monkeypatch.setenv(REQUIRE_VARIABLE, required)
     plugin.register()
     requested = "--model-path" not in arguments and bool(arguments or inherited)
     assert backends == {"flashsample": plugin.make_sampler}
@@ -1143,7 +1145,7 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
 def test_ray_whose_actors_load_no_plugins_gets_sglangs_own_backend_and_ends_a_server_that_must_fuse(
     monkeypatch, caplog, use_ray, backend, must_fuse
 ):
-    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1" if must_fuse else "0")
+    monkeypatch.setenv(REQUIRE_VARIABLE, "1" if must_fuse else "0")
     arguments = types.SimpleNamespace(use_ray=use_ray, sampling_backend=backend)
     with pytest.raises(NotActiveError, match="Ray") if use_ray and must_fuse else contextlib.nullcontext():
         plugin._leave_ray(None, arguments)
@@ -1186,7 +1188,7 @@ def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must
     module.FlashSampler = type("FlashSampler", (), {})
     monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
     monkeypatch.setattr(hooks, "install_status_hook", lambda status: stated.append(status()))
-    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1" if must_fuse else "0")
+    monkeypatch.setenv(REQUIRE_VARIABLE, "1" if must_fuse else "0")
     server_config.exec.kernel.sampling_backend, stated = "pytorch", []
     server_config.exec.deterministic.enable_deterministic_inference = True
     reason = "SGLang uses the sampling backend pytorch instead of flashsample (deterministic inference)"
