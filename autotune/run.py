@@ -26,6 +26,7 @@ from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table, tables_in
 from ..tables.schema import Device, HeadShape, Table, file_name
 from .decide import NOISY, Decider
+from .decisions import SAME_ENV, baseline_ratio, device_and_head
 from .errors import INTERRUPTED, OK, UNUSABLE, WRONG
 from .plan import EFFORTS, SIZES, Effort, Plan, usual_compilers
 from .pool import (
@@ -41,7 +42,6 @@ from .pool import (
 from .progress import Progress
 from .search import Context, Search
 from .space import space_hash
-from .tables import SAME_ENV, baseline_ratio, device_and_head
 from .trials import TrialLog, log_of
 from .writer import MEASURE, TableWriter
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from ..kinds import SamplingPath
 from ..tables.schema import Table
+from .decisions import Decision, decisions, device_and_head
 from .errors import OK, UNUSABLE, WRONG
 from .labels import GEMM, key_of, setup_request
 from .plan import EFFORTS, Plan
 from .pool import HELLO_SECONDS, WorkerProcess, ask_once, measuring_process
 from .progress import Progress
 from .race import RECORDED_ROUNDS, Policy, robust_mean, t_quantile
-from .tables import Decision, decisions, device_and_head
 
 WITHIN = 0.03  # of the recorded time
 SLOWER = Policy().min_gain  # than the built-in choice: beyond noise, with this much

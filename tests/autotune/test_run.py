@@ -28,10 +28,10 @@ from tune_examples import (
 from tuned_tables import make_entry
 
 from sgl_flashsample.autotune import pool, search
+from sgl_flashsample.autotune.decisions import decisions
 from sgl_flashsample.autotune.labels import config_of, label_of
 from sgl_flashsample.autotune.plan import Plan
 from sgl_flashsample.autotune.pool import Pool, WorkerProcess, work_until
-from sgl_flashsample.autotune.tables import decisions
 from sgl_flashsample.autotune.trials import log_of, read_events
 from sgl_flashsample.autotune.verify import verify
 from sgl_flashsample.files import hold
