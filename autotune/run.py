@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import IO, Any
 import msgspec
 import torch
 
+from ..exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from ..files import hold
 from ..kinds import PLAIN, BatchKind, Config
 from ..tables.fingerprint import installed_fingerprints
@@ -27,7 +27,6 @@ from ..tables.lookup import load_table, tables_in
 from ..tables.schema import Device, HeadShape, Table, file_name
 from .decide import NOISY, Decider
 from .decisions import SAME_ENV, baseline_ratio, device_and_head
-from .errors import INTERRUPTED, OK, UNUSABLE, WRONG
 from .plan import EFFORTS, SIZES, Effort, Plan, usual_compilers
 from .pool import (
     HELLO_SECONDS,
@@ -97,13 +96,11 @@ def run(options: Options, progress: Progress) -> Result:
     if options.simulated is None and not torch.cuda.is_available():
         raise ValueError("this machine has no CUDA device; run and verify measure on one, other commands need none")
     coordinator = _Coordinator(options, progress)
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         return coordinator.run()
     except OSError as error:
         raise ValueError(f"{options.out} cannot be written: {error.strerror or error}") from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
         coordinator.end()
 
 
@@ -265,10 +262,10 @@ class _Coordinator:
             code, status = INTERRUPTED, "interrupted"
             message = f"interrupted: {left}"
         elif failed_defaults:
-            code, status = WRONG, "wrong default"
+            code, status = FAILED, "wrong default"
             message = f"a built-in configuration failed: {failed_defaults[0]}"
         elif error > NOISY:
-            code, status = UNUSABLE, "noisy GPU"
+            code, status = FAILED, "noisy GPU"
             message = f"noisy GPU: times are known to {error:.1%} only; run the same command again when it is quiet"
         elif decider.done < writer.plan.races:
             status, message = "out of time", f"out of time: {left}"
@@ -294,11 +291,11 @@ class _Coordinator:
         if interrupted:
             return Result(INTERRUPTED, "interrupted", "interrupted, no table written")
         if failed_defaults:
-            return Result(WRONG, "wrong default", f"no table written: {failed_defaults[0]}")
+            return Result(FAILED, "wrong default", f"no table written: {failed_defaults[0]}")
         if self.left() <= 0:
             more = f"run the same command again with a --budget of more than {self.effort.budget:.0f} s"
-            return Result(UNUSABLE, "out of time", f"out of time before the first race, no table written: {more}")
-        return Result(WRONG, "no race came about", f"no race came about, no table written; see {self._logs}")
+            return Result(USAGE, "out of time", f"out of time before the first race, no table written: {more}")
+        return Result(FAILED, "no race came about", f"no race came about, no table written; see {self._logs}")
 
 
 def _summary(table: Table) -> str:

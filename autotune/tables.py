@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table as Grid
 
+from ..exit_codes import FAILED, OK
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, SamplingPath, path_of
@@ -52,7 +53,6 @@ from .decisions import (
     stored,
     why_apart,
 )
-from .errors import OK, WRONG
 from .labels import head_line, key_of, known_device
 from .race import GAIN_TOLERANCE, gains_apart
 
@@ -338,7 +338,7 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
         sizes.append(line)
     environment = _environment(a, b)
     differ = any(line["a"] != line["b"] or not line.get("within_noise", True) for line in sizes)
-    code = WRONG if differ else OK
+    code = FAILED if differ else OK
     if as_json:
         print(json.dumps({"environment": environment, "sizes": sizes}, indent=2))
         return code
@@ -446,7 +446,7 @@ def lint(files: Sequence[str]) -> int:
                 print(f"{file}: {label}: {line}")
         wrong += bool(errors or stale)
     print(f"{len(files) - wrong} of {len(files)} tables are well-formed and up to date")
-    return WRONG if wrong else OK
+    return FAILED if wrong else OK
 
 
 def check(file: str) -> tuple[list[str], list[str], list[str]]:

@@ -10,10 +10,10 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from ..exit_codes import FAILED, OK, USAGE
 from ..kinds import SamplingPath
 from ..tables.schema import Table
 from .decisions import Decision, decisions, device_and_head
-from .errors import OK, UNUSABLE, WRONG
 from .labels import GEMM, key_of, setup_request
 from .plan import EFFORTS, Plan
 from .pool import HELLO_SECONDS, WorkerProcess, ask_once, measuring_process
@@ -80,13 +80,13 @@ def verify(table: Table, simulated: str | None, progress: Progress) -> tuple[int
     finally:
         process.end()
     if failure is not None:
-        return UNUSABLE, failure, replayed
+        return USAGE, failure, replayed
     if log.exists() and not log.stat().st_size:
         log.unlink()
     wrong = [one for one in replayed if one.reason]
     if wrong:
         first = f"{wrong[0].kind} {wrong[0].rows}: {wrong[0].reason}"
-        return WRONG, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}", replayed
+        return FAILED, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}", replayed
     line = f"{len(replayed)} batch sizes as recorded (within {WITHIN:.0%}), none slower than the default"
     return OK, line, replayed
 

@@ -6,7 +6,7 @@ import pytest
 from command_line import runner_of
 from tune_examples import write_device
 
-from sgl_flashsample.autotune import cli
+from sgl_flashsample import cli
 
 
 @pytest.fixture
@@ -18,4 +18,4 @@ def simulated(tmp_path):
 @pytest.fixture
 def command(capsys):
     """Runs a command of ``tune``. Returns its exit code, standard output and standard error."""
-    return runner_of(cli.main, capsys)
+    return runner_of(lambda arguments: cli.main(["tune", *arguments]), capsys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html.parser
-import importlib
 import json
 import os
 import re
@@ -24,12 +23,24 @@ from sgl_flashsample.autotune import cli, report
 from sgl_flashsample.autotune.decide import entry_of
 from sgl_flashsample.autotune.plan import EFFORTS, StudyKey
 from sgl_flashsample.autotune.space import FUSED
+from sgl_flashsample.cli import main
 from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import config_fields
 
 SHAPE = ("--vocab", 128_256, "--hidden", 4096)
 WRONG = "plain/fused-16x128x128-w4-s6-c1-r16-one"
+
+
+class Hidden:
+    """A finder that hides packages, as if they were not installed."""
+
+    def __init__(self, packages: list[str]) -> None:
+        self.packages = packages
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.packages:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def test_a_plan_says_what_is_tried_how_long_it_takes_and_where_a_server_looks(command, tmp_path):
@@ -270,7 +281,7 @@ def test_a_run_without_a_gpu_says_so_in_one_line_and_what_needs_none(command, tm
 
 def test_help_names_every_command_and_where_servers_look_and_each_command_explains_its_options(command):
     code, out, _ = command("--help")
-    assert code == 0 and "FLASHSAMPLE_TUNED_DIR" in out and "examples:" in out
+    assert code == 0 and "FLASHSAMPLE_TUNED_DIR" in out and "examples:" in out and "exit codes: 0 done" in out
     assert all(f"\n    {name} " in out for name in cli.COMMANDS)
     words = {"show": "--json", "explain": "--vocab", "diff": "same head", "merge": "--strict", "run": "--allow-path"}
     for name in cli.COMMANDS:
@@ -281,10 +292,10 @@ def test_help_names_every_command_and_where_servers_look_and_each_command_explai
 @pytest.mark.parametrize(
     "missing, arguments, expected",
     [
-        ("rich", ["show", "FILE"], 2),
-        ("plotly", ["report", "FILE"], 2),
-        ("optuna", ["report", "FILE"], 2),
-        ("optuna", ["run", *SHAPE, "--simulated", "DEVICE"], 2),
+        ("rich", ["show", "FILE"], "missing"),
+        ("plotly", ["report", "FILE"], "missing"),
+        ("optuna", ["report", "FILE"], "missing"),
+        ("optuna", ["run", *SHAPE, "--simulated", "DEVICE"], "missing"),
         ("optuna,plotly,scipy", ["show", "FILE"], 0),
         ("optuna,plotly,scipy", ["plan", *SHAPE], 0),
         ("optuna,plotly", ["verify", "FILE", "--simulated", "DEVICE"], 1),
@@ -299,15 +310,15 @@ def test_without_the_extra_what_needs_none_of_it_works_and_the_rest_is_one_line(
     for name in [name for name in sys.modules if name.startswith("sgl_flashsample.autotune.")]:
         monkeypatch.delitem(sys.modules, name)
         monkeypatch.delattr(autotune, name.rpartition(".")[2], raising=False)
-    for name in missing.split(","):
-        for module in (name, *(loaded for loaded in sys.modules if loaded.startswith(f"{name}."))):
-            monkeypatch.setitem(sys.modules, module, None)
-    fresh = importlib.import_module("sgl_flashsample.autotune.cli")
-    code = fresh.main([places.get(word, str(word)) for word in arguments])
-    assert code == expected
-    if code == 2:
+    for name in [name for name in sys.modules if name.partition(".")[0] in missing.split(",")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Hidden(missing.split(",")), *sys.meta_path])
+    code = main(["tune", *(places.get(word, str(word)) for word in arguments)])
+    if expected == "missing":
         advice = "pip install '.[tune]' in a checkout of sgl-flashsample"
-        assert capsys.readouterr().err == f"error: {missing} is not installed: {advice}\n"
+        assert (code, capsys.readouterr().err) == (1, f"error: {missing} is not installed: {advice}\n")
+    else:
+        assert code == expected
 
 
 def test_the_efforts_that_can_be_asked_for_are_those_that_are_planned():
@@ -317,9 +328,9 @@ def test_the_efforts_that_can_be_asked_for_are_those_that_are_planned():
 def test_a_broken_pipe_is_no_error(tmp_path):
     file = tmp_path / TABLE.file_name
     file.write_text(TABLE.dumps())
-    run = "import sys; from sgl_flashsample.autotune.cli import main; sys.exit(main(sys.argv[1:]))"
+    run = [sys.executable, "-m", "sgl_flashsample", "tune", "show", str(file)]
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-c", run, "show", str(file)], stdout=writing, stderr=subprocess.PIPE)
+    done = subprocess.run(run, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
