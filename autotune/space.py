@@ -15,8 +15,7 @@ import itertools
 import json
 from typing import Any
 
-from ..kernels.config import LIMBS, MIN_RESCORED_ROWS, ReadConfig, ScreenConfig, TileConfig
-from ..kernels.launch import next_power_of_2
+from ..kernels.config import LIMBS, MIN_RESCORED_ROWS, ReadConfig, ScreenConfig, TileConfig, next_power_of_2
 from ..kinds import CONFIGS, BatchKind, Config, SamplingPath
 
 FUSED, LOGITS, SCREENED = SamplingPath.FUSED, SamplingPath.LOGITS, SamplingPath.SCREENED

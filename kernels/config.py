@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from .rng import GROUP_SIZE
-
+# Ids that share one noise value (rng.py). One group is one warp's 16 rows of a tensor-core tile: its sums stay in one
+# warp.
+GROUP_SIZE = 16
 MAX_DRAW_SPLITS = 16  # programs that share a truncated row
 MAX_CANDIDATE_GROUPS = 512
 MAX_SPLITS = 512  # of a vocabulary, where logits are read: what the reduction has room for
@@ -21,6 +22,16 @@ MIN_RESCORED_ROWS = 16  # rows of the batch in a rescoring program: what a tenso
 # No more threads than pairs of a chunk's groups and a block's 16 rows or more: each pair is one thread's.
 MAX_RESCORE_WARPS = MIN_CHUNK // 2
 MAX_TRUNCATED_ROWS_PER_TILE = 128  # as many flags as two integers hold (epilogue.flags_as_bits)
+
+
+def cdiv(dividend: int, divisor: int) -> int:
+    """``dividend / divisor``, rounded up; both positive. Triton's own takes microseconds, a launch needs several."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least ``number``, which is positive."""
+    return 1 << (number - 1).bit_length()
 
 
 def _require_powers_of_two(config: object, smallest: dict[str, int]) -> None:
@@ -204,7 +215,7 @@ class ScreenConfig:
     def rescore_tile(self) -> RescoreTile:
         block_b = max(MIN_RESCORED_ROWS, self.block_b)
         steps = (self.rescore_v, self.rescore_d, self.rescore_stages)
-        return RescoreTile(block_b, *steps, self.chunk, 1 << (self.chunk - 1).bit_length(), self.prefetch)
+        return RescoreTile(block_b, *steps, self.chunk, next_power_of_2(self.chunk), self.prefetch)
 
 
 @dataclasses.dataclass(frozen=True)

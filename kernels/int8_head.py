@@ -32,10 +32,8 @@ import triton.language as tl
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .config import ScreenConfig
-from .launch import cdiv
+from .config import GROUP_SIZE, ScreenConfig, cdiv
 from .params import LMHead, descriptor
-from .rng import GROUP_SIZE
 
 ACCUMULATION = 1.5 * 2.0**-23  # a
 SCREEN_ROUNDING = 2.0**-19  # c

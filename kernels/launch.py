@@ -24,16 +24,6 @@ _BINARIES: dict[tuple[Hashable, ...], Any] = {}
 _compiling_only = contextvars.ContextVar("compiling_only", default=False)  # another thread's launches still run
 
 
-def cdiv(dividend: int, divisor: int) -> int:
-    """``dividend / divisor``, rounded up; both positive. Triton's own takes microseconds, a launch needs several."""
-    return -(-dividend // divisor)
-
-
-def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least ``number``, which is positive."""
-    return 1 << (number - 1).bit_length()
-
-
 @contextlib.contextmanager
 def compiling_only() -> Iterator[None]:
     """Within this, ``launch`` asks Triton for the binary and runs nothing: outputs stay as they were allocated."""

@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
-from .config import DEFAULT_TRUNCATION, TileConfig, TruncationConfig
+from .config import DEFAULT_TRUNCATION, TileConfig, TruncationConfig, cdiv
 from .epilogue import (
     LIMIT,
     add_tile,
@@ -41,7 +41,7 @@ from .epilogue import (
     store_split,
     transform_logits,
 )
-from .launch import cdiv, launch, resident_programs
+from .launch import launch, resident_programs
 from .params import ROW_POINTERS, BatchParams, LMHead, SampleOutput
 from .reduce_splits import draw_if_last
 from .split_launch import SplitLaunch

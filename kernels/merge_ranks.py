@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch, next_power_of_2
+from .config import cdiv, next_power_of_2
+from .launch import launch
 from .params import SampleOutput
 
 NUM_FIELDS = 5  # score, id, logprob, and the two parts of the log-mass

@@ -19,9 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hf_head
-from .config import TileConfig
-from .launch import cdiv
-from .rng import GROUP_SIZE
+from .config import GROUP_SIZE, TileConfig, cdiv
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Kernel arguments that may be views at any offset: another alignment must not compile another kernel.

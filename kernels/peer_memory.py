@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, compiling_only, launch, next_power_of_2
+from .config import GROUP_SIZE, cdiv, next_power_of_2
+from .launch import compiling_only, launch
 from .merge_ranks import MAX_RANKS, NUM_FIELDS, ROWS_PER_PROGRAM, load_records, store_merged, store_records
 from .params import SampleOutput
-from .rng import GROUP_SIZE
 
 _ALIGNMENT = 128  # bytes, of each part of a region
 COLUMNS_PER_PROGRAM = 4096  # of the logits that one program copies

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from . import rng
+from .config import cdiv, next_power_of_2
 from .epilogue import LIMIT, invert_temperature, relative_mass
 from .intrinsics import mul_rn
-from .launch import cdiv, launch, next_power_of_2
+from .launch import launch
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .workspace import Workspace
 

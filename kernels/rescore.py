@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .config import MIN_CHUNK, ScreenConfig
+from .config import MIN_CHUNK, ScreenConfig, cdiv
 from .epilogue import (
     best_of_slots,
     bound_logits,
@@ -38,7 +38,7 @@ from .epilogue import (
     transform_logits,
 )
 from .intrinsics import float_to_ordered, ordered_to_float, prefetch
-from .launch import cdiv, launch, resident_programs, supports_early_launch
+from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, FeatureOperands, LMHead, SampleOutput
 from .reduce_splits import pick_in_groups
 from .screen import NO_BEST

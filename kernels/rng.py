@@ -28,10 +28,10 @@ import enum
 import triton
 import triton.language as tl
 
+from .config import GROUP_SIZE as GROUP_SIZE  # part of this definition, too
 from .intrinsics import LN_2, log2
 
 NOISE_ABI = 2
-GROUP_SIZE = 16  # one group is one warp's 16 rows of a tensor-core tile: its sums stay in one warp
 
 
 class Stream(enum.IntEnum):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .config import DEFAULT_TRUNCATION, MAX_SPLITS, ReadConfig, TruncationConfig
+from .config import DEFAULT_TRUNCATION, MAX_SPLITS, ReadConfig, TruncationConfig, cdiv
 from .epilogue import (
     LIMIT,
     add_tile,
@@ -36,7 +36,7 @@ from .epilogue import (
     store_split,
     transform_logits,
 )
-from .launch import cdiv, launch, resident_programs
+from .launch import launch, resident_programs
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_if_last
 from .split_launch import SplitLaunch

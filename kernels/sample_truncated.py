@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .config import TruncationConfig
+from .config import TruncationConfig, next_power_of_2
 from .epilogue import invert_temperature, rows_truncated
 from .intrinsics import LOG2_E
-from .launch import launch, next_power_of_2
+from .launch import launch
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_from_splits, mass_of_splits, store_logprob
 from .search_truncated import search_truncated

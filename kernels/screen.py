@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .config import LIMBS, ScreenConfig
+from .config import LIMBS, ScreenConfig, cdiv, next_power_of_2
 from .epilogue import (
     bound_logits,
     cap_slack,
@@ -45,7 +45,7 @@ from .epilogue import (
 )
 from .int8_head import MIN_SCALE, Int8Head, error_bound
 from .intrinsics import LN_2, float_to_ordered, log2
-from .launch import cdiv, launch, next_power_of_2, resident_programs, supports_early_launch
+from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead
 from .workspace import ID_ROWS, ScreenWorkspace
 

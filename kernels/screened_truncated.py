@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .config import ScreenConfig, TruncationConfig
+from .config import ScreenConfig, TruncationConfig, cdiv
 from .epilogue import invert_temperature, load_edit_flags, relative_mass, rows_truncated
 from .intrinsics import float_to_ordered, ordered_to_float
-from .launch import cdiv, launch, resident_programs, supports_early_launch
+from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead, SampleOutput
 from .rescore import flag_groups, logits_of_ids
 from .truncation_math import (

@@ -12,6 +12,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import (
+    GROUP_SIZE,
     LIMBS,
     MAX_CANDIDATE_GROUPS,
     MAX_DRAW_SPLITS,
@@ -19,10 +20,10 @@ from .config import (
     MIN_CHUNK,
     MIN_RESCORED_ROWS,
     ScreenConfig,
+    cdiv,
+    next_power_of_2,
 )
-from .launch import cdiv, next_power_of_2
 from .params import LogitsSpec, descriptor
-from .rng import GROUP_SIZE
 
 MAX_TOP_GROUPS = 8  # groups that a split leaves behind per truncated row
 GROUPS_PER_BLOCK = 8  # groups that the search handles as one

@@ -19,7 +19,7 @@ import torch
 
 from .cpu_path import sample_on_cpu, unsupported_by_machine
 from .dispatch import compute_logits, on_device_of
-from .kernels.launch import next_power_of_2
+from .kernels.config import next_power_of_2
 from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from .kernels.workspace import Workspace
 

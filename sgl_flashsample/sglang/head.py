@@ -18,7 +18,7 @@ from ..api import sample_from_logits
 from ..decision_plane import DecisionPlane
 from ..defaults import HeadTraits
 from ..dispatch import compute_logits, default_table, make_reading_workspace, make_workspace
-from ..kernels.launch import cdiv
+from ..kernels.config import cdiv
 from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.rng import GROUP_SIZE
