@@ -19,7 +19,7 @@ import msgspec
 
 from ..exit_codes import OK
 from ..files import write_whole
-from ..kernels.rng import GROUP_SIZE
+from ..kernels.config import GROUP_SIZE
 from ..kinds import KIND_NAMES, SamplingPath
 from ..model_config import head_of
 from ..tables.lookup import user_folder

@@ -95,7 +95,7 @@ def test_a_mistake_is_one_line_and_exit_code_two(run, arguments, message):
             "tokenizers is not installed: pip install '.[sglang]'",
         ),
         ("trace show hot.json", "numpy", "numpy is not installed: pip install '.'"),
-        ("tune show t.json", "triton", "triton is not installed: pip install '.'"),
+        ("tune run --vocab 64 --hidden 64", "triton", "triton is not installed: pip install '.'"),
         ("tune show t.json", "rich", "rich is not installed: pip install '.[tune]'"),
     ],
 )
