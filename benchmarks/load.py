@@ -44,11 +44,12 @@ import psutil
 import torch
 from common import make_parser, new_env, write_result
 from fuzz import counters_of, failures_of
+from lab.servers import server_on_this_machine
 
-from sgl_flashsample.bench import COUNTERS_EVERY, OURS, SAMPLINGS, STOCK, TRUNCATED, Request, check_active
-from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import Server, ServerError, stop_all
 from sgl_flashsample.sglang.versions import sglang_version
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.bench import COUNTERS_EVERY, OURS, SAMPLINGS, STOCK, TRUNCATED, Request, check_active
+from sgl_flashsample.tools.server import ServerError, stop_all
 
 GPU_ARGUMENTS = (
     *("--attention-backend", "triton", "--max-running-requests", "512", "--cuda-graph-max-bs-decode", "512"),
@@ -182,7 +183,7 @@ class Side:
         self.about = {"model": name, "backend": backend, "concurrency": options.concurrency}
         self.memory: list[dict[str, float]] = []
         usual = "pytorch" if gpu is None else "flashinfer"
-        self.server = Server.on_this_machine(
+        self.server = server_on_this_machine(
             folder / name,
             ["--dtype", markov.SIZES[name].dtype, *ARGUMENTS],
             backend=usual if backend == STOCK else OURS,

@@ -50,7 +50,13 @@ import oracle
 import step_profile
 from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
 
-from sgl_flashsample.bench import (
+from sgl_flashsample.model_config import shard_of
+from sgl_flashsample.sglang.exchange import bytes_received
+from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
+from sgl_flashsample.sglang.runtime import PLANE_VARIABLE
+from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.bench import (
     COUNTERS_EVERY,
     OURS,
     SAMPLINGS,
@@ -62,13 +68,7 @@ from sgl_flashsample.bench import (
     generate,
     measure,
 )
-from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import Server, ServerError
-from sgl_flashsample.model_config import shard_of
-from sgl_flashsample.sglang.exchange import bytes_received
-from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
-from sgl_flashsample.sglang.runtime import PLANE_VARIABLE
-from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
+from sgl_flashsample.tools.server import Server, ServerError
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
 LOAD = Load(range(1000, 100_000), seconds=0.0 if DRY_RUN else 1.0)

@@ -30,9 +30,9 @@ from serving import make_server, needs_sglang
 
 from sgl_flashsample import SampleOutput, sample_from_logits
 from sgl_flashsample.autotune import timing
-from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.reference import philox4x32_ref
 from sgl_flashsample.sglang.exchange import bytes_received
+from sgl_flashsample.tools.server import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -340,7 +340,7 @@ def test_a_trace_says_which_operations_take_logits(load):
 
 
 def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
-    speculation, markov = load("speculation"), importlib.import_module("sgl_flashsample.demo.markov")
+    speculation, markov = load("speculation"), importlib.import_module("sgl_flashsample.tools.markov")
     size = markov.SIZES["tiny"]
     target, draft = markov.build(size), markov.build(size, error=0.6)
     assert speculation.distances(target, markov.build(size), [5, 6], 1.0)[1] == 0.0, "an error of 0 is the target"
@@ -356,7 +356,7 @@ def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
 
 
 def test_a_draft_checkpoint_is_written_anew_for_another_error(tmp_path):
-    markov = importlib.import_module("sgl_flashsample.demo.markov")
+    markov = importlib.import_module("sgl_flashsample.tools.markov")
     heads = {error: markov.write(tmp_path, markov.SIZES["tiny"], error=error).head for error in (0.0, 0.6)}
     assert not torch.equal(heads[0.0], heads[0.6])
     assert torch.equal(markov.write(tmp_path, markov.SIZES["tiny"], error=0.6).head, heads[0.6])

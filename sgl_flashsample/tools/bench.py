@@ -34,12 +34,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import __version__
-from .autotune.race import Ratio
-from .autotune.timing import Timing, describe_machine, memory_share
-from .demo.server import RequestError, Server, ServerError
-from .files import write_whole
+from .. import __version__
+from ..autotune.race import Ratio
+from ..autotune.timing import Timing, describe_machine, memory_share
+from ..files import write_whole
 from .progress import Progress
+from .server import RequestError, Server, ServerError
 
 # A list of objects that no answer of a benchmark's length ends; numbers, words and fixed text in turn.
 JSON_SCHEMA = {
