@@ -61,13 +61,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     from .plan import EFFORTS, Plan, usual_compilers
-    from .simulated import load
 
-    head, assumed = _head(options), ""
-    if options.simulated:
-        device = msgspec.convert(load(options.simulated)["device"], Device)
-    else:
-        device, assumed = _device(options.device)
+    head, (device, assumed) = _head(options), _device(options.device)
     made = Plan(device, head, EFFORTS[options.effort])
     processes = options.processes or usual_compilers()
     estimate, budget = made.estimate(processes), made.effort.budget
@@ -99,11 +94,8 @@ def run(options: argparse.Namespace) -> int:
     from .progress import Progress
     from .run import Options
     from .run import run as tune
-    from .simulated import load
 
     head, out = _head(options), options.out or user_folder()
-    if options.simulated:
-        load(options.simulated)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out is {out}, which is not a folder")
     fields = {field.name for field in dataclasses.fields(Options)} & vars(options).keys() - {"out"}
@@ -123,14 +115,11 @@ def run(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     from .progress import Progress
-    from .simulated import load
     from .verify import verify as replay
 
-    if options.simulated:
-        load(options.simulated)
     table = _tables().read(options.file)
     with Progress(quiet=options.json) as progress:
-        code, line, replayed = replay(table, options.simulated, progress)
+        code, line, replayed = replay(table, progress)
     if options.json:
         sizes = [dataclasses.asdict(one) | {"reason": one.reason} for one in replayed]
         print(json.dumps({"code": code, "message": line, "sizes": sizes}, indent=1))
@@ -247,7 +236,6 @@ def _flag(name: str, about: str) -> Argument:
 FILE = _argument("file", help="a table")
 JSON = _flag("--json", "print JSON")
 KIND = _argument("--kind", choices=KIND_NAMES, metavar="KIND", help=f"only this one of {', '.join(KIND_NAMES)}")
-SIMULATED = _argument("--simulated", metavar="FILE", help="for development: a simulated device instead of a GPU")
 MODEL = _argument("model", nargs="?", help="a model's folder, its config.json, or a hub's name in the cache")
 HEAD = (
     _argument("--model-path", metavar="MODEL", help="a model's folder, as servers call it"),
@@ -260,7 +248,6 @@ HEAD = (
 TUNING = (
     _argument("--effort", choices=EFFORT_NAMES, default="full", help="(default: full)"),
     _argument("--out", type=Path, help="folder of the table (default: the user's cache)"),
-    SIMULATED,
     JSON,
 )
 PROCESSES = {"type": _number(MAX_PROCESSES), "help": "processes that compile (default: processors but one)"}
@@ -297,7 +284,7 @@ COMMANDS = {
             _flag("--allow-busy", "tune although others use the GPU"),
         ),
     ),
-    "verify": Command("measure a table again, in a fresh process", verify, (FILE, SIMULATED, JSON)),
+    "verify": Command("measure a table again, in a fresh process", verify, (FILE, JSON)),
     "report": Command(
         "write an HTML page about a table",
         report,

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-import torch
 
 from ..exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from ..files import hold
@@ -32,10 +31,9 @@ from .pool import (
     HELLO_SECONDS,
     Job,
     Pool,
-    WorkerProcess,
     ask_once,
+    compiling_process,
     measuring_process,
-    visible_gpu,
     work_until,
 )
 from .progress import Progress
@@ -52,10 +50,10 @@ MAX_ELSEWHERE = 50  # tables of other GPUs or heads that a search starts from
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """out: the folder of the table. budget: seconds, None for the effort's own. simulated: the file of a simulated
-    device instead of GPUs. compilers: processes, None for the processors but one. baselines: "on" or "off", whether
-    FlashInfer is raced; None for the effort's own. sizes: batch sizes, None for the usual ones. flashinfer: not None
-    where its path may be chosen. plan: makes the plan; a smaller one serves to compare a search with a sweep."""
+    """out: the folder of the table. budget: seconds, None for the effort's own. compilers: processes, None for the
+    processors but one. baselines: "on" or "off", whether FlashInfer is raced; None for the effort's own. sizes: batch
+    sizes, None for the usual ones. flashinfer: not None where its path may be chosen. plan: makes the plan; a smaller
+    one serves to compare a search with a sweep."""
 
     head: HeadShape
     out: Path
@@ -64,7 +62,6 @@ class Options:
     resume: bool = True
     force: bool = False
     gpus: int = 1
-    simulated: str | None = None
     allow_busy: bool = False
     compilers: int | None = None
     baselines: str | None = None
@@ -93,8 +90,6 @@ class Result:
 def run(options: Options, progress: Progress) -> Result:
     """Tune. Raises ValueError, with one line, where a run cannot begin or go on; KeyboardInterrupt only before there is
     anything to keep."""
-    if options.simulated is None and not torch.cuda.is_available():
-        raise ValueError("this machine has no CUDA device; run and verify measure on one, other commands need none")
     coordinator = _Coordinator(options, progress)
     try:
         return coordinator.run()
@@ -108,17 +103,11 @@ class _Coordinator:
     def __init__(self, options: Options, progress: Progress) -> None:
         self.options, self.progress, self.effort = options, progress, options.plan_effort
         self._began = time.monotonic()
-        self._logs, simulated = options.out / "logs", options.simulated
-        self.gpus = Pool(
-            measuring_process(self._logs / f"worker-{index}.log", simulated, index) for index in range(options.gpus)
-        )
-        count = options.compilers or (1 if simulated else usual_compilers())
-        spec = {"worker": "simulated", "file": simulated} if simulated else {"worker": "compiling", "processes": count}
-        environment = {"CUDA_VISIBLE_DEVICES": visible_gpu(0), "OMP_NUM_THREADS": "1"}
-        self.compilers = Pool(
-            WorkerProcess(spec, self._logs / f"compiling-{index}.log", environment) for index in range(count)
-        )
-        self.preparing = Pool([measuring_process(self._logs / "baselines.log", simulated)])  # of the baselines
+        self._logs = options.out / "logs"
+        self.gpus = Pool(measuring_process(self._logs / f"worker-{index}.log", index) for index in range(options.gpus))
+        count = options.compilers or usual_compilers()
+        self.compilers = Pool(compiling_process(self._logs / f"compiling-{index}.log", count) for index in range(count))
+        self.preparing = Pool([measuring_process(self._logs / "baselines.log")])  # of the baselines
         self.pools = [self.gpus, self.compilers, self.preparing]
         self.flashinfer = False  # whether it can be raced by now
         self.log: TrialLog | None = None

@@ -57,12 +57,12 @@ class Replayed:
         return f"{self.off:+.1%} from the recorded time, {self.off_gemm:+.1%} beside its GEMM"
 
 
-def verify(table: Table, simulated: str | None, progress: Progress) -> tuple[int, str, list[Replayed]]:
+def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
     """Exit code, one line, and what was measured. 1: a time is off or slower than the built-in choice; 2: the table is
     of another device, or cannot be replayed."""
     # Not beside the table: that folder may be of an installed package.
     log = Path(tempfile.gettempdir()) / f"flashsample-verify-{os.getpid()}.log"
-    process = measuring_process(log, simulated)
+    process = measuring_process(log)
     replayed: list[Replayed] = []
     failure: str | None = None
     try:

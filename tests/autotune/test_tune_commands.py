@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from lab.simulated import measuring_on
 from matplotlib import image
 from tune_examples import H200, HEAD, PLAIN, QUICK
 from tuned_tables import make_entry, make_table
@@ -90,13 +91,13 @@ def test_a_model_is_read_from_its_config(command, tmp_path):
 def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_path, simulated, monkeypatch):
     monkeypatch.chdir(tmp_path)
     device = simulated(faults={WRONG: "wrong"})
-    arguments = (*SHAPE, "--effort", "quick", "--batch-sizes", "1,64", "--simulated", device, "--out", tmp_path / "out")
-    code, out, _ = command("run", *arguments, "--json")
+    arguments = (*SHAPE, "--effort", "quick", "--batch-sizes", "1,64", "--compilers", 1, "--out", tmp_path / "out")
+    code, out, _ = command("run", *arguments, "--json", device=device)
     facts = json.loads(out)
     assert (code, facts["status"], facts["complete"]) == (0, "done", True)
-    code, out, _ = command("verify", facts["file"], "--simulated", device)
+    code, out, _ = command("verify", facts["file"], device=device)
     assert code == 0 and "none slower than the default" in out
-    sizes = json.loads(command("verify", facts["file"], "--simulated", device, "--json")[1])["sizes"]
+    sizes = json.loads(command("verify", facts["file"], "--json", device=device)[1])["sizes"]
     assert all(one["us"] > 0 and one["reason"] == "" for one in sizes) and len(sizes) == 20
     assert command("show", facts["file"])[0] == 0
     code, out, _ = command("report", facts["file"])
@@ -107,8 +108,8 @@ def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_
     for part in ("NVIDIA H200", WRONG, "incorrect", "default", "gemm", "What a batch takes"):
         assert part in text, part
     assert text.count("Plotly.newPlot") >= 3
-    assert "up to date" in command("run", *arguments)[1]
-    code, out, _ = command("run", *arguments, "--force")
+    assert "up to date" in command("run", *arguments, device=device)[1]
+    code, out, _ = command("run", *arguments, "--force", device=device)
     assert code == 0 and "servers take it with --tuned FILE; next: " in out
 
 
@@ -224,8 +225,8 @@ def test_a_report_in_a_browser_fits_its_window_and_shows_its_figures(tmp_path, s
 
 
 def test_a_report_knows_of_confirmed_sizes_what_the_log_says(tmp_path, simulated, command):
-    arguments = (*SHAPE, "--effort", "quick", "--batch-sizes", "64", "--simulated", simulated(), "--out", tmp_path)
-    assert command("run", *arguments)[0] == 0
+    arguments = (*SHAPE, "--effort", "quick", "--batch-sizes", "64", "--compilers", 1, "--out", tmp_path)
+    assert command("run", *arguments, device=simulated())[0] == 0
     (file,) = tmp_path.glob("fs2*.json")
     (log,) = tmp_path.glob("fs2*.trials.jsonl")
     assert len(report.page(report.Table.loads(file.read_text()), log)) > 4e6
@@ -252,7 +253,6 @@ def test_a_report_knows_of_confirmed_sizes_what_the_log_says(tmp_path, simulated
         (["run", "--vocab", "64", "--hidden", "64", "--budget", "soon"], "'soon' is no time"),
         (["run", "--vocab", "64", "--hidden", "64", "--batch-sizes", "1,x"], "no list of batch sizes"),
         (["run", "--vocab", "64", "--hidden", "64", "--gpus", "0"], "'0' is no number from 1 to 64"),
-        (["run", "--vocab", "64", "--hidden", "64", "--simulated", "/nonexistent"], "no simulated device in /nonexist"),
         (["run", "--vocab", "64", "--hidden", "64", "--out", "/dev/null"], "not a folder"),
         (["verify", "/nonexistent.json"], "No such file"),
         (["report", "/dev/null"], "not a plain file"),
@@ -276,7 +276,9 @@ def test_a_mistake_gets_one_line_and_exit_code_two(command, arguments, message):
 def test_a_run_without_a_gpu_says_so_in_one_line_and_what_needs_none(command, tmp_path):
     code, _, err = command("run", "--vocab", 640, "--hidden", 64, "--out", tmp_path / "out", "--compilers", 1)
     assert code == 2 and "no CUDA device" in err and "other commands need none" in err
-    assert "\n" not in err.strip()
+    assert err.count("\n") == 1 and not (tmp_path / "out").exists()
+    (tmp_path / "table").write_text(TABLE.dumps())
+    assert command("verify", tmp_path / "table") == (2, "", err)
 
 
 def test_help_names_every_command_and_where_servers_look_and_each_command_explains_its_options(command):
@@ -295,10 +297,10 @@ def test_help_names_every_command_and_where_servers_look_and_each_command_explai
         ("rich", ["show", "FILE"], "missing"),
         ("plotly", ["report", "FILE"], "missing"),
         ("optuna", ["report", "FILE"], "missing"),
-        ("optuna", ["run", *SHAPE, "--simulated", "DEVICE"], "missing"),
+        ("optuna", ["run", *SHAPE], "missing"),
         ("optuna,plotly,scipy", ["show", "FILE"], 0),
         ("optuna,plotly,scipy", ["plan", *SHAPE], 0),
-        ("optuna,plotly", ["verify", "FILE", "--simulated", "DEVICE"], 1),
+        ("optuna,plotly", ["verify", "FILE"], 1),
     ],
 )
 def test_without_the_extra_what_needs_none_of_it_works_and_the_rest_is_one_line(
@@ -306,14 +308,15 @@ def test_without_the_extra_what_needs_none_of_it_works_and_the_rest_is_one_line(
 ):
     file = tmp_path / TABLE.file_name
     file.write_text(make_table(device=H200, head=HEAD).dumps())
-    places = {"FILE": str(file), "DEVICE": simulated()}
-    for name in [name for name in sys.modules if name.startswith("sgl_flashsample.autotune.")]:
+    loaded = {name for name in sys.modules if name.startswith("sgl_flashsample.autotune.")}
+    for name in loaded - {"sgl_flashsample.autotune.pool"}:  # it holds the simulated device
         monkeypatch.delitem(sys.modules, name)
         monkeypatch.delattr(autotune, name.rpartition(".")[2], raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] in missing.split(",")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Hidden(missing.split(",")), *sys.meta_path])
-    code = main(["tune", *(places.get(word, str(word)) for word in arguments)])
+    with measuring_on(simulated()):
+        code = main(["tune", *(str(file) if word == "FILE" else str(word) for word in arguments)])
     if expected == "missing":
         advice = "pip install '.[tune]' in a checkout of sgl-flashsample"
         assert (code, capsys.readouterr().err) == (1, f"error: {missing} is not installed: {advice}\n")
