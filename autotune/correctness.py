@@ -12,13 +12,14 @@ import math
 import numpy as np
 import torch
 
-from ..dispatch import compute_logits, default_table, launch, slots_for
+from ..dispatch import default_table
 from ..flashinfer_path import draw_with_flashinfer
 from ..kernels.config import GROUP_SIZE, ReadConfig, ScreenConfig, TileConfig, cdiv
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.reference import allowed_ref, transform_ref
 from ..kernels.workspace import Workspace
 from ..kinds import BatchKind, Config, SamplingPath, path_of
+from ..paths import Parts, compute_logits, launch, slots_for
 from ..screen import Screen
 from ..selfcheck import MAX_IDS, Expectation, difference, edits_of_every_kind, expect, first_ids
 from .errors import IncorrectTokens
@@ -134,15 +135,8 @@ class CorrectnessCheck:
         workspace = self._workspace
         if config is None:
             return draw_with_flashinfer(compute_logits(hidden, head, workspace), head.spec, params)
-        return launch(
-            config,
-            hidden,
-            head,
-            params,
-            workspace=workspace,
-            screen=self._screen_for(config, head),
-            truncation_config=default_table(head).truncation_config,
-        )
+        truncation_config = default_table(head).truncation_config
+        return launch(config, hidden, params, Parts(head, truncation_config, workspace, self._screen_for(config, head)))
 
     def _screen_for(self, config: Config, head: LMHead) -> Screen | None:
         if not isinstance(config, ScreenConfig):

@@ -20,7 +20,7 @@ import triton
 
 from .cpu_path import draws_in_host_memory
 from .defaults import HeadTraits
-from .dispatch import DispatchTable, compute_logits, default_table, launch, reading_table, slots_for
+from .dispatch import DispatchTable, default_table, reading_table
 from .files import first_line
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.config import ReadConfig, ScreenConfig
@@ -38,6 +38,7 @@ from .kernels.reference import (
 from .kernels.rng import GROUP_SIZE
 from .kernels.workspace import LogitsBuffer, Workspace
 from .kinds import BatchKind, Config
+from .paths import Parts, compute_logits, launch, slots_for
 from .screen import Screen
 
 logger = logging.getLogger("sgl_flashsample")
@@ -124,11 +125,9 @@ def launch_once(
     launch(
         config,
         torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device),
-        head,
         params,
+        Parts(head, table.truncation_config, screen=screen),
         return_logprob=return_logprob,
-        screen=screen,
-        truncation_config=table.truncation_config,
     )
 
 
@@ -345,16 +344,8 @@ def difference(
     """How what ``config`` draws differs from the expectation; None where it does not. screen: of its head."""
     head, params, num_rows = expected.head, expected.params, len(expected.hidden)
     workspace = Workspace(slots_for(config, head, num_rows), expected.hidden.device)
-    token = launch(
-        config,
-        expected.hidden,
-        head,
-        params,
-        return_logprob=return_logprob,
-        workspace=workspace,
-        screen=screen,
-        truncation_config=expected.table.truncation_config,
-    ).token_ids
+    parts = Parts(head, expected.table.truncation_config, workspace, screen)
+    token = launch(config, expected.hidden, params, parts, return_logprob=return_logprob).token_ids
     want = expected.want
     if params.truncation is not None and draws_in_host_memory(expected.hidden.device):
         limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)

@@ -14,7 +14,7 @@ import triton.language as tl
 from core_examples import LONG, ON_PATH, READ, ROWS, TILE, UNSCREENED, VOCAB, WIDE, example, table_of
 from kernel_cases import edited_ref
 
-from sgl_flashsample import BatchParams, LMHead, Screen, dispatch, sample, selfcheck
+from sgl_flashsample import BatchParams, LMHead, Screen, paths, sample, selfcheck
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels import rng
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig
@@ -48,21 +48,21 @@ def broken(monkeypatch):
     def break_it(config, how="shift", kinds=BATCH_KINDS):
         launch = selfcheck.launch
 
-        def broken_launch(used, hidden, head, params, **keywords):
+        def broken_launch(used, hidden, params, parts, **keywords):
             kind = BatchKind(params.truncation is not None, params.edits is not None)
             wrong = used == config and kind in {other.unscreened for other in kinds}
             with monkeypatch.context() as patched:
                 if wrong and how == "noise":
                     patched.setattr(rng, "SAMPLE", tl.constexpr(rng.SAMPLE.value + 3))
-                output = launch(used, hidden, head, params, **keywords)
+                output = launch(used, hidden, params, parts, **keywords)
             if not wrong or how == "noise":
                 return output
             if how == "raise":
                 raise RuntimeError("out of resource: shared memory\nmore")
             if how == "logit":
-                keywords["workspace"].last_buffer.logits[0, 3] += 1
+                parts.workspace.last_buffer.logits[0, 3] += 1
                 return output
-            return output._replace(token_ids=(output.token_ids + 1) % head.vocab_size)
+            return output._replace(token_ids=(output.token_ids + 1) % parts.lm_head.vocab_size)
 
         monkeypatch.setattr(selfcheck, "launch", broken_launch)
 
@@ -94,9 +94,9 @@ def test_right_kernels_pass_whatever_the_head_and_the_chunk_of_the_reference(nor
 def test_whole_rows_of_logits_are_checked_as_sample_from_logits_draws_them(device, monkeypatch, options):
     drawn = set()
 
-    def noted(config, hidden, head, params, **keywords):
+    def noted(config, hidden, params, parts, **keywords):
         drawn.add((config, params.truncation is None, params.edits is None))
-        return dispatch.launch(config, hidden, head, params, **keywords)
+        return paths.launch(config, hidden, params, parts, **keywords)
 
     monkeypatch.setattr(selfcheck, "launch", noted)
     assert selfcheck.compare_rows_with_reference(601, 640, torch.float32, device, 4, **options) is None
@@ -122,11 +122,11 @@ def test_every_choice_of_every_kind_is_drawn_with_as_batches_draw(head, monkeypa
     """With and without logprobs, and truncated ones also on the whole vocabulary: its size is compiled in."""
     drawn, launch = set(), selfcheck.launch
 
-    def note(config, hidden, head_drawn, params, **keywords):
+    def note(config, hidden, params, parts, **keywords):
         kind = BatchKind(params.truncation is not None, params.edits is not None, params.all_greedy)
         kind = kind._replace(screen=isinstance(config, ScreenConfig)).launched(config)
-        drawn.add((kind, config, head_drawn.vocab_size, keywords["return_logprob"]))
-        return launch(config, hidden, head_drawn, params, **keywords)
+        drawn.add((kind, config, parts.lm_head.vocab_size, keywords["return_logprob"]))
+        return launch(config, hidden, params, parts, **keywords)
 
     monkeypatch.setattr(selfcheck, "launch", note)
     monkeypatch.setattr(selfcheck, "compile_ahead", lambda *arguments, **keywords: None)
