@@ -14,10 +14,9 @@ import torch
 
 from ..dispatch import default_table
 from ..flashinfer_path import draw_with_flashinfer
-from ..kernels.config import ReadConfig, ScreenConfig, TileConfig
+from ..kernels.config import GROUP_SIZE, ReadConfig, ScreenConfig, TileConfig, cdiv
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.reference import allowed_ref, transform_ref
-from ..kernels.rng import GROUP_SIZE
 from ..kernels.workspace import Workspace
 from ..kinds import BatchKind, Config, SamplingPath, path_of
 from ..paths import Parts, compute_logits, launch, slots_for
@@ -122,7 +121,7 @@ class CorrectnessCheck:
         hidden[:, 0] = scale
         row, ones = torch.arange(rows, device=device), torch.ones(rows, device=device)
         counts = torch.zeros(size, dtype=torch.int64, device=device)
-        calls = -(-draws // rows)
+        calls = cdiv(draws, rows)
         for call in range(calls):
             params = BatchParams(ones, row * 7919, torch.full_like(row, call), truncation, edits)
             token = self._draw(config, hidden, head, params).token_ids

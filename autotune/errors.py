@@ -1,5 +1,4 @@
-"""Why a configuration is rejected: an exception of a compiler, of a device or of a check as one reason and one line.
-And how commands end."""
+"""Why a configuration is rejected: an exception of a compiler, of a device or of a check as one reason and one line."""
 
 from __future__ import annotations
 
@@ -10,9 +9,6 @@ from typing import Any
 LASTING = ("shared_memory", "registers", "compile", "incorrect")
 REASONS = (*LASTING, "timeout", "runtime")
 MAX_DETAIL = 200  # characters
-
-# Exit codes; ``cli.py`` says what they mean.
-OK, WRONG, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
 # After such an error a process cannot go on: its context of the device is lost.
 _LOST = re.compile(r"illegal|misaligned|unspecified launch failure|CUDA error|hardware stack|device-side assert", re.I)

@@ -9,9 +9,8 @@ import os
 from collections.abc import Iterable
 
 from ..defaults import HeadTraits, all_configs, default_config, defaults_digest, family_of
-from ..kernels.config import MIN_CHUNK, ReadConfig, ScreenConfig, TileConfig, cdiv
+from ..kernels.config import GROUP_SIZE, MIN_CHUNK, ReadConfig, ScreenConfig, TileConfig, cdiv
 from ..kernels.int8_head import MAX_HIDDEN
-from ..kernels.rng import GROUP_SIZE
 from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath, path_of
 from ..tables.schema import ITEMSIZE, Device, HeadShape
 from .labels import kernel_kind

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sgl_flashsample
 
@@ -35,6 +35,20 @@ main(int(sys.argv[1]), json.loads(sys.argv[4]))
 HELLO_SECONDS = 60.0
 START_SECONDS = 90.0  # for a process to import torch and open its device, on top of the first request's limit
 MAX_STARTS = 24  # of one process: beyond, it is not the configurations that are at fault
+
+
+class Workers(NamedTuple):
+    """Specs (``worker.main``) of the processes that measure and that compile. on_gpus: they need CUDA devices."""
+
+    measuring: dict[str, Any]
+    compiling: dict[str, Any]
+    on_gpus: bool = True
+
+
+WORKERS = Workers(
+    measuring={"worker": "sgl_flashsample.autotune.measuring:MeasuringWorker"},
+    compiling={"worker": "sgl_flashsample.autotune.compiling:CompilingWorker"},
+)
 
 
 class PoolError(ValueError):
@@ -59,7 +73,8 @@ class WorkerProcess:
             return
         self.starts, self._is_fresh = self.starts + 1, True
         if self.starts > MAX_STARTS:
-            raise PoolError(f"the {self.spec['worker']} process ended {MAX_STARTS} times; its output is in {self.log}")
+            worker = self.spec["worker"].rpartition(":")[2]
+            raise PoolError(f"the process of {worker} ended {MAX_STARTS} times; its output is in {self.log}")
         ours, theirs = Pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         arguments = [str(theirs.fileno()), *map(json.dumps, (sys.path, [*sgl_flashsample.__path__], self.spec))]
@@ -215,8 +230,17 @@ def visible_gpu(index: int) -> str:
     return given[index] if index < len(given) else str(index)
 
 
-def measuring_process(log: Path, simulated: str | None = None, gpu: int = 0) -> WorkerProcess:
-    """The process that measures on the ``gpu``-th GPU that this one may use."""
-    if simulated:
-        return WorkerProcess({"worker": "simulated", "file": simulated}, log)
-    return WorkerProcess({"worker": "measuring"}, log, {"CUDA_VISIBLE_DEVICES": visible_gpu(gpu)})
+def measuring_process(log: Path, gpu: int = 0) -> WorkerProcess:
+    """The process that measures on the ``gpu``-th GPU that this one may use. Raises ValueError where there is none."""
+    if WORKERS.on_gpus:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("this machine has no CUDA device; run and verify measure on one, other commands need none")
+    return WorkerProcess(WORKERS.measuring, log, {"CUDA_VISIBLE_DEVICES": visible_gpu(gpu)})
+
+
+def compiling_process(log: Path, processes: int) -> WorkerProcess:
+    """One of so many processes that compile for the first GPU that this one may use."""
+    environment = {"CUDA_VISIBLE_DEVICES": visible_gpu(0), "OMP_NUM_THREADS": "1"}
+    return WorkerProcess(WORKERS.compiling | {"processes": processes}, log, environment)

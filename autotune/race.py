@@ -17,6 +17,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from ..kernels.config import cdiv
+
 GAIN_TOLERANCE = 0.05  # between the gain of paired rounds and that of the two medians
 MIN_CLOCK = 0.9  # of the median clock: rounds below it do not count
 RECORDED_ROUNDS = 9  # in which the times of a table are taken, and taken again
@@ -41,7 +43,7 @@ class Policy:
 
     @property
     def looks(self) -> int:
-        return 1 + max(0, -(-(self.most - self.least) // self.step))
+        return 1 + cdiv(max(0, self.most - self.least), self.step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,10 @@ from ..kinds import BATCH_KINDS, BatchKind, SamplingPath
 from ..tables.schema import ITEMSIZE, Entry, Table
 from .baselines import ARGMAX, EXPONENTIAL, FLASHINFER, MULTINOMIAL
 from .decide import entry_of
-from .labels import GEMM, config_of, key_of
+from .decisions import CONFIDENT, Decision, baseline_ratio, decisions, device_and_head, screen_cost
+from .labels import GEMM, config_of, head_line, key_of
 from .plan import EFFORTS, Plan
 from .study import STARTUP, finished_study
-from .tables import CONFIDENT, Decision, baseline_ratio, decisions, device_and_head, head_line, screen_cost
 from .trials import read_events, recalled
 
 COLOURS = {

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table as Grid
 
-from ..defaults import HeadTraits, default_config, defaults_digest, family_of
+from ..exit_codes import FAILED, OK
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
-from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, SamplingPath, path_of
+from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, SamplingPath, path_of
 from ..switches import FILE_VARIABLE, text
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import (
@@ -38,120 +38,25 @@ from ..tables.lookup import (
     tables_in,
     unsupported_config,
 )
-from ..tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table, file_name
-from .errors import OK, WRONG
-from .labels import GEMM, key_of, known_device
-from .race import GAIN_TOLERANCE, Policy, gains_apart
+from ..tables.schema import Device, HeadShape, Table, file_name
+from .decisions import (
+    CONFIDENT,
+    Decision,
+    builtin_config,
+    by_size,
+    decisions,
+    device_and_head,
+    larger_screen,
+    same_defaults,
+    same_kernels,
+    screen_cost,
+    stored,
+    why_apart,
+)
+from .labels import head_line, key_of, known_device
+from .race import GAIN_TOLERANCE, gains_apart
 
-CONFIDENT = 1.96  # standard errors: 95 % of the differences of equal times are smaller
-# What of the environment a table's times depend on so much that those of another one do not belong in the same table.
-SAME_ENV = ("torch", "triton", "cuda", "sgl_flashsample")
 DISPATCHED_ROWS = 512  # ``dispatch.DENSE_ROWS``, whose module loads torch: larger batches take the built-in choice
-CONFIRMED_ERROR = Policy().error  # relative, of the times of confirmed sizes: a table lacks it; a race ends at this
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What a table says of one size. entry: the evidence; where the built-in choice was confirmed, that choice and its
-    time, with further evidence only from the log of the run. config: None for a confirmed choice of a device for which
-    this release has no built-in ones."""
-
-    entry: Entry
-    confirmed: bool
-    config: Config | None
-
-    @property
-    def kind(self) -> BatchKind:
-        return KIND_NAMES[self.entry.kind]
-
-    @property
-    def rows(self) -> int:
-        return self.entry.rows
-
-    @property
-    def us(self) -> float:
-        return self.entry.us
-
-    @property
-    def gemm_us(self) -> float:
-        """Of the GEMM alone in the same race; 0 where it did not run."""
-        return self.entry.others.get(GEMM, 0.0)
-
-    @property
-    def takes(self) -> str:
-        key = key_of(self.config) if self.config is not None else "unknown"
-        flashinfer = "; flashinfer where no row has a seed" if self.entry.flashinfer else ""
-        return f"built-in: {key}" if self.confirmed else key + flashinfer
-
-    def beyond_noise(self, other: Decision) -> bool:
-        """Whether the times are further apart than their noise explains."""
-        return abs(other.us - self.us) > CONFIDENT * math.hypot(self.entry.se, other.entry.se)
-
-    def beats(self, other: Decision) -> bool:
-        """Whether it is faster beyond noise than another table's decision for this size, each beside what was timed in
-        its own race: the built-in choice, else the GEMM. Times of two sessions alone say how fast the GPU was."""
-        races = [(self.entry.default_us, other.entry.default_us), (self.gemm_us, other.gemm_us)]
-        beside = next(((mine, theirs) for mine, theirs in races if mine and theirs), None)
-        if beside is None or not self.us or not other.us:
-            return False
-        ratio = (self.us / beside[0]) / (other.us / beside[1])
-        noise = math.hypot(self.entry.se / self.us, other.entry.se / other.us)
-        return ratio < 1 - CONFIDENT * math.sqrt(2) * noise  # what was timed beside it scatters as much
-
-
-def baseline_ratio(entry: Entry) -> float | None:
-    """How many times as long the fastest GEMM with a sampler takes; None where none was raced."""
-    times = [us for name, us in entry.others.items() if name.startswith(f"{GEMM}+")]
-    return min(times) / entry.us if times and entry.us else None
-
-
-def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
-    """Every size that was measured, by kind. logged: what the log of the run has of sizes."""
-    known = {(entry.kind, entry.rows, entry.us): entry for entry in logged}
-    for kind in BATCH_KINDS:
-        confirmed = table.confirmed.get(str(kind), Confirmed(rows=[], us=[]))
-        gemm_us = confirmed.gemm_us or [0.0] * len(confirmed.rows)
-        times = {rows: (us, gemm) for rows, us, gemm in zip(confirmed.rows, confirmed.us, gemm_us, strict=True)}
-        for rows in table.sizes(str(kind)):
-            entry = table.entry(str(kind), rows)
-            if entry is not None:
-                yield Decision(entry, False, entry.launch)
-                continue
-            us, gemm = times[rows]
-            config = builtin_config(*device_and_head(table), rows, kind)
-            path = path_of(config).value if config is not None else "built-in"
-            others = {GEMM: gemm} if gemm else {}
-            entry = Entry(kind=str(kind), rows=rows, path=path, config={}, us=us, default_us=us, others=others)
-            entry = msgspec.structs.replace(known.get((str(kind), rows, us), entry), se=CONFIRMED_ERROR * us)
-            yield Decision(entry, True, config)
-
-
-def by_size(table: Table) -> dict[tuple[BatchKind, int], Decision]:
-    return {(one.kind, one.rows): one for one in decisions(table)}
-
-
-def stored(chosen: Iterable[Decision]) -> dict[str, Any]:
-    """Decisions, in the order of their sizes, as a table has them: its ``entries`` and ``confirmed``."""
-    entries: list[Entry] = []
-    confirmed: dict[str, list[Decision]] = {}
-    for one in chosen:
-        if one.confirmed:
-            confirmed.setdefault(one.entry.kind, []).append(one)
-        else:
-            entries.append(one.entry)
-    return {"entries": entries, "confirmed": {kind: _confirmed(sizes) for kind, sizes in confirmed.items()}}
-
-
-def _confirmed(sizes: Sequence[Decision]) -> Confirmed:
-    gemm_us = [one.gemm_us for one in sizes]
-    times = {"us": [one.us for one in sizes], "gemm_us": gemm_us if any(gemm_us) else []}
-    return Confirmed(rows=[one.rows for one in sizes], **times)
-
-
-def device_and_head(table: Table) -> tuple[Device, HeadShape]:
-    """Of a tuned table, which has both."""
-    assert table.device is not None and table.head is not None
-    return table.device, table.head
 
 
 def read(file: str | os.PathLike[str]) -> Table:
@@ -162,11 +67,6 @@ def read(file: str | os.PathLike[str]) -> Table:
     return table
 
 
-def head_line(head: HeadShape) -> str:
-    softcap = ", softcap" if head.softcap else ""
-    return f"{head.vocab} x {head.hidden} {head.dtype}, tp {head.tp}{softcap}"
-
-
 def screen_line(table: Table) -> str:
     """What a screen of this head costs, and which kinds have one; empty for a table without any."""
     kinds = [name for name in table.kinds if KIND_NAMES[name].screen]
@@ -175,54 +75,6 @@ def screen_line(table: Table) -> str:
     size, rows = screen_cost(table)
     memory = f"{size / 1e9:.2f} GB beside the head, for up to {rows} rows" if size else "of unknown size"
     return f"screen: {memory} ({', '.join(kinds)})"
-
-
-def screen_cost(table: Table) -> tuple[int, int]:
-    """Bytes of a screen, and the rows that it is for; 0 where the table does not say."""
-    cost = table.measure.get("screen")
-    size, rows = (cost.get("bytes"), cost.get("rows")) if isinstance(cost, dict) else (None, None)
-    return (size, rows) if isinstance(size, int) and isinstance(rows, int) else (0, 0)
-
-
-def larger_screen(*tables: Table) -> dict[str, Any]:
-    """``measure.screen`` of a table that has the sizes of all of these; empty where none has a screen."""
-    largest = max(tables, key=screen_cost)
-    return {"screen": largest.measure["screen"]} if any(screen_cost(largest)) else {}
-
-
-def why_apart(a: Table, b: Table) -> str:
-    """How two tables of one device and head were measured too differently for their sizes to be in one table; empty
-    where they were not."""
-    if a.defaults != b.defaults:
-        return "measured against different built-in choices"
-    for path in sorted(a.kernels.keys() & b.kernels.keys()):
-        if a.kernels[path].get("src") != b.kernels[path].get("src"):
-            return f"measured with different kernels ({path})"
-    for name in SAME_ENV:
-        if a.env.get(name) != b.env.get(name):
-            return f"measured with different versions ({name} {a.env.get(name)} and {b.env.get(name)})"
-    allowed = [table.measure.get("allowed") or "none" for table in (a, b)]
-    return "" if allowed[0] == allowed[1] else f"tuned with different --allow-path ({allowed[0]} and {allowed[1]})"
-
-
-def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) -> Config | None:
-    """What such a batch takes without a table; None for a device without built-in choices."""
-    family = family_of(device.cc)
-    if family is None:
-        return None
-    return default_config(HeadTraits(family, ITEMSIZE[head.dtype], head.vocab, head.hidden), rows, kind)
-
-
-def _same_kernels(table: Table) -> bool:
-    installed = installed_fingerprints()
-    measured = {path: hashes.get("src") for path, hashes in table.kernels.items()}
-    return bool(measured) and all(fingerprint == installed.get(path) for path, fingerprint in measured.items())
-
-
-def _same_defaults(table: Table) -> bool:
-    device, head = device_and_head(table)
-    family = family_of(device.cc)
-    return family is not None and table.defaults == defaults_digest(family, ITEMSIZE[head.dtype])
 
 
 class _Output(Console):
@@ -257,7 +109,7 @@ def list_tables(as_json: bool = False) -> None:
                 device, head = device_and_head(table)
                 confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
                 line |= {"device": device.name, "head": head_line(head), "effort": table.effort}
-                line |= {"choices": len(table.entries), "confirmed": confirmed, "kernels": _same_kernels(table)}
+                line |= {"choices": len(table.entries), "confirmed": confirmed, "kernels": same_kernels(table)}
             lines.append(line)
     if as_json:
         print(json.dumps(lines, indent=2))
@@ -282,15 +134,15 @@ def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
     """Print a table for people. kind: this one alone."""
     table, console = read(file), _Output()
     if as_json:
-        answer = {"file": file, "notes": table.notes, "kernels_as_installed": _same_kernels(table)}
+        answer = {"file": file, "notes": table.notes, "kernels_as_installed": same_kernels(table)}
         print(json.dumps(answer | {"table": json.loads(table.dumps())}, indent=2))
         return
     device, head = device_and_head(table)
     console.print(f"{device.name} (compute capability {device.cc}, {device.sms} SMs), head {head_line(head)}")
     versions = ", ".join(f"{name} {version}" for name, version in (table.tool | table.env).items())
     console.print(f"effort {table.effort}; {versions}")
-    console.print(f"kernels: {'as installed here' if _same_kernels(table) else 'not those installed here (stale)'}")
-    console.print(f"built-in choices: {'as installed here' if _same_defaults(table) else 'not those installed here'}")
+    console.print(f"kernels: {'as installed here' if same_kernels(table) else 'not those installed here (stale)'}")
+    console.print(f"built-in choices: {'as installed here' if same_defaults(table) else 'not those installed here'}")
     for line in (screen_line(table), *(f"note: {note}" for note in table.notes)):
         if line:
             console.print(line)
@@ -486,7 +338,7 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
         sizes.append(line)
     environment = _environment(a, b)
     differ = any(line["a"] != line["b"] or not line.get("within_noise", True) for line in sizes)
-    code = WRONG if differ else OK
+    code = FAILED if differ else OK
     if as_json:
         print(json.dumps({"environment": environment, "sizes": sizes}, indent=2))
         return code
@@ -594,7 +446,7 @@ def lint(files: Sequence[str]) -> int:
                 print(f"{file}: {label}: {line}")
         wrong += bool(errors or stale)
     print(f"{len(files) - wrong} of {len(files)} tables are well-formed and up to date")
-    return WRONG if wrong else OK
+    return FAILED if wrong else OK
 
 
 def check(file: str) -> tuple[list[str], list[str], list[str]]:
@@ -630,7 +482,7 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
             yield f"{place}: flashinfer is true; it serves truncated batches, tp 1"
         if key in entry.tied:
             yield f"{place}: tied names {key}, which it takes"
-        if not entry.flashinfer and _same_defaults(table) and config == builtin_config(device, head, entry.rows, kind):
+        if not entry.flashinfer and same_defaults(table) and config == builtin_config(device, head, entry.rows, kind):
             yield f"{place} takes the built-in choice: it belongs to the confirmed sizes"
     for name, confirmed in table.confirmed.items():
         if confirmed.rows != sorted(confirmed.rows):
@@ -643,7 +495,7 @@ def _stale(table: Table) -> Iterator[str]:
     for path in sorted(measured & {path.value for path in SamplingPath}):
         if table.kernels.get(path, {}).get("src") != installed.get(path):
             yield f"the kernels of {path} have changed since it was measured"
-    if table.defaults and not _same_defaults(table):
+    if table.defaults and not same_defaults(table):
         yield "the built-in choices have changed since it was measured"
 
 

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.config import cdiv
 from ..tables.lookup import environment
 from .race import median_and_error
 
@@ -191,7 +192,7 @@ def copies_needed(weight: torch.Tensor, l2_bytes: int | None = None) -> int:
     if l2_bytes is None:
         properties: Any = torch.cuda.get_device_properties(weight.device) if weight.is_cuda else None
         l2_bytes = properties.L2_cache_size if properties is not None else 0
-    return min(MAX_CALLS, max(1, -(-COLD * l2_bytes // (weight.numel() * weight.element_size()))))
+    return min(MAX_CALLS, max(1, cdiv(COLD * l2_bytes, weight.numel() * weight.element_size())))
 
 
 @functools.cache

@@ -10,15 +10,15 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from ..exit_codes import FAILED, OK, USAGE
 from ..kinds import SamplingPath
 from ..tables.schema import Table
-from .errors import OK, UNUSABLE, WRONG
+from .decisions import Decision, decisions, device_and_head
 from .labels import GEMM, key_of, setup_request
 from .plan import EFFORTS, Plan
 from .pool import HELLO_SECONDS, WorkerProcess, ask_once, measuring_process
 from .progress import Progress
 from .race import RECORDED_ROUNDS, Policy, robust_mean, t_quantile
-from .tables import Decision, decisions, device_and_head
 
 WITHIN = 0.03  # of the recorded time
 SLOWER = Policy().min_gain  # than the built-in choice: beyond noise, with this much
@@ -57,12 +57,12 @@ class Replayed:
         return f"{self.off:+.1%} from the recorded time, {self.off_gemm:+.1%} beside its GEMM"
 
 
-def verify(table: Table, simulated: str | None, progress: Progress) -> tuple[int, str, list[Replayed]]:
+def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
     """Exit code, one line, and what was measured. 1: a time is off or slower than the built-in choice; 2: the table is
     of another device, or cannot be replayed."""
     # Not beside the table: that folder may be of an installed package.
     log = Path(tempfile.gettempdir()) / f"flashsample-verify-{os.getpid()}.log"
-    process = measuring_process(log, simulated)
+    process = measuring_process(log)
     replayed: list[Replayed] = []
     failure: str | None = None
     try:
@@ -80,13 +80,13 @@ def verify(table: Table, simulated: str | None, progress: Progress) -> tuple[int
     finally:
         process.end()
     if failure is not None:
-        return UNUSABLE, failure, replayed
+        return USAGE, failure, replayed
     if log.exists() and not log.stat().st_size:
         log.unlink()
     wrong = [one for one in replayed if one.reason]
     if wrong:
         first = f"{wrong[0].kind} {wrong[0].rows}: {wrong[0].reason}"
-        return WRONG, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}", replayed
+        return FAILED, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}", replayed
     line = f"{len(replayed)} batch sizes as recorded (within {WITHIN:.0%}), none slower than the default"
     return OK, line, replayed
 

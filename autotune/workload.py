@@ -13,6 +13,7 @@ import functools
 
 import torch
 
+from ..kernels.config import cdiv
 from ..kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
 from ..kinds import BatchKind
 from ..model_config import VOCAB_MULTIPLE
@@ -48,7 +49,7 @@ def empty_head(shape: HeadShape, device: torch.device | str) -> LMHead:
 
 def weight_shape(shape: HeadShape) -> tuple[int, int]:
     """Of a weight as servers hold it: a vocabulary that is no multiple of 8 is padded."""
-    rows = shape.vocab if shape.vocab % 8 == 0 else -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    rows = shape.vocab if shape.vocab % 8 == 0 else cdiv(shape.vocab, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return rows, shape.hidden
 
 

@@ -20,9 +20,9 @@ from ..kinds import KIND_NAMES, BatchKind, SamplingPath
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table
 from ..tables.schema import Entry, Table, file_name
+from .decisions import Decision, by_size, larger_screen, stored, why_apart
 from .plan import RANK, Plan
 from .space import space_hash
-from .tables import Decision, by_size, larger_screen, stored, why_apart
 from .trials import set_aside
 
 MEASURE: dict[str, Any] = {

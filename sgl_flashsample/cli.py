@@ -1,8 +1,7 @@
 """The command line: ``sgl-flashsample serve | bench | tune | warm | trace | doctor | demo | completion``.
 
-Exit codes: 0 fine; 1 something does not work (a package that is missing, a server that does not start, a problem that
-``doctor`` found); 2 what was typed, or a file that it names, cannot be used; 130 interrupted. Each failure is one line
-on the error stream. Parsing needs the standard library alone, so that ``--help`` works wherever this is installed.
+Each failure is one line on the error stream; ``exit_codes.py`` has the codes. Parsing needs the standard library alone,
+except for ``tune``, so that ``--help`` works wherever this is installed.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
+from .exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from .files import check_writable
 
 if TYPE_CHECKING:
     from .hot_vocab import HotVocab
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 # The extra of this package that brings what a command may miss.
 _EXTRAS = {
     **dict.fromkeys(("sglang", "safetensors", "tokenizers", "transformers"), "[sglang]"),
@@ -37,6 +36,10 @@ _EXTRAS = {
     **dict.fromkeys(("torch", "triton", "numpy", "msgspec"), ""),
 }
 
+_EPILOG = """\
+exit codes: 0 done; 1 something was found wrong, or does not work: a package that is missing, a server that does not
+start, a problem that doctor found, a stale table; 2 an argument, or what it names, cannot be used; 130 interrupted
+"""
 _SERVE_HELP = """\
 usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off] [--require]
                              --model-path MODEL [any SGLang server argument ...]
@@ -158,16 +161,14 @@ def _interruptible() -> Iterator[None]:
 def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["serve"]:
         return serve(arguments[1:])  # not through argparse: SGLang's arguments are SGLang's business
-    if arguments[:1] == ["tune"]:
-        from .autotune.cli import main as tune
-
-        return tune(arguments[1:])
-    parser = _parser()
+    parser = _parser(tune=arguments[:1] == ["tune"])
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
         return bench(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "tune":
+        return options.run(options) or OK
     if options.command == "trace":
         return trace(options)
     if options.command == "warm":
@@ -193,9 +194,14 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _parser(complete: bool = False) -> Parser:
-    """complete: with the commands of ``tune``, which needs more than the standard library."""
-    parser = Parser(prog="sgl-flashsample", description="Exact fused sampling for SGLang.")
+def _parser(tune: bool = False) -> Parser:
+    """tune: with the commands of ``tune``, which needs more than the standard library."""
+    parser = Parser(
+        prog="sgl-flashsample",
+        description="Exact fused sampling for SGLang.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"sgl-flashsample {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("serve", help="start SGLang's server with the backend on")
@@ -209,11 +215,11 @@ def _parser(complete: bool = False) -> Parser:
             allow_abbrev=False,
         )
     )
-    tune = commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU")
-    if complete:
+    tables = commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU")
+    if tune:
         from .autotune.cli import add_commands
 
-        add_commands(tune)
+        add_commands(tables)
     warm = commands.add_parser(
         "warm",
         help="compile a head's kernels into the cache, for images; needs no GPU",
@@ -409,7 +415,7 @@ def completion(shell: str) -> int:
     """Print a completion script: of all commands, those of ``tune`` included."""
     import shtab
 
-    print(shtab.complete(_parser(complete=True), shell))
+    print(shtab.complete(_parser(tune=True), shell))
     return OK
 
 

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from ..files import BadFileError, one_line, parse_json
-from ..kernels.config import LIMBS, MAX_SPLITS, ReadConfig, ScreenConfig, TileConfig
+from ..kernels.config import LIMBS, MAX_SPLITS, ReadConfig, ScreenConfig, TileConfig, next_power_of_2
 from ..kinds import CONFIGS, KIND_NAMES, Config, SamplingPath
 
 SCHEMA = "flashsample-tune/2"
@@ -366,7 +366,7 @@ def _blocks(launch: Config, num_sms: int) -> Iterator[tuple[str, int, int]]:
         if isinstance(launch, ReadConfig):
             splits = min(MAX_SPLITS, max(launch.min_splits, splits))
         tile = (launch.block_b, launch.block_v, *((launch.block_d,) if isinstance(launch, TileConfig) else ()))
-        reduced = (1 << max(0, splits - 1).bit_length(), launch.reduce_rows)
+        reduced = (next_power_of_2(max(1, splits)), launch.reduce_rows)
         steps = [
             ("a block", tile, launch.num_warps),
             ("a reduction", reduced, launch.num_warps if launch.one_launch else 1),

@@ -21,7 +21,7 @@ from sgl_flashsample.autotune.errors import IncorrectTokens, error_of
 from sgl_flashsample.autotune.labels import contender, kernel_kind, key_of
 from sgl_flashsample.autotune.measuring import COMPILING_LATE, MeasuringWorker
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
-from sgl_flashsample.autotune.pool import WorkerProcess, ask_once
+from sgl_flashsample.autotune.pool import WORKERS, WorkerProcess, ask_once
 from sgl_flashsample.autotune.timing import Timer, copies_needed, describe_machine, rotated
 from sgl_flashsample.autotune.workload import Workload, make_head, make_weight, weight_shape
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
@@ -454,7 +454,7 @@ def test_the_measuring_process_finds_what_a_compiling_one_has_compiled_in_whatev
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     plan = Plan(device_of(device), HeadShape(**SHAPE), EFFORTS["quick"])
     kinds = [PLAIN, SCREENED, SCREENED_TRUNCATE]
-    processes = [WorkerProcess({"worker": name}, tmp_path / name) for name in ("compiling", "measuring")]
+    processes = [WorkerProcess(getattr(WORKERS, name), tmp_path / name) for name in ("compiling", "measuring")]
     try:
         for process, op, values, order in zip(
             processes, ("compile", "trial"), ({}, {"sizes": [1]}), (kinds, kinds[::-1]), strict=True

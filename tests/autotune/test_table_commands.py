@@ -79,14 +79,14 @@ SCREENED = msgspec.structs.replace(
 # --- all of them
 
 
-def test_they_load_neither_torch_nor_optuna_nor_plotly(file):
+def test_they_load_neither_torch_nor_triton_nor_optuna_nor_plotly(file):
     code = f"""
 import sys
-from sgl_flashsample.autotune.cli import main
+from sgl_flashsample.cli import main
 file = {str(file)!r}
 for arguments in (["show", file], ["explain", file, "--batch", "3"], ["lint", file], ["diff", file, file]):
-    assert main(arguments) == 0
-print({{"torch", "optuna", "plotly"}} & set(sys.modules))
+    assert main(["tune", *arguments]) == 0
+print({{"torch", "triton", "optuna", "plotly"}} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
