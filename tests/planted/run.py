@@ -46,11 +46,10 @@ class Defect:
     new: str
     tests: list[str]
 
-    @property
-    def digest(self) -> str:
-        """A digest of the defect, its source file and its test files, as they are now."""
+    def digest(self, root: Path) -> str:
+        """A digest of the defect, its source file and its test files."""
         files = [self.file, *sorted({test.partition("::")[0] for test in self.tests})]
-        texts = [repr(self), *((ROOT / file).read_text() for file in files)]
+        texts = [repr(self), *((root / file).read_text() for file in files)]
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
@@ -67,7 +66,7 @@ class Outcome:
         """The row of the result file."""
         defect = self.defect
         row = {"name": defect.name, "file": defect.file, "caught": not self.error, "by": defect.tests}
-        return row | ({} if self.how == "failed" else {"how": self.how}) | {"digest": defect.digest}
+        return row if self.how == "failed" else row | {"how": self.how}
 
 
 def defects() -> list[Defect]:
@@ -164,9 +163,9 @@ def outcomes(copies: list[Path], chosen: list[Defect]) -> Iterator[Outcome]:
             yield done.result()
 
 
-def write(file: Path, added: list[Outcome]) -> None:
+def write(file: Path, added: dict[str, dict[str, object]]) -> None:
     """Writes the rows of all listed defects that were ever run, in the order of the list."""
-    by_name = rows(file) | {outcome.defect.name: outcome.row for outcome in added}
+    by_name = rows(file) | added
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "pytest")}
     env = versions | {"date": time.strftime("%Y-%m-%d"), "command": "python tests/planted/run.py"}
     listed = ",\n".join(f"  {json.dumps(by_name[one.name])}" for one in defects() if one.name in by_name)
@@ -187,24 +186,26 @@ def main() -> int:
         chosen = [one for one in chosen if any(words in one.name or words in one.file for words in arguments.only)]
     if arguments.changed:
         known = rows(arguments.json or RESULTS)
-        chosen = [one for one in chosen if known.get(one.name, {}).get("digest") != one.digest]
+        chosen = [one for one in chosen if known.get(one.name, {}).get("digest") != one.digest(ROOT)]
     if not chosen:
         print("no defect to plant")
         return 0
-    added: list[Outcome] = []
+    added: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder:
         copies = [copy_of_repository(Path(folder) / str(number)) for number in range(arguments.jobs)]
+        digests = {one.name: one.digest(copies[0]) for one in chosen}
         code, output = run_tests(copies[0], sorted({test for one in chosen for test in one.tests}))
         if code != 0:
             print(f"the tests must pass without a defect; pytest ended with {code}:\n{output[-2000:]}")
             return 1
         for outcome in outcomes(copies, chosen):
-            added.append(outcome)
+            name = outcome.defect.name
+            added[name] = outcome.row | {"digest": digests[name]}
             verdict = "NOT CAUGHT" if outcome.error else "caught"
-            print(f"{verdict:10} {outcome.defect.file}: {outcome.defect.name}  {outcome.error}".rstrip(), flush=True)
+            print(f"{verdict:10} {outcome.defect.file}: {name}  {outcome.error}".rstrip(), flush=True)
             if arguments.json is not None:
                 write(arguments.json, added)
-    caught = sum(not outcome.error for outcome in added)
+    caught = sum(row["caught"] is True for row in added.values())
     print(f"{caught} of {len(added)} caught")
     return 0 if caught == len(added) else 1
 
