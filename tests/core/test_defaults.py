@@ -31,7 +31,7 @@ from sgl_flashsample.tables.schema import Device
 
 TABLES = [(family, itemsize) for family in ("sm80", "sm90", "sm100") for itemsize in (2, 4)]
 SIZES = (1, 2, 8, 9, 16, 17, 32, 33, 48, 64, 65, 128, 129, 512, 513, 5000)
-# Of each family, the device with the smallest shared memory.
+# The device with the smallest shared memory of each family.
 DEVICES = {
     family: Device(name="", cc=cc, sms=128, l2_mb=50, smem_optin=smem)
     for family, cc, smem in (("sm80", "8.9", 101_376), ("sm90", "9.0", 232_448), ("sm100", "10.0", 232_448))

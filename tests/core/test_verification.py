@@ -75,7 +75,7 @@ def drafts_of(parents: list[int], truth: torch.Tensor, right: float, seed: int) 
 
 
 def number_accepted(parents: list[int], drafts: torch.Tensor, truth: torch.Tensor) -> list[int]:
-    """Of each row, the tokens that it gains: by the definition, among all paths from the root."""
+    """The number of tokens that each row gains: by the definition, among all paths from the root."""
 
     def longest(row: int, node: int, depth: int) -> int:
         fitting = [c for c, p in enumerate(parents) if p == node and drafts[row, c] == truth[row, depth]]
