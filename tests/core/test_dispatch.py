@@ -45,7 +45,7 @@ def always_screened(head) -> DispatchTable:
     return table_of(head, SCREENED, dict.fromkeys(range(1, DENSE_ROWS + 1), SCREEN))
 
 
-# Answers of a table.
+# What a table answers.
 
 
 def test_a_size_of_the_table_takes_its_configuration_and_every_other_one_the_built_in_choice():
@@ -163,7 +163,7 @@ def test_a_table_serves_heads_of_its_shape_alone(device, head):
     table.check(head)
 
 
-# Configurations that batches are launched with.
+# What a batch is launched with.
 
 
 @pytest.mark.slow
