@@ -126,12 +126,20 @@ def test_arguments_that_do_not_fit_are_named(device):
     ]:
         with pytest.raises(ValueError, match=message):
             sample(hidden, head, dataclasses.replace(params, **changes), **options)
+
+
+def test_logits_narrower_than_the_vocabulary_are_refused(device):
+    params = example(device, ALL).params
     with pytest.raises(ValueError, match=r"logits is \(9, 600\).*expected \[B, 601 or more\]"):
         sample_from_logits(torch.zeros(9, 600, device=device), params, vocab_size=601)
+
+
+def test_argmax_names_arguments_that_do_not_fit(device):
+    case = example(device, ALL)
     with pytest.raises(ValueError, match="hidden is"):
-        argmax(states[:, 1:], head)
+        argmax(case.hidden[:, 1:], case.head)
     with pytest.raises(ValueError, match="table is for"):
-        argmax(states, head, table=other)
+        argmax(case.hidden, case.head, table=default_table(LMHead(case.head.weight[:32])))
 
 
 def test_logits_may_be_of_any_dtype_at_any_place_and_of_a_shard(device):
@@ -195,9 +203,15 @@ def test_argmax_is_the_first_maximum_with_and_without_a_screen(device, rows, voc
     for screen in (None, Screen(case.head, rows)):
         assert argmax(case.hidden, case.head, screen=screen, workspace=workspace).tolist() == wanted
     assert argmax(case.hidden, weight).tolist() == wanted, "a weight is a head"
+
+
+def test_argmax_makes_the_parameters_of_greedy_rows_once(device):
+    case = example(device, GREEDY)
+    workspace = make_workspace(case.head, ROWS)
+    argmax(case.hidden, case.head, workspace=workspace)
     with Allocations() as allocated:
         argmax(case.hidden, case.head, workspace=workspace)
-    assert sorted(allocated.bytes) == [4 * rows, 8 * rows], "only outputs: parameters of greedy rows are made once"
+    assert sorted(allocated.bytes) == [4 * ROWS, 8 * ROWS], "only outputs"
 
 
 def test_argmax_is_of_the_models_own_logits(device):
@@ -264,6 +278,9 @@ def test_importing_the_package_loads_neither_torch_nor_triton():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_exists_and_no_other():
     assert all(getattr(sgl_flashsample, name) is not None for name in sgl_flashsample.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = sgl_flashsample.nonsense

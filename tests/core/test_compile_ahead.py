@@ -50,7 +50,7 @@ def moved(tensor):
     return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
 
 def batches():
-    # Of each kind one, as SGLang makes them.
+    # One batch of each kind, as SGLang makes them.
     for rows in (1, 9, 17, 33, 65):
         hidden, ids = torch.zeros(rows, 64, dtype=torch.bfloat16), moved(torch.zeros(rows, dtype=torch.int64))
         ones, flags = moved(torch.ones(rows)), moved(torch.zeros(rows, dtype=torch.int32))

@@ -31,7 +31,7 @@ from sgl_flashsample.tables.schema import Device
 
 TABLES = [(family, itemsize) for family in ("sm80", "sm90", "sm100") for itemsize in (2, 4)]
 SIZES = (1, 2, 8, 9, 16, 17, 32, 33, 48, 64, 65, 128, 129, 512, 513, 5000)
-# Of each family, the device with the smallest shared memory.
+# The device with the smallest shared memory of each family.
 DEVICES = {
     family: Device(name="", cc=cc, sms=128, l2_mb=50, smem_optin=smem)
     for family, cc, smem in (("sm80", "8.9", 101_376), ("sm90", "9.0", 232_448), ("sm100", "10.0", 232_448))
@@ -164,18 +164,24 @@ def test_a_head_whose_gemm_is_slow_or_rounds_otherwise_keeps_to_the_fused_pass(d
 CUDA = torch.device("cuda", 0)
 
 
-def test_a_family_is_that_of_the_compute_capability(monkeypatch):
+def test_a_family_is_that_of_the_compute_capability():
     names = dict.fromkeys(("8.0", "8.6", "8.9", "12.0"), "sm80") | {"9.0": "sm90", "10.0": "sm100", "10.3": "sm100"}
     names |= dict.fromkeys(("7.5", "13.0", "0.0"))
     assert {cc: family_of(cc) for cc in names} == names
+
+
+def test_every_family_has_a_table_of_built_in_choices():
     assert set(FAMILIES.values()) == {family for family, _ in TABLES}
-    assert family_of_device(torch.device("cpu")) == INTERPRETED
-    monkeypatch.setattr("sgl_flashsample.kernels.launch.gpu_of", {CUDA: Gpu((10, 3), 148)}.get)
-    assert family_of_device.__wrapped__(CUDA) == names["10.3"]
-    with pytest.raises(ValueError, match=r"device is meta; expected a CUDA device of compute capability 8\.0 or newer"):
-        family_of_device(torch.device("meta"))
     with pytest.raises(ValueError, match="No such file"):
         builtin_table("sm70", 2)
+
+
+def test_a_device_has_the_family_of_its_compute_capability(monkeypatch):
+    assert family_of_device(torch.device("cpu")) == INTERPRETED
+    monkeypatch.setattr("sgl_flashsample.kernels.launch.gpu_of", {CUDA: Gpu((10, 3), 148)}.get)
+    assert family_of_device.__wrapped__(CUDA) == "sm100"
+    with pytest.raises(ValueError, match=r"device is meta; expected a CUDA device of compute capability 8\.0 or newer"):
+        family_of_device(torch.device("meta"))
 
 
 @pytest.mark.parametrize("rows, vocab, hidden", [(1, 1, 8), (9, 600, 32), (600, 151_936, 4096)])

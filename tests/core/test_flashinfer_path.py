@@ -95,6 +95,10 @@ def test_as_a_path_that_is_asked_for_it_says_what_it_cannot_serve(head, states, 
     ]:
         with pytest.raises(ValueError, match=f"path is 'flashinfer', which cannot serve this batch: {reason}"):
             sample(states, head, dataclasses.replace(params, **changes), path="flashinfer", **options)
+
+
+def test_flashinfer_refuses_shards_and_parameters_that_do_not_fit(head, states, device, flashinfer):
+    params = make_params(device)
     with pytest.raises(ValueError, match="the head is a shard"):
         sample(states, dataclasses.replace(head, shards=2), params, path="flashinfer")
     with pytest.raises(ValueError, match=r"temperature is \(2,\)"):

@@ -180,7 +180,6 @@ def test_a_number_out_of_its_range_is_named_with_the_range(name, value, words):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_the_batch_is_refused_by_name(case):
     sampler = Sampler(case.head)
     with pytest.raises(ValueError, match=r"top_p has shape \(2,\); expected \(\d+,\), one for each row of hidden"):
@@ -189,18 +188,32 @@ def test_what_does_not_fit_the_batch_is_refused_by_name(case):
         sampler([[1.0]])
     with pytest.raises(ValueError, match="params is a dict; expected SamplingParams"):
         sampler(case.hidden, {"temperature": 1.0})
+
+
+def test_a_sampler_of_no_rows_is_refused(case):
     with pytest.raises(ValueError, match="max_rows is 0; expected 1 or more"):
         Sampler(case.head, max_rows=0)
-    for seed in (1.5, "x", True, 2**63):
-        with pytest.raises(ValueError, match=f"seed is {seed!r}; expected an int64"):
-            Sampler(case.head, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [1.5, "x", True, 2**63])
+def test_a_seed_is_an_int64(case, seed):
+    with pytest.raises(ValueError, match=f"seed is {seed!r}; expected an int64"):
+        Sampler(case.head, seed=seed)
+
+
+def test_a_position_is_an_int64_of_0_or_more(case):
+    sampler = Sampler(case.head)
     for position in (0.5, [0.5] * len(case.hidden), -1, 2**63, "ab", [None]):
         with pytest.raises(ValueError, match=r"position is .*; expected an int64, 0 or more"):
             sampler(case.hidden, position=position)
-    floats = torch.ones(len(case.hidden))
-    for name, arguments in (("position", {"position": floats}), ("seed", {"params": SamplingParams(seed=floats)})):
-        with pytest.raises(ValueError, match=f"{name} is torch.float32; expected integers"):
-            sampler(case.hidden, **arguments)
+
+
+def test_tensors_of_seeds_and_positions_hold_integers(case):
+    sampler, floats = Sampler(case.head), torch.ones(len(case.hidden))
+    with pytest.raises(ValueError, match=r"position is torch\.float32; expected integers"):
+        sampler(case.hidden, position=floats)
+    with pytest.raises(ValueError, match=r"seed is torch\.float32; expected integers"):
+        sampler(case.hidden, SamplingParams(seed=floats))
 
 
 @pytest.mark.slow

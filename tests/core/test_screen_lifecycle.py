@@ -102,11 +102,16 @@ def test_a_screen_serves_the_heads_of_its_weight_and_no_other(device):
         LMHead(head.weight, logit_scale=-1.0),
     ):
         assert not screen.serves(other)
+
+
+def test_a_screen_is_not_rebuilt_from_a_head_of_another_layout_and_stays_as_it_was(device):
+    head = example(device).head
+    screen = Screen(head, ROWS)
     with pytest.raises(ValueError, match=r"head is \(600, 32, 32, torch.float16.*expected the screen's \(600, 32"):
         screen.rebuild(LMHead(head.weight.half()))
     with pytest.raises(ValueError, match=r"the head cannot be screened: its logit_scale is -1\.0"):
         screen.rebuild(LMHead(head.weight, logit_scale=-1.0))
-    assert screen.serves(head), "as before"
+    assert screen.serves(head)
 
 
 def test_a_weight_whose_writes_pytorch_does_not_count_needs_a_caller_that_announces_them(device):
@@ -130,6 +135,12 @@ def test_a_twin_reads_the_same_copy_and_counts_what_it_draws_itself(device):
     assert_drawn_with(twin, case, case.head)
     assert screen.counters[ScreenCounter.ROWS] == 0 < twin.counters[ScreenCounter.ROWS]
     assert twin.int8_head is screen.int8_head
+
+
+def test_a_twin_is_invalid_rebuilt_and_closed_with_its_screen(device):
+    case = example(device)
+    screen = Screen(case.head, ROWS)
+    twin = screen.twin()
     screen.invalidate()
     assert not twin.serves(case.head)
     screen.rebuild(case.head)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_flashsample import BatchParams, DraftTree, LMHead, LogitEdits, Truncation, sample, verify
+from sgl_flashsample import BatchParams, DraftTree, LMHead, LogitEdits, SampleOutput, Truncation, sample, verify
 from sgl_flashsample.kernels.reference import lm_head_sample_ref
 
 PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
@@ -75,7 +75,7 @@ def drafts_of(parents: list[int], truth: torch.Tensor, right: float, seed: int) 
 
 
 def number_accepted(parents: list[int], drafts: torch.Tensor, truth: torch.Tensor) -> list[int]:
-    """Of each row, the tokens that it gains: by the definition, among all paths from the root."""
+    """The number of tokens that each row gains: by the definition, among all paths from the root."""
 
     def longest(row: int, node: int, depth: int) -> int:
         fitting = [c for c, p in enumerate(parents) if p == node and drafts[row, c] == truth[row, depth]]
@@ -104,37 +104,72 @@ def test_a_row_gains_the_tokens_that_it_would_have_drawn_one_after_another(model
         assert [drafts[row, node].item() for node in nodes[1:]] == truth[row, : count - 1].tolist()
 
 
-def test_masks_of_nodes_and_penalties_of_rows_apply_to_every_node_and_logprobs_are_of_the_tokens_gained(model, device):
+@dataclasses.dataclass
+class Edited:
+    """Four nodes per row: masks are of nodes, penalties of rows. drawn: what each node draws by itself."""
+
+    hidden: torch.Tensor
+    allowed: torch.Tensor
+    edits: LogitEdits
+    params: BatchParams
+    accepted: torch.Tensor  # drafts that are all accepted; the hidden states are those of others
+    drawn: SampleOutput
+
+
+@pytest.fixture(scope="module")
+def edited(model, device) -> Edited:
     g = torch.Generator().manual_seed(1)
     allowed = (torch.rand(NUM_ROWS * 4, VOCAB, generator=g) < 0.5).to(device)
     edits = LogitEdits(additive=2 * torch.randn(NUM_ROWS, VOCAB, generator=g).to(device), mask=~allowed)
     drafts = torch.randint(VOCAB, (NUM_ROWS, 4), generator=g).to(device)
     hidden = model.hidden_after(drafts)
     params = params_of(device, 0, edits=edits)
-    rows = params.repeated(4)
-    assert rows.edits.mask is edits.mask and rows.edits.additive is edits.additive and rows.edits.repeats == 4
-    position = torch.arange(4, device=device).repeat(NUM_ROWS)
-    each = sample(hidden.flatten(0, 1), model.head, dataclasses.replace(rows, position=position), return_logprob=True)
-    agreeing = drafts.clone()
-    agreeing[:, 1:] = each.token_ids.view(NUM_ROWS, 4)[:, :-1]  # the hidden states stay: every draft is accepted
-    out = verify(hidden, model.head, agreeing, params, return_logprob=True)
+    nodes = dataclasses.replace(params.repeated(4), position=torch.arange(4, device=device).repeat(NUM_ROWS))
+    drawn = sample(hidden.flatten(0, 1), model.head, nodes, return_logprob=True)
+    accepted = drafts.clone()
+    accepted[:, 1:] = drawn.token_ids.view(NUM_ROWS, 4)[:, :-1]
+    return Edited(hidden, allowed, edits, params, accepted, drawn)
+
+
+def flags_of_nodes(device) -> torch.Tensor:
+    return torch.full((NUM_ROWS * 4,), 15, dtype=torch.int32, device=device)
+
+
+def test_edits_of_a_batch_are_repeated_by_a_number_and_not_copied(edited):
+    rows = edited.params.repeated(4).edits
+    assert rows.mask is edited.edits.mask and rows.additive is edited.edits.additive and rows.repeats == 4
+
+
+def test_masks_of_nodes_and_penalties_of_rows_apply_to_every_node(model, edited):
+    out = verify(edited.hidden, model.head, edited.accepted, edited.params, return_logprob=True)
     assert out.num_tokens.tolist() == [4] * NUM_ROWS
-    assert torch.equal(out.token_ids.flatten(), each.token_ids) and torch.equal(out.logprobs.flatten(), each.logprobs)
-    assert allowed.gather(1, each.token_ids[:, None]).all()
-    none = verify(hidden, model.head, torch.full_like(drafts, -2), params, return_logprob=True)
-    assert none.num_tokens.tolist() == [1] * NUM_ROWS and not none.logprobs[:, 1:].any()
-    assert torch.equal(none.logprobs[:, 0], each.logprobs.view(NUM_ROWS, 4)[:, 0])
-    # Penalties and flags may be of nodes as masks are.
-    flags = torch.full((NUM_ROWS * 4,), 15, dtype=torch.int32, device=device)
-    of_nodes = dataclasses.replace(edits, additive=edits.additive.repeat_interleave(4, 0), rows=flags)
-    again = verify(hidden, model.head, agreeing, dataclasses.replace(params, edits=of_nodes), return_logprob=True)
-    assert torch.equal(again.token_ids, out.token_ids)
-    # And masks and flags may be of rows as penalties are.
-    of_rows = LogitEdits(edits.additive, mask=~allowed[::4].contiguous(), rows=flags[::4].contiguous())
-    wide = dataclasses.replace(of_nodes, mask=of_rows.mask.repeat_interleave(4, 0))
+    assert torch.equal(out.token_ids.flatten(), edited.drawn.token_ids)
+    assert torch.equal(out.logprobs.flatten(), edited.drawn.logprobs)
+    assert edited.allowed.gather(1, edited.drawn.token_ids[:, None]).all()
+
+
+def test_logprobs_are_of_the_tokens_gained_and_0_behind_them(model, edited):
+    rejected = torch.full_like(edited.accepted, -2)
+    out = verify(edited.hidden, model.head, rejected, edited.params, return_logprob=True)
+    assert out.num_tokens.tolist() == [1] * NUM_ROWS and not out.logprobs[:, 1:].any()
+    assert torch.equal(out.logprobs[:, 0], edited.drawn.logprobs.view(NUM_ROWS, 4)[:, 0])
+
+
+def test_penalties_and_flags_may_be_of_nodes_as_masks_are(model, edited, device):
+    additive = edited.edits.additive.repeat_interleave(4, 0)
+    edits = dataclasses.replace(edited.edits, additive=additive, rows=flags_of_nodes(device))
+    params = dataclasses.replace(edited.params, edits=edits)
+    out = verify(edited.hidden, model.head, edited.accepted, params, return_logprob=True)
+    assert torch.equal(out.token_ids.flatten(), edited.drawn.token_ids)
+
+
+def test_masks_and_flags_may_be_of_rows_as_penalties_are(model, edited, device):
+    mask, flags = ~edited.allowed[::4].contiguous(), flags_of_nodes(device)
+    of_rows = LogitEdits(edited.edits.additive, mask=mask, rows=flags[::4].contiguous())
+    of_nodes = LogitEdits(edited.edits.additive.repeat_interleave(4, 0), mask=mask.repeat_interleave(4, 0), rows=flags)
     both = [
-        verify(hidden, model.head, drafts, dataclasses.replace(params, edits=given)).token_ids
-        for given in (of_rows, wide)
+        verify(edited.hidden, model.head, edited.accepted, dataclasses.replace(edited.params, edits=edits)).token_ids
+        for edits in (of_rows, of_nodes)
     ]
     assert torch.equal(*both)
 
