@@ -29,8 +29,7 @@ if torch.version.cuda is None:  # so that SGLang can be imported here
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    import interpreter_bf16
-    from lab import interpreter
+    from lab import interpreter, interpreter_bf16
 
     interpreter_bf16.patch()
     interpreter.patch()

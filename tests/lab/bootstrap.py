@@ -29,7 +29,7 @@ LOCK = ROOT / ".cache" / "setup.lock"
 CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
     Path(__file__).with_name(name) for name in ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")
 )
-TORCHVISION_SCHEMAS = Path(__file__).with_name("torchvision_schemas.py")
+TORCHVISION_SCHEMAS, CPU_PLATFORM = map(Path(__file__).with_name, ("torchvision_schemas.py", "cpu_platform.py"))
 # test-full runs these too, beside the installed ones: folder, and what is in it.
 OTHER_VERSIONS = {
     "sglang-versions/0.5.17": ["sglang==0.5.17"],
@@ -177,8 +177,13 @@ def write_site_files(gpu):
 
     Type checkers and editors do not run the finder of an editable install, so a path file leads them to a folder that
     links to the package; Python does not look into that folder. Without a GPU another path file runs
-    ``torchvision_schemas.py`` at the start of each process: transformers and SGLang then import, whoever starts them.
+    ``torchvision_schemas.py`` at the start of each process, and ``cpu_platform.py`` is an entry point: transformers
+    imports and SGLang serves, whoever starts them.
     """
+    if __package__:
+        from . import cpu_platform
+    else:
+        import cpu_platform
     (site,) = (VENV / "lib").glob("python*/site-packages")
     folder = VENV / "checkout"
     folder.mkdir(exist_ok=True)
@@ -190,14 +195,13 @@ def write_site_files(gpu):
     if not gpu:
         shutil.copy(str(TORCHVISION_SCHEMAS), str(site / "flashsample_torchvision.py"))
         (site / "flashsample_torchvision.pth").write_text("import flashsample_torchvision\n")
+        cpu_platform.write_entry_points(site)
 
 
 def fingerprint(gpu):
     """Changes when what an environment should hold changes."""
-    files = (
-        *(Path(__file__), CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, TORCHVISION_SCHEMAS),
-        ROOT / "pyproject.toml",
-    )
+    sources = (Path(__file__), TORCHVISION_SCHEMAS, CPU_PLATFORM)
+    files = (*sources, CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, ROOT / "pyproject.toml")
     parts = [sys.version, str(gpu), *(path.read_text(encoding="utf-8") for path in files)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
