@@ -31,9 +31,9 @@ import torch
 from .config import DEFAULT_TRUNCATION, ScreenConfig, TruncationConfig
 from .int8_head import Int8Head
 from .params import BatchParams, LMHead, SampleOutput
-from .rescore import RescorePass, read_groups, rescore_groups
+from .rescore import rescore_groups
 from .screen import quantize_hidden, screen_head
-from .screened_truncated import bound_truncated, draw_rescored, list_ids, verify_ids
+from .screened_truncated import RescorePass, bound_truncated, draw_rescored, list_ids, read_groups, verify_ids
 from .search_truncated import search_truncated
 from .workspace import ID_ROWS, ScreenWorkspace, Workspace
 

@@ -28,9 +28,16 @@ from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.kernels.int8_head import Int8Head
 from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from sgl_flashsample.kernels.reference import truncated_sample_ref
-from sgl_flashsample.kernels.rescore import RescorePass, list_groups, read_groups
+from sgl_flashsample.kernels.rescore import list_groups
 from sgl_flashsample.kernels.screen import quantize_hidden, screen_head
-from sgl_flashsample.kernels.screened_truncated import bound_truncated, draw_rescored, list_ids, verify_ids
+from sgl_flashsample.kernels.screened_truncated import (
+    RescorePass,
+    bound_truncated,
+    draw_rescored,
+    list_ids,
+    read_groups,
+    verify_ids,
+)
 from sgl_flashsample.kernels.workspace import ID_ROWS, LogitsBuffer, ScreenCounter, ScreenWorkspace
 
 INF = float("inf")
