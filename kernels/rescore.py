@@ -453,8 +453,8 @@ def launch_reader(
 ) -> None:
     """Run a kernel that reads ids of the head which the screen has chosen.
 
-    rows: values of rows that the kernel takes. outputs: where it writes to beside the workspace. constants: its own,
-    between those of all such kernels. buffer_dtype: of the logits in ``outputs``.
+    rows: the kernel's parameters of rows. outputs: its outputs beside the workspace. constants: its constants between
+    LOGITS_DTYPE and EARLY. buffer_dtype: dtype of the logits in ``outputs``.
     """
     num_rows, spec = hidden.shape[0], head.spec
     early = config.early and supports_early_launch(hidden.device)

@@ -6,7 +6,7 @@ takes as many groups as the draw can hold; whether they were enough is decided b
 certain to reach the threshold have been read, their logits are known exactly, and the same step gives a higher
 threshold that fewer groups can reach.
 
-``list_ids`` and ``verify_ids`` rule out more groups of a small batch. A group that could reach the threshold has 16
+``list_ids`` and ``read_ids`` rule out more groups of a small batch. A group that could reach the threshold has 16
 ids, of which mostly one has an upper end above it. Reading that id alone says whether it does: most do not, since an
 upper end is far above the logit itself. A group with an id that does is read whole, for the noise inside the group
 needs all its logits.
@@ -330,7 +330,7 @@ def list_ids(
     workspace: ScreenWorkspace,  # with what ``bound_truncated`` has left
     config: ScreenConfig,
 ) -> None:
-    """Put the ids that have yet to be verified into one list, and rule their groups out until they are. Entries come in
+    """Put the ids that have yet to be read into one list, and rule their groups out until they are. Entries come in
     any order."""
     assert params.truncation is not None
     device = params.temperature.device
@@ -357,7 +357,7 @@ def list_ids(
     do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_programs", "given_edits"],
     do_not_specialize_on_alignment=[*ROW_POINTERS],
 )
-def verify_ids_kernel(
+def read_ids_kernel(
     weight_ptr,  # [V, D]
     hidden_ptr,  # [B, D]
     screen,  # ScreenOperands, with ids and threshold; out: score_hi +inf where a logit of the group reaches it
@@ -431,7 +431,7 @@ def verify_ids_kernel(
             tl.atomic_add(screen.counters + _COUNT_GROUPS, num_read, sem="relaxed")
 
 
-def verify_ids(
+def read_ids(
     hidden: torch.Tensor,  # [B, D], ID_ROWS rows or fewer
     head: LMHead,
     params: BatchParams,  # with a truncation
@@ -441,7 +441,7 @@ def verify_ids(
     """Bring back the groups of the listed ids that reach a row's threshold: their ``score_hi`` becomes +inf."""
     tile = config.rescore_tile
     launch_reader(
-        verify_ids_kernel,
+        read_ids_kernel,
         resident_programs(hidden.device, 1),
         hidden,
         head,
