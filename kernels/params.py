@@ -1,4 +1,4 @@
-"""What a launcher is given: the LM head, one value per row of the batch, and what rows ask for beyond a temperature.
+"""The arguments of launchers: the LM head, one value per row of the batch, and what rows ask for beyond a temperature.
 
 Values and their checks. The arithmetic is in ``epilogue.py`` and ``truncation_math.py``. The ``*Operands`` are the same
 values as kernels take them: NamedTuples of pointers and strides.
@@ -27,7 +27,7 @@ ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr"]
 
 
 class Edit(enum.IntFlag):
-    """Which edits apply to a row."""
+    """The edits that apply to a row, as flags."""
 
     ADDITIVE = 1
     SCALING = 2
@@ -35,8 +35,8 @@ class Edit(enum.IntFlag):
     BIAS = 8
 
 
-PER_ROW = 16  # beside the flags of the edits that are given: each row has flags of its own
-REPEATS_SHIFT = 8  # above them: how many rows share a row of edits
+PER_ROW = 16  # bit of ``given_edits``: ``edits.rows`` has flags of each row
+REPEATS_SHIFT = 8  # bits from this on of ``given_edits``: rows of the batch per row of edits
 # +inf and larger logits count as this: the largest finite number that both bfloat16 and float32 hold.
 LARGEST_LOGIT = 2.0**128 - 2.0**120
 # Soft caps up to this one are computed from one exponential: its error, a share of the cap, is small beside a logit.
@@ -67,7 +67,7 @@ class TruncationOperands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-    """Which tokens of a row may be drawn, as SGLang decides it on its FlashInfer backend.
+    """The limits of the tokens that a row may draw, as SGLang decides on its FlashInfer backend.
 
     top_k: ``[B]`` int32; fewer than ``top_k`` tokens have a larger logit. Off below 1 and from V on.
     top_p: ``[B]`` float32 in (0, 1]; tokens with a larger logit have less than ``top_p`` of the probability. Off at 1.
@@ -97,8 +97,8 @@ class Truncation:
 
 
 class EditOperands(NamedTuple):
-    """Pointers as in ``LogitEdits``, and the distance of their rows in elements. What is not given is any pointer of
-    its type, which no flag reads: with a None inside, Triton 3.6 cannot compare the whole with None."""
+    """Pointers as in ``LogitEdits``, and the distance of their rows in elements. An edit that is not given is any
+    pointer of its type, which no flag reads: with a None inside, Triton 3.6 cannot compare the whole with None."""
 
     rows: Any
     additive: Any
@@ -135,8 +135,8 @@ class LogitEdits:
     repeats: int = 1
 
     def repeated(self, times: int, num_rows: int) -> LogitEdits:
-        """Of a batch with each row ``times`` times in a row, which makes ``num_rows``. What has as many rows already
-        stays."""
+        """The edits of a batch with each row ``times`` times in a row, which makes ``num_rows``. A tensor with so many
+        rows stays."""
 
         def each(tensor: torch.Tensor | None) -> torch.Tensor | None:
             if tensor is None or tensor.shape[0] == num_rows:
@@ -151,7 +151,7 @@ class LogitEdits:
         return dataclasses.replace(self, mask=each(self.mask), rows=each(self.rows), repeats=repeats)
 
     def part(self, start: int, stop: int) -> LogitEdits:
-        """Those of the rows from ``start`` to ``stop``: views, but copies where rows share a row of edits."""
+        """The edits of the rows from ``start`` to ``stop``: views, but copies where rows share a row of edits."""
 
         def cut(tensor: torch.Tensor | None, repeats: int = 1) -> torch.Tensor | None:
             if tensor is None or repeats == 1:
@@ -174,10 +174,10 @@ class LogitEdits:
         return self.mask is not None and self.mask.dtype is torch.bool
 
     def operands(self, width: int, floats: torch.Tensor, integers: torch.Tensor) -> tuple[EditOperands, Hashable]:
-        """These edits as a kernel takes them, and what of them a compiled kernel depends on.
+        """These edits as a kernel takes them, and the facts about them that a compiled kernel depends on.
 
-        width: ids below it have a column. floats, integers: any float32 and int32 tensor, in the place of what is not
-        given; its rows are as far apart as they would be, so that one binary serves whatever is given.
+        width: ids below it have a column. floats, integers: any float32 and int32 tensor, in the place of edits
+        that are not given; its rows are as far apart as theirs would be, so that one binary serves all sets of edits.
         """
         pointers: list[Any] = []
         strides: list[int] = []
@@ -229,14 +229,14 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FeatureOperands(NamedTuple):
-    """What rows ask for and how logits are transformed, as every kernel that sees logits takes it."""
+    """Requests of rows and transforms of logits, as every kernel that sees logits takes them."""
 
     truncation: TruncationOperands | None
     edits: EditOperands | None
     logit_scale: float | None
-    softcap: tuple[float, ...] | None  # the cap; of one above ``NARROW_CAP`` its reciprocal, too
+    softcap: tuple[float, ...] | None  # the cap; above ``NARROW_CAP`` its reciprocal, too
     given_edits: int  # ``Edit`` flags, ``PER_ROW``, and how many rows share a row of edits, above ``REPEATS_SHIFT``
-    variant: Hashable  # what of all these a compiled kernel depends on
+    variant: Hashable  # the facts about all these that a compiled kernel depends on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,12 +269,12 @@ class BatchParams:
     distribution_only: bool = False
 
     def rows(self, start: int, stop: int) -> BatchParams:
-        """Those of the rows from ``start`` to ``stop``, as views but for edits that rows share."""
+        """The parameters of the rows from ``start`` to ``stop``, as views but for edits that rows share."""
         edits = None if self.edits is None else self.edits.part(start, stop)
         return self._of_each(lambda tensor: tensor[start:stop], edits)
 
     def repeated(self, times: int) -> BatchParams:
-        """Each row ``times`` times in a row. What has as many rows already, as positions or a mask may, stays."""
+        """Each row ``times`` times in a row. A tensor with so many rows, as positions or a mask may have, stays."""
         num_rows = self.temperature.shape[0] * times
         edits = None if self.edits is None else self.edits.repeated(times, num_rows)
         return self._of_each(
@@ -427,7 +427,7 @@ class LMHead:
 
     weight: ``[V, D]`` bfloat16, float16 or float32; contiguous rows at any distance.
     spec: the logits. Rows of the weight from ``vocab_size`` on are padding and are never returned (default: V, none).
-        ``logits_dtype`` is the dtype of the model's own GEMM, never None in a head (default: the weight's; torch.float32
+        ``logits_dtype`` is that of the model's own GEMM, never None in a head (default: the weight's; torch.float32
         keeps the accumulator).
     module: the owner of ``weight``; a weight that it gets later is followed (``current``).
     options: fields of ``LogitsSpec``, instead of ``spec`` or to replace some of its fields.
@@ -594,7 +594,7 @@ class LMHead:
 
     @functools.cached_property
     def variant(self) -> tuple:
-        """What of this head a compiled kernel depends on, beside its constants."""
+        """The facts about this head that a compiled kernel depends on, beside its constants."""
         return self.weight.dtype, self.weight.stride(0), self.weight.data_ptr() % 16 == 0
 
     @functools.cached_property
@@ -602,7 +602,7 @@ class LMHead:
         return {}
 
     def weight_operand(self, tile: TileConfig) -> torch.Tensor | TensorDescriptor:
-        """What the kernel reads the weight through: a descriptor of the tile's blocks, or the tensor."""
+        """The kernel's argument for the weight: a descriptor of the tile's blocks, or the tensor."""
         if not tile.tma:
             return self.weight
         return descriptor(self._descriptors, self.weight, (tile.block_v, tile.block_d))

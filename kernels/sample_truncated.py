@@ -38,7 +38,7 @@ _CANDIDATES = tl.constexpr(MEASURED_CANDIDATES)
 _CANDIDATE_GROUPS = tl.constexpr(CANDIDATE_GROUPS)
 _LISTED_GROUPS = tl.constexpr(LISTED_GROUPS)
 _LOADED = tl.constexpr(8)  # logits of a 16-byte load
-# How far behind the best score groups are taken from, at most, and how finely that is decided.
+# Groups are taken whose score is behind the best one by this at most; and the resolution of that decision.
 _WIDEST = tl.constexpr(32.0)
 _FINEST = tl.constexpr(0.1)
 
