@@ -13,8 +13,9 @@ import torch
 from .. import __version__
 from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
+from ..head import Head
 from ..kernels.rng import NOISE_ABI
-from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinfer
+from ..selfcheck import MAX_COMPILED_ROWS, unsupported_by_flashinfer
 from ..switches import (
     STEP_GRAPHS_VARIABLE,
     switch,
@@ -291,7 +292,8 @@ class Runtime:
                 self._about,
             )
         for state in self.heads:
-            weight, ranks = state.head.weight, "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
+            weight = state.head.lm_head.weight
+            ranks = "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
             logger.info(
                 "%s: fused sampling active, LM head %d x %d %s%s, random numbers of NOISE_ABI %d, kernels compiled and "
                 "checked against a reference in %.1f s; SGLang's own sampler is used for requests with %s",
@@ -305,7 +307,7 @@ class Runtime:
             )
         if self.heads:
             first = self.heads[0]
-            self._extra_root = ExtraRoot.of_device(first.head.weight.device, first.exchange is not None)
+            self._extra_root = ExtraRoot.of_device(first.head.lm_head.weight.device, first.exchange is not None)
 
     def extend_model_graph(self) -> None:
         """Where SGLang captures its model into a CUDA graph, give that one more root."""
@@ -380,20 +382,21 @@ class Runtime:
         logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
-        """Give ``state`` its table and its screen, as far as they pass the checks on this machine.
-        Returns why its kernels cannot be trusted, or None."""
+        """Give ``state`` its table and its screen, as far as they pass the checks on this machine. Returns why its
+        kernels cannot be trusted, or None."""
         head = state.head
-        max_rows = MAX_COMPILED_ROWS if head.weight.is_cuda else MAX_INTERPRETED_ROWS
+        max_rows = MAX_COMPILED_ROWS if head.lm_head.weight.is_cuda else MAX_INTERPRETED_ROWS
         if state.exchange is not None:
             reason = state.unsupported_rows(max_rows, self.settings.bool_masks)
             if reason is not None or state.whole_rows:
                 return reason
-        resolved = resolve(head)
+        resolved = resolve(head.lm_head)
         for warning in resolved.warnings:
             logger.warning("flashsample: %s", warning)
-        no_screen = self._build_screen(state, resolved.dispatch, max_rows, starting)
-        serving = None if state.screen is None else state.screen.serving(head)
-        checked = refuse_wrong(head, max_rows, resolved.dispatch, bool_masks=self.settings.bool_masks, screen=serving)
+        head.table = resolved.dispatch
+        no_screen = self._build_screen(state, max_rows, starting)
+        head.screen = None if state.screen is None else state.screen.serving(head.lm_head)
+        checked = head.check(max_rows, bool_masks=self.settings.bool_masks)
         if checked.reason is not None:
             return checked.reason
         if checked.refused:
@@ -403,34 +406,33 @@ class Runtime:
                 len(checked.refused),
                 "; ".join(checked.refused),
             )
-        table = _without_failing_flashinfer(head, checked.table)
-        logger.info("flashsample: %s", dataclasses.replace(resolved, dispatch=table).line())
-        state.table = table
+        head.table = _without_failing_flashinfer(head)
+        logger.info("flashsample: %s", dataclasses.replace(resolved, dispatch=head.table).line())
         state.table_file = None if resolved.table_file is None else str(resolved.table_file.file)
         measured = self.screen_mode is ScreenMode.AUTO
-        if state.screen is not None and not table.screened_rows(state.screen.rows, measured=measured):
+        if state.screen is not None and not head.table.screened_rows(state.screen.rows, measured=measured):
             no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"
             state.free_screen()
             state.screen = None
         self._announce_screen(state, no_screen)
         return None
 
-    def _build_screen(self, state: HeadState, table: DispatchTable, max_rows: int, starting: bool) -> str | None:
+    def _build_screen(self, state: HeadState, max_rows: int, starting: bool) -> str | None:
         """Build the screen of a head; returns why it gets none, or None."""
+        lm_head, table = state.head.lm_head, state.head.table
         try:
-            reason = self.no_screen_reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
+            reason = self.no_screen_reason or unsupported_screen(lm_head, table, self.screen_mode, max_rows)
             if reason is None and not starting:
                 reason = "the model shows its LM head only after the memory is shared out"
             if reason is None:
-                rows = table.screened_rows(max_rows)
-                state.screen = HeadScreen(state.head, rows, self.metrics.read_seconds)
+                state.screen = HeadScreen(lm_head, table.screened_rows(max_rows), self.metrics.read_seconds)
         except Exception as error:  # memory, or whatever a copy of this head meets: it is served without
             reason = f"{type(error).__name__}: {error}"
         return reason
 
     def _announce_screen(self, state: HeadState, reason: str | None) -> None:
         """Say in a line what screen a head has, or why it has none."""
-        screen, weight = state.screen, state.head.weight
+        screen, weight = state.screen, state.head.lm_head.weight
         if screen is None:
             level = logging.WARNING if self.screen_mode is ScreenMode.ON else logging.INFO
             logger.log(
@@ -569,17 +571,18 @@ def processors_of(model: torch.nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LogitsProcessor)}
 
 
-def _without_failing_flashinfer(head: Any, table: DispatchTable) -> DispatchTable:
-    if not table.flashinfer:
-        return table
+def _without_failing_flashinfer(head: Head) -> DispatchTable:
+    """The table of ``head``, without FlashInfer where that cannot draw for it here."""
+    if not head.table.flashinfer:
+        return head.table
     try:
-        reason = unsupported_by_flashinfer(head)
+        reason = unsupported_by_flashinfer(head.lm_head)
     except Exception as error:  # memory for the check, or what else a starting server may lack
         reason = f"{type(error).__name__}: {error}"
     if reason is None:
-        return table
+        return head.table
     logger.warning(CANNOT_USE, reason)
-    return table.without_flashinfer()
+    return head.table.without_flashinfer()
 
 
 def _is_capturing() -> bool:

@@ -12,7 +12,6 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
-from ..api import sample
 from ..kernels.params import BatchParams, LogitEdits, SampleOutput
 from .batch import (
     BATCH_ATTRIBUTE,
@@ -29,7 +28,6 @@ from .batch import (
     routing_of,
     to_device,
 )
-from .exchange import Exchange
 from .head import HeadState
 from .lazy_logits import LazyLogits, plain
 from .runtime import Runtime
@@ -232,59 +230,26 @@ def draw(
 ) -> SampleOutput:
     """One token per row: by a CUDA graph where the batch has not changed for some steps, else by launches."""
     state.update(len(batch))
-
-    def launch(params: BatchParams) -> Launched:
-        if state.exchange is not None:
-            return draw_with_ranks(state, state.exchange, hidden, params, return_logprob, retry=False)
-        return Launched(_launch(state, hidden, params, return_logprob))
-
     graphs = state.step_graphs(batch, edits, positions)
     if graphs is not None:
-        out = graphs.step(launch, batch, hidden, edits, positions, return_logprob)
+
+        def captured(params: BatchParams) -> Launched:
+            return launch(state, hidden, params, return_logprob, retry=False)
+
+        out = graphs.step(captured, batch, hidden, edits, positions, return_logprob)
         if out is not None:
             return out
-    return draw_without_graphs(state, hidden, batch.params(positions.to(torch.int64), edits), return_logprob)
+    return launch(state, hidden, batch.params(positions.to(torch.int64), edits), return_logprob).out
 
 
-def draw_without_graphs(
-    state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool
-) -> SampleOutput:
-    """By launches. A screen that fails is given up, and the step drawn without it."""
-    if state.exchange is not None:
-        return draw_with_ranks(state, state.exchange, hidden, params, return_logprob).out
-    try:
-        return _launch(state, hidden, params, return_logprob)
-    except Exception as error:
-        if state.serving_screen is None or isinstance(error, torch.OutOfMemoryError):
-            raise
-        state.stop_screen(f"{type(error).__name__}: {error}")
-        return _launch(state, hidden, params, return_logprob)
-
-
-def _launch(state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
-    return sample(
-        hidden,
-        state.head,
-        params,
-        return_logprob=return_logprob,
-        workspace=state.workspace,
-        path=state.path,
-        table=state.table,
-        screen=state.serving_screen,
-    )
-
-
-def draw_with_ranks(
-    state: HeadState,
-    exchange: Exchange,
-    hidden: torch.Tensor,
-    params: BatchParams,
-    return_logprob: bool,
-    retry: bool = True,
+def launch(
+    state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool, *, retry: bool = True
 ) -> Launched:
-    """Where this rank has a part of the head. How a rank draws from its part is its own affair. retry: what fails is
-    tried in another way, as the other ranks wait for the exchange."""
-    if params.truncation is not None or state.whole_rows:
+    """One token per row, by launches. Where ranks share the head, each draws from its part, in its own way, and they
+    exchange the draws; for truncated batches they exchange whole rows of logits. retry: a draw that fails is tried in
+    another way (``HeadState.step_down``), as other ranks wait for the exchange."""
+    exchange = state.exchange
+    if exchange is not None and (params.truncation is not None or state.whole_rows):
         scratch: list[Any] = []
 
         def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:
@@ -295,12 +260,12 @@ def draw_with_ranks(
         return Launched(exchange.draw_rows(state.logits_of_shard(hidden), params, draw_rows), scratch)
     while True:
         try:
-            drawn = _launch(state, hidden, params, return_logprob)
+            drawn = state.head.draw(hidden, params, return_logprob=return_logprob, path=state.path)
+            break
         except Exception as error:
-            if not retry or not state.step_down(f"{type(error).__name__}: {error}"):
+            if not retry or not state.step_down(error):
                 raise
-        else:
-            return Launched(exchange.merge(drawn), drawn)
+    return Launched(drawn) if exchange is None else Launched(exchange.merge(drawn), drawn)
 
 
 class NativeRows:

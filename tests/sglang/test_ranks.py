@@ -21,7 +21,6 @@ from head_states import CPU, RANK_ROWS, CountingCapture, Model, hidden_states, m
 from serving import needs_sglang
 from sglang_batches import request
 
-from sgl_flashsample import sample
 from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang import runtime as runtime_module
@@ -104,7 +103,7 @@ def test_without_a_fault_both_ranks_draw_the_tokens_of_one_rank_with_the_seed_of
     assert first["gathered"] == [[1, 320]], "SGLang's own gather has connected the ranks before any step"
     state = make_state(torch.device("cpu"))
     hidden, positions = hidden_states(torch.device("cpu"), RANK_ROWS), torch.arange(RANK_ROWS)
-    drawn = [sample(hidden, state.head, batch.params(positions, None), path="logits") for batch, _ in rank_batches()]
+    drawn = [state.head.draw(hidden, batch.params(positions, None), path="logits") for batch, _ in rank_batches()]
     assert first["tokens"] == [out.token_ids.tolist() for out in drawn]
 
 
