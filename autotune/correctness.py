@@ -78,7 +78,7 @@ class CorrectnessCheck:
             few = self.many if each.truncate else self.few
             for head, rows in ((self.many, block_b - 3), (few, block_b + 1)):
                 expected = self._expect(head, rows, each, reads=isinstance(config, ReadConfig))
-                reason = difference(expected, config, screen=self._screen_for(config, head))
+                reason = difference(expected, config, Parts.of(head, screen=self._screen_for(config, head)))
                 if reason is not None:
                     raise IncorrectTokens(reason)
         if isinstance(config, ScreenConfig):
@@ -136,8 +136,8 @@ class CorrectnessCheck:
         workspace = self._workspace
         if config is None:
             return draw_with_flashinfer(compute_logits(hidden, head, workspace), head.spec, params)
-        truncation_config = default_table(head).truncation_config
-        return launch(config, hidden, params, Parts(head, truncation_config, workspace, self._screen_for(config, head)))
+        parts = Parts.of(head, screen=self._screen_for(config, head))._replace(workspace=workspace)
+        return launch(config, hidden, params, parts)
 
     def _screen_for(self, config: Config, head: LMHead) -> Screen | None:
         if not isinstance(config, ScreenConfig):
@@ -149,7 +149,7 @@ class CorrectnessCheck:
     def _expect(self, head: LMHead, rows: int, kind: BatchKind, *, reads: bool) -> Expectation:
         key = (head.vocab_size, rows, kind, reads)
         if key not in self._expected:
-            self._expected[key] = expect(head, rows, kind, reads=reads, table=default_table(head))
+            self._expected[key] = expect(head, rows, kind, reads=reads)
         return self._expected[key]
 
     def _distribution(
