@@ -19,7 +19,6 @@ import torch
 
 from sgl_flashsample.cpu_path import sample_on_cpu
 from sgl_flashsample.kernels.params import BatchParams, LogitsSpec, SampleOutput
-from sgl_flashsample.paths import compute_logits
 from sgl_flashsample.switches import SCREEN_VARIABLE, STEP_GRAPHS_VARIABLE
 
 BACKEND = "decision_plane"
@@ -46,8 +45,10 @@ def make_sampler() -> Any:
             raise ValueError("several ranks share the LM head; expected one")
         state.update(len(batch))
         plane = planes.setdefault(hidden.device, DecisionPlane(hidden.device))
-        logits = compute_logits(hidden, state.head, state.workspace)
-        return plane.draw(logits, state.head.spec, batch.params(positions.to(torch.int64), edits), return_logprob)
+        logits = state.head.logits(hidden)
+        return plane.draw(
+            logits, state.head.lm_head.spec, batch.params(positions.to(torch.int64), edits), return_logprob
+        )
 
     sampler.draw = draw
     return plugin.make_sampler()

@@ -1,4 +1,4 @@
-"""One LM head that this server fuses: its current weights, dispatch table, workspace, screen and CUDA graphs."""
+"""One LM head that this server fuses: a ``Head`` that follows SGLang's model, its screen and its CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from typing import Any
 
 import torch
 
-from ..api import sample_from_logits
-from ..defaults import HeadTraits
-from ..dispatch import default_table
-from ..head import make_reading_workspace, make_workspace
+from ..head import Head
 from ..kernels.config import cdiv
 from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput
 from ..kernels.rng import GROUP_SIZE
-from ..kernels.workspace import Workspace
 from ..kinds import BatchKind, SamplingPath
-from ..paths import compute_logits
-from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from . import support
 from .batch import Batch
@@ -37,13 +31,12 @@ class HeadState:
 
     SGLang may change either after the start (a new weight tensor, a logit scale set late): ``update`` follows.
 
-    exchange: with the ranks that hold the rest of the head; None where it is whole. whole_rows: the kernels cannot draw
-    from the parts of these ranks, so every batch is exchanged as whole rows of logits. table: what batches of this head
-    take. table_file: the tuned table that it is from, or None. path: which every batch takes instead, after a failure.
-    screen: where the head has one. use_step_graphs: whether steps of unchanged batches are captured as CUDA graphs;
-    copies_tokens: whether each step then has tokens of its own, which stay. As of the last ``update``: head (this
-    rank's part), workspace, serving_screen (None where the screen does not serve), graphs (None where there are none
-    yet, or something that they were captured with has changed).
+    head: this rank's part, as of the last ``update``; it has a screen while that serves. exchange: with the ranks that
+    hold the rest; None where the head is whole. whole_rows: the kernels cannot draw from the parts of these ranks, so
+    every batch is exchanged as whole rows of logits. table_file: the tuned table of ``head``, or None. path: the path
+    that every batch takes after a failure. screen: the life of the screen, where the head has one. use_step_graphs:
+    steps of unchanged batches are captured as CUDA graphs. copies_tokens: each step then has tokens of its own, which
+    stay. graphs: None where there are none yet, or something that they were captured with has changed.
     """
 
     def __init__(
@@ -54,57 +47,43 @@ class HeadState:
         self.use_step_graphs = self.copies_tokens = False
         self.path: SamplingPath | None = None
         self.screen: HeadScreen | None = None
-        self.serving_screen: Screen | None = None
         self._parameters: dict[str, torch.Tensor] = getattr(lm_head, "_parameters", {})
-        self._workspace: Workspace | None = None
-        self._workspace_rows = 0
-        self._rows_workspace: Workspace | None = None  # of whole rows
         self._too_large: int | None = None  # rows of the smallest batch that found no memory, left to SGLang until then
         self._too_large_until = 0.0
         self._searched: DeviceCounters | None = None
         self.graphs: StepGraphs | None = None
         self._capture = capture
         self._fingerprint = self._current_fingerprint()
-        self.head = self._current_head()
-        self.table = default_table(self.head)
+        self.head = Head(self._current_head())
         self.table_file: str | None = None
 
     def update(self, num_rows: int) -> None:
         """Follow the model, and make the workspace large enough for ``num_rows`` rows. Where nothing has changed, it
         costs the host about a microsecond."""
         fingerprint = self._current_fingerprint()
+        head = self.head
         if fingerprint != self._fingerprint:
-            self.graphs = None
-            self.head = self._current_head()
-            if HeadTraits.of(self.head) != self.table.traits:
-                self.table, self.table_file = default_table(self.head), None
+            table, head.screen, self.graphs = head.table, None, None
+            head.replace(self._current_head())
+            if head.table is not table:
+                self.table_file = None
             self._fingerprint = fingerprint
-        if num_rows > self._workspace_rows:
-            # At once for all batches that kernels are compiled for: none of these allocates a workspace in a step. Then
-            # a quarter more at a time: a server may climb row by row.
-            rows = max(num_rows, MAX_COMPILED_ROWS, self._workspace_rows * 5 // 4)
-            searched = self._workspace.searched if self._workspace is not None else None
-            self._workspace = make_workspace(self.head, rows, searched, self.table)
-            self._workspace_rows = rows
-            self.graphs = None
+        if num_rows > head.max_rows:
+            # At once for all batches that kernels are compiled for: none of these allocates scratch in a step. Then a
+            # quarter more at a time: a server may climb row by row.
+            rows = max(num_rows, MAX_COMPILED_ROWS, head.max_rows * 5 // 4)
+            head.screen, self.graphs = None, None  # the scratch of a screen is for ``HeadScreen.rows``
+            head.grow(rows)
             if self.exchange is not None:
-                head, searched = self.head, self._workspace.searched
-                whole = {"vocab_size": self.processor.vocab_size, "itemsize": head.rounding.itemsize}
-                traits, rows = HeadTraits.of(head)._replace(**whole), cdiv(rows, self.exchange.num_ranks)
-                self._rows_workspace = make_reading_workspace(traits, rows, head.weight.device, searched)
-        serving = None if self.screen is None else self.screen.serving(self.head)
-        if serving is not self.serving_screen:
-            self.serving_screen, self.graphs = serving, None
-
-    @property
-    def workspace(self) -> Workspace:
-        assert self._workspace is not None, "update comes first"
-        return self._workspace
+                head.reserve_rows(cdiv(rows, self.exchange.num_ranks), self.processor.vocab_size)
+        serving = None if self.screen is None else self.screen.serving(head.lm_head)
+        if serving is not head.screen:
+            head.screen, self.graphs = serving, None
 
     @property
     def status(self) -> dict[str, Any]:
-        """Of this head, for ``Runtime.status``."""
-        screen, weight = self.screen, self.head.weight
+        """Facts of this head for ``Runtime.status``."""
+        screen, weight = self.screen, self.head.lm_head.weight
         screen_bytes = 0 if screen is None else screen.num_bytes
         memory = None if self.exchange is None else self.exchange.memory
         exchanged_bytes = 0 if memory is None else memory.total_bytes
@@ -116,16 +95,16 @@ class HeadState:
             "table": self.table_file,
             "screen": None if screen is None else {"rows": screen.rows, "bytes": screen_bytes, "paused": screen.paused},
             "graphs": 0 if self.graphs is None else self.graphs.count,
-            "bytes": screen_bytes + (0 if self._workspace is None else self._workspace.num_bytes) + exchanged_bytes,
+            "bytes": screen_bytes + sum(scratch.num_bytes for scratch in self.head.workspaces) + exchanged_bytes,
         }
 
     def is_current(self) -> bool:
-        """Whether ``head`` still describes the model: the weight's address and version (PyTorch's count of its writes),
-        and the processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``."""
+        """``head`` still describes the model: the weight's address and version (PyTorch's count of its writes), and the
+        processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``."""
         return self._current_fingerprint() == self._fingerprint
 
     def is_of(self, processor: Any, lm_head: Any) -> bool:
-        """Whether another processor computes these logits from this weight too."""
+        """Another processor computes these logits from this weight too."""
         weight = getattr(lm_head, "weight", None)
         if not isinstance(weight, torch.Tensor):
             return False
@@ -164,7 +143,7 @@ class HeadState:
         """Why whole rows cannot be drawn on this rank, of a batch of up to ``max_rows`` rows; None where they can. Also
         compiles what the exchange launches: a rank that fails at that must not have begun to exchange."""
         assert self.exchange is not None
-        head, num_ranks = self.head, self.exchange.num_ranks
+        head, num_ranks = self.head.lm_head, self.exchange.num_ranks
         for return_logprob in (True, False):
             nothing = no_record(1, head.weight.device, return_logprob)
             merge_records(pack_record(nothing), return_logprob=return_logprob)
@@ -184,28 +163,30 @@ class HeadState:
         before any step: what connects ranks and reserves memory at its first call does so now."""
         if self.exchange is None:
             return None
-        device, num_ranks = self.head.weight.device, self.exchange.num_ranks
+        lm_head, num_ranks = self.head.lm_head, self.exchange.num_ranks
+        device = lm_head.weight.device
         max_rows = MAX_COMPILED_ROWS if device.type == "cuda" else 2 * num_ranks
         self.update(max_rows)
-        width, gatherer = self.head.weight.shape[0], getattr(self.processor, "_logits_gatherer", None)
+        width, gatherer = lm_head.weight.shape[0], getattr(self.processor, "_logits_gatherer", None)
         batches = list(itertools.product((max_rows, 1), (True, False)))
         right = [self._exchanges_right(*batch) for batch in batches]
-        self.exchange.connect(max_rows, width, self.head.rounding)
+        self.exchange.connect(max_rows, width, lm_head.rounding)
         if self.exchange.memory is not None:
             right += [self._exchanges_right(*batch) for batch in batches]
         if gatherer is not None and not self.processor.use_attn_tp_group:
-            gatherer(torch.zeros(1, width, dtype=self.head.rounding, device=device))
+            gatherer(torch.zeros(1, width, dtype=lm_head.rounding, device=device))
         if self.exchange.memory is None and (reason := support.unmeasured_exchange(device)) is not None:
             return reason
         return None if all(right) else f"in a trial exchange between {num_ranks} ranks, tokens came out wrong"
 
     def _exchanges_right(self, num_rows: int, return_logprob: bool) -> bool:
-        """Whether a batch of one-hot logits, each rank with its part, gives the known tokens."""
+        """A batch of one-hot logits, each rank with its part, gives the known tokens."""
         assert self.exchange is not None
-        device, width = self.head.weight.device, self.head.weight.shape[0]
+        lm_head = self.head.lm_head
+        device, width = lm_head.weight.device, lm_head.weight.shape[0]
         row = torch.arange(num_rows, device=device)
         expected = row * 7919 % self.processor.vocab_size
-        logits = torch.zeros(num_rows, width, dtype=self.head.rounding, device=device)
+        logits = torch.zeros(num_rows, width, dtype=lm_head.rounding, device=device)
         local = expected - self.exchange.rank * width
         is_here = (local >= 0) & (local < width)
         logits[row[is_here], local[is_here]] = 8.0
@@ -216,7 +197,7 @@ class HeadState:
         if not self.whole_rows:
             scores, place = logits.float().max(dim=1)
             output = SampleOutput.empty(num_rows, device, return_logprob)._replace(scores=scores)
-            drawn.append(self.exchange.merge(output._replace(token_ids=place + self.head.vocab_start)))
+            drawn.append(self.exchange.merge(output._replace(token_ids=place + lm_head.vocab_start)))
         return all(torch.equal(out.token_ids, expected) for out in drawn)
 
     def logits_of_shard(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -225,19 +206,12 @@ class HeadState:
         assert self.exchange is not None
         memory = self.exchange.memory_for(hidden.shape[0])
         shared = None if memory is None else memory.own_logits[: hidden.shape[0]]
-        return compute_logits(hidden, self.head, self.workspace, out=shared)
+        return self.head.logits(hidden, out=shared)
 
     def sample_rows(self, logits: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
         """The draw from whole rows of logits, ``[R, N * W]``, on this rank alone."""
-        return sample_from_logits(
-            logits,
-            params,
-            vocab_size=self.processor.vocab_size,
-            logit_scale=self.head.logit_scale,
-            softcap=self.head.softcap,
-            return_logprob=return_logprob,
-            workspace=self._rows_workspace,
-        )
+        vocab_size = self.processor.vocab_size
+        return self.head.draw_from_logits(logits, params, vocab_size=vocab_size, return_logprob=return_logprob)
 
     def step_graphs(self, batch: Batch, edits: LogitEdits | None, positions: torch.Tensor) -> StepGraphs | None:
         """The CUDA graphs that may replay a step of ``batch``; None where it is to be launched, as collectives of ranks
@@ -250,20 +224,20 @@ class HeadState:
             return None
         if self.exchange is not None and self.exchange.memory_for(len(batch)) is None:
             return None
-        if batch.distribution_only and self.table.flashinfer:
+        head = self.head
+        if batch.distribution_only and head.table.flashinfer:
             kind = BatchKind(batch.truncation is not None, edits is not None)
-            if self.table.takes_flashinfer(len(batch), kind):
+            if head.table.takes_flashinfer(len(batch), kind):
                 return None
         if self.graphs is None:
+            device = head.lm_head.weight.device
             if self._capture is None:
-                self._capture = CudaCapture(self.head.weight.device)
-            used = [self.workspace, *([] if self._rows_workspace is None else [self._rows_workspace])]
-            device, capture = self.head.weight.device, self._capture
-            self.graphs = StepGraphs(used, MAX_COMPILED_ROWS, device, capture, self.copies_tokens)
+                self._capture = CudaCapture(device)
+            self.graphs = StepGraphs(head.workspaces, MAX_COMPILED_ROWS, device, self._capture, self.copies_tokens)
         return self.graphs
 
     def fits(self, num_rows: int) -> bool:
-        """Whether no batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""
+        """No batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""
         if self._too_large is None or num_rows < self._too_large:
             return True
         if time.monotonic() < self._too_large_until:
@@ -273,7 +247,7 @@ class HeadState:
 
     def out_of_memory(self, num_rows: int) -> None:
         """A batch of ``num_rows`` rows, which ``fits``, found no memory: leave it, and larger ones, to SGLang's sampler
-        for ``RETRY_SECONDS``. Not where ranks share the head: each of them would do so by itself."""
+        for ``RETRY_SECONDS``. Not for ranks that share the head: each would decide alone."""
         self._too_large, self._too_large_until = num_rows, time.monotonic() + RETRY_SECONDS
         logger.warning(
             "flashsample: out of GPU memory for a batch of %d requests: from this batch on, for %d minutes, batches of "
@@ -291,20 +265,20 @@ class HeadState:
         ``renew_screen``."""
         if self.screen is not None:
             self.screen.invalidate()
-            self.serving_screen = self.graphs = None
+            self.head.screen = self.graphs = None
 
     def free_screen(self) -> None:
         """Give the memory of the screen back, until ``renew_screen``. Waits for the device."""
         if self.screen is not None:
-            self.serving_screen = self.graphs = None
-            self.screen.free(self.head)
+            self.head.screen = self.graphs = None
+            self.screen.free(self.head.lm_head)
 
     def renew_screen(self) -> None:
         """Make the screen a copy of what the head holds now. Waits for the device: not in a decode step."""
         if self.screen is not None and not self.screen.stopped:
             try:
                 self.update(1)
-                self.screen.renew(self.head)
+                self.screen.renew(self.head.lm_head)
             except Exception as error:  # memory, or a head of another shape
                 self.stop_screen(f"{type(error).__name__}: {error}")
 
@@ -318,14 +292,17 @@ class HeadState:
                 reason,
             )
             self.screen.stop()
-            self.serving_screen = self.graphs = None
+            self.head.screen = self.graphs = None
 
-    def step_down(self, reason: str) -> bool:
-        """After a draw from this rank's part that failed: without a screen from now on, else from the logits of a GEMM,
-        and say why. False where there is no other way left."""
-        if self.serving_screen is not None:
+    def step_down(self, error: Exception) -> bool:
+        """After a draw that failed: draw without a screen from now on, else, where ranks share the head, from the
+        logits of a GEMM, and say why. False where there is no other way left."""
+        if self.exchange is None and (self.head.screen is None or isinstance(error, torch.OutOfMemoryError)):
+            return False
+        reason = f"{type(error).__name__}: {error}"
+        if self.head.screen is not None:
             self.stop_screen(reason)
-        elif self.path is None and self.head.gemm_gives_logits:
+        elif self.path is None and self.head.lm_head.gemm_gives_logits:
             self.path = SamplingPath.LOGITS
             logger.warning(
                 "flashsample: the fused kernel failed on rank %d; until restart this rank computes its logits with a "
@@ -342,12 +319,13 @@ class HeadState:
         from the device at most once in ``counter_seconds`` seconds."""
         if self._searched is None:
             self.update(1)
-            self._searched = DeviceCounters(self.workspace.searched, counter_seconds)
+            assert self.head.searched is not None
+            self._searched = DeviceCounters(self.head.searched, counter_seconds)
         (searched,) = self._searched.new()
         return searched
 
 
 def _identity(processor: Any, weight: torch.Tensor) -> tuple:
-    """What the logits of a processor depend on, beside the values of its weight."""
+    """The properties that the logits of a processor depend on, beside the values of its weight."""
     softcap = getattr(processor, "final_logit_softcapping", None)
     return weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size

@@ -1,4 +1,4 @@
-"""What this server process serves: its heads, their kernels, its metrics. One per process, made by the plugin."""
+"""The state of the fused pass in one server process: its heads, their kernels, its metrics. The plugin makes one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from .. import __version__
 from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
+from ..head import Head
 from ..kernels.rng import NOISE_ABI
-from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinfer
+from ..selfcheck import MAX_COMPILED_ROWS, unsupported_by_flashinfer
 from ..switches import (
     STEP_GRAPHS_VARIABLE,
     switch,
@@ -43,8 +44,8 @@ LATE_ON_RANKS = f"{LATE_HEAD}, which is not supported with several ranks"
 
 
 class RankError(RuntimeError):
-    """What failed on this rank in a step or in the trial exchange, where ranks that share a head cannot be left alone:
-    they would wait for it. SGLang ends the server, as after an error of its own."""
+    """This rank failed while its peers wait in an exchange. The error must propagate: SGLang ends the server, as after
+    an error of its own."""
 
 
 class Runtime:
@@ -220,7 +221,7 @@ class Runtime:
 
     @property
     def leaves_heads(self) -> bool:
-        """Whether SGLang serves an LM head of this server."""
+        """SGLang serves an LM head of this server."""
         return bool(self._refused)
 
     @property
@@ -235,8 +236,8 @@ class Runtime:
     def status(self) -> dict[str, Any]:
         """For ``/server_info``: whether the fused pass serves, else why not; per head its shape and dtype, the tuned
         table (None: built-in choices), its screen, how many CUDA graphs of a step it has, and the bytes that it takes
-        beside the model and these graphs. draft_head: the same of the head that drafts are drawn from, one of
-        ``heads`` or the draft model's. Of a pipeline, the first stage answers, as the last one was at its start. Values
+        beside the model and these graphs. draft_head: the same of the head that drafts are drawn from, one of ``heads``
+        or the draft model's. In a pipeline the first stage answers, with the last stage's state at its start. Values
         are those of JSON."""
         reason = self.all_native_reason
         return {
@@ -267,7 +268,7 @@ class Runtime:
             self.inactive_reason = LATE_ON_RANKS
             return self.announce_inactive()
         if self._ranks.num_ranks > 1 and None in agreed:
-            # No rank comes here without the others: the exchange itself can be tried, and what it says is agreed on.
+            # No rank comes here without the others: the exchange itself can be tried, and its result is agreed on.
             for place, (key, one) in enumerate(prepared.items()):
                 if agreed[place] is None and isinstance(one, HeadState):
                     try:
@@ -276,10 +277,12 @@ class Runtime:
                         raise self._rank_error(f"{type(error).__name__}: {error}") from error
             tried = self._agree_on_heads(list(prepared.values()))
             agreed = [first or second for first, second in zip(agreed, tried, strict=True)]
-        for (key, one), reason in zip(prepared.items(), agreed, strict=False):
+        admitted = zip(prepared.items(), agreed, strict=False)
+        # Heads that are served come first: the log line of another one says whether there are any.
+        for (key, one), reason in sorted(admitted, key=lambda pair: pair[1] is not None):
             self._admit(key, one, reason)
         if agreed and None not in agreed:
-            for reason in filter(None, agreed[len(prepared) :]):  # of heads that this rank has not got
+            for reason in filter(None, agreed[len(prepared) :]):  # heads that only other ranks have
                 self._refuse(reason)
         if self.all_native_reason is not None:
             return refuse_to_start(self.all_native_reason)
@@ -291,7 +294,8 @@ class Runtime:
                 self._about,
             )
         for state in self.heads:
-            weight, ranks = state.head.weight, "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
+            weight = state.head.lm_head.weight
+            ranks = "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
             logger.info(
                 "%s: fused sampling active, LM head %d x %d %s%s, random numbers of NOISE_ABI %d, kernels compiled and "
                 "checked against a reference in %.1f s; SGLang's own sampler is used for requests with %s",
@@ -305,7 +309,7 @@ class Runtime:
             )
         if self.heads:
             first = self.heads[0]
-            self._extra_root = ExtraRoot.of_device(first.head.weight.device, first.exchange is not None)
+            self._extra_root = ExtraRoot.of_device(first.head.lm_head.weight.device, first.exchange is not None)
 
     def extend_model_graph(self) -> None:
         """Where SGLang captures its model into a CUDA graph, give that one more root."""
@@ -313,8 +317,8 @@ class Runtime:
             self._extra_root.add(torch.cuda.current_stream().cuda_stream)
 
     def _agree_on_heads(self, prepared: list[HeadState | str], failure: str | None = None) -> list[str | None]:
-        """Per head, the reason that any rank has against it. prepared: the heads of this rank, or why SGLang has to
-        serve them. failure: why this rank does not know them. Stages of a pipeline before the last one have none."""
+        """The reason that any rank has against each head. prepared: the heads of this rank, or why SGLang has to serve
+        them. failure: why this rank does not know them. Stages of a pipeline before the last one have none."""
         reasons = [None if isinstance(one, HeadState) else one for one in prepared]
         statuses = [one.status for one in prepared if isinstance(one, HeadState)]
         answers = self._ranks.of_all([failure, reasons, statuses])
@@ -342,7 +346,7 @@ class Runtime:
             else:
                 prepared = self._prepare(processor, lm_head, starting=False)
             if not isinstance(prepared, HeadState):
-                # It may be what SGLang has put around a head that was prepared, as it does for LoRA adapters.
+                # SGLang may have wrapped a head that was prepared, as it does for LoRA adapters.
                 wrapped = (
                     at for at, one in self._heads.items() if one is not None and one.lm_head.weight is lm_head.weight
                 )
@@ -377,23 +381,26 @@ class Runtime:
         """Leave a head to SGLang, and say why."""
         self._refused.append(reason)
         self._update_gauge()
-        logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
+        place = "not active for one of its LM heads" if self.heads else "not active"
+        extent = "that head" if self.heads else "everything"
+        logger.warning("%s: %s, SGLang's own sampler is used for %s: %s", self._about, place, extent, reason)
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
-        """Give ``state`` its table and its screen, as far as they pass the checks on this machine.
-        Returns why its kernels cannot be trusted, or None."""
+        """Give ``state`` its table and its screen, as far as they pass the checks on this machine. Returns why its
+        kernels cannot be trusted, or None."""
         head = state.head
-        max_rows = MAX_COMPILED_ROWS if head.weight.is_cuda else MAX_INTERPRETED_ROWS
+        max_rows = MAX_COMPILED_ROWS if head.lm_head.weight.is_cuda else MAX_INTERPRETED_ROWS
         if state.exchange is not None:
             reason = state.unsupported_rows(max_rows, self.settings.bool_masks)
             if reason is not None or state.whole_rows:
                 return reason
-        resolved = resolve(head)
+        resolved = resolve(head.lm_head)
         for warning in resolved.warnings:
             logger.warning("flashsample: %s", warning)
-        no_screen = self._build_screen(state, resolved.dispatch, max_rows, starting)
-        serving = None if state.screen is None else state.screen.serving(head)
-        checked = refuse_wrong(head, max_rows, resolved.dispatch, bool_masks=self.settings.bool_masks, screen=serving)
+        head.table = resolved.dispatch
+        no_screen = self._build_screen(state, max_rows, starting)
+        head.screen = None if state.screen is None else state.screen.serving(head.lm_head)
+        checked = head.check(max_rows, bool_masks=self.settings.bool_masks)
         if checked.reason is not None:
             return checked.reason
         if checked.refused:
@@ -403,34 +410,33 @@ class Runtime:
                 len(checked.refused),
                 "; ".join(checked.refused),
             )
-        table = _without_failing_flashinfer(head, checked.table)
-        logger.info("flashsample: %s", dataclasses.replace(resolved, dispatch=table).line())
-        state.table = table
+        head.table = _without_failing_flashinfer(head)
+        logger.info("flashsample: %s", dataclasses.replace(resolved, dispatch=head.table).line())
         state.table_file = None if resolved.table_file is None else str(resolved.table_file.file)
         measured = self.screen_mode is ScreenMode.AUTO
-        if state.screen is not None and not table.screened_rows(state.screen.rows, measured=measured):
+        if state.screen is not None and not head.table.screened_rows(state.screen.rows, measured=measured):
             no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"
             state.free_screen()
             state.screen = None
         self._announce_screen(state, no_screen)
         return None
 
-    def _build_screen(self, state: HeadState, table: DispatchTable, max_rows: int, starting: bool) -> str | None:
+    def _build_screen(self, state: HeadState, max_rows: int, starting: bool) -> str | None:
         """Build the screen of a head; returns why it gets none, or None."""
+        lm_head, table = state.head.lm_head, state.head.table
         try:
-            reason = self.no_screen_reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
+            reason = self.no_screen_reason or unsupported_screen(lm_head, table, self.screen_mode, max_rows)
             if reason is None and not starting:
                 reason = "the model shows its LM head only after the memory is shared out"
             if reason is None:
-                rows = table.screened_rows(max_rows)
-                state.screen = HeadScreen(state.head, rows, self.metrics.read_seconds)
+                state.screen = HeadScreen(lm_head, table.screened_rows(max_rows), self.metrics.read_seconds)
         except Exception as error:  # memory, or whatever a copy of this head meets: it is served without
             reason = f"{type(error).__name__}: {error}"
         return reason
 
     def _announce_screen(self, state: HeadState, reason: str | None) -> None:
-        """Say in a line what screen a head has, or why it has none."""
-        screen, weight = state.screen, state.head.weight
+        """Log the screen of a head, or why it has none."""
+        screen, weight = state.screen, state.head.lm_head.weight
         if screen is None:
             level = logging.WARNING if self.screen_mode is ScreenMode.ON else logging.INFO
             logger.log(
@@ -472,7 +478,7 @@ class Runtime:
         """SGLang computes a draft model's logits, except where drafts are drawn from ``draft_head``."""
         self._draft_processors |= {id(processor) for processor in processors_of(draft_model).values()}
         if self.prepares_drafts:
-            self.prepare_draft_head(draft_model, starting=True)  # what it says is said again before graphs are captured
+            self.prepare_draft_head(draft_model, starting=True)  # its log lines come again before graphs are captured
 
     def prepare_draft_head(self, draft_model: torch.nn.Module, starting: bool) -> str | None:
         """Make ``draft_head`` the head of this model: one of the target's where it is the same, else a checked one of
@@ -569,17 +575,18 @@ def processors_of(model: torch.nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LogitsProcessor)}
 
 
-def _without_failing_flashinfer(head: Any, table: DispatchTable) -> DispatchTable:
-    if not table.flashinfer:
-        return table
+def _without_failing_flashinfer(head: Head) -> DispatchTable:
+    """The table of ``head``, without FlashInfer where that cannot draw for it here."""
+    if not head.table.flashinfer:
+        return head.table
     try:
-        reason = unsupported_by_flashinfer(head)
+        reason = unsupported_by_flashinfer(head.lm_head)
     except Exception as error:  # memory for the check, or what else a starting server may lack
         reason = f"{type(error).__name__}: {error}"
     if reason is None:
-        return table
+        return head.table
     logger.warning(CANNOT_USE, reason)
-    return table.without_flashinfer()
+    return head.table.without_flashinfer()
 
 
 def _is_capturing() -> bool:

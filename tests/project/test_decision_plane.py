@@ -9,8 +9,7 @@ import pytest
 import torch
 from kernel_cases import KINDS, expected, make_case
 
-from sgl_flashsample.kernels.workspace import Workspace
-from sgl_flashsample.paths import compute_logits
+from sgl_flashsample.head import Head
 
 pytest.importorskip("numba")
 DecisionPlane = runpy.run_path(str(Path(__file__).resolve().parent.parent.parent / "benchmarks" / "decision_plane.py"))[
@@ -26,7 +25,7 @@ def test_the_decision_plane_draws_the_tokens_of_the_definition_in_blocks_of_any_
         want = expected(case)
         certain = ~want.near_tie
         for plane in planes:
-            logits = compute_logits(case.hidden, case.head, Workspace(1, device))
+            logits = Head(case.head).logits(case.hidden)
             out = plane.draw(logits, case.head.spec, case.params, return_logprob=True)
             assert torch.equal(out.token_ids[certain], want.token[certain])
             known = certain & ~want.logprob_low.isnan()

@@ -140,10 +140,10 @@ def make_state(
 ) -> HeadState:
     """A head whose batches take the screen where it has one. capture: of step graphs, where it has them."""
     state = HeadState(Processor(**processor), make_head(weights(device, seed, dtype)), capture)
-    state.table = screening_table(HeadTraits.of(state.head))
+    state.head.table = screening_table(HeadTraits.of(state.head.lm_head))
     state.use_step_graphs = capture is not None
     if screened:
-        state.screen = HeadScreen(state.head, SCREENED_ROWS, counter_seconds=0.0)
+        state.screen = HeadScreen(state.head.lm_head, SCREENED_ROWS, counter_seconds=0.0)
     return state
 
 
@@ -161,7 +161,7 @@ def serve(runtime: Runtime, *states: HeadState) -> None:
 
 
 def is_serving(state: HeadState) -> bool:
-    return state.screen is not None and state.screen.serving(state.head) is not None
+    return state.screen is not None and state.screen.serving(state.head.lm_head) is not None
 
 
 @dataclasses.dataclass

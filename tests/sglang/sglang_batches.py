@@ -186,7 +186,7 @@ class SteadyServer:
         self.runtime.settings.report_path = reports
         self.runner = ModelRunner(self.sampler, StepHooks(self.runtime))
         self.paths: list[str] = []
-        self.hidden = hidden_states(device, len(rows), dtype=state.head.weight.dtype)
+        self.hidden = hidden_states(device, len(rows), dtype=state.head.lm_head.weight.dtype)
         self.positions = torch.arange(len(rows), device=device)
         self.take(rows)
 

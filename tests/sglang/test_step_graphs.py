@@ -426,7 +426,7 @@ def test_batches_that_flashinfer_draws_have_no_graphs(device):
     """FlashInfer allocates while it draws: in the pool of the graphs, one's tokens may share memory with another's
     scratch."""
     state = make_state(device, capture=CountingCapture())
-    state.table = DispatchTable(HeadTraits.of(state.head), flashinfer=[2])
+    state.head.table = DispatchTable(HeadTraits.of(state.head.lm_head), flashinfer=[2])
     state.update(3)
     positions = torch.zeros(3, dtype=torch.int64)
 
@@ -438,7 +438,7 @@ def test_batches_that_flashinfer_draws_have_no_graphs(device):
     assert has_graphs(truncated, truncated, truncated), "a size that does not take FlashInfer"
     assert has_graphs(truncated, seeded) and has_graphs(truncated, {}), "FlashInfer would draw other tokens"
     assert has_graphs(truncated, truncated, edits=make_edits())
-    state.table = DispatchTable(HeadTraits.of(state.head))
+    state.head.table = DispatchTable(HeadTraits.of(state.head.lm_head))
     assert has_graphs(truncated, truncated)
 
 
@@ -562,7 +562,7 @@ def test_a_batch_that_is_launched_is_not_drawn_from_the_graphs_of_one_that_lay_t
     both = pair()
     servers = (both.replaying, both.launching)
     for server in servers:
-        server.state.table = DispatchTable(HeadTraits.of(server.state.head), flashinfer=[2])
+        server.state.head.table = DispatchTable(HeadTraits.of(server.state.head.lm_head), flashinfer=[2])
     both.settle()
     assert both.step()
     for server in servers:
@@ -767,7 +767,7 @@ def test_cuda_graphs_follow_the_weights_that_a_screen_serves(device):
             replayed = draw(state, hidden, batch, None, positions, False).token_ids
             assert torch.equal(replayed, draw(plain, hidden, batch, None, positions, False).token_ids)
         assert capture.replays == before + SETTLED - WARM_UP
-    assert state.serving_screen.counters[ScreenCounter.ROWS] == 3 * 6 * SETTLED, "a replay counts too"
+    assert state.head.screen.counters[ScreenCounter.ROWS] == 3 * 6 * SETTLED, "a replay counts too"
 
 
 @pytest.mark.gpu
