@@ -156,10 +156,14 @@ def why_apart(a: Table, b: Table) -> str:
 
 def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) -> Config | None:
     """What such a batch takes without a table; None for a device without built-in choices."""
+    traits = traits_of(device, head)
+    return default_config(traits, rows, kind) if traits is not None else None
+
+
+def traits_of(device: Device, head: HeadShape) -> HeadTraits | None:
+    """None for a device without built-in choices."""
     family = family_of(device.cc)
-    if family is None:
-        return None
-    return default_config(HeadTraits(family, ITEMSIZE[head.dtype], head.vocab, head.hidden), rows, kind)
+    return HeadTraits(family, ITEMSIZE[head.dtype], head.vocab, head.hidden) if family is not None else None
 
 
 def same_kernels(table: Table) -> bool:

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..defaults import SHIPPED, defaults_digest, family_of
+from ..defaults import SHIPPED, HeadTraits, defaults_digest, family_of
+from ..dispatch import DENSE_ROWS, DispatchTable
 from ..files import BadFileError, one_line, read_plain
 from ..kernels.config import (
     LIMBS,
@@ -36,7 +37,6 @@ from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, 
 if TYPE_CHECKING:
     import torch
 
-    from ..dispatch import DispatchTable
     from ..kernels.params import LMHead
 
 MAX_FILES = 1000  # of a folder that are looked at for tables of the same family
@@ -117,7 +117,7 @@ class ResolvedTable:
         for kind in BATCH_KINDS:
             if kind.screen and str(kind) not in measured:
                 continue  # the table was measured without a screen
-            sizes = [rows for rows in range(1, 513) if not self.dispatch.is_measured(rows, kind)]
+            sizes = [rows for rows in range(1, DENSE_ROWS + 1) if not self.dispatch.is_measured(rows, kind)]
             if sizes:
                 yield f"{kind} {ranges_of(sizes)}"
 
@@ -319,11 +319,20 @@ def _unusable(table: Table, how: Match | None, differs: tuple[str, ...], target:
     if how in FRESH:
         return None
     # It was measured elsewhere: its configurations ran there, and must at least be able to run here.
-    for entry in table.entries:
-        reason = unsupported_config(entry.launch, target.device, target.head.dtype, KIND_NAMES[entry.kind])
-        if reason is not None:
-            return f"it is {how}, and its configuration for {entry.kind} {entry.rows} cannot run here: {reason}"
+    for (kind, rows), reason in unusable_sizes(table, target).items():
+        return f"it is {how}, and its configuration for {kind} {rows} cannot run here: {reason}"
     return None
+
+
+def unusable_sizes(table: Table, target: Target) -> dict[tuple[BatchKind, int], str]:
+    """The sizes whose configuration cannot run on the target's device whatever the compiler does, and why."""
+    unusable = {}
+    for entry in table.entries:
+        kind = KIND_NAMES[entry.kind]
+        reason = unsupported_config(entry.launch, target.device, target.head.dtype, kind)
+        if reason is not None:
+            unusable[kind, entry.rows] = reason
+    return unusable
 
 
 @functools.cache
@@ -385,9 +394,6 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device:
 
     Raises ValueError for a device without kernels.
     """
-    from ..defaults import HeadTraits
-    from ..dispatch import DispatchTable
-
     shape = head_shape_of(head)
     if shape is None:
         return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, "a head with logits in another dtype", ())
@@ -401,10 +407,8 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device:
     return ResolvedTable(dispatch, table_file, about, (*warnings, *more))
 
 
-def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[DispatchTable, list[str]]:
+def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tuple[DispatchTable, list[str]]:
     """The choices of a tuned table, and a warning for each reason why a part of it is unused or may be slow."""
-    from ..dispatch import DENSE_ROWS, DispatchTable
-
     warnings = []
     # Who has not tuned is not told at every start to tune anew: of a shipped table the log line says it.
     shipped = table_file.source == SHIPPED_SOURCE
@@ -419,22 +423,21 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
     tuned: dict[BatchKind, dict[int, Config]] = {}
     measured: dict[BatchKind, set[int]] = {}
     flashinfer: set[int] = set()
-    unusable: set[str] = set()
+    unusable = unusable_sizes(table_file.table, target)
     for kind in BATCH_KINDS:
         sizes = table_file.table.sizes(str(kind))
         served = [(rows, bucket_for(sizes, rows)) for rows in range(1, DENSE_ROWS + 1)]
         for size in sizes:
+            if (kind, size) in unusable:
+                continue
             entry = table_file.table.entry(str(kind), size)
             rows_of_size = [rows for rows, bucket in served if bucket == size]
             if entry is not None:
-                config = entry.launch
-                if (reason := unsupported_config(config, target.device, target.head.dtype, kind)) is not None:
-                    unusable.add(f"{entry.kind} {entry.rows}: {reason}")
-                    continue
-                tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, config))
+                tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, entry.launch))
                 if entry.flashinfer and kind == BatchKind(truncate=True):
                     flashinfer.update(rows_of_size)
             measured.setdefault(kind, set()).update(rows_of_size)
     if unusable and not shipped:
-        warnings.append(f"{table_file.file}: not used, {'; '.join(sorted(unusable))[:500]}")
+        reasons = sorted(f"{kind} {rows}: {reason}" for (kind, rows), reason in unusable.items())
+        warnings.append(f"{table_file.file}: not used, {'; '.join(reasons)[:500]}")
     return DispatchTable(traits, tuned, measured, flashinfer), warnings
