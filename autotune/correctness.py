@@ -13,17 +13,14 @@ import numpy as np
 import torch
 
 from ..dispatch import default_table
-from ..flashinfer_path import draw_with_flashinfer
 from ..kernels.config import GROUP_SIZE, ReadConfig, ScreenConfig, TileConfig, cdiv
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.reference import allowed_ref, transform_ref
-from ..kernels.workspace import Workspace
 from ..kinds import BatchKind, Config, SamplingPath, path_of
-from ..paths import Parts, compute_logits, launch, slots_for
-from ..screen import Screen
 from ..selfcheck import MAX_IDS, Expectation, difference, edits_of_every_kind, expect, first_ids
 from .errors import IncorrectTokens
 from .labels import kernel_kind
+from .launcher import Launcher, draw
 from .workload import Workload
 
 FEW_IDS = 33 * GROUP_SIZE
@@ -57,17 +54,15 @@ class CorrectnessCheck:
         self.head = head
         self.many, self.few = first_ids(head, MAX_IDS), first_ids(head, FEW_IDS)
         self._expected: dict[tuple, Expectation] = {}
-        self._screens: dict[int, Screen] = {}
         self._workloads: dict[int, Workload] = {}
-        self._workspace = Workspace(1, head.weight.device)
+        self._launcher = Launcher(head.weight.device, TEST_ROWS)
 
     def check(self, config: Config, kind: BatchKind) -> None:
         """Raises IncorrectTokens where a token is not the reference's."""
         try:
             self._check(config, kind)
         except Exception:
-            # Where one of a screen's launches has failed, the next configuration would find what it has not cleared.
-            self._screens.clear()
+            self._launcher.drop_screens()
             raise
 
     def _check(self, config: Config, kind: BatchKind) -> None:
@@ -77,7 +72,7 @@ class CorrectnessCheck:
             few = self.many if each.truncate else self.few
             for head, rows in ((self.many, block_b - 3), (few, block_b + 1)):
                 expected = self._expect(head, rows, each, reads=isinstance(config, ReadConfig))
-                reason = difference(expected, config, screen=self._screen_for(config, head))
+                reason = difference(expected, config, screen=self._launcher.screen(config, head))
                 if reason is not None:
                     raise IncorrectTokens(reason)
         if isinstance(config, ScreenConfig):
@@ -129,21 +124,7 @@ class CorrectnessCheck:
         return g_test_p(counts.cpu(), probability.cpu()), calls * rows
 
     def _draw(self, config: Config | None, hidden: torch.Tensor, head: LMHead, params: BatchParams) -> SampleOutput:
-        slots = slots_for(config, head, len(hidden)) if config is not None else 1
-        if slots > self._workspace.slots:
-            self._workspace = Workspace(slots, hidden.device)
-        workspace = self._workspace
-        if config is None:
-            return draw_with_flashinfer(compute_logits(hidden, head, workspace), head.spec, params)
-        truncation_config = default_table(head).truncation_config
-        return launch(config, hidden, params, Parts(head, truncation_config, workspace, self._screen_for(config, head)))
-
-    def _screen_for(self, config: Config, head: LMHead) -> Screen | None:
-        if not isinstance(config, ScreenConfig):
-            return None
-        if head.vocab_size not in self._screens:
-            self._screens[head.vocab_size] = Screen(head, TEST_ROWS)
-        return self._screens[head.vocab_size]
+        return draw(config, hidden, params, self._launcher.parts(config, head, len(hidden)))
 
     def _expect(self, head: LMHead, rows: int, kind: BatchKind, *, reads: bool) -> Expectation:
         key = (head.vocab_size, rows, kind, reads)
