@@ -17,6 +17,7 @@ from ..kernels.config import GROUP_SIZE, ReadConfig, ScreenConfig, TileConfig, c
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.reference import allowed_ref, transform_ref
 from ..kinds import BatchKind, Config, SamplingPath, path_of
+from ..paths import Parts
 from ..selfcheck import MAX_IDS, Expectation, difference, edits_of_every_kind, expect, first_ids
 from .errors import IncorrectTokens
 from .labels import kernel_kind
@@ -72,7 +73,8 @@ class CorrectnessCheck:
             few = self.many if each.truncate else self.few
             for head, rows in ((self.many, block_b - 3), (few, block_b + 1)):
                 expected = self._expect(head, rows, each, reads=isinstance(config, ReadConfig))
-                reason = difference(expected, config, screen=self._launcher.screen(config, head))
+                parts = Parts.of(head, screen=self._launcher.screen(config, head))
+                reason = difference(expected, config, parts)
                 if reason is not None:
                     raise IncorrectTokens(reason)
         if isinstance(config, ScreenConfig):
@@ -129,7 +131,7 @@ class CorrectnessCheck:
     def _expect(self, head: LMHead, rows: int, kind: BatchKind, *, reads: bool) -> Expectation:
         key = (head.vocab_size, rows, kind, reads)
         if key not in self._expected:
-            self._expected[key] = expect(head, rows, kind, reads=reads, table=default_table(head))
+            self._expected[key] = expect(head, rows, kind, reads=reads)
         return self._expected[key]
 
     def _distribution(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch import default_table
 from ..kernels.config import ScreenConfig
 from ..kernels.params import BatchParams, LMHead, SampleOutput
 from ..kernels.workspace import Workspace
@@ -28,7 +27,7 @@ class Launcher:
         slots = slots_for(config, head, rows) if config is not None else 1
         if slots > self._workspace.slots:
             self._workspace = Workspace(slots, head.weight.device)
-        return Parts(head, default_table(head).truncation_config, self._workspace, self.screen(config, head))
+        return Parts.of(head, screen=self.screen(config, head))._replace(workspace=self._workspace)
 
     def drop_screens(self) -> None:
         """Make new screens for later launches: one whose launch has failed may be left uncleared."""

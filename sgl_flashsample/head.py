@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
-from . import paths
+from . import paths, selfcheck
 from .cpu_path import draws_in_host_memory, unsupported_by_machine
 from .defaults import HeadTraits
 from .dispatch import DispatchTable, default_table, reading_table
@@ -20,9 +19,6 @@ from .kernels.workspace import Workspace
 from .kinds import BatchKind, SamplingPath
 from .screen import Screen
 from .tables.lookup import resolve
-
-if TYPE_CHECKING:
-    from .selfcheck import Checked
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -230,14 +226,12 @@ class Head:
         workspace = self._parts.workspace or Workspace(1, hidden.device)
         return paths.compute_logits(hidden, self.lm_head, workspace, out=out)
 
-    def check(self, max_rows: int, *, bool_masks: bool = False) -> Checked:
+    def check(self, max_rows: int, *, bool_masks: bool = False) -> selfcheck.Checked:
         """Compare each configuration that batches of up to ``max_rows`` rows take with a reference, and take out what
         is wrong: such batches get the built-in choice, and a wrong screen is dropped. bool_masks: also with grammar
         masks of dtype bool. Compiles the kernels, allocates and waits: at start. A ``reason`` in the result says that
         the head must not be used."""
-        from .selfcheck import refuse_wrong
-
-        checked = refuse_wrong(self.lm_head, max_rows, self.table, bool_masks=bool_masks, screen=self.screen)
+        checked = selfcheck.refuse_wrong(self.lm_head, max_rows, self.table, bool_masks=bool_masks, screen=self.screen)
         self.table = checked.table
         if checked.unscreened is not None:
             self.screen = None

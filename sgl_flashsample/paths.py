@@ -14,6 +14,7 @@ import torch
 
 from .cpu_path import draws_in_host_memory, sample_on_cpu
 from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
+from .dispatch import DispatchTable, default_table
 from .flashinfer_path import draw_with_flashinfer
 from .kernels.config import DEFAULT_TRUNCATION, ReadConfig, ScreenConfig, TruncationConfig
 from .kernels.launch import is_compiling_only
@@ -34,6 +35,12 @@ class Parts(NamedTuple):
     truncation_config: TruncationConfig = DEFAULT_TRUNCATION
     workspace: Workspace | None = None
     screen: Screen | None = None
+
+    @classmethod
+    def of(cls, lm_head: LMHead, table: DispatchTable | None = None, screen: Screen | None = None) -> Parts:
+        """With the truncation of ``table``; of the built-in choices when None."""
+        table = default_table(lm_head) if table is None else table
+        return cls(lm_head, table.truncation_config, screen=screen)
 
 
 def launch(

@@ -166,8 +166,8 @@ def test_truncated_draws_follow_the_truncated_distribution(device):
 
 @pytest.mark.slow
 def test_draws_of_another_distribution_are_found(small, monkeypatch):
-    def even(config, hidden, params, parts, **options):
-        output = launch(config, hidden, params, parts, **options)
+    def even(config, hidden, params, parts):
+        output = launch(config, hidden, params, parts)
         return output._replace(token_ids=output.token_ids & ~1)
 
     monkeypatch.setattr(launcher, "launch", even)
@@ -390,8 +390,9 @@ def test_each_head_that_is_compiled_for_has_a_screen_of_its_own(device, monkeypa
     fused pass that a screen is compared with is compiled together with the screen."""
     launched = []
 
-    def launch_once(head, config, kind, table, *, screen=None):
-        launched.append((path_of(config).value, head.vocab_size, screen and screen.int8_head.weight.shape[0]))
+    def launch_once(parts, config, kind):
+        rows_of_screen = parts.screen and parts.screen.int8_head.weight.shape[0]
+        launched.append((path_of(config).value, parts.lm_head.vocab_size, rows_of_screen))
 
     monkeypatch.setattr(compiling, "launch_once", launch_once)
     worker = CompilingWorker(device, 1, many_ids=320)
