@@ -1,4 +1,4 @@
-"""The worker that measures: what it answers to the requests of a run (``worker.py``).
+"""The worker that measures: its answers to the requests of a run (``worker.py``).
 
 The unit is the whole path as a server runs it (``timing.py``). Without a GPU the same calls run one by one, for tests.
 """
@@ -68,7 +68,7 @@ class MeasuringWorker:
         return getattr(self, f"_{request['op']}")(request)
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Device, versions, and the percent of it that others use."""
+        """Device, versions, and the load of the device by other processes in percent."""
         env = environment() | {"python": platform.python_version(), "sgl_flashsample": __version__}
         device = msgspec.to_builtins(device_of(self.device))
         if self.device.type != "cuda":
@@ -114,7 +114,7 @@ class MeasuringWorker:
         return {"p": p, "draws": draws}
 
     def _setup(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Get ready to race ``contenders`` in batches of ``rows`` rows; which of them cannot, and why."""
+        """Prepare a race of ``contenders`` in batches of ``rows`` rows. Returns the reason of each that cannot race."""
         self._racing, kind = {}, KIND_NAMES[request["kind"]]
         self._race_workload = self._workload(request["rows"])
         if self.device.type == "cuda":
@@ -141,7 +141,7 @@ class MeasuringWorker:
         return {"samples": rounds.samples, "clocks": rounds.clocks}
 
     def _baselines(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Whether FlashInfer can be raced: import it, and compile what will be."""
+        """Import FlashInfer and compile the kernels that will be raced. Returns whether it can be raced."""
         if self.device.type != "cuda":
             return {"available": False, "detail": "no CUDA device"}
         compile_flashinfer(self.device)
@@ -156,7 +156,7 @@ class MeasuringWorker:
         return self.timer.contender(call, copies=len(self._heads))
 
     def _call_of(self, contender: dict[str, Any], kind: BatchKind, workload: Workload) -> Call:
-        """Of a configuration, of the flashinfer path or of a baseline."""
+        """The call of a configuration, of the flashinfer path or of a baseline."""
         if contender.get("config") is not None:
             return self._call(config_of(contender["path"], contender["config"]), kind, workload)
         if contender["path"] == SamplingPath.FLASHINFER:

@@ -62,7 +62,7 @@ from .race import GAIN_TOLERANCE, gains_apart
 
 
 def read(file: str | os.PathLike[str]) -> Table:
-    """Raises ValueError for a file that is no table."""
+    """The table in ``file``. Raises ValueError for a file that is no table."""
     table, reason = load_table(file)
     if table is None:
         raise ValueError(f"{file}: {reason}")
@@ -70,7 +70,7 @@ def read(file: str | os.PathLike[str]) -> Table:
 
 
 def screen_line(table: Table) -> str:
-    """What a screen of this head costs, and which kinds have one; empty for a table without any."""
+    """The cost of a screen of this head, and the kinds that have one; empty for a table without any."""
     kinds = [name for name in table.kinds if KIND_NAMES[name].screen]
     if not kinds:
         return ""
@@ -80,7 +80,7 @@ def screen_line(table: Table) -> str:
 
 
 class _Output(Console):
-    """Wraps no lines, except on a terminal."""
+    """A console that wraps lines on a terminal only."""
 
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else 1000
@@ -91,7 +91,7 @@ class _Output(Console):
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Grid:
-    """left: the columns that are text."""
+    """A table for the console. left: the columns that are text."""
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=None)
     for column in columns:
         grid.add_column(column, justify="left" if column in left else "right", overflow="fold")
@@ -133,7 +133,7 @@ def list_tables(as_json: bool = False) -> None:
 
 
 def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
-    """Print a table for people. kind: this one alone."""
+    """Print a table for people. kind: only this one."""
     table, console = read(file), _Output()
     if as_json:
         answer = {"file": file, "notes": table.notes, "kernels_as_installed": same_kernels(table)}
@@ -175,15 +175,15 @@ def _shown(one: Decision) -> tuple[str, ...]:
 def explain(
     file: str | None, device_name: str | None, head: HeadShape | None, rows: int, kind: str | None, as_json: bool
 ) -> None:
-    """Print what a batch takes, from which table, and why; of all kinds as a server with default settings would, or of
-    one. file: a table; None for the one that a server with such a device and head would find."""
+    """Print the choice for a batch, the table that it comes from, and why: for all kinds, as of a server with default
+    settings, or for one. file: a table; None for the table that a server with such a device and head would find."""
     warnings: list[str] = []
     if file is not None:
         if device_name is not None or head is not None:
             raise ValueError("a table and --device or a head are given; expected one or the other")
         table = read(file)
         device, head = device_and_head(table)
-        # As on the machine that it was measured on, with the kernels that are installed here.
+        # The target is the machine that it was measured on, with the kernels that are installed here.
         target = Target(device, head, table.env)
         how, differs = match(table, target)
         assert how is not None, "a table is for its own device and head"
@@ -250,7 +250,7 @@ def _target_named(name: str, head: HeadShape) -> Target:
 def _explained(
     table_file: TableFile | None, dispatch: DispatchTable | None, target: Target, rows: int, kind: BatchKind
 ) -> dict[str, Any]:
-    """What one batch takes, and why. dispatch: of the table, None without one or on a device without kernels."""
+    """The choice for one batch, and why. dispatch: of the table; None without one and on a device without kernels."""
     answer: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
     if table_file is None:
         config = builtin_config(target.device, target.head, rows, kind)
@@ -287,7 +287,7 @@ def _explained(
 
 
 def _taken(config: Config | None, why: str) -> dict[str, Any]:
-    """config: None on a device without built-in choices."""
+    """The fields of an answer about a choice. config: None on a device without built-in choices."""
     if config is None:
         return {"takes": "the built-in choice", "why": why}
     return {"takes": key_of(config), "path": path_of(config).value, "config": dataclasses.asdict(config), "why": why}
@@ -325,8 +325,8 @@ def _require_same_head(a: Table, b: Table, file_a: str, file_b: str) -> None:
 
 
 def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -> int:
-    """Print what two tables of one head say differently, and whether their noise explains it. every: also the sizes
-    that they agree on. Returns 1 where a size has another choice, a time beyond noise, or is in one of them alone."""
+    """Print the differences of two tables of one head, and whether their noise explains them. every: also the sizes
+    that agree. Returns 1 where a size has another choice, a time beyond noise, or is in one of them alone."""
     a, b = read(file_a), read(file_b)
     _require_same_head(a, b, file_a, file_b)
     sizes = []
@@ -370,7 +370,7 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
 
 
 def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
-    """What differs beside the sizes: {name: [in A, in B]}."""
+    """Differences beside the sizes: {name: [in A, in B]}."""
     both: list[dict[str, Any]] = []
     for table in (a, b):
         device, _ = device_and_head(table)
@@ -383,8 +383,8 @@ def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
 
 
 def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
-    """Write two tables of one device and head as one. out: a file or, for the name that servers look for, a folder.
-    strict: raise ValueError where a size has another choice in B."""
+    """Write two tables of one device and head as one. out: a file, or a folder for a file with the name that servers
+    look for. strict: raise ValueError where a size has another choice in B."""
     a, b = read(file_a), read(file_b)
     _require_same_head(a, b, file_a, file_b)
     if a.device != b.device:
@@ -433,12 +433,12 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
 
 
 def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
-    """The members that are no objects or lists: else each merge would nest deeper than the last."""
+    """The members without objects and lists: with them each merge would nest deeper than the last."""
     return {name: value for name, value in provenance.items() if not isinstance(value, dict | list)}
 
 
 def lint(files: Sequence[str]) -> int:
-    """Print whether tables are fit to be shipped. Returns the exit code."""
+    """Print the faults of tables that are to be shipped. Returns the exit code."""
     wrong = 0
     for file in files:
         errors, stale, notes = check(file)
@@ -451,7 +451,7 @@ def lint(files: Sequence[str]) -> int:
 
 
 def check(file: str) -> tuple[list[str], list[str], list[str]]:
-    """What is wrong with ``file``, what has changed since it was measured, and what is worth knowing."""
+    """Faults of the table in ``file``, changes since it was measured, and notes."""
     table, reason = load_table(file)
     if table is None:
         return [str(reason)], [], []

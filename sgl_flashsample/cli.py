@@ -232,7 +232,9 @@ def _parser(tune: bool = False) -> Parser:
     warm.add_argument("--device", metavar="NAME", help="the GPU of the servers, such as H100 (default: the one here)")
     warm.add_argument("--tuned", metavar="FILE", help="the servers' tuned table (default: the one they would find)")
     warm.add_argument("--no-screen", action="store_true", help="for servers without a screen: fewer kernels")
-    warm.add_argument("--max-rows", type=int, metavar="N", help="of the largest batch (default: what servers compile)")
+    warm.add_argument(
+        "--max-rows", type=int, metavar="N", help="rows of the largest batch (default: as servers compile)"
+    )
     _add_trace(
         commands.add_parser(
             "trace",
@@ -258,7 +260,7 @@ def _parser(tune: bool = False) -> Parser:
 
 
 def _port(text: str) -> int:
-    """The value of an option ``--port``."""
+    """The port in an option ``--port``."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 1 to 65535")
     return int(text)
@@ -267,20 +269,20 @@ def _port(text: str) -> int:
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", required=True, metavar="MODEL", help="a model's folder or a hub's name")
     for name, default, metavar, about in (
-        ("samplings", "t1,trunc,greedy", "NAMES", "with commas"),
-        ("batches", "1,8,32", "SIZES", "requests at once, with commas"),
+        ("samplings", "t1,trunc,greedy", "NAMES", "samplings, separated by commas"),
+        ("batches", "1,8,32", "SIZES", "numbers of requests at once, separated by commas"),
         ("pairs", 6, "N", "samples of each server"),
-        ("input-tokens", 32, "N", "of a prompt"),
-        ("output-tokens", 200, "N", "of an answer"),
-        ("starts", 2, "N", "of each server, where they run in turns"),
-        ("logs", ".cache/bench", "FOLDER", "of the servers"),
+        ("input-tokens", 32, "N", "tokens of a prompt"),
+        ("output-tokens", 200, "N", "tokens of an answer"),
+        ("starts", 2, "N", "starts of each server, if they run in turns"),
+        ("logs", ".cache/bench", "FOLDER", "folder for the logs of the servers"),
     ):
         about += " (default: %(default)s)"
         parser.add_argument(f"--{name}", type=type(default), default=default, metavar=metavar, help=about)
     parser.add_argument("--in-turns", action="store_true", help="do not run both servers at once, even if they fit")
     about = "also run SGLang's bench_serving against both, at this many requests per second"
     parser.add_argument("--load", type=float, metavar="RATE", help=about)
-    about = "of stock SGLang (default: what it takes by itself)"
+    about = "sampling backend of stock SGLang (default: its own choice)"
     parser.add_argument("--sampling-backend", metavar="NAME", help=about)
     parser.add_argument("--json", metavar="FILE", help="write the results, with all samples")
     parser.add_argument("--html", metavar="FILE", help="write the results as a page")

@@ -1,7 +1,7 @@
-"""From a head on this machine to the choices that its batches take: the tuned table that fits, on the built-in ones.
+"""The choices for the batches of a head on this machine: the tuned table that fits, on top of the built-in choices.
 
-Where tables are looked for, and how well one has to match. A table that cannot be used is a miss with one line that
-says why, never an error. Only ``resolve`` needs torch.
+This file has the places where tables are looked for, and the rules of a match. A table that cannot be used is a miss
+with one line that says why, never an error. Only ``resolve`` needs torch.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
     from ..kernels.params import LMHead
 
-MAX_FILES = 1000  # of a folder that are looked at for tables of the same family
-# Versions of which another minor release may compile otherwise, or multiply otherwise: cuBLAS comes with CUDA.
+MAX_FILES = 1000  # files of a folder that are looked at for tables of the same family
+# Packages whose minor releases may compile kernels, or multiply (cuBLAS comes with CUDA), in another way.
 COMPARED = ("triton", "cuda")
-NOTED = ("torch", "driver")  # a table holds whatever these are
+NOTED = ("torch", "driver")  # versions that may differ: the table holds
 TILE_CLASSES = (16, 32, 64)  # rows of the largest batches that share a block size; larger batches are the last class
 
 
@@ -58,12 +58,13 @@ class Match(enum.StrEnum):
 
 SHIPPED_SOURCE = "shipped"
 FRESH = (Match.EXACT, Match.COMPATIBLE)  # tables whose times still hold
-EXPLAINED = (Match.OTHER_VERSIONS, Match.STALE)  # tables of which the log line says what has changed
+EXPLAINED = (Match.OTHER_VERSIONS, Match.STALE)  # the log line names the changes since the measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a table is wanted for. env, kernels: versions and, per path, fingerprints that are installed."""
+    """The device, head and versions that a table is wanted for. env: installed versions. kernels: installed
+    fingerprints per path."""
 
     device: Device
     head: HeadShape
@@ -85,9 +86,8 @@ class TableFile:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedTable:
-    """dispatch: what batches take. table_file: the tuned table that the choices come from, or None. about: the device
-    and head that a table was looked for, in words. warnings: a line for each file that is unused, or used in part only,
-    and why."""
+    """dispatch: the choices. table_file: the tuned table that they come from, or None. about: the device and head of
+    the search for a table, in words. warnings: a line for each file that is unused, or used in part only, and why."""
 
     dispatch: DispatchTable
     table_file: TableFile | None
@@ -139,7 +139,7 @@ def load_table(file: str | os.PathLike[str]) -> tuple[Table | None, str | None]:
         return table, None
     except (BadFileError, TableError) as error:
         return None, str(error)
-    except Exception as error:  # whatever else a file may do to its reader, the server must start
+    except Exception as error:  # the server must start, whatever a file does to its reader
         return None, one_line(f"{type(error).__name__}: {error}")
 
 
@@ -185,7 +185,7 @@ def _minor(version: str | None) -> str:
 
 
 def unsupported_config(config: Config, device: Device, dtype: str, kind: BatchKind) -> str | None:
-    """Why this configuration cannot run on ``device`` whatever the compiler does; None where it may."""
+    """Why this configuration cannot run on ``device`` with any compiler; None where it may."""
     if kind.truncate and config.block_b > MAX_TRUNCATED_ROWS_PER_TILE:
         return f"block_b is {config.block_b}; expected {MAX_TRUNCATED_ROWS_PER_TILE} or fewer with a truncation"
     if isinstance(config, ScreenConfig) and not kind.screen:
@@ -211,8 +211,8 @@ def buffer_bytes(config: TileConfig | ScreenConfig, itemsize: int) -> int:
 
 def bucket_for(sizes: Iterable[int], batch: int) -> int | None:
     """The measured size that serves ``batch`` rows: the next one that is not smaller, within the same tile class and
-    not more than twice as large; None: the built-in choice does. Reading the head once more, or a tile twice as tall,
-    costs more than any tuning gains, so a measured size never serves another tile class."""
+    not more than twice as large; None where the built-in choice serves them. Reading the head once more, or a tile
+    twice as tall, costs more than any tuning gains, so a measured size never serves another tile class."""
     least = min((size for size in sizes if size >= batch), default=None)
     if least is None or least > 2 * batch or _tile_class(least) != _tile_class(batch):
         return None
@@ -228,8 +228,8 @@ def find(
 ) -> tuple[TableFile | None, list[str]]:
     """The table for ``target``, and a line for each file or folder that was named but is of no use.
 
-    ``file``, or ``FLASHSAMPLE_TUNED``, wins if it can be used at all. Of the folders (``folders``), the first that has
-    an exact or compatible table, else the first that has a stale one, else, where ``FLASHSAMPLE_ALLOW_FAMILY`` is on,
+    ``file``, or ``FLASHSAMPLE_TUNED``, wins if it can be used at all. Else the first folder (``folders``) that has an
+    exact or compatible table, else the first that has a stale one, else, where ``FLASHSAMPLE_ALLOW_FAMILY`` is on,
     one of another GPU of the same compute capability. Raises nothing.
     """
     warnings: list[str] = []
@@ -242,7 +242,7 @@ def find(
     best: TableFile | None = None
     for folder, source in folders(environ, warnings):
         for path in _candidates(folder, target, family):
-            # Who has not tuned can do nothing about a shipped table that cannot be used.
+            # No warning for a shipped table that cannot be used: the user can do nothing about it.
             table_file = _try(path, source, target, family, [] if source == SHIPPED_SOURCE else warnings)
             if table_file is not None and (best is None or _rank(table_file) < _rank(best)):
                 best = table_file
@@ -275,7 +275,7 @@ def tables_in(folder: Path) -> Iterator[tuple[Path, Table | None, str]]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """At most ``MAX_FILES`` names; none of what is no folder."""
+    """At most ``MAX_FILES`` names; none where ``folder`` is no folder."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False))
@@ -284,7 +284,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where tables of this machine are kept."""
+    """The folder where tables of this machine are kept."""
     return Path(environ.get("SGLANG_CACHE_DIR") or os.path.expanduser("~/.cache/sglang")) / "flashsample"
 
 
@@ -318,14 +318,14 @@ def _unusable(table: Table, how: Match | None, differs: tuple[str, ...], target:
         return f"{differs[0]}{allow}"
     if how in FRESH:
         return None
-    # It was measured elsewhere: its configurations ran there, and must at least be able to run here.
+    # The table was measured elsewhere: its configurations ran there, and must at least be able to run here.
     for (kind, rows), reason in unusable_sizes(table, target).items():
         return f"it is {how}, and its configuration for {kind} {rows} cannot run here: {reason}"
     return None
 
 
 def unusable_sizes(table: Table, target: Target) -> dict[tuple[BatchKind, int], str]:
-    """The sizes whose configuration cannot run on the target's device whatever the compiler does, and why."""
+    """The sizes whose configuration cannot run on the target's device with any compiler, and why."""
     unusable = {}
     for entry in table.entries:
         kind = KIND_NAMES[entry.kind]
@@ -361,7 +361,7 @@ def head_shape_of(head: LMHead) -> HeadShape | None:
     weight = head.weight
     if not head.gemm_gives_logits:
         return None
-    # The last of several parts may hold fewer ids, but it takes the table of the others.
+    # The last shard may be shorter; all shards share one table.
     vocab = head.vocab_size if head.shards == 1 else weight.shape[0]
     softcap = head.softcap is not None
     return HeadShape(vocab=vocab, hidden=weight.shape[1], dtype=names[weight.dtype], tp=head.shards, softcap=softcap)
@@ -390,7 +390,7 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device:
     """The choices for ``head`` from the tuned table that fits it, or the built-in ones.
 
     Reads files: once per head, at start. file: the table to use; None for the one that ``find`` finds. device: the
-    head's when None. A table never makes this raise; warnings say what of one is not used.
+    head's when None. A table never makes this raise; warnings name its parts that are not used.
 
     Raises ValueError for a device without kernels.
     """
@@ -410,7 +410,7 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device:
 def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tuple[DispatchTable, list[str]]:
     """The choices of a tuned table, and a warning for each reason why a part of it is unused or may be slow."""
     warnings = []
-    # Who has not tuned is not told at every start to tune anew: of a shipped table the log line says it.
+    # No "tune again" warning for shipped tables; the log line already states the mismatch.
     shipped = table_file.source == SHIPPED_SOURCE
     if table_file.match not in FRESH and not (shipped and table_file.match in EXPLAINED):
         differs = "; ".join(table_file.differs)
