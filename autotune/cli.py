@@ -33,7 +33,7 @@ A table is one JSON file for one GPU and one LM head. Servers look for it in --t
 folders of FLASHSAMPLE_TUNED_DIR, $SGLANG_CACHE_DIR/flashsample, and what is shipped, in this order.
 
 examples:
-  sgl-flashsample tune plan models/Qwen3-8B     what a run would try, and how long it would take
+  sgl-flashsample tune plan models/Qwen3-8B     the trials of a run, and an estimate of its time
   sgl-flashsample tune run models/Qwen3-8B      tune for this GPU; the table lies where servers look for it
   sgl-flashsample tune explain --batch 24 --device 'NVIDIA H200' --model-path models/Qwen3-8B
   sgl-flashsample tune verify FILE              check that a table still holds on this machine
