@@ -30,7 +30,7 @@ EFFORT_NAMES = ("quick", "full", "exhaustive")
 MAX_GPUS, MAX_PROCESSES, MAX_BATCH = 64, 256, 4096
 _EPILOG = """\
 A table is one JSON file for one GPU and one LM head. Servers look for it in --tuned FILE (or FLASHSAMPLE_TUNED), the
-folders of FLASHSAMPLE_TUNED_DIR, $SGLANG_CACHE_DIR/flashsample, and what is shipped, in this order.
+folders of FLASHSAMPLE_TUNED_DIR, $SGLANG_CACHE_DIR/flashsample, and among the shipped ones, in this order.
 
 examples:
   sgl-flashsample tune plan models/Qwen3-8B     the trials of a run, and an estimate of its time

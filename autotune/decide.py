@@ -220,7 +220,7 @@ class Decider:
         return decided.launch if decided is not None else self.context.plan.default(rows, kind.unscreened)
 
     def _allotment(self) -> float:
-        """Seconds that one race may take: an equal share of what is left."""
+        """Seconds for one race: an equal share of the time that is left."""
         undecided = max(1, self.context.plan.races - self.done)
         return len(self.context.gpus.processes) * max(0.0, self.context.left()) / undecided
 

@@ -5,8 +5,8 @@ The log-ratios to the leader within each round are judged. A candidate leaves on
 its ratio lies beyond the tie band (t intervals, Bonferroni over looks and candidates). The race ends when one is left,
 when every ratio is known to ``Policy.error``, or after ``Policy.most`` rounds.
 
-Among those that are as good as the leader the choice is by a fixed order, so that two runs agree; and the built-in
-default is left only for a gain that is certain.
+A fixed order decides among candidates that equal the leader, so that two runs agree; and the built-in default is left
+only for a gain that is certain.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ COLOURS = {
     "flashinfer": "#e08214",
     "built-in": "#777777",
 }
-TAKEN = "what is taken"
+TAKEN = "choice"
 LINES = {
     TAKEN: "#d62728",
     "default": "#999999",
@@ -107,7 +107,7 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
         xgap=2,
         ygap=2,
     )
-    title = "What a batch takes: microseconds, and how many times as long GEMM and sampler take"
+    title = "Choices: microseconds, and the time of the fastest GEMM with a sampler over them"
     figure = go.Figure(heatmap).update_layout(title=title, xaxis_title="rows of the batch")
     return _sized(figure, height=130 + 42 * len(kinds))
 

@@ -77,7 +77,7 @@ def directions(hidden: int, device: torch.device) -> torch.Tensor:
 
 class Workload:
     """Batches of ``rows`` rows of one head. Each round of a race has other hidden states and noise, the same in every
-    process: how long a row takes depends on them, so what is measured again is measured on them.
+    process: the time of a row depends on them, so times that are measured again are of the same inputs.
 
     hidden: ``[B, D]``. profile: ``[B]``, places in ``PROFILES``. position: ``[MAX_CALLS, B]``, of each call of a graph.
     """

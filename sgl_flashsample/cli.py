@@ -27,7 +27,7 @@ from .files import check_writable
 if TYPE_CHECKING:
     from .hot_vocab import HotVocab
 
-# The extra of this package that brings what a command may miss.
+# Package that a command may miss -> the extra of this package that brings it.
 _EXTRAS = {
     **dict.fromkeys(("sglang", "safetensors", "tokenizers", "transformers"), "[sglang]"),
     **dict.fromkeys(("optuna", "plotly", "rich", "scipy", "pynvml"), "[tune]"),
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         package = error.name
         if package is None or "." in package or package == __package__:
-            raise  # a part of what is installed
+            raise  # a module of an installed package
         brings = f"'.{_EXTRAS[package]}' in a checkout of sgl-flashsample" if package in _EXTRAS else f"'{package}'"
         return _fail(f"{package} is not installed: pip install {brings}", FAILED)
     except OSError as error:
@@ -197,7 +197,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _parser(tune: bool = False) -> Parser:
-    """tune: with the commands of ``tune``, which needs more than the standard library."""
+    """The parser of all commands. tune: with the commands of ``tune``, which needs more than the standard library."""
     parser = Parser(
         prog="sgl-flashsample",
         description="Exact fused sampling for SGLang.",
@@ -289,7 +289,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Compare a server with stock SGLang's. An interruption keeps what was measured. arguments: SGLang's."""
+    """Compare a server with stock SGLang's. Measurements are kept on an interruption. arguments: SGLang's."""
     names = [name.strip() for name in options.samplings.split(",")]
     try:
         batches = [int(size) for size in options.batches.split(",")]
@@ -416,7 +416,7 @@ def _check_table(file: str) -> None:
 
 
 def completion(shell: str) -> int:
-    """Print a completion script: of all commands, those of ``tune`` included."""
+    """Print a completion script for all commands, with those of ``tune``."""
     import shtab
 
     print(shtab.complete(_parser(tune=True), shell))
@@ -511,7 +511,7 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
 
 
 def serve(arguments: list[str]) -> int:
-    """Replace this process by SGLang's server with our backend on. Returns only when it cannot."""
+    """Replace this process by SGLang's server with our backend on. Returns only where that fails."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_SERVE_HELP)
         return OK if arguments else USAGE
@@ -553,7 +553,7 @@ def serve(arguments: list[str]) -> int:
 
 def _take(arguments: list[str], name: str, expected: str) -> tuple[str | None, list[str]]:
     """The value of the option ``name``, and the arguments without it. Raises ValueError where it has none, or is given
-    twice; expected: what it takes, in words."""
+    twice. expected: its values, in words."""
     places = [place for place, argument in enumerate(arguments) if argument.split("=")[0] == name]
     if not places:
         return None, arguments

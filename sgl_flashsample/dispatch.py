@@ -26,8 +26,8 @@ DENSE_ROWS = 512
 
 
 class Choice(NamedTuple):
-    """config: of a batch. asked: the kinds whose sizes were looked up, in this order; the last one decided. measured: a
-    tuned table has this size of the last kind, else ``config`` is the built-in choice for it."""
+    """config: the batch's configuration. asked: the kinds whose sizes were looked up, in this order; the last one decided.
+    measured: a tuned table has this size of the last kind; else ``config`` is the built-in choice for it."""
 
     config: Config
     asked: tuple[BatchKind, ...]
@@ -67,7 +67,7 @@ class DispatchTable:
         self._checked: Callable[[], LMHead | None] = lambda: None  # weak: tables outlive heads
 
     def choice(self, num_rows: int, kind: BatchKind = PLAIN) -> Choice:
-        """What a batch takes, and which sizes of a tuned table it was looked for among."""
+        """The configuration of a batch, and the kinds whose sizes were looked up for it."""
         asked = [kind if self.screening else kind.unscreened]
         while True:
             default = self.default(num_rows, asked[-1])

@@ -130,8 +130,8 @@ def ranges_of(sizes: Iterable[int]) -> str:
 
 
 def load_table(file: str | os.PathLike[str]) -> tuple[Table | None, str | None]:
-    """The table in ``file``; or None and, in one line, why not. Raises nothing, and waits for nothing: what is not a
-    plain file of at most ``schema.MAX_BYTES`` bytes is not read."""
+    """The table in ``file``; or None and, in one line, why not. Raises nothing, and waits for nothing: only a plain
+    file of at most ``schema.MAX_BYTES`` bytes is read."""
     try:
         table = Table.loads(read_plain(file, MAX_BYTES))
         if table.builtin:
