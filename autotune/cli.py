@@ -30,10 +30,10 @@ EFFORT_NAMES = ("quick", "full", "exhaustive")
 MAX_GPUS, MAX_PROCESSES, MAX_BATCH = 64, 256, 4096
 _EPILOG = """\
 A table is one JSON file for one GPU and one LM head. Servers look for it in --tuned FILE (or FLASHSAMPLE_TUNED), the
-folders of FLASHSAMPLE_TUNED_DIR, $SGLANG_CACHE_DIR/flashsample, and what is shipped, in this order.
+folders of FLASHSAMPLE_TUNED_DIR, $SGLANG_CACHE_DIR/flashsample, and among the shipped ones, in this order.
 
 examples:
-  sgl-flashsample tune plan models/Qwen3-8B     what a run would try, and how long it would take
+  sgl-flashsample tune plan models/Qwen3-8B     the trials of a run, and an estimate of its time
   sgl-flashsample tune run models/Qwen3-8B      tune for this GPU; the table lies where servers look for it
   sgl-flashsample tune explain --batch 24 --device 'NVIDIA H200' --model-path models/Qwen3-8B
   sgl-flashsample tune verify FILE              check that a table still holds on this machine
@@ -130,7 +130,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> None:
     table = _tables().read(options.file)
-    from .report import page  # after what is wrong with the file is said: it imports for seconds
+    from .report import page  # takes seconds: faults of the file are told before
     from .trials import log_of
 
     name = options.file.with_suffix(".html").name
@@ -175,7 +175,7 @@ def _head(options: argparse.Namespace, warn: bool = True) -> HeadShape:
 
 
 def _device(name: str | None) -> tuple[Device, str]:
-    """The device that is meant, and what to say of it."""
+    """The device of that name, else of this machine, and a remark about it."""
     if name is not None:
         return device_named(name), ""
     import torch
@@ -218,7 +218,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """run: returns the exit code, or None for 0."""
+    """A command of ``tune``. run: its function, which returns the exit code, or None for 0."""
 
     about: str
     run: Callable[[argparse.Namespace], int | None]
@@ -241,9 +241,9 @@ HEAD = (
     _argument("--model-path", metavar="MODEL", help="a model's folder, as servers call it"),
     _argument("--vocab", type=int, metavar="V", help="ids of the whole head, instead of the config's"),
     _argument("--hidden", type=int, metavar="D", help="hidden size, instead of the config's"),
-    _argument("--dtype", help="of the head's weight: bf16, fp16 or fp32"),
-    _argument("--softcap", action=argparse.BooleanOptionalAction, help="whether the logits have a softcap"),
-    _argument("--tp", "--tp-size", type=int, default=1, help="tensor-parallel degree: one shard is meant"),
+    _argument("--dtype", help="dtype of the head's weight: bf16, fp16 or fp32"),
+    _argument("--softcap", action=argparse.BooleanOptionalAction, help="the logits have a softcap, or none"),
+    _argument("--tp", "--tp-size", type=int, default=1, help="tensor-parallel degree: the head is one shard"),
 )
 TUNING = (
     _argument("--effort", choices=EFFORT_NAMES, default="full", help="(default: full)"),
@@ -255,7 +255,7 @@ FLASHINFER_HELP = "also let a path be chosen that draws other tokens of the same
 
 COMMANDS = {
     "plan": Command(
-        "what a run would try, and how long it would take; measures nothing",
+        "print the trials of a run and an estimate of its time; measures nothing",
         plan,
         (
             *(MODEL, *HEAD, *TUNING),
@@ -305,7 +305,7 @@ COMMANDS = {
         (FILE, KIND, JSON),
     ),
     "explain": Command(
-        "say what a batch takes, from which table, and why",
+        "print the choice for a batch, the table that it comes from, and why",
         explain,
         (
             _argument("file", nargs="?", help="a table; without it, the one that a server would find"),
@@ -315,7 +315,7 @@ COMMANDS = {
         ),
     ),
     "diff": Command(
-        "compare two tables: choices, times against their noise, environments; exit code 1 where sizes differ",
+        "compare two tables: choices, times against their noise, environments; exit code 1 if sizes differ",
         lambda options: _tables().diff(options.a, options.b, options.json, options.all),
         (
             _argument("a", help="a table"),
@@ -325,7 +325,7 @@ COMMANDS = {
         ),
     ),
     "merge": Command(
-        "join two tables of one device, head and versions: where both have a size, the choice that gains more",
+        "join two tables of one device, head and versions: for a size of both, the choice that gains more",
         lambda options: _tables().merge(options.a, options.b, options.out, options.strict),
         (
             _argument("a", help="the table whose choice stays where the other's does not gain more, beyond noise"),
@@ -335,7 +335,7 @@ COMMANDS = {
         ),
     ),
     "lint": Command(
-        "check tables: form, ranges, sizes, kernels; exit code 1 for one that is wrong or stale",
+        "check tables: form, ranges, sizes, kernels; exit code 1 if one is malformed or stale",
         lambda options: _tables().lint(options.files),
         (_argument("files", nargs="+", metavar="FILE", help="tables"),),
     ),

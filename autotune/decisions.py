@@ -16,17 +16,17 @@ from ..tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table
 from .labels import GEMM, key_of
 from .race import Policy
 
-CONFIDENT = 1.96  # standard errors: 95 % of the differences of equal times are smaller
-# What of the environment a table's times depend on so much that those of another one do not belong in the same table.
+CONFIDENT = 1.96  # standard errors; 95 % of the differences of equal times are smaller
+# Versions that times depend on so much that times of other versions do not belong in the same table.
 SAME_ENV = ("torch", "triton", "cuda", "sgl_flashsample")
-CONFIRMED_ERROR = Policy().error  # relative, of the times of confirmed sizes: a table lacks it; a race ends at this
+CONFIRMED_ERROR = Policy().error  # relative error of the times of confirmed sizes, which tables lack: a race ends at it
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a table says of one size. entry: the evidence; where the built-in choice was confirmed, that choice and its
-    time, with further evidence only from the log of the run. config: None for a confirmed choice of a device for which
-    this release has no built-in ones."""
+    """The decision of a table for one size. entry: the evidence; where the built-in choice was confirmed, that choice
+    and its time, with further evidence only from the log of the run. config: None for a confirmed choice on a device
+    for which this release has no built-in ones."""
 
     entry: Entry
     confirmed: bool
@@ -46,7 +46,7 @@ class Decision:
 
     @property
     def gemm_us(self) -> float:
-        """Of the GEMM alone in the same race; 0 where it did not run."""
+        """Microseconds of the GEMM alone in the same race; 0 where it did not run."""
         return self.entry.others.get(GEMM, 0.0)
 
     @property
@@ -56,29 +56,29 @@ class Decision:
         return f"built-in: {key}" if self.confirmed else key + flashinfer
 
     def beyond_noise(self, other: Decision) -> bool:
-        """Whether the times are further apart than their noise explains."""
+        """True where the times are further apart than their noise explains."""
         return abs(other.us - self.us) > CONFIDENT * math.hypot(self.entry.se, other.entry.se)
 
     def beats(self, other: Decision) -> bool:
-        """Whether it is faster beyond noise than another table's decision for this size, each beside what was timed in
-        its own race: the built-in choice, else the GEMM. Times of two sessions alone say how fast the GPU was."""
+        """True where it is faster beyond noise than another table's decision for this size, each relative to a time of
+        its own race: the built-in choice's, else the GEMM's. Times of two sessions alone say how fast the GPU was."""
         races = [(self.entry.default_us, other.entry.default_us), (self.gemm_us, other.gemm_us)]
         beside = next(((mine, theirs) for mine, theirs in races if mine and theirs), None)
         if beside is None or not self.us or not other.us:
             return False
         ratio = (self.us / beside[0]) / (other.us / beside[1])
         noise = math.hypot(self.entry.se / self.us, other.entry.se / other.us)
-        return ratio < 1 - CONFIDENT * math.sqrt(2) * noise  # what was timed beside it scatters as much
+        return ratio < 1 - CONFIDENT * math.sqrt(2) * noise  # the time beside it scatters as much
 
 
 def baseline_ratio(entry: Entry) -> float | None:
-    """How many times as long the fastest GEMM with a sampler takes; None where none was raced."""
+    """Time of the fastest GEMM with a sampler, over this one; None where none was raced."""
     times = [us for name, us in entry.others.items() if name.startswith(f"{GEMM}+")]
     return min(times) / entry.us if times and entry.us else None
 
 
 def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
-    """Every size that was measured, by kind. logged: what the log of the run has of sizes."""
+    """Every size that was measured, by kind. logged: entries from the log of the run."""
     known = {(entry.kind, entry.rows, entry.us): entry for entry in logged}
     for kind in BATCH_KINDS:
         confirmed = table.confirmed.get(str(kind), Confirmed(rows=[], us=[]))
@@ -103,7 +103,7 @@ def by_size(table: Table) -> dict[tuple[BatchKind, int], Decision]:
 
 
 def stored(chosen: Iterable[Decision]) -> dict[str, Any]:
-    """Decisions, in the order of their sizes, as a table has them: its ``entries`` and ``confirmed``."""
+    """The ``entries`` and ``confirmed`` of a table with these decisions, which are in the order of their sizes."""
     entries: list[Entry] = []
     confirmed: dict[str, list[Decision]] = {}
     for one in chosen:
@@ -121,13 +121,13 @@ def _confirmed(sizes: Sequence[Decision]) -> Confirmed:
 
 
 def device_and_head(table: Table) -> tuple[Device, HeadShape]:
-    """Of a tuned table, which has both."""
+    """Device and head of a tuned table, which has both."""
     assert table.device is not None and table.head is not None
     return table.device, table.head
 
 
 def screen_cost(table: Table) -> tuple[int, int]:
-    """Bytes of a screen, and the rows that it is for; 0 where the table does not say."""
+    """Bytes of a screen, and rows of its largest batch; 0 where the table does not say."""
     cost = table.measure.get("screen")
     size, rows = (cost.get("bytes"), cost.get("rows")) if isinstance(cost, dict) else (None, None)
     return (size, rows) if isinstance(size, int) and isinstance(rows, int) else (0, 0)
@@ -140,8 +140,8 @@ def larger_screen(*tables: Table) -> dict[str, Any]:
 
 
 def why_apart(a: Table, b: Table) -> str:
-    """How two tables of one device and head were measured too differently for their sizes to be in one table; empty
-    where they were not."""
+    """The difference between two tables of one device and head that keeps their sizes out of one table; empty without
+    one."""
     if a.defaults != b.defaults:
         return "measured against different built-in choices"
     for path in sorted(a.kernels.keys() & b.kernels.keys()):
@@ -155,11 +155,15 @@ def why_apart(a: Table, b: Table) -> str:
 
 
 def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) -> Config | None:
-    """What such a batch takes without a table; None for a device without built-in choices."""
+    """The built-in choice for such a batch; None for a device without built-in choices."""
+    traits = traits_of(device, head)
+    return default_config(traits, rows, kind) if traits is not None else None
+
+
+def traits_of(device: Device, head: HeadShape) -> HeadTraits | None:
+    """The traits that built-in choices depend on; None for a device without them."""
     family = family_of(device.cc)
-    if family is None:
-        return None
-    return default_config(HeadTraits(family, ITEMSIZE[head.dtype], head.vocab, head.hidden), rows, kind)
+    return HeadTraits(family, ITEMSIZE[head.dtype], head.vocab, head.hidden) if family is not None else None
 
 
 def same_kernels(table: Table) -> bool:

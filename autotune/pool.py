@@ -23,7 +23,7 @@ import sgl_flashsample
 # A job yields (request, seconds it may take) and is sent the answer; it ends when it has no more to ask.
 Job = Generator[tuple[dict[str, Any], float], dict[str, Any], None]
 
-# Imports modules from the same places as this process: they may be in a checkout that is not installed.
+# Program of a worker process. It imports from the same places as this process, which may be an uninstalled checkout.
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -33,8 +33,8 @@ from sgl_flashsample.autotune.worker import main
 main(int(sys.argv[1]), json.loads(sys.argv[4]))
 """
 HELLO_SECONDS = 60.0
-START_SECONDS = 90.0  # for a process to import torch and open its device, on top of the first request's limit
-MAX_STARTS = 24  # of one process: beyond, it is not the configurations that are at fault
+START_SECONDS = 90.0  # to import torch and open the device, on top of the limit of the first request
+MAX_STARTS = 24  # starts of one process; beyond, the fault is not of the configurations
 
 
 class Workers(NamedTuple):
@@ -56,8 +56,8 @@ class PoolError(ValueError):
 
 
 class WorkerProcess:
-    """One process, started when it is first asked. spec: of ``worker.main``. log: where its output goes. note: what it
-    works on, as it said."""
+    """One process, started when it is first asked. spec: of ``worker.main``. log: file of its output. note: name of the
+    thing it works on, from the process itself."""
 
     def __init__(self, spec: dict[str, Any], log: Path, environment: dict[str, str] | None = None) -> None:
         self.spec, self.log, self.environment = spec, log, environment or {}
@@ -96,7 +96,7 @@ class WorkerProcess:
         assert self.connection is not None
         self.note, self.deadline = "", time.monotonic() + seconds + START_SECONDS * self._is_fresh
         self._is_fresh = False
-        with contextlib.suppress(OSError):  # it has just ended: ``receive`` says so
+        with contextlib.suppress(OSError):  # the process has just ended: ``receive`` says so
             self.connection.send_bytes(json.dumps(request).encode())
 
     def receive(self) -> dict[str, Any] | None:
@@ -144,7 +144,7 @@ class Pool:
 
     @property
     def idle(self) -> int:
-        """How many processes have nothing to do and no job waiting for them."""
+        """Processes without work and without a job waiting for them."""
         return max(0, len(self.processes) - self.pending)
 
     @property
@@ -175,7 +175,8 @@ class Pool:
             process.end()
 
     def begin(self) -> tuple[list[Connection], float]:
-        """Give waiting jobs to idle processes. Returns what to wait for, and until when at most."""
+        """Give waiting jobs to idle processes. Returns the connections to wait for, and the latest time to wait
+        until."""
         for process in self.processes:
             while self._queue and process not in self._at_work:
                 self._go_on(process, self._queue.popleft(), None)
@@ -183,7 +184,7 @@ class Pool:
         return [process.connection for process in self._at_work if process.connection is not None], deadline
 
     def collect(self) -> None:
-        """Hand what has been answered to the jobs that asked."""
+        """Hand answers to the jobs that asked."""
         for process, job in list(self._at_work.items()):
             answer = process.receive()
             if answer is not None:

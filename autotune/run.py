@@ -1,7 +1,7 @@
 """``tune run``: one coordinator over one process per GPU and several that compile.
 
-With several GPUs the studies stay here and the processes take turns at their proposals: everything is told in one place
-and in one log. Optuna's shared storages would be a second truth beside that log, and buy nothing while one process can
+With several GPUs the studies stay in this process, the measuring processes take turns at their proposals, and one log
+records all. A shared storage of Optuna's would be a second record beside that log, and save nothing: one process can
 ask for and tell thousands of trials a second.
 """
 
@@ -44,8 +44,8 @@ from .writer import MEASURE, TableWriter
 
 READY_SECONDS = 120.0
 BASELINE_SECONDS = 240.0
-MAX_BUSY = 20  # percent of a GPU that may be used by others before we begin
-MAX_ELSEWHERE = 50  # tables of other GPUs or heads that a search starts from
+MAX_BUSY = 20  # largest load of a GPU by others at the start, in percent
+MAX_ELSEWHERE = 50  # tables of other GPUs or heads whose winners a search starts from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +107,11 @@ class _Coordinator:
         self.gpus = Pool(measuring_process(self._logs / f"worker-{index}.log", index) for index in range(options.gpus))
         count = options.compilers or usual_compilers()
         self.compilers = Pool(compiling_process(self._logs / f"compiling-{index}.log", count) for index in range(count))
-        self.preparing = Pool([measuring_process(self._logs / "baselines.log")])  # of the baselines
+        self.preparing = Pool([measuring_process(self._logs / "baselines.log")])  # compiles baselines
         self.pools = [self.gpus, self.compilers, self.preparing]
-        self.flashinfer = False  # whether it can be raced by now
+        self.flashinfer = False  # true once it can be raced
         self.log: TrialLog | None = None
-        self._held: IO[str] | None = None  # so that no other run writes to the table or its log
+        self._held: IO[str] | None = None  # lock: no other run writes to the table or its log
 
     def seconds(self) -> float:
         return time.monotonic() - self._began
@@ -259,7 +259,7 @@ class _Coordinator:
         elif decider.done < writer.plan.races:
             status, message = "out of time", f"out of time: {left}"
         writer.provenance = {
-            "complete": status == "done",  # else a later run says again what is wrong
+            "complete": status == "done",  # else a later run reports the fault again
             "when": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "trials": search.tried,
             "gpus": len(self.gpus.processes),
@@ -267,7 +267,7 @@ class _Coordinator:
             "seed": 0,
         }
         writer.write()
-        # A table that the server would not read is worth nothing: read it as it would.
+        # Read the table as a server would: one that it cannot read is worth nothing.
         table, reason = load_table(writer.path)
         if table is None:
             raise ValueError(f"{writer.path} cannot be read again: {reason}")
@@ -296,8 +296,8 @@ def _summary(table: Table) -> str:
 
 
 def _over_baselines(writer: TableWriter) -> str:
-    """How many times as long the fastest baseline takes, at the smallest and the largest size of the kinds that have
-    raced one; empty where none was raced."""
+    """Time of the fastest baseline over the winner's, at the smallest and the largest size of the kinds that have raced
+    one; empty where none was raced."""
     parts = []
     for kind in (PLAIN, BatchKind(truncate=True), BatchKind(edit=True)):
         every = {rows: baseline_ratio(entry) for rows, entry in writer.decided.get(kind, {}).items()}
@@ -316,7 +316,7 @@ def _ready(head: dict[str, Any]) -> Job:
 
 
 def _winners_elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterator[Config]:
-    """What won in other tables in ``folder`` for GPUs of the same compute capability: where a search may begin."""
+    """Winners of other tables in ``folder`` for GPUs of the same compute capability: first trials of a search."""
     for _, table, _ in itertools.islice(tables_in(folder), MAX_ELSEWHERE):
         if table is None:
             continue

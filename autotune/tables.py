@@ -19,10 +19,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table as Grid
 
+from ..dispatch import DENSE_ROWS, DispatchTable
 from ..exit_codes import FAILED, OK
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
-from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, SamplingPath, path_of
+from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, SamplingPath, path_of
 from ..switches import FILE_VARIABLE, text
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import (
@@ -31,12 +32,14 @@ from ..tables.lookup import (
     TableFile,
     Target,
     bucket_for,
+    dispatch_of,
     find,
     folders,
     load_table,
     match,
     tables_in,
     unsupported_config,
+    unusable_sizes,
 )
 from ..tables.schema import Device, HeadShape, Table, file_name
 from .decisions import (
@@ -51,16 +54,15 @@ from .decisions import (
     same_kernels,
     screen_cost,
     stored,
+    traits_of,
     why_apart,
 )
 from .labels import head_line, key_of, known_device
 from .race import GAIN_TOLERANCE, gains_apart
 
-DISPATCHED_ROWS = 512  # ``dispatch.DENSE_ROWS``, whose module loads torch: larger batches take the built-in choice
-
 
 def read(file: str | os.PathLike[str]) -> Table:
-    """Raises ValueError for a file that is no table."""
+    """The table in ``file``. Raises ValueError for a file that is no table."""
     table, reason = load_table(file)
     if table is None:
         raise ValueError(f"{file}: {reason}")
@@ -68,7 +70,7 @@ def read(file: str | os.PathLike[str]) -> Table:
 
 
 def screen_line(table: Table) -> str:
-    """What a screen of this head costs, and which kinds have one; empty for a table without any."""
+    """The cost of a screen of this head, and the kinds that have one; empty for a table without any."""
     kinds = [name for name in table.kinds if KIND_NAMES[name].screen]
     if not kinds:
         return ""
@@ -78,7 +80,7 @@ def screen_line(table: Table) -> str:
 
 
 class _Output(Console):
-    """Wraps no lines, except on a terminal."""
+    """A console that wraps lines on a terminal only."""
 
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else 1000
@@ -89,7 +91,7 @@ class _Output(Console):
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Grid:
-    """left: the columns that are text."""
+    """A table for the console. left: the columns that are text."""
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=None)
     for column in columns:
         grid.add_column(column, justify="left" if column in left else "right", overflow="fold")
@@ -131,7 +133,7 @@ def list_tables(as_json: bool = False) -> None:
 
 
 def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
-    """Print a table for people. kind: this one alone."""
+    """Print a table for people. kind: only this one."""
     table, console = read(file), _Output()
     if as_json:
         answer = {"file": file, "notes": table.notes, "kernels_as_installed": same_kernels(table)}
@@ -173,16 +175,17 @@ def _shown(one: Decision) -> tuple[str, ...]:
 def explain(
     file: str | None, device_name: str | None, head: HeadShape | None, rows: int, kind: str | None, as_json: bool
 ) -> None:
-    """Print what a batch takes, from which table, and why; of all kinds as a server with default settings would, or of
-    one. file: a table; None for the one that a server with such a device and head would find."""
+    """Print the choice for a batch, the table that it comes from, and why: for all kinds, as of a server with default
+    settings, or for one. file: a table; None for the table that a server with such a device and head would find."""
     warnings: list[str] = []
     if file is not None:
         if device_name is not None or head is not None:
             raise ValueError("a table and --device or a head are given; expected one or the other")
         table = read(file)
         device, head = device_and_head(table)
-        # As on the machine that it was measured on, with the kernels that are installed here.
-        how, differs = match(table, Target(device, head, table.env))
+        # The target is the machine that it was measured on, with the kernels that are installed here.
+        target = Target(device, head, table.env)
+        how, differs = match(table, target)
         assert how is not None, "a table is for its own device and head"
         table_file: TableFile | None = TableFile(table, file, "the named file", how, differs)
     else:
@@ -191,14 +194,15 @@ def explain(
         target = _target_named(device_name, head)
         device = target.device
         table_file, warnings = find(target)
+    traits, dispatch = traits_of(device, head), None
+    if table_file is not None and traits is not None:
+        dispatch, _ = dispatch_of(table_file, target, traits)
     # A server with default settings has a screen where a tuned table says that it wins; a batch that cannot have it
     # (logprobs, a large top-k) is of the kinds without one.
-    screened = table_file is not None and any(
-        isinstance(one.config, ScreenConfig) for one in decisions(table_file.table)
-    )
+    screened = dispatch is not None and dispatch.screened_rows(DENSE_ROWS, measured=True) > 0
     kinds = [each for each in BATCH_KINDS if screened or not each.screen] if kind is None else [KIND_NAMES[kind]]
     kinds.sort(key=lambda each: not each.screen)
-    batches = [_explained(table_file, device, head, rows, each) for each in kinds]
+    batches = [_explained(table_file, dispatch, target, rows, each) for each in kinds]
     if as_json:
         about = {name: table_file and getattr(table_file, name) for name in ("file", "match", "source")}
         answer = {"rows": rows, **about, "screen": screened, "batches": batches, "warnings": warnings}
@@ -244,49 +248,46 @@ def _target_named(name: str, head: HeadShape) -> Target:
 
 
 def _explained(
-    table_file: TableFile | None, device: Device, head: HeadShape, rows: int, kind: BatchKind
+    table_file: TableFile | None, dispatch: DispatchTable | None, target: Target, rows: int, kind: BatchKind
 ) -> dict[str, Any]:
-    """The choice of one batch as ``DispatchTable`` makes it, and why."""
+    """The choice for one batch, and why. dispatch: of the table; None without one and on a device without kernels."""
     answer: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
     if table_file is None:
-        return answer | _builtin_choice(device, head, rows, kind, "the built-in choice, without a table")
-    if rows > DISPATCHED_ROWS:
-        why = f"the built-in choice: a table serves batches of {DISPATCHED_ROWS} rows or fewer"
-        return answer | _builtin_choice(device, head, rows, kind, why)
-    table, reasons = table_file.table, []
-    served: BatchKind = kind
-    while True:
-        sizes = table.sizes(str(served))
-        size = bucket_for(sizes, rows)
-        entry = table.entry(str(served), size) if size is not None else None
-        unsupported = unsupported_config(entry.launch, device, head.dtype, served) if entry is not None else None
-        if unsupported is not None:
-            reasons.append(f"size {size} of {served} cannot be used: {unsupported}")
-        elif size is not None:
-            break
-        default = builtin_config(device, head, rows, served)
-        if isinstance(default, ScreenConfig):
+        config = builtin_config(target.device, target.head, rows, kind)
+        return answer | _taken(config, "the built-in choice, without a table")
+    if dispatch is None:
+        return answer | _taken(None, f"no kernels for compute capability {target.device.cc}")
+    choice = dispatch.choice(rows, kind)
+    if rows > DENSE_ROWS:
+        why = f"the built-in choice: a table serves batches of {DENSE_ROWS} rows or fewer"
+        return answer | _taken(choice.config, why)
+    table, unusable = table_file.table, unusable_sizes(table_file.table, target)
+    looked_up = [(each, bucket_for(table.sizes(str(each)), rows)) for each in choice.asked]
+    reasons = [
+        f"size {size} of {each} cannot be used: {unusable[each, size]}"
+        for each, size in looked_up
+        if size is not None and (each, size) in unusable
+    ]
+    served, size = looked_up[-1]
+    if not choice.measured:
+        measured = ", ".join(map(str, table.sizes(str(kind)))) or "none"
+        why = f"the built-in choice: no size from {rows} to {2 * rows} in its tile class (measured: {measured})"
+        if isinstance(choice.config, ScreenConfig):
             why = f"the built-in choice, the screened path: the table has nothing of {served} for it"
-            return answer | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
-        if served.fallback is None:
-            measured = ", ".join(map(str, table.sizes(str(kind)))) or "none"
-            why = f"the built-in choice: no size from {rows} to {2 * rows} in its tile class (measured: {measured})"
-            return answer | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
-        served = served.fallback
+        return answer | _taken(choice.config, "; ".join([why, *reasons]))
+    assert size is not None
     why = "its own size" if size == rows else f"size {size}, the next one of its tile class, at most twice it"
     why += "" if served == kind else f", of {served} (there is none of {kind})"
-    assert size is not None
     one = by_size(table)[served, size]
     evidence = {name: value for name, value in msgspec.to_builtins(one.entry).items() if name not in ("kind", "rows")}
     answer |= evidence | {"size": size, "of": str(served)}
     if one.confirmed:
-        return answer | _builtin_choice(device, head, rows, served, f"the built-in choice, confirmed: {why}")
-    assert one.config is not None
-    return answer | {"takes": one.takes, "config": dataclasses.asdict(one.config), "why": "; ".join([why, *reasons])}
+        return answer | _taken(choice.config, f"the built-in choice, confirmed: {why}")
+    return answer | _taken(choice.config, "; ".join([why, *reasons])) | {"takes": one.takes}
 
 
-def _builtin_choice(device: Device, head: HeadShape, rows: int, kind: BatchKind, why: str) -> dict[str, Any]:
-    config = builtin_config(device, head, rows, kind)
+def _taken(config: Config | None, why: str) -> dict[str, Any]:
+    """The fields of an answer about a choice. config: None on a device without built-in choices."""
     if config is None:
         return {"takes": "the built-in choice", "why": why}
     return {"takes": key_of(config), "path": path_of(config).value, "config": dataclasses.asdict(config), "why": why}
@@ -324,8 +325,8 @@ def _require_same_head(a: Table, b: Table, file_a: str, file_b: str) -> None:
 
 
 def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -> int:
-    """Print what two tables of one head say differently, and whether their noise explains it. every: also the sizes
-    that they agree on. Returns 1 where a size has another choice, a time beyond noise, or is in one of them alone."""
+    """Print the differences of two tables of one head, and whether their noise explains them. every: also the sizes
+    that agree. Returns 1 where a size has another choice, a time beyond noise, or is in one of them alone."""
     a, b = read(file_a), read(file_b)
     _require_same_head(a, b, file_a, file_b)
     sizes = []
@@ -369,7 +370,7 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
 
 
 def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
-    """What differs beside the sizes: {name: [in A, in B]}."""
+    """Differences beside the sizes: {name: [in A, in B]}."""
     both: list[dict[str, Any]] = []
     for table in (a, b):
         device, _ = device_and_head(table)
@@ -382,8 +383,8 @@ def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
 
 
 def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
-    """Write two tables of one device and head as one. out: a file or, for the name that servers look for, a folder.
-    strict: raise ValueError where a size has another choice in B."""
+    """Write two tables of one device and head as one. out: a file, or a folder for a file with the name that servers
+    look for. strict: raise ValueError where a size has another choice in B."""
     a, b = read(file_a), read(file_b)
     _require_same_head(a, b, file_a, file_b)
     if a.device != b.device:
@@ -432,12 +433,12 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
 
 
 def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
-    """The members that are no objects or lists: else each merge would nest deeper than the last."""
+    """The members without objects and lists: with them each merge would nest deeper than the last."""
     return {name: value for name, value in provenance.items() if not isinstance(value, dict | list)}
 
 
 def lint(files: Sequence[str]) -> int:
-    """Print whether tables are fit to be shipped. Returns the exit code."""
+    """Print the faults of tables that are to be shipped. Returns the exit code."""
     wrong = 0
     for file in files:
         errors, stale, notes = check(file)
@@ -450,7 +451,7 @@ def lint(files: Sequence[str]) -> int:
 
 
 def check(file: str) -> tuple[list[str], list[str], list[str]]:
-    """What is wrong with ``file``, what has changed since it was measured, and what is worth knowing."""
+    """Faults of the table in ``file``, changes since it was measured, and notes."""
     table, reason = load_table(file)
     if table is None:
         return [str(reason)], [], []

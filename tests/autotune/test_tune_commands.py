@@ -105,7 +105,7 @@ def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_
     assert code == 0 and page == Path(Path(facts["file"]).with_suffix(".html").name), "in the working directory"
     text = page.read_text(encoding="utf-8")
     assert_self_contained(text)
-    for part in ("NVIDIA H200", WRONG, "incorrect", "default", "gemm", "What a batch takes"):
+    for part in ("NVIDIA H200", WRONG, "incorrect", "default", "gemm", "Choices: microseconds"):
         assert part in text, part
     assert text.count("Plotly.newPlot") >= 3
     assert "up to date" in command("run", *arguments, device=device)[1]
