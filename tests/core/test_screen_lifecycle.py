@@ -14,6 +14,7 @@ from sgl_flashsample import LMHead, Screen, sample
 from sgl_flashsample.kernels.int8_head import MAX_HIDDEN
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.screen import UnwrittenScreen
+from sgl_flashsample.sglang.screen_lifecycle import HeadScreen
 
 HIDDEN = 32
 
@@ -192,3 +193,19 @@ def test_what_a_screen_will_hold_is_known_to_the_byte(device, vocab, hidden, row
 def test_a_screen_that_cannot_be_says_why(head, rows, message):
     with pytest.raises(ValueError, match=message):
         Screen(head, rows)
+
+
+def test_the_pinned_screen_of_a_servers_head_is_written_anew_in_its_place_and_never_freed(device):
+    """The graphs of drafts read it and are never captured anew."""
+    case = example(device)
+    screen = HeadScreen(case.head, ROWS, counter_seconds=60.0)
+    twin = screen.pin()
+    screen.free(case.head)
+    assert not twin.closed and twin.serves(case.head)
+    place = twin.int8_head.weight.data_ptr()
+    case.head.weight.mul_(-1.0)
+    screen.invalidate()
+    assert not twin.serves(case.head)
+    screen.renew(case.head)
+    assert twin.int8_head.weight.data_ptr() == place
+    assert_drawn_with(twin, case, case.head)

@@ -70,7 +70,7 @@ def test_every_defect_has_been_run_and_was_caught():
 
 @pytest.mark.parametrize("without, caught", [(0, True), (1, False), (planted.TIMED_OUT, False)])
 def test_a_time_out_counts_only_where_the_tests_pass_soon_without_the_defect(tmp_path, monkeypatch, without, caught):
-    """Else a busy machine would catch everything."""
+    """A busy machine must not count as a catch."""
     (tmp_path / "module.py").write_text("a = 1\n")
     defect = planted.Defect("a defect", "module.py", "a = 1", "a = 2", ["tests/test_a.py::test_a"])
     runs = []
