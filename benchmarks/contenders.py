@@ -106,8 +106,6 @@ class Tree:
     def __init__(self, weight: torch.Tensor, softcap: float | None, rows: int, *, tuned: bool, folder: Path | None):
         self._api = sgl_flashsample if folder is None else import_tree(folder)
         self.is_older = folder is not None
-        # In older trees, dispatch tables and what belongs to them have this name.
-        self._has_choices = hasattr(self._api, "Choices")
         self.head = self._api.LMHead(weight, softcap=softcap)
         self.table = self._table(tuned)
         self.screened_rows = min(rows, MAX_SCREENED_ROWS)
@@ -121,27 +119,15 @@ class Tree:
         return importlib.import_module(f"{self._api.__name__}.{name}")
 
     def _table(self, tuned: bool) -> Any:
-        if tuned:
-            resolved = self._api.resolve(self.head)
-            return resolved.choices if self._has_choices else resolved.dispatch
-        if self._has_choices:
-            return self._module("choices").choices_for(self.head)
-        return self._module("dispatch").default_table(self.head)
+        return self._api.resolve(self.head).dispatch if tuned else self._module("dispatch").default_table(self.head)
 
     def _config(self, mode: Mode, rows: int, path: str | None, screened: bool) -> Any:
         """What such a batch takes, on ``path`` if that is given."""
-        if self._has_choices:
-            work = self._module("work").Work.of(*mode.kind[:3])
-            work = work.with_screen if screened else work
-            return self.table.on(self._path(path), rows, work) if path else self.table.pick(rows, work)
         kind = self._module("kinds").BatchKind(*mode.kind[:3], screened)
-        return self.table.lookup_on(self._path(path), rows, kind) if path else self.table.lookup(rows, kind)
-
-    def _path(self, path: str) -> Any:
-        return (self._api.Path if self._has_choices else self._api.SamplingPath)(path)
+        return self.table.lookup_on(self._api.SamplingPath(path), rows, kind) if path else self.table.lookup(rows, kind)
 
     def _label(self, config: Any) -> str:
-        return self._module("autotune.names" if self._has_choices else "autotune.labels").key_of(config)
+        return self._module("autotune.labels").key_of(config)
 
     def labels(self, rows: int, selection: Selection) -> tuple[str, ...]:
         """Of all configurations that batches of ``rows`` rows are raced with."""
@@ -157,8 +143,8 @@ class Tree:
         api, truncation, edits = self._api, None, None
         if mode.truncation is not None:
             top_k, top_p, min_p = mode.truncation
-            limit = {"largest_top_k" if self._has_choices else "max_top_k": top_k or None}
-            truncation = api.Truncation(batch.full(top_k, torch.int32), batch.full(top_p), batch.full(min_p), **limit)
+            limits = batch.full(top_k, torch.int32), batch.full(top_p), batch.full(min_p)
+            truncation = api.Truncation(*limits, max_top_k=top_k or None)
         if mode.edits:
             flags = sum(Edit[name.upper()] for name in mode.edits)  # a server always says which row has which edits
             given = {name: getattr(batch.edits, name) for name in mode.edits}
@@ -175,11 +161,11 @@ class Tree:
         forced = path if path in OURS else None
         config, picked = (self._config(mode, batch.rows, which, screened) for which in (forced, None))
         options: dict[str, Any] = {
-            "path": None if forced is None else self._path(forced),
+            "path": None if forced is None else self._api.SamplingPath(forced),
             "return_logprob": mode.logprob,
             "workspace": self.workspace,
             "screen": self.screen if screened else None,
-            "choices" if self._has_choices else "table": self.table,
+            "table": self.table,
         }
         params, sample = self._params(batch, mode), self._api.sample
 

@@ -1,5 +1,4 @@
-"""The screened path on this GPU: its speed, that its tokens are the fused path's, that they are right, and what a hot
-vocabulary could save.
+"""The screened path on this GPU: its speed, that its tokens are the fused path's, and that they are right.
 
     python benchmarks/screened.py --out benchmarks/results/h200-screened.json
 
@@ -7,8 +6,6 @@ speed         whole steps beside the fused path, the GEMM alone, FlashInfer and 
 tokens        rows of four kinds of heads, at several temperatures and truncations, drawn by both paths with the same
               noise; a token that differs is a near-tie where both scores agree to 1e-5
 distribution  total variation between many draws and the known distribution, beside what chance alone gives
-hot           what rescoring would take if each row's winner were known before it: the most that reading the hot groups
-              of a vocabulary in full could save, and how many ``hot_vocab.Sizing`` would read for these times
 
 Configurations are those of the tuned table that a server would find. ``--only`` runs some of the sections and
 ``--keep`` leaves the others in the file. ``--fast``: a sixteenth of the draws.
@@ -25,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from common import (
     DEVICE,
@@ -40,18 +36,12 @@ from common import (
     today,
     write_result,
 )
-from contenders import MODES, Entrant, Selection, Tree
-from floor import READ_BYTES, measure_ceilings
+from contenders import Selection, Tree
 from racing import Race, Session
 
 from sgl_flashsample import BatchParams, DispatchTable, SampleOutput, SamplingPath, Truncation, sample
 from sgl_flashsample.autotune import baselines
-from sgl_flashsample.autotune.timing import MAX_CALLS
-from sgl_flashsample.hot_vocab import Costs, HotVocab, Sizing
 from sgl_flashsample.kernels.config import ScreenConfig
-from sgl_flashsample.kernels.rescore import rescore_groups
-from sgl_flashsample.kernels.rng import GROUP_SIZE
-from sgl_flashsample.kernels.screen import quantize_hidden, screen_head
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import BATCH_KINDS
 
@@ -67,9 +57,6 @@ LIMITS = ((20, 1.0), (50, 0.9), (20, 0.8), (64, 0.95))  # top-k and top-p, row b
 TOKEN_ROWS, ROWS_PER_CALL = (1, 3) if DRY_RUN else (1 << 20, 32)
 DRAWS, DRAWS_PER_CALL = (16, 16) if DRY_RUN else (10_000_000, 4096)
 NEAR = 1e-5
-HOT_TEMPERATURES = (1.0,) if DRY_RUN else (1.0, 0.7)
-WHOLE, KNOWN, FIRST = "screened", "winner known", "first pass"
-_BELOW = 1e-5  # of a score: what a step is told is no more than what its rescoring finds
 
 
 def make_tree(weight: torch.Tensor, rows: int, configs: dict[int, ScreenConfig]) -> Tree:
@@ -236,108 +223,7 @@ def distribution(configs: dict[int, ScreenConfig], options: Any) -> dict[str, An
     return result
 
 
-class Steps:
-    """The screened steps of one batch. start: per step, the ``ordered`` scores that a step knows before its first
-    pass."""
-
-    def __init__(self, tree: Tree, batch: Batch, temperature: float) -> None:
-        self._tree, self._batch = tree, batch
-        config = tree.table.lookup_on(SCREENED, batch.rows, MODES["plain"].kind._replace(screen=True))
-        assert isinstance(config, ScreenConfig)
-        self.config = config
-        self._params = [BatchParams(batch.full(temperature), batch.seed, position) for position in batch.position]
-        self._unknown = ordered(torch.full((MAX_CALLS, batch.rows), -torch.inf, device=DEVICE))
-        self._known = self._unknown.clone()
-
-    def whole(self, step: int) -> torch.Tensor:
-        return self._rescored(step, self._unknown[step])
-
-    def winner_known(self, step: int) -> torch.Tensor:
-        return self._rescored(step, self._known[step])
-
-    def first_pass(self, step: int) -> torch.Tensor:
-        self._screen(step, self._unknown[step])
-        return self._tree.screen.workspace.operands.threshold
-
-    def refresh(self, index: int) -> None:
-        """Other hidden states and noise, and what wins with them."""
-        self._batch.refresh(index)
-        for step in range(MAX_CALLS if DEVICE.type == "cuda" else 1):
-            score = draw(self._tree, SCREENED, self._batch.hidden, self._params[step]).scores
-            self._known[step] = ordered(score - score.abs() * _BELOW)
-
-    def _screen(self, step: int, start: torch.Tensor) -> None:
-        tree, workspace, rows = self._tree, self._tree.screen.workspace, self._batch.rows
-        quantize_hidden(self._batch.hidden, workspace, self.config)
-        workspace.operands.threshold[:rows].copy_(start)
-        screen_head(tree.head, tree.screen.int8_head, rows, self._params[step], workspace, self.config)
-
-    def _rescored(self, step: int, start: torch.Tensor) -> torch.Tensor:
-        self._screen(step, start)
-        tree, params = self._tree, self._params[step]
-        return rescore_groups(self._batch.hidden, tree.head, params, tree.screen.workspace, self.config).token_ids
-
-
-def ordered(values: torch.Tensor) -> torch.Tensor:
-    """float32 to int32, order-preserving, as ``kernels.intrinsics.float_to_ordered``."""
-    bits = values.contiguous().view(torch.int32)
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def zipf(num_groups: int) -> np.ndarray:
-    """A hit curve, ``[G + 1]``: that of rank r is drawn 1 / r as often as the first."""
-    sums = np.concatenate([[0.0], np.cumsum(1.0 / np.arange(1, num_groups + 1))])
-    return sums / sums[-1]
-
-
-def sized(us: dict[str, float], group_us: tuple[float, float], hits: np.ndarray) -> dict[str, float]:
-    """What the sizing model makes of a batch's times. group_us: to read one in full, and from the copy. hits: ``[G +
-    1]``, as ``HotVocab.hits``."""
-    hot_us, screened_us = group_us
-    fixed_us = us[FIRST] - screened_us * (len(hits) - 1)
-    model = Sizing(Costs(fixed_us, hot_us, screened_us, us[KNOWN] - us[FIRST], us[WHOLE] - us[FIRST]), hits)
-    best, saved = model.best(), float(model.us[0] - model.us.min())
-    shares = {"hit": round(float(hits[best]), 3), "saves": round(saved / float(model.us[0]), 5)}
-    return {"hot_groups": best, "saves_us": round(saved, 3), **shares}
-
-
-def hot(configs: dict[int, ScreenConfig], options: Any) -> dict[str, Any]:
-    shape, reader = SHAPES[0], measure_ceilings(DEVICE).reader
-    tree = make_tree(shape.weight(), max(BATCHES), configs)
-    num_groups, hits, about = tree.screen.int8_head.num_groups, None, "Zipf's law"
-    if options.hot is not None:
-        vocab = HotVocab.load(options.hot)
-        if vocab.num_groups != num_groups:
-            raise SystemExit(f"error: {options.hot} is of {vocab.num_groups} groups; expected {num_groups}")
-        hits, about = vocab.hits, "recorded"
-    rows = []
-    for size in BATCHES:
-        for temperature in HOT_TEMPERATURES:
-            batch = Batch(tree.head, size, "flat")
-            steps = Steps(tree, batch, temperature)
-            steps.refresh(0)
-            calls = {WHOLE: steps.whole, KNOWN: steps.winner_known, FIRST: steps.first_pass}
-            tokens_of, groups = {}, {}
-            for name in (WHOLE, KNOWN):
-                counted(tree)
-                tokens_of[name] = calls[name](0).clone()
-                groups[name] = counted(tree)["groups"]
-            row: dict[str, Any] = {"B": size, "temperature": temperature, "groups_read": groups}
-            row["same_tokens"] = torch.equal(tokens_of[WHOLE], tokens_of[KNOWN])
-            raced = [Entrant(name, "plain", "", call) for name, call in calls.items()]
-            race = Race(batch, raced, {}, reader, steps.refresh)
-            race.run(ROUNDS)
-            row["us"] = {line["path"]: line["us"] for line in race.rows({}) if line["path"] in calls}
-            row["us_spread"] = {line["path"]: line["us_spread"] for line in race.rows({}) if line["path"] in calls}
-            group_us = race.floor_us(GROUP_SIZE * shape.hidden * tree.head.weight.element_size())
-            if group_us is not None and len(row["us"]) == len(calls):
-                row["sized"] = sized(row["us"], (group_us, group_us / 2), zipf(num_groups) if hits is None else hits)
-            rows.append(row)
-            print(f"  {json.dumps(row)}", flush=True)
-    return shape.fields | {"hits": about, "read_bytes": READ_BYTES, "rows": rows}
-
-
-SECTIONS = {"speed": speed, "tokens": tokens, "distribution": distribution, "hot": hot}
+SECTIONS = {"speed": speed, "tokens": tokens, "distribution": distribution}
 
 
 def main() -> int:
@@ -345,7 +231,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
     parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not measured now")
     parser.add_argument("--configs", type=Path, help="JSON of screened configurations, {rows: {field: value}}")
-    parser.add_argument("--hot", type=Path, help="recorded token counts of 151,936 ids (default: Zipf's law)")
     options = parser.parse_args()
     configs: dict[int, ScreenConfig] = {}
     if options.configs is not None:

@@ -63,8 +63,6 @@ SAMPLINGS = {
 # Sections of tuning.py, in words.
 TUNING = {
     "runs": "a run, and a second one",
-    "resume": "a run that is killed, and goes on",
-    "agreement": "two independent runs",
     "regret": "the search's choice over the best of a sweep",
     "sweep": "between the measured sizes, against the default",
     "replay": "measured again in a fresh process",
@@ -382,22 +380,6 @@ def screened_distribution(results: Results) -> Table | None:
     line = ["{V:,}", "{draws:,}", "{total_variation:.6f}", "{by_chance:.6f}", "{deviations_from_chance:+.1f}"]
     head = ["ids", "draws", "total variation", "by chance alone", "deviations from that"]
     return Table(head, [[cell.format(**section) for cell in line]])
-
-
-def hot(results: Results) -> Table | None:
-    """A screened step, without what a hot vocabulary could spare it, and what the sizing model makes of that."""
-    section = results.section("screened", "hot")
-    if section is None:
-        return None
-    rows = []
-    for row in section["rows"]:
-        us, read, sized = row["us"], row["groups_read"], row["sized"]
-        line = [f"{row['B']}, {row['temperature']:g}"]
-        line += [f"{us[name]:.1f} ({read[name]})" for name in ("screened", "winner known")]
-        words = f"{sized['hot_groups']} groups, {sized['hit']:.0%} of the tokens: {sized['saves_us']:.2f} us"
-        rows.append([*line, f"{us['first pass']:.1f}", words])
-    head = ["B, temperature", "screened, us (groups read)", "winner known before (groups read)"]
-    return Table([*head, "first pass alone", "best number of hot groups"], rows)
 
 
 def serve(results: Results) -> Table | None:
@@ -1155,7 +1137,6 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "screened": Section(screened_speed, "screened", "speed"),
     "screened-tokens": Section(screened_tokens, "screened", "tokens"),
     "screened-distribution": Section(screened_distribution, "screened", "distribution"),
-    "hot": Section(hot, "screened", "hot"),
     "tuning": Section(tuning, "tuning"),
     "proof": Page(proof),
     "parity": Section(parity, "parity"),

@@ -121,17 +121,14 @@ def test_the_feature_benchmark_times_every_feature_and_compares_tokens_with_the_
 
 @no_gpu
 @pytest.mark.full
-def test_the_screened_benchmark_compares_tokens_and_tells_a_step_its_winners(dry_run, load):
+def test_the_screened_benchmark_compares_tokens(dry_run, load):
     screened = load("screened")
-    sections = dry_run("screened", "--only", "tokens", "distribution", "hot")["sections"]
+    sections = dry_run("screened", "--only", "tokens", "distribution")["sections"]
     rows = sections["tokens"]["rows"]
     assert {row["head"] for row in rows} == set(screened.HEADS)
     assert {row["truncated"] for row in rows} == {False, True}
     assert not any(row["different"] for row in rows) and all(row["candidates_per_row"] >= 1.0 for row in rows)
     assert 0.0 < sections["distribution"]["total_variation"] < 1.0
-    for row in sections["hot"]["rows"]:
-        read = row["groups_read"]
-        assert row["same_tokens"] and row["B"] <= read["winner known"] <= read["screened"]
 
 
 @no_gpu
@@ -283,19 +280,6 @@ def test_a_comparison_fails_for_what_is_slower_for_certain_and_for_nothing_else(
     assert not fine and "1 slower by more than 1% for certain, 0 perhaps; 1 of 8 tokens differ" in text
     assert "D=8 V=9 B=4 fused plain: 3.0 us, was 2.0 (+1.1% to +1.9%; a, was b)" in text
     assert not judge([])[1], "without a comparison there is no line"
-
-
-def test_a_hot_vocabulary_is_sized_by_what_a_known_winner_saves_and_what_a_group_costs(load):
-    screened = load("screened")
-    us = {"screened": 160.0, "winner known": 150.0, "first pass": 145.0}
-    hits = screened.zipf(1000)
-    sized = screened.sized(us, (0.03, 0.015), hits)
-    by_hand = [-10.0 * hits[size] + 0.015 * size for size in range(1001)]
-    best = min(range(1001), key=lambda size: by_hand[size])
-    assert 0 < sized["hot_groups"] == best < 1000
-    assert sized["saves_us"] == round(-by_hand[best], 3) and sized["saves"] == round(-by_hand[best] / 160.0, 5)
-    nothing = screened.sized(us | {"winner known": 160.0}, (0.03, 0.015), hits)
-    assert nothing["hot_groups"] == 0 and nothing["saves_us"] == 0
 
 
 def graph(number: int, start: float, kernels: list[tuple[str, float]]) -> list[dict]:
@@ -1231,28 +1215,6 @@ def test_processes_count_as_many_tokens_as_one_each_batch_once(load, monkeypatch
     assert [part["draws"] for part in parts] == [16] * 3
     # The last one of each is for what is planted.
     assert made == [5, 8, 0, 6, 9, 1, 7, 10, 2]
-
-
-def test_runs_of_one_benchmark_are_joined_and_each_row_knows_its_own(load):
-    join = load("join").join
-
-    def part(command: str, rows: list[dict], **env) -> dict:
-        return {"env": {"command": command, "date": "2026-01-01", "torch": "2", **env}, "rows": rows}
-
-    one = part("python serve.py --tp 2", [{"us": 1}], device="a", servers={"sglang": "0.5.17"}, not_run=[{"us": 0}])
-    two = part("python serve.py --tp 4", [{"us": 2}, {"us": 3}], device="b")
-    joined = join([join([one, two]), part("python benchmarks/serve.py --pp 2", [{"us": 4}], device="b", not_run=[])])
-    assert joined["rows"] == [{"us": 1, "run": 0}, {"us": 2, "run": 1}, {"us": 3, "run": 1}, {"us": 4, "run": 2}]
-    assert [run["command"][-6:] for run in joined["runs"]] == ["--tp 2", "--tp 4", "--pp 2"]
-    assert [(run.get("sglang"), run["device"]) for run in joined["runs"]] == [("0.5.17", "a"), (None, "b"), (None, "b")]
-    assert joined["env"]["device"] == "b" and joined["env"]["not_run"] == [{"us": 0}]
-    assert all("torch" not in run for run in joined["runs"]), "the same in all"
-    gaps = [{"section": "soak", "reason": "x"}, {"section": "tokens", "reason": "x"}]
-    some = part("python ranks.py", [{"section": "soak"}], not_run=gaps)
-    later = part("python ranks.py", [{"section": "tokens"}])
-    assert join([some, later])["env"]["not_run"] == gaps[:1], "what was not run is left out once it was"
-    with pytest.raises(ValueError, match=r"results of ranks\.py and serve\.py; expected one benchmark's"):
-        join([one, part("python ranks.py", [])])
 
 
 def test_a_recorded_command_has_no_folders_of_the_machine(load, monkeypatch):
