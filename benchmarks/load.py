@@ -43,7 +43,7 @@ import numpy as np
 import psutil
 import torch
 from common import make_parser, new_env, write_result
-from fuzz import counters_of, failures_of
+from servers import counters_of, failures_of
 
 from sgl_flashsample.bench import COUNTERS_EVERY, OURS, SAMPLINGS, STOCK, TRUNCATED, Request, check_active
 from sgl_flashsample.demo import markov

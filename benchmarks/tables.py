@@ -19,6 +19,7 @@ from typing import Any
 from step_profile import SYNCHRONISING
 
 RESULTS = Path(__file__).resolve().parent / "results"
+PROOFS_OF = {RESULTS: RESULTS.parent.parent / "tests" / "proof" / "results"}  # where proofs have theirs
 # The names of files and of pages; others follow, as their files are called.
 GPUS = {"h200": "H200", "h200x2": "two H200s", "h200x4": "four H200s", "h100": "H100", "h100x2": "two H100s"}
 NOT_MEASURED = "Not measured."
@@ -146,7 +147,9 @@ class Results:
         self.gpu, self.folder = gpu, folder
 
     def file(self, benchmark: str) -> Path:
-        return self.folder / (f"{self.gpu}-{benchmark}.json" if self.gpu else f"{benchmark}.json")
+        name = f"{self.gpu}-{benchmark}.json" if self.gpu else f"{benchmark}.json"
+        file, proof = self.folder / name, PROOFS_OF.get(self.folder, self.folder) / name
+        return proof if proof.exists() else file
 
     @functools.cache  # noqa: B019 (one process, a few files)
     def data(self, benchmark: str) -> dict[str, Any] | None:
