@@ -18,6 +18,8 @@ from typing import Any
 
 from step_profile import SYNCHRONISING
 
+from sgl_flashsample.samplings import SAMPLINGS
+
 RESULTS = Path(__file__).resolve().parent / "results"
 PROOFS_OF = {RESULTS: RESULTS.parent.parent / "tests" / "proof" / "results"}  # where proofs have theirs
 # The names of files and of pages; others follow, as their files are called.
@@ -32,34 +34,6 @@ PATHS = {
     "gemm+multinomial": "GEMM, softmax and multinomial under torch.compile",
     "gemm+exponential": "GEMM, exponential race (SGLang's default)",
     "gemm+flashinfer": "GEMM, FlashInfer",
-}
-MODES = {
-    "plain": "temperature 1",
-    "greedy": "greedy",
-    "logprob": "temperature 1, logprob",
-    "k20p95": "top_k 20, top_p 0.95",
-    "k50p90": "top_k 50, top_p 0.9",
-    "p90": "top_p 0.9",
-    "minp05": "min_p 0.05",
-    "k1000": "top_k 1000",
-    "penalties": "penalties (additive and scaling)",
-    "bias": "logit bias",
-    "bitmask": "grammar bitmask",
-    "edits": "penalties, bias and grammar",
-    "edits+k50p90": "penalties, bias and grammar, top_k 50, top_p 0.9",
-    "T0.7": "temperature 0.7",
-    "T0.6 k20p95": "temperature 0.6, top_k 20, top_p 0.95",
-    "T0.6 k50p90": "temperature 0.6, top_k 50, top_p 0.9",
-}
-EDITED = ("penalties", "bias", "bitmask", "edits", "edits+k50p90")
-SAMPLINGS = {
-    "t1": "temperature 1",
-    "trunc": "temperature 0.7, top_p 0.9, top_k 50",
-    "greedy": "greedy",
-    "penalty": "the same with frequency_penalty 0.5, repetition_penalty 1.1",
-    "json": "the same with a JSON schema",
-    "logprob": "temperature 1, logprobs",
-    "top-logprobs": "temperature 1, 5 top logprobs",
 }
 # Sections of tuning.py, in words.
 TUNING = {
@@ -179,7 +153,7 @@ class Results:
         data, cells = self.data("kernels"), dict[tuple[int, int, int], Cell]()
         for row in data["rows"] if data is not None else ():
             key = row["D"], row["V"], row["B"]
-            cells.setdefault(key, Cell(*key, {})).rows[row["mode"], row["path"]] = row
+            cells.setdefault(key, Cell(*key, {})).rows[row["sampling"], row["path"]] = row
         return list(cells.values())
 
     def about(self, benchmark: str, section: str | None = None) -> str:
@@ -227,10 +201,10 @@ def kernels(results: Results) -> Table | None:
     head += ["fastest baseline (of ours)", "greedy (baseline of ours)", "top_k 50, top_p 0.9 (baseline of ours)"]
     rows = []
     for cell in results.cells:
-        plain, floor, gemm = cell.picked("plain"), cell.floor, cell.us(NOTHING, GEMM)
+        plain, floor, gemm = cell.picked("t1"), cell.floor, cell.us(NOTHING, GEMM)
         if plain is None or floor is None or gemm is None:
             continue
-        us, screened, baseline = plain["us"], cell.picked("plain", screen=True), cell.fastest_baseline("plain")
+        us, screened, baseline = plain["us"], cell.picked("t1", screen=True), cell.fastest_baseline("t1")
         line = [f"{cell.head}, {cell.batch}", f"{floor:.0f}", f"{gemm:.0f}"]
         line.append(f"{us:.0f} ({us / floor:.3f}; {us / gemm:.3f}; {plain['path']})")
         line.append("" if screened is None else f"{screened['us']:.0f} ({screened['us'] / floor:.3f})")
@@ -256,7 +230,7 @@ def kernels_faster(results: Results) -> Table | None:
                 if picked is None or row is None or path in (GEMM, SCREENED) or row["us"] >= picked["us"]:
                     continue
                 within = picked["us"] - row["us"] <= row["us_spread"] + picked["us_spread"]
-                line = [f"{cell.head}, {cell.batch}", MODES[mode], f"{PATHS[path]} {row['us']:.1f}"]
+                line = [f"{cell.head}, {cell.batch}", SAMPLINGS[mode].title, f"{PATHS[path]} {row['us']:.1f}"]
                 line += [f"{picked['path']} {picked['us']:.1f}", f"{picked['us'] / row['us']:.3f}"]
                 lines.append((picked["us"] / row["us"], [*line, "yes" if within else ""]))
     head = ["V x D, B", "sampling", "faster, us", "taken, us", "taken over faster", "within the spread"]
@@ -268,10 +242,10 @@ class Features:
     """What features.py has measured. Times are of the median profile, ratios of the worst."""
 
     def __init__(self, data: dict[str, Any]) -> None:
-        self.rows = {(row["profile"], row["B"], row["path"], row["mode"]): row for row in data["rows"]}
+        self.rows = {(row["profile"], row["B"], row["path"], row["sampling"]): row for row in data["rows"]}
         self.profiles = list(dict.fromkeys(key[0] for key in self.rows))
         self.batches = sizes(key[1] for key in self.rows)
-        self.modes = [mode for mode in MODES if any(key[3] == mode for key in self.rows)]
+        self.modes = [mode for mode in SAMPLINGS if any(key[3] == mode for key in self.rows)]
 
     def rows_of(self, batch: int, path: str, mode: str) -> list[dict[str, Any]]:
         keys = [(profile, batch, path, mode) for profile in self.profiles]
@@ -288,7 +262,7 @@ class Features:
     def over_plain(self, batch: int, mode: str) -> float | None:
         """Less the time to read the edits."""
         rows = [
-            (row, self.rows.get((row["profile"], batch, "picked", "plain")))
+            (row, self.rows.get((row["profile"], batch, "picked", "t1")))
             for row in self.rows_of(batch, "picked", mode)
         ]
         over = [(row["us"] - row.get("bytes_us", 0.0)) / plain["us"] for row, plain in rows if plain is not None]
@@ -321,7 +295,7 @@ def features_table(results: Results, edited: bool) -> Table | None:
         notes += [f"with a screen {screened:.0f}"] if screened else []
         return f"{us:.0f} ({'; '.join(notes)})" if us else ""
 
-    rows = {mode: MODES[mode] for mode in features.modes if (mode in EDITED) is edited}
+    rows = {mode: SAMPLINGS[mode].title for mode in features.modes if bool(SAMPLINGS[mode].edits) is edited}
     return grid("us (over plain; ...)", rows, features.batches, words)
 
 
@@ -329,15 +303,15 @@ def searches(results: Results) -> Table | None:
     """Share of truncated rows that took a search, per profile, and the tokens compared with the reference."""
     if (data := results.data("features")) is None:
         return None
-    counts = {(row["profile"], row["mode"]): row for row in data["searches"]}
+    counts = {(row["profile"], row["sampling"]): row for row in data["searches"]}
 
     def words(profile: str, mode: str) -> str:
-        if mode in MODES:
+        if mode in SAMPLINGS:
             return f"{counts[profile, mode]['searched'] / counts[profile, mode]['rows']:.2%}"
         of_profile = [row for row in data["searches"] if row["profile"] == profile]
         return ", ".join(str(sum(row[key] for row in of_profile)) for key in ("compared", "different", "near_ties"))
 
-    columns = {mode: name for mode, name in MODES.items() if any(key[1] == mode for key in counts)}
+    columns = {mode: sampling.title for mode, sampling in SAMPLINGS.items() if any(key[1] == mode for key in counts)}
     profiles = {key[0]: key[0] for key in counts}
     return grid("rows searched", profiles, columns | {"": "compared, different, near-ties"}, words)
 
@@ -346,7 +320,7 @@ def screened_speed(results: Results) -> Table | None:
     """The screened path beside the fused one, over the floor, with the groups that it read."""
     if (section := results.section("screened", "speed")) is None:
         return None
-    measured = {(row["B"], row["profile"], row["path"], row["mode"]): row for row in section["rows"]}
+    measured = {(row["B"], row["profile"], row["path"], row["sampling"]): row for row in section["rows"]}
 
     def words(key: tuple[int, str], mode: str) -> str:
         row, fused, floor = (measured.get((*key, *one)) for one in ((SCREENED, mode), ("fused", mode), (READ, NOTHING)))
@@ -355,7 +329,7 @@ def screened_speed(results: Results) -> Table | None:
         over = [row["us"] / other["us"] for other in (fused, floor)]
         return f"{row['us']:.0f} ({over[0]:.3f}; {over[1]:.3f}; {row['groups_read']})"
 
-    columns = {key[3]: MODES[key[3]] for key in measured if key[2] == SCREENED}
+    columns = {key[3]: SAMPLINGS[key[3]].title for key in measured if key[2] == SCREENED}
     corner = "us (over fused; over the floor; groups read): B, profile"
     return grid(corner, {key[:2]: f"{key[0]}, {key[1]}" for key in measured}, columns, words)
 
@@ -455,7 +429,7 @@ def serve_repeats(results: Results) -> Table | None:
         slower = f", {row['slower']} slower" * bool(row["slower"])
         return f"{row['faster']} of {len(changes)} faster{slower} ({changes[0]:+.1f} to {changes[-1]:+.1f} %)"
 
-    names = {key[:2]: f"{key[0]}, {SAMPLINGS[key[1]]}" for key in rows}
+    names = {key[:2]: f"{key[0]}, {SAMPLINGS[key[1]].title}" for key in rows}
     return grid("verdicts (changes of the time per token)", names, sizes(key[2] for key in rows), words)
 
 
@@ -479,8 +453,8 @@ def exchanged(results: Results) -> Table | None:
 def cpu(results: Results) -> Table | None:
     """Microseconds per call of the cpu path, over one read of the logits; then of the others."""
     rows = (results.data("cpu") or {}).get("rows", [])
-    measured = {(row["V"], row["B"], row["threads"], row["mode"], row["path"]): row["us"] for row in rows}
-    modes = {mode: MODES[mode] for mode in ("plain", "greedy", "k50p90")}
+    measured = {(row["V"], row["B"], row["threads"], row["sampling"], row["path"]): row["us"] for row in rows}
+    modes = {mode: SAMPLINGS[mode].title for mode in ("t1", "greedy", "k50p90")}
 
     def words(key: tuple[int, int, int], mode: str) -> str:
         ours, read = measured.get((*key, mode, "cpu")), measured.get((*key, "", READ))
@@ -658,7 +632,7 @@ def _pairs(rows: list[dict[str, Any]], one: str, other: str, words: Callable[[di
         (_served(row), sampling) for sampling in SAMPLINGS for row in rows if row["sampling"] == sampling
     )
     names = {
-        key: f"{key[0]}, {SAMPLINGS[key[1]]}{', by the sampler of SGLang' * (key in native)}"
+        key: f"{key[0]}, {SAMPLINGS[key[1]].title}{', by the sampler of SGLang' * (key in native)}"
         for key in sorted(keys, key=lambda key: key[0])
     }
     return grid("us per token", names, sizes(row["batch"] for row in rows), cell)
@@ -673,7 +647,7 @@ def serve_host(results: Results) -> Table | None:
         row = measured.get((*key, batch))
         return f"{row['host_us']:.0f} ({row['host_us_short']:.0f})" if row is not None else ""
 
-    names = {key[:3]: f"{key[0]}, screen {key[1]}, {SAMPLINGS[key[2]]}" for key in measured}
+    names = {key[:3]: f"{key[0]}, screen {key[1]}, {SAMPLINGS[key[2]].title}" for key in measured}
     return grid("host us per step (in short answers)", names, sizes(row["batch"] for row in rows), words)
 
 
@@ -700,7 +674,7 @@ def serve_profile(results: Results) -> Table | None:
         pair = [measured.get((*key, label)) for label in ("stock", "flashsample")]
         return " → ".join(f"{row[name]:g}" for row in pair if row is not None and name in row)
 
-    columns = {key[:3]: f"{key[0]}, {SAMPLINGS[key[1]]}, B={key[2]}" for key in measured}
+    columns = {key[:3]: f"{key[0]}, {SAMPLINGS[key[1]].title}, B={key[2]}" for key in measured}
     return grid("per decode step, stock → ours", names, columns, words)
 
 
@@ -1020,8 +994,9 @@ def proof(results: Results) -> Table:
 
 def summary_kernels(results: Results) -> Table | None:
     """Of the first head: a few batch sizes, ours beside the fastest way without us."""
-    modes = ("plain", "k50p90", "greedy")
-    head = ["µs, fastest baseline → ours (ratio; larger spread)", *(MODES[mode] for mode in modes), "with a screen"]
+    modes = ("t1", "k50p90", "greedy")
+    titles = (SAMPLINGS[mode].title for mode in modes)
+    head = ["µs, fastest baseline → ours (ratio; larger spread)", *titles, "with a screen"]
     rows = []
     for cell in results.cells:
         if (cell.hidden, cell.vocab) != (results.cells[0].hidden, results.cells[0].vocab):
@@ -1032,7 +1007,7 @@ def summary_kernels(results: Results) -> Table | None:
                 taken, other = cell.picked(mode), cell.fastest_baseline(mode)
                 both = taken is not None and other is not None
                 line.append(_pair_words(other, taken, "us", "us_spread") if both else "")
-            screened = cell.picked("plain", screen=True)
+            screened = cell.picked("t1", screen=True)
             rows.append([*line, "" if screened is None else f"{screened['us']:.0f} ± {_short(screened['us_spread'])}"])
     return Table(head, rows) if rows else None
 
@@ -1058,7 +1033,7 @@ def summary_serve(results: Results) -> Table | None:
     lines, rows = [], summary_rows(results)
     batches = sorted({batch for by_batch in rows.values() for batch in by_batch})
     for (model, sampling), by_batch in rows.items():
-        line, speeds = [f"{GPUS.get(results.gpu, results.gpu)}, {model}, {SAMPLINGS[sampling]}"], ""
+        line, speeds = [f"{GPUS.get(results.gpu, results.gpu)}, {model}, {SAMPLINGS[sampling].title}"], ""
         for batch in (batches[0], batches[-1]):
             pair = by_batch.get(batch)
             line.append("" if pair is None else f"B={batch}: {_pair_words(*pair)}")

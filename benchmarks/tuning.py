@@ -1,6 +1,6 @@
 """What the autotuner promises, measured on this GPU: prints a table, writes JSON.
 
-    python benchmarks/tuning.py --out benchmarks/results/h200-tuning.json
+    python benchmarks/run.py tuning --out benchmarks/results/h200-tuning.json
 
 runs       wall time of `tune run`, from empty caches; a second one does nothing
 regret     a part of the space, swept, against what the search chooses in it
@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
+from common import DRY_RUN, Benchmark, Result
 
 from sgl_flashsample.autotune.cli import sizes_of
 from sgl_flashsample.autotune.labels import config_of, key_of, setup_request
@@ -428,10 +428,7 @@ def head_of(text: str) -> HeadShape:
     return HeadShape(vocab=int(vocab), hidden=int(hidden), dtype="bf16")
 
 
-def parse() -> Any:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION")
-    parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not measured now")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", nargs="+", type=head_of, default=[head_of("151936x4096")], metavar="VxD")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-tuning")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds of this call (default: 570)")
@@ -440,53 +437,37 @@ def parse() -> Any:
     parser.add_argument("--effort", choices=EFFORTS, help="of the others (default: full)")
     parser.add_argument("--batch-sizes", dest="sizes", type=sizes_of, help="sizes to tune, instead of the tuner's ten")
     parser.add_argument("--between", type=sizes_of, default=BETWEEN, help="batch sizes of sweep")
-    options = parser.parse_args()
+
+
+def prepare(options: Any) -> None:
     quick = options.fast or DRY_RUN
-    options.only = options.only or list(FAST if options.fast else SECTIONS)
+    options.only = [name for name in options.only if name in FAST or not options.fast]
     options.efforts = tuple(options.efforts or (("quick",) if quick else ("quick", "full")))
     options.effort = options.effort or ("quick" if quick else "full")
-    return options
+    options.until = time.monotonic() + options.limit
 
 
-def main() -> None:
-    options, started = parse(), time.monotonic()
-    env, simulated = new_env(), None
+def measure(options: Any, result: Result) -> int:
+    simulated = None
     if DRY_RUN:
         options.work = Path(tempfile.mkdtemp(prefix="flashsample-tuning-"))
-        simulated, env["device"] = str(options.work / "device.json"), "simulated"
+        simulated = str(options.work / "device.json")
         Path(simulated).write_text(json.dumps(SIMULATED))
-    result: dict[str, Any] = {"env": env, "sections": {}}
-    if options.keep and options.out.exists():
-        try:
-            kept = read_result(options.out, "tuning.py")
-            if kept["env"].get("device") != env["device"]:
-                raise ValueError(f"{options.out} is of {kept['env'].get('device')}; expected {env['device']}")
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-        result["sections"] = kept["sections"]
-    failed = []
     for head in options.heads:
         name = f"{head.vocab}x{head.hidden}"
-        fields = ("efforts", "effort", "sizes", "between", "table")
-        given = {field: getattr(options, field) for field in fields}
-        setting = Setting(head, options.work / name, started + options.limit, simulated, **given)
+        given = {field: getattr(options, field) for field in ("efforts", "effort", "sizes", "between", "table")}
+        setting = Setting(head, options.work / name, options.until, simulated, **given)
         for section in options.only:
             began = time.monotonic()
             try:
                 measured = SECTIONS[section](setting)
             except Exception as error:  # the next section may do
-                words = str(error) if isinstance(error, SectionError) else reason_of(error)
-                failed.append(f"{section} {name}: {words}")
-                print(failed[-1], flush=True)
+                result.miss(str(error) if isinstance(error, SectionError) else error, section=section, head=name)
                 continue
-            about = {"date": today(), "command": command_line()}
-            took = {"section_seconds": round(time.monotonic() - began, 1)}
-            result["sections"].setdefault(section, {})[name] = measured | took | about
-            result["sections"] = {part: result["sections"][part] for part in SECTIONS if part in result["sections"]}
-            write_result(options.out, result)
-            print(f"{section} {name}: {measured['summary']} ({took['section_seconds']} s)", flush=True)
-    sys.exit(f"error: {len(failed)} sections have no result: {'; '.join(failed)}" if failed else 0)
+            took = round(time.monotonic() - began, 1)
+            result.put(section, measured | {"section_seconds": took}, name)
+            print(f"{section} {name}: {measured['summary']} ({took} s)", flush=True)
+    return result.close()
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARKS = {"tuning": Benchmark(__doc__, measure, add_options, prepare, tuple(SECTIONS))}

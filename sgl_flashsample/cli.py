@@ -311,9 +311,10 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     from . import bench as benchmark
     from .demo.server import ServerError
     from .model_config import config_file, head_of
+    from .samplings import SERVED
 
-    if unknown := sorted(set(names) - set(benchmark.SAMPLINGS)):
-        known = ", ".join(benchmark.SAMPLINGS)
+    if unknown := sorted(set(names) - set(SERVED)):
+        known = ", ".join(SERVED)
         raise ValueError(f"--samplings has {', '.join(unknown)}; expected some of {known}")
     vocab = head_of(str(config_file(options.model_path, download=True))).vocab
     # The first and the last ids of a vocabulary are often special tokens.

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -48,12 +49,12 @@ def load() -> Iterator[Callable[[str], types.ModuleType]]:
 
 @pytest.fixture
 def dry_run(tmp_path) -> Callable[..., dict]:
-    """Runs a script with ``--dry-run``; returns what it wrote to ``out.json``. ``judge`` tells the expected exit code
+    """Runs a benchmark with ``--dry-run``; returns the content of ``out.json``. ``judge`` tells the expected exit code
     from that."""
 
-    def run(script: str, *arguments: str, judge: Callable[[dict], int] = lambda result: 0) -> dict:
+    def run(name: str, *arguments: str, judge: Callable[[dict], int] = lambda result: 0) -> dict:
         out = tmp_path / "out.json"
-        command = [sys.executable, str(FOLDER / f"{script}.py"), "--dry-run", "--out", str(out), *arguments]
+        command = [sys.executable, str(FOLDER / "run.py"), name, "--dry-run", "--out", str(out), *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
         assert out.exists(), done.stdout + done.stderr
         result = json.loads(out.read_text())
@@ -70,31 +71,30 @@ def dry_run(tmp_path) -> Callable[..., dict]:
 @pytest.mark.full
 def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_beside_it(dry_run, tmp_path, load):
     """The older tree is this one: each cell has both times, and all tokens are the same."""
-    contenders, kernels = load("contenders"), load("kernels")
-    result = dry_run("kernels", "--modes", "plain", "greedy")
-    cells = {(row["mode"], row["path"]): row for row in result["rows"]}
-    assert cells.keys() >= {(mode, path) for mode in ("plain", "greedy") for path in contenders.OURS}
-    assert cells.keys() >= {("nothing", "gemm"), ("plain", "gemm+exponential"), ("greedy", "gemm+argmax")}
+    contenders, step = load("contenders"), load("step")
+    result = dry_run("kernels", "--samplings", "t1", "greedy")
+    cells = {(row["sampling"], row["path"]): row for row in result["rows"]}
+    assert cells.keys() >= {(sampling, path) for sampling in ("t1", "greedy") for path in contenders.OURS}
+    assert cells.keys() >= {("nothing", "gemm"), ("t1", "gemm+exponential"), ("greedy", "gemm+argmax")}
     ours = [row for row in result["rows"] if row["path"] in contenders.OURS]
     assert all(row["same_tokens"] == row["B"] for row in ours)
     assert {row["path"] for row in ours if row.get("picked")} == {"fused", "screened"}
     assert all(gap["reason"] for gap in result["env"]["not_run"])
 
-    arguments = result["env"]["arguments"]
-    assert kernels.resumed(tmp_path / "out.json", arguments, "cpu") == result
-    with pytest.raises(ValueError, match=r"has arguments .*; expected"):
-        kernels.resumed(tmp_path / "out.json", arguments | {"modes": ["edits"]}, "cpu")
-    with pytest.raises(ValueError, match="has device cpu; expected NVIDIA H200"):
-        kernels.resumed(tmp_path / "out.json", arguments, "NVIDIA H200")
+    out = tmp_path / "out.json"
+    again = [sys.executable, str(FOLDER / "run.py"), "kernels", "--dry-run", "--keep", "--out", str(out)]
+    for samplings, words in ((["t1", "greedy"], "holds every cell already"), (["edits"], "; expected {")):
+        done = subprocess.run([*again, "--samplings", *samplings], capture_output=True, text=True)
+        assert done.returncode == 1 and words in done.stderr
 
     assert dry_run("kernels", "--limit", "0") == result, "out of time before the first race: nothing is written"
 
     def judge(result: dict) -> int:  # the trees are equal, but a busy machine can slow one of them down
-        return 0 if kernels.judge(result["rows"])[1] else 1
+        return 0 if step.judge(result["rows"])[1] else 1
 
-    arguments = ("--paths", "fused", "--modes", "plain", "edits", "--rounds", "3")
+    arguments = ("--paths", "fused", "--samplings", "t1", "edits", "--rounds", "3")
     rows = dry_run("kernels", "--compare-with", str(ROOT), *arguments, judge=judge)["rows"]
-    assert {(row["path"], row["mode"]) for row in rows} == {("fused", "plain"), ("fused", "edits")}
+    assert {(row["path"], row["sampling"]) for row in rows} == {("fused", "t1"), ("fused", "edits")}
     for row in rows:
         assert row["older_form"] == row["form"] and row["same_tokens"] == row["B"]
         assert row["ratio"]["low"] <= row["ratio"]["off"] <= row["ratio"]["high"]
@@ -103,12 +103,12 @@ def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_besid
 @no_gpu
 @pytest.mark.full
 def test_the_feature_benchmark_times_every_feature_and_compares_tokens_with_the_reference(dry_run, load):
-    result, modes, profiles = dry_run("features"), set(load("features").FEATURES), set(load("common").PROFILES)
-    assert {(row["profile"], row["mode"]) for row in result["rows"] if row["path"] == "picked"} == {
-        (profile, mode) for profile in profiles for mode in modes
+    result, samplings, profiles = dry_run("features"), set(load("step").FEATURED), set(load("step").PROFILES)
+    assert {(row["profile"], row["sampling"]) for row in result["rows"] if row["path"] == "picked"} == {
+        (profile, sampling) for profile in profiles for sampling in samplings
     }
-    screened = {row["mode"] for row in result["rows"] if row["path"] == "picked with screen"}
-    assert screened == modes - {"logprob", "p90", "minp05", "k1000"}, "what no screen helps does not ask for one"
+    screened = {row["sampling"] for row in result["rows"] if row["path"] == "picked with screen"}
+    assert screened == samplings - {"logprob", "p90", "minp05", "k1000"}, "what no screen helps does not ask for one"
     assert result["searches"] and not any(row["different"] for row in result["searches"])
 
 
@@ -251,7 +251,7 @@ def test_a_row_is_the_fastest_form_of_a_path_and_what_cannot_run_is_recorded(loa
 def test_a_race_that_breaks_ends_neither_the_run_nor_the_record(load):
     racing, contenders = load("racing"), load("contenders")
     env: dict = {}
-    session = racing.Session([], [], contenders.Selection(("fused",), ("plain",)), env)
+    session = racing.Session([], [], contenders.Selection(("fused",), ("t1",)), env)
     batch = types.SimpleNamespace(head=None)
     assert session.race([], batch, 3, {"B": 2}) == []
     (gap,) = env["not_run"]
@@ -261,17 +261,17 @@ def test_a_race_that_breaks_ends_neither_the_run_nor_the_record(load):
 def test_a_comparison_fails_for_what_is_slower_for_certain_and_for_nothing_else(load):
     def row(off: float, half: float, same: int = 4) -> dict:
         ratio = {"off": off, "se": 0.001, "low": off - half, "high": off + half}
-        about = {"D": 8, "V": 9, "B": 4, "mode": "plain", "path": "fused", "us": 3.0, "form": "a", "older_form": "b"}
+        about = {"D": 8, "V": 9, "B": 4, "sampling": "t1", "path": "fused", "us": 3.0, "form": "a", "older_form": "b"}
         return about | {"older_us": 2.0, "ratio": ratio, "same_tokens": same}
 
-    judge = load("kernels").judge
+    judge = load("step").judge
     text, fine = judge([row(-0.02, 0.001), row(0.009, 0.004), row(0.012, 0.004), {"path": "gemm"}])
     assert (
         fine and "3 cells of both trees: 0 slower by more than 1% for certain, 1 perhaps; 0 of 12 tokens differ" in text
     )
     text, fine = judge([row(0.015, 0.004), row(0.0, 0.001, same=3)])
     assert not fine and "1 slower by more than 1% for certain, 0 perhaps; 1 of 8 tokens differ" in text
-    assert "D=8 V=9 B=4 fused plain: 3.0 us, was 2.0 (+1.1% to +1.9%; a, was b)" in text
+    assert "D=8 V=9 B=4 fused t1: 3.0 us, was 2.0 (+1.1% to +1.9%; a, was b)" in text
     assert not judge([])[1], "without a comparison there is no line"
 
 
@@ -349,13 +349,15 @@ def test_of_an_answer_the_first_token_is_no_verifications_and_the_root_of_one_is
 @needs_sglang
 @pytest.mark.server
 @pytest.mark.full
-def test_the_benchmark_of_speculation_runs_on_a_cpu_too(load, tmp_path):
-    out, speculation = tmp_path / "speculation.json", Path(load("speculation").__file__)
+def test_the_benchmark_of_speculation_runs_on_a_cpu_too(tmp_path):
+    out = tmp_path / "speculation.json"
     arguments = ["--sizes", "tiny", "--algorithms", "STANDALONE", "--draft-tokens", "4", "--batches", "2"]
     arguments += ["--temperatures", "1", "--backends", "coupled", "--pairs", "2", "--tokens", "24"]
     arguments += ["--only", "speed", "tokens", "--compared", "90"]
     arguments += ["--checkpoints", str(tmp_path), "--logs", str(tmp_path), "--out", str(out)]
-    done = subprocess.run([sys.executable, str(speculation), *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "run.py"), "speculation", *arguments], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     row, without, compared = json.loads(out.read_text())["rows"]
     assert row["backend"] == "coupled" and row["tokens_s"] > 0
@@ -400,7 +402,7 @@ def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
         **{"backends": ["stock", "greedy", "coupled"], "only": ["speed"], "checkpoints": tmp_path, "logs": tmp_path},
         **{"batches": [1], "tokens": 32, "memory_share": 0.3, "set": {}},
     )
-    run = speculation.Run(options, "tiny", algorithm, 4, 0.6, 0.0)
+    run = speculation.Run(options, None, "tiny", algorithm, 4, 0.6)
     assert ("coupled" in run.backends) == coupled
     run._write_checkpoints()
     command = run._server("stock").command
@@ -412,37 +414,6 @@ def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
     assert folders == [str(tmp_path / name) for name in (target, draft) if name is not None]
     assert all((Path(folder) / "config.json").is_file() for folder in folders)
     assert ("--speculative-num-steps" in command) == (algorithm != "NGRAM")
-
-
-def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
-    tables, cell = (
-        load("tables"),
-        {"section": "speed", "model": "m", "algorithm": "STANDALONE", "draft_tokens": 4, "batch": 8, "error": 0.6},
-    )
-    speeds = {"tokens_s": 100.0, "tokens_s_spread": 2.0, "acceptance": 0.5, "step_us": 5000.0, "step_us_spread": 9.0}
-    rows = [cell | speeds | {"temperature": 1.0, "backend": "stock", "draft_tv": 0.25}]
-    rows[0] |= {"verify_us": 200.0, "draft_step_us": 50.0, "busy_us": 4000.0, "logits_operations": ["aten::mm"]}
-    rows += [cell | speeds | {"temperature": 1.0, "backend": "coupled", "draft_tv": 0.26}]
-    rows += [{**cell, **speeds, "temperature": 0.7, "backend": "coupled", "algorithm": "NGRAM"}]
-    counts = {"section": "tokens", "temperature": 0.7, "tokens": 50_000, "near_ties": 3, "different": 0}
-    rows += [cell | counts | {"backend": name} for name in ("no drafts", "coupled")]
-    (tmp_path / "h200-speculation.json").write_text(json.dumps({"env": {}, "rows": rows}))
-    table = tables.speculation(tables.Results("h200", tmp_path))
-    assert table.head == ["tokens/s", "stock", "coupled"]
-    assert table.rows == [
-        [
-            "m, 4 nodes of STANDALONE, B=8, temperature 1, total variation 0.25",
-            "100 ± 2 (0.50); step 5000 ± 9, verification 200, draft 50",
-            "100 ± 2 (0.50); step 5000 ± 9",
-        ],
-        ["m, 4 nodes of NGRAM, B=8, temperature 0.7", "", "100 ± 2 (0.50); step 5000 ± 9"],
-    ]
-    assert tables.speculation_parts(tables.Results("h200", tmp_path)).rows == [
-        ["m, 4 nodes of STANDALONE, B=8, temperature 1, stock", "", "", "200", "", "50", "4000", "1000", "1"]
-    ]
-    assert tables.speculation_tokens(tables.Results("h200", tmp_path)).rows == [
-        ["m, 4 nodes of STANDALONE, coupled, temperature 0.7", "50,000", "3", "0"]
-    ]
 
 
 START = {7: 100.0, 8: 105.5, 9: 109.0}  # of kernels that take 4 us
@@ -491,14 +462,16 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
     class Run(serve.ModelRun):
         make_server = staticmethod(lambda model, backend, variables, log: Failing(log))
 
-    names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "limit": 60, "logs": tmp_path, "tp": 1, "pp": 1}
+    def run(limit: float) -> tuple[list[int], list[tuple[int, str]]]:
+        options = types.SimpleNamespace(**names | {"limit": limit})
+        result = load("common").Result(tmp_path / "out.json", serve.BENCHMARKS["serve"], {})
+        measured = [rows[0]["batch"] for rows in Run("tiny", options, result, time.monotonic()).run(["stock"])]
+        return measured, [(gap["batch"], gap["reason"]) for gap in result.env["not_run"]]
+
+    names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "logs": tmp_path, "tp": 1, "pp": 1}
     names |= {"speculation": None, "together": False}
-    run = Run("tiny", types.SimpleNamespace(**names), time.monotonic())
-    assert [rows[0]["batch"] for rows in run.run(["stock"])] == [1, 4]
-    assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(8, "ServerError: out of memory")]
-    run = Run("tiny", types.SimpleNamespace(**names | {"limit": 0}), time.monotonic())
-    assert list(run.run(["stock"])) == [], "no cell begins after the limit"
-    assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(size, "out of time") for size in (1, 8, 4)]
+    assert run(60) == ([1, 4], [(8, "ServerError: out of memory")])
+    assert run(0) == ([], [(size, "out of time") for size in (1, 8, 4)]), "no cell begins after the limit"
 
 
 ANSWERING = """
@@ -531,16 +504,6 @@ def test_servers_with_a_pipeline_stand_still_while_another_one_answers(load, tmp
         assert second.process is None
 
 
-def test_a_result_names_what_no_run_has_measured_by_the_last_reason(load):
-    cell = {"section": "stock", "model": "m", "sampling": "t1", "batch": 8}
-    late, failed = cell | {"reason": "out of time"}, cell | {"reason": "out of memory"}
-    not_started = {"section": "screen", "model": "m", "reason": "no memory"}
-    open_gaps = load("serve").open_gaps
-    assert open_gaps([late, not_started, failed], []) == [failed, not_started]
-    assert open_gaps([late, not_started], [cell]) == [not_started]
-    assert open_gaps([late, not_started], [cell | {"section": "screen", "batch": 1}]) == [late]
-
-
 # --- files and pages
 
 
@@ -562,145 +525,6 @@ def test_what_is_no_result_is_named_in_one_line(load, tmp_path, text, complaint)
     with pytest.raises(ValueError, match=complaint) as raised:
         load("common").read_result(tmp_path / "r.json", "kernels.py")
     assert "\n" not in str(raised.value)
-
-
-# V x D, B, mode: microseconds per path. Something that draws is faster than what is taken in one cell: at 128 rows the
-# logits path, which is not.
-TIMES = {
-    (151936, 4096, 1, "plain"): {"fused": 280.0, "logits": 310.0, "screened": 160.0, "gemm+flashinfer": 350.0},
-    (151936, 4096, 1, "greedy"): {"fused": 279.0, "gemm+argmax": 306.9},
-    (151936, 4096, 1, "nothing"): {"gemm": 300.0, "read": 275.0},
-    (151936, 4096, 128, "plain"): {"fused": 380.0, "logits": 330.0, "gemm+flashinfer": 400.0},
-    (151936, 4096, 128, "nothing"): {"gemm": 310.0, "read": 275.0},
-}
-ENV = {"torch": "2.11", "triton": "3.6", "date": "2026-01-02", "command": "python benchmarks/x.py", "not_run": []}
-
-
-@pytest.fixture
-def results(tmp_path) -> Path:
-    """A folder with kernels and servers of an H200, servers of an H100, and a parity of two features."""
-    rows = [
-        {"D": d, "V": v, "B": b, "mode": mode, "path": path, "us": us, "us_spread": 0.1, "form": path}
-        | ({"picked": True} if path in ("fused", "screened") else {})
-        for (v, d, b, mode), times in TIMES.items()
-        for path, us in times.items()
-    ]
-
-    def serve(us: float) -> list[dict]:
-        about = {
-            "model": "m",
-            "sampling": "t1",
-            "section": "stock",
-            "spread_us": 3.0,
-            "paths": {"fused": 1.0},
-            "run": 0,
-        }
-        backends = {"stock": 1000.0, "flashsample": us}
-        return [about | {"batch": b, "backend": n, "tpot_us": t} for b in (1, 64) for n, t in backends.items()]
-
-    parity = [(["greedy"], "exact"), (["json"], "law"), (["greedy", "json"], "exact")]
-    runs = [{"date": "2026-01-03", "command": "python benchmarks/serve.py", "sglang": "0.5.17"}]
-    files = {
-        "h200-kernels": {"env": ENV | {"device": "NVIDIA H200"}, "rows": rows},
-        "h200-serve": {"env": ENV | {"device": "NVIDIA H200"}, "runs": runs, "rows": serve(900.0)},
-        "h100-serve": {"env": ENV | {"device": "NVIDIA H100"}, "runs": runs, "rows": serve(950.0)},
-        "parity": {"env": ENV | {"device": "cpu"}, "rows": [{"features": f, "result": r} for f, r in parity]},
-    }
-    for name, data in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(data))
-    return tmp_path
-
-
-def lines_of(load, results: Path, name: str) -> list[str]:
-    return load("tables").SECTIONS[name].markdown(results).splitlines()
-
-
-def test_the_kernel_table_has_what_a_batch_takes_beside_the_floor_and_the_fastest_baseline(load, results):
-    line = lines_of(load, results, "kernels")[4]
-    assert line == (
-        "| 151,936 x 4,096, 1 | 275 | 300 | 280 (1.018; 0.933; fused) | 160 (0.582) | GEMM, FlashInfer 350 (1.25) "
-        "| 279 (1.10) |  |"
-    )
-    assert lines_of(load, results, "kernels")[0] == (
-        "**NVIDIA H200, torch 2.11, Triton 3.6**; `python benchmarks/x.py` on 2026-01-02."
-    )
-
-
-def test_what_is_faster_than_what_is_taken_is_named_and_nothing_else(load, results):
-    rows = lines_of(load, results, "kernels-faster")[4:]
-    assert rows == ["| 151,936 x 4,096, 128 | temperature 1 | logits 330.0 | fused 380.0 | 1.152 |  |"]
-
-
-def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, results):
-    def put(name: str, **data: object) -> None:
-        (results / f"{name}.json").write_text(json.dumps({"env": ENV | {"device": "cpu"}} | data))
-
-    put("planted-defects", defects=[{"caught": True}, {"caught": False}, {"caught": False}])
-    put("coverage", total={"branches": 1500, "missing_branches": 7})
-    put(
-        "external-suites",
-        cases=[
-            dict(zip(("stock", "ours"), words.split(), strict=True))
-            for words in ("pass fail", "fail pass", "pass pass")
-        ],
-    )
-    put("http-fuzz", requests=9000, different=2, failures=["x"], ended=[{"side": "ours"}, {"number": 7}])
-    put(
-        "determinism",
-        rows=[
-            {"on": "GPU", "section": "rows", "different": 1, "tokens": 50},
-            {"on": "GPU", "section": "graphs", "different": 0, "tokens": 7},
-            {"on": "GPU", "section": "rows", "different": 1, "tokens": 50},
-            {"on": "interpreted", "section": "tables", "different": 0, "tokens": 9},
-        ],
-    )
-    put("robustness", rows=[{"section": "saves", "wrong": 1, "tries": 8}, {"section": "kills", "wrong": 0, "tries": 5}])
-    ends, memory = {"answered": 7, "left": 2, "status 500": 1}, [{"host_mib": 2000}]
-    row = {"backend": "flashsample", "requests": 10, "ends": ends, "memory": memory, "host_mib_growth": 3.0}
-    put("load", rows=[row, row | {"backend": "stock"}])
-    legal = {"section": "legal", "illegal": 3, "draws": 2000}
-    small = {"battery": "SmallCrush", "order": "steps", "p_values": 15, "not_normal": [{"verdict": "suspect"}]}
-    crush, seeds = small | {"battery": "Crush", "p_values": 144}, small | {"order": "seeds", "not_normal": []}
-    planted = small | {"planted": "x", "not_normal": [{"verdict": "FAILED"}]}
-    noise = {"noise": "ours", "steps": 10**7, "equal_pairs": 0}
-    errors = {"cpu_not_finite_or_not_below_the_one_before": 0, "cpu_max_absolute_error": 2e-15, "upper_words": 2**32}
-    rows = {
-        "streams": [planted, small, small, seeds],
-        "crush steps": [crush],
-        "collisions": [noise, noise | {"noise": "vLLM"}],
-        "map": [errors],
-    }
-    put("noise", sections={name: {"rows": of_section} for name, of_section in rows.items()})
-    whole = {"tool": "memcheck", "tests": 9, "outcomes": {"passed": 4, "failure": 2}}
-    put("h200-sanitized", rows=[whole | {"reports": {"Invalid read in k": 3, "Program hit out of memory": 5}}])
-    step = {"steps": 500, "waits": 1, "allocates": 0, "loads": 2}
-    put("h200-hot-path", rows=[step, step])
-    soaked = {"path": "cpu", "rows": 2, "draws_per_row": 1000, "most_log_evidence": 1.0, "powerful": 1}
-    put("soak", rows=[soaked, soaked | {"rows": 6, "most_log_evidence": -30.0}])
-    put("exact", rows=[legal | {"path": "cpu"}, legal | {"path": "logits"}, legal | {"path": "cpu", "first": 9}])
-    cells = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
-    assert cells["planted defects that no test notices"] == "2 of 3"
-    assert cells["branches of a server's host code that no test takes, apart from what needs a GPU"] == "7 of 1,500"
-    assert cells["cases of others' suites that stock SGLang passes and ours does not"] == "1 of 2"
-    fuzzed, same = (
-        words for name, words in cells.items() if name.startswith(("random requests", "tokens that depend"))
-    )
-    assert fuzzed == "2 of 9,000; 2 failures" and same == (
-        "GPU: batch, order and path 2 of 100, CUDA graph 0 of 7; interpreted: configuration 0 of 9"
-    )
-    assert cells["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
-    assert cells["reports of compute-sanitizer in GPU tests of the kernels"] == (
-        "memcheck: 3 in 4 tests (2 failed, 3 not run)"
-    )
-    assert cells["waits for the GPU, allocations and loaded kernels of the sampler's steps"] == (
-        "2 waits, 0 allocations, 4 kernels loaded in 1,000 steps"
-    )
-    name = "draws of known distributions: log of the most evidence against them, looked at at any time"
-    assert cells[name] == "cpu: 1.0 of 14.5, 8.0e+03 draws of 8 distributions, 2 of this power", "log(2 / 1e-6): 14.5"
-    assert cells["noise: p-values of TestU01 that fail"] == (
-        "SmallCrush: 0 of 45, 2 suspect, in 2 orders; Crush: 0 of 144, 1 suspect, in 1 order"
-    )
-    assert cells["draws of a known distribution: deviations from chance"] == "Not measured."
 
 
 def test_files_that_are_not_whole_and_names_outside_their_folder_are_counted(load, tmp_path, monkeypatch):
@@ -746,7 +570,7 @@ def test_servers_under_load_answer_every_request_and_their_memory_is_watched(loa
     out = tmp_path / "load.json"
     arguments = ("--models", "tiny", "--concurrency", "8", "--minutes", "0.2", "--every", "1")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(FOLDER / "load.py"), "--out", str(out), *arguments]
+    command = [sys.executable, str(FOLDER / "run.py"), "load", "--out", str(out), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     stock, ours = json.loads(out.read_text())["rows"]
@@ -802,10 +626,10 @@ def test_under_load_clients_count_how_requests_end(load, tmp_path):
 
 @no_gpu
 def test_steps_of_each_kind_are_profiled_and_what_cuda_was_asked_for_is_counted(dry_run, load, monkeypatch):
-    rows = dry_run("hot_path")["rows"]
+    rows = dry_run("hot-path")["rows"]
     kinds = {row["kind"] for row in rows}
-    assert kinds == {f"{kind}, picked" for kind in ("plain", "greedy", "k50p90", "edits", "logprob")} | {
-        f"{kind}, picked with screen" for kind in ("plain", "greedy", "k50p90", "edits")
+    assert kinds == {f"{kind}, picked" for kind in ("t1", "greedy", "k50p90", "edits", "logprob")} | {
+        f"{kind}, picked with screen" for kind in ("t1", "greedy", "k50p90", "edits")
     }, "no screen serves logprobs"
     assert sum(row["steps"] for row in rows) >= 20
     hot_path, call = load("hot_path"), {"cat": "cuda_runtime", "name": "cudaMalloc"}
@@ -830,107 +654,6 @@ def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
     assert list(common.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]
 
 
-def test_a_pair_of_times_has_the_larger_of_their_spreads(load):
-    words = load("tables")._pair_words
-    stock, ours = {"tpot_us": 200.0, "spread_us": 0.25}, {"tpot_us": 100.0, "spread_us": 7.4}
-    assert words(stock, ours) == "200 → 100 (0.500; ± 7)"
-    assert words(stock, ours | {"spread_us": 0.1}) == "200 → 100 (0.500; ± 0.2)"
-
-
-def test_summaries_have_all_gpus_in_one_table_and_full_tables_one_each(load, results):
-    summary = lines_of(load, results, "summary-serve")
-    assert [line.split(" | ")[0] for line in summary[2:]] == ["| H200, m, temperature 1", "| H100, m, temperature 1"]
-    assert summary[2].endswith("| B=1: 1000 → 900 (0.900; ± 3) | B=64: 1000 → 900 (0.900; ± 3) | 64,000 → 71,111 |")
-    whole = load("tables").SECTIONS["serve"].markdown(results)
-    assert whole.count("| m, temperature 1 |") == 2 and "1000 → 950 (0.950; ± 3)" in whole
-    assert "**NVIDIA H100, torch 2.11, Triton 3.6, SGLang 0.5.17**; `python benchmarks/serve.py`" in whole
-
-
-def test_a_line_names_what_was_not_run_of_its_own_section(load, results):
-    file = results / "h200-serve.json"
-    data = json.loads(file.read_text())
-    cell = {"model": "m", "sampling": "greedy", "batch": 8, "reason": "out of time"}
-    data["env"]["not_run"] = [{"section": "stock", **cell}, {"section": "repeats", **cell, "batch": 64}]
-    file.write_text(json.dumps(data))
-    assert "Not run: m greedy 8: out of time" in "\n".join(lines_of(load, results, "serve"))
-    assert "64: out of time" not in "\n".join(lines_of(load, results, "serve"))
-
-
-def test_the_table_of_exchanged_bytes_is_that_of_the_exchange(load, results):
-    file = results / "h200-kernels.json"
-    data = json.loads(file.read_text())
-    about = {"D": 4096, "V": 151936, "B": 64, "mode": "nothing", "us_spread": 0.1, "form": "read"}
-    data["rows"].append(about | {"path": "read", "us": 280.0})
-    file.write_text(json.dumps(data))
-    rows = [line.strip("| ").split(" | ") for line in lines_of(load, results, "exchanged")[4:]]
-    assert [row[0] for row in rows] == ["2", "4", "8", "16"] and rows[0][1] == "140"
-    for ranks, _, _, records, whole_rows, _ in rows:
-        of_records, of_rows = (bytes_received(int(ranks), 64, part) for part in (None, 2 * 151936 // int(ranks)))
-        assert (records, whole_rows) == (f"{of_records / 1e6:.3g}", f"{of_rows / 1e6:.3g}")
-
-
-def test_the_table_of_the_cpu_path_compares_it_with_a_read_and_with_other_samplers(load, results):
-    about = {"V": 50, "B": 2, "threads": 1}
-    us = {
-        ("plain", "cpu"): 30.0,
-        ("plain", "stock"): 1300.0,
-        ("plain", "torch"): 1200.0,
-        ("greedy", "cpu"): 10.0,
-        ("", "read"): 20.0,
-    }
-    rows = [about | {"mode": mode, "path": path, "us": value} for (mode, path), value in us.items()]
-    env = {"device": "cpu", "torch": "1", "triton": "1", "command": "python cpu.py", "date": "2026-11-25"}
-    (results / "cpu.json").write_text(json.dumps({"env": env, "rows": rows}))
-    text = "\n".join(lines_of(load, results, "cpu"))
-    assert "| 50 ids, B=2, 1 threads | 30 (1.50 of a read); stock 1,300; torch 1,200 | 10 (0.50 of a read) |  |" in text
-
-
-def test_what_ranks_exchange_and_draw_is_in_tables(load, results):
-    about = {"section": "exchange", "exchange": "records, by memory", "tp": 2, "us_spread": 0.1, "in_graph": True}
-    rows = [about | {"batch": size, "us": us} for size, us in ((1, 4.5), (64, 4.75))]
-    counts = {"tp": 2, "rows": 500_000, "differing": 3, "near_ties": 2, "ranks_differ": 1}
-    rows.append({"section": "tokens", "kind": "plain"} | counts)
-    rows.append({"section": "soak", "seconds": 600.2, "compared": 1000} | counts)
-    env = {"device": "x", "torch": "1", "triton": "1", "command": "python ranks.py", "date": "2026-11-25"}
-    (results / "h200x2-ranks.json").write_text(json.dumps({"env": env, "rows": rows}))
-    text = "\n".join(lines_of(load, results, "ranks-exchange"))
-    assert "| records, by memory, replayed | 4.5 ± 0.1 | 4.8 ± 0.1 |" in text
-    text = "\n".join(lines_of(load, results, "ranks-tokens"))
-    assert "| plain | 2 | 500,000 | 500,000 | 3 | 2 | 1 |" in text
-    assert "| all kinds, 600 s | 2 | 500,000 | 1,000 | 3 | 2 | 1 |" in text
-
-
-def test_repeats_say_how_many_verdicts_agree_and_rows_of_several_ranks_say_so(load, results):
-    file = results / "h200-serve.json"
-    data = json.loads(file.read_text())
-    about = {"model": "m", "sampling": "t1", "batch": 8, "run": 0}
-    percent = [[-5.0, -6.0, -4.0], [-3.0, -7.0, 1.0], [2.0, 1.0, 3.0]]
-    data["rows"].append(about | {"section": "repeats", "faster": 1, "slower": 1, "percent": percent})
-    for backend, us in (("oracle", 1000.0), ("flashsample", 1010.0)):
-        ranks = {"tp": 1, "pp": 2, "spread_us": 2.0, "tpot_us": us, "backend": backend}
-        data["rows"].append(about | {"section": "oracle"} | ranks)
-    file.write_text(json.dumps(data))
-    assert "| m, temperature 1 | 1 of 3 faster, 1 slower (-5.0 to +2.0 %) |" in lines_of(load, results, "serve-repeats")
-    assert "| m, pp 2, temperature 1 | 1000 → 1010 (1.010; ± 2) |" in lines_of(load, results, "serve-oracle")
-
-
-def test_the_table_of_the_decision_plane_has_what_draws_nothing_where_that_was_measured(load, results):
-    about = {"model": "m", "sampling": "t1", "batch": 8, "run": 0, "tp": 1, "pp": 2, "spread_us": 2.0}
-    times = {("plane", "flashsample"): 1000.0, ("plane", "decision plane"): 1500.0, ("oracle", "oracle"): 990.0}
-    rows = [about | {"section": section, "backend": backend, "tpot_us": us} for (section, backend), us in times.items()]
-    rows[1]["same_answers"] = 7
-    alone = [row | {"batch": 64} for row in rows[:1]]
-    runs = [{"date": "2026-11-26", "command": "python serve.py", "sglang": "0.5.17"}]
-    data = {"env": ENV | {"device": "NVIDIA H100"}, "runs": runs, "rows": rows + alone}
-    assert lines_of(load, results, "serve-plane") == ["Not measured."]
-    (results / "h100x2-decision-plane.json").write_text(json.dumps(data))
-    assert lines_of(load, results, "serve-plane")[2:] == [
-        "| us per token | B=8 | B=64 |",
-        "| --- | --- | --- |",
-        "| m, pp 2, temperature 1 | 1000 → 1500 (1.500; ± 2; nothing drawn 990; 7 of 8 answers the same) |  |",
-    ]
-
-
 @pytest.mark.parametrize(
     "log",
     ["", "flashsample: decision plane on\nflashsample: decision plane off until restart"],
@@ -945,28 +668,76 @@ def test_a_server_whose_decision_plane_does_not_draw_is_not_measured(load, log):
         serve.ModelRun._check_plane(None, server)
 
 
-def test_the_parity_table_has_each_feature_and_each_pair_once(load, results):
-    assert lines_of(load, results, "parity")[2:] == [
-        "|  | greedy | json |",
-        "| --- | --- | --- |",
-        "| greedy | exact |  |",
-        "| json | exact | law |",
+# --- the registry, result files and pages
+
+
+def test_every_benchmark_is_in_the_list_and_says_what_it_measures(load):
+    run = load("run")
+    for name, entry in run.BENCHMARKS.items():
+        benchmark = run.load(name)
+        assert f"python benchmarks/run.py {name} " in benchmark.about and benchmark.measure and entry.needs
+    modules = {entry.module: set(load(entry.module).BENCHMARKS) for entry in run.BENCHMARKS.values()}
+    assert sorted(name for names in modules.values() for name in names) == sorted(run.BENCHMARKS)
+
+
+@pytest.mark.parametrize("words, code", [((), 0), (("--help",), 0), (("kernel",), 1)])
+def test_without_a_known_name_the_runner_lists_the_benchmarks(words, code):
+    done = subprocess.run([sys.executable, str(FOLDER / "run.py"), *words], capture_output=True, text=True)
+    assert done.returncode == code and "kernels      the whole last step" in done.stdout + done.stderr
+
+
+@pytest.fixture
+def make_result(load, tmp_path):
+    """Makes a result whose rows have a section, a size of a model, a batch and a backend."""
+    common = load("common")
+    place = ("section", "model", "batch", "backend")
+    benchmark = common.Benchmark(None, None, sections=("a", "b"), place=place, cell=("batch", "backend"))
+    return lambda kept=None: common.Result(tmp_path / "r.json", benchmark, kept or {})
+
+
+def test_rows_replace_those_of_their_cells_and_know_their_run(make_result):
+    row = {"section": "a", "model": "m", "batch": 1, "backend": "x"}
+    first = make_result()
+    first.add([row | {"us": 1.0}, row | {"us": 2.0, "batch": 8}])
+    again = make_result(first.data)
+    again.add([row | {"us": 3.0}])
+    assert [(one["us"], one["run"]) for one in again.rows] == [(2.0, 0), (3.0, 1)]
+    assert [run["command"] for run in again.data["runs"]] == [again.run["command"]] * 2
+    with pytest.raises(ValueError, match="is of NVIDIA H100; expected "):
+        make_result({"env": {"device": "NVIDIA H100"}})
+
+
+def test_sections_replace_those_of_their_name_in_the_order_of_the_benchmark(make_result):
+    result = make_result()
+    result.put("b", {"us": 1.0})
+    result.put("a", {"us": 2.0}, "a head")
+    result.put("a", {"us": 3.0}, "another head")
+    result.put("b", {"us": 4.0})
+    assert list(result.data["sections"]) == ["a", "b"] and list(result.data["sections"]["a"]) == [
+        "a head",
+        "another head",
     ]
+    assert result.data["sections"]["b"]["us"] == 4.0
 
 
-def test_a_page_gets_its_tables_between_its_markers(load, results, tmp_path):
-    report = load("report")
-    page = "a\n<!-- results:tuning -->\nold\n<!-- end -->\nb\n<!-- results:parity -->\n<!-- end -->\n"
-    filled = report.filled(page, results)
-    assert filled.startswith(
-        "a\n<!-- results:tuning -->\nNot measured.\n<!-- end -->\nb\n<!-- results:parity -->\n**cpu,"
-    )
-    assert report.filled(filled, results) == filled
-    with pytest.raises(ValueError, match="results:tunes is no table"):
-        report.filled(page.replace("tuning", "tunes"), results)
-    (results / "h200-kernels.json").write_text(json.dumps({"env": {"device": "cpu"}, "rows": []}))
-    with pytest.raises(ValueError, match="is of a dry run"):
-        load("tables").SECTIONS["kernels"].markdown(results)
+def test_a_result_names_what_no_run_has_measured_by_the_last_reason(make_result):
+    result, cell = make_result(), {"section": "a", "model": "m", "batch": 8}
+
+    def gaps() -> list[str]:
+        return [gap["reason"] for gap in result.env["not_run"]]
+
+    result.miss("out of time", **cell)
+    result.miss("no memory", section="b", model="m")
+    result.miss("out of memory", **cell)
+    assert gaps() == ["no memory", "out of memory"] and result.close() == 1
+    result.add([cell | {"backend": "x"}])
+    assert gaps() == ["no memory"]
+    result.miss("out of time", **cell)
+    assert gaps() == ["no memory"], "the file has this cell"
+    result.add([cell | {"section": "b", "batch": 1, "backend": "x"}])
+    assert gaps() == [] and result.close() == 0
+    result.miss("it ended", section="b", model="m")
+    assert gaps() == ["it ended"], "after a row of its section"
 
 
 @pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
@@ -979,28 +750,61 @@ def test_the_pages_say_what_the_result_files_say(load, page):
     assert shown == (summaries if page == "README.md" else names - summaries)
 
 
-def test_committed_results_are_of_gpus_and_of_this_format(load):
+def test_a_page_with_an_unknown_marker_and_a_result_of_a_dry_run_are_refused(load, tmp_path):
+    with pytest.raises(ValueError, match="results:tunes is no table"):
+        load("report").filled("<!-- results:tunes -->\n<!-- end -->\n")
+    (tmp_path / "h200-kernels.json").write_text(json.dumps({"env": {"device": "cpu"}, "rows": []}))
+    with pytest.raises(ValueError, match="is of a dry run"):
+        load("tables").SECTIONS["kernels"].markdown(tmp_path)
+    assert load("tables").SECTIONS["tuning"].markdown(tmp_path) == "Not measured."
+
+
+def test_committed_results_are_of_gpus_and_each_has_a_table(load):
+    tables = load("tables")
+    for file in tables.RESULTS.glob("*.json"):
+        env = json.loads(file.read_text())["env"]
+        assert env.keys() >= {"device", "torch", "triton", "date", "command"}, file.name
+        assert any(file.stem.endswith(section.benchmark) for section in tables.SECTIONS.values()), file.name
+
+
+def test_whatever_draws_faster_than_what_is_taken_is_in_the_table(load):
     tables = load("tables")
     for gpu in tables.gpus():
-        for benchmark in ("kernels", "features", "screened", "serve", "decision-plane", "tuning"):
-            data = tables.Results(gpu).data(benchmark)
-            assert data is None or data["env"].keys() >= {"device", "torch", "triton", "date", "command"}
+        races: dict[tuple, list[dict]] = {}
+        for row in (tables.Results(gpu).data("kernels") or {"rows": []})["rows"]:
+            races.setdefault((row["D"], row["V"], row["B"], row["sampling"]), []).append(row)
+        faster = 0
+        for (*_, sampling), rows in races.items():
+            taken = [row["us"] for row in rows if row.get("picked") and row["path"] in tables.OURS]
+            others = [row["us"] for row in rows if row["path"] != "screened" and sampling != "nothing"]
+            faster += sum(us < taken[0] for us in others) if taken else 0
+        table = tables.SECTIONS["kernels-faster"].markdown()
+        assert not races or table.count("| yes |") + table.count("|  |") == faster > 0
+
+
+def test_the_table_of_exchanged_bytes_is_that_of_the_exchange(load):
+    text = load("tables").SECTIONS["exchanged"].markdown()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[4:]]
+    assert [row[0] for row in rows] == ["2", "4", "8", "16"]
+    for ranks, _, _, records, whole_rows, _ in rows:
+        of_records, of_rows = (bytes_received(int(ranks), 64, part) for part in (None, 2 * 151936 // int(ranks)))
+        assert (records, whole_rows) == (f"{of_records / 1e6:.3g}", f"{of_rows / 1e6:.3g}")
 
 
 @pytest.mark.slow
-def test_the_plots_are_of_every_gpu_that_was_measured(load, results):
+def test_the_plots_are_of_every_gpu_that_was_measured(load, tmp_path):
     pytest.importorskip("matplotlib")
-    written = {path.name: path.read_bytes() for path in load("report").write_plots(results)}
+    for name in ("h200-kernels.json", "h200-serve.json", "h100-serve.json"):
+        shutil.copy(load("tables").RESULTS / name, tmp_path)
+    written = {path.name: path.read_bytes() for path in load("report").write_plots(tmp_path)}
     kinds = {f"h200-kernels-{name}.png" for name in ("time", "floor", "share", "roofline")}
     assert written.keys() == kinds | {"summary.png", "summary-dark.png"}
     assert all(png.startswith(b"\x89PNG") for png in written.values())
 
 
 def test_the_tables_name_everything_that_is_measured(load):
-    tables, contenders, serve = load("tables"), load("contenders"), load("serve")
-    assert set(tables.MODES) == set(contenders.MODES) and set(tables.SAMPLINGS) == set(serve.SAMPLINGS)
+    tables, contenders = load("tables"), load("contenders")
     assert set(tables.PATHS) == {*contenders.OURS, *contenders.BASELINES}
-    assert set(tables.EDITED) == {name for name, mode in contenders.MODES.items() if mode.edits}
     assert set(tables.TUNING) == set(load("tuning").SECTIONS)
 
 

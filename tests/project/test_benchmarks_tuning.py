@@ -56,7 +56,16 @@ def setting(tuning, folder: Path, **changes):
 @pytest.mark.full
 def test_it_runs_in_pieces_and_each_section_has_words(tuning, tmp_path):
     out = tmp_path / "tuning.json"
-    command = [sys.executable, str(FOLDER / "tuning.py"), "--dry-run", "--out", str(out), "--batch-sizes", "1,64"]
+    command = [
+        sys.executable,
+        str(FOLDER / "run.py"),
+        "tuning",
+        "--dry-run",
+        "--out",
+        str(out),
+        "--batch-sizes",
+        "1,64",
+    ]
     command += ["--between", "1,40,64"]
     subprocess.run([*command, "--only", "runs"], check=True, capture_output=True)
     first = json.loads(out.read_text())
@@ -75,13 +84,15 @@ def test_it_runs_in_pieces_and_each_section_has_words(tuning, tmp_path):
         assert second["sections"][name]["151936x4096"]["summary"] in done.stdout
 
     late = tmp_path / "late.json"
-    command[4] = str(late)
+    command[5] = str(late)
     done = subprocess.run([*command, "--only", "runs", "--limit", "1"], capture_output=True, text=True)
-    assert done.returncode == 1 and "out of time" in done.stderr and not late.exists()
-    command[4] = str(out)
+    assert done.returncode == 1 and "out of time" in done.stdout
+    late_result = json.loads(late.read_text())
+    assert "sections" not in late_result and "out of time" in late_result["env"]["not_run"][0]["reason"]
+    command[5] = str(out)
     out.write_text(json.dumps(second | {"env": {"device": "NVIDIA H100"}}))
     refused = subprocess.run([*command, "--keep", "--only", "replay"], capture_output=True, text=True)
-    assert refused.returncode == 1 and "is of NVIDIA H100; expected simulated" in refused.stderr
+    assert refused.returncode == 1 and "is of NVIDIA H100; expected cpu" in refused.stderr
 
 
 @pytest.mark.full
