@@ -594,7 +594,7 @@ ENV = {"torch": "2.11", "triton": "3.6", "date": "2026-01-02", "command": "pytho
 
 @pytest.fixture
 def results(tmp_path) -> Path:
-    """A folder with kernels and servers of an H200, servers of an H100, and a parity of two features."""
+    """A folder with kernels and servers of an H200, and servers of an H100."""
     rows = [
         {"D": d, "V": v, "B": b, "mode": mode, "path": path, "us": us, "us_spread": 0.1, "form": path}
         | ({"picked": True} if path in ("fused", "screened") else {})
@@ -614,13 +614,11 @@ def results(tmp_path) -> Path:
         backends = {"stock": 1000.0, "flashsample": us}
         return [about | {"batch": b, "backend": n, "tpot_us": t} for b in (1, 64) for n, t in backends.items()]
 
-    parity = [(["greedy"], "exact"), (["json"], "law"), (["greedy", "json"], "exact")]
     runs = [{"date": "2026-01-03", "command": "python benchmarks/serve.py", "sglang": "0.5.17"}]
     files = {
         "h200-kernels": {"env": ENV | {"device": "NVIDIA H200"}, "rows": rows},
         "h200-serve": {"env": ENV | {"device": "NVIDIA H200"}, "runs": runs, "rows": serve(900.0)},
         "h100-serve": {"env": ENV | {"device": "NVIDIA H100"}, "runs": runs, "rows": serve(950.0)},
-        "parity": {"env": ENV | {"device": "cpu"}, "rows": [{"features": f, "result": r} for f, r in parity]},
     }
     for name, data in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
@@ -645,78 +643,6 @@ def test_the_kernel_table_has_what_a_batch_takes_beside_the_floor_and_the_fastes
 def test_what_is_faster_than_what_is_taken_is_named_and_nothing_else(load, results):
     rows = lines_of(load, results, "kernels-faster")[4:]
     assert rows == ["| 151,936 x 4,096, 128 | temperature 1 | logits 330.0 | fused 380.0 | 1.152 |  |"]
-
-
-def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, results):
-    def put(name: str, **data: object) -> None:
-        (results / f"{name}.json").write_text(json.dumps({"env": ENV | {"device": "cpu"}} | data))
-
-    put("planted-defects", defects=[{"caught": True}, {"caught": False}, {"caught": False}])
-    put("coverage", total={"branches": 1500, "missing_branches": 7})
-    put(
-        "external-suites",
-        cases=[
-            dict(zip(("stock", "ours"), words.split(), strict=True))
-            for words in ("pass fail", "fail pass", "pass pass")
-        ],
-    )
-    put("http-fuzz", requests=9000, different=2, failures=["x"], ended=[{"side": "ours"}, {"number": 7}])
-    put(
-        "determinism",
-        rows=[
-            {"on": "GPU", "section": "rows", "different": 1, "tokens": 50},
-            {"on": "GPU", "section": "graphs", "different": 0, "tokens": 7},
-            {"on": "GPU", "section": "rows", "different": 1, "tokens": 50},
-            {"on": "interpreted", "section": "tables", "different": 0, "tokens": 9},
-        ],
-    )
-    put("robustness", rows=[{"section": "saves", "wrong": 1, "tries": 8}, {"section": "kills", "wrong": 0, "tries": 5}])
-    ends, memory = {"answered": 7, "left": 2, "status 500": 1}, [{"host_mib": 2000}]
-    row = {"backend": "flashsample", "requests": 10, "ends": ends, "memory": memory, "host_mib_growth": 3.0}
-    put("load", rows=[row, row | {"backend": "stock"}])
-    legal = {"section": "legal", "illegal": 3, "draws": 2000}
-    small = {"battery": "SmallCrush", "order": "steps", "p_values": 15, "not_normal": [{"verdict": "suspect"}]}
-    crush, seeds = small | {"battery": "Crush", "p_values": 144}, small | {"order": "seeds", "not_normal": []}
-    planted = small | {"planted": "x", "not_normal": [{"verdict": "FAILED"}]}
-    noise = {"noise": "ours", "steps": 10**7, "equal_pairs": 0}
-    errors = {"cpu_not_finite_or_not_below_the_one_before": 0, "cpu_max_absolute_error": 2e-15, "upper_words": 2**32}
-    rows = {
-        "streams": [planted, small, small, seeds],
-        "crush steps": [crush],
-        "collisions": [noise, noise | {"noise": "vLLM"}],
-        "map": [errors],
-    }
-    put("noise", sections={name: {"rows": of_section} for name, of_section in rows.items()})
-    whole = {"tool": "memcheck", "tests": 9, "outcomes": {"passed": 4, "failure": 2}}
-    put("h200-sanitized", rows=[whole | {"reports": {"Invalid read in k": 3, "Program hit out of memory": 5}}])
-    step = {"steps": 500, "waits": 1, "allocates": 0, "loads": 2}
-    put("h200-hot-path", rows=[step, step])
-    soaked = {"path": "cpu", "rows": 2, "draws_per_row": 1000, "most_log_evidence": 1.0, "powerful": 1}
-    put("soak", rows=[soaked, soaked | {"rows": 6, "most_log_evidence": -30.0}])
-    put("exact", rows=[legal | {"path": "cpu"}, legal | {"path": "logits"}, legal | {"path": "cpu", "first": 9}])
-    cells = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
-    assert cells["planted defects that no test notices"] == "2 of 3"
-    assert cells["branches of a server's host code that no test takes, apart from what needs a GPU"] == "7 of 1,500"
-    assert cells["cases of others' suites that stock SGLang passes and ours does not"] == "1 of 2"
-    fuzzed, same = (
-        words for name, words in cells.items() if name.startswith(("random requests", "tokens that depend"))
-    )
-    assert fuzzed == "2 of 9,000; 2 failures" and same == (
-        "GPU: batch, order and path 2 of 100, CUDA graph 0 of 7; interpreted: configuration 0 of 9"
-    )
-    assert cells["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
-    assert cells["reports of compute-sanitizer in GPU tests of the kernels"] == (
-        "memcheck: 3 in 4 tests (2 failed, 3 not run)"
-    )
-    assert cells["waits for the GPU, allocations and loaded kernels of the sampler's steps"] == (
-        "2 waits, 0 allocations, 4 kernels loaded in 1,000 steps"
-    )
-    name = "draws of known distributions: log of the most evidence against them, looked at at any time"
-    assert cells[name] == "cpu: 1.0 of 14.5, 8.0e+03 draws of 8 distributions, 2 of this power", "log(2 / 1e-6): 14.5"
-    assert cells["noise: p-values of TestU01 that fail"] == (
-        "SmallCrush: 0 of 45, 2 suspect, in 2 orders; Crush: 0 of 144, 1 suspect, in 1 order"
-    )
-    assert cells["draws of a known distribution: deviations from chance"] == "Not measured."
 
 
 def test_files_that_are_not_whole_and_names_outside_their_folder_are_counted(load, tmp_path, monkeypatch):
@@ -983,21 +909,12 @@ def test_a_server_whose_decision_plane_does_not_draw_is_not_measured(load, log):
         serve.ModelRun._check_plane(None, server)
 
 
-def test_the_parity_table_has_each_feature_and_each_pair_once(load, results):
-    assert lines_of(load, results, "parity")[2:] == [
-        "|  | greedy | json |",
-        "| --- | --- | --- |",
-        "| greedy | exact |  |",
-        "| json | exact | law |",
-    ]
-
-
 def test_a_page_gets_its_tables_between_its_markers(load, results, tmp_path):
     report = load("report")
-    page = "a\n<!-- results:tuning -->\nold\n<!-- end -->\nb\n<!-- results:parity -->\n<!-- end -->\n"
+    page = "a\n<!-- results:tuning -->\nold\n<!-- end -->\nb\n<!-- results:kernels -->\n<!-- end -->\n"
     filled = report.filled(page, results)
     assert filled.startswith(
-        "a\n<!-- results:tuning -->\nNot measured.\n<!-- end -->\nb\n<!-- results:parity -->\n**cpu,"
+        "a\n<!-- results:tuning -->\nNot measured.\n<!-- end -->\nb\n<!-- results:kernels -->\n**NVIDIA H200,"
     )
     assert report.filled(filled, results) == filled
     with pytest.raises(ValueError, match="results:tunes is no table"):
