@@ -1,6 +1,6 @@
 """The tables of the pages, from the files in ``results/`` and nothing else. Needs no torch.
 
-A result file is ``<gpu>-<benchmark>.json``: ``h200-kernels.json``, ``h100-serve.json``; ``parity.json`` is of a CPU. A
+A result file is ``<gpu>-<benchmark>.json``: ``h200-kernels.json``, ``h100-serve.json``; ``cpu.json`` is of a CPU. A
 table that has no file says so, and a GPU that was not measured is left out.
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from step_profile import SYNCHRONISING
 from sgl_flashsample.samplings import SAMPLINGS
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PROOFS_OF = {RESULTS: RESULTS.parent.parent / "tests" / "proof" / "results"}  # where proofs have theirs
 # The names of files and of pages; others follow, as their files are called.
 GPUS = {"h200": "H200", "h200x2": "two H200s", "h200x4": "four H200s", "h100": "H100", "h100x2": "two H100s"}
 NOT_MEASURED = "Not measured."
@@ -121,9 +118,7 @@ class Results:
         self.gpu, self.folder = gpu, folder
 
     def file(self, benchmark: str) -> Path:
-        name = f"{self.gpu}-{benchmark}.json" if self.gpu else f"{benchmark}.json"
-        file, proof = self.folder / name, PROOFS_OF.get(self.folder, self.folder) / name
-        return proof if proof.exists() else file
+        return self.folder / (f"{self.gpu}-{benchmark}.json" if self.gpu else f"{benchmark}.json")
 
     @functools.cache  # noqa: B019 (one process, a few files)
     def data(self, benchmark: str) -> dict[str, Any] | None:
@@ -691,307 +686,6 @@ def tuning(results: Results) -> Table | None:
     return Table(["", "head", "measured"], rows)
 
 
-def parity(results: Results) -> Table | None:
-    """Each feature, and each pair of them; a feature by itself on the diagonal."""
-    if (data := results.data("parity")) is None:
-        return None
-    words = {tuple(row["features"]): row["result"] for row in data["rows"]}
-    names = [features[0] for features in words if len(features) == 1]
-    rows = []
-    for place, name in enumerate(names):
-        line = [words.get((other, name), "") for other in names[:place]] + [words[name,]]
-        rows.append([name, *line, *[""] * (len(names) - len(line))])
-    return Table(["", *names], rows)
-
-
-def _wrong_of(rows: Iterable[dict[str, Any]], wrong: Callable[[dict[str, Any]], bool]) -> str:
-    rows = list(rows)
-    return f"{sum(map(wrong, rows)):,} of {len(rows):,}"
-
-
-def _sums(rows: Iterable[dict[str, Any]], wrong: str, all_of: str) -> str:
-    rows = list(rows)
-    return f"{sum(row[wrong] for row in rows):,} of {sum(row[all_of] for row in rows):,}"
-
-
-def _counted(words: Iterable[str]) -> str:
-    return ", ".join(f"{count} {word}" for word, count in Counter(words).most_common())
-
-
-def _by_path(data: dict[str, Any], section: str, wrong: str, all_of: str) -> str:
-    rows = [row for row in data["rows"] if row["section"] == section]
-    paths = dict.fromkeys(row["path"] for row in rows)
-    counted = ((path, _sums((row for row in rows if row["path"] == path), wrong, all_of)) for path in paths)
-    return "; ".join(f"{path}: {count}" for path, count in counted) or NOT_MEASURED
-
-
-def _fuzzed(data: dict[str, Any]) -> str:
-    bad = [*data["failures"], *(one["side"] for one in data["ended"] if "side" in one)]
-    return f"{data['different']:,} of {data['requests']:,}" + f"; {len(bad)} failures" * bool(bad)
-
-
-SECTIONS_OF_TOKENS = {
-    "rows": "batch, order and path",
-    "tables": "configuration",
-    "shards": "ranks",
-    "graphs": "CUDA graph",
-}
-
-
-def _same_tokens(data: dict[str, Any]) -> str:
-    rows = data["rows"]
-
-    def counted(place: str) -> str:
-        of_place = [row for row in rows if row["on"] == place]
-        sections = dict.fromkeys(row["section"] for row in of_place)
-        sums = {
-            SECTIONS_OF_TOKENS[name]: _sums((row for row in of_place if row["section"] == name), "different", "tokens")
-            for name in sections
-        }
-        return f"{place}: {', '.join(f'{name} {count}' for name, count in sums.items())}"
-
-    return "; ".join(map(counted, dict.fromkeys(row["on"] for row in rows)))
-
-
-def _tried(data: dict[str, Any], section: str) -> str:
-    return f"{section}: " + _sums((row for row in data["rows"] if row["section"] == section), "wrong", "tries")
-
-
-def _under_load(data: dict[str, Any]) -> str:
-    rows = [row for row in data["rows"] if row["backend"] != "stock"]
-    growth = ", ".join(f"{row['host_mib_growth']:+.0f} of {row['memory'][-1]['host_mib']:,} MiB" for row in rows)
-    return f"{sum(map(_lost, rows)):,} of {sum(row['requests'] for row in rows):,}; {growth}"
-
-
-def _sanitized(data: dict[str, Any]) -> str:
-    """Reports of kernels by tool. What a call of CUDA's returned, as that memory has run out, is none."""
-
-    def words(row: dict[str, Any]) -> str:
-        reports = sum(count for report, count in row["reports"].items() if not report.startswith("Program hit"))
-        failed, left = row["outcomes"].get("failure", 0), row["outcomes"].get("not run", 0)
-        left += row["tests"] - sum(row["outcomes"].values())
-        gaps = f" ({failed} failed, {left:,} not run)" if failed or left else ""
-        return f"{row['tool']}: {reports:,} in {row['outcomes'].get('passed', 0):,} tests{gaps}"
-
-    return "; ".join(map(words, data["rows"]))
-
-
-def _hot_path(data: dict[str, Any]) -> str:
-    names = {"waits": "waits", "allocates": "allocations", "loads": "kernels loaded"}
-    done = ", ".join(f"{sum(row[name] for row in data['rows']):,} {words}" for name, words in names.items())
-    return f"{done} in {sum(row['steps'] for row in data['rows']):,} steps"
-
-
-SOAK_ALPHA = 1e-6  # of ``soak.py``
-
-
-def _soaked(data: dict[str, Any]) -> str:
-    def words(path: str) -> str:
-        rows = [row for row in data["rows"] if row["path"] == path]
-        most = max(row["most_log_evidence"] for row in rows)
-        limit = math.log(len(rows) / SOAK_ALPHA)
-        draws = sum(row["rows"] * row["draws_per_row"] for row in rows)
-        tested, powerful = (sum(row[name] for row in rows) for name in ("rows", "powerful"))
-        counts = f"{draws:.1e} draws of {tested:,} distributions, {powerful} of this power"
-        return f"{path}: {most:.1f} of {limit:.1f}, {counts}"
-
-    return "; ".join(map(words, dict.fromkeys(row["path"] for row in data["rows"])))
-
-
-def _map_errors(data: dict[str, Any]) -> str:
-    row = data["sections"]["map"]["rows"][0]
-    wrong, error = row["cpu_not_finite_or_not_below_the_one_before"], row["cpu_max_absolute_error"]
-    return f"{error:.1e}; {wrong:,} of {row['upper_words']:,} not finite or out of order"
-
-
-def _equal_noise(data: dict[str, Any]) -> str:
-    rows = [row for row in data["sections"]["collisions"]["rows"] if "planted" not in row]
-    ours, other = (row for row in rows if row["steps"] == 10**7)
-    return f"{ours['equal_pairs']:,}; {other['equal_pairs']:,} with {other['noise']}'s 32 bits"
-
-
-def _streams(data: dict[str, Any]) -> str:
-    rows = [row for section in data["sections"].values() for row in section["rows"]]
-    rows = [row for row in rows if "battery" in row and "planted" not in row]
-
-    def counted(battery: str) -> str:
-        of_battery = [row for row in rows if row["battery"] == battery]
-        verdicts = [one["verdict"] for row in of_battery for one in row["not_normal"]]
-        failed, tested = verdicts.count("FAILED"), sum(row["p_values"] for row in of_battery)
-        count = len({row["order"] for row in of_battery})
-        orders = "1 order" if count == 1 else f"{count} orders"
-        return f"{battery}: {failed} of {tested}, {verdicts.count('suspect')} suspect, in {orders}"
-
-    return "; ".join(map(counted, dict.fromkeys(row["battery"] for row in rows)))
-
-
-# What is proven by a count: the goal, how many, and the file of results with how to read it.
-PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
-    (
-        "planted defects that no test notices",
-        "0 of at least 60",
-        "planted-defects",
-        lambda data: _wrong_of(data["defects"], lambda row: not row["caught"]),
-    ),
-    (
-        "branches of a server's host code that no test takes, apart from what needs a GPU",
-        "0",
-        "coverage",
-        lambda data: f"{data['total']['missing_branches']:,} of {data['total']['branches']:,}",
-    ),
-    (
-        "cases of others' suites that stock SGLang passes and ours does not",
-        "0",
-        "external-suites",
-        lambda data: _wrong_of(
-            (row for row in data["cases"] if row["stock"] == "pass"), lambda row: row["ours"] != "pass"
-        ),
-    ),
-    (
-        "features and pairs of features: how they equal stock SGLang's",
-        "each in one of these ways",
-        "parity",
-        lambda data: _counted(row["result"] for row in data["rows"]),
-    ),
-    (
-        "the same of those that SGLang's verification of drafts defines token by token, with drafts",
-        "each in one of these ways",
-        "parity-drafts",
-        lambda data: _counted(row["result"] for row in data["rows"]),
-    ),
-    (
-        "random requests to a server that stock SGLang answers in another way, or that end it",
-        "0 of 1e5",
-        "http-fuzz",
-        _fuzzed,
-    ),
-    (
-        "tokens that depend on the batch, the order, the path, the configuration, the ranks or a CUDA graph",
-        "0",
-        "determinism",
-        _same_tokens,
-    ),
-    (
-        "illegal tokens",
-        "0 of 1e9 draws",
-        "exact",
-        lambda data: _by_path(data, "legal", "illegal", "draws"),
-    ),
-    (
-        "rows of all features with another token than the float64 reference's",
-        "0 of 1e8",
-        "exact",
-        lambda data: _by_path(data, "reference", "different", "rows"),
-    ),
-    (
-        "rows with NaN, infinities or huge numbers, and their neighbours, with another token than the reference's",
-        "0 of 5,000",
-        "exact",
-        lambda data: _by_path(data, "hostile", "different", "rows"),
-    ),
-    (
-        "rows with limits at temperatures from 1e-6 to 1e4 with another token than the reference's",
-        "0 of 1e6",
-        "exact",
-        lambda data: _by_path(data, "temperatures", "different", "rows"),
-    ),
-    (
-        "forbidden ids among draws with hostile biases, logits and temperatures",
-        "0 of 1e8",
-        "exact",
-        lambda data: _by_path(data, "forbidden", "illegal", "draws"),
-    ),
-    (
-        "logprobs of these draws that are above 0 or no number",
-        "0 of 1e8",
-        "exact",
-        lambda data: _by_path(data, "forbidden", "bad_logprobs", "draws"),
-    ),
-    (
-        "tables that are not whole, while 8 processes save 1,000 times each, and after SIGKILL",
-        "0",
-        "robustness",
-        lambda data: "; ".join(_tried(data, section) for section in ("saves", "kills")),
-    ),
-    (
-        "names of devices whose table would be outside its folder",
-        "0 of 1e5",
-        "robustness",
-        lambda data: _tried(data, "names"),
-    ),
-    *(
-        (
-            f"requests that a server under load does not answer; growth of its memory ({where})",
-            "0; none",
-            file,
-            _under_load,
-        )
-        for where, file in (("a CPU", "load"), ("two GPUs", "h100-load"))
-    ),
-    ("reports of compute-sanitizer in GPU tests of the kernels", "0 in all of them", "h200-sanitized", _sanitized),
-    (
-        "waits for the GPU, allocations and loaded kernels of the sampler's steps",
-        "0 in 1e4 steps",
-        "h200-hot-path",
-        _hot_path,
-    ),
-    (
-        "draws of known distributions: log of the most evidence against them, looked at at any time",
-        "below its limit; with the power to notice a total variation distance of 1e-3",
-        "soak",
-        _soaked,
-    ),
-    (
-        "verified drafts: tokens that a step without drafts would not have drawn",
-        "0 of 1e6",
-        "verified",
-        lambda data: _sums(data["rows"], "different", "positions"),
-    ),
-    (
-        "verified drafts: smallest p-value of the tokens' law, of 1e7 positions per case",
-        "above 1e-5",
-        "verified",
-        lambda data: f"{min(row['p_value'] for row in data['rows']):.2g}",
-    ),
-    ("noise in host memory: largest error over all upper words", "below 1e-12", "noise", _map_errors),
-    ("noise: equal pairs among 1e7 steps", "0", "noise", _equal_noise),
-    ("noise: p-values of TestU01 that fail", "0", "noise", _streams),
-    (
-        "tokens of several ranks that differ from one rank's",
-        "0 of 1e6",
-        "h200x2-ranks",
-        lambda data: _sums((row for row in data["rows"] if row["section"] == "tokens"), "differing", "rows"),
-    ),
-    (
-        "tokens of four ranks on which they disagree",
-        "0 of 1e8",
-        "h200x4-ranks",
-        lambda data: _sums((row for row in data["rows"] if row["section"] == "tokens"), "ranks_differ", "rows"),
-    ),
-    (
-        "tokens of the screened path that differ from the fused path's",
-        "0",
-        "h200-screened",
-        lambda data: _sums(data["sections"]["tokens"]["rows"], "no_near_tie", "rows"),
-    ),
-    (
-        "draws of a known distribution: deviations from chance",
-        "below 4",
-        "h200-screened",
-        lambda data: f"{data['sections']['distribution']['deviations_from_chance']:+.1f}",
-    ),
-)
-
-
-def proof(results: Results) -> Table:
-    """What is proven by counts, and in which file of results."""
-    rows = []
-    for name, goal, file, words in PROOFS:
-        data = Results("", results.folder).data(file)
-        rows.append([name, goal, NOT_MEASURED if data is None else words(data), f"`{file}.json`"])
-    return Table(["", "goal", "found", "file"], rows)
-
-
 def summary_kernels(results: Results) -> Table | None:
     """Of the first head: a few batch sizes, ours beside the fastest way without us."""
     modes = ("t1", "k50p90", "greedy")
@@ -1069,16 +763,6 @@ class Section:
         return "\n\n".join(blocks) or NOT_MEASURED
 
 
-@dataclasses.dataclass(frozen=True)
-class Page:
-    """A table that takes a number from each of several files."""
-
-    table: Callable[[Results], Table]
-
-    def markdown(self, folder: Path = RESULTS) -> str:
-        return self.table(Results("", folder)).markdown
-
-
 class Picture:
     """The plot of the README, where it has been drawn, for light pages and dark ones."""
 
@@ -1090,7 +774,7 @@ class Picture:
         return f"<picture>{dark}{light}</picture>"
 
 
-SECTIONS: dict[str, Section | Page | Picture] = {
+SECTIONS: dict[str, Section | Picture] = {
     "summary-picture": Picture(),
     "serve": Section(serve, "serve", "stock"),
     "serve-screen": Section(serve_screen, "serve", "screen"),
@@ -1116,8 +800,6 @@ SECTIONS: dict[str, Section | Page | Picture] = {
     "screened-tokens": Section(screened_tokens, "screened", "tokens"),
     "screened-distribution": Section(screened_distribution, "screened", "distribution"),
     "tuning": Section(tuning, "tuning"),
-    "proof": Page(proof),
-    "parity": Section(parity, "parity"),
     "cpu": Section(cpu, "cpu"),
     "summary-kernels": Section(summary_kernels, "kernels", brief=True),
     "summary-serve": Section(summary_serve, "serve", "stock", brief=True),

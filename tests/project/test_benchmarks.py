@@ -527,32 +527,6 @@ def test_what_is_no_result_is_named_in_one_line(load, tmp_path, text, complaint)
     assert "\n" not in str(raised.value)
 
 
-def test_files_that_are_not_whole_and_names_outside_their_folder_are_counted(load, tmp_path, monkeypatch):
-    module, out = load("robustness"), tmp_path / "out.json"
-    arguments = [
-        "robustness.py",
-        "--out",
-        str(out),
-        "--writers",
-        "2",
-        "--saves",
-        "20",
-        "--kills",
-        "20",
-        "--names",
-        "200",
-    ]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert module.main() == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["section"], row["tries"], row["wrong"]) for row in rows] == [
-        ("saves", 40, 0),
-        ("kills", 20, 0),
-        ("names", 200, 0),
-    ]
-    assert all(row["planted_noticed"] for row in rows)
-
-
 def test_a_percentile_under_load_has_the_spread_of_the_same_percentile_over_the_run(load, tmp_path):
     clients = load("load").Clients(1, 9, tmp_path / "out.json")
     clients.began = time.monotonic() - 10

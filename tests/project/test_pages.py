@@ -1,4 +1,5 @@
-"""Commands, links and variables on the pages exist. (Their numbers: ``test_benchmarks.py``.)"""
+"""Commands, links and variables on the pages exist. (Their numbers: ``test_benchmarks.py`` and
+``test_proof.py``.)"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from sgl_flashsample.sglang.batch import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kernels", "autotune", "benchmarks", "sgl_flashsample", "sgl_flashsample/sglang")
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in FOLDERS)]
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in (*FOLDERS, "tests/proof"))]
 OPERATIONS = ROOT / "sgl_flashsample" / "sglang"
 COMMAND = re.compile(r"(?:^|`)make ([a-z-]+)", re.M)
 

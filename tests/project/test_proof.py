@@ -471,3 +471,112 @@ def test_rows_of_any_temperature_are_sampled_with_limits_from_1e_6_to_1e4(load):
     powers, limits = params.temperature.log10(), params.truncation
     assert powers.min() > -6.01 and powers.max() < 4.01 and powers.histc(10, -6, 4).min() > 5
     assert ((limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)).all()
+
+
+# --- the page
+
+
+ENV = {"device": "cpu", "date": "2026-01-02", "command": "python tests/proof/x.py"}
+
+
+def test_the_page_says_what_the_result_files_say(load):
+    summary = load("summary")
+    page = summary.PAGE.read_text()
+    assert summary.filled(page) == page, "run `python tests/proof/summary.py --write`"
+    assert all(f"<!-- results:{name} -->" in page for name in summary.SECTIONS)
+
+
+def test_every_result_file_is_read_by_a_goal(load):
+    summary = load("summary")
+    files = {goal.file for group in summary.GOALS.values() for goal in group}
+    assert {file.stem for file in (FOLDER / "results").glob("*.json")} <= files
+
+
+def test_a_marker_of_no_section_and_a_file_that_is_no_result_are_refused(load, tmp_path):
+    summary = load("summary")
+    with pytest.raises(ValueError, match="results:other is no section; there are goals, features"):
+        summary.filled("<!-- results:other -->\n<!-- end -->")
+    (tmp_path / "exact.json").write_text('{"rows": []}')
+    with pytest.raises(ValueError, match=r"exact\.json is no result: KeyError: 'env'"):
+        summary.read("exact", [tmp_path])
+
+
+def verdicts(load, folder: Path, files: dict[str, dict]) -> dict[str, list[str]]:
+    """{goal: verdict and numbers} of result files with these data."""
+    summary = load("summary")
+    for name, data in files.items():
+        (folder / f"{name}.json").write_text(json.dumps({"env": ENV} | data))
+    lines = [line for line in summary.goals([folder]).splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {row[0]: row[2:4] for row in rows if row[0] not in ("", "---")}
+
+
+def test_a_goal_of_counts_is_met_by_enough_of_them_without_a_wrong_one_on_every_path(load, tmp_path):
+    enough = {"section": "legal", "path": "logits", "illegal": 0, "draws": 5 * 10**8}
+    few, bad = enough | {"path": "cpu", "draws": 2000}, enough | {"path": "fused", "illegal": 3}
+    verdict, found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough]}})["illegal tokens"]
+    assert verdict == "met" and found == "logits: 0 of 1,000,000,000", "runs of one path are one count"
+    verdict, found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough, few, bad]}})["illegal tokens"]
+    assert verdict == "**missed**: fused: 3 of 500,000,000; cpu: 2,000 of 1,000,000,000 counted"
+    assert found == "logits: 0 of 1,000,000,000; cpu: 0 of 2,000; fused: 3 of 500,000,000"
+
+
+def test_a_goal_without_a_result_was_not_run(load, tmp_path):
+    none = verdicts(load, tmp_path, {"exact": {"rows": []}})
+    assert none["illegal tokens"][0] == "not run: no result is committed"
+    assert none["PractRand"][0] == "not run: TestU01 was run in its place"
+    counted = load("summary").goals([tmp_path]).splitlines()[0]
+    assert counted == f"0 goals are met, 0 are missed, {len(none)} were not run."
+
+
+def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
+    ended = [{"side": "ours"}, {"number": 7}]
+    soaked = {"path": "cpu", "rows": 2, "draws_per_row": 1000, "most_log_evidence": 1.0, "powerful": 1}
+    small = {"battery": "SmallCrush", "order": "steps", "p_values": 15, "not_normal": [{"verdict": "suspect"}]}
+    crush = small | {"battery": "Crush", "p_values": 144, "not_normal": [{"verdict": "FAILED"}]}
+    planted, seeds = small | {"planted": "x", "not_normal": [{"verdict": "FAILED"}]}, small | {"order": "seeds"}
+    noise = {"noise": "ours", "steps": 10**7, "equal_pairs": 0}
+    errors = {"cpu_not_finite_or_not_below_the_one_before": 1, "cpu_max_absolute_error": 2e-15, "upper_words": 2**32}
+    sections = {"streams": [planted, small, seeds], "crush": [crush], "collisions": [noise, noise | {"noise": "vLLM"}]}
+    sections |= {"map": [errors]}
+    memcheck = {"tool": "memcheck", "tests": 9, "outcomes": {"passed": 4, "failure": 2}}
+    memcheck |= {"reports": {"Invalid read in k": 3, "Program hit out of memory": 5}}
+    load_row = {"backend": "flashsample", "requests": 10, "ends": {"answered": 7, "left": 2, "status 500": 1}}
+    load_row |= {"memory": [{"host_mib": 2000}], "host_mib_growth": 3.0}
+    found = verdicts(
+        load,
+        tmp_path,
+        {
+            "http-fuzz": {"requests": 10**5, "different": 2, "failures": ["x"], "ended": ended},
+            "soak": {"rows": [soaked, soaked | {"rows": 6, "most_log_evidence": 20.0}]},
+            "noise": {"sections": {name: {"rows": rows} for name, rows in sections.items()}},
+            "h200-sanitized": {"rows": [memcheck]},
+            "load": {"rows": [load_row, load_row | {"backend": "stock"}]},
+            "h200-hot-path": {"rows": [{"steps": 5000, "waits": 1, "allocates": 0, "loads": 2}] * 2},
+            "verified": {"rows": [{"different": 0, "positions": 10**7, "p_value": 1e-6}]},
+            "parity": {"rows": [{"features": ["greedy"], "result": "exact"}, {"features": ["x"], "result": "wrong"}]},
+        },
+    )
+    missed = {name: verdict.partition(": ")[2] for name, (verdict, _) in found.items() if "missed" in verdict}
+    assert missed == {
+        "random requests that stock SGLang answers in another way": "2 of 100,000; 2 failures of a server",
+        "draws of known distributions: log of the most evidence against them, at any time": (
+            "cpu: 20.0 of 14.5; cpu: 2 of 8 distributions have this power"  # log(2 / 1e-6): 14.5
+        ),
+        "largest error of the map in host memory, over all upper words": (
+            "2.0e-15; 1 of 4,294,967,296 not finite or out of order"
+        ),
+        "p-values of TestU01 that fail": "Crush: 1",
+        "reports of compute-sanitizer in GPU tests of the kernels": (
+            "memcheck: 3 reports, 2 tests failed, 3 tests not run"
+        ),
+        "requests under load that are not answered, a CPU": "1 of 10",
+        "growth of host memory under load, a CPU": "+3 of 2,000 MiB",
+        "waits for the GPU, allocations and loaded kernels of the sampler's steps": "6 of 10,000",
+        "verified drafts: smallest p-value of the tokens' law": "1e-06",
+        "features and pairs of features as in stock SGLang": "1 wrong",
+    }
+    assert found["p-values of TestU01 that fail"][1] == (
+        "SmallCrush: 0 of 30, 2 suspect, in 2 orders; Crush: 1 of 144, 0 suspect, in 1 order"
+    )
+    assert load("summary").SOAK_ALPHA == load("soak").ALPHA
