@@ -1,6 +1,6 @@
 # Each target sets up .venv by itself; a second run starts at once. ARGS: further arguments, of pytest or of the demo.
 PYTHON ?= python3
-BOOTSTRAP = $(PYTHON) sgl_flashsample/demo/bootstrap.py
+BOOTSTRAP = $(PYTHON) tests/lab/bootstrap.py
 
 .PHONY: demo test test-fast test-full coverage lint clean
 

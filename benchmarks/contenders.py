@@ -20,7 +20,7 @@ from sgl_flashsample.autotune.timing import Call
 from sgl_flashsample.autotune.workload import Workload
 from sgl_flashsample.kernels.params import Edit, LogitEdits
 from sgl_flashsample.kinds import PLAIN, BatchKind, SamplingPath
-from sgl_flashsample.samplings import SAMPLINGS, Sampling
+from sgl_flashsample.tools.samplings import SAMPLINGS, Sampling
 
 OURS = tuple(map(str, (SamplingPath.FUSED, SamplingPath.LOGITS, SamplingPath.SCREENED)))
 PICKED, PICKED_WITH_SCREEN = "picked", "picked with screen"  # the path that a batch takes by itself

@@ -27,8 +27,8 @@ from typing import Any
 import numba
 import torch
 from common import Benchmark, Result, print_rows
+from lab import torchvision_schemas  # noqa: F401
 
-import sgl_flashsample.demo.torchvision_schemas  # noqa: F401
 from sgl_flashsample import BatchParams
 from sgl_flashsample.autotune.timing import rotated
 from sgl_flashsample.cpu_path import sample_on_cpu

@@ -43,13 +43,14 @@ import numpy as np
 import psutil
 import torch
 from common import Benchmark, Result, write_result
+from lab.servers import server_on_this_machine
 from servers import counters_of, failures_of
 
-from sgl_flashsample.bench import COUNTERS_EVERY, OURS, STOCK, check_active
-from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import Server, ServerError, stop_all
-from sgl_flashsample.samplings import SAMPLINGS, SERVED, Sampling
 from sgl_flashsample.sglang.versions import sglang_version
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.bench import COUNTERS_EVERY, OURS, STOCK, check_active
+from sgl_flashsample.tools.samplings import SAMPLINGS, SERVED, Sampling
+from sgl_flashsample.tools.server import ServerError, stop_all
 
 GPU_ARGUMENTS = (
     *("--attention-backend", "triton", "--max-running-requests", "512", "--cuda-graph-max-bs-decode", "512"),
@@ -184,7 +185,7 @@ class Side:
         self.about = {"model": name, "backend": backend, "concurrency": options.concurrency}
         self.memory: list[dict[str, float]] = []
         usual = "pytorch" if gpu is None else "flashinfer"
-        self.server = Server.on_this_machine(
+        self.server = server_on_this_machine(
             folder / name,
             ["--dtype", markov.SIZES[name].dtype, *ARGUMENTS],
             backend=usual if backend == STOCK else OURS,

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 from tables import GEMM, NOTHING, PATHS, READ, Cell, Results, summary_rows
 
-from sgl_flashsample.samplings import SAMPLINGS
+from sgl_flashsample.tools.samplings import SAMPLINGS
 
 INK = "black"
 # Colours of Okabe and Ito, told apart with any colour vision; markers and dashes say the same again.

@@ -40,7 +40,7 @@ from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.race import Ratio
 from sgl_flashsample.autotune.timing import Call, Contender, Timer, Timing
 from sgl_flashsample.autotune.workload import Workload
-from sgl_flashsample.samplings import SAMPLINGS
+from sgl_flashsample.tools.samplings import SAMPLINGS
 
 WORKERS = 15
 PROBE = Shape(64, 151936)  # FlashInfer chooses its kernels by V

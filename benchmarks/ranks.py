@@ -32,10 +32,10 @@ from contenders import full
 from sgl_flashsample import LMHead, sample
 from sgl_flashsample.autotune.timing import MAX_CALLS
 from sgl_flashsample.autotune.workload import Workload
-from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput, Truncation
 from sgl_flashsample.kernels.reference import sample_ref
 from sgl_flashsample.model_config import shard_of
+from sgl_flashsample.tools.server import free_port
 
 SECTIONS = ("tokens", "exchange", "soak")
 KINDS = ("plain", "greedy", "mask", "truncated")
@@ -53,7 +53,7 @@ class Rank:
 
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         if DRY_RUN:
-            import sgl_flashsample.demo.torchvision_schemas  # noqa: F401
+            import lab.torchvision_schemas  # noqa: F401
         from sglang.srt.distributed import parallel_state
 
         from sgl_flashsample.sglang.exchange import Exchange

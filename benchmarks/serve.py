@@ -4,8 +4,8 @@
 
 Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the GPU
 alone, and one with pipeline stages stands still meanwhile, since it keeps CPU cores busy. Cells are measured as
-``sgl-flashsample bench`` does (``sgl_flashsample/bench.py``). Medians, and half the distance between the quartiles.
-Host time is the server's own metric ``sglang:flashsample_host_seconds``.
+``sgl-flashsample bench`` does (``sgl_flashsample/tools/bench.py``). Medians, and half the distance between the
+quartiles. Host time is the server's own metric ``sglang:flashsample_host_seconds``.
 
 stock    stock SGLang and our backend
 screen   our backend without a screen and with one; answers to seeded requests are compared too
@@ -52,7 +52,13 @@ import step_profile
 from common import DRY_RUN, Benchmark, Result
 from servers import check_server_options, server_options
 
-from sgl_flashsample.bench import (
+from sgl_flashsample.model_config import shard_of
+from sgl_flashsample.sglang.exchange import bytes_received
+from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
+from sgl_flashsample.sglang.runtime import PLANE_VARIABLE
+from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.bench import (
     COUNTERS_EVERY,
     OURS,
     STOCK,
@@ -62,14 +68,8 @@ from sgl_flashsample.bench import (
     generate,
     measure,
 )
-from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import Server, ServerError
-from sgl_flashsample.model_config import shard_of
-from sgl_flashsample.samplings import SAMPLINGS, SERVED, Sampling
-from sgl_flashsample.sglang.exchange import bytes_received
-from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
-from sgl_flashsample.sglang.runtime import PLANE_VARIABLE
-from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
+from sgl_flashsample.tools.samplings import SAMPLINGS, SERVED, Sampling
+from sgl_flashsample.tools.server import Server, ServerError
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
 LOAD = Load(range(1000, 100_000), seconds=0.0 if DRY_RUN else 1.0)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sgl_flashsample.demo.server import Server
+from sgl_flashsample.tools.server import Server
 
 
 def failures_of(server: Server) -> list[str]:

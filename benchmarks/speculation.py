@@ -6,11 +6,11 @@ stock    SGLang's own verification and drafts
 greedy   our verification and, where a model drafts, our drafts: the most likely tokens
 coupled  our verification, drafts with the noise of the target's tokens (STANDALONE, EAGLE, NEXTN)
 
-The target is a checkpoint whose distribution is known (``sgl_flashsample/demo/markov.py``), computed at the full cost
+The target is a checkpoint whose distribution is known (``sgl_flashsample/tools/markov.py``), computed at the full cost
 of its size. STANDALONE drafts with a smaller one whose logits have a normal error of ``--errors``; "p_max" and
 "draft_tv" are the largest probability and the total variation between the two distributions, means over the tokens that
 were answered. NGRAM drafts from what it has seen. EAGLE and NEXTN (MTP) have one layer whose hidden states are almost
-the target's, EAGLE3 one that knows nothing and an LM head of 32,000 ids (``sgl_flashsample/demo/drafters.py``): they
+the target's, EAGLE3 one that knows nothing and an LM head of 32,000 ids (``tests/lab/drafters.py``): they
 show what a step costs. All servers of an algorithm run at once, with ``--draft-tokens``
 nodes per verification (the root and its drafts), and are measured in turns. Medians, and half the distance between the
 quartiles.
@@ -58,17 +58,19 @@ from typing import Any, NamedTuple
 
 import torch
 from common import Benchmark, Result
+from lab import drafters
+from lab.servers import server_on_this_machine
 from servers import check_server_options, server_options
 from step_profile import correlation, events_of, record
 
 from sgl_flashsample.autotune.timing import Timing
-from sgl_flashsample.bench import OURS, STOCK, check_active
-from sgl_flashsample.demo import drafters, markov
-from sgl_flashsample.demo.server import Server, ServerError, stop_all
 from sgl_flashsample.kernels.reference import sample_ref
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.support import SPECULATION_VARIABLE
 from sgl_flashsample.sglang.versions import sglang_version
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.bench import OURS, STOCK, check_active
+from sgl_flashsample.tools.server import Server, ServerError, stop_all
 
 PROMPT_TOKENS, SHORT = 32, 16
 DRAFT_LAYERS = 4
@@ -345,7 +347,7 @@ class Run:
         if not on_gpu and backend.name == OURS:
             environment = {"TRITON_INTERPRET": "1"} | environment
         cpu_arguments = [] if on_gpu else ["--attention-backend", "triton", "--disable-cuda-graph"]
-        return Server.on_this_machine(
+        return server_on_this_machine(
             self._target_folder,
             [*arguments, *cpu_arguments],
             backend=backend.name if on_gpu or backend.name == OURS else None,

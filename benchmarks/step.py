@@ -26,7 +26,7 @@ from racing import Race, Session
 
 from sgl_flashsample.autotune.workload import PROFILES, Workload
 from sgl_flashsample.kernels.reference import truncated_sample_ref
-from sgl_flashsample.samplings import SAMPLINGS
+from sgl_flashsample.tools.samplings import SAMPLINGS
 
 KERNELS = """Races the whole last step, LM head to token, against its baselines on this GPU; prints tables, writes JSON.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sgl_flashsample.demo.server import Server
+from sgl_flashsample.tools.server import Server
 
 PREFILL_SECONDS = 0.3  # then only decode steps are left to be profiled
 MOST_ANSWERS = 10  # that one trace is taken of

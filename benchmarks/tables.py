@@ -16,7 +16,7 @@ from typing import Any
 
 from step_profile import SYNCHRONISING
 
-from sgl_flashsample.samplings import SAMPLINGS
+from sgl_flashsample.tools.samplings import SAMPLINGS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # The names of files and of pages; others follow, as their files are called.
@@ -257,8 +257,7 @@ class Features:
     def over_plain(self, batch: int, mode: str) -> float | None:
         """Less the time to read the edits."""
         rows = [
-            (row, self.rows.get((row["profile"], batch, "picked", "t1")))
-            for row in self.rows_of(batch, "picked", mode)
+            (row, self.rows.get((row["profile"], batch, "picked", "t1"))) for row in self.rows_of(batch, "picked", mode)
         ]
         over = [(row["us"] - row.get("bytes_us", 0.0)) / plain["us"] for row, plain in rows if plain is not None]
         return max(over, default=None)

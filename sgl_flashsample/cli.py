@@ -177,11 +177,11 @@ def _run(arguments: list[str]) -> int:
     if options.command == "completion":
         return completion(options.shell)
     if options.command == "doctor":
-        from .doctor import run
+        from .tools.doctor import run
 
         return FAILED if run(as_json=options.json) else OK
-    from .demo.run import run as demo
-    from .demo.server import ServerError
+    from .tools.demo import run as demo
+    from .tools.server import ServerError
 
     try:
         demo(Path(options.folder).resolve(), options.port, options.size)
@@ -308,10 +308,10 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
             check_writable(file, option)  # now, not after the measurement
     if importlib.util.find_spec("sglang") is None:
         raise ModuleNotFoundError(name="sglang")
-    from . import bench as benchmark
-    from .demo.server import ServerError
     from .model_config import config_file, head_of
-    from .samplings import SERVED
+    from .tools import bench as benchmark
+    from .tools.samplings import SERVED
+    from .tools.server import ServerError
 
     if unknown := sorted(set(names) - set(SERVED)):
         known = ", ".join(SERVED)

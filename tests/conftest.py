@@ -29,13 +29,12 @@ except ImportError:
     sgl_flashsample.__path__.append(str(ROOT))
 
 if torch.version.cuda is None:  # so that SGLang can be imported here
-    import sgl_flashsample.demo.torchvision_schemas
+    import lab.torchvision_schemas  # noqa: F401
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     import interpreter_bf16
-
-    from sgl_flashsample.demo import interpreter
+    from lab import interpreter
 
     interpreter_bf16.patch()
     interpreter.patch()

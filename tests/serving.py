@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lab.servers import server_on_this_machine
 
-from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import SGLANG_LAUNCH_SERVER, Server
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.server import SGLANG_LAUNCH_SERVER, Server
 
 CUDA = torch.cuda.is_available()
 VERSIONS_FOLDER = Path(sys.prefix) / "sglang-versions"  # other releases, from `make test-full`
@@ -50,7 +51,7 @@ def server_of(
         backend = "flashinfer"
     log = model.parent / f"{name}.log"
     variables = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0", **(environment or {})}
-    server = Server.on_this_machine(
+    server = server_on_this_machine(
         model,
         ["--dtype", dtype, "--random-seed", "1234", *(arguments or [])],
         gpu_arguments=[

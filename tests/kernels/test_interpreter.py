@@ -8,8 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-
-from sgl_flashsample.demo import interpreter
+from lab import interpreter
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled here")
 

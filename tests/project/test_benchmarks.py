@@ -25,8 +25,8 @@ import torch
 from serving import make_server, needs_sglang
 
 from sgl_flashsample.autotune import timing
-from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.sglang.exchange import bytes_received
+from sgl_flashsample.tools.server import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -317,7 +317,7 @@ def test_a_trace_says_which_operations_take_logits(load):
 
 
 def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
-    speculation, markov = load("speculation"), importlib.import_module("sgl_flashsample.demo.markov")
+    speculation, markov = load("speculation"), importlib.import_module("sgl_flashsample.tools.markov")
     size = markov.SIZES["tiny"]
     target, draft = markov.build(size), markov.build(size, error=0.6)
     assert speculation.distances(target, markov.build(size), [5, 6], 1.0)[1] == 0.0, "an error of 0 is the target"
@@ -333,7 +333,7 @@ def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
 
 
 def test_a_draft_checkpoint_is_written_anew_for_another_error(tmp_path):
-    markov = importlib.import_module("sgl_flashsample.demo.markov")
+    markov = importlib.import_module("sgl_flashsample.tools.markov")
     heads = {error: markov.write(tmp_path, markov.SIZES["tiny"], error=error).head for error in (0.0, 0.6)}
     assert not torch.equal(heads[0.0], heads[0.6])
     assert torch.equal(markov.write(tmp_path, markov.SIZES["tiny"], error=0.6).head, heads[0.6])
@@ -735,10 +735,14 @@ def test_a_page_with_an_unknown_marker_and_a_result_of_a_dry_run_are_refused(loa
 
 def test_committed_results_are_of_gpus_and_each_has_a_table(load):
     tables = load("tables")
+    shown = {section.benchmark for section in tables.SECTIONS.values() if isinstance(section, tables.Section)}
     for file in tables.RESULTS.glob("*.json"):
+        if file.stem == "planted-defects":
+            continue  # of the tests
         env = json.loads(file.read_text())["env"]
         assert env.keys() >= {"device", "torch", "triton", "date", "command"}, file.name
-        assert any(file.stem.endswith(section.benchmark) for section in tables.SECTIONS.values()), file.name
+        # The page of proofs has these.
+        assert file.stem.endswith((*shown, "hot-path")), file.name
 
 
 def test_whatever_draws_faster_than_what_is_taken_is_in_the_table(load):

@@ -45,15 +45,16 @@ import openai
 import requests
 import torch
 from definition import Row, make_row, may_and_must, probabilities
+from lab import cpu_platform
 from programs import MAX_REASON, make_parser, new_env, read_result, reason_of, write_result
 from scipy.stats import fisher_exact
 from stats import g_test
 
 from sgl_flashsample import BatchParams, Truncation, sample_from_logits
 from sgl_flashsample.cpu_path import draws_in_host_memory
-from sgl_flashsample.demo import cpu_platform, smollm2
-from sgl_flashsample.demo.server import Server, stop_all
 from sgl_flashsample.files import one_line
+from sgl_flashsample.tools import smollm2
+from sgl_flashsample.tools.server import CPU_ARGUMENTS, Server, stop_all
 
 SIDES = {"stock": "pytorch", "ours": "flashsample"}  # and their sampling backends
 CASE_SECONDS = 600.0  # after which a server that does not answer is ended
@@ -220,7 +221,7 @@ class Outcome(unittest.TestResult):
 
 def prepare_imports() -> None:
     """Let SGLang's kits be imported beside a PyTorch for the CPU, and without packages that hardly a case needs."""
-    import sgl_flashsample.demo.torchvision_schemas  # noqa: F401
+    import lab.torchvision_schemas  # noqa: F401
 
     for name in MISSING:
         sys.modules[name] = types.ModuleType(name)
@@ -351,7 +352,7 @@ def run_servers(results: Results) -> None:
             left = {key: test for key, test in tests.items() if key not in results.cases}
             if not left and not results.unsettled(tests):
                 continue
-            arguments = ["--dtype", "float32", *cpu_platform.SERVER_ARGUMENTS, *group.arguments.split()]
+            arguments = ["--dtype", "float32", *CPU_ARGUMENTS, *group.arguments.split()]
             servers = {
                 side: Server(
                     model,

@@ -44,14 +44,15 @@ from typing import Any
 
 import aiohttp
 import torch
+from lab.servers import server_on_this_machine
 from programs import make_parser, new_env, write_result
 from servers import counters_of, failures_of
 from tqdm import tqdm
 
 from sgl_flashsample.cpu_path import draws_in_host_memory
-from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import Server, stop_all
 from sgl_flashsample.sglang.versions import sglang_version
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.server import Server, stop_all
 
 SIDES = {"stock": "pytorch", "ours": "flashsample"}  # and their sampling backends
 SIZE = dataclasses.replace(markov.SIZES["tiny"], num_hidden_layers=1)
@@ -769,7 +770,7 @@ def make_servers(folder: Path) -> dict[str, Server]:
     markov.write(folder / "model", SIZE)
     environment = {"FLASHSAMPLE_LOG_SECONDS": "0.2"}
     return {
-        side: Server.on_this_machine(
+        side: server_on_this_machine(
             folder / "model",
             ["--dtype", SIZE.dtype, *ARGUMENTS],
             backend=backend,

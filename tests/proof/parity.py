@@ -3,8 +3,8 @@
     python tests/proof/parity.py --out tests/proof/results/parity.json
 
 On this machine's CPU, with two servers of a generated checkpoint whose next-token distribution is known
-(``sgl_flashsample/demo/markov.py``). What a request draws, given what it has drawn before, has a distribution in closed
-form: logits, penalties, grammar, bias, temperature, truncation.
+(``sgl_flashsample/tools/markov.py``). What a request draws, given what it has drawn before, has a distribution in
+closed form: logits, penalties, grammar, bias, temperature, truncation.
 
 exact    greedy answers are stock's, token for token, and their logprobs within 1e-3
 law      of other answers, ours and stock's, no token is outside the allowed set, G-tests of the tokens against the
@@ -38,12 +38,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from lab import cpu_platform
 from programs import make_parser, new_env, write_result
 from scipy import stats
 
-from sgl_flashsample.demo import cpu_platform, markov
-from sgl_flashsample.demo.server import Server, ServerError, stop_all
 from sgl_flashsample.kernels.reference import allowed_ref, edit_logits_ref, truncated_sample_ref
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.server import CPU_ARGUMENTS, Server, ServerError, stop_all
 
 JSON_TEXTS = [f'"{word}"' for word in ("aaaa", "abab", "baba", "bbbb")]
 REGEX = "[a-d]{8}"
@@ -412,7 +413,7 @@ def make_server(folder: Path, name: str, backend: str, speculates: bool = False)
         arguments += ["--disable-overlap-schedule"]
     return Server(
         folder / SIZE,
-        [*arguments, *cpu_platform.SERVER_ARGUMENTS],
+        [*arguments, *CPU_ARGUMENTS],
         backend=backend,
         log=folder / f"{name}.log",
         environment=variables,

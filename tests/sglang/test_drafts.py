@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from head_states import Processor, dtype_on, is_serving, make_head, make_state, serve, weights
+from lab import drafters
 from serving import INTERPRETED, needs_sglang, server_of
 from sglang_batches import VOCAB, CountingHead, make_samplers, request
 from stats import coupled_acceptance
 from test_speculation import CHAIN, Original, verification
 
 from sgl_flashsample import sample_from_logits
-from sgl_flashsample.demo import drafters, markov
-from sgl_flashsample.demo import server as demo_server
 from sgl_flashsample.kernels.params import BatchParams
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
@@ -30,6 +29,8 @@ from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import plain
 from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.sampler import draw_without_graphs
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools import server as demo_server
 
 REQUESTS, NODES = 6, 4  # places in the server, and nodes of a verification: the root and three drafts
 FIRST = 7  # the KV length without the last known token: the position of the root

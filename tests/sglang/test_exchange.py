@@ -16,10 +16,10 @@ import torch
 from head_states import Processor
 from serving import needs_sglang
 
-from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.params import BatchParams, SampleOutput
 from sgl_flashsample.sglang import exchange as exchange_module
 from sgl_flashsample.sglang.exchange import Exchange, RankSync, bytes_received
+from sgl_flashsample.tools.server import free_port
 
 WORKER = Path(exchange_worker.__file__)
 RANKS = 3  # not all of which hold an equal part of a vocabulary, or any; two share a head in test_ranks.py

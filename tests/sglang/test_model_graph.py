@@ -13,13 +13,13 @@ from head_states import CPU, make_state
 from serving import CUDA as CUDA_HERE
 from serving import needs_sglang, server_of
 
-from sgl_flashsample.demo import markov
 from sgl_flashsample.sglang import model_graph
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE, ExtraRoot
 from sgl_flashsample.sglang.runtime import Runtime
+from sgl_flashsample.tools import markov
 
 CUDA, STREAM, GRAPH, EVENT = torch.device("cuda", 0), 11, 22, 33
 CAPTURING, NOT_CAPTURING, INVALIDATED = 1, 0, 2

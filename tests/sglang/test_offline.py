@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lab import cpu_platform
 from serving import CUDA, needs_sglang
 
-from sgl_flashsample.demo import cpu_platform, markov
+from sgl_flashsample.tools import markov
 
 pytestmark = [needs_sglang, pytest.mark.full]
 

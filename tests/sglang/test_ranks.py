@@ -22,7 +22,6 @@ from serving import needs_sglang
 from sglang_batches import request
 
 from sgl_flashsample import sample
-from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
@@ -30,6 +29,7 @@ from sgl_flashsample.sglang.exchange import RankSync
 from sgl_flashsample.sglang.head import PATIENCE, HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import RankError, Runtime
+from sgl_flashsample.tools.server import free_port
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SECONDS = 20.0  # that a rank may take to end after the other one has

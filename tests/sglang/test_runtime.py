@@ -1161,7 +1161,7 @@ def test_sglang_parses_ray_with_our_backend_into_its_own():
     code = """
 import argparse, contextlib, sys, torch
 if torch.version.cuda is None:
-    import sgl_flashsample.demo.torchvision_schemas
+    import lab.torchvision_schemas
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.server_args import ServerArgs
@@ -1173,7 +1173,8 @@ with contextlib.suppress(Exception):  # a model that is not there
 print("backend", arguments.sampling_backend)
 """
     given = ["--model-path", "none", "--use-ray", "--sampling-backend", "flashsample"]
-    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    tests = Path(__file__).resolve().parents[1]  # for ``lab``
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, cwd=tests)
     assert "backend None" in done.stdout and "Ray's actors load no plugins" in done.stderr, done.stderr
 
 

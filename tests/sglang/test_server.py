@@ -1,6 +1,6 @@
 """What a real SGLang server answers over HTTP with the backend on, against stock SGLang and against the truth.
 
-The checkpoint is a Markov chain (sgl_flashsample/demo/markov.py): its next-token distribution is known. One pair of
+The checkpoint is a Markov chain (sgl_flashsample/tools/markov.py): its next-token distribution is known. One pair of
 servers runs without ``--full``; all others with it.
 """
 
@@ -23,11 +23,11 @@ from serving import CUDA, INTERPRETED, TWO_RANKS, draw, make_server, needs_sglan
 from stats import g_test, power
 from tuned_tables import table_for_this_machine
 
-from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import SGLANG_SERVE, Server, ServerError, stop_all
 from sgl_flashsample.hot_vocab import HotVocab
 from sgl_flashsample.kernels.reference import allowed_ref
 from sgl_flashsample.tables.schema import HeadShape
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.server import SGLANG_SERVE, Server, ServerError, stop_all
 
 pytestmark = [needs_sglang, pytest.mark.server, *([pytest.mark.gpu] if CUDA else [])]
 

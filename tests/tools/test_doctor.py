@@ -10,12 +10,13 @@ import pytest
 from serving import needs_sglang
 from tuned_tables import H200, make_entry, table_for_this_machine
 
-from sgl_flashsample import cpu_path, doctor, selfcheck
+from sgl_flashsample import cpu_path, selfcheck
 from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.sglang import versions
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.fingerprint import kernel_fingerprint
 from sgl_flashsample.tables.schema import HeadShape
+from sgl_flashsample.tools import doctor
 
 
 @pytest.fixture

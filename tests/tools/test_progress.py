@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from sgl_flashsample import progress
-from sgl_flashsample.progress import LINE_SECONDS, Progress
+from sgl_flashsample.tools import progress
+from sgl_flashsample.tools.progress import LINE_SECONDS, Progress
 
 
 @pytest.fixture

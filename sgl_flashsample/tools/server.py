@@ -21,11 +21,16 @@ from typing import Any
 import torch
 
 from ..switches import REQUIRE_VARIABLE
-from . import cpu_platform
 
 SGLANG_LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
 SGLANG_SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 SGL_FLASHSAMPLE_SERVE = (sys.executable, "-m", "sgl_flashsample.cli", "serve")
+CPU_ARGUMENTS = (
+    # SGLang takes memory that other processes fill while it loads for its own weights. --max-total-tokens alone bounds
+    # the cache; a small fraction would end the start on a machine that is busy.
+    *("--device", "cpu", "--max-total-tokens", "16384", "--mem-fraction-static", "0.9"),
+    *("--max-running-requests", "256", "--sleep-on-idle"),  # an idle server must not take a core from a busy one
+)
 
 # Below the ports that systems hand out to outgoing connections and to sockets bound to port 0 (RFC 6335: 49152 and up;
 # Linux: 32768 and up): a server binds its ports seconds after they were chosen, and nobody is given these meanwhile.
@@ -109,21 +114,18 @@ class Server:
         *,
         backend: str | None,
         log: Path,
-        environment: dict[str, str] | None = None,
         gpu_arguments: Sequence[str] = (),
         **options: Any,
     ) -> Server:
-        """A server on the GPU, or without one on the CPU. gpu_arguments: of the first alone. backend: None for SGLang's
-        own, and where the launcher names it."""
-        environment = environment or {}
+        """A server on the GPU, or without one on the CPU. gpu_arguments: for a server on a GPU alone. backend: None for
+        SGLang's own choice, and where the launcher names one. options: of ``Server``."""
         if torch.cuda.is_available():
             arguments = [*gpu_arguments, *arguments]
         else:
-            arguments = [*cpu_platform.SERVER_ARGUMENTS, *arguments]
-            environment = cpu_platform.environment(log.parent / "cpu") | environment
+            arguments = [*CPU_ARGUMENTS, *arguments]
             if backend is None and options.get("launcher") != SGL_FLASHSAMPLE_SERVE:
                 backend = "pytorch"
-        return cls(model, arguments, backend=backend, log=log, environment=environment, **options)
+        return cls(model, arguments, backend=backend, log=log, **options)
 
     def _choose_ports(self) -> None:
         self.port = free_port() if self._fixed_port is None else self._fixed_port

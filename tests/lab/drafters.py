@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import markov
+from sgl_flashsample.tools import markov
 
 
 def write_eagle(folder: Path, size: markov.Size, error: float = 0.4) -> None:

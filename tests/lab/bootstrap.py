@@ -1,9 +1,9 @@
 """Sets up ``.venv`` and runs a target in it. Standard library only; ``make`` calls it.
 
-    python3 sgl_flashsample/demo/bootstrap.py demo [arguments of `sgl-flashsample demo`]
-    python3 sgl_flashsample/demo/bootstrap.py test | test-fast | test-full [arguments of pytest]
-    python3 sgl_flashsample/demo/bootstrap.py coverage [arguments of tests/proof/host_coverage.py]
-    python3 sgl_flashsample/demo/bootstrap.py lint
+    python3 tests/lab/bootstrap.py demo [arguments of `sgl-flashsample demo`]
+    python3 tests/lab/bootstrap.py test | test-fast | test-full [arguments of pytest]
+    python3 tests/lab/bootstrap.py coverage [arguments of tests/proof/host_coverage.py]
+    python3 tests/lab/bootstrap.py lint
 
 With an NVIDIA GPU it installs SGLang as anybody would; without one, the parts of it that a CPU server imports.
 What is done already is not done again.
@@ -253,7 +253,7 @@ def main(arguments):
     environment = dict(os.environ)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles all that it imports
     if target == "demo":
-        command = [str(VENV / "bin" / "sgl-flashsample"), "demo", *rest]
+        command = [str(VENV / "bin" / "python"), str(Path(__file__).parent), "demo", *rest]
         return subprocess.call(command, env=environment, cwd=str(ROOT))
     if target == "coverage":
         command = [str(VENV / "bin" / "python"), "tests/proof/host_coverage.py", *rest]

@@ -40,7 +40,8 @@ QUESTIONS = ("What is the capital of France?", "Name three primary colours.", "W
 
 
 def run(folder: Path, port: int | None, size_name: str | None) -> None:
-    """Run the demonstration. Raises ServerError, and ValueError for an unknown size."""
+    """Run the demonstration. Raises ServerError, and ValueError for an unknown size. Without a GPU the environment has
+    to let SGLang serve on the CPU, as that of ``make demo`` in a checkout does."""
     on_gpu = torch.cuda.is_available()
     size_name = size_name or ("small" if on_gpu else "tiny")
     if size_name not in markov.SIZES:

@@ -10,7 +10,7 @@ to one of a few contexts; contexts are peaked (top probability about 0.9), Zipf-
 ones are. Embeddings are +-1 patterns of a Hadamard matrix, which RMSNorm leaves unchanged and whose products
 with the head's random weights exercise the hardware like a real model's.
 
-    python -m sgl_flashsample.demo.markov OUT --size qwen3-1.7b
+    python -m sgl_flashsample.tools.markov OUT --size qwen3-1.7b
 """
 
 from __future__ import annotations

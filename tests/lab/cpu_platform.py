@@ -13,25 +13,19 @@ import sys
 import types
 from pathlib import Path
 
-from ..cpu_path import unsupported_by_machine
+from sgl_flashsample.cpu_path import unsupported_by_machine
 
 _ENTRY_POINTS = """\
 [sglang.srt.platforms]
-flashsample_cpu = sgl_flashsample.demo.cpu_platform:activate
+flashsample_cpu = lab.cpu_platform:activate
 
 [sglang.srt.plugins]
-flashsample_cpu_arguments = sgl_flashsample.demo.cpu_platform:keep_sampling_backend
-flashsample_cpu_speculation = sgl_flashsample.demo.cpu_platform:prepare_speculation
+flashsample_cpu_arguments = lab.cpu_platform:keep_sampling_backend
+flashsample_cpu_speculation = lab.cpu_platform:prepare_speculation
 """
 # To look for garbage among all that SGLang imports, at Python's pace, is a fifth of a server's start.
 _FEWER_COLLECTIONS = "import gc\n\ngc.set_threshold(300_000, 10, 10)\n"
 _METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
-SERVER_ARGUMENTS = [
-    # SGLang takes memory that other processes fill while it loads for its own weights. --max-total-tokens alone bounds
-    # the cache; a small fraction would end the start on a machine that is busy.
-    *("--device", "cpu", "--max-total-tokens", "16384", "--mem-fraction-static", "0.9"),
-    *("--max-running-requests", "256", "--sleep-on-idle"),  # an idle server must not take a core from a busy one
-]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -41,6 +35,8 @@ def environment(folder: Path) -> dict[str, str]:
     info.mkdir(parents=True, exist_ok=True)
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
     (info / "METADATA").write_text(_METADATA)
+    with contextlib.suppress(FileExistsError):
+        (folder / "lab").symlink_to(Path(__file__).resolve().parent)
     schemas = Path(__file__).with_name("torchvision_schemas.py").read_text()
     (folder / "sitecustomize.py").write_text(f"{schemas}\n\n{_FEWER_COLLECTIONS}")
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -59,7 +55,7 @@ def activate() -> str:
     from . import interpreter
 
     interpreter.patch()
-    return "sgl_flashsample.demo.cpu_platform.NativeCpuPlatform"
+    return "lab.cpu_platform.NativeCpuPlatform"
 
 
 def keep_sampling_backend() -> None:

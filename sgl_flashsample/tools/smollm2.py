@@ -68,7 +68,7 @@ def write(folder: Path) -> None:
     only there. Raises RuntimeError, in one line."""
     if folder.exists():
         return
-    command = [sys.executable, "-m", "sgl_flashsample.demo.smollm2", str(folder)]
+    command = [sys.executable, "-m", "sgl_flashsample.tools.smollm2", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -34,13 +34,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import __version__
-from .autotune.race import Ratio
-from .autotune.timing import Timing, describe_machine, memory_share
-from .demo.server import RequestError, Server, ServerError
-from .files import write_whole
+from .. import __version__
+from ..autotune.race import Ratio
+from ..autotune.timing import Timing, describe_machine, memory_share
+from ..files import write_whole
 from .progress import Progress
 from .samplings import SAMPLINGS, Sampling
+from .server import RequestError, Server, ServerError
 
 STOCK, OURS = "stock", "flashsample"
 SIDE_BY_SIDE, IN_TURNS = "side by side", "in turns"

@@ -1,0 +1,24 @@
+"""Runs ``sgl-flashsample`` so that its SGLang servers start also on a machine without a GPU.
+
+    python tests/lab demo | bench | serve [arguments of the command]
+
+Without a GPU the environment of the command, and of its servers, is that of ``cpu_platform.py``. With one it is left
+alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__":
+    tests = Path(__file__).resolve().parents[1]
+    if not torch.cuda.is_available():
+        sys.path[0] = str(tests)  # instead of this folder
+        from lab import cpu_platform
+
+        os.environ.update(cpu_platform.environment(tests.parent / ".cache" / "cpu"))
+    os.execv(sys.executable, [sys.executable, "-m", "sgl_flashsample.cli", *sys.argv[1:]])
