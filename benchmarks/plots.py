@@ -141,13 +141,13 @@ def _figure(results: Results, kind: Kind) -> Figure:
     heads: dict[str, list[Cell]] = {}
     for cell in sorted(results.cells, key=lambda cell: cell.batch):
         heads.setdefault(cell.head, []).append(cell)
-    modes = [mode for mode in kind.modes if any(mode in cell.modes for cell in results.cells)]
+    modes = [mode for mode in kind.modes if any(mode in cell.samplings for cell in results.cells)]
     figure = Figure(figsize=(1.2 + 2.6 * len(heads), 1.3 + 2.3 * len(modes)), layout="constrained")
     grid = figure.subplots(len(modes), len(heads), squeeze=False)
     shown: dict[str, Line2D] = {}
     for mode, line in zip(modes, grid, strict=True):
         for cells, axes in zip(heads.values(), line, strict=True):
-            here = [cell for cell in cells if mode in cell.modes and cell.row(NOTHING, READ) is not None]
+            here = [cell for cell in cells if mode in cell.samplings and cell.row(NOTHING, READ) is not None]
             if here:
                 _draw(axes, kind, here, mode, data["env"].get("matmul_tflop_s") or float("inf"), shown)
             else:

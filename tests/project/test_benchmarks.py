@@ -714,14 +714,16 @@ def test_a_result_names_what_no_run_has_measured_by_the_last_reason(make_result)
     assert gaps() == ["it ended"], "after a row of its section"
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
-def test_the_pages_say_what_the_result_files_say(load, page):
-    report, text = load("report"), (ROOT / page).read_text()
-    assert report.filled(text) == text, "run `python benchmarks/report.py --write`"
-    names = set(load("tables").SECTIONS)
-    shown = {name for name in names if f"<!-- results:{name} -->" in text}
+def test_the_pages_say_what_the_result_files_say(load):
+    report, names = load("report"), set(load("tables").SECTIONS)
+    texts = {page.name if page.parent == ROOT else f"benchmarks/{page.name}": page.read_text() for page in report.PAGES}
+    for name, text in texts.items():
+        assert report.filled(text) == text, f"{name}: run `python benchmarks/report.py --write`"
+    shown = {name: set(report.MARKER.findall(text)) for name, text in texts.items()}
     summaries = {name for name in names if name.startswith("summary-")}
-    assert shown == (summaries if page == "README.md" else names - summaries)
+    assert shown["README.md"] == summaries and shown["benchmarks/RESULTS.md"] == names - summaries
+    assert shown["benchmarks/README.md"] == {"benchmarks", *summaries} - {"summary-picture"}
+    assert len(texts["benchmarks/README.md"].splitlines()) <= 150
 
 
 def test_a_page_with_an_unknown_marker_and_a_result_of_a_dry_run_are_refused(load, tmp_path):
