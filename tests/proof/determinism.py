@@ -42,12 +42,14 @@ from tqdm import tqdm
 
 from sgl_flashsample import BatchParams, LMHead, SampleOutput, Truncation, sample, sample_from_logits
 from sgl_flashsample.cpu_path import draws_in_host_memory
-from sgl_flashsample.dispatch import default_table, launch, make_workspace
+from sgl_flashsample.dispatch import default_table
+from sgl_flashsample.head import make_workspace
 from sgl_flashsample.kernels.launch import compiling_only
 from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
 from sgl_flashsample.kernels.params import LogitEdits
 from sgl_flashsample.kernels.reference import edit_logits_ref, logits_ref, merge_records_ref
 from sgl_flashsample.kinds import BatchKind, Config, SamplingPath, path_of
+from sgl_flashsample.paths import Parts, launch
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.selfcheck import pack_bits
 from sgl_flashsample.tables import schema
@@ -208,7 +210,7 @@ class Paths:
 
     def output(self, case: Case, config: Config, head: LMHead) -> SampleOutput:
         limits = default_table(head).truncation_config
-        return launch(config, case.hidden, head, case.params, screen=self.held(head)[1], truncation_config=limits)
+        return launch(config, case.hidden, case.params, Parts(head, limits, screen=self.held(head)[1]))
 
 
 def names_of_paths() -> tuple[str, ...]:

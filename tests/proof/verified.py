@@ -35,8 +35,8 @@ from stats import coupled_acceptance, g_test
 from tqdm import tqdm
 
 from sgl_flashsample import BatchParams, LMHead, Truncation, sample
+from sgl_flashsample.api import DraftTree, verify
 from sgl_flashsample.kernels.reference import allowed_ref
-from sgl_flashsample.verification import DraftTree, verify
 
 VOCAB, NODES = 64, 8
 ROWS = 16 if DRY_RUN else 32_768
