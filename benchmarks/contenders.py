@@ -1,4 +1,4 @@
-"""What the benchmarks race: every path of ours through the public API, and every way to get tokens without us."""
+"""The contenders of races: every path of ours through ``Head``, and every way to get tokens without us."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,8 @@ class Entrant:
 
 
 class Tree:
-    """The public API of one tree of the project, for one head. An older tree is imported under another name, so that
-    both run in one process: its modules import each other by relative names only.
+    """One tree of the project, for one head. An older tree is imported under another name, so that both run in one
+    process: its modules import each other by relative names only.
 
     tuned: of ``Selection``. rows: of the largest batch. screened_rows: of the largest batch with a screen.
     """
@@ -75,17 +75,27 @@ class Tree:
         self.head = self._api.LMHead(weight, softcap=softcap)
         self.table = self._table(tuned)
         self.screened_rows = min(rows, MAX_SCREENED_ROWS)
-        self.workspace = self._api.Workspace(4096 if DRY_RUN else max(MIN_SLOTS, SLOTS_PER_ROW * rows), DEVICE)
+        slots = 4096 if DRY_RUN else max(MIN_SLOTS, SLOTS_PER_ROW * rows)
+        self.workspace = self._module("kernels.workspace").Workspace(slots, DEVICE)
 
     @functools.cached_property
     def screen(self) -> Any:
-        return self._api.Screen(self.head, self.screened_rows)
+        return self._module("screen").Screen(self.head, self.screened_rows)
+
+    def drawer(self, screened: bool) -> Callable[..., Any]:
+        """``Head.draw``, with the screen or without it."""
+        parts = {"table": self.table, "workspace": self.workspace, "screen": self.screen if screened else None}
+        if hasattr(self._api, "Head"):
+            return self._api.Head(self.head, **parts).draw
+        return functools.partial(self._api.sample, lm_head=self.head, **parts)  # a tree without ``Head``
 
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self._api.__name__}.{name}")
 
     def _table(self, tuned: bool) -> Any:
-        return self._api.resolve(self.head).dispatch if tuned else self._module("dispatch").default_table(self.head)
+        if tuned:
+            return self._module("tables.lookup").resolve(self.head).dispatch
+        return self._module("dispatch").default_table(self.head)
 
     def _config(self, sampling: Sampling, rows: int, path: str | None, screened: bool) -> Any:
         """What such a batch takes, on ``path`` if that is given."""
@@ -128,17 +138,12 @@ class Tree:
         sampling, screened = SAMPLINGS[name], path in SCREENED
         forced = path if path in OURS else None
         config, picked = (self._config(sampling, batch.rows, which, screened) for which in (forced, None))
-        options: dict[str, Any] = {
-            "path": None if forced is None else self._api.SamplingPath(forced),
-            "return_logprob": sampling.logprob,
-            "workspace": self.workspace,
-            "screen": self.screen if screened else None,
-            "table": self.table,
-        }
-        params, sample = self._params(batch, sampling), self._api.sample
+        which_path = None if forced is None else self._api.SamplingPath(forced)
+        params, draw = self._params(batch, sampling), self.drawer(screened)
 
         def call(step: int) -> torch.Tensor:
-            return sample(batch.hidden, self.head, params[step], **options).token_ids
+            out = draw(batch.hidden, params=params[step], path=which_path, return_logprob=sampling.logprob)
+            return out.token_ids
 
         return Entrant(path, name, self._label(config), call, config == picked, self.is_older)
 

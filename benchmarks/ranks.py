@@ -29,7 +29,7 @@ import torch
 from common import DRY_RUN, SHAPES, Benchmark, Result, reason_of
 from contenders import full
 
-from sgl_flashsample import LMHead, sample
+from sgl_flashsample import Head, LMHead
 from sgl_flashsample.autotune.timing import MAX_CALLS
 from sgl_flashsample.autotune.workload import Workload
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput, Truncation
@@ -79,6 +79,7 @@ class Rank:
         width = shard_of(shape.vocab, num_ranks)
         padded = torch.nn.functional.pad(weight, (0, 0, 0, width * num_ranks - shape.vocab))
         self.whole = LMHead(weight, softcap=shape.softcap)
+        self.alone = Head(self.whole)
         processor = types.SimpleNamespace(
             vocab_size=shape.vocab,
             logit_scale=None,
@@ -118,7 +119,7 @@ class Rank:
     def draw_alone(self, batch: Workload, params: BatchParams) -> torch.Tensor:
         """From the whole head; truncated rows from the logits that the ranks have exchanged."""
         if params.truncation is None:
-            return sample(batch.hidden, self.whole, params).token_ids
+            return self.alone.draw(batch.hidden, params).token_ids
         logits = self.state.logits_of_shard(batch.hidden).contiguous()
         parts = [torch.empty_like(logits) for _ in range(self.group.world_size)]
         torch.distributed.all_gather(parts, logits, group=self.group.device_group)

@@ -27,7 +27,7 @@ from common import DEVICE, DRY_RUN, DTYPE, SHAPES, Benchmark, Result
 from contenders import Selection, Tree
 from racing import Race, Session
 
-from sgl_flashsample import BatchParams, DispatchTable, SampleOutput, SamplingPath, Truncation, sample
+from sgl_flashsample import BatchParams, DispatchTable, SampleOutput, SamplingPath, Truncation
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.workload import Workload
 from sgl_flashsample.kernels.config import ScreenConfig
@@ -66,8 +66,7 @@ def counted(tree: Tree) -> dict[str, int]:
 
 
 def draw(tree: Tree, path: SamplingPath, hidden: torch.Tensor, params: BatchParams) -> SampleOutput:
-    options: dict[str, Any] = {"workspace": tree.workspace, "table": tree.table, "screen": tree.screen}
-    return sample(hidden, tree.head, params, path=path, **options)
+    return tree.drawer(screened=True)(hidden, params=params, path=path)
 
 
 def add_counters(tree: Tree, race: Race, rows: list[dict[str, Any]]) -> None:
