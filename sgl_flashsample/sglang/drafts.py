@@ -37,7 +37,7 @@ _METADATA = 3  # the place of ``logits_metadata`` among the arguments of ``Logit
 
 
 class DraftMode(enum.StrEnum):
-    """What the server was asked for."""
+    """The kind of drafts that the server's user chose."""
 
     COUPLED = "coupled"  # drawn at the request's temperature, with the noise of the target's token
     GREEDY = "greedy"  # the most likely tokens, without logits
@@ -69,7 +69,7 @@ class Drafts:
     def __init__(self, runtime: Runtime, mode: DraftMode) -> None:
         self.runtime, self.mode = runtime, mode
         self._max_requests = self._num_nodes = 0
-        self._batch: Batch | None = None  # whose parameters are loaded; None: all rows are greedy
+        self._batch: Batch | None = None  # the batch whose parameters are loaded; None: all rows are greedy
         # Graphs of SGLang's read and write these for as long as the process lives.
         self._temperature: torch.Tensor | None = None  # [max_requests] f32
         self._seed: torch.Tensor | None = None  # [max_requests] i64
@@ -135,8 +135,8 @@ class Drafts:
         self._seed = torch.zeros(self._max_requests, dtype=torch.int64, device=device)
 
     def load(self, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. Those of a batch that
-        SGLang verifies are greedy: its coins do not know our noise."""
+        """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. A batch that SGLang
+        verifies gets greedy drafts: its coins do not know our noise."""
         if not self.runtime.draws_drafts or self.mode is not DraftMode.COUPLED:
             return
         assert self._temperature is not None and self._seed is not None
@@ -183,14 +183,14 @@ class Drafts:
         try:
             forward_batch = kwargs["logits_metadata"] if "logits_metadata" in kwargs else args[_METADATA]
             drafts = self._draw(lazy, forward_batch)
-        except torch.OutOfMemoryError:  # of one pass: SGLang computes its logits
+        except torch.OutOfMemoryError:  # one pass lacks memory: SGLang computes its logits
             pass
         except Exception as error:  # in the steps before a capture, or outside of any
             self._stop(f"until restart, after {type(error).__name__}: {error}")
         output.next_token_logits = plain(lazy) if drafts is None else DraftLogits.of(lazy, drafts)
 
     def _draw(self, lazy: LazyLogits, forward_batch: Any) -> torch.Tensor | None:
-        """``[N]`` int64: the draft of each row; None of a pass that drafts nothing."""
+        """``[N]`` int64: the draft of each row; None for a pass that drafts nothing."""
         assert self._temperature is not None and self._seed is not None and self._head is not None
         hidden, num_requests = lazy.hidden, forward_batch.batch_size
         positions = target_positions(forward_batch)

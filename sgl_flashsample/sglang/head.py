@@ -99,12 +99,12 @@ class HeadState:
         }
 
     def is_current(self) -> bool:
-        """Whether ``head`` still describes the model: the weight's address and version (PyTorch's count of its writes),
-        and the processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``."""
+        """``head`` still describes the model: the weight's address and version (PyTorch's count of its writes), and the
+        processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``."""
         return self._current_fingerprint() == self._fingerprint
 
     def is_of(self, processor: Any, lm_head: Any) -> bool:
-        """Whether another processor computes these logits from this weight too."""
+        """Another processor computes these logits from this weight too."""
         weight = getattr(lm_head, "weight", None)
         if not isinstance(weight, torch.Tensor):
             return False
@@ -180,7 +180,7 @@ class HeadState:
         return None if all(right) else f"in a trial exchange between {num_ranks} ranks, tokens came out wrong"
 
     def _exchanges_right(self, num_rows: int, return_logprob: bool) -> bool:
-        """Whether a batch of one-hot logits, each rank with its part, gives the known tokens."""
+        """A batch of one-hot logits, each rank with its part, gives the known tokens."""
         assert self.exchange is not None
         lm_head = self.head.lm_head
         device, width = lm_head.weight.device, lm_head.weight.shape[0]
@@ -237,7 +237,7 @@ class HeadState:
         return self.graphs
 
     def fits(self, num_rows: int) -> bool:
-        """Whether no batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""
+        """No batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""
         if self._too_large is None or num_rows < self._too_large:
             return True
         if time.monotonic() < self._too_large_until:
@@ -247,7 +247,7 @@ class HeadState:
 
     def out_of_memory(self, num_rows: int) -> None:
         """A batch of ``num_rows`` rows, which ``fits``, found no memory: leave it, and larger ones, to SGLang's sampler
-        for ``RETRY_SECONDS``. Not where ranks share the head: each of them would do so by itself."""
+        for ``RETRY_SECONDS``. Not for ranks that share the head: each would decide alone."""
         self._too_large, self._too_large_until = num_rows, time.monotonic() + RETRY_SECONDS
         logger.warning(
             "flashsample: out of GPU memory for a batch of %d requests: from this batch on, for %d minutes, batches of "
@@ -326,6 +326,6 @@ class HeadState:
 
 
 def _identity(processor: Any, weight: torch.Tensor) -> tuple:
-    """What the logits of a processor depend on, beside the values of its weight."""
+    """The properties that the logits of a processor depend on, beside the values of its weight."""
     softcap = getattr(processor, "final_logit_softcapping", None)
     return weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size

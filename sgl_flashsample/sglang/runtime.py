@@ -1,4 +1,4 @@
-"""What this server process serves: its heads, their kernels, its metrics. One per process, made by the plugin."""
+"""The state of the fused pass in one server process: its heads, their kernels, its metrics. The plugin makes one."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ LATE_ON_RANKS = f"{LATE_HEAD}, which is not supported with several ranks"
 
 
 class RankError(RuntimeError):
-    """What failed on this rank in a step or in the trial exchange, where ranks that share a head cannot be left alone:
-    they would wait for it. SGLang ends the server, as after an error of its own."""
+    """This rank failed while its peers wait in an exchange. The error must propagate: SGLang ends the server, as after
+    an error of its own."""
 
 
 class Runtime:
@@ -221,7 +221,7 @@ class Runtime:
 
     @property
     def leaves_heads(self) -> bool:
-        """Whether SGLang serves an LM head of this server."""
+        """SGLang serves an LM head of this server."""
         return bool(self._refused)
 
     @property
@@ -236,8 +236,8 @@ class Runtime:
     def status(self) -> dict[str, Any]:
         """For ``/server_info``: whether the fused pass serves, else why not; per head its shape and dtype, the tuned
         table (None: built-in choices), its screen, how many CUDA graphs of a step it has, and the bytes that it takes
-        beside the model and these graphs. draft_head: the same of the head that drafts are drawn from, one of
-        ``heads`` or the draft model's. Of a pipeline, the first stage answers, as the last one was at its start. Values
+        beside the model and these graphs. draft_head: the same of the head that drafts are drawn from, one of ``heads``
+        or the draft model's. In a pipeline the first stage answers, with the last stage's state at its start. Values
         are those of JSON."""
         reason = self.all_native_reason
         return {
@@ -268,7 +268,7 @@ class Runtime:
             self.inactive_reason = LATE_ON_RANKS
             return self.announce_inactive()
         if self._ranks.num_ranks > 1 and None in agreed:
-            # No rank comes here without the others: the exchange itself can be tried, and what it says is agreed on.
+            # No rank comes here without the others: the exchange itself can be tried, and its result is agreed on.
             for place, (key, one) in enumerate(prepared.items()):
                 if agreed[place] is None and isinstance(one, HeadState):
                     try:
@@ -277,10 +277,11 @@ class Runtime:
                         raise self._rank_error(f"{type(error).__name__}: {error}") from error
             tried = self._agree_on_heads(list(prepared.values()))
             agreed = [first or second for first, second in zip(agreed, tried, strict=True)]
-        for (key, one), reason in zip(prepared.items(), agreed, strict=False):
+        # First the heads that are served: what is said of another one depends on them.
+        for (key, one), reason in sorted(zip(prepared.items(), agreed, strict=False), key=lambda pair: pair[1] or ""):
             self._admit(key, one, reason)
         if agreed and None not in agreed:
-            for reason in filter(None, agreed[len(prepared) :]):  # of heads that this rank has not got
+            for reason in filter(None, agreed[len(prepared) :]):  # heads that only other ranks have
                 self._refuse(reason)
         if self.all_native_reason is not None:
             return refuse_to_start(self.all_native_reason)
@@ -315,8 +316,8 @@ class Runtime:
             self._extra_root.add(torch.cuda.current_stream().cuda_stream)
 
     def _agree_on_heads(self, prepared: list[HeadState | str], failure: str | None = None) -> list[str | None]:
-        """Per head, the reason that any rank has against it. prepared: the heads of this rank, or why SGLang has to
-        serve them. failure: why this rank does not know them. Stages of a pipeline before the last one have none."""
+        """The reason that any rank has against each head. prepared: the heads of this rank, or why SGLang has to serve
+        them. failure: why this rank does not know them. Stages of a pipeline before the last one have none."""
         reasons = [None if isinstance(one, HeadState) else one for one in prepared]
         statuses = [one.status for one in prepared if isinstance(one, HeadState)]
         answers = self._ranks.of_all([failure, reasons, statuses])
@@ -344,7 +345,7 @@ class Runtime:
             else:
                 prepared = self._prepare(processor, lm_head, starting=False)
             if not isinstance(prepared, HeadState):
-                # It may be what SGLang has put around a head that was prepared, as it does for LoRA adapters.
+                # SGLang may have wrapped a head that was prepared, as it does for LoRA adapters.
                 wrapped = (
                     at for at, one in self._heads.items() if one is not None and one.lm_head.weight is lm_head.weight
                 )
@@ -379,7 +380,9 @@ class Runtime:
         """Leave a head to SGLang, and say why."""
         self._refused.append(reason)
         self._update_gauge()
-        logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
+        place = "not active for one of its LM heads" if self.heads else "not active"
+        extent = "that head" if self.heads else "everything"
+        logger.warning("%s: %s, SGLang's own sampler is used for %s: %s", self._about, place, extent, reason)
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
         """Give ``state`` its table and its screen, as far as they pass the checks on this machine. Returns why its
@@ -431,7 +434,7 @@ class Runtime:
         return reason
 
     def _announce_screen(self, state: HeadState, reason: str | None) -> None:
-        """Say in a line what screen a head has, or why it has none."""
+        """Log the screen of a head, or why it has none."""
         screen, weight = state.screen, state.head.lm_head.weight
         if screen is None:
             level = logging.WARNING if self.screen_mode is ScreenMode.ON else logging.INFO
@@ -474,7 +477,7 @@ class Runtime:
         """SGLang computes a draft model's logits, except where drafts are drawn from ``draft_head``."""
         self._draft_processors |= {id(processor) for processor in processors_of(draft_model).values()}
         if self.prepares_drafts:
-            self.prepare_draft_head(draft_model, starting=True)  # what it says is said again before graphs are captured
+            self.prepare_draft_head(draft_model, starting=True)  # its log lines come again before graphs are captured
 
     def prepare_draft_head(self, draft_model: torch.nn.Module, starting: bool) -> str | None:
         """Make ``draft_head`` the head of this model: one of the target's where it is the same, else a checked one of

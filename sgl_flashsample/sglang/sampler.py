@@ -34,10 +34,10 @@ from .runtime import Runtime
 from .step_graphs import Launched, RepeatedStep
 
 _NO_PENALIZERS = types.SimpleNamespace(is_required=False, filter=lambda keep_indices: None)
-# Lists of LogitsProcessorOutput with an entry per row. SGLang copies these tensors to the host one by one and then
-# asks each for its `tolist`: a row that wants none has an empty one.
+# Lists of LogitsProcessorOutput with an entry per row. SGLang copies these tensors to the host one by one and then asks
+# each for its `tolist`: a row without such logprobs has an empty tensor.
 _TENSOR_LISTS = ("next_token_top_logprobs_val", "next_token_top_logprobs_idx", "next_token_token_ids_logprobs_val")
-# The other lists, with the entry of a row that wants none. The last two are filled by SGLang 0.5.17 alone.
+# The other lists, with the entry of a row without such values. The last two are filled by SGLang 0.5.17 alone.
 _LISTS: dict[str, list | None] = {
     "next_token_token_ids_logprobs_idx": [],
     "next_token_sampling_mask_idx": None,
@@ -67,7 +67,7 @@ class Unserved(Exception):
 class FlashSampler(Sampler):
     """Serves each row from its hidden state, or through ``super()`` where there is a reason against that.
 
-    repeated: what the next step is compared with first, or None.
+    repeated: the step that the next one is compared with first, or None.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -120,7 +120,8 @@ class FlashSampler(Sampler):
         super().compute_logprobs_only(logits_output, sampling_info, *args, **kwargs)
 
     def _route(self, call: Call, batch: Batch | None, num_rows: int, extra: dict[str, Any]) -> Routing:
-        """Who serves each row. extra: further arguments of the call, of a version or mode that we do not know."""
+        """The server of each row: the fused pass or SGLang's sampler. extra: further arguments of the call, of a
+        version or mode that we do not know."""
         runtime, lazy = self.runtime, call.logits_output.next_token_logits
         if runtime.inactive_reason is not None:
             raise Unserved(Reason.INACTIVE)
@@ -183,7 +184,7 @@ class FlashSampler(Sampler):
                     routing.native_rows = NativeRows(call.sampling_info, batch, routing)
                 token_ids, output = routing.native_rows.sample(self._native, preprocess, call)
                 routing.native_rows.merge(token_ids, output, out, call.logits_output)
-            except Exception as error:  # what SGLang itself refuses it will refuse again
+            except Exception as error:  # SGLang refuses the batch again where the request is wrong
                 runtime.stop_mixing(f"{type(error).__name__}: {error}")
                 raise Unserved(Reason.ERROR) from None
         if call.return_logprob:
@@ -203,8 +204,8 @@ def guarded_routing(
     top_logprobs_nums: list[int] | None,
     token_ids_logprobs: list | None,
 ) -> Routing:
-    """``routing_of`` in this server. Raises Unserved after a failure: a request must not fail because we cannot tell
-    what it needs."""
+    """``routing_of`` in this server. Raises Unserved after a failure: a request must not fail because its needs cannot
+    be read."""
     try:
         return routing_of(
             batch,

@@ -35,8 +35,8 @@ SLOTS = 2  # graphs per key, replayed in turn
 # Steps of an unchanged batch before its parameters are copied, and steps with equal keys before one is captured: a
 # capture takes longer than a draw.
 PATIENCE = 4
-MAX_GRAPH_KEYS = 512  # the least recently used are dropped
-RETRY_SECONDS = 300.0  # after which what found no memory, or could not be captured, is tried again
+MAX_GRAPH_KEYS = 512  # the least recently used one is dropped
+RETRY_SECONDS = 300.0  # after a lack of memory or a failed capture, until the next try
 FULL_STEP_SECONDS = 0.05  # between two full steps, which count and log
 
 
@@ -88,7 +88,7 @@ class CudaCapture:
 
     def _leave(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """PyTorch allocates for a capture until its end, and stays so where CUDA has given the capture up: it then
-        frees no memory that another stream has used. End that."""
+        frees no memory that another stream has used. This call ends it."""
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with contextlib.suppress(RuntimeError):  # a capture that came to its end was left already
             torch._C._cuda_endAllocateToPool(index, pool)
@@ -97,8 +97,8 @@ class CudaCapture:
 
 
 class Launched(NamedTuple):
-    """A draw that has been launched. scratch: what else the launches write to and nobody else keeps: a graph of them
-    writes there at each replay."""
+    """A draw that has been launched. scratch: other tensors that the launches write to and that have no other owner: a
+    graph writes there at each replay."""
 
     out: SampleOutput
     scratch: Any = None
@@ -107,12 +107,12 @@ class Launched(NamedTuple):
 class _Captured(NamedTuple):
     graph: Graph
     out: SampleOutput
-    holds: Any  # what else its launches write to
+    holds: Any  # scratch that its launches write to
 
 
 class _KeyedGraphs:
-    """The graphs of one key. copies_tokens: as of ``StepGraphs``. waiting: steps to come before one is captured. slot:
-    the place of the next graph."""
+    """The graphs of one key. copies_tokens: see ``StepGraphs``. waiting: steps before the next capture. slot: the place
+    of the next graph."""
 
     def __init__(self, copies_tokens: bool) -> None:
         self._copies_tokens = copies_tokens
@@ -167,7 +167,7 @@ class StepGraphs:
         self._waiting = 0
         self._batch_key: tuple[Hashable, ...] = ()
         self._off_until: float | None = None
-        # Of the batch, without edits and logprobs: the graphs of (hidden states, positions), by address.
+        # Graphs of the batch without edits and logprobs, by the addresses of (hidden states, positions).
         self._repeatable: dict[tuple[int, int], _KeyedGraphs] = {}
         self._graphs: collections.OrderedDict[tuple[Hashable, ...], _KeyedGraphs] = collections.OrderedDict()
 
@@ -233,11 +233,11 @@ class StepGraphs:
 
     @property
     def count(self) -> int:
-        """How many there are; at most ``SLOTS * MAX_GRAPH_KEYS``."""
+        """The number of graphs; at most ``SLOTS * MAX_GRAPH_KEYS``."""
         return sum(len(graphs.captured) for graphs in self._graphs.values())
 
     def can_repeat(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> bool:
-        """Whether ``repeat`` would draw from them."""
+        """``repeat`` would draw from them."""
         return self._graphs_of(batch, hidden, positions) is not None
 
     def repeat(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> SampleOutput | None:
@@ -247,7 +247,7 @@ class StepGraphs:
         return None if graphs is None else graphs.replay_next()
 
     def _graphs_of(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> _KeyedGraphs | None:
-        # A batch that is launched without ``step`` may lie where the last one of ``step`` did.
+        # Compare identity: a batch that bypassed ``step`` may reuse the same addresses.
         return self._repeatable.get((hidden.data_ptr(), positions.data_ptr())) if batch is self._batch else None
 
     def _load(self, batch: Batch) -> None:
@@ -271,7 +271,7 @@ class StepGraphs:
         return buffer[:num_rows].copy_(mask)
 
     def _params(self, batch: Batch, positions: torch.Tensor, edits: LogitEdits | None) -> BatchParams:
-        """As ``Batch.params``, from the buffers of the graphs."""
+        """``Batch.params``, with the tensors that the graphs read."""
         rows, truncation = slice(len(batch)), batch.truncation
         if truncation is not None:
             truncation = Truncation(self._top_k[rows], self._top_p[rows], self._min_p[rows], truncation.max_top_k)
@@ -287,7 +287,7 @@ class StepGraphs:
 
 
 def _places(edits: LogitEdits | None) -> tuple[Hashable, ...]:
-    """What of the edits a captured graph depends on: address, shape, strides and dtype of each tensor, and repeats."""
+    """The key of edits in a captured graph: address, shape, strides and dtype of each tensor, and repeats."""
     if edits is None:
         return ()
     tensors = (edits.additive, edits.scaling, edits.mask, edits.bias, edits.rows)

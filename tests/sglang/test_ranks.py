@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -278,7 +279,7 @@ def test_ranks_that_do_not_find_the_same_heads_serve_none(server_config, monkeyp
     assert all(record.message.endswith(f"for everything: {reason}") for record in caplog.records) and caplog.records
 
 
-def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(server_config, monkeypatch):
+def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(server_config, monkeypatch, caplog):
     """Ranks with the whole head each, as of DP attention: they exchange nothing."""
     runtime, states = Runtime(None), [make_state(CPU), make_state(CPU)]
     runtime._ranks = Peers(*[[None, ["a fault", None], []]] * 2)
@@ -286,6 +287,8 @@ def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(ser
     monkeypatch.setattr(runtime, "_prepare", lambda processor, *_, **__: states[processor is states[1].processor])
     runtime.prepare_model(torch.nn.Module())
     assert runtime.heads == [states[1]] and runtime.status["active"]
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.endswith("not active for one of its LM heads, SGLang's own sampler is used for that head: a fault")
 
 
 def test_ranks_whose_model_does_not_show_its_head_at_the_start_serve_nothing(server_config, caplog):

@@ -175,8 +175,8 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
     server_config.spec.speculative_algorithm = name or "EAGLE"
     reason = f"speculative decoding {words} is not supported yet"
     if words is None and (name == "FROZEN_KV_MTP" or len(changes) > 1):
-        reason = "of speculative decoding, what has been measured is on by default: EAGLE, EAGLE3, NEXTN, STANDALONE, "
-        reason += "NGRAM with one draft head, on one GPU; FLASHSAMPLE_SPECULATION=1 turns all on"
+        reason = "this kind of speculative decoding is off by default; measured ones are: EAGLE, EAGLE3, NEXTN, "
+        reason += "STANDALONE, NGRAM with one draft head, on one GPU; FLASHSAMPLE_SPECULATION=1 turns all on"
     elif words is None:
         reason = None
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
@@ -230,7 +230,7 @@ def test_several_gpus_are_served_where_they_have_been_measured_and_elsewhere_on_
     assert support.unsupported_server() is None, "on a CPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     reason = support.unsupported_server()
-    assert reason is None if measured else reason.startswith("of several GPUs, those of --tp-size 2, --tp-size 4, ")
+    assert reason is None if measured else reason.startswith("this parallel configuration is off by default; ")
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
     assert support.unsupported_server() is None
     monkeypatch.setenv(support.RANKS_VARIABLE, "0")
@@ -808,7 +808,7 @@ def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
 
 def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
     server_config.spec.speculative_algorithm = "FROZEN_KV_MTP"
-    with pytest.raises(NotActiveError, match="what has been measured is on by default"):
+    with pytest.raises(NotActiveError, match="speculative decoding is off by default"):
         Runtime(None).announce_inactive()
 
 
@@ -846,7 +846,9 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
     monkeypatch.setattr(
         selfcheck,
         "difference",
-        lambda expected, config, **options: "off" if config == entry.launch else differ(expected, config, **options),
+        lambda expected, config, *parts, **options: (
+            "off" if config == entry.launch else differ(expected, config, *parts, **options)
+        ),
     )
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
@@ -856,9 +858,8 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
         "built-in ones, which passed it: off with "
     )
     assert str(entry.launch) in warning
-    assert state.head.table.lookup(4) == default_table(state.head.lm_head).lookup(4) and state.head.table.is_measured(
-        2, PLAIN
-    )
+    dispatch = state.head.table
+    assert dispatch.lookup(4) == default_table(state.head.lm_head).lookup(4) and dispatch.is_measured(2, PLAIN)
     assert starting.inactive_reason is None
 
 
