@@ -38,11 +38,12 @@ def make_sampler() -> Any:
     return Oracle()
 
 
-def install(folder: Path) -> Path:
-    """A folder for PYTHONPATH with this file as an installed package."""
-    (folder / "oracle.py").write_text(Path(__file__).read_text())
-    about = folder / "flashsample_oracle-0.dist-info"
+def install(folder: Path, file: Path = Path(__file__)) -> Path:
+    """A folder for PYTHONPATH with ``file``, which has a ``register``, as an installed package."""
+    name = file.stem
+    (folder / file.name).write_text(file.read_text())
+    about = folder / f"flashsample_{name}-0.dist-info"
     about.mkdir(exist_ok=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flashsample-oracle\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\noracle = oracle:register\n")
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flashsample-{name.replace('_', '-')}\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
     return folder

@@ -111,10 +111,10 @@ class Rank:
         return BatchParams(temperature, batch.seed, batch.position[number % len(batch.position)], truncation, edits)
 
     def draw(self, batch: Workload, params: BatchParams, return_logprob: bool = False) -> SampleOutput:
-        from sgl_flashsample.sglang.sampler import draw_with_ranks
+        from sgl_flashsample.sglang.sampler import launch
 
         assert self.state.exchange is not None
-        return draw_with_ranks(self.state, self.state.exchange, batch.hidden, params, return_logprob).out
+        return launch(self.state, batch.hidden, params, return_logprob).out
 
     def draw_alone(self, batch: Workload, params: BatchParams) -> torch.Tensor:
         """From the whole head; truncated rows from the logits that the ranks have exchanged."""

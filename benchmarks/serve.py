@@ -12,8 +12,8 @@ screen   our backend without a screen and with one; answers to seeded requests a
 graphs   our backend with the model's CUDA graphs as SGLang captures them and with a second root, and how long the GPU
          idles between kernels in each
 oracle   a backend that draws nothing (``oracle.py``) and ours: what a sampler of no cost would gain
-plane    our backend with the fused pass and with the decision plane, which draws on the CPU; answers to seeded requests
-         are compared too. With ``--keep --only oracle`` into the same file, its table has what draws nothing as well
+plane    our backend, and one that draws on the CPU (``decision_plane.py``); answers to seeded requests are compared
+         too. With ``--keep --only oracle`` into the same file, its table has what draws nothing as well
 repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
 host     our backend alone on the host: microseconds of the sampler's host time per step
 profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``), how long the GPU
@@ -47,6 +47,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import decision_plane
 import oracle
 import step_profile
 from common import DRY_RUN, Benchmark, Result
@@ -55,7 +56,6 @@ from servers import check_server_options, server_options
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
-from sgl_flashsample.sglang.runtime import PLANE_VARIABLE
 from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
 from sgl_flashsample.tools import markov
 from sgl_flashsample.tools.bench import (
@@ -88,7 +88,7 @@ SERVER_ARGUMENTS = [
 Backends = dict[str, tuple[str, dict[str, str]]]
 BACKENDS: Backends = {STOCK: ("flashinfer", {}), OURS: (OURS, {})}
 ORACLES: Backends = {oracle.BACKEND: (oracle.BACKEND, {}), OURS: BACKENDS[OURS]}
-PLANES: Backends = {OURS: BACKENDS[OURS], "decision plane": (OURS, {PLANE_VARIABLE: "cpu"})}
+PLANES: Backends = {OURS: BACKENDS[OURS], "decision plane": (decision_plane.BACKEND, {})}
 GRAPHS: Backends = {
     "one root": (OURS, {MODEL_GRAPHS_VARIABLE: "0"}),
     "two roots": (OURS, {MODEL_GRAPHS_VARIABLE: "1"}),
@@ -137,7 +137,7 @@ class PretendedServer:
     start = wait_until_ready = stop = lambda self: None
 
     def log_text(self) -> str:
-        return f"max_total_num_tokens={CACHE_TOKENS}, flashsample: decision plane on"
+        return f"max_total_num_tokens={CACHE_TOKENS}"
 
     def generate(self, *, input_ids: list, sampling_params: Any, **fields: Any) -> list[dict[str, Any]]:
         params = sampling_params if isinstance(sampling_params, dict) else sampling_params[0]
@@ -190,7 +190,7 @@ class ModelRun:
                     for label in labels:
                         running[label].wait_until_ready()
                         self._check_capacity(running[label])
-                        if backends[label][0] == OURS:
+                        if backends[label][0] in (OURS, decision_plane.BACKEND):
                             check_active(running[label])
                         for sampling in self.options.samplings:  # compiles what the first such request compiles
                             generate(running[label], LOAD, 2, SAMPLINGS[sampling], 4)
@@ -214,8 +214,9 @@ class ModelRun:
             arguments += ["--speculative-algorithm", self.options.speculation]
             arguments += ["--speculative-num-draft-tokens", str(self.options.draft_tokens)]
             variables = variables | {SPECULATION_VARIABLE: "1"}
-        if backend == oracle.BACKEND:
-            path = [str(oracle.install(model)), os.environ.get("PYTHONPATH", "")]
+        if backend in (oracle.BACKEND, decision_plane.BACKEND):
+            file = Path((oracle if backend == oracle.BACKEND else decision_plane).__file__)
+            path = [str(oracle.install(model, file)), os.environ.get("PYTHONPATH", "")]
             variables = variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
         return (TakingTurns if self.options.pp > 1 else Server)(
             model,
@@ -233,12 +234,6 @@ class ModelRun:
             raise ServerError(
                 f"the server has room for {capacities[-1:]} tokens; expected {CACHE_TOKENS} (--memory-share)"
             )
-
-    def _check_plane(self, server: Server) -> None:
-        """Without its plane, a server would be compared with its like."""
-        log = server.log_text()
-        if "flashsample: decision plane on" not in log or "flashsample: decision plane off" in log:
-            raise ServerError(f"the decision plane does not draw; {server.log} says why")
 
     def cells(self, section: str, batches: tuple[int, ...] | list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Sampling, batch size and the fields of a row. What would begin after the limit is recorded instead."""
@@ -269,7 +264,7 @@ class ModelRun:
         cell = measure(servers, LOAD, sampling, batch, self.options.pairs, latencies=section == STOCK)
         rows = [about | {"section": section} | row for row in cell.rows()]
         if section == "plane":
-            self._check_plane(servers["decision plane"])
+            check_active(servers["decision plane"])  # after a failure SGLang's sampler draws
         if section in ("screen", "graphs", "plane") and batch in COMPARED_BATCHES:
             one, another = (seeded(server, batch, SAMPLINGS[sampling]) for server in servers.values())
             rows[-1]["same_answers"] = sum(a == b for a, b in zip(one, another, strict=True))

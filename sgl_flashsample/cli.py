@@ -59,8 +59,6 @@ environment (1 may also be spelt true, yes or on, and 0 false, no or off):
   FLASHSAMPLE_STEP_GRAPHS  0: launch each kernel of a step, instead of replaying a CUDA graph
   FLASHSAMPLE_MODEL_GRAPHS 0: leave the CUDA graphs of SGLang's model as they are; 1: let their kernels overlap; unset:
                            with several tensor-parallel ranks, as in SGLang itself
-  FLASHSAMPLE_DECISION_PLANE
-                           cpu: copy the logits to the host and draw them there, to compare
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
   FLASHSAMPLE_SEVERAL_GPUS 0: leave servers of several GPUs to SGLang; 1: serve all of them; unset: two or four

@@ -1,13 +1,12 @@
-"""The hot vocabulary of a model: how often its traffic draws each group of ids, and how many groups are worth reading
-in full. Counted from text, from answers, or by a running server (``sglang/token_counts.py``). Needs no torch.
+"""Token counts: how often the traffic of a model draws each group of ids. Counted from text, from answers, or by a
+running server (``sglang/token_counts.py``). Needs no torch.
 
 Drawn tokens are Zipf-like: a small part of the vocabulary carries most of the probability (SIMPLE, arXiv 2512.00719,
 section 5.3). Counts are per group of ``GROUP_SIZE`` ids that share one noise value (``kernels/rng.py``). The share of
 the drawn tokens in the first H groups estimates the paper's average hit ratio (section 5.4); it is a little too high
 where few tokens were counted, which ``unseen`` shows.
 
-A file says what is fast, never which token is drawn. It is data from elsewhere: everything in it is checked and
-bounded, and what is wrong is named in one line.
+A file of counts is data from elsewhere: everything in it is checked and bounded; what is wrong is named in one line.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class HotVocabError(ValueError):
 
 
 class _File(msgspec.Struct, kw_only=True):
-    """by_token: number of ids -> share of the tokens that so many of the most frequent single ids cover. counts: first
+    """by_token: number of ids -> share of the tokens that as many of the most frequent single ids cover. counts: first
     id of the line -> tokens drawn from each of its groups; a line without any is left out."""
 
     schema: Annotated[str, Meta(pattern=rf"^{SCHEMA}(\.[0-9]{{1,3}})?$")]
@@ -68,7 +67,7 @@ class HotVocab:
 
     vocab: V, ids of the whole vocabulary, not of a shard. counts: ``[G]`` int64, tokens per group. name: of the model
     or tokenizer, "" where unknown. source: what was counted. by_token: for some numbers of ids, the share of the tokens
-    that so many of the most frequent single ids cover: compared with ``hits``, it tells what grouping costs. notes:
+    that as many of the most frequent single ids cover: compared with ``hits``, it tells what grouping costs. notes:
     what was ignored while reading. Raises HotVocabError for counts that do not fit V, and where nothing was counted.
     """
 
@@ -94,7 +93,7 @@ class HotVocab:
 
     @classmethod
     def of_ids(cls, id_counts: np.ndarray, name: str = "", source: str = "") -> HotVocab:
-        """From ``[V]`` int64, how often each id was drawn."""
+        """Counts from ``[V]`` int64, how often each id was drawn."""
         vocab = len(id_counts)
         groups = np.pad(id_counts, (0, -vocab % GROUP_SIZE)).reshape(-1, GROUP_SIZE).sum(1)
         covered = np.cumsum(np.sort(id_counts)[::-1]) / max(1, id_counts.sum())
@@ -103,17 +102,17 @@ class HotVocab:
 
     @functools.cached_property
     def counted(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return int(self.counts.sum())
 
     @property
     def num_groups(self) -> int:
-        """Of the vocabulary."""
+        """Groups of the vocabulary."""
         return len(self.counts)
 
     @property
     def seen(self) -> int:
-        """Groups of which a token was drawn."""
+        """Groups from which a token was drawn."""
         return int(np.count_nonzero(self.counts))
 
     @property
@@ -134,8 +133,8 @@ class HotVocab:
         return np.concatenate([[0], np.cumsum(self.counts[self.ranked])]) / self.counted
 
     def plus(self, other: HotVocab) -> HotVocab:
-        """What both have counted together; what single ids cover is not known any more. Raises HotVocabError for
-        different vocabularies."""
+        """The sum of both; the shares of single ids are not known any more. Raises HotVocabError for different
+        vocabularies."""
         if self.vocab != other.vocab:
             raise HotVocabError(f"one is of {self.vocab} ids, the other of {other.vocab}")
         origins = dict.fromkeys(filter(None, (*self.source.split(" + "), *other.source.split(" + "))))
@@ -144,13 +143,13 @@ class HotVocab:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of the counts: "sha256:..."."""
+        """Hash of the counts: "sha256:..."."""
         text = f"{self.vocab} {GROUP_SIZE} {' '.join(map(str, self.counts.tolist()))}"
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
     @classmethod
     def loads(cls, text: str) -> HotVocab:
-        """What ``text`` holds. Raises HotVocabError."""
+        """Counts from the text of a file. Raises HotVocabError."""
         try:
             data = parse_json(text, MAX_BYTES)
             file = msgspec.convert(data, _File, str_keys=True)
@@ -178,7 +177,7 @@ class HotVocab:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> HotVocab:
-        """What ``file`` holds. Raises HotVocabError, whatever is wrong with it."""
+        """Counts from a file. Raises HotVocabError, whatever is wrong with it."""
         try:
             return cls.loads(read_plain(file, MAX_BYTES))
         except (BadFileError, HotVocabError) as error:
@@ -220,137 +219,16 @@ def reported_sizes(vocab: int) -> list[int]:
     return [256 << doubled for doubled in range(MAX_VOCAB.bit_length()) if 256 << doubled < vocab]
 
 
-# --- how many groups to read in full
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Microseconds of one step at one batch size, one head and one device.
-
-    hot_us, screened_us: per group that is read in full, that is screened. hit_us, miss_us: the step's rescoring where
-    the leaders of all its rows are hot (the bound leaves some groups over all the same), where none is. fixed_us:
-    everything else. none_us, all_us: the whole step at H = 0 and at H = G, where measured; None: as the formula says.
-
-    Fitted from noisy times, a coefficient may be negative. Raises ValueError for one that is not finite.
-    """
-
-    fixed_us: float
-    hot_us: float
-    screened_us: float
-    hit_us: float
-    miss_us: float
-    none_us: float | None = None
-    all_us: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if value is not None and not np.isfinite(value):
-                raise ValueError(f"{name} is {value}; expected a finite number of microseconds")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Sizing:
-    """What a step costs as a function of H, the groups read in full, and where that is least.
-
-    The model is that of SIMPLE (sections 5.4 and 7.5): a cost that is affine in the work, composed with the hit curve
-    a(H). There, the tail is scanned for the rows whose token is not hot, so a(H) weighs two scans (Eq. 10). Here it is
-    screened for every row, and a(H) weighs what the screen leaves over: a leader that is hot has its exact score before
-    the tail is certified, one that is not has to be rescored first. For G groups:
-
-        F(H) = fixed + hot H + screened (G - H) + hit a(H) + miss (1 - a(H))                     (for Eq. 10)
-        F(H + 1) - F(H) = (hot - screened) - (miss - hit) (a(H + 1) - a(H))                      (for Eq. 11)
-
-    a(H + 1) - a(H), the share of the next group, only falls: F is least where that share has come down to
-    (hot - screened) / (miss - hit), the first-order condition (for Eq. 12). At H = 0 and H = G a launch is left out, so
-    that the formula does not hold: their measured times are compared.
-
-    hits: ``[G + 1]``, a(0) = 0 to a(G) <= 1, as ``HotVocab.hits``.
-    """
-
-    costs: Costs
-    hits: np.ndarray
-
-    @functools.cached_property
-    def formula_us(self) -> np.ndarray:
-        """``[G + 1]`` float64, F(H), as if H = 0 and H = G were sizes like any other."""
-        hot = np.arange(len(self.hits))
-        read = self.costs.hot_us * hot + self.costs.screened_us * hot[::-1]
-        return self.costs.fixed_us + read + self.costs.hit_us * self.hits + self.costs.miss_us * (1.0 - self.hits)
-
-    @functools.cached_property
-    def us(self) -> np.ndarray:
-        """``[G + 1]`` float64, F(H), with what was measured at both ends."""
-        us = self.formula_us.copy()
-        for place, measured in ((0, self.costs.none_us), (-1, self.costs.all_us)):
-            us[place] = us[place] if measured is None else measured
-        return us
-
-    def best(self) -> int:
-        """The H that costs least; the smallest of equals. For any hit curve."""
-        return int(self.us.argmin())
-
-
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """rms_us, worst_us: root mean square and largest size of the model's error at the samples between H = 0 and H = G.
-    spare: samples beyond the three that always fit exactly; with none, the errors say nothing."""
-
-    costs: Costs
-    rms_us: float
-    worst_us: float
-    spare: int
-
-
-def fit(
-    samples: Iterable[tuple[int, float]], hits: np.ndarray, *, screened_us: float = 0.0, hit_us: float = 0.0
-) -> Fit:
-    """Costs by least squares (SIMPLE, section 7.5) from samples (H, microseconds of the step).
-
-    Times of whole steps tell three numbers apart: the cost of making one more group hot, that of a miss beyond a hit,
-    and the rest. So ``screened_us`` and ``hit_us`` are what was measured of them alone; left at 0, they are part of
-    ``fixed_us``, ``hot_us`` and ``miss_us`` are what is paid beyond them, and every F(H) and optimum is the same.
-    Samples at H = 0 and H = G are not fitted: their means become ``none_us`` and ``all_us``.
-
-    Raises ValueError for samples that do not determine the three, and for values out of range.
-    """
-    num_groups = len(hits) - 1
-    sizes, times = np.array(list(samples), dtype=float).reshape(-1, 2).T
-    sizes = sizes.astype(int)
-    for size, us in zip(sizes, times, strict=True):
-        if not 0 <= size <= num_groups:
-            raise ValueError(f"samples have H = {size}; expected 0 to {num_groups}")
-        if not (np.isfinite(us) and us > 0):
-            raise ValueError(f"samples have {us} us at H = {size}; expected a positive number")
-    inner = (sizes > 0) & (sizes < num_groups)
-    columns = np.stack([np.ones(inner.sum()), sizes[inner], 1.0 - hits[sizes[inner]]], 1)
-    lengths = np.linalg.norm(columns, axis=0)  # columns as unlike in size as 1, H and 1 - a(H) are solved at one size
-    rank = 0
-    if len(columns):
-        solved, _, rank, _ = np.linalg.lstsq(
-            columns / lengths, times[inner] - screened_us * num_groups - hit_us, rcond=1e-9
-        )
-    if rank < 3:
-        raise ValueError(
-            f"samples are of {len(set(sizes[inner]))} sizes between 0 and {num_groups}; expected 3 or more, not all "
-            "where the hit curve is straight"
-        )
-    fixed, slope, drop = (solved / lengths).tolist()
-    ends = [float(times[sizes == end].mean()) if end in sizes else None for end in (0, num_groups)]
-    costs = Costs(fixed, screened_us + slope, screened_us, hit_us, hit_us + drop, *ends)
-    off = np.abs(Sizing(costs, hits).formula_us[sizes[inner]] - times[inner])
-    return Fit(costs, float(np.sqrt(np.mean(off**2))), float(off.max()), int(inner.sum()) - 3)
-
-
 # --- tokens to count
 
 STDIN = "-"
-TEXT_BLOCK = 1 << 16  # characters that a tokenizer gets at once: a token never spans two blocks
-BLOCKS_AT_ONCE = 16  # that it may work on in parallel
+TEXT_BLOCK = 1 << 16  # characters of a text, and the rest of its last line: few tokens span two blocks
+BLOCKS_AT_ONCE = 16  # blocks that a tokenizer may work on in parallel
 MAX_LINE = 1 << 28  # characters of one line of ids
 ID_FIELDS = ("output_ids", "token_ids")
+PROGRESS_SECONDS = 5.0
 
 Encode = Callable[[list[str]], list[list[int]]]
-Portion = tuple[list[int], int]  # ids, and the bytes of the source that they took
 
 
 def load_tokenizer(name: str) -> tuple[Encode, int]:
@@ -384,47 +262,42 @@ def load_tokenizer(name: str) -> tuple[Encode, int]:
     return encode, max(fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def ids_of_text(file: str, encode: Encode) -> Iterator[Portion]:
+def ids_of_text(file: str, encode: Encode) -> Iterator[list[int]]:
     """Ids of the tokens of a UTF-8 text, ``STDIN`` or a file. Raises OSError and HotVocabError."""
     with _open(file) as opened:
-        blocks = _blocks(opened)
+        blocks = iter(lambda: opened.read(TEXT_BLOCK) + opened.readline(), "")
         while texts := list(itertools.islice(blocks, BLOCKS_AT_ONCE)):
             try:
-                encoded = encode(texts)
+                yield from encode(texts)
             except Exception as error:
                 raise HotVocabError(f"{file}: the tokenizer: {_words(error)}") from None
-            yield [token for ids in encoded for token in ids], sum(len(text.encode()) for text in texts)
 
 
-def ids_of_lines(file: str, vocab: int) -> Iterator[Portion]:
+def ids_of_lines(file: str, vocab: int) -> Iterator[list[int]]:
     """Ids of JSON lines, ``STDIN`` or a file: a line is a list of ids, an answer of SGLang (an object with
     ``output_ids``) or a list of answers. Raises OSError and HotVocabError."""
     with _open(file) as opened:
         for number, line in enumerate(iter(lambda: opened.readline(MAX_LINE + 1), ""), 1):
             try:
                 if line.strip():
-                    yield _ids_in(parse_json(line, MAX_LINE), vocab), len(line.encode())
+                    yield _ids_in(parse_json(line, MAX_LINE), vocab)
             except BadFileError as error:
                 raise HotVocabError(f"{file}, line {number}: {error}") from None
 
 
-def count(files: list[str], vocab: int, read: Callable[[str], Iterable[Portion]]) -> tuple[np.ndarray, bool]:
+def count(files: list[str], vocab: int, read: Callable[[str], Iterable[list[int]]]) -> tuple[np.ndarray, bool]:
     """``[V]`` int64, how often each id is in ``files``; and whether an interruption ended the count early. Progress
     goes to the error stream. Raises OSError and HotVocabError."""
-    sizes = [0 if file == STDIN else os.stat(file).st_size for file in files]
-    total = sum(sizes) if all(sizes) else 0
-    counts, done, started = np.zeros(vocab, dtype=np.int64), 0, time.monotonic()
+    counts, started = np.zeros(vocab, dtype=np.int64), time.monotonic()
     reported = started
     try:
         for file in files:
             try:
-                for ids, size in read(file):
-                    if ids:
-                        np.add.at(counts, ids, 1)
-                    done += size
-                    if time.monotonic() - reported >= 5.0:
+                for ids in read(file):
+                    np.add.at(counts, np.array(ids, dtype=np.int64), 1)
+                    if time.monotonic() - reported >= PROGRESS_SECONDS:
                         reported = time.monotonic()
-                        progress = f"{done >> 10:,} of {max(total, done) >> 10:,} KiB read, {counts.sum():,} tokens"
+                        progress = f"{one_line(file)}: {counts.sum():,} tokens"
                         print(f"[{reported - started:6.1f} s] {progress}", file=sys.stderr, flush=True)
             except UnicodeDecodeError:
                 raise HotVocabError(f"{file} is not UTF-8 text") from None
@@ -434,8 +307,8 @@ def count(files: list[str], vocab: int, read: Callable[[str], Iterable[Portion]]
 
 
 def summary(vocab: HotVocab) -> dict[str, Any]:
-    """What a person asks of token counts, as JSON. by_id, by_group: the shares of the tokens that so many single ids,
-    and so many ids in whole groups, cover."""
+    """The counts for a person, as JSON. by_id, by_group: the shares of the tokens that as many single ids, and as many
+    ids in whole groups, cover."""
     return {
         "name": vocab.name,
         "source": vocab.source,
@@ -477,18 +350,6 @@ def _open(file: str) -> IO[str]:
             raise ValueError("stdin is closed; expected text in it, or files")
         return open(sys.stdin.fileno(), encoding="utf-8", closefd=False)
     return open(file, encoding="utf-8")
-
-
-def _blocks(opened: IO[str]) -> Iterator[str]:
-    rest = ""
-    while more := opened.read(TEXT_BLOCK):
-        block = rest + more
-        # After the last end of a line, or else of a word: few tokens span either.
-        end = block.rfind("\n") + 1 or max(0, block.rfind(" ")) or len(block)
-        yield block[:end]
-        rest = block[end:]
-    if rest:
-        yield rest
 
 
 def _ids_in(value: Any, vocab: int, inner: bool = False) -> list[int]:

@@ -22,7 +22,6 @@ SCREEN_VARIABLE = "FLASHSAMPLE_SCREEN"
 REQUIRE_VARIABLE = "FLASHSAMPLE_REQUIRE"
 STEP_GRAPHS_VARIABLE = "FLASHSAMPLE_STEP_GRAPHS"
 MODEL_GRAPHS_VARIABLE = "FLASHSAMPLE_MODEL_GRAPHS"
-PLANE_VARIABLE = "FLASHSAMPLE_DECISION_PLANE"
 LOG_SECONDS_VARIABLE = "FLASHSAMPLE_LOG_SECONDS"
 REPORT_PATH_VARIABLE = "FLASHSAMPLE_REPORT_PATH"
 RANKS_VARIABLE = "FLASHSAMPLE_SEVERAL_GPUS"
@@ -51,8 +50,8 @@ def _switch(default: bool | None) -> _Variable:
 
 
 def _word(default: str, *others: str) -> _Variable:
-    words = [word for word in (default, *others) if word]
-    expected = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    words = [default, *others]
+    expected = f"{', '.join(words[:-1])} or {words[-1]}"
     return _Variable(default, expected, lambda text: words[words.index(text.lower())])
 
 
@@ -72,7 +71,6 @@ VARIABLES = {
     REQUIRE_VARIABLE: _switch(False),
     STEP_GRAPHS_VARIABLE: _switch(True),
     MODEL_GRAPHS_VARIABLE: _switch(None),
-    PLANE_VARIABLE: _word("", "cpu"),
     LOG_SECONDS_VARIABLE: _Variable(60.0, "seconds, as a number", _finite),
     REPORT_PATH_VARIABLE: _switch(False),
     RANKS_VARIABLE: _switch(None),
@@ -91,7 +89,7 @@ def switch(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
 
 
 def word(name: str) -> str:
-    """One of the words that a variable takes; "" where nothing is said and there is no default."""
+    """One of the words that a variable takes."""
     return _value(name, os.environ)
 
 

@@ -8,11 +8,12 @@ sampler.py           the Sampler: fused pass or SGLang's own, row by row
 speculation.py       verifies drafts by a draw at every node
 drafts.py            draws a draft model's tokens
 exchange.py          what ranks that share a head tell each other
-head.py              one LM head: weights, table, workspace, screen, CUDA graphs
-repeat.py            replays the CUDA graph of a step while its batch does not change
+head.py              one LM head: weights, table, workspace, screen
+step_graphs.py       captures and replays the CUDA graphs of a step whose batch does not change
 model_graph.py       lets the kernels of SGLang's own model graphs overlap
 screen_lifecycle.py  whether a head has a screen, and when that serves
 runtime.py           what this process serves: start, disable, announce, count
+settings.py          what SGLang's configuration and the environment variables say
 metrics.py           the log line and Prometheus
 token_counts.py      counts the drawn tokens for a hot vocabulary, when asked to
 support.py           what is not served, and why

@@ -16,8 +16,8 @@ _ATTRIBUTE = "_flashsample_arrival"  # on a request
 
 
 class Arrival(NamedTuple):
-    """number: of the request, among all of this server or replica. sample: which of the n samples of a seeded request
-    it is, else 0."""
+    """The place of a request. number: among all requests of this server or replica. sample: among the n samples of a
+    seeded request, else 0."""
 
     number: int
     sample: int
@@ -25,8 +25,8 @@ class Arrival(NamedTuple):
 
 class Arrivals:
     """SGLang makes n requests with new ids and the same seed of a seeded request with n samples, and sends them one
-    after the other. They are told apart by the order in which they come, so that the same request gives the same n
-    answers again, in the same order.
+    after the other. The order of arrival tells them apart, so that the same request gives the same n answers again, in
+    the same order.
 
     rank: of replicas and of DP attention, which get different requests, and of n samples some each: their noise
     differs."""
@@ -39,7 +39,7 @@ class Arrivals:
         self._next_samples: collections.OrderedDict[tuple, int] = collections.OrderedDict()
 
     def of(self, request: Any) -> Arrival:
-        """The arrival of a request, which is now where it has none yet."""
+        """The arrival of a request; a request without one arrives now."""
         arrival = getattr(request, _ATTRIBUTE, None)
         if arrival is None:
             number = next(self._numbers)  # also of a request that cannot be read: ranks count alike
@@ -63,8 +63,7 @@ class Arrivals:
     def _sample_of(self, request: Any) -> int:
         params = request.sampling_params
         count = getattr(params, "n", None) or 1
-        # SGLang answers once for any number that is not above 1. The request that only fills the prefix cache for the
-        # others has no new token.
+        # n <= 1: one answer. SGLang's extra request that warms the prefix cache has max_new_tokens 0.
         if not count > 1 or given_seed(params) is None or getattr(params, "max_new_tokens", None) == 0:
             return 0
         prompt = hash(tuple(getattr(request, "origin_input_ids", None) or ()))
@@ -79,7 +78,6 @@ class Arrivals:
 
 
 def given_seed(params: Any) -> int | None:
-    """The seed that a request gave. Older SGLang lets any JSON value through and uses none: what is no integer is no
-    seed."""
+    """The seed that a request gave. Older SGLang lets any JSON value through; only an integer is a seed."""
     seed = params.sampling_seed
     return seed if isinstance(seed, int) else None

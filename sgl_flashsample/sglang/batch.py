@@ -35,7 +35,7 @@ NO_MIN_P = 1e-37
 
 
 class Row(NamedTuple):
-    """What the host knows of one request.
+    """One request, as far as the host knows it.
 
     reason: why it needs SGLang's sampler, or None. tempered: greedy with a temperature other than 1, which SGLang
     applies to its logprob only beside sampled rows. needs: ``NEED_FLAGS`` of this request alone. edits: what SGLang
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
     @property
     def truncated(self) -> bool:
-        """Whether it has top-k, top-p or min-p; a greedy row has none."""
+        """The row has top-k, top-p or min-p; a greedy row has none."""
         return any(self.needs) and not self.greedy
 
 
@@ -70,7 +70,7 @@ class RowTensors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Immutable: a forward keeps the batch that it was routed with."""
+    """One batch. Immutable: a forward keeps the batch that it was routed with."""
 
     rows: tuple[Row, ...]
     tensors: RowTensors
@@ -80,13 +80,13 @@ class Batch:
 
     @functools.cached_property
     def all_greedy(self) -> bool:
-        """Whether no row is drawn."""
+        """No row is drawn: each has its most likely token."""
         return all(row.greedy for row in self.rows)
 
     @functools.cached_property
     def distribution_only(self) -> bool:
-        """Whether only the distribution of the tokens matters, and FlashInfer can draw them: no row is greedy or has a
-        seed, all have top-k or top-p, none has min-p."""
+        """The caller needs the distribution alone, and FlashInfer can draw from it: no row is greedy or has a seed, all
+        have top-k or top-p, none has min-p."""
         return all(
             not row.greedy and not row.seeded and (row.needs[0] or row.needs[1]) and not row.needs[2]
             for row in self.rows
@@ -121,7 +121,7 @@ class Batch:
         return {}
 
     def params(self, positions: torch.Tensor, edits: LogitEdits | None) -> BatchParams:
-        """As the fused pass takes them. positions: ``[B]`` int64."""
+        """The parameters of the fused pass. positions: ``[B]`` int64."""
         return BatchParams(
             self.tensors.temperature,
             self.tensors.seed,
@@ -133,8 +133,8 @@ class Batch:
         )
 
     def of_nodes(self, num_nodes: int) -> Batch:
-        """Of a verification of drafts, each row ``num_nodes`` times. SGLang's verification ignores min-p, and takes
-        top-p of what top-k has left."""
+        """The batch of a verification of drafts: each row ``num_nodes`` times. SGLang's verification ignores min-p, and
+        takes top-p of what top-k has left."""
         nodes = self._of_nodes.get(num_nodes)
         if nodes is None:
             # Seeded: a draft is accepted where it equals the draw, so a node needs the noise of its position.
@@ -161,8 +161,8 @@ class Batch:
         arrivals: Arrivals | None = None,
         unreadable: Callable[[Exception], None] = lambda error: None,
     ) -> Batch:
-        """From SGLang's ``Req`` objects. Copies to the device without waiting for it. A request that cannot be read
-        here, though SGLang serves it, is a row of SGLang's sampler; ``unreadable`` is told why."""
+        """A batch of SGLang's ``Req`` objects. Copies to the device without waiting for it. A request that cannot be
+        read here, though SGLang serves it, is a row of SGLang's sampler; ``unreadable`` gets the error."""
         arrivals = Arrivals() if arrivals is None else arrivals
         rows: list[Row] = []
         values: list[tuple[float, int, int, float, float]] = []
@@ -240,7 +240,7 @@ class Reason(enum.StrEnum):
     """Why a row takes SGLang's sampler: the label ``reason`` of the metrics. README.md of this folder says what each
     means."""
 
-    # Of the request.
+    # Reasons of a request.
     CUSTOM_LOGIT_PROCESSOR = "custom_logit_processor"
     SAMPLING_MASK = "sampling_mask"
     BEAM_SEARCH = "beam_search"
@@ -249,7 +249,7 @@ class Reason(enum.StrEnum):
     TOKEN_IDS_LOGPROBS = "token_ids_logprobs"
     ORIGINAL_LOGPROBS = "original_logprobs"
     GREEDY_LOGPROB_AT_TEMPERATURE = "greedy_logprob_at_temperature"
-    # Of the batch.
+    # Reasons of a batch.
     INPUT_LOGPROBS = "input_logprobs"
     LOGITS_COMPUTED = "logits_computed"
     SAMPLING_OBSERVER = "sampling_observer"
@@ -257,13 +257,13 @@ class Reason(enum.StrEnum):
     POSITIONS = "positions"
     UNKNOWN_ARGUMENT = "unknown_argument"
     OUT_OF_MEMORY = "out_of_memory"
-    # Of the server.
+    # Reasons of a server.
     INACTIVE = "inactive"
     GRAMMAR = "grammar"
     ERROR = "error"
 
 
-# The row of a request that cannot be read, and its parameters: SGLang's sampler draws it, whatever it asks for.
+# The row of a request that cannot be read. Its parameters are placeholders: SGLang's sampler draws it.
 UNREADABLE = (
     Row(Reason.UNREADABLE, False, False, needs=(True, True, True), edits=Edit(0), seeded=False, top_k=TOP_K_OFF),
     (1.0, 0, TOP_K_OFF, 1.0, 0.0),
@@ -282,11 +282,11 @@ class GrammarError(ValueError):
 class Routing:
     """Who serves each row of a batch. reasons: per row, why it takes SGLang's sampler; None where it is fused.
 
-    Set in the first step of the batch. native_rows: what the sampler keeps of the rows that are not fused. edit_kinds,
-    edit_rows: the ``Edit`` flags of the others, in all, and per row on the device. num_truncated: of the others, those
-    with top-k, top-p or min-p. node_rows: per node of a tree of
-    drafts, by the edits that are given and the number of nodes. contested: the others with a grammar and with
-    ``min_new_tokens``. contests: by the number of nodes, the places of these and the flags of all rows in this step.
+    Set in the first step of the batch. native_rows: the batch of the rows that are not fused. edit_kinds, edit_rows:
+    the ``Edit`` flags of the others, in all, and per row on the device. num_truncated: of the others, those with top-k,
+    top-p or min-p. node_rows: per node of a tree of drafts, by the edits that are given and the number of nodes.
+    contested: the others with a grammar and with ``min_new_tokens``. contests: by the number of nodes, the places of
+    these and the flags of all rows in this step.
     """
 
     reasons: tuple[Reason | None, ...]
@@ -300,7 +300,7 @@ class Routing:
 
     @classmethod
     def whole(cls, reason: Reason, num_rows: int) -> Routing:
-        """All rows to SGLang's sampler, for one reason."""
+        """A routing of all rows to SGLang's sampler, for one reason."""
         return cls((reason,) * num_rows)
 
     @functools.cached_property
@@ -335,7 +335,7 @@ def routing_of(
     """The routing of this step. While the rows of a batch do not change, its steps share one routing: everything else
     that the routing depends on is compared here, without a loop over the rows."""
     grammars = sampling_info.grammars or ()
-    key: tuple = ()  # of a batch without grammars and logprobs
+    key: tuple = ()  # for a batch without grammars and logprobs
     top: tuple[int, ...] = ()
     ids: tuple[type, ...] = ()
     if grammars or return_logprob:
@@ -401,7 +401,7 @@ def edits_of_nodes(
         bias=sampling_info.logit_bias if kinds & Edit.BIAS else None,
         repeats=num_nodes,
     )
-    # Penalties that SGLang has not accumulated it does not apply to drafts either.
+    # Penalties that SGLang has not accumulated are not applied to drafts either.
     given = edits.given
     if not given:
         return None
@@ -437,7 +437,7 @@ def _grammar_first(edits: LogitEdits, routing: Routing) -> LogitEdits:
 
 
 def _allowed_ids(mask: torch.Tensor, width: int) -> torch.Tensor:
-    """``[B, width]`` bool of a mask in either form of ``LogitEdits``."""
+    """``[B, width]`` bool: the allowed ids, from a mask in either form of ``LogitEdits``."""
     if mask.dtype is torch.bool:
         return ~mask[:, :width]
     bits = (mask.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
@@ -446,7 +446,7 @@ def _allowed_ids(mask: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _edit_kinds(batch: Batch, routing: Routing, sampling_info: Any) -> Edit:
-    """``edit_kinds`` of the routing; of a new one they are set, with ``edit_rows``."""
+    """``edit_kinds`` of the routing. Sets them, with ``edit_rows``, in a new one."""
     if routing.edit_kinds is None:
         _find_edits(batch, routing, sampling_info)
     assert routing.edit_kinds is not None
@@ -467,7 +467,7 @@ def _find_edits(batch: Batch, routing: Routing, sampling_info: Any) -> None:
 
 
 def _fused_grammars(routing: Routing, sampling_info: Any) -> list:
-    """Per row its grammar, None where another sampler serves it; empty where no row has one."""
+    """The grammar of each row, None where another sampler serves it; an empty list where no row has one."""
     return [
         grammar if reason is None else None
         for grammar, reason in zip(sampling_info.grammars or (), routing.reasons, strict=False)
@@ -498,7 +498,7 @@ def grammar_mask(sampling_info: Any, grammars: list) -> torch.Tensor:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # What this kind of grammar lacks, it lacks on every rank. Other errors, as of a device, may be of this rank.
+        # A missing attribute is the same on all ranks; another error, such as a device's, may be local.
         everywhere = isinstance(error, (AttributeError, NotImplementedError, TypeError, ValueError))
         raise GrammarError(f"{type(error).__name__}: {error}", everywhere) from error
     check_mask(mask, len(grammars))

@@ -22,11 +22,8 @@ from typing import Any
 
 import torch
 
-from ..api import sample
-from ..head import make_workspace
+from ..head import Head
 from ..kernels.params import BatchParams
-from ..kernels.workspace import Workspace
-from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS
 from ..switches import DRAFTS_VARIABLE, word
 from .batch import Batch, batch_of, routing_of
@@ -40,7 +37,7 @@ _METADATA = 3  # the place of ``logits_metadata`` among the arguments of ``Logit
 
 
 class DraftMode(enum.StrEnum):
-    """What the server was asked for."""
+    """The kind of drafts that the server's user chose."""
 
     COUPLED = "coupled"  # drawn at the request's temperature, with the noise of the target's token
     GREEDY = "greedy"  # the most likely tokens, without logits
@@ -72,13 +69,12 @@ class Drafts:
     def __init__(self, runtime: Runtime, mode: DraftMode) -> None:
         self.runtime, self.mode = runtime, mode
         self._max_requests = self._num_nodes = 0
-        self._batch: Batch | None = None  # whose parameters are loaded; None: all rows are greedy
+        self._batch: Batch | None = None  # the batch whose parameters are loaded; None: all rows are greedy
         # Graphs of SGLang's read and write these for as long as the process lives.
         self._temperature: torch.Tensor | None = None  # [max_requests] f32
         self._seed: torch.Tensor | None = None  # [max_requests] i64
-        self._workspace: Workspace | None = None
-        self._max_rows = 0  # of the workspace
-        self._screen: Screen | None = None
+        self._head: Head | None = None  # with scratch and a screen of its own
+        self._max_rows = 0  # rows that are drawn at once
 
     def attach(self, worker: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``EagleDraftWorker.init_cuda_graphs``: the draft model is complete, and no graph is captured."""
@@ -125,22 +121,22 @@ class Drafts:
     def _allocate(self, worker: Any) -> None:
         state = self.runtime.draft_head
         assert state is not None
-        device = state.head.weight.device
+        device = state.head.lm_head.weight.device
         self._max_requests, self._num_nodes = worker.req_to_token_pool.size, worker.speculative_num_draft_tokens
         # A draft extend may compute all nodes of a request.
         self._max_rows = min(self._max_requests * self._num_nodes, MAX_COMPILED_ROWS)
-        if state in self.runtime.heads:  # whose workspace is replaced when a batch outgrows it
-            self._workspace = make_workspace(state.head, self._max_rows, table=state.table)
+        if state in self.runtime.heads:  # whose scratch is replaced when a batch outgrows it
+            self._head = Head(state.head.lm_head, max_rows=self._max_rows, table=state.head.table)
         else:
             state.update(self._max_rows)
-            self._workspace = state.workspace
-        self._screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
+            self._head = Head(state.head.lm_head, table=state.head.table, workspace=state.head.workspaces[0])
+        self._head.screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
         self._temperature = torch.zeros(self._max_requests, dtype=torch.float32, device=device)
         self._seed = torch.zeros(self._max_requests, dtype=torch.int64, device=device)
 
     def load(self, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. Those of a batch that
-        SGLang verifies are greedy: its coins do not know our noise."""
+        """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. A batch that SGLang
+        verifies gets greedy drafts: its coins do not know our noise."""
         if not self.runtime.draws_drafts or self.mode is not DraftMode.COUPLED:
             return
         assert self._temperature is not None and self._seed is not None
@@ -174,7 +170,7 @@ class Drafts:
             batch.return_logprob,
             batch.top_logprobs_nums,
             batch.token_ids_logprobs,
-            runtime.original_logprobs,
+            runtime.settings.original_logprobs,
             runtime.no_grammars_reason is None,
         )
         return None if routing.native else rows
@@ -187,15 +183,15 @@ class Drafts:
         try:
             forward_batch = kwargs["logits_metadata"] if "logits_metadata" in kwargs else args[_METADATA]
             drafts = self._draw(lazy, forward_batch)
-        except torch.OutOfMemoryError:  # of one pass: SGLang computes its logits
+        except torch.OutOfMemoryError:  # one pass lacks memory: SGLang computes its logits
             pass
         except Exception as error:  # in the steps before a capture, or outside of any
             self._stop(f"until restart, after {type(error).__name__}: {error}")
         output.next_token_logits = plain(lazy) if drafts is None else DraftLogits.of(lazy, drafts)
 
     def _draw(self, lazy: LazyLogits, forward_batch: Any) -> torch.Tensor | None:
-        """``[N]`` int64: the draft of each row; None of a pass that drafts nothing."""
-        assert self._temperature is not None and self._seed is not None
+        """``[N]`` int64: the draft of each row; None for a pass that drafts nothing."""
+        assert self._temperature is not None and self._seed is not None and self._head is not None
         hidden, num_requests = lazy.hidden, forward_batch.batch_size
         positions = target_positions(forward_batch)
         if positions is None or len(positions) != len(hidden) or not 0 < num_requests <= self._max_requests:
@@ -206,13 +202,12 @@ class Drafts:
         params = params.repeated(len(hidden) // num_requests)
         state, drawn = self.runtime.draft_head, []
         assert state is not None
+        if state.head.lm_head is not self._head.lm_head:  # the model has got another weight
+            self._head.replace(state.head.lm_head)
         for start in range(0, len(hidden), self._max_rows):
             rows = slice(start, start + self._max_rows)
             part = params.rows(rows.start, rows.stop)
-            tokens = sample(
-                hidden[rows], state.head, part, workspace=self._workspace, table=state.table, screen=self._screen
-            ).token_ids
-            drawn.append(tokens)
+            drawn.append(self._head.draw(hidden[rows], part).token_ids)
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def add_to_chain(

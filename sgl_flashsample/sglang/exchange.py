@@ -55,8 +55,8 @@ class RankSync:
         return cls(group if group.world_size > 1 else None)
 
     def of_all(self, value: Any) -> list[Any]:
-        """What each rank says, in their order; values are those of JSON. Every rank asks, as often, in the same order.
-        It travels through host memory: for the start."""
+        """The values of all ranks, in their order; values are those of JSON. Every rank calls this equally often, in
+        the same order. The values travel through host memory: for the start."""
         if self._group is None:
             return [value]
         data = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
@@ -66,7 +66,7 @@ class RankSync:
         return [msgspec.json.decode(text[: int(size)].numpy().tobytes()) for text, size in texts]
 
     def first_reason(self, reasons: list[str | None]) -> str | None:
-        """Of the reasons that the ranks have against something, in their order, this rank's own or else the first."""
+        """This rank's own reason, else the first of ``reasons``, which have the order of the ranks."""
         if reasons[self.rank] is not None:
             return reasons[self.rank]
         return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None), None)
@@ -78,18 +78,18 @@ class RankSync:
 
 
 def bytes_received(num_ranks: int, num_rows: int, part_bytes: int | None = None) -> int:
-    """What a rank receives in a step. part_bytes: of one row's logits on a rank, where whole rows travel; None where
-    ranks draw from their parts."""
+    """Bytes that a rank receives in a step. part_bytes: size of one row's logits on a rank, where whole rows travel;
+    None where ranks draw from their parts."""
     records = num_rows * NUM_FIELDS * 4
     rows = 0 if part_bytes is None else cdiv(num_rows, num_ranks) * part_bytes
     return (num_ranks - 1) * (records + rows)
 
 
 class Exchange:
-    """group: SGLang's ``GroupCoordinator`` of the ranks, in the order of their ids. Of its collectives it takes those
-    below the operators that SGLang registers for torch.compile, which a CPU does not have.
+    """group: SGLang's ``GroupCoordinator`` of the ranks, in the order of their ids. Its collectives are called below
+    the operators that SGLang registers for torch.compile: a CPU has no such operators.
 
-    memory: what the ranks reach of each other, None before ``connect`` and where there is none.
+    memory: memory that all ranks reach; None before ``connect`` and where there is none.
     """
 
     def __init__(self, group: Any) -> None:
@@ -101,7 +101,8 @@ class Exchange:
 
     @classmethod
     def of_processor(cls, processor: Any) -> Exchange | None:
-        """Between the ranks whose logits a LogitsProcessor gathers; None where each rank has the whole head."""
+        """The exchange between the ranks whose logits a LogitsProcessor gathers; None where each rank has the whole
+        head."""
         if not processor.do_tensor_parallel_all_gather:
             return None
         from sglang.srt.distributed import parallel_state
@@ -117,7 +118,7 @@ class Exchange:
         # SGLang's own all-reduce has found that these GPUs reach each other, and exchanges through such memory itself.
         custom: Any = getattr(group, "ca_comm", None)
         reserved, memory = False, None
-        # Whatever fails on a rank, the others wait for its answers.
+        # A rank answers also after a failure: the others wait for it.
         try:
             if hasattr(custom, "graph_params") and not custom.disabled:
                 region = _symmetric_memory(num_bytes, group.device)
@@ -139,12 +140,12 @@ class Exchange:
             self._allocated = region, handle  # the regions are views, which do not keep the memory
         except Exception as error:
             logger.warning("flashsample: memory for exchanges between ranks cannot be shared: %s", error)
-        # Nobody writes to a region before it is zero.
+        # No rank writes to a region before it is zero.
         if all(RankSync(group).of_all(memory is not None)):
             self.memory = memory
 
     def memory_for(self, num_rows: int) -> PeerMemory | None:
-        """Through which a batch of ``num_rows`` rows is exchanged; None where that is by collectives."""
+        """The memory through which a batch of ``num_rows`` rows is exchanged; None where collectives exchange it."""
         return self.memory if self.memory is not None and num_rows <= self.memory.max_rows else None
 
     def merge(self, drawn: SampleOutput, first: int = 0, num_rows: int | None = None) -> SampleOutput:
@@ -165,7 +166,7 @@ class Exchange:
         draw: Callable[[torch.Tensor, BatchParams], SampleOutput],
     ) -> SampleOutput:
         """The draw from the whole vocabulary, ``draw`` giving that of some whole rows (``[R, N * W]``, the padding at
-        their end) with their parameters. It is called once on each rank, also where there are fewer rows than ranks.
+        their end) with their parameters. Each rank calls ``draw`` once, also where there are fewer rows than ranks.
 
         Logits that are in ``memory_for`` already are not copied there.
         """
@@ -173,7 +174,7 @@ class Exchange:
         each = cdiv(num_rows, self.num_ranks)
         start = min(self.rank * each, num_rows)
         stop = min(start + each, num_rows)
-        drawn_from = min(start, num_rows - 1)  # a rank without a row draws another's, which nobody takes
+        drawn_from = min(start, num_rows - 1)  # a rank without rows draws a dummy row; its result is dropped
         drawn_to = max(stop, drawn_from + 1)
         if (memory := self.memory_for(num_rows)) is not None:
             here = memory.own_logits[:num_rows]
@@ -203,7 +204,7 @@ class Exchange:
 
 
 def _symmetric_memory(num_bytes: int, device: torch.device) -> torch.Tensor:  # coverage: needs several GPUs
-    """Of this rank, for the others to open. Waits for nobody."""
+    """Memory of this rank that the others may open. Waits for no rank."""
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)

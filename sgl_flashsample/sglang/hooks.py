@@ -44,7 +44,8 @@ from . import versions
 from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Batch, Reason, batch_of
 from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
-from .runtime import NotActiveError, RankError, Runtime, refuse_to_start
+from .runtime import RankError, Runtime
+from .settings import NotActiveError, refuse_to_start
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -57,7 +58,7 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 def _guarded(hook: Callable) -> Callable:
     """An AFTER hook runs inside SGLang's scheduler, where an exception would end the server: leave the fused pass
-    instead. Without its ``Batch`` a batch is SGLang's."""
+    instead. SGLang serves a batch that has no ``Batch``."""
 
     @functools.wraps(hook)
     def guarded(hooks: StepHooks, result: Any, sampling_info: Any, *args: Any) -> None:
@@ -147,8 +148,8 @@ class StepHooks:
         if runtime.inactive_reason is None:
             batch = Batch.of_requests(
                 schedule_batch.reqs,
-                runtime.server_seed,
-                runtime.custom_processors,
+                runtime.settings.seed,
+                runtime.settings.custom_processors,
                 schedule_batch.device,
                 runtime.arrivals,
                 runtime.warn_of_request,
@@ -226,11 +227,11 @@ def install_drafts(drafts: Drafts) -> str | None:
 
 
 def install_arrival_hook(runtime: Runtime) -> None:
-    """Number requests when they arrive. An SGLang in which that fails numbers them when they are first scheduled."""
+    """Number requests when they arrive. Where that fails, requests are numbered when they are first scheduled."""
     from sglang.srt.plugins.hook_registry import HookType
 
     def number(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(Exception):  # what cannot be read is said where the request is drawn
+        with contextlib.suppress(Exception):  # the draw of the request names what cannot be read
             runtime.arrivals.of(request)
 
     reason = versions.unsupported_target(ARRIVAL_TARGET, ("self", "req"))
@@ -245,7 +246,7 @@ def install_arrival_hook(runtime: Runtime) -> None:
 
 def install_status_hook(status: Callable[[], dict[str, Any]]) -> None:
     """Add what ``status`` returns to each entry of ``internal_states`` in ``/server_info`` and
-    ``Engine.get_server_info()``, as "flashsample". An SGLang in which that fails goes without."""
+    ``Engine.get_server_info()``, as "flashsample". Where that fails, the entry is missing."""
 
     def add_status(answer: Any, *args: Any) -> None:
         try:
@@ -278,7 +279,7 @@ def _install_dispensable(target: str, hook: Callable, kind: str, lack: str) -> N
 
 
 def apply_hooks(table: dict[str, tuple[Callable, Any]]) -> str | None:
-    """Register and apply the hook of each target. Returns which of them did not land, None when all did."""
+    """Register and apply the hook of each target. Returns the hooks that did not land, None when all did."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     before = {target: pkgutil.resolve_name(target) for target in table}
@@ -294,7 +295,7 @@ MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 LATE_LOAD = f"{_RUNNER}.finalize_startup_weight_load"  # not in 0.5.17
 
-# Methods after which the weights are others, or are gone: of all known versions, and of some of them.
+# Methods that replace or release the weights: in all known versions, and in some of them.
 WRITING_METHODS = {
     MANAGER: (
         {
@@ -341,7 +342,7 @@ class WeightHooks:
         self.runtime = runtime
 
     def manager_call(self, original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around what the manager does for one request, outside of any step."""
+        """Around one request to the manager, outside of any step."""
         request = next(iter((*args, *kwargs.values())), None)
         if getattr(request, "action", None) in READING_ACTIONS:
             return original(manager, *args, **kwargs)
@@ -372,7 +373,7 @@ class WeightHooks:
             released = manager.offload_tags
             if WEIGHTS_TAG in released:
                 self.runtime.free_screens()
-            # What SGLang has released it must find free; and in a session weights are also written without a call.
+            # Not settled while memory is released or an update session is open: weights may change without a hook.
             settled = not released and getattr(manager, "_session", None) is None
             # Callers that send weights in parts flush the cache with the last: copying after each would take too long.
             self._settle(settled, now=getattr(request, "flush_cache", True))

@@ -49,13 +49,13 @@ class LazyLogits(torch.Tensor):
         return self._dense
 
     def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The logits of some rows (``[R]`` int64), and of no other: ``[R, V]``, the caller's to change."""
+        """The logits of some rows (``[R]`` int64) alone: ``[R, V]``, which the caller may change."""
         assert not self.is_dense, "whoever read the logits may have changed them"
         return self._compute(self.hidden.index_select(0, rows))
 
     @property
     def is_dense(self) -> bool:
-        """Whether somebody has read, and perhaps changed, the logits already."""
+        """The logits have been read, and perhaps changed."""
         return self._dense is not None
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -140,7 +140,7 @@ class DraftLogits(LazyLogits):
     def _probabilities(self, keepdim: bool) -> torch.Tensor:
         return DraftProbabilities.of(self, self.tokens)
 
-    # What operations give of each row, from the drafts alone. Others take the logits.
+    # Operations whose result follows from the drafts alone. The others take the logits.
     _answers: ClassVar[dict[Any, Callable[[Any, bool], Any]]] = {
         torch.ops.aten.argmax.default: _largest,
         torch.ops.aten._softmax.default: _probabilities,

@@ -39,7 +39,7 @@ class Metrics:
         self._screened = [0] * len(ScreenCounter)
         self._paused = False
         self._host_batches, self._host_seconds = 0, 0.0
-        self._pending: dict[int, tuple[Routing, int]] = {}  # batches of a routing that are not in the totals yet
+        self._pending: dict[int, tuple[Routing, int]] = {}  # batches with this routing that are not in the totals yet
         self._new_host: list[float] = []  # seconds of fused batches, likewise
         self._new_truncated = 0
         self._unlogged = False  # whether the totals have grown since the last log line
@@ -55,7 +55,7 @@ class Metrics:
         return now >= self.next_flush
 
     def add_batches(self, routing: Routing, num_truncated: int, batches: int, seconds: Sequence[float]) -> None:
-        """Count batches of one routing. num_truncated: rows of each; seconds: of the host, for each fused batch."""
+        """Count batches of one routing. num_truncated: rows of each; seconds: host time of each fused batch."""
         _, before = self._pending.get(id(routing), (routing, 0))
         self._pending[id(routing)] = (routing, before + batches)
         self._new_truncated += num_truncated * batches
@@ -87,11 +87,11 @@ class Metrics:
             logger.info("flashsample: %s", self.summary())
 
     def is_behind(self, now: float) -> bool:
-        """Whether something was counted that ``flush`` has yet to show, in Prometheus or, at ``now``, in the log."""
+        """``flush`` has counts to show, in Prometheus or, at ``now``, in the log."""
         return bool(self._pending) or (self._reports and self._unlogged and now - self._last_log >= self.log_seconds)
 
     def set_active(self, active: bool) -> None:
-        """Whether the fused pass serves anything."""
+        """Set the gauge: the fused pass serves some head."""
         if self._prometheus is not None:
             self._prometheus.active.set(active)
 
@@ -102,8 +102,8 @@ class Metrics:
             self._prometheus.searched.inc(rows)
 
     def add_screened(self, counted: Sequence[int], paused: bool) -> None:
-        """Count what a screen has counted on the device: one number for each member of ``ScreenCounter``. paused: it
-        serves nothing at the moment (``screen_lifecycle.py``)."""
+        """Add the counts of a screen on the device: one number for each member of ``ScreenCounter``. paused: it serves
+        nothing at the moment (``screen_lifecycle.py``)."""
         if paused is not self._paused:
             self._paused = paused
             if self._prometheus is not None:

@@ -38,8 +38,8 @@ class ExtraRoot:
 
     @classmethod
     def of_device(cls, device: torch.device, several_ranks: bool) -> ExtraRoot | None:
-        """None where graphs are left as SGLang captures them. several_ranks: whether they share the head. Before any
-        capture: it records an event."""
+        """The root for this device; None where graphs stay as SGLang captures them. several_ranks: several ranks share
+        the head. Call it before any capture: it records an event."""
         asked = switch(MODEL_GRAPHS_VARIABLE)
         wanted = several_ranks if asked is None else asked
         if device.type != "cuda" or torch.version.cuda is None or not wanted:
@@ -62,8 +62,8 @@ class ExtraRoot:
         self._failed = False
 
     def add(self, stream: int) -> None:
-        """Add it to the graph that ``stream`` (a CUstream) is captured into. Never raises: a graph without it is as
-        correct."""
+        """Add the root to the graph that ``stream`` (a CUstream) is captured into. Never raises: a graph without it is
+        as correct."""
         if self._failed:
             return
         status, graph, node = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()

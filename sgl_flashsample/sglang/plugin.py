@@ -46,7 +46,7 @@ def _leave_ray(kind, arguments) -> None:
     know our backend. SGLang chooses its own. Raises NotActiveError where the server must not start without ours."""
     if not getattr(arguments, "use_ray", False):
         return
-    from .runtime import refuse_to_start
+    from .settings import refuse_to_start
 
     reason = "Ray's actors load no plugins (--use-ray)"
     if arguments.sampling_backend == BACKEND:
@@ -64,7 +64,7 @@ def _explain_replacement(sampler, *args, **kwargs) -> None:
         from sglang.srt.runtime_context import get_exec
 
         from .hooks import install_status_hook
-        from .runtime import refuse_to_start
+        from .settings import refuse_to_start
 
         execution = get_exec()
         mode = " (deterministic inference)" if execution.deterministic.enable_deterministic_inference else ""
@@ -89,9 +89,9 @@ def make_sampler() -> FlashSampler:
             _runtime.inactive_reason = hooks.install(_runtime)
         if _runtime.inactive_reason is None:
             hooks.install_arrival_hook(_runtime)
-        if _runtime.inactive_reason is None and _runtime.verifies:
+        if _runtime.inactive_reason is None and _runtime.settings.verifies:
             _runtime.inactive_reason = hooks.install_speculation(_runtime)
-        if _runtime.inactive_reason is None and _runtime.verifies:
+        if _runtime.inactive_reason is None and _runtime.settings.verifies:
             drafts.start(_runtime, hooks.install_drafts)
         if _runtime.inactive_reason is None and _runtime.no_screen_reason is None:
             _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)

@@ -1,4 +1,4 @@
-"""What this server process serves: its heads, their kernels, its metrics. One per process, made by the plugin."""
+"""The state of the fused pass in one server process: its heads, their kernels, its metrics. The plugin makes one."""
 
 from __future__ import annotations
 
@@ -11,21 +11,14 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..decision_plane import DecisionPlane
 from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
-from ..kernels.params import BatchParams
+from ..head import Head
 from ..kernels.rng import NOISE_ABI
-from ..kernels.workspace import Workspace
-from ..selfcheck import MAX_COMPILED_ROWS, refuse_wrong, unsupported_by_flashinfer
+from ..selfcheck import MAX_COMPILED_ROWS, unsupported_by_flashinfer
 from ..switches import (
-    PLANE_VARIABLE,
-    REPORT_PATH_VARIABLE,
-    REQUIRE_VARIABLE,
-    SCREEN_VARIABLE,
     STEP_GRAPHS_VARIABLE,
     switch,
-    word,
 )
 from ..tables.lookup import resolve
 from . import support, token_counts
@@ -36,6 +29,7 @@ from .head import HeadState
 from .metrics import Metrics
 from .model_graph import ExtraRoot
 from .screen_lifecycle import HeadScreen, ScreenMode, screen_mode, unsupported_screen
+from .settings import Settings, refuse_to_start, unsupported_screens
 from .versions import sglang_version
 
 logger = logging.getLogger("sgl_flashsample")
@@ -50,20 +44,8 @@ LATE_ON_RANKS = f"{LATE_HEAD}, which is not supported with several ranks"
 
 
 class RankError(RuntimeError):
-    """What failed on this rank in a step or in the trial exchange, where ranks that share a head cannot be left alone:
-    they would wait for it. SGLang ends the server, as after an error of its own."""
-
-
-class NotActiveError(RuntimeError):
-    """The server must not start: it was asked to run with the fused pass only, and the fused pass serves nothing."""
-
-
-def refuse_to_start(reason: str) -> None:
-    """Where ``FLASHSAMPLE_REQUIRE`` is on, log the reason as an error and raise NotActiveError."""
-    if switch(REQUIRE_VARIABLE):
-        message = f"flashsample: the server does not start, because {REQUIRE_VARIABLE} is on and {reason}"
-        logger.error("%s", message)
-        raise NotActiveError(message)
+    """This rank failed while its peers wait in an exchange. The error must propagate: SGLang ends the server, as after
+    an error of its own."""
 
 
 class Runtime:
@@ -81,14 +63,12 @@ class Runtime:
         self.inactive_reason = inactive_reason
         self.no_mixing_reason: str | None = None
         self.no_grammars_reason: str | None = None
-        self.server_seed = 0
-        self.custom_processors = self.original_logprobs = self.bool_masks = False
-        self.report_path = bool(switch(REPORT_PATH_VARIABLE))
+        self.settings = Settings.of_server()
+        self.inactive_reason = self.inactive_reason or self.settings.unsupported
         self.use_step_graphs = bool(switch(STEP_GRAPHS_VARIABLE))
-        self.wants_plane = word(PLANE_VARIABLE) == "cpu"
         self.screen_mode = screen_mode()
-        self.no_screen_reason = _unsupported_screens(self.screen_mode)
-        self.arrivals = Arrivals()
+        self.no_screen_reason = unsupported_screens(self.screen_mode)
+        self.arrivals = Arrivals(self.settings.replica)
         self._warned_of_request = False
         self.samplers: list[Any] = []
         self._idle_reads: int | None = 0  # still to be made of the device's counters; None after a failure
@@ -96,45 +76,14 @@ class Runtime:
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         self._extra_root: ExtraRoot | None = None
-        self.verifies = False  # drafts of speculative decoding
         self._draft_processors: set[int] = set()
         self.prepares_drafts = False  # before memory is shared out: the draft model has a head of its own
         self.draft_head: HeadState | None = None  # that drafts are drawn from; it may be a head of the target
         self.draws_drafts = False  # graphs may read ``draft_head`` also when this has ended
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
-        self._is_pipeline, self._last_stage = False, True  # the other stages have no head
         self._statuses: list[dict[str, Any]] = []  # of heads that other ranks have
-        metrics, reports = False, True
-        try:
-            from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
-            from sglang.srt.runtime_context import get_device, get_exec, get_observability, get_parallel, get_spec
-
-            self.server_seed = int(get_device().random_seed or 0)
-            self.bool_masks = getattr(get_exec().kernel, "grammar_backend", None) == "outlines"
-            self.custom_processors = bool(get_exec().features.enable_custom_logit_processor)
-            self.original_logprobs = bool(SGLANG_RETURN_ORIGINAL_LOGPROB)
-            parallel, observability = get_parallel(), get_observability()
-            self._last_stage = parallel.pp_rank == parallel.pp_size - 1
-            replica = getattr(parallel, "dp_rank", None)  # SGLang 0.5.17 says it with the model (``hooks.load_model``)
-            self.arrivals = Arrivals(replica or (0 if parallel.tp_size == 1 else parallel.attn_dp_rank))
-            self._is_pipeline = parallel.pp_size > 1
-            metrics = bool(observability.enable_metrics)
-            # Of ranks with the same batches the first reports, as of SGLang's own metrics.
-            reports = parallel.tp_size == 1 or parallel.attn_tp_rank == 0
-            reports = reports or bool(observability.enable_metrics_for_all_schedulers)
-            self.inactive_reason = self.inactive_reason or support.unsupported_server()
-            self.verifies = get_spec().speculative_algorithm is not None
-            if self.report_path and self.verifies:
-                self.report_path = False
-                logger.warning(
-                    "flashsample: %s does nothing here: SGLang reports one value per step, and with speculative "
-                    "decoding a step may give several tokens",
-                    REPORT_PATH_VARIABLE,
-                )
-        except Exception as error:  # an SGLang whose configuration we cannot read is served by SGLang alone
-            self.inactive_reason = self.inactive_reason or f"this server's configuration cannot be read ({error})"
-        self.metrics = Metrics(metrics, reports)
+        self.metrics = Metrics(self.settings.metrics, self.settings.reports)
         self._update_gauge()
         self.token_counts = token_counts.TokenCounts.of_this_server()
 
@@ -147,17 +96,8 @@ class Runtime:
         except Exception as error:  # an SGLang whose ranks we cannot find, on each of them
             self.inactive_reason = self.inactive_reason or f"this server's ranks cannot be found ({error})"
             return self._update_gauge()
-        settings = {
-            "sgl-flashsample": __version__,
-            "SGLang": sglang_version(),
-            "NOISE_ABI": NOISE_ABI,
-            REQUIRE_VARIABLE: switch(REQUIRE_VARIABLE),
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": self.original_logprobs,
-            "custom logit processors": self.custom_processors,
-            "grammar masks of bools": self.bool_masks,
-        }
-        answers = self._ranks.of_all([self.inactive_reason, self.server_seed, settings])
-        self.server_seed = answers[0][1]
+        answers = self._ranks.of_all([self.inactive_reason, self.settings.seed, self.settings.shared])
+        self.settings.seed = answers[0][1]
         differing = (
             f"the ranks differ: {name} is {first!r} on rank 0 and {other[name]!r} on rank {rank}"
             for name, first in answers[0][2].items()
@@ -281,7 +221,7 @@ class Runtime:
 
     @property
     def leaves_heads(self) -> bool:
-        """Whether SGLang serves an LM head of this server."""
+        """SGLang serves an LM head of this server."""
         return bool(self._refused)
 
     @property
@@ -296,8 +236,8 @@ class Runtime:
     def status(self) -> dict[str, Any]:
         """For ``/server_info``: whether the fused pass serves, else why not; per head its shape and dtype, the tuned
         table (None: built-in choices), its screen, how many CUDA graphs of a step it has, and the bytes that it takes
-        beside the model and these graphs. draft_head: the same of the head that drafts are drawn from, one of
-        ``heads`` or the draft model's. Of a pipeline, the first stage answers, as the last one was at its start. Values
+        beside the model and these graphs. draft_head: the same of the head that drafts are drawn from, one of ``heads``
+        or the draft model's. In a pipeline the first stage answers, with the last stage's state at its start. Values
         are those of JSON."""
         reason = self.all_native_reason
         return {
@@ -318,7 +258,7 @@ class Runtime:
         prepared: dict[tuple[int, int], HeadState | str] = {}
         failure = None
         try:
-            for processor, lm_head in _heads_of(model) if self._last_stage else ():
+            for processor, lm_head in _heads_of(model) if self.settings.last_stage else ():
                 key = (id(processor), id(lm_head))
                 prepared[key] = self._heads.get(key) or self._prepare(processor, lm_head, starting=True)
         except Exception as error:  # the other ranks wait for an answer
@@ -328,7 +268,7 @@ class Runtime:
             self.inactive_reason = LATE_ON_RANKS
             return self.announce_inactive()
         if self._ranks.num_ranks > 1 and None in agreed:
-            # No rank comes here without the others: the exchange itself can be tried, and what it says is agreed on.
+            # No rank comes here without the others: the exchange itself can be tried, and its result is agreed on.
             for place, (key, one) in enumerate(prepared.items()):
                 if agreed[place] is None and isinstance(one, HeadState):
                     try:
@@ -337,10 +277,11 @@ class Runtime:
                         raise self._rank_error(f"{type(error).__name__}: {error}") from error
             tried = self._agree_on_heads(list(prepared.values()))
             agreed = [first or second for first, second in zip(agreed, tried, strict=True)]
-        for (key, one), reason in zip(prepared.items(), agreed, strict=False):
+        # First the heads that are served: what is said of another one depends on them.
+        for (key, one), reason in sorted(zip(prepared.items(), agreed, strict=False), key=lambda pair: pair[1] or ""):
             self._admit(key, one, reason)
         if agreed and None not in agreed:
-            for reason in filter(None, agreed[len(prepared) :]):  # of heads that this rank has not got
+            for reason in filter(None, agreed[len(prepared) :]):  # heads that only other ranks have
                 self._refuse(reason)
         if self.all_native_reason is not None:
             return refuse_to_start(self.all_native_reason)
@@ -352,7 +293,8 @@ class Runtime:
                 self._about,
             )
         for state in self.heads:
-            weight, ranks = state.head.weight, "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
+            weight = state.head.lm_head.weight
+            ranks = "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
             logger.info(
                 "%s: fused sampling active, LM head %d x %d %s%s, random numbers of NOISE_ABI %d, kernels compiled and "
                 "checked against a reference in %.1f s; SGLang's own sampler is used for requests with %s",
@@ -366,7 +308,7 @@ class Runtime:
             )
         if self.heads:
             first = self.heads[0]
-            self._extra_root = ExtraRoot.of_device(first.head.weight.device, first.exchange is not None)
+            self._extra_root = ExtraRoot.of_device(first.head.lm_head.weight.device, first.exchange is not None)
 
     def extend_model_graph(self) -> None:
         """Where SGLang captures its model into a CUDA graph, give that one more root."""
@@ -374,8 +316,8 @@ class Runtime:
             self._extra_root.add(torch.cuda.current_stream().cuda_stream)
 
     def _agree_on_heads(self, prepared: list[HeadState | str], failure: str | None = None) -> list[str | None]:
-        """Per head, the reason that any rank has against it. prepared: the heads of this rank, or why SGLang has to
-        serve them. failure: why this rank does not know them. Stages of a pipeline before the last one have none."""
+        """The reason that any rank has against each head. prepared: the heads of this rank, or why SGLang has to serve
+        them. failure: why this rank does not know them. Stages of a pipeline before the last one have none."""
         reasons = [None if isinstance(one, HeadState) else one for one in prepared]
         statuses = [one.status for one in prepared if isinstance(one, HeadState)]
         answers = self._ranks.of_all([failure, reasons, statuses])
@@ -403,7 +345,7 @@ class Runtime:
             else:
                 prepared = self._prepare(processor, lm_head, starting=False)
             if not isinstance(prepared, HeadState):
-                # It may be what SGLang has put around a head that was prepared, as it does for LoRA adapters.
+                # SGLang may have wrapped a head that was prepared, as it does for LoRA adapters.
                 wrapped = (
                     at for at, one in self._heads.items() if one is not None and one.lm_head.weight is lm_head.weight
                 )
@@ -422,7 +364,7 @@ class Runtime:
             if reason is not None:
                 return reason
             state.use_step_graphs = self.use_step_graphs and lm_head.weight.is_cuda
-            state.copies_tokens = self._is_pipeline
+            state.copies_tokens = self.settings.is_pipeline
             state.newly_searched(self.metrics.read_seconds)  # allocates its pinned memory now, not in a step
             return state
         except Exception as error:  # whatever a kernel or a model does, the server must start
@@ -438,25 +380,26 @@ class Runtime:
         """Leave a head to SGLang, and say why."""
         self._refused.append(reason)
         self._update_gauge()
-        logger.warning("%s: not active, SGLang's own sampler is used for everything: %s", self._about, reason)
+        place = "not active for one of its LM heads" if self.heads else "not active"
+        extent = "that head" if self.heads else "everything"
+        logger.warning("%s: %s, SGLang's own sampler is used for %s: %s", self._about, place, extent, reason)
 
     def _check(self, state: HeadState, starting: bool) -> str | None:
-        """Give ``state`` its decision plane, its table and its screen, as far as they pass the checks on this machine.
-        Returns why its kernels cannot be trusted, or None."""
+        """Give ``state`` its table and its screen, as far as they pass the checks on this machine. Returns why its
+        kernels cannot be trusted, or None."""
         head = state.head
-        max_rows = MAX_COMPILED_ROWS if head.weight.is_cuda else MAX_INTERPRETED_ROWS
-        if self.wants_plane:
-            self._build_plane(state)
+        max_rows = MAX_COMPILED_ROWS if head.lm_head.weight.is_cuda else MAX_INTERPRETED_ROWS
         if state.exchange is not None:
-            reason = state.unsupported_rows(max_rows, self.bool_masks)
+            reason = state.unsupported_rows(max_rows, self.settings.bool_masks)
             if reason is not None or state.whole_rows:
                 return reason
-        resolved = resolve(head)
+        resolved = resolve(head.lm_head)
         for warning in resolved.warnings:
             logger.warning("flashsample: %s", warning)
-        no_screen = self._build_screen(state, resolved.dispatch, max_rows, starting)
-        serving = None if state.screen is None else state.screen.serving(head)
-        checked = refuse_wrong(head, max_rows, resolved.dispatch, bool_masks=self.bool_masks, screen=serving)
+        head.table = resolved.dispatch
+        no_screen = self._build_screen(state, max_rows, starting)
+        head.screen = None if state.screen is None else state.screen.serving(head.lm_head)
+        checked = head.check(max_rows, bool_masks=self.settings.bool_masks)
         if checked.reason is not None:
             return checked.reason
         if checked.refused:
@@ -466,63 +409,33 @@ class Runtime:
                 len(checked.refused),
                 "; ".join(checked.refused),
             )
-        table = _without_failing_flashinfer(head, checked.table)
-        logger.info("flashsample: %s", dataclasses.replace(resolved, dispatch=table).line())
-        state.table = table
+        head.table = _without_failing_flashinfer(head)
+        logger.info("flashsample: %s", dataclasses.replace(resolved, dispatch=head.table).line())
         state.table_file = None if resolved.table_file is None else str(resolved.table_file.file)
         measured = self.screen_mode is ScreenMode.AUTO
-        if state.screen is not None and not table.screened_rows(state.screen.rows, measured=measured):
+        if state.screen is not None and not head.table.screened_rows(state.screen.rows, measured=measured):
             no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"
             state.free_screen()
             state.screen = None
         self._announce_screen(state, no_screen)
         return None
 
-    def _build_plane(self, state: HeadState) -> None:
-        """Let a head be drawn from in host memory, and say so, or why not. A first row compiles the loops and reserves
-        the pinned memory now, not in a step."""
-        head, reason = state.head, None
-        if state.exchange is not None:
-            reason = "several ranks share the LM head"
-        elif self.verifies:
-            reason = "drafts are verified on the device"
-        else:
-            try:
-                device = head.weight.device
-                plane, row = DecisionPlane(device), torch.zeros(1, dtype=torch.int64, device=device)
-                hidden = head.weight.new_zeros(1, head.weight.shape[1])
-                plane.draw(hidden, head, BatchParams(row.float(), row, row), workspace=Workspace(1, device))
-                state.plane = plane
-            except Exception as error:  # a server must start without
-                reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        if state.plane is None:
-            logger.warning("flashsample: no decision plane, the fused pass draws: %s", reason)
-            return
-        logger.info(
-            "flashsample: decision plane on, as %s is cpu: logits are copied to host memory in blocks of %d rows and "
-            "drawn there by up to %d threads, same tokens; no screen, no CUDA graphs of the sampling step",
-            PLANE_VARIABLE,
-            state.plane.block_rows,
-            state.plane.threads,
-        )
-
-    def _build_screen(self, state: HeadState, table: DispatchTable, max_rows: int, starting: bool) -> str | None:
+    def _build_screen(self, state: HeadState, max_rows: int, starting: bool) -> str | None:
         """Build the screen of a head; returns why it gets none, or None."""
+        lm_head, table = state.head.lm_head, state.head.table
         try:
-            reason = "the decision plane draws" if state.plane is not None else self.no_screen_reason
-            reason = reason or unsupported_screen(state.head, table, self.screen_mode, max_rows)
+            reason = self.no_screen_reason or unsupported_screen(lm_head, table, self.screen_mode, max_rows)
             if reason is None and not starting:
                 reason = "the model shows its LM head only after the memory is shared out"
             if reason is None:
-                rows = table.screened_rows(max_rows)
-                state.screen = HeadScreen(state.head, rows, self.metrics.read_seconds)
+                state.screen = HeadScreen(lm_head, table.screened_rows(max_rows), self.metrics.read_seconds)
         except Exception as error:  # memory, or whatever a copy of this head meets: it is served without
             reason = f"{type(error).__name__}: {error}"
         return reason
 
     def _announce_screen(self, state: HeadState, reason: str | None) -> None:
-        """Say in a line what screen a head has, or why it has none."""
-        screen, weight = state.screen, state.head.weight
+        """Log the screen of a head, or why it has none."""
+        screen, weight = state.screen, state.head.lm_head.weight
         if screen is None:
             level = logging.WARNING if self.screen_mode is ScreenMode.ON else logging.INFO
             logger.log(
@@ -546,7 +459,7 @@ class Runtime:
         sampling = sampling or (drafting and mode.is_draft_extend_v2())
         if not sampling or mode.is_split_prefill() or metadata.is_prefill_only:
             return None
-        if mode.is_target_verify() and not self.verifies:
+        if mode.is_target_verify() and not self.settings.verifies:
             return None
         if self._screens_outdated and self.weights_settled and mode.is_extend() and not _is_capturing():
             self.renew_screens()
@@ -564,7 +477,7 @@ class Runtime:
         """SGLang computes a draft model's logits, except where drafts are drawn from ``draft_head``."""
         self._draft_processors |= {id(processor) for processor in processors_of(draft_model).values()}
         if self.prepares_drafts:
-            self.prepare_draft_head(draft_model, starting=True)  # what it says is said again before graphs are captured
+            self.prepare_draft_head(draft_model, starting=True)  # its log lines come again before graphs are captured
 
     def prepare_draft_head(self, draft_model: torch.nn.Module, starting: bool) -> str | None:
         """Make ``draft_head`` the head of this model: one of the target's where it is the same, else a checked one of
@@ -608,7 +521,7 @@ class Runtime:
             if batch is not None and not routing.all_native:
                 of_sglang = sum(batch.rows[row].truncated for row in routing.native)
                 routing.num_truncated = batch.num_truncated - of_sglang
-        if self.report_path:
+        if self.settings.report_path:
             models = logits_output.customized_info or {}
             logits_output.customized_info = {**models, "flashsample_path": list(routing.labels)}
         if self.token_counts is not None:
@@ -661,28 +574,19 @@ def processors_of(model: torch.nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LogitsProcessor)}
 
 
-def _without_failing_flashinfer(head: Any, table: DispatchTable) -> DispatchTable:
-    if not table.flashinfer:
-        return table
+def _without_failing_flashinfer(head: Head) -> DispatchTable:
+    """The table of ``head``, without FlashInfer where that cannot draw for it here."""
+    if not head.table.flashinfer:
+        return head.table
     try:
-        reason = unsupported_by_flashinfer(head)
+        reason = unsupported_by_flashinfer(head.lm_head)
     except Exception as error:  # memory for the check, or what else a starting server may lack
         reason = f"{type(error).__name__}: {error}"
     if reason is None:
-        return table
+        return head.table
     logger.warning(CANNOT_USE, reason)
-    return table.without_flashinfer()
+    return head.table.without_flashinfer()
 
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _unsupported_screens(mode: ScreenMode) -> str | None:
-    """Why no head of this server may have a screen, as far as its arguments say."""
-    if mode is ScreenMode.OFF:
-        return f"{SCREEN_VARIABLE} is off"
-    try:
-        return support.unsupported_screens()
-    except Exception as error:  # an SGLang whose configuration we cannot read
-        return f"this server's configuration cannot be read ({error})"

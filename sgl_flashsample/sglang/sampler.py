@@ -12,7 +12,6 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
-from ..api import sample
 from ..kernels.params import BatchParams, LogitEdits, SampleOutput
 from .batch import (
     BATCH_ATTRIBUTE,
@@ -29,17 +28,16 @@ from .batch import (
     routing_of,
     to_device,
 )
-from .exchange import Exchange
-from .head import HeadState, Launched
+from .head import HeadState
 from .lazy_logits import LazyLogits, plain
-from .repeat import RepeatedStep
 from .runtime import Runtime
+from .step_graphs import Launched, RepeatedStep
 
 _NO_PENALIZERS = types.SimpleNamespace(is_required=False, filter=lambda keep_indices: None)
-# Lists of LogitsProcessorOutput with an entry per row. SGLang copies these tensors to the host one by one and then
-# asks each for its `tolist`: a row that wants none has an empty one.
+# Lists of LogitsProcessorOutput with an entry per row. SGLang copies these tensors to the host one by one and then asks
+# each for its `tolist`: a row without such logprobs has an empty tensor.
 _TENSOR_LISTS = ("next_token_top_logprobs_val", "next_token_top_logprobs_idx", "next_token_token_ids_logprobs_val")
-# The other lists, with the entry of a row that wants none. The last two are filled by SGLang 0.5.17 alone.
+# The other lists, with the entry of a row without such values. The last two are filled by SGLang 0.5.17 alone.
 _LISTS: dict[str, list | None] = {
     "next_token_token_ids_logprobs_idx": [],
     "next_token_sampling_mask_idx": None,
@@ -69,7 +67,7 @@ class Unserved(Exception):
 class FlashSampler(Sampler):
     """Serves each row from its hidden state, or through ``super()`` where there is a reason against that.
 
-    repeated: what the next step is compared with first, or None.
+    repeated: the step that the next one is compared with first, or None.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -122,7 +120,8 @@ class FlashSampler(Sampler):
         super().compute_logprobs_only(logits_output, sampling_info, *args, **kwargs)
 
     def _route(self, call: Call, batch: Batch | None, num_rows: int, extra: dict[str, Any]) -> Routing:
-        """Who serves each row. extra: further arguments of the call, of a version or mode that we do not know."""
+        """The server of each row: the fused pass or SGLang's sampler. extra: further arguments of the call, of a
+        version or mode that we do not know."""
         runtime, lazy = self.runtime, call.logits_output.next_token_logits
         if runtime.inactive_reason is not None:
             raise Unserved(Reason.INACTIVE)
@@ -185,7 +184,7 @@ class FlashSampler(Sampler):
                     routing.native_rows = NativeRows(call.sampling_info, batch, routing)
                 token_ids, output = routing.native_rows.sample(self._native, preprocess, call)
                 routing.native_rows.merge(token_ids, output, out, call.logits_output)
-            except Exception as error:  # what SGLang itself refuses it will refuse again
+            except Exception as error:  # SGLang refuses the batch again where the request is wrong
                 runtime.stop_mixing(f"{type(error).__name__}: {error}")
                 raise Unserved(Reason.ERROR) from None
         if call.return_logprob:
@@ -205,8 +204,8 @@ def guarded_routing(
     top_logprobs_nums: list[int] | None,
     token_ids_logprobs: list | None,
 ) -> Routing:
-    """``routing_of`` in this server. Raises Unserved after a failure: a request must not fail because we cannot tell
-    what it needs."""
+    """``routing_of`` in this server. Raises Unserved after a failure: a request must not fail because its needs cannot
+    be read."""
     try:
         return routing_of(
             batch,
@@ -214,7 +213,7 @@ def guarded_routing(
             return_logprob,
             top_logprobs_nums,
             token_ids_logprobs,
-            runtime.original_logprobs,
+            runtime.settings.original_logprobs,
             runtime.no_grammars_reason is None,
         )
     except Exception as error:
@@ -232,67 +231,26 @@ def draw(
 ) -> SampleOutput:
     """One token per row: by a CUDA graph where the batch has not changed for some steps, else by launches."""
     state.update(len(batch))
-
-    def launch(params: BatchParams) -> Launched:
-        if state.exchange is not None:
-            return draw_with_ranks(state, state.exchange, hidden, params, return_logprob, retry=False)
-        return Launched(_launch(state, hidden, params, return_logprob))
-
     graphs = state.step_graphs(batch, edits, positions)
     if graphs is not None:
-        out = graphs.step(launch, batch, hidden, edits, positions, return_logprob)
+
+        def captured(params: BatchParams) -> Launched:
+            return launch(state, hidden, params, return_logprob, retry=False)
+
+        out = graphs.step(captured, batch, hidden, edits, positions, return_logprob)
         if out is not None:
             return out
-    return draw_without_graphs(state, hidden, batch.params(positions.to(torch.int64), edits), return_logprob)
+    return launch(state, hidden, batch.params(positions.to(torch.int64), edits), return_logprob).out
 
 
-def draw_without_graphs(
-    state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool
-) -> SampleOutput:
-    """By the decision plane where there is one, else by launches. A plane or a screen that fails is given up, and the
-    step drawn without it."""
-    if state.exchange is not None:
-        return draw_with_ranks(state, state.exchange, hidden, params, return_logprob).out
-    if state.plane is not None:
-        try:
-            return state.plane.draw(
-                hidden, state.head, params, workspace=state.workspace, return_logprob=return_logprob
-            )
-        except Exception as error:
-            state.stop_plane(f"{type(error).__name__}: {error}")
-    try:
-        return _launch(state, hidden, params, return_logprob)
-    except Exception as error:
-        if state.serving_screen is None or isinstance(error, torch.OutOfMemoryError):
-            raise
-        state.stop_screen(f"{type(error).__name__}: {error}")
-        return _launch(state, hidden, params, return_logprob)
-
-
-def _launch(state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
-    return sample(
-        hidden,
-        state.head,
-        params,
-        return_logprob=return_logprob,
-        workspace=state.workspace,
-        path=state.path,
-        table=state.table,
-        screen=state.serving_screen,
-    )
-
-
-def draw_with_ranks(
-    state: HeadState,
-    exchange: Exchange,
-    hidden: torch.Tensor,
-    params: BatchParams,
-    return_logprob: bool,
-    retry: bool = True,
+def launch(
+    state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool, *, retry: bool = True
 ) -> Launched:
-    """Where this rank has a part of the head. How a rank draws from its part is its own affair. retry: what fails is
-    tried in another way, as the other ranks wait for the exchange."""
-    if params.truncation is not None or state.whole_rows:
+    """One token per row, by launches. Where ranks share the head, each draws from its part, in its own way, and they
+    exchange the draws; for truncated batches they exchange whole rows of logits. retry: a draw that fails is tried in
+    another way (``HeadState.step_down``), as other ranks wait for the exchange."""
+    exchange = state.exchange
+    if exchange is not None and (params.truncation is not None or state.whole_rows):
         scratch: list[Any] = []
 
         def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:
@@ -303,12 +261,12 @@ def draw_with_ranks(
         return Launched(exchange.draw_rows(state.logits_of_shard(hidden), params, draw_rows), scratch)
     while True:
         try:
-            drawn = _launch(state, hidden, params, return_logprob)
+            drawn = state.head.draw(hidden, params, return_logprob=return_logprob, path=state.path)
+            break
         except Exception as error:
-            if not retry or not state.step_down(f"{type(error).__name__}: {error}"):
+            if not retry or not state.step_down(error):
                 raise
-        else:
-            return Launched(exchange.merge(drawn), drawn)
+    return Launched(drawn) if exchange is None else Launched(exchange.merge(drawn), drawn)
 
 
 class NativeRows:

@@ -28,7 +28,7 @@ logger = logging.getLogger("sgl_flashsample")
 
 
 class ScreenMode(enum.StrEnum):
-    """What the server was asked for."""
+    """The choice of the server's user."""
 
     AUTO = "auto"  # a screen where a tuned table has measured that it is faster
     ON = "on"  # also where only the built-in choice is the screened path
@@ -43,16 +43,16 @@ MEMORY_SHARES = {ScreenMode.AUTO: 0.05, ScreenMode.ON: 0.5}
 # together less than one pass over the head. An estimate, not a measurement.
 MAX_READ_SHARE = 0.65
 MIN_BLOCKS = 64  # blocks of rows that one decision is made from
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 3600.0  # twice as long each time, until the screen pays again
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 3600.0  # the pause doubles until the screen pays again
 
 
 def screen_mode() -> ScreenMode:
-    """What ``FLASHSAMPLE_SCREEN`` says."""
+    """The value of ``FLASHSAMPLE_SCREEN``."""
     return ScreenMode(word(SCREEN_VARIABLE))
 
 
 def unsupported_screen(head: LMHead, table: DispatchTable, mode: ScreenMode, max_rows: int) -> str | None:
-    """Why this head gets no screen; None where it gets one. max_rows: of the batches to come."""
+    """Why this head gets no screen; None where it gets one. max_rows: size of the largest batch to come."""
     if (reason := unsupported_head(head)) is not None:
         return f"the head cannot be screened: {reason}"
     if draws_in_host_memory(head.weight.device):
@@ -79,8 +79,8 @@ def _lack_of_memory(head: LMHead, rows: int, mode: ScreenMode) -> str | None:
 class HeadScreen:
     """The screen of one head, through every change of its weights.
 
-    rows: of the largest batch that is screened. counter_seconds: between two reads of its device counters. Raises
-    ValueError for a head that cannot be screened, torch.OutOfMemoryError where there is no memory for it.
+    rows: size of the largest batch that is screened. counter_seconds: time between two reads of its device counters.
+    Raises ValueError for a head that cannot be screened, torch.OutOfMemoryError where there is no memory for it.
     """
 
     def __init__(self, head: LMHead, rows: int, counter_seconds: float) -> None:
@@ -109,7 +109,7 @@ class HeadScreen:
 
     def pin(self) -> Screen:
         """A screen of the same copy, for the graphs of drafts, which are never captured anew: its memory is kept from
-        now on. What drafts read of the head is not counted here, and pauses nothing."""
+        now on. Reads for drafts are not counted here, and pause nothing."""
         assert self._screen is not None
         self._pinned = True
         twin = self._screen.twin()
@@ -121,8 +121,8 @@ class HeadScreen:
         return self._pause.paused
 
     def new_counts(self) -> Sequence[int]:
-        """What its counters have counted since the last call, one number per ``ScreenCounter``, as far as that is known
-        without waiting. Where that says that the screen does not pay, it is paused from the next step on."""
+        """The increase of its counters since the last call, one number per ``ScreenCounter``, as far as it is known
+        without waiting. A screen that does not pay by these counts is paused from the next step on."""
         counted = self._counters.new()
         self._pause.add(counted)
         return counted
@@ -177,11 +177,11 @@ class PausePolicy:
 
     @property
     def paused(self) -> bool:
-        """Whether the screen was paused when it was last asked for."""
+        """The screen was paused at the last call of ``is_paused``."""
         return self._until is not None
 
     def is_paused(self) -> bool:
-        """Whether the screen is to serve nothing now. Ends a pause that is over."""
+        """The screen must serve nothing now. Ends a pause that is over."""
         if self._until is None:
             return False
         if time.monotonic() < self._until:
@@ -190,7 +190,7 @@ class PausePolicy:
         return False
 
     def add(self, counted: Sequence[int]) -> None:
-        """Decide by what has newly been counted, one number per ``ScreenCounter``."""
+        """Decide by new counts, one number per ``ScreenCounter``."""
         if self._until is not None:
             return  # counts of the last steps before the pause
         self._blocks += counted[ScreenCounter.ROW_BLOCKS]

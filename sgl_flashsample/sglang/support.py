@@ -11,15 +11,15 @@ from ..defaults import FAMILIES, family_of
 from ..files import first_line
 from ..switches import RANKS_VARIABLE, SPECULATION_VARIABLE, switch
 
-# Whose drafts SGLang verifies in the one place that we know.
+# Algorithms whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
-# Verified by default, on one rank and with one draft head: measured on GPUs, and not slower.
+# Algorithms that are verified by default, on one rank and with one draft head: measured on GPUs, and not slower.
 MEASURED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
-# Whose draft model has one head, run by the one worker that we know.
+# Algorithms whose draft model has one head and the one worker that we know.
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-# Served by default, as measured on GPUs: by tensor-parallel ranks and pipeline stages, the arguments that ask for them.
+# Parallel servers that are fused by default, as measured on GPUs: the arguments, by tensor-parallel ranks and stages.
 MEASURED_RANKS = {(2, 1): "--tp-size 2", (4, 1): "--tp-size 4", (1, 2): "--pp-size 2"}
-MAX_EXCHANGED_IDS = 2**24  # as float32
+MAX_EXCHANGED_IDS = 2**24  # ids travel as float32
 # Settings with which SGLang's sampler looks for NaN in the logits. Not every known version has the second.
 LOGIT_CHECKS = ("SGLANG_SANITIZE_NAN_LOGITS", "SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT")
 
@@ -79,8 +79,8 @@ def _unmeasured_ranks() -> str | None:
     if wanted or ((parallel.tp_size, parallel.pp_size) in MEASURED_RANKS and not replicated):
         return None
     return (
-        f"of several GPUs, those of {', '.join(MEASURED_RANKS.values())} are served by default, which have been "
-        f"measured; {RANKS_VARIABLE}=1 turns all on"
+        "this parallel configuration is off by default; measured ones are: "
+        f"{', '.join(MEASURED_RANKS.values())}; {RANKS_VARIABLE}=1 turns all on"
     )
 
 
@@ -125,8 +125,8 @@ def unsupported_speculation() -> str | None:
     if name in MEASURED_ALGORITHMS and parallel.tp_size == 1 and not has_several_draft_heads():
         return None
     return (
-        f"of speculative decoding, what has been measured is on by default: {', '.join(MEASURED_ALGORITHMS)} with one "
-        f"draft head, on one GPU; {SPECULATION_VARIABLE}=1 turns all on"
+        "this kind of speculative decoding is off by default; measured ones are: "
+        f"{', '.join(MEASURED_ALGORITHMS)} with one draft head, on one GPU; {SPECULATION_VARIABLE}=1 turns all on"
     )
 
 
@@ -154,7 +154,7 @@ def unsupported_adapters() -> str | None:
 
 
 def unsupported_drafts() -> str | None:
-    """Why the drafts of this server are SGLang's own, as far as its arguments say; None where they need not be."""
+    """Why the arguments of this server leave its drafts to SGLang; None where they do not."""
     from sglang.srt.runtime_context import get_parallel, get_spec
 
     spec, parallel = get_spec(), get_parallel()
@@ -169,28 +169,28 @@ def unsupported_drafts() -> str | None:
 
 
 def has_several_draft_heads() -> bool:
-    """Whether each draft of a chain has a head of its own. Not every known SGLang has the setting."""
+    """Each draft of a chain has a head of its own. Some known versions of SGLang lack the setting."""
     from sglang.srt.runtime_context import get_spec
 
     return bool(getattr(get_spec(), "enable_multi_layer_eagle", False))
 
 
 def draft_model_has_its_own_head() -> bool:
-    """Whether the LM head that a draft model is loaded with stays: EAGLE's becomes the target's."""
+    """The draft model keeps the LM head that it is loaded with. EAGLE's is replaced by the target's."""
     from sglang.srt.runtime_context import get_spec
 
     return str(get_spec().speculative_algorithm).upper() == "STANDALONE"
 
 
 def is_elastic() -> bool:
-    """Whether ranks may join this server while it runs."""
+    """Ranks may join this server while it runs."""
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().moe.elastic_ep_backend is not None
 
 
 def _dumps() -> bool:
-    """Whether SGLang's dumper may read logits, on some ranks alone."""
+    """SGLang's dumper may read logits, on some ranks alone."""
     try:
         from sglang.srt.debug_utils.dumper import dumper
 
@@ -202,7 +202,7 @@ def _dumps() -> bool:
 def unsupported_screens() -> str | None:
     """Why no head of this server may have a screen, whatever its device; None when one may have.
 
-    A screen is a copy of the head: nobody may write to the head, or add to its output, without our being told.
+    A screen is a copy of the head: no hook sees some writes to the head, or additions to its output.
     """
     from sglang.srt.runtime_context import get_model
 

@@ -26,11 +26,11 @@ _EMPTY = torch.iinfo(torch.int64).min
 
 
 class TokenCounts:
-    """Adds what is drawn from now on to what ``file`` holds from earlier runs.
+    """Adds the tokens that are drawn from now on to the counts that ``file`` holds from earlier runs.
 
-    name: of the model. capacity: ids under way; 2 MiB of pinned memory, what 500 rows draw in 500 steps. look_seconds:
-    between two looks for ids that have arrived. write_seconds, idle_seconds: between two writes of the file, each some
-    milliseconds of the interpreter, while tokens keep coming and while they do not.
+    name: the model's. capacity: ids under way, 8 bytes of pinned memory each; the default holds 500 steps of 500 rows.
+    look_seconds: interval between two looks for ids that have arrived. write_seconds, idle_seconds: interval between
+    two writes of the file, a few ms of the interpreter each, while tokens keep coming and while they do not.
 
     Raises ValueError where ``file`` is of another model or another process writes it, OSError where it cannot be
     written.
@@ -38,7 +38,8 @@ class TokenCounts:
 
     @classmethod
     def of_this_server(cls) -> TokenCounts | None:
-        """What the environment asks for; None where it asks for nothing, or another process of this server counts."""
+        """The counter that the environment asks for; None without such a wish, and where another process of this server
+        counts."""
         file = text(TRACE_VARIABLE)
         if not file:
             return None
@@ -50,7 +51,7 @@ class TokenCounts:
                 # The ranks of a stage draw the same tokens, all stages but the last one none. With DP attention, the
                 # requests of the first rank are counted.
                 return None
-            # The name of a folder, not where it lies; a hub's name as it is.
+            # A folder's name without its path; a hub's name unchanged.
             return cls(Path(file).absolute(), one_line(Path(model).name if os.path.isdir(model) else model))
         except Exception as error:  # must not keep a server from starting
             reason = f"{type(error).__name__}: {one_line(str(error), 300)}"
@@ -72,7 +73,7 @@ class TokenCounts:
         self.disabled_reason: str | None = None
         self.dropped = 0  # ids that found no free slot
         lock_file = hold(file.with_name(f".{file.name}.lock"))
-        if lock_file is None:  # of replicas with one environment, the first counts
+        if lock_file is None:  # among replicas with one environment, the first counts
             raise ValueError(f"another process counts into {file}")
         self._lock_file = lock_file
         self._earlier = HotVocab.load(file) if os.path.lexists(file) else None
@@ -150,7 +151,7 @@ class TokenCounts:
             arrived = slots[: int(missing[0])] if len(missing) else slots
             if not len(arrived):
                 break
-            # An id outside of the vocabulary, as a sampler's for logits that are all NaN, is not counted.
+            # An id outside of the vocabulary is not counted; a sampler may give one for logits that are all NaN.
             known = arrived[(arrived >= 0) & (arrived < len(self._counts))]
             self._counts += torch.bincount(known, minlength=len(self._counts))
             num_arrived = len(arrived)

@@ -37,7 +37,7 @@ HOOK_TARGETS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Of a server with speculative decoding: functions with one name in some versions and another in others.
+# Targets in a server with speculative decoding; some functions have another name in other versions.
 _LOGPROBS = "sglang.srt.layers.logprob_processor.compute_spec"
 SPECULATION_TARGETS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
@@ -49,7 +49,7 @@ SPECULATION_TARGETS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
 )
 
-# Of a server whose drafts we draw: what is hooked, and what is not but tells us what a draft model has computed.
+# Targets in a server whose drafts we draw: hooked functions, and others that show what a draft model has computed.
 DRAFT_TARGETS: dict[str, tuple[str, ...]] = {
     "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_cuda_graphs": ("self",),
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation": ("self", "batch"),
@@ -108,6 +108,6 @@ def unsupported_target(target: str, want: tuple[str, ...] | None = None) -> str 
 
 
 def entry_point_found() -> bool:
-    """Whether SGLang, in this Python, would discover the plugin."""
+    """SGLang, in this Python, would discover the plugin."""
     points = importlib.metadata.entry_points(group="sglang.srt.plugins", name="flashsample")
     return any(point.value.startswith("sgl_flashsample.") for point in points)

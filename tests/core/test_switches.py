@@ -62,9 +62,6 @@ def test_another_value_of_a_switch_is_one_warning_and_the_default(monkeypatch, c
         ("SCREEN", "yes", "auto", "expected auto, on or off; using auto"),
         ("DRAFTS", "greedy", "greedy", None),
         ("DRAFTS", "1", "coupled", "expected coupled, greedy or stock; using coupled"),
-        ("DECISION_PLANE", "CPU", "cpu", None),
-        ("DECISION_PLANE", "gpu", "", "expected cpu; it counts as not set"),
-        ("DECISION_PLANE", "", "", None),
     ],
 )
 def test_a_word_is_one_of_those_that_a_variable_takes_or_after_one_warning_the_default(

@@ -628,20 +628,6 @@ def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
     assert list(common.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]
 
 
-@pytest.mark.parametrize(
-    "log",
-    ["", "flashsample: decision plane on\nflashsample: decision plane off until restart"],
-    ids=["never on", "off again"],
-)
-def test_a_server_whose_decision_plane_does_not_draw_is_not_measured(load, log):
-    serve = load("serve")
-    server = serve.PretendedServer(Path("server.log"))
-    serve.ModelRun._check_plane(None, server)
-    server.log_text = lambda: log
-    with pytest.raises(serve.ServerError, match=r"the decision plane does not draw; server\.log says why"):
-        serve.ModelRun._check_plane(None, server)
-
-
 # --- the registry, result files and pages
 
 

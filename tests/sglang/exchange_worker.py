@@ -68,7 +68,7 @@ def shared_memory(folder: Path, exchange: Exchange, rows: int, width: int) -> Pe
 def draw_in_group(exchange: Exchange, case: Case, multiple: int, folder: Path | None) -> list[SampleOutput]:
     """As a rank of a server: it has equally many rows of the weight as the others, a multiple of so many. folder: of
     memory that all ranks reach; None for collectives."""
-    from sgl_flashsample.sglang.sampler import draw_with_ranks  # which imports SGLang
+    from sgl_flashsample.sglang.sampler import launch  # which imports SGLang
 
     weight, vocab = case.head.weight, case.head.vocab_size
     width = -(-vocab // exchange.num_ranks // multiple) * multiple
@@ -81,10 +81,7 @@ def draw_in_group(exchange: Exchange, case: Case, multiple: int, folder: Path | 
     state = HeadState(processor, make_head(weight), exchange=exchange)
     state.update(len(case.hidden))
     times = 1 if folder is None else TIMES
-    return [
-        draw_with_ranks(state, exchange, case.hidden, params, wants_logprob(case)).out
-        for params in params_of(case, times)
-    ]
+    return [launch(state, case.hidden, params, wants_logprob(case)).out for params in params_of(case, times)]
 
 
 def as_lists(output: SampleOutput) -> dict[str, list | None]:

@@ -17,9 +17,10 @@ from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kinds import BATCH_KINDS, SamplingPath
 from sgl_flashsample.sglang.batch import TOP_K_OFF, Batch
-from sgl_flashsample.sglang.head import CudaCapture, HeadState, Launched
+from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import HeadScreen
+from sgl_flashsample.sglang.step_graphs import CudaCapture, Launched
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, PADDING = 600, 32, 8
@@ -139,10 +140,10 @@ def make_state(
 ) -> HeadState:
     """A head whose batches take the screen where it has one. capture: of step graphs, where it has them."""
     state = HeadState(Processor(**processor), make_head(weights(device, seed, dtype)), capture)
-    state.table = screening_table(HeadTraits.of(state.head))
+    state.head.table = screening_table(HeadTraits.of(state.head.lm_head))
     state.use_step_graphs = capture is not None
     if screened:
-        state.screen = HeadScreen(state.head, SCREENED_ROWS, counter_seconds=0.0)
+        state.screen = HeadScreen(state.head.lm_head, SCREENED_ROWS, counter_seconds=0.0)
     return state
 
 
@@ -160,7 +161,7 @@ def serve(runtime: Runtime, *states: HeadState) -> None:
 
 
 def is_serving(state: HeadState) -> bool:
-    return state.screen is not None and state.screen.serving(state.head) is not None
+    return state.screen is not None and state.screen.serving(state.head.lm_head) is not None
 
 
 @dataclasses.dataclass

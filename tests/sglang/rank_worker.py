@@ -28,8 +28,9 @@ CONFIG, MODULES = pretended_sglang()
 sys.modules.update(MODULES)
 
 from sgl_flashsample import paths, screen, selfcheck  # noqa: E402
+from sgl_flashsample.head import Head  # noqa: E402
 from sgl_flashsample.kernels.merge_ranks import merge_records  # noqa: E402
-from sgl_flashsample.sglang import exchange, head, runtime, sampler, support  # noqa: E402
+from sgl_flashsample.sglang import exchange, head, runtime, sampler, settings, support  # noqa: E402
 from sgl_flashsample.sglang.head import HeadState  # noqa: E402
 from sgl_flashsample.sglang.runtime import Runtime  # noqa: E402
 from sgl_flashsample.sglang.screen_lifecycle import ScreenMode  # noqa: E402
@@ -83,7 +84,7 @@ def patched(place: Any, name: str, value: Any = fails) -> Callable[[], Any]:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Kernels are taken as right, in seconds less."""
-    checked = patched(runtime, "refuse_wrong", lambda head, rows, table, **options: selfcheck.Checked(table, None, ()))
+    checked = patched(selfcheck, "refuse_wrong", lambda head, rows, table, **_: selfcheck.Checked(table, None, ()))
     with checked(), patched(head, "compare_rows_with_reference", lambda *arguments, **options: None)():
         yield
 
@@ -110,28 +111,28 @@ def unmeasured_collectives() -> Iterator[None]:
 @contextlib.contextmanager
 def lost_draws(*paths: str) -> Iterator[None]:
     """Draws from the part of a rank fail on these paths; without any, on all of them."""
-    sample = sampler.sample
+    draw = Head.draw
 
-    def draw(*arguments: Any, **options: Any) -> Any:
+    def failing(*arguments: Any, **options: Any) -> Any:
         if not paths or str(options["path"] or "fused") in paths:
             raise RuntimeError("a fault")
-        return sample(*arguments, **options)
+        return draw(*arguments, **options)
 
-    with mock.patch.object(sampler, "sample", draw):
+    with mock.patch.object(Head, "draw", failing):
         yield
 
 
 # At the start (with a plain server around them), and while the server draws.
 STARTING: dict[str, Callable[[], Any]] = {
     "none": contextlib.nullcontext,
-    "an unknown version": patched(runtime, "sglang_version", lambda: "9.9.9"),
+    "an unknown version": patched(settings, "sglang_version", lambda: "9.9.9"),
     "another setting": original_logprobs,
     "no configuration": patched(support, "unsupported_server"),
     "no models": patched(runtime, "_heads_of"),
     "a head that is not served": patched(support, "unsupported_head", lambda *arguments: "a fault"),
     "no table": patched(runtime, "resolve"),
     "a wrong token": patched(selfcheck, "difference", lambda *arguments, **options: "a fault"),
-    "no memory for a workspace": patched(head, "make_workspace", out_of_memory),
+    "no memory for a workspace": patched(Head, "grow", out_of_memory),
     "a wrong exchange": patched(exchange, "merge_records", wrong_merge),
     "collectives alone": unmeasured_collectives,
     "no memory for an exchange": patched(exchange, "_symmetric_memory", out_of_memory),
@@ -164,7 +165,7 @@ def serve(fault: str, rank: int) -> dict[str, Any]:
         gatherer = {} if odd else {"_logits_gatherer": gathered.append}  # not in every SGLang
         model = Model(part, do_tensor_parallel_all_gather=True, **gatherer)
         server.prepare_model(model)
-    told = {"reason": server.all_native_reason, "seed": server.server_seed, "heads": len(server.heads)}
+    told = {"reason": server.all_native_reason, "seed": server.settings.seed, "heads": len(server.heads)}
     if server.all_native_reason is not None:
         return told
     (state,) = server.heads

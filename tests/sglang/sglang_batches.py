@@ -47,7 +47,7 @@ def make_samplers() -> tuple[Any, Any]:
     from sgl_flashsample.sglang.sampler import FlashSampler
 
     runtime = Runtime("not asked yet")
-    runtime.inactive_reason, runtime.report_path = None, True
+    runtime.inactive_reason, runtime.settings.report_path = None, True
     return FlashSampler(runtime), Sampler()
 
 
@@ -183,10 +183,10 @@ class SteadyServer:
         self.device, self.state, self.sampler = device, state, make_samplers()[0]
         self.runtime: Runtime = self.sampler.runtime
         serve(self.runtime, state)
-        self.runtime.report_path = reports
+        self.runtime.settings.report_path = reports
         self.runner = ModelRunner(self.sampler, StepHooks(self.runtime))
         self.paths: list[str] = []
-        self.hidden = hidden_states(device, len(rows), dtype=state.head.weight.dtype)
+        self.hidden = hidden_states(device, len(rows), dtype=state.head.lm_head.weight.dtype)
         self.positions = torch.arange(len(rows), device=device)
         self.take(rows)
 

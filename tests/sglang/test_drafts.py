@@ -28,7 +28,7 @@ from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import plain
 from sgl_flashsample.sglang.runtime import Runtime
-from sgl_flashsample.sglang.sampler import draw_without_graphs
+from sgl_flashsample.sglang.sampler import launch
 from sgl_flashsample.tools import markov
 from sgl_flashsample.tools import server as demo_server
 
@@ -54,7 +54,7 @@ class Server:
         self, head: Any, lm_head: Any = None, mode: DraftMode = DraftMode.COUPLED, attach: bool = True, **worker: Any
     ) -> None:
         self.runtime = make_samplers()[0].runtime
-        self.runtime.verifies = True
+        self.runtime.settings.verifies = True
         serve(self.runtime, head.state)
         self.hooks, self.computed = StepHooks(self.runtime), 0
         self.model = torch.nn.Module()
@@ -405,7 +405,7 @@ def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_an
     drafting = Server(target, lm_head=draft_state.lm_head, attach=False)
     drafting.runtime.draft_head = draft_state
     drafting.drafts.attach(drafting.worker)
-    screen = drafting.drafts._screen
+    screen = drafting.drafts._head.screen
     assert is_serving(draft_state) and screen is not None
     place = screen.int8_head.weight.data_ptr()
     drafting.runtime.weights_change()
@@ -413,7 +413,7 @@ def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_an
     drafting.runtime.free_screens()
     draft_state.lm_head.weight.copy_(weights(device, seed=10))
     drafting.runtime.renew_screens()
-    assert is_serving(draft_state) and drafting.drafts._screen.int8_head.weight.data_ptr() == place
+    assert is_serving(draft_state) and drafting.drafts._head.screen.int8_head.weight.data_ptr() == place
     states = hidden(4).to(dtype_on(device))
     batch = forward_batch("DECODE", torch.zeros(4, dtype=torch.int64, device=device), 4)
     logits = (states.float() @ draft_state.lm_head.weight.float().T)[:, :VOCAB]
@@ -456,7 +456,7 @@ def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, in
 def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_changes(server, hidden, info_of, device):
     coupled = server()
     drafts = coupled.drafts
-    tensors = [drafts._temperature, drafts._seed, *drafts._workspace.splits]
+    tensors = [drafts._temperature, drafts._seed, *drafts._head.workspaces[0].splits]
     places = [tensor.data_ptr() for tensor in tensors]
     first, second = (
         info_of([request(str(row), temperature=t, sampling_seed=row + 5) for row in range(count)])
@@ -471,7 +471,7 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
     rows = REQUESTS * NODES
     batch = forward_batch("DRAFT_EXTEND_V2", torch.arange(rows, device=device), REQUESTS)
     coupled.call(batch, hidden(rows))
-    tensors = [drafts._temperature, drafts._seed, *drafts._workspace.splits]
+    tensors = [drafts._temperature, drafts._seed, *drafts._head.workspaces[0].splits]
     assert [tensor.data_ptr() for tensor in tensors] == places
     assert drafts._temperature[:4].tolist() == pytest.approx([0.9] * 4) and drafts._seed[:4].tolist() == [5, 6, 7, 8]
 
@@ -484,7 +484,7 @@ def test_drafts_read_the_targets_screen_and_are_not_counted_there(one_rank, hidd
     coupled = Server(head)
     coupled.load(info_of([request("0", temperature=1.0)]))
     coupled.call(forward_batch("DECODE", torch.full((1,), FIRST, device=device), 1), hidden(1))
-    drafted, target = coupled.drafts._screen, head.state.screen.serving(head.state.head)
+    drafted, target = coupled.drafts._head.screen, head.state.screen.serving(head.state.head.lm_head)
     assert drafted.int8_head is target.int8_head
     assert target.counters.count_nonzero() == 0 and drafted.counters[ScreenCounter.ROWS] == 1
     assert head.state.screen.num_bytes == unpinned + drafted.workspace.num_bytes
@@ -500,7 +500,7 @@ def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_para
     replaced by larger ones."""
     head = CountingHead(device, screened=screened)
     coupled, states = Server(head), 0.3 * hidden(REQUESTS)
-    assert (coupled.drafts._screen is not None) == screened
+    assert (coupled.drafts._head.screen is not None) == screened
     batch = forward_batch("DECODE", torch.full((REQUESTS,), FIRST, device=device), REQUESTS)
     infos = [
         info_of([request(str(row), temperature=t, sampling_seed=row) for row in range(REQUESTS)]) for t in (1.0, 0.5)
@@ -518,7 +518,7 @@ def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_para
     for replay in range(100):
         coupled.load(infos[replay % 2])
         head.state.update(MAX_COMPILED_ROWS + 8 * replay)
-        draw_without_graphs(head.state, states, params, False)
+        launch(head.state, states, params, False)
         for _ in range(1000):
             graph.replay()
             wrong += (drafts != wanted[replay % 2]).sum()
@@ -638,7 +638,7 @@ def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
     def fail(*arguments, **named):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(drafts, {"load": "batch_of", "draw": "sample"}[failing], fail)
+    monkeypatch.setattr(*{"load": (drafts, "batch_of"), "draw": (coupled.drafts._head, "draw")}[failing], fail)
     batch, states = forward_batch("DECODE", torch.arange(1, device=device), 1), hidden(1)
     for _ in range(2):
         coupled.load(info_of([request("1", temperature=5.0)]))
@@ -653,8 +653,6 @@ def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
 def test_a_pass_that_finds_no_memory_has_sglangs_logits_and_the_next_one_is_drawn(
     server, hidden, info_of, device, monkeypatch
 ):
-    from sgl_flashsample.sglang import drafts
-
     drafting, states = server(), hidden(1)
     batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
 
@@ -662,7 +660,7 @@ def test_a_pass_that_finds_no_memory_has_sglangs_logits_and_the_next_one_is_draw
         raise torch.OutOfMemoryError("a fault")
 
     with monkeypatch.context() as patched:
-        patched.setattr(drafts, "sample", no_memory)
+        patched.setattr(drafting.drafts._head, "draw", no_memory)
         assert type(drafting.call(batch, states)) is torch.Tensor and drafting.computed == 1
     assert drafting.call(batch, states).tokens.shape == (1,) and drafting.computed == 1
 

@@ -70,7 +70,7 @@ def test_the_environment_says_what_was_asked_for(monkeypatch, text, mode):
 
 
 def test_auto_wants_a_table_that_has_measured_it_and_on_takes_the_built_in_choice_too(device):
-    head = make_state(device).head
+    head = make_state(device).head.lm_head
     built_in, measured = default_table(head), screening_table(HeadTraits.of(head))
     assert unsupported_screen(head, built_in, ScreenMode.AUTO, 16) == "no tuned table says that it is faster here"
     assert unsupported_screen(head, measured, ScreenMode.AUTO, 16) is None
@@ -83,14 +83,14 @@ def test_auto_wants_a_table_that_has_measured_it_and_on_takes_the_built_in_choic
 
 
 def test_a_head_in_host_memory_has_none(device, monkeypatch):
-    head = make_state(device).head
+    head = make_state(device).head.lm_head
     monkeypatch.setattr("sgl_flashsample.sglang.screen_lifecycle.draws_in_host_memory", lambda device: True)
     reason = unsupported_screen(head, screening_table(HeadTraits.of(head)), ScreenMode.ON, 16)
     assert reason == "the head is in host memory"
 
 
 def test_a_head_that_the_bound_does_not_cover_has_none(device):
-    head = make_state(device, logit_scale=-1.0).head
+    head = make_state(device, logit_scale=-1.0).head.lm_head
     reason = unsupported_screen(head, screening_table(HeadTraits.of(head)), ScreenMode.ON, 16)
     assert reason == "the head cannot be screened: its logit_scale is -1.0, the bound needs a positive one"
 
@@ -116,7 +116,7 @@ def on_a_gpu(head: LMHead) -> types.SimpleNamespace:
 
 @pytest.mark.parametrize("mode, share", [(ScreenMode.AUTO, 0.05), (ScreenMode.ON, 0.5)])
 def test_a_screen_takes_no_more_than_its_share_of_the_free_memory(free_memory, mode, share):
-    head = make_state(torch.device("cpu")).head
+    head = make_state(torch.device("cpu")).head.lm_head
     table = screening_table(HeadTraits.of(head))
     needed = Screen.bytes_for(head, table.screened_rows(16))
     free_memory(int(needed / share) + 20)
@@ -135,14 +135,14 @@ def tokens(state: HeadState, return_logprob: bool = False) -> list[int]:
     """The tokens of a batch with rows of all temperatures."""
     from sgl_flashsample.sglang.sampler import draw
 
-    device = state.head.weight.device
+    device = state.head.lm_head.weight.device
     batch, positions = mixed_temperatures(device), torch.arange(6, device=device)
     return draw(state, hidden_states(device), batch, None, positions, return_logprob).token_ids.tolist()
 
 
 def screened_rows(state: HeadState) -> int:
     """Rows that the screen has served."""
-    screen = state.serving_screen
+    screen = state.head.screen
     return 0 if screen is None else int(screen.counters[ScreenCounter.ROWS])
 
 
@@ -161,7 +161,7 @@ def unscreened(device) -> dict[int, list[int]]:
     "rows, logprob, screened", [(8, False, 6), (8, True, 0), (4, False, 0)], ids=["", "every logit", "a larger batch"]
 )
 def test_a_screen_draws_the_heads_tokens_and_counts_those_that_it_has_drawn(state, unscreened, rows, logprob, screened):
-    state.screen = HeadScreen(state.head, rows, 0.0)
+    state.screen = HeadScreen(state.head.lm_head, rows, 0.0)
     assert tokens(state, logprob) == unscreened[0] != unscreened[1]
     assert screened_rows(state) == screened
 
@@ -171,9 +171,9 @@ def test_after_a_change_of_weights_nothing_is_drawn_with_the_old_copy(state, dev
     write_unseen(state, weights(device, 1))
     assert tokens(state) != unscreened[1], "else this proves nothing: nobody has said that the weights have changed"
     state.weights_change()
-    assert tokens(state) == unscreened[1] and state.serving_screen is None
+    assert tokens(state) == unscreened[1] and state.head.screen is None
     state.renew_screen()
-    assert tokens(state) == unscreened[1] and state.serving_screen is not None
+    assert tokens(state) == unscreened[1] and state.head.screen is not None
     assert screened_rows(state) == 6 + 6 + 6
 
 
@@ -185,9 +185,9 @@ def test_a_change_that_pytorch_knows_of_is_noticed_without_being_told(state, dev
     else:
         with torch.no_grad():
             state.lm_head.weight.copy_(weights(device, 1))
-    assert tokens(state) == unscreened[1] and state.serving_screen is None
+    assert tokens(state) == unscreened[1] and state.head.screen is None
     state.renew_screen()
-    assert tokens(state) == unscreened[1] and state.serving_screen is not None
+    assert tokens(state) == unscreened[1] and state.head.screen is not None
 
 
 def failing(monkeypatch, error: Exception) -> None:
@@ -210,7 +210,7 @@ def test_a_failing_screen_switches_off_itself_alone_with_one_warning(state, unsc
     ]
     monkeypatch.undo()
     state.renew_screen()
-    assert tokens(state) == unscreened[0] and state.serving_screen is None, "it stays off"
+    assert tokens(state) == unscreened[0] and state.head.screen is None, "it stays off"
 
 
 def test_a_screened_batch_without_memory_is_raised_and_the_screen_stays(state, monkeypatch, caplog):
@@ -222,21 +222,22 @@ def test_a_screened_batch_without_memory_is_raised_and_the_screen_stays(state, m
 
 def test_a_failure_without_a_screen_is_raised_at_once(device, monkeypatch, caplog):
     calls = []
-    monkeypatch.setattr("sgl_flashsample.sglang.sampler.sample", lambda *arguments, **options: calls.append(1) or 1 / 0)
+    state = make_state(device)
+    monkeypatch.setattr(state.head, "draw", lambda *arguments, **options: calls.append(1) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        tokens(make_state(device))
+        tokens(state)
     assert len(calls) == 1 and not caplog.records
 
 
 def test_freed_memory_is_taken_again_with_the_next_copy(state, unscreened):
     state.free_screen()
-    assert not is_serving(state) and tokens(state) == unscreened[0] and state.serving_screen is None
+    assert not is_serving(state) and tokens(state) == unscreened[0] and state.head.screen is None
     state.renew_screen()
     assert tokens(state) == unscreened[0] and screened_rows(state) == 6
 
 
 def test_freed_memory_is_taken_again_only_where_there_is_enough(state, free_memory):
-    screen, head = state.screen, state.head
+    screen, head = state.screen, state.head.lm_head
     screen.free(head)
     free_memory(1000)
     with pytest.raises(RuntimeError, match=r"it takes [\d,]+ bytes, more than 50 % of the 1,000 free bytes"):
@@ -433,7 +434,7 @@ def test_no_token_and_no_graph_outlives_the_beginning_or_the_end_of_a_pause_and_
         assert screened.step() == plain.step()
         assert state.step_graphs(make_batch({}), None, positions) is not None
         log = screened.runtime.metrics.summary()
-        seen.append((state.serving_screen is not None, capture.pools, ", paused;" in log))
+        seen.append((state.head.screen is not None, capture.pools, ", paused;" in log))
     assert seen == [
         *[(True, 1, False)] * 2,
         (True, 1, True),  # it pauses from the next step on
@@ -456,7 +457,7 @@ def test_an_ordinary_head_is_served_by_its_screen_throughout(pausing, device, mo
 
 def test_a_paused_screen_keeps_its_memory_and_follows_the_weights(pausing, device, clock):
     server = pausing(outlier_state(device, screened=True))
-    state, screen = server.state, server.state.screen.serving(server.state.head)
+    state, screen = server.state, server.state.screen.serving(server.state.head.lm_head)
     while not state.screen.paused:
         server.step()
     assert state.has_screen and not screen.closed and not is_serving(state)
@@ -465,7 +466,7 @@ def test_a_paused_screen_keeps_its_memory_and_follows_the_weights(pausing, devic
     state.renew_screen()
     assert not is_serving(state), "other weights do not end a pause, its time does"
     clock[0] += FIRST_PAUSE_SECONDS
-    assert state.screen.serving(state.head) is screen
+    assert state.screen.serving(state.head.lm_head) is screen
     fresh = pausing(make_state(device, 1))
     fresh.positions = server.positions.clone()
     assert server.step() == fresh.step()

@@ -160,7 +160,7 @@ def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, m
     server = SteadyServer(device, state, [{"top_k": 4, "temperature": 1.0}, {"temperature": 1.0}, of_sglang])
     for _ in range(3):
         server.step()
-        state.workspace.searched += 4
+        state.head.searched.add_(4)
         settle(device)
     summary = server.runtime.metrics.summary()
     assert ", 3 of the rows with top-k, top-p or min-p (4 by a search); " in summary, (

@@ -115,7 +115,7 @@ def test_a_server_asks_whether_ranks_share_its_head(runtime, monkeypatch, severa
     monkeypatch.setattr(runtime, "_prepare", lambda *arguments, **options: state)
     monkeypatch.setattr(ExtraRoot, "of_device", lambda *arguments: asked.append(arguments))
     runtime.prepare_model(torch.nn.Module())
-    assert asked == [(state.head.weight.device, several_ranks)]
+    assert asked == [(state.head.lm_head.weight.device, several_ranks)]
 
 
 def test_the_host_has_no_graphs(gpu):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -21,14 +22,14 @@ from head_states import CPU, RANK_ROWS, CountingCapture, Model, hidden_states, m
 from serving import needs_sglang
 from sglang_batches import request
 
-from sgl_flashsample import sample
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
 from sgl_flashsample.sglang.exchange import RankSync
-from sgl_flashsample.sglang.head import PATIENCE, HeadState
+from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import RankError, Runtime
+from sgl_flashsample.sglang.step_graphs import PATIENCE
 from sgl_flashsample.tools.server import free_port
 
 WORKER = Path(__file__).with_name("rank_worker.py")
@@ -103,7 +104,7 @@ def test_without_a_fault_both_ranks_draw_the_tokens_of_one_rank_with_the_seed_of
     assert first["gathered"] == [[1, 320]], "SGLang's own gather has connected the ranks before any step"
     state = make_state(torch.device("cpu"))
     hidden, positions = hidden_states(torch.device("cpu"), RANK_ROWS), torch.arange(RANK_ROWS)
-    drawn = [sample(hidden, state.head, batch.params(positions, None), path="logits") for batch, _ in rank_batches()]
+    drawn = [state.head.draw(hidden, batch.params(positions, None), path="logits") for batch, _ in rank_batches()]
     assert first["tokens"] == [out.token_ids.tolist() for out in drawn]
 
 
@@ -278,7 +279,7 @@ def test_ranks_that_do_not_find_the_same_heads_serve_none(server_config, monkeyp
     assert all(record.message.endswith(f"for everything: {reason}") for record in caplog.records) and caplog.records
 
 
-def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(server_config, monkeypatch):
+def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(server_config, monkeypatch, caplog):
     """Ranks with the whole head each, as of DP attention: they exchange nothing."""
     runtime, states = Runtime(None), [make_state(CPU), make_state(CPU)]
     runtime._ranks = Peers(*[[None, ["a fault", None], []]] * 2)
@@ -286,6 +287,8 @@ def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(ser
     monkeypatch.setattr(runtime, "_prepare", lambda processor, *_, **__: states[processor is states[1].processor])
     runtime.prepare_model(torch.nn.Module())
     assert runtime.heads == [states[1]] and runtime.status["active"]
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.endswith("not active for one of its LM heads, SGLang's own sampler is used for that head: a fault")
 
 
 def test_ranks_whose_model_does_not_show_its_head_at_the_start_serve_nothing(server_config, caplog):

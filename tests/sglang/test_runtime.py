@@ -21,9 +21,10 @@ from serving import needs_sglang
 from sglang_batches import ModelRunner, SteadyServer, request
 from tuned_tables import table_for_this_machine
 
-from sgl_flashsample import __version__, dispatch, selfcheck
+from sgl_flashsample import __version__, paths, selfcheck
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
+from sgl_flashsample.head import Head
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
 from sgl_flashsample.kinds import BATCH_KINDS, PLAIN, BatchKind
@@ -32,10 +33,12 @@ from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.exchange import Exchange
-from sgl_flashsample.sglang.head import RETRY_SECONDS, HeadState
+from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
-from sgl_flashsample.sglang.runtime import REPORT_PATH_VARIABLE, NotActiveError, Runtime
+from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
+from sgl_flashsample.sglang.settings import REPORT_PATH_VARIABLE, REQUIRE_VARIABLE, NotActiveError
+from sgl_flashsample.sglang.step_graphs import RETRY_SECONDS
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import Entry
 
@@ -172,8 +175,8 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
     server_config.spec.speculative_algorithm = name or "EAGLE"
     reason = f"speculative decoding {words} is not supported yet"
     if words is None and (name == "FROZEN_KV_MTP" or len(changes) > 1):
-        reason = "of speculative decoding, what has been measured is on by default: EAGLE, EAGLE3, NEXTN, STANDALONE, "
-        reason += "NGRAM with one draft head, on one GPU; FLASHSAMPLE_SPECULATION=1 turns all on"
+        reason = "this kind of speculative decoding is off by default; measured ones are: EAGLE, EAGLE3, NEXTN, "
+        reason += "STANDALONE, NGRAM with one draft head, on one GPU; FLASHSAMPLE_SPECULATION=1 turns all on"
     elif words is None:
         reason = None
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
@@ -183,7 +186,7 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
         assert Runtime(None).inactive_reason == left
     monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
     runtime = Runtime(None)
-    assert runtime.inactive_reason == (None if words is None else reason) and runtime.verifies
+    assert runtime.inactive_reason == (None if words is None else reason) and runtime.settings.verifies
 
 
 @pytest.mark.parametrize(
@@ -227,7 +230,7 @@ def test_several_gpus_are_served_where_they_have_been_measured_and_elsewhere_on_
     assert support.unsupported_server() is None, "on a CPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     reason = support.unsupported_server()
-    assert reason is None if measured else reason.startswith("of several GPUs, those of --tp-size 2, --tp-size 4, ")
+    assert reason is None if measured else reason.startswith("this parallel configuration is off by default; ")
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
     assert support.unsupported_server() is None
     monkeypatch.setenv(support.RANKS_VARIABLE, "0")
@@ -420,18 +423,18 @@ def test_a_server_whose_configuration_cannot_be_read_is_left_to_sglang(server_co
 
 def test_a_head_follows_its_model(device):
     state = make_state(device)
-    first = state.head
+    first = state.head.lm_head
     state.update(1)
-    assert state.head is first
+    assert state.head.lm_head is first
     assert (first.vocab_size, first.softcap, first.logit_scale) == (600, None, None)
     state.processor.logit_scale, state.processor.final_logit_softcapping = 0.5, 30.0
     state.update(1)
-    assert (state.head.logit_scale, state.head.softcap) == (0.5, 30.0)
+    assert (state.head.lm_head.logit_scale, state.head.lm_head.softcap) == (0.5, 30.0)
     state.lm_head.weight = weights(device, 1)
     state.processor.final_logit_softcapping, state.processor.vocab_size = 0, 599  # SGLang: no softcap
     state.update(1)
-    assert state.head.weight.data_ptr() == state.lm_head.weight.data_ptr()
-    assert (state.head.softcap, state.head.vocab_size) == (None, 599)
+    assert state.head.lm_head.weight.data_ptr() == state.lm_head.weight.data_ptr()
+    assert (state.head.lm_head.softcap, state.head.lm_head.vocab_size) == (None, 599)
 
 
 CHANGES = {
@@ -449,28 +452,30 @@ def test_each_change_of_a_model_is_noticed_by_itself(device, name):
     def fingerprint(head: LMHead) -> tuple:
         return head.weight.data_ptr(), head.logit_scale, head.softcap, head.vocab_size
 
-    before = fingerprint(state.head)
+    before = fingerprint(state.head.lm_head)
     CHANGES[name](state)
     state.update(1)
-    assert fingerprint(state.head) == fingerprint(HeadState(state.processor, state.lm_head).head) != before
+    assert (
+        fingerprint(state.head.lm_head) == fingerprint(HeadState(state.processor, state.lm_head).head.lm_head) != before
+    )
 
 
 def test_a_head_that_changes_its_shape_gives_up_its_tuned_table(device):
     state = make_state(device)
-    tuned = state.table
+    tuned = state.head.table
     state.processor.final_logit_softcapping = 30.0
     state.update(1)
-    assert state.table is tuned
-    state.lm_head.weight = torch.zeros(608, 48, device=device, dtype=state.head.weight.dtype)
+    assert state.head.table is tuned
+    state.lm_head.weight = torch.zeros(608, 48, device=device, dtype=state.head.lm_head.weight.dtype)
     state.update(1)
-    assert state.table is default_table(state.head) is not tuned
+    assert state.head.table is default_table(state.head.lm_head) is not tuned
 
 
 @pytest.mark.parametrize("option", ["use_fp32_lm_head", "use_fp32_lm_head_output"])
 def test_a_float32_head_option_keeps_the_accumulator(device, option):
     lm_head = make_head(torch.zeros(104, 16, dtype=torch.float16, device=device))
-    assert HeadState(Processor(vocab_size=100), lm_head).head.rounding == torch.float16
-    assert HeadState(Processor(vocab_size=100, **{option: True}), lm_head).head.rounding == torch.float32
+    assert HeadState(Processor(vocab_size=100), lm_head).head.lm_head.rounding == torch.float16
+    assert HeadState(Processor(vocab_size=100, **{option: True}), lm_head).head.lm_head.rounding == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -484,7 +489,7 @@ def test_a_rank_draws_from_its_part_or_hands_whole_rows_over_where_kernels_canno
     exchange = Exchange(types.SimpleNamespace(rank_in_group=rank, world_size=2))
     state = HeadState(Processor(vocab_size=vocab), make_head(torch.zeros(rows, 16, device=device)), exchange=exchange)
     assert state.whole_rows == (start is None)
-    assert (state.head.vocab_start, state.head.vocab_size) == (start or 0, size)
+    assert (state.head.lm_head.vocab_start, state.head.lm_head.vocab_size) == (start or 0, size)
     assert state.status["ranks"] == 2 and state.status["vocab_size"] == vocab
 
 
@@ -506,18 +511,18 @@ def test_the_logits_of_a_part_are_rounded_as_the_models_own(device):
 def test_a_workspace_grows_only_for_a_larger_batch_and_goes_on_counting(device):
     state = make_state(device)
     state.update(3)
-    first = state.workspace
+    first = state.head.workspaces[0]
     state.update(512)
-    assert state.workspace is first
+    assert state.head.workspaces[0] is first
     state.update(600)
-    assert state.workspace is not first and state.workspace.searched is first.searched
+    assert state.head.workspaces[0] is not first and state.head.workspaces[0].searched is first.searched
     made = []
     for num_rows in range(601, 1200):
         state.update(num_rows)
-        made += [] if state.workspace in made else [state.workspace]
+        made += [] if state.head.workspaces[0] in made else [state.head.workspaces[0]]
     assert len(made) <= 4, "a server that climbs row by row makes few of them"
     state.update(600)
-    assert state.workspace.slots >= dispatch.slots_for(state.table.lookup(600), state.head, 600)
+    assert state.head.workspaces[0].slots >= paths.slots_for(state.head.table.lookup(600), state.head.lm_head, 600)
 
 
 STEPS = {
@@ -539,7 +544,7 @@ STEPS = {
 def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(runtime, device, name, verifies):
     """In SGLang's forward modes, a verification and a split prefill are prefills, too."""
     modes, given, wanted = STEPS[name]
-    runtime.verifies = verifies
+    runtime.settings.verifies = verifies
     wanted = verifies if name == "target verify" else wanted
     fields = {"extend_return_logprob": False, "is_prefill_only": False, "hidden": lambda hidden: hidden} | given
     is_mode = {name: lambda name=name: name in modes for name in ("decode", "extend", "target_verify", "split_prefill")}
@@ -627,8 +632,8 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
     (head,), _ = status.pop("heads"), status.pop("draft_head")
     assert status == {"active": True, "reason": None, "version": __version__, "noise": NOISE_ABI}
     shape = {"vocab_size": 100, "ranks": 1, "hidden_size": 16, "dtype": "float32"}
-    shape |= {"table": str(file), "decision_plane": False, "screen": None, "graphs": 0}
-    assert head == shape | {"bytes": state.workspace.num_bytes}
+    shape |= {"table": str(file), "screen": None, "graphs": 0}
+    assert head == shape | {"bytes": state.head.workspaces[0].num_bytes}
     starting.disable("a kernel failed")
     assert (starting.status["active"], starting.status["reason"]) == (False, "a kernel failed")
 
@@ -639,7 +644,7 @@ def test_the_status_counts_the_memory_of_a_screen(starting, device):
     state.update(4)
     (head,) = starting.status["heads"]
     assert head["screen"] == {"rows": state.screen.rows, "bytes": state.screen.num_bytes, "paused": False}
-    assert head["bytes"] == state.screen.num_bytes + state.workspace.num_bytes
+    assert head["bytes"] == state.screen.num_bytes + state.head.workspaces[0].num_bytes
     assert head["table"] is None
 
 
@@ -750,7 +755,7 @@ def test_a_head_that_sglang_has_wrapped_since_its_check_is_sglangs_and_so_it_is_
 
 @pytest.fixture
 def required(monkeypatch):
-    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1")
+    monkeypatch.setenv(REQUIRE_VARIABLE, "1")
 
 
 def refused_model(device) -> Model:
@@ -803,7 +808,7 @@ def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
 
 def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
     server_config.spec.speculative_algorithm = "FROZEN_KV_MTP"
-    with pytest.raises(NotActiveError, match="what has been measured is on by default"):
+    with pytest.raises(NotActiveError, match="speculative decoding is off by default"):
         Runtime(None).announce_inactive()
 
 
@@ -823,7 +828,7 @@ def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(startin
     file, _, lm_head = tuned_file
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
-    assert state.table.is_measured(4, PLAIN)
+    assert state.head.table.is_measured(4, PLAIN)
     line, about_screen, active = [record.message for record in caplog.records]
     assert line.startswith(
         f"flashsample: tuned table {file} (match of GPU, LM head and versions: exact; from: the named file): "
@@ -841,7 +846,9 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
     monkeypatch.setattr(
         selfcheck,
         "difference",
-        lambda expected, config, **options: "off" if config == entry.launch else differ(expected, config, **options),
+        lambda expected, config, *parts, **options: (
+            "off" if config == entry.launch else differ(expected, config, *parts, **options)
+        ),
     )
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
@@ -851,7 +858,8 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
         "built-in ones, which passed it: off with "
     )
     assert str(entry.launch) in warning
-    assert state.table.lookup(4) == default_table(state.head).lookup(4) and state.table.is_measured(2, PLAIN)
+    dispatch = state.head.table
+    assert dispatch.lookup(4) == default_table(state.head.lm_head).lookup(4) and dispatch.is_measured(2, PLAIN)
     assert starting.inactive_reason is None
 
 
@@ -860,8 +868,10 @@ def test_a_bad_table_is_one_warning_and_the_built_in_choices(starting, tuned_fil
     file.write_text(file.read_text()[:500])
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
-    built_in = DispatchTable(HeadTraits.of(state.head))
-    assert all(state.table.lookup(n, kind) == built_in.lookup(n, kind) for n in range(1, 20) for kind in BATCH_KINDS)
+    built_in = DispatchTable(HeadTraits.of(state.head.lm_head))
+    assert all(
+        state.head.table.lookup(n, kind) == built_in.lookup(n, kind) for n in range(1, 20) for kind in BATCH_KINDS
+    )
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.WARNING] + [logging.INFO] * 3, "the bad table, the choices, the screen, active"
     assert caplog.records[0].message.startswith(f"flashsample: {file}: ")
@@ -892,7 +902,7 @@ def test_flashinfer_draws_what_a_table_gives_it_only_if_it_draws_right_here(
     monkeypatch.setenv(lookup.FILE_VARIABLE, str(file))
     monkeypatch.setattr(runtime_module, "unsupported_by_flashinfer", check)
     state = prepared(starting, lm_head, 600)
-    assert state.table.takes_flashinfer(2, BatchKind(truncate=True)) is (says is None)
+    assert state.head.table.takes_flashinfer(2, BatchKind(truncate=True)) is (says is None)
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     words = f"cannot use FlashInfer ({'MemoryError: no room' if isinstance(says, Exception) else says}): until restart"
     assert len(warnings) == (0 if says is None else 1) and all(words in warning for warning in warnings)
@@ -922,16 +932,17 @@ def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting
 @needs_sglang
 def test_a_step_has_the_tuned_table_its_workspace_and_says_when_all_its_rows_are_greedy(device, one_rank, monkeypatch):
     state, seen = make_state(device), []
-    sample = dispatch.sample
+    launch = paths.launch
 
-    def noted(hidden, head, params, **options):
-        seen.append((params.all_greedy, options["table"], options["workspace"]))
-        return sample(hidden, head, params, **options)
+    def noted(config, hidden, params, parts, **options):
+        seen.append((params.all_greedy, config, parts.workspace))
+        return launch(config, hidden, params, parts, **options)
 
-    monkeypatch.setattr("sgl_flashsample.sglang.sampler.sample", noted)
+    monkeypatch.setattr(paths, "launch", noted)
     for temperatures in ((1.0, 0.0), (0.0, 0.0)):
         SteadyServer(device, state, [{"temperature": each} for each in temperatures]).step()
-    assert seen == [(greedy, state.table, state.workspace) for greedy in (False, True)]
+    taken = [state.head.table.lookup(2, BatchKind(greedy=greedy)) for greedy in (False, True)]
+    assert seen == [(greedy, config, state.head.workspaces[0]) for greedy, config in enumerate(taken)]
 
 
 SCREENS = [
@@ -957,7 +968,7 @@ def test_one_line_says_what_screen_was_built_or_why_not(starting, device, caplog
     assert words in record.message and state.has_screen == ("screen built" in words)
     assert record.levelno == (logging.WARNING if mode is ScreenMode.ON and not state.has_screen else logging.INFO)
     if state.has_screen:
-        screen, weight = state.screen, state.head.weight
+        screen, weight = state.screen, state.head.lm_head.weight
         share = 100 * screen.num_bytes / (weight.numel() * weight.element_size())
         assert f"batches of up to {screen.rows} requests faster, same tokens: " in record.message
         assert record.message.endswith(f" {screen.num_bytes:,} more bytes of GPU memory, {share:.1f} % of the head's")
@@ -968,7 +979,7 @@ def test_a_screen_whose_kernels_fail_at_start_is_given_back(starting, device, mo
         raise RuntimeError("out of registers")
 
     starting.screen_mode = ScreenMode.ON
-    monkeypatch.setattr(dispatch, "screened_sample", fails)
+    monkeypatch.setattr(paths, "screened_sample", fails)
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, make_head(weights(device)), 600)
     assert state is not None and state.screen is None
@@ -1057,7 +1068,7 @@ def test_paths_per_token_are_reported_but_with_drafts_where_a_warning_says_that_
     """SGLang keeps one value per step, and gives as many to a client as there are tokens."""
     monkeypatch.setenv(REPORT_PATH_VARIABLE, "1")
     server_config.spec.speculative_algorithm = algorithm
-    assert Runtime(None).report_path == (algorithm is None)
+    assert Runtime(None).settings.report_path == (algorithm is None)
     warnings = [record.message for record in caplog.records if REPORT_PATH_VARIABLE in record.message]
     assert len(warnings) == (algorithm is not None)
 
@@ -1124,7 +1135,7 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     sys.modules["sglang.srt.layers.sampler"].register_sampler_backend = backends.__setitem__
     monkeypatch.setattr(sys, "argv", ["server", *arguments])
     monkeypatch.setenv("FLASHSAMPLE_REQUESTED", inherited)
-    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, required)
+    monkeypatch.setenv(REQUIRE_VARIABLE, required)
     plugin.register()
     requested = "--model-path" not in arguments and bool(arguments or inherited)
     assert backends == {"flashsample": plugin.make_sampler}
@@ -1143,7 +1154,7 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
 def test_ray_whose_actors_load_no_plugins_gets_sglangs_own_backend_and_ends_a_server_that_must_fuse(
     monkeypatch, caplog, use_ray, backend, must_fuse
 ):
-    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1" if must_fuse else "0")
+    monkeypatch.setenv(REQUIRE_VARIABLE, "1" if must_fuse else "0")
     arguments = types.SimpleNamespace(use_ray=use_ray, sampling_backend=backend)
     with pytest.raises(NotActiveError, match="Ray") if use_ray and must_fuse else contextlib.nullcontext():
         plugin._leave_ray(None, arguments)
@@ -1186,7 +1197,7 @@ def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must
     module.FlashSampler = type("FlashSampler", (), {})
     monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
     monkeypatch.setattr(hooks, "install_status_hook", lambda status: stated.append(status()))
-    monkeypatch.setenv(runtime_module.REQUIRE_VARIABLE, "1" if must_fuse else "0")
+    monkeypatch.setenv(REQUIRE_VARIABLE, "1" if must_fuse else "0")
     server_config.exec.kernel.sampling_backend, stated = "pytorch", []
     server_config.exec.deterministic.enable_deterministic_inference = True
     reason = "SGLang uses the sampling backend pytorch instead of flashsample (deterministic inference)"
@@ -1206,14 +1217,15 @@ class Failing:
 
     def __init__(self, monkeypatch, error: Exception, rows: int = 1) -> None:
         self.error, self.rows, self.failed = error, rows, 0
-        self._sample = dispatch.sample
-        monkeypatch.setattr("sgl_flashsample.sglang.sampler.sample", self)
+        draw = Head.draw
 
-    def __call__(self, hidden, *arguments, **options):
-        if len(hidden) >= self.rows:
-            self.failed += 1
-            raise self.error
-        return self._sample(hidden, *arguments, **options)
+        def failing(head, hidden, *arguments, **options):
+            if len(hidden) >= self.rows:
+                self.failed += 1
+                raise self.error
+            return draw(head, hidden, *arguments, **options)
+
+        monkeypatch.setattr(Head, "draw", failing)
 
 
 @pytest.fixture

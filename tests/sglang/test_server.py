@@ -12,8 +12,10 @@ import json
 import math
 import random
 import re
+import runpy
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from sgl_flashsample.tools.server import SGLANG_SERVE, Server, ServerError, stop
 
 pytestmark = [needs_sglang, pytest.mark.server, *([pytest.mark.gpu] if CUDA else [])]
 
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 SIZE = "small" if CUDA else "tiny"
 ARGUMENTS = ["--enable-metrics", "--enable-custom-logit-processor", "--enable-return-hidden-states"]
 STRUCTURAL_TAG = json.dumps(
@@ -732,16 +735,20 @@ def test_a_seeded_request_gives_its_samples_in_the_same_order_after_aborts(folde
 
 @pytest.mark.full
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_server_with_the_decision_plane_draws_the_same_tokens(servers, folder, stages):
+def test_a_server_with_the_decision_plane_draws_the_same_tokens(servers, folder, tmp_path, stages):
     if CUDA and torch.cuda.device_count() < stages:
         pytest.skip("needs two GPUs")
-    environment = {"FLASHSAMPLE_DECISION_PLANE": "cpu"}
-    if stages > 1:
-        environment |= TWO_RANKS
-    arguments = [*ARGUMENTS, "--pp-size", str(stages)]
-    server, _ = make_server(folder, SIZE, name=f"plane {stages}", arguments=arguments, environment=environment)
+    package = runpy.run_path(str(BENCHMARKS / "oracle.py"))["install"](tmp_path, BENCHMARKS / "decision_plane.py")
+    server, _ = make_server(
+        folder,
+        SIZE,
+        name=f"plane {stages}",
+        backend="decision_plane",
+        arguments=[*ARGUMENTS, "--pp-size", str(stages)],
+        environment=TWO_RANKS if stages > 1 else None,
+        first_on_path=package,
+    )
     with server:
-        assert len(server.log_lines("flashsample: decision plane on")) == 1
         rows = seeded_rows()
         for _ in range(2):
             answers = ask_together(server, rows), ask_together(servers["ours"], rows)

@@ -33,9 +33,10 @@ from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.params import BatchParams, Edit, LogitEdits, LogitsSpec, SampleOutput
 from sgl_flashsample.kernels.workspace import ScreenCounter, Workspace
-from sgl_flashsample.sglang import head, repeat
+from sgl_flashsample.sglang import head, step_graphs
 from sgl_flashsample.sglang.batch import Batch
-from sgl_flashsample.sglang.head import PATIENCE, RETRY_SECONDS, SLOTS, HeadState, Launched, StepGraphs
+from sgl_flashsample.sglang.head import HeadState
+from sgl_flashsample.sglang.step_graphs import PATIENCE, RETRY_SECONDS, SLOTS, Launched, StepGraphs
 
 WARM_UP = 2 * PATIENCE - 1  # steps of one batch at one place before the first that is replayed
 SETTLED = WARM_UP + SLOTS + 1  # steps until all that come are replayed
@@ -240,7 +241,7 @@ def test_a_batch_larger_than_the_buffers_is_launched():
 
 
 def test_graphs_that_are_not_used_make_room(monkeypatch):
-    monkeypatch.setattr(head, "MAX_GRAPH_KEYS", 2)
+    monkeypatch.setattr(step_graphs, "MAX_GRAPH_KEYS", 2)
     drawing, step = Drawing(), make_step()
     places = [dataclasses.replace(step, positions=step.positions.clone()) for _ in range(3)]
     for place in (0, 1, 0, 2):
@@ -312,7 +313,7 @@ def capturing(monkeypatch) -> types.SimpleNamespace:
 
 @pytest.mark.parametrize("device, index", [(CPU, 3), (torch.device("cuda", 1), 1)])
 def test_after_a_capture_that_fails_pytorch_no_longer_allocates_for_it(capturing, device, index):
-    capture = head.CudaCapture(device)
+    capture = step_graphs.CudaCapture(device)
     capture(lambda: None, "the pool of a capture")
     assert not capturing.ended
     with pytest.raises(ZeroDivisionError):
@@ -325,7 +326,7 @@ def test_after_a_capture_that_fails_pytorch_no_longer_allocates_for_it(capturing
 def test_a_capture_that_came_to_its_end_is_left_already(capturing):
     """Then an error of Python's is all that has failed, and it is that error which is told."""
     capturing.allocates = False
-    capture = head.CudaCapture(CPU)
+    capture = step_graphs.CudaCapture(CPU)
     with contextlib.suppress(ZeroDivisionError):
         capture(lambda: 1 // 0, "a pool")
     assert capturing.ended and not capturing.released
@@ -336,7 +337,7 @@ def test_a_capture_that_came_to_its_end_is_left_already(capturing):
 @pytest.mark.parametrize("collects", [True, False])
 def test_no_garbage_is_collected_during_a_capture(capturing, collects):
     """An earlier graph may be part of it, and destroying that one would end the capture."""
-    before, capture = gc.isenabled(), head.CudaCapture(CPU)
+    before, capture = gc.isenabled(), step_graphs.CudaCapture(CPU)
     try:
         (gc.enable if collects else gc.disable)()
         assert capture(gc.isenabled, None)[1] is False
@@ -425,7 +426,7 @@ def test_batches_that_flashinfer_draws_have_no_graphs(device):
     """FlashInfer allocates while it draws: in the pool of the graphs, one's tokens may share memory with another's
     scratch."""
     state = make_state(device, capture=CountingCapture())
-    state.table = DispatchTable(HeadTraits.of(state.head), flashinfer=[2])
+    state.head.table = DispatchTable(HeadTraits.of(state.head.lm_head), flashinfer=[2])
     state.update(3)
     positions = torch.zeros(3, dtype=torch.int64)
 
@@ -437,7 +438,7 @@ def test_batches_that_flashinfer_draws_have_no_graphs(device):
     assert has_graphs(truncated, truncated, truncated), "a size that does not take FlashInfer"
     assert has_graphs(truncated, seeded) and has_graphs(truncated, {}), "FlashInfer would draw other tokens"
     assert has_graphs(truncated, truncated, edits=make_edits())
-    state.table = DispatchTable(HeadTraits.of(state.head))
+    state.head.table = DispatchTable(HeadTraits.of(state.head.lm_head))
     assert has_graphs(truncated, truncated)
 
 
@@ -486,8 +487,8 @@ class Pair:
 
 @pytest.fixture
 def pair(device, one_rank, monkeypatch):
-    monkeypatch.setattr(head, "PATIENCE", 1)
-    monkeypatch.setattr(repeat, "FULL_STEP_SECONDS", 1000.0)
+    monkeypatch.setattr(step_graphs, "PATIENCE", 1)
+    monkeypatch.setattr(step_graphs, "FULL_STEP_SECONDS", 1000.0)
 
     def make(kind: str = "plain", screened: bool = True, repeated: bool = True) -> Pair:
         """repeated: replayed steps may be repeated; else they report their paths, and none is."""
@@ -561,7 +562,7 @@ def test_a_batch_that_is_launched_is_not_drawn_from_the_graphs_of_one_that_lay_t
     both = pair()
     servers = (both.replaying, both.launching)
     for server in servers:
-        server.state.table = DispatchTable(HeadTraits.of(server.state.head), flashinfer=[2])
+        server.state.head.table = DispatchTable(HeadTraits.of(server.state.head.lm_head), flashinfer=[2])
     both.settle()
     assert both.step()
     for server in servers:
@@ -617,7 +618,7 @@ def test_after_a_while_a_step_is_served_in_full(pair, monkeypatch):
     both = pair(screened=False)
     both.settle()
     assert both.repeats
-    monkeypatch.setattr(repeat, "FULL_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(step_graphs, "FULL_STEP_SECONDS", 0.0)
     both.step(return_logprob=True)
     metrics = both.replaying.runtime.metrics
     for steps in range(1, 4):
@@ -675,7 +676,7 @@ def test_once_the_fused_pass_is_off_no_step_is_replayed(pair, repeated):
 def test_a_capture_that_cuda_gives_up_leaves_pytorchs_allocator_as_it_was(device):
     """Else memory that another stream has used is never given back: SGLang copies the tokens of each step on a stream
     of its own."""
-    capture, side = head.CudaCapture(device), torch.cuda.Stream(device)
+    capture, side = step_graphs.CudaCapture(device), torch.cuda.Stream(device)
     values = torch.zeros(1024, device=device)
 
     def steps(count: int) -> int:
@@ -766,7 +767,7 @@ def test_cuda_graphs_follow_the_weights_that_a_screen_serves(device):
             replayed = draw(state, hidden, batch, None, positions, False).token_ids
             assert torch.equal(replayed, draw(plain, hidden, batch, None, positions, False).token_ids)
         assert capture.replays == before + SETTLED - WARM_UP
-    assert state.serving_screen.counters[ScreenCounter.ROWS] == 3 * 6 * SETTLED, "a replay counts too"
+    assert state.head.screen.counters[ScreenCounter.ROWS] == 3 * 6 * SETTLED, "a replay counts too"
 
 
 @pytest.mark.gpu

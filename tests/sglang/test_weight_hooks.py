@@ -74,8 +74,8 @@ def step(runtime: Runtime, state, mode: str) -> None:
 
 def is_a_copy(state) -> bool:
     """Whether the active screen is a copy of the head's current weight."""
-    screen = state.screen.serving(state.head)
-    copy = Screen(state.head, 1, announces_writes=True)
+    screen = state.screen.serving(state.head.lm_head)
+    copy = Screen(state.head.lm_head, 1, announces_writes=True)
     return screen is not None and torch.equal(screen.int8_head.weight, copy.int8_head.weight)
 
 
@@ -124,7 +124,7 @@ def test_nothing_is_copied_while_a_session_is_open(runtime, state):
 
 
 def test_released_memory_is_freed_and_taken_again_after_all_of_it_is_back(runtime, state, device):
-    manager, screen = Manager(), state.screen.serving(state.head)
+    manager, screen = Manager(), state.screen.serving(state.head.lm_head)
     call(runtime, manager, "release", tags=["weights", "kv_cache"])
     assert screen.closed
     call(runtime, manager, "resume", tags=["weights"])
@@ -137,11 +137,11 @@ def test_released_memory_is_freed_and_taken_again_after_all_of_it_is_back(runtim
 
 
 def test_a_release_of_other_memory_keeps_the_copy(runtime, state):
-    manager, screen = Manager(), state.screen.serving(state.head)
+    manager, screen = Manager(), state.screen.serving(state.head.lm_head)
     call(runtime, manager, "release", tags=["kv_cache"])
     assert not screen.closed
     call(runtime, manager, "resume", tags=["kv_cache"])
-    assert state.screen.serving(state.head) is screen
+    assert state.screen.serving(state.head.lm_head) is screen
 
 
 def test_weights_that_are_only_read_leave_the_screen_alone(runtime, state):
@@ -213,7 +213,7 @@ def test_a_head_without_a_screen_goes_through_every_change_of_weights(runtime, d
 
 
 def test_memory_that_is_released_twice_is_given_back_once(runtime, state):
-    manager, screen = Manager(), state.screen.serving(state.head)
+    manager, screen = Manager(), state.screen.serving(state.head.lm_head)
     for _ in range(2):
         call(runtime, manager, "release", tags=["weights"])
     assert screen.closed
