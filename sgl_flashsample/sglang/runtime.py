@@ -277,8 +277,9 @@ class Runtime:
                         raise self._rank_error(f"{type(error).__name__}: {error}") from error
             tried = self._agree_on_heads(list(prepared.values()))
             agreed = [first or second for first, second in zip(agreed, tried, strict=True)]
-        # First the heads that are served: what is said of another one depends on them.
-        for (key, one), reason in sorted(zip(prepared.items(), agreed, strict=False), key=lambda pair: pair[1] or ""):
+        admitted = zip(prepared.items(), agreed, strict=False)
+        # Heads that are served come first: the log line of another one says whether there are any.
+        for (key, one), reason in sorted(admitted, key=lambda pair: pair[1] is not None):
             self._admit(key, one, reason)
         if agreed and None not in agreed:
             for reason in filter(None, agreed[len(prepared) :]):  # heads that only other ranks have

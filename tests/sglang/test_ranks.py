@@ -22,6 +22,7 @@ from head_states import CPU, RANK_ROWS, CountingCapture, Model, hidden_states, m
 from serving import needs_sglang
 from sglang_batches import request
 
+from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
@@ -30,7 +31,6 @@ from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import RankError, Runtime
 from sgl_flashsample.sglang.step_graphs import PATIENCE
-from sgl_flashsample.tools.server import free_port
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SECONDS = 20.0  # that a rank may take to end after the other one has
@@ -288,7 +288,9 @@ def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(ser
     runtime.prepare_model(torch.nn.Module())
     assert runtime.heads == [states[1]] and runtime.status["active"]
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.endswith("not active for one of its LM heads, SGLang's own sampler is used for that head: a fault")
+    assert warning.endswith(
+        "not active for one of its LM heads, SGLang's own sampler is used for that head: rank 1: a fault"
+    )
 
 
 def test_ranks_whose_model_does_not_show_its_head_at_the_start_serve_nothing(server_config, caplog):
