@@ -79,15 +79,17 @@ class Workload:
     """Batches of ``rows`` rows of one head. Each round of a race has other hidden states and noise, the same in every
     process: the time of a row depends on them, so times that are measured again are of the same inputs.
 
+    profile: of all rows; None for each of ``PROFILES`` in turn.
+
     hidden: ``[B, D]``. profile: ``[B]``, places in ``PROFILES``. position: ``[MAX_CALLS, B]``, of each call of a graph.
     """
 
-    def __init__(self, head: LMHead, rows: int) -> None:
-        weight = head.weight
+    def __init__(self, head: LMHead, rows: int, profile: str | None = None) -> None:
+        weight, self.head = head.weight, head
         device, self.rows, self.vocab = weight.device, rows, head.vocab_size
         self.hidden = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device=device)
         row = torch.arange(rows, device=device)
-        self.profile = row % len(PROFILES)
+        self.profile = row % len(PROFILES) if profile is None else torch.full_like(row, list(PROFILES).index(profile))
         deviations = torch.tensor([deviation for _, deviation in PROFILES.values()], device=device)
         self._deviation = deviations[self.profile][:, None]
         self._along = REACH * weight.shape[1] ** 0.5 * directions(weight.shape[1], device)[self.profile]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: heads and batches, ratios of times, command lines and result files. Import it first.
+"""What the benchmarks share: heads, entries of the registry, command lines and result files. Import it first.
 
 With ``--dry-run`` kernels are interpreted on the CPU and shapes are small: everything runs, the times mean nothing.
 """
@@ -19,7 +19,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import datetime
-import functools
 import itertools
 import json
 import multiprocessing
@@ -29,13 +28,10 @@ from typing import Any
 
 import torch
 
-from sgl_flashsample import LMHead, __version__
-from sgl_flashsample.autotune.baselines import OFFSETS_PER_CALL, BaselineBatch
-from sgl_flashsample.autotune.timing import MAX_CALLS, describe_machine
-from sgl_flashsample.autotune.workload import PROFILES, REACH, Workload, directions, make_weight
+from sgl_flashsample import __version__
+from sgl_flashsample.autotune.timing import describe_machine
+from sgl_flashsample.autotune.workload import make_weight
 from sgl_flashsample.files import first_line, one_line, write_whole
-from sgl_flashsample.kernels.params import LogitEdits
-from sgl_flashsample.kinds import BatchKind
 
 DRY_RUN = "--dry-run" in sys.argv
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -71,55 +67,102 @@ SHAPES = (
 )
 
 
-class Batch:
-    """Hidden states whose logits are distributed as ``profile`` says (``autotune/workload.py``), and everything that
-    rows may ask for. Hidden states differ from round to round, noise from call to call.
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """One benchmark, as ``run.py`` runs it.
 
-    hidden: ``[B, D]``. seed: ``[B]`` int64. position: ``[MAX_CALLS, B]`` int64, of each call of a captured graph.
+    about: the text of ``--help``. measure: takes the options and the result, fills the result and returns the exit
+    code. options: adds options to the parser. prepare: completes the options; raises ValueError where they do not
+    fit. sections: the choices of ``--only``; without it ``default``, or all. place: the fields that tell rows apart;
+    cell: those of them that an entry of ``env.not_run`` lacks where a whole section was not measured.
     """
 
-    def __init__(self, head: LMHead, rows: int, profile: str = "typical") -> None:
-        device, width = head.weight.device, head.weight.shape[1]
-        self.head, self.rows, self._deviation = head, rows, PROFILES[profile][1]
-        self._along = REACH * width**0.5 * directions(width, device)[list(PROFILES).index(profile)]
-        self.hidden = torch.empty(rows, width, dtype=head.weight.dtype, device=device)
-        self.seed = torch.arange(rows, device=device) * 7919
-        self.position = torch.empty(MAX_CALLS, rows, dtype=torch.int64, device=device)
-        self._offset = torch.empty(MAX_CALLS, 1, dtype=torch.int64, device=device)
-        self.refresh(0)
+    about: str | None
+    measure: Callable[[Any, Result], int]
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    prepare: Callable[[Any], None] = lambda options: None
+    sections: tuple[str, ...] = ()
+    default: tuple[str, ...] = ()
+    place: tuple[str, ...] = ()
+    cell: tuple[str, ...] = ()
+    needs_gpu: bool = True
 
-    def refresh(self, index: int) -> None:
-        """The inputs of round ``index``, in place."""
-        generator = torch.Generator(self.hidden.device).manual_seed(index)
-        noise = torch.randn(self.hidden.shape, device=self.hidden.device, generator=generator)
-        self.hidden.copy_(noise * self._deviation + self._along)
-        steps = index * MAX_CALLS + torch.arange(MAX_CALLS, device=self.hidden.device)[:, None]
-        self.position.copy_(steps.expand_as(self.position))
-        self._offset.copy_(steps * OFFSETS_PER_CALL)
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        parser = make_parser(self.about, needs_gpu=self.needs_gpu)
+        parser.prog = f"run.py {name}"
+        parser.add_argument("--keep", action="store_true", help="keep the file's results of what is not measured now")
+        if self.sections:
+            default = list(self.default or self.sections)
+            parser.add_argument("--only", nargs="+", choices=self.sections, default=default, metavar="SECTION")
+        self.options(parser)
+        return parser
 
-    def full(self, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """``[B]``, the same value for each row."""
-        return torch.full((self.rows,), value, dtype=dtype, device=self.hidden.device)
 
-    @functools.cached_property
-    def edits(self) -> LogitEdits:
-        """Of every kind, in every row, as the tuner has them: ``[B, V]`` float32 three times, and a mask."""
-        edits = Workload(self.head, self.rows).params(BatchKind(edit=True))[0].edits
-        assert edits is not None
-        return edits
+class Result:
+    """A result file, written again with each ``add`` and ``put``: ``env`` (what results depend on, and ``not_run``),
+    ``runs`` (command and date of each), ``rows`` with the place of their run, and ``sections``.
 
-    def for_baselines(self, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> BaselineBatch:
-        return BaselineBatch(
-            hidden=self.hidden,
-            weights=[self.head.weight],
-            softcap=self.head.softcap,
-            temperature=self.full(1.0),
-            top_k=self.full(top_k, torch.int32),
-            top_p=self.full(top_p),
-            seed=torch.tensor([1234], device=self.hidden.device),
-            offset=self._offset,
-            min_p=self.full(min_p) if min_p else None,
-        )
+    kept: the file's content so far, if it is kept; its rows and sections stay until they are measured anew. before: its
+    environment.
+    """
+
+    def __init__(self, file: Path, benchmark: Benchmark, kept: dict[str, Any]) -> None:
+        self.file, self._place, self._cell = file, benchmark.place, benchmark.cell
+        self._sections = benchmark.sections
+        self.before: dict[str, Any] = kept.get("env", {})
+        self.env = new_env() | {"not_run": list(self.before.get("not_run", []))}
+        self.run = {"date": today(), "command": command_line()}
+        self.data: dict[str, Any] = kept | {"env": self.env, "runs": [*kept.get("runs", []), self.run]}
+        if kept and (device := self.before.get("device")) != self.env["device"]:
+            raise ValueError(f"{file} is of {device}; expected {self.env['device']}")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.data.setdefault("rows", [])
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Add ``rows`` in the place of those of the same cells; what they measure is not missing any more."""
+        new = [row | {"run": len(self.data["runs"]) - 1} for row in rows]
+        replaced = {self._key(row) for row in new}
+        self.data["rows"] = [row for row in self.rows if self._key(row) not in replaced] + new
+        gaps = self.env["not_run"]
+        gaps[:] = [gap for gap in gaps if not any(self._fills(row, gap) for row in new)]
+        self.write()
+
+    def put(self, section: str, value: dict[str, Any], name: str | None = None) -> None:
+        """Put a section, or its part of the head ``name``, in the place of its last value."""
+        part = value | {"date": self.run["date"], "command": self.run["command"]}
+        sections = self.data.get("sections", {})
+        sections[section] = part if name is None else sections.get(section, {}) | {name: part}
+        gaps = self.env["not_run"]
+        gaps[:] = [gap for gap in gaps if (gap.get("section"), gap.get("head")) != (section, name)]
+        self.data["sections"] = {one: sections[one] for one in self._sections if one in sections}
+        self.write()
+
+    def miss(self, reason: str | BaseException, **gap: Any) -> None:
+        """Record what was not measured, by the last reason; not a cell that the file has."""
+        words = reason if isinstance(reason, str) else reason_of(reason)
+        print(f"not run: {', '.join(map(str, gap.values()))}: {words}", flush=True)
+        if self._cell and not gap.keys().isdisjoint(self._cell) and any(self._fills(row, gap) for row in self.rows):
+            return
+        others = [other for other in self.env["not_run"] if {**other, "reason": None} != {**gap, "reason": None}]
+        self.env["not_run"][:] = [*others, {**gap, "reason": words}]
+
+    def write(self) -> None:
+        write_result(self.file, self.data)
+
+    def close(self) -> int:
+        """Write the file. Returns the exit code: 1 where something was not measured."""
+        self.write()
+        return int(bool(self.env["not_run"]))
+
+    def _fills(self, row: dict[str, Any], gap: dict[str, Any]) -> bool:
+        """Whether ``row`` measures a cell that ``gap`` names, or one of its section."""
+        fields = [field for field in self._place if field in gap or field not in self._cell]
+        return "path" not in gap and bool(fields) and all(row.get(field) == gap.get(field) for field in fields)
+
+    def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(map(row.get, self._place))
 
 
 def make_parser(description: str | None, *, needs_gpu: bool = True) -> argparse.ArgumentParser:
@@ -184,7 +227,7 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         over = f" {row['us'] / floor:7.3f} of the floor" if floor else ""
         ratio = f", {1 + row['ratio']['off']:.3f} of {row['older_us']:.1f}" if "ratio" in row else ""
-        line = f"  {row['mode']:12} {row['path']:18} {row['us']:8.1f} +- {row['us_spread']:5.1f} us{over}{ratio}"
+        line = f"  {row['sampling']:12} {row['path']:18} {row['us']:8.1f} +- {row['us_spread']:5.1f} us{over}{ratio}"
         print(f"{line}  {row['form']}{', picked' * row.get('picked', False)}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks race: every path of ours through the public API, and every way to get tokens without us."""
+"""The contenders of races: every path of ours through ``Head``, and every way to get tokens without us."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import DEVICE, DRY_RUN, Batch, Shape, reason_of
+from common import DEVICE, DRY_RUN, Shape, reason_of
 
 import sgl_flashsample
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.timing import Call
-from sgl_flashsample.kernels.params import Edit
-from sgl_flashsample.kinds import BatchKind, SamplingPath
+from sgl_flashsample.autotune.workload import Workload
+from sgl_flashsample.kernels.params import Edit, LogitEdits
+from sgl_flashsample.kinds import PLAIN, BatchKind, SamplingPath
+from sgl_flashsample.tools.samplings import SAMPLINGS, Sampling
 
 OURS = tuple(map(str, (SamplingPath.FUSED, SamplingPath.LOGITS, SamplingPath.SCREENED)))
 PICKED, PICKED_WITH_SCREEN = "picked", "picked with screen"  # the path that a batch takes by itself
 SCREENED = (str(SamplingPath.SCREENED), PICKED_WITH_SCREEN)
-NOTHING = baselines.NOTHING  # the mode of what draws no token
+NOTHING = baselines.NOTHING  # the sampling of what draws no token
 READ = "read"  # a kernel that reads as many bytes as the head has, and does nothing else
 BASELINES = (baselines.GEMM, baselines.ARGMAX, baselines.MULTINOMIAL, baselines.EXPONENTIAL, baselines.FLASHINFER)
 MAX_SCREENED_ROWS = 64
@@ -33,48 +35,12 @@ MIN_SLOTS, SLOTS_PER_ROW = 1 << 16, 1024  # of a workspace: more than any config
 
 
 @dataclasses.dataclass(frozen=True)
-class Mode:
-    """What every row of a batch asks for. truncation: top_k (0: off), top_p, min_p. edits: fields of ``LogitEdits``."""
-
-    truncation: tuple[int, float, float] | None = None
-    edits: tuple[str, ...] = ()
-    greedy: bool = False
-    logprob: bool = False
-    temperature: float = 1.0
-
-    @property
-    def kind(self) -> BatchKind:
-        return BatchKind(self.truncation is not None, bool(self.edits), self.greedy)
-
-
-ALL_EDITS = ("additive", "scaling", "mask", "bias")
-MODES = {
-    "plain": Mode(),
-    "greedy": Mode(greedy=True, temperature=0.0),
-    "logprob": Mode(logprob=True),
-    "k20p95": Mode((20, 0.95, 0.0)),
-    "k50p90": Mode((50, 0.9, 0.0)),
-    "p90": Mode((0, 0.9, 0.0)),
-    "minp05": Mode((0, 1.0, 0.05)),
-    "k1000": Mode((1000, 1.0, 0.0)),
-    "penalties": Mode(edits=("additive", "scaling")),
-    "bias": Mode(edits=("bias",)),
-    "bitmask": Mode(edits=("mask",)),
-    "edits": Mode(edits=ALL_EDITS),
-    "edits+k50p90": Mode((50, 0.9, 0.0), ALL_EDITS),
-    "T0.7": Mode(temperature=0.7),
-    "T0.6 k20p95": Mode((20, 0.95, 0.0), temperature=0.6),
-    "T0.6 k50p90": Mode((50, 0.9, 0.0), temperature=0.6),
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class Selection:
-    """What is raced: paths (ours and baselines) and modes. tuned: with the tuned table that a server would find, not
-    the built-in choices. compared: an older tree of the project whose paths are raced too."""
+    """What is raced: paths (ours and baselines) and names of ``SAMPLINGS``. tuned: with the tuned table that a server
+    would find, not the built-in choices. compared: an older tree of the project whose paths are raced too."""
 
     paths: tuple[str, ...]
-    modes: tuple[str, ...]
+    samplings: tuple[str, ...]
     tuned: bool = False
     compared: Path | None = None
 
@@ -85,7 +51,7 @@ class Entrant:
     itself. older: of the older tree."""
 
     path: str
-    mode: str
+    sampling: str
     form: str
     call: Call
     picked: bool = False
@@ -93,12 +59,12 @@ class Entrant:
 
     @property
     def name(self) -> str:
-        return f"{'older ' * self.older}{self.path} {self.mode}: {self.form}"
+        return f"{'older ' * self.older}{self.path} {self.sampling}: {self.form}"
 
 
 class Tree:
-    """The public API of one tree of the project, for one head. An older tree is imported under another name, so that
-    both run in one process: its modules import each other by relative names only.
+    """One tree of the project, for one head. An older tree is imported under another name, so that both run in one
+    process: its modules import each other by relative names only.
 
     tuned: of ``Selection``. rows: of the largest batch. screened_rows: of the largest batch with a screen.
     """
@@ -106,87 +72,80 @@ class Tree:
     def __init__(self, weight: torch.Tensor, softcap: float | None, rows: int, *, tuned: bool, folder: Path | None):
         self._api = sgl_flashsample if folder is None else import_tree(folder)
         self.is_older = folder is not None
-        # In older trees, dispatch tables and what belongs to them have this name.
-        self._has_choices = hasattr(self._api, "Choices")
         self.head = self._api.LMHead(weight, softcap=softcap)
         self.table = self._table(tuned)
         self.screened_rows = min(rows, MAX_SCREENED_ROWS)
-        self.workspace = self._api.Workspace(4096 if DRY_RUN else max(MIN_SLOTS, SLOTS_PER_ROW * rows), DEVICE)
+        slots = 4096 if DRY_RUN else max(MIN_SLOTS, SLOTS_PER_ROW * rows)
+        self.workspace = self._module("kernels.workspace").Workspace(slots, DEVICE)
 
     @functools.cached_property
     def screen(self) -> Any:
-        return self._api.Screen(self.head, self.screened_rows)
+        return self._module("screen").Screen(self.head, self.screened_rows)
+
+    def drawer(self, screened: bool) -> Callable[..., Any]:
+        """``Head.draw``, with the screen or without it."""
+        parts = {"table": self.table, "workspace": self.workspace, "screen": self.screen if screened else None}
+        if hasattr(self._api, "Head"):
+            return self._api.Head(self.head, **parts).draw
+        return functools.partial(self._api.sample, lm_head=self.head, **parts)  # a tree without ``Head``
 
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self._api.__name__}.{name}")
 
     def _table(self, tuned: bool) -> Any:
         if tuned:
-            resolved = self._api.resolve(self.head)
-            return resolved.choices if self._has_choices else resolved.dispatch
-        if self._has_choices:
-            return self._module("choices").choices_for(self.head)
+            return self._module("tables.lookup").resolve(self.head).dispatch
         return self._module("dispatch").default_table(self.head)
 
-    def _config(self, mode: Mode, rows: int, path: str | None, screened: bool) -> Any:
+    def _config(self, sampling: Sampling, rows: int, path: str | None, screened: bool) -> Any:
         """What such a batch takes, on ``path`` if that is given."""
-        if self._has_choices:
-            work = self._module("work").Work.of(*mode.kind[:3])
-            work = work.with_screen if screened else work
-            return self.table.on(self._path(path), rows, work) if path else self.table.pick(rows, work)
-        kind = self._module("kinds").BatchKind(*mode.kind[:3], screened)
-        return self.table.lookup_on(self._path(path), rows, kind) if path else self.table.lookup(rows, kind)
-
-    def _path(self, path: str) -> Any:
-        return (self._api.Path if self._has_choices else self._api.SamplingPath)(path)
+        kind = self._module("kinds").BatchKind(
+            sampling.truncation is not None, bool(sampling.edits), sampling.temperature == 0.0, screened
+        )
+        return self.table.lookup_on(self._api.SamplingPath(path), rows, kind) if path else self.table.lookup(rows, kind)
 
     def _label(self, config: Any) -> str:
-        return self._module("autotune.names" if self._has_choices else "autotune.labels").key_of(config)
+        return self._module("autotune.labels").key_of(config)
 
     def labels(self, rows: int, selection: Selection) -> tuple[str, ...]:
         """Of all configurations that batches of ``rows`` rows are raced with."""
         return tuple(
-            self._label(self._config(MODES[mode], rows, path if path in OURS else None, path in SCREENED))
-            for mode in selection.modes
+            self._label(self._config(SAMPLINGS[name], rows, path if path in OURS else None, path in SCREENED))
+            for name in selection.samplings
             for path in selection.paths
             if path not in BASELINES
         )
 
-    def _params(self, batch: Batch, mode: Mode) -> list[Any]:
+    def _params(self, batch: Workload, sampling: Sampling) -> list[Any]:
         """``BatchParams`` of each call of a graph."""
         api, truncation, edits = self._api, None, None
-        if mode.truncation is not None:
-            top_k, top_p, min_p = mode.truncation
-            limit = {"largest_top_k" if self._has_choices else "max_top_k": top_k or None}
-            truncation = api.Truncation(batch.full(top_k, torch.int32), batch.full(top_p), batch.full(min_p), **limit)
-        if mode.edits:
-            flags = sum(Edit[name.upper()] for name in mode.edits)  # a server always says which row has which edits
-            given = {name: getattr(batch.edits, name) for name in mode.edits}
-            edits = api.LogitEdits(**given, rows=batch.full(flags, torch.int32))
-        temperature = batch.full(mode.temperature)
+        if sampling.truncation is not None:
+            top_k, top_p, min_p = sampling.truncation
+            limits = full(batch, top_k, torch.int32), full(batch, top_p), full(batch, min_p)
+            truncation = api.Truncation(*limits, max_top_k=top_k or None)
+        if sampling.edits:
+            flags = sum(Edit[name.upper()] for name in sampling.edits)  # a server always says which row has which edits
+            given = {name: getattr(edits_of(batch), name) for name in sampling.edits}
+            edits = api.LogitEdits(**given, rows=full(batch, flags, torch.int32))
+        temperature = full(batch, sampling.temperature)
         return [
-            api.BatchParams(temperature, batch.seed, position, truncation, edits, mode.greedy)
+            api.BatchParams(temperature, batch.seed, position, truncation, edits, sampling.temperature == 0.0)
             for position in batch.position
         ]
 
-    def entrant(self, batch: Batch, mode_name: str, path: str) -> Entrant:
-        """path: of ``OURS``, ``PICKED`` or ``PICKED_WITH_SCREEN``."""
-        mode, screened = MODES[mode_name], path in SCREENED
+    def entrant(self, batch: Workload, name: str, path: str) -> Entrant:
+        """name: one of ``SAMPLINGS``. path: one of ``OURS``, ``PICKED`` or ``PICKED_WITH_SCREEN``."""
+        sampling, screened = SAMPLINGS[name], path in SCREENED
         forced = path if path in OURS else None
-        config, picked = (self._config(mode, batch.rows, which, screened) for which in (forced, None))
-        options: dict[str, Any] = {
-            "path": None if forced is None else self._path(forced),
-            "return_logprob": mode.logprob,
-            "workspace": self.workspace,
-            "screen": self.screen if screened else None,
-            "choices" if self._has_choices else "table": self.table,
-        }
-        params, sample = self._params(batch, mode), self._api.sample
+        config, picked = (self._config(sampling, batch.rows, which, screened) for which in (forced, None))
+        which_path = None if forced is None else self._api.SamplingPath(forced)
+        params, draw = self._params(batch, sampling), self.drawer(screened)
 
         def call(step: int) -> torch.Tensor:
-            return sample(batch.hidden, self.head, params[step], **options).token_ids
+            out = draw(batch.hidden, params=params[step], path=which_path, return_logprob=sampling.logprob)
+            return out.token_ids
 
-        return Entrant(path, mode_name, self._label(config), call, config == picked, self.is_older)
+        return Entrant(path, name, self._label(config), call, config == picked, self.is_older)
 
 
 def import_tree(folder: Path) -> Any:
@@ -215,41 +174,66 @@ def trees(shape: Shape, weight: torch.Tensor, rows: int, selection: Selection) -
     return [Tree(weight, shape.softcap, rows, tuned=selection.tuned, folder=folder) for folder in folders]
 
 
-def entrants(ours: Sequence[Tree], batch: Batch, flashinfer: Any, selection: Selection) -> list[Entrant]:
+def entrants(ours: Sequence[Tree], batch: Workload, flashinfer: Any, selection: Selection) -> list[Entrant]:
     """All that ``selection`` asks for and that supports such a batch. flashinfer: ``import_flashinfer()`` or None."""
     entered = []
-    for mode in selection.modes:
+    for name in selection.samplings:
         for path in selection.paths:
-            if path in BASELINES or (path in SCREENED and _is_unscreened(batch, MODES[mode], path)):
+            if path in BASELINES or (path in SCREENED and _is_unscreened(batch, SAMPLINGS[name], path)):
                 continue
-            entered += [tree.entrant(batch, mode, path) for tree in ours]
+            entered += [tree.entrant(batch, name, path) for tree in ours]
     if not any(path in BASELINES for path in selection.paths):
         return entered
-    return entered + [one for one in _baselines(batch, flashinfer, selection.modes) if one.path in selection.paths]
+    return entered + [one for one in _baselines(batch, flashinfer, selection.samplings) if one.path in selection.paths]
 
 
-def _is_unscreened(batch: Batch, mode: Mode, path: str) -> bool:
+def _is_unscreened(batch: Workload, sampling: Sampling, path: str) -> bool:
     """Whether no screen serves such a batch. A truncated batch with a large top-k, or with none, is screened only where
     the path is given."""
-    top_k = mode.truncation[0] if mode.truncation is not None else 1
+    top_k = sampling.truncation[0] if sampling.truncation is not None else 1
     asks = path == SamplingPath.SCREENED or 1 <= top_k <= MAX_SMALL_TOP_K
-    return batch.rows > MAX_SCREENED_ROWS or mode.logprob or not asks
+    return batch.rows > MAX_SCREENED_ROWS or sampling.logprob or not asks
 
 
-def _baselines(batch: Batch, flashinfer: Any, modes: Sequence[str]) -> Iterator[Entrant]:
-    """Without edits: with penalties, a grammar or a bias no other sampler draws from the GEMM's logits."""
+def _baselines(batch: Workload, flashinfer: Any, names: Sequence[str]) -> Iterator[Entrant]:
+    """The baselines of samplings without edits: with penalties, a grammar or a bias no other sampler draws from the
+    GEMM's logits."""
     compiled = None if DRY_RUN else functools.partial(torch.compile, dynamic=False, fullgraph=True)
-    draws = {"plain": baselines.PLAIN, "greedy": baselines.GREEDY}
-    gemm = next(baselines.baselines(batch.for_baselines()))
+    draws = {"t1": baselines.PLAIN, "greedy": baselines.GREEDY}
+    gemm = next(baselines.baselines(_baseline_batch(batch, (0, 1.0, 0.0))))
     yield Entrant(gemm.name, NOTHING, gemm.form, gemm.call)
-    for mode in modes:
-        truncation = MODES[mode].truncation
-        if MODES[mode].edits or MODES[mode].logprob or MODES[mode].temperature not in (0.0, 1.0):
+    for name in names:
+        sampling = SAMPLINGS[name]
+        if sampling.edits or sampling.logprob or sampling.temperature not in (0.0, 1.0):
             continue
-        wanted, inputs = draws.get(mode, baselines.TRUNCATED), batch.for_baselines(*truncation or ())
+        wanted = draws.get(name, baselines.TRUNCATED)
+        inputs = _baseline_batch(batch, sampling.truncation or (0, 1.0, 0.0))
         for one in baselines.baselines(inputs, flashinfer=flashinfer, compile=compiled):
             if one.draws == wanted:
-                yield Entrant(one.name, mode, one.form, one.call)
+                yield Entrant(one.name, name, one.form, one.call)
+
+
+def _baseline_batch(batch: Workload, truncation: tuple[int, float, float]) -> baselines.BaselineBatch:
+    """The inputs of baselines, with these limits in every row."""
+    top_k, top_p, min_p = truncation
+    return dataclasses.replace(
+        batch.for_baselines([batch.head], PLAIN),
+        top_k=full(batch, top_k, torch.int32),
+        top_p=full(batch, top_p),
+        min_p=full(batch, min_p) if min_p else None,
+    )
+
+
+def full(batch: Workload, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """``[B]``, the same value for each row."""
+    return torch.full((batch.rows,), value, dtype=dtype, device=batch.hidden.device)
+
+
+def edits_of(batch: Workload) -> LogitEdits:
+    """Edits of every kind, in every row: ``[B, V]`` float32 three times, and a mask."""
+    edits = batch.params(BatchKind(edit=True))[0].edits
+    assert edits is not None
+    return edits
 
 
 def import_flashinfer() -> tuple[Any, str | None]:

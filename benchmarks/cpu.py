@@ -1,6 +1,6 @@
 """The cpu path: time per call, beside SGLang's sampler, PyTorch's operations and the time to read the logits once.
 
-    python benchmarks/cpu.py --out results/cpu.json
+    python benchmarks/run.py cpu --out benchmarks/results/cpu.json
 
 Logits are float32. Batches take turns whose logits have 128 MiB together: on most machines they come from memory, not
 from a cache. In a server, the weights of the LM head pass through the caches between two calls. ``stock`` is the
@@ -13,6 +13,7 @@ fewer rounds.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
@@ -25,7 +26,7 @@ from typing import Any
 
 import numba
 import torch
-from common import make_parser, new_env, print_rows, write_result
+from common import Benchmark, Result, print_rows
 from lab import torchvision_schemas  # noqa: F401
 
 from sgl_flashsample import BatchParams
@@ -35,7 +36,7 @@ from sgl_flashsample.kernels.params import LogitsSpec, Truncation
 
 VOCABULARIES = (32768, 49152, 151936, 262144)
 BATCHES = (1, 16, 128)
-MODES = ("plain", "greedy", "k50p90")
+RACED = ("t1", "greedy", "k50p90")
 TOP_K, TOP_P = 50, 0.9
 COLD_BYTES = 2**27  # of all batches that take turns
 MOST_BATCHES = 16  # of a round, for batches of one row
@@ -51,15 +52,15 @@ def make_logits(rows: int, vocab: int, count: int) -> list[torch.Tensor]:
     return [batch + slope[torch.randperm(vocab, generator=generator)] for batch in noise]
 
 
-def ours(mode: str, rows: int, vocab: int) -> Callable[[torch.Tensor], object]:
+def ours(name: str, rows: int, vocab: int) -> Callable[[torch.Tensor], object]:
     truncation = None
-    if mode == "k50p90":
+    if name == "k50p90":
         truncation = Truncation(
             torch.full((rows,), TOP_K, dtype=torch.int32), torch.full((rows,), TOP_P), torch.zeros(rows), TOP_K
         )
-    temperature = torch.full((rows,), 0.0 if mode == "greedy" else 1.0)
+    temperature = torch.full((rows,), 0.0 if name == "greedy" else 1.0)
     position = torch.zeros(rows, dtype=torch.int64)
-    params = BatchParams(temperature, torch.arange(rows) * 7919, position, truncation, all_greedy=mode == "greedy")
+    params = BatchParams(temperature, torch.arange(rows) * 7919, position, truncation, all_greedy=name == "greedy")
     spec = LogitsSpec(vocab)
 
     def call(logits: torch.Tensor) -> object:
@@ -69,7 +70,7 @@ def ours(mode: str, rows: int, vocab: int) -> Callable[[torch.Tensor], object]:
     return call
 
 
-def of_torch(mode: str) -> Callable[[torch.Tensor], object]:
+def of_torch(name: str) -> Callable[[torch.Tensor], object]:
     def plain(logits: torch.Tensor) -> torch.Tensor:
         return torch.multinomial(torch.softmax(logits, -1), 1)
 
@@ -78,10 +79,10 @@ def of_torch(mode: str) -> Callable[[torch.Tensor], object]:
         above = torch.cumsum(largest, -1) - largest
         return ids.gather(1, torch.multinomial(largest.masked_fill(above > TOP_P, 0.0), 1))
 
-    return {"plain": plain, "greedy": lambda logits: logits.argmax(-1), "k50p90": truncated}[mode]
+    return {"t1": plain, "greedy": lambda logits: logits.argmax(-1), "k50p90": truncated}[name]
 
 
-def of_sglang(mode: str, rows: int) -> Callable[[torch.Tensor], object]:
+def of_sglang(name: str, rows: int) -> Callable[[torch.Tensor], object]:
     """Without the copy that SGLang's sampler divides by the temperatures in place."""
     from sglang.srt.layers import sampler
 
@@ -95,34 +96,34 @@ def of_sglang(mode: str, rows: int) -> Callable[[torch.Tensor], object]:
         probs = torch.softmax(logits / temperature, -1)
         return sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs, *limits, False, None, None)
 
-    return {"plain": plain, "greedy": lambda logits: torch.argmax(logits, -1).int(), "k50p90": truncated}[mode]
+    return {"t1": plain, "greedy": lambda logits: torch.argmax(logits, -1).int(), "k50p90": truncated}[name]
 
 
-def measure(rows: int, vocab: int, threads: int) -> list[dict[str, Any]]:
+def rows_of(rows: int, vocab: int, threads: int) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
     batches = make_logits(rows, vocab, max(2, -(-COLD_BYTES // (rows * vocab * 4))))
-    calls = {(mode, "cpu"): ours(mode, rows, vocab) for mode in MODES}
-    calls |= {(mode, "torch"): of_torch(mode) for mode in MODES}
+    calls = {(name, "cpu"): ours(name, rows, vocab) for name in RACED}
+    calls |= {(name, "torch"): of_torch(name) for name in RACED}
     if importlib.util.find_spec("sglang") is not None:
-        calls |= {(mode, "stock"): of_sglang(mode, rows) for mode in MODES}
+        calls |= {(name, "stock"): of_sglang(name, rows) for name in RACED}
     calls["", "read"] = torch.sum
-    samples: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     per_round = min(len(batches), MOST_BATCHES if rows == 1 else 2)
     for index in range(ROUNDS + 1):
-        for place, name in enumerate(rotated(list(calls), index)):
-            if len(samples[name]) >= LEAST_ROUNDS and sum(samples[name]) * per_round > PATIENCE_S * 1e6:
+        for place, key in enumerate(rotated(list(calls), index)):
+            if len(samples[key]) >= LEAST_ROUNDS and sum(samples[key]) * per_round > PATIENCE_S * 1e6:
                 continue
             first = (index * len(calls) + place) * per_round
             begin = time.perf_counter()
             for step in range(per_round):
-                calls[name](batches[(first + step) % len(batches)])
+                calls[key](batches[(first + step) % len(batches)])
             if index:  # the first round compiles
-                samples[name].append((time.perf_counter() - begin) / per_round * 1e6)
+                samples[key].append((time.perf_counter() - begin) / per_round * 1e6)
     results = []
-    for (mode, path), values in samples.items():
+    for (name, path), values in samples.items():
         low, median, high = statistics.quantiles(values, n=4)
         results.append(
-            {"V": vocab, "B": rows, "mode": mode, "threads": threads, "path": path, "form": "float32"}
+            {"V": vocab, "B": rows, "sampling": name, "threads": threads, "path": path, "form": "float32"}
             | {"us": round(median, 1), "us_spread": round((high - low) / 2, 1)}
         )
     return results
@@ -135,23 +136,23 @@ def processor() -> str:
     return models[0] if models else platform.machine()
 
 
-def main() -> None:
-    parser = make_parser(__doc__, needs_gpu=False)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="on a machine that is busy: 1")
     parser.add_argument("--vocabularies", nargs="+", type=int, default=VOCABULARIES)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    options = parser.parse_args()
+
+
+def measure(options: Any, result: Result) -> int:
     cores = len(os.sched_getaffinity(0))
-    env = new_env() | {"processor": processor(), "cores": cores, "numba": numba.__version__}
-    rows: list[dict[str, Any]] = []
+    result.env |= {"processor": processor(), "cores": cores, "numba": numba.__version__}
     for vocab in options.vocabularies:
         for batch in options.batches:
             for threads in options.threads:
-                cell = measure(batch, vocab, threads)
-                print_rows(f"V={vocab} B={batch} threads={threads}", cell)
-                rows += cell
-                write_result(options.out, {"env": env, "rows": rows})
+                rows = rows_of(batch, vocab, threads)
+                print_rows(f"V={vocab} B={batch} threads={threads}", rows)
+                result.add(rows)
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+PLACE = ("V", "B", "threads", "sampling", "path")
+BENCHMARKS = {"cpu": Benchmark(__doc__, measure, add_options, place=PLACE, needs_gpu=False)}

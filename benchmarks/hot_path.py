@@ -1,7 +1,7 @@
 """Ten thousand steps of the sampler, under PyTorch's profiler: does one wait for the GPU, take memory from the driver,
 or compile or load a kernel?
 
-    python benchmarks/hot_path.py --out benchmarks/results/h200-hot-path.json
+    python benchmarks/run.py hot-path --out benchmarks/results/h200-hot-path.json
 
 Steps are calls of ``sample`` with a screen and without, of each kind of batch, with batch sizes in random order, and
 replays of CUDA graphs of them. Each has been called once with each size before, as by a server that starts. Of each
@@ -12,10 +12,10 @@ is 1 where a step has done one of these things, or where what is planted is not 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import random
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -23,14 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import DEVICE, DRY_RUN, SHAPES, Batch, make_parser, new_env, write_result
+from common import DEVICE, DRY_RUN, SHAPES, Benchmark, Result
 from contenders import PICKED, PICKED_WITH_SCREEN, Selection, Tree, entrants
 from step_profile import ALLOCATING, SYNCHRONISING
 from triton import knobs
 
+from sgl_flashsample.autotune.workload import Workload
+
 SIZES = (1, 3) if DRY_RUN else (1, 3, 17, 64)
 STEPS = 20 if DRY_RUN else 10_000
-KINDS, WAYS = ("plain", "greedy", "k50p90", "edits", "logprob"), (PICKED, PICKED_WITH_SCREEN)
+RACED, WAYS = ("t1", "greedy", "k50p90", "edits", "logprob"), (PICKED, PICKED_WITH_SCREEN)
 PART = 1_000  # steps of one profile
 COUNTED = {"waits": SYNCHRONISING, "allocates": ALLOCATING}
 Step = Callable[[], Any]
@@ -57,11 +59,11 @@ def make_steps() -> dict[str, list[Step]]:
     tree = Tree(shape.weight(), shape.softcap, max(SIZES), tuned=True, folder=None)
     steps: dict[str, list[Step]] = {}
     for size in SIZES:
-        for one in entrants([tree], Batch(tree.head, size), None, Selection(WAYS, KINDS)):
+        for one in entrants([tree], Workload(tree.head, size, "typical"), None, Selection(WAYS, RACED)):
             one.call(0)
-            steps.setdefault(f"{one.mode}, {one.path}", []).append(functools.partial(one.call, 1))
+            steps.setdefault(f"{one.sampling}, {one.path}", []).append(functools.partial(one.call, 1))
             if not DRY_RUN:
-                steps.setdefault(f"{one.mode}, {one.path}, replayed", []).append(captured(one.call))
+                steps.setdefault(f"{one.sampling}, {one.path}, replayed", []).append(captured(one.call))
     return steps
 
 
@@ -103,12 +105,12 @@ def counted(events: list[dict[str, Any]]) -> Counter[str]:
     return found
 
 
-def main() -> int:
-    parser = make_parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="of all kinds together")
-    options = parser.parse_args()
+
+
+def measure(options: Any, result: Result) -> int:
     steps, choose = make_steps(), random.Random(0)
-    result: dict[str, Any] = {"env": new_env(), "rows": []}
     for kind, calls in steps.items():
         found, left = Counter[str](), -(-options.steps // len(steps))
         row = {"kind": kind, "steps": left}
@@ -116,20 +118,20 @@ def main() -> int:
             part = min(PART, left)
             found += count([choose.choice(calls) for _ in range(part)])
             left -= part
-        result["rows"].append(row | {name: found[name] for name in ("waits", "allocates", "loads", "calls")})
-        print(result["rows"][-1], flush=True)
-        write_result(options.out, result)
+        row |= {name: found[name] for name in ("waits", "allocates", "loads", "calls")}
+        print(row, flush=True)
+        result.add([row])
     tensor, calls = torch.zeros(1, device=DEVICE), next(iter(steps.values()))
-    planted: list[Step] = [tensor.item, lambda: torch.empty(2**31, dtype=torch.int8, device=DEVICE)]
+    wrong: list[Step] = [tensor.item, lambda: torch.empty(2**31, dtype=torch.int8, device=DEVICE)]
     other = Tree(torch.zeros(99, 40, device=DEVICE), None, 1, tuned=False, folder=None)  # float32: its kernels are new
-    planted.append(functools.partial(other.entrant(Batch(other.head, 1), "plain", PICKED).call, 0))
-    found = count([*calls, *planted, *calls])
-    result["planted"] = {name: found[name] for name in ("waits", "allocates", "loads")}
-    print("planted", result["planted"], flush=True)
-    write_result(options.out, result)
-    done = any(row[name] for row in result["rows"] for name in ("waits", "allocates", "loads"))
-    return int(not DRY_RUN and (done or not all(result["planted"].values())))
+    wrong.append(functools.partial(other.entrant(Workload(other.head, 1), "t1", PICKED).call, 0))
+    found = count([*calls, *wrong, *calls])
+    planted = {name: found[name] for name in ("waits", "allocates", "loads")}
+    print("planted", planted, flush=True)
+    result.data["planted"] = planted
+    result.write()
+    done = any(row[name] for row in result.rows for name in planted)
+    return int(not DRY_RUN and (done or not all(planted.values())))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARKS = {"hot-path": Benchmark(__doc__, measure, add_options, place=("kind",))}

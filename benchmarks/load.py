@@ -1,7 +1,7 @@
 """Many concurrent requests with mixed features to real servers, stock and ours: is each answered, is memory flat, and
 are the slowest answers as fast?
 
-    python benchmarks/load.py --out benchmarks/results/load.json --models smollm2-135m qwen3-8b
+    python benchmarks/run.py load --out benchmarks/results/load.json --models smollm2-135m qwen3-8b
 
 Each server has a GPU of its own: two per model, all at once where there are as many. Without a GPU both run on the CPU:
 ``--models tiny --concurrency 64``. Weights are dummies of the model's size. ``--concurrency`` clients per server send
@@ -21,6 +21,7 @@ rows to SGLang's sampler that it can serve.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import collections
 import concurrent.futures
@@ -31,7 +32,6 @@ import multiprocessing
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,13 +42,14 @@ import aiohttp
 import numpy as np
 import psutil
 import torch
-from common import make_parser, new_env, write_result
-from fuzz import counters_of, failures_of
+from common import Benchmark, Result, write_result
 from lab.servers import server_on_this_machine
+from servers import counters_of, failures_of
 
 from sgl_flashsample.sglang.versions import sglang_version
 from sgl_flashsample.tools import markov
-from sgl_flashsample.tools.bench import COUNTERS_EVERY, OURS, SAMPLINGS, STOCK, TRUNCATED, Request, check_active
+from sgl_flashsample.tools.bench import COUNTERS_EVERY, OURS, STOCK, check_active
+from sgl_flashsample.tools.samplings import SAMPLINGS, SERVED, Sampling
 from sgl_flashsample.tools.server import ServerError, stop_all
 
 GPU_ARGUMENTS = (
@@ -57,13 +58,13 @@ GPU_ARGUMENTS = (
 )
 ARGUMENTS = ("--load-format", "dummy", "--random-seed", "1", "--enable-metrics", "--disable-radix-cache")
 # What requests ask for, with equal chances.
-MIX: dict[str, Request] = SAMPLINGS | {
-    "seed": ({"temperature": 0.8, "sampling_seed": 7}, {}),
-    "min-p": ({"temperature": 1.0, "min_p": 0.05}, {}),
-    "top-p": ({"temperature": 0.6, "top_p": 0.95}, {}),
-    "bias": (TRUNCATED | {"logit_bias": {"100": 3.0, "200": -100.0}}, {}),
-    "regex": ({"temperature": 1.0, "regex": "[a-f0-9]{400}"}, {}),
-    "min-tokens": ({"temperature": 1.0, "min_new_tokens": 8}, {}),
+MIX: dict[str, Sampling] = {name: SAMPLINGS[name] for name in SERVED} | {
+    "seed": Sampling("seed", {"temperature": 0.8, "sampling_seed": 7}),
+    "min-p": SAMPLINGS["minp05"],
+    "top-p": Sampling("top_p", {"temperature": 0.6, "top_p": 0.95}),
+    "bias": Sampling("bias", SAMPLINGS["trunc"].params | {"logit_bias": {"100": 3.0, "200": -100.0}}),
+    "regex": Sampling("regex", {"temperature": 1.0, "regex": "[a-f0-9]{400}"}),
+    "min-tokens": Sampling("min tokens", {"temperature": 1.0, "min_new_tokens": 8}),
 }
 NATIVE = {"native top_logprobs"}  # rows that SGLang's sampler serves
 PROMPTS, ANSWERS = (8, 256), (8, 256)  # tokens, the fewest and the most
@@ -78,10 +79,11 @@ START_SECONDS = 60.0  # of the run, in which kernels are loaded and the queue fi
 def make_request(number: int, vocab: int) -> dict[str, Any]:
     """The body of a request, the same for each server."""
     r = random.Random(number)
-    params, fields = MIX[r.choice(list(MIX))]
+    asked = MIX[r.choice(list(MIX))]
     tokens = r.randint(*ANSWERS)
     prompt = [r.randrange(vocab // 2, vocab) for _ in range(r.randint(*PROMPTS))]
-    return {"input_ids": prompt, "sampling_params": {**params, "max_new_tokens": tokens, "ignore_eos": True}, **fields}
+    params = {**asked.params, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": prompt, "sampling_params": params, **asked.fields}
 
 
 class Clients:
@@ -197,9 +199,9 @@ class Side:
         self.server.wait_until_ready()
         if self.backend == OURS:
             check_active(self.server)
-        for params, fields in MIX.values():
-            params = params | {"max_new_tokens": ANSWERS[0]}
-            self.server.generate(input_ids=[[self.vocab - 2]], sampling_params=params, **fields)
+        for asked in MIX.values():
+            params = asked.params | {"max_new_tokens": ANSWERS[0]}
+            self.server.generate(input_ids=[[self.vocab - 2]], sampling_params=params, **asked.fields)
 
     def look(self, seconds: float) -> None:
         """Add to ``memory``."""
@@ -271,18 +273,22 @@ def wrong(row: dict[str, Any]) -> list[str]:
     return found + row.get("failures", [])
 
 
-def main() -> int:
-    parser = make_parser(__doc__, needs_gpu=False)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=markov.SIZES, default=["smollm2-135m", "qwen3-8b"])
     parser.add_argument("--concurrency", type=int, default=1000, help="requests at a time, of each server")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks at the memory")
     parser.add_argument("--logs", type=Path, help="a folder for the servers' logs, to be kept")
-    options = parser.parse_args()
+
+
+def check(options: Any) -> None:
+    if torch.cuda.device_count() == 1:
+        raise ValueError("there is one GPU; expected two or more, or none")
+
+
+def measure(options: Any, result: Result) -> int:
     gpus: list[int | None] = list(range(torch.cuda.device_count()))
-    if len(gpus) == 1:
-        parser.error("there is one GPU; expected two or more, or none")
-    result: dict[str, Any] = {"env": new_env() | {"sglang": sglang_version()}, "rows": []}
+    result.env["sglang"] = result.run["sglang"] = sglang_version()
     with tempfile.TemporaryDirectory() as name:
         for model in options.models:
             (Path(name) / model).mkdir()
@@ -290,20 +296,18 @@ def main() -> int:
             markov.write_tokenizer(Path(name) / model, markov.SIZES[model].vocab_size)
         at_once = max(1, len(gpus) // 2)
         for first in range(0, len(options.models), at_once):
-            names, before = options.models[first : first + at_once], result["rows"]
+            names = options.models[first : first + at_once]
             try:
                 for rows in run_together(names, gpus or [None, None], options, Path(name)):
-                    result["rows"] = before + rows
-                    write_result(options.out, result)
+                    result.add(rows)
             except ServerError as error:
-                result["env"].setdefault("not_run", []).append({"model": ", ".join(names), "reason": str(error)})
-                write_result(options.out, result)
-                print(f"{', '.join(names)}: {error}", flush=True)
-    for row in result["rows"]:
+                result.miss(error, server=", ".join(names))
+    for row in result.rows:
         shown = {key: value for key, value in row.items() if key not in ("memory", "heads", "ends")}
         print(f"{json.dumps(shown)} {wrong(row)}", flush=True)
-    return int(any(map(wrong, result["rows"])) or "not_run" in result["env"])
+    return result.close() or int(any(map(wrong, result.rows)))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARKS = {
+    "load": Benchmark(__doc__, measure, add_options, check, place=("model", "backend", "concurrency"), needs_gpu=False)
+}

@@ -12,7 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
-from tables import GEMM, MODES, NOTHING, PATHS, READ, SAMPLINGS, Cell, Results, summary_rows
+from tables import GEMM, NOTHING, PATHS, READ, Cell, Results, summary_rows
+
+from sgl_flashsample.tools.samplings import SAMPLINGS
 
 INK = "black"
 # Colours of Okabe and Ito, told apart with any colour vision; markers and dashes say the same again.
@@ -78,7 +80,7 @@ class Kind:
     line: Callable[[Cell], float] | None
     log_y: bool = False
     top: float | None = None
-    modes: tuple[str, ...] = tuple(MODES)
+    modes: tuple[str, ...] = tuple(SAMPLINGS)
 
 
 ROWS = "rows of the batch"
@@ -95,7 +97,7 @@ KINDS = {
         _rate,
         None,
         True,
-        modes=("plain",),
+        modes=("t1",),
     ),
 }
 
@@ -130,7 +132,7 @@ def _draw(axes: Axes, kind: Kind, cells: list[Cell], mode: str, tflop_s: float, 
         axes.set_ylim(top=kind.top)
     axes.tick_params(which="both", labelsize=7)
     axes.grid(alpha=0.25, linewidth=0.5)
-    axes.set_title(f"{cells[0].head}\n{MODES[mode]}", fontsize=8)
+    axes.set_title(f"{cells[0].head}\n{SAMPLINGS[mode].title}", fontsize=8)
 
 
 def _figure(results: Results, kind: Kind) -> Figure:
@@ -139,13 +141,13 @@ def _figure(results: Results, kind: Kind) -> Figure:
     heads: dict[str, list[Cell]] = {}
     for cell in sorted(results.cells, key=lambda cell: cell.batch):
         heads.setdefault(cell.head, []).append(cell)
-    modes = [mode for mode in kind.modes if any(mode in cell.modes for cell in results.cells)]
+    modes = [mode for mode in kind.modes if any(mode in cell.samplings for cell in results.cells)]
     figure = Figure(figsize=(1.2 + 2.6 * len(heads), 1.3 + 2.3 * len(modes)), layout="constrained")
     grid = figure.subplots(len(modes), len(heads), squeeze=False)
     shown: dict[str, Line2D] = {}
     for mode, line in zip(modes, grid, strict=True):
         for cells, axes in zip(heads.values(), line, strict=True):
-            here = [cell for cell in cells if mode in cell.modes and cell.row(NOTHING, READ) is not None]
+            here = [cell for cell in cells if mode in cell.samplings and cell.row(NOTHING, READ) is not None]
             if here:
                 _draw(axes, kind, here, mode, data["env"].get("matmul_tflop_s") or float("inf"), shown)
             else:
@@ -163,7 +165,7 @@ def summary(results: Results, ink: str) -> Figure | None:
     """How much less time per token servers take with ours, in percent: a group of bars per model and sampling, a bar
     per batch size. ink: the colour of all text, on a transparent ground."""
     gains = {
-        f"{model}\n{SAMPLINGS[sampling]}": {
+        f"{model}\n{SAMPLINGS[sampling].title}": {
             batch: 100 * (1 - ours["tpot_us"] / stock["tpot_us"]) for batch, (stock, ours) in pairs.items()
         }
         for (model, sampling), pairs in summary_rows(results).items()

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import DEVICE, Batch, Shape, print_rows, reason_of
+from common import DEVICE, Shape, print_rows, reason_of
 from contenders import (
     BASELINES,
     EAGER,
     MAX_SCREENED_ROWS,
-    MODES,
     NOTHING,
     READ,
     Entrant,
@@ -40,6 +39,8 @@ from sgl_flashsample import LMHead
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.race import Ratio
 from sgl_flashsample.autotune.timing import Call, Contender, Timer, Timing
+from sgl_flashsample.autotune.workload import Workload
+from sgl_flashsample.tools.samplings import SAMPLINGS
 
 WORKERS = 15
 PROBE = Shape(64, 151936)  # FlashInfer chooses its kernels by V
@@ -56,7 +57,7 @@ class Race:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: Workload,
         entered: Sequence[Entrant],
         unusual: Mapping[str, str],
         reader: Callable[[], object] | None,
@@ -105,20 +106,21 @@ class Race:
         return None if timing is None else moved_bytes * timing.us / READ_BYTES
 
     def rows(self, cell: dict[str, Any]) -> list[dict[str, Any]]:
-        """One row of a result file per path and mode, the fastest form of each; what the older tree took is left out.
-        ``READ`` is the time of reading the head once. cell: fields of every row."""
+        """One row of a result file per path and sampling, the fastest form of each; the older tree has none. ``READ``
+        is the time of reading the head once. cell: fields of every row."""
         fastest: dict[tuple[str, str], tuple[Timing, Entrant]] = {}
         for one in self.entrants:
-            timing, key = self.timing(one.name), (one.mode, one.path)
+            timing, key = self.timing(one.name), (one.sampling, one.path)
             if timing is not None and not one.older and (key not in fastest or timing.us < fastest[key][0].us):
                 fastest[key] = timing, one
         rows = []
-        for (mode, path), (timing, one) in fastest.items():
-            row = cell | {"mode": mode, "path": path, "us": round(timing.us, 2), "us_spread": round(timing.spread, 2)}
+        for (sampling, path), (timing, one) in fastest.items():
+            row = cell | {"sampling": sampling, "path": path}
+            row |= {"us": round(timing.us, 2), "us_spread": round(timing.spread, 2)}
             row["form"] = one.form + (", without a graph" if one.name in self._eager else "")
             rows.append(row | ({"picked": True} if one.picked else {}))
         if (us := self.floor_us(self._head_bytes)) is not None:
-            rows.append(cell | {"mode": NOTHING, "path": READ, "us": round(us, 2), "us_spread": 0.0, "form": ""})
+            rows.append(cell | {"sampling": NOTHING, "path": READ, "us": round(us, 2), "us_spread": 0.0, "form": ""})
         return rows
 
     def gaps(self, cell: dict[str, Any]) -> list[dict[str, Any]]:
@@ -149,7 +151,7 @@ class Session:
     def race(
         self,
         ours: Sequence[Tree],
-        batch: Batch,
+        batch: Workload,
         rounds: int,
         cell: dict[str, Any],
         then: Callable[[Race, list[dict[str, Any]]], object] = lambda race, rows: None,
@@ -226,20 +228,20 @@ def _warm_up(shapes: Sequence[Shape], batches: Sequence[int], selection: Selecti
 
 
 def _jobs(shapes: Sequence[Shape], batches: Sequence[int], selection: Selection) -> list[tuple[Shape, int, Selection]]:
-    """What is compiled by itself: a mode with the configurations of some batch size, truncated ones first, which take
-    longest; then the baselines of each batch size."""
+    """The parts that compile by themselves: a sampling with the configurations of some batch size, truncated ones
+    first, which take longest; then the baselines of each batch size."""
     ours = tuple(path for path in selection.paths if path not in BASELINES)
     jobs: dict[tuple, tuple[Shape, int, Selection]] = {}
     for shape in shapes:
         weight = torch.empty(shape.vocab, shape.hidden, dtype=torch.bfloat16, device=DEVICE)
         made = trees(shape, weight, 1, selection)
-        for mode in selection.modes:
-            one = dataclasses.replace(selection, modes=(mode,), paths=ours)
+        for name in selection.samplings:
+            one = dataclasses.replace(selection, samplings=(name,), paths=ours)
             for rows in sorted(batches, reverse=True):
                 labels = [tree.labels(rows, one) for tree in made]
-                jobs.setdefault((shape, mode, *labels, rows > MAX_SCREENED_ROWS), (shape, rows, one))
+                jobs.setdefault((shape, name, *labels, rows > MAX_SCREENED_ROWS), (shape, rows, one))
         del made, weight
-    ordered = sorted(jobs.values(), key=lambda job: MODES[job[2].modes[0]].truncation is None)
+    ordered = sorted(jobs.values(), key=lambda job: SAMPLINGS[job[2].samplings[0]].truncation is None)
     others = tuple(path for path in selection.paths if path in BASELINES)
     compiled = dataclasses.replace(selection, paths=others, compared=None)
     return ordered + [(shape, rows, compiled) for shape in shapes for rows in batches if others]
@@ -253,7 +255,7 @@ def _device_bytes(shape: Shape, rows: int) -> float:
 def _baseline_names(softcap: float | None, selection: Selection, flashinfer: bool) -> list[str]:
     weight = torch.empty(1, PROBE.hidden, dtype=torch.bfloat16, device=DEVICE)
     module = import_flashinfer()[0] if flashinfer else None
-    tried = entrants([], Batch(LMHead(weight, softcap=softcap), 1), module, selection)
+    tried = entrants([], Workload(LMHead(weight, softcap=softcap), 1, "typical"), module, selection)
     return [one.name for one in tried if one.path != baselines.GEMM]
 
 
@@ -262,7 +264,7 @@ def _call_all(shape: Shape, rows: int, selection: Selection) -> list[str]:
     weight = torch.zeros(shape.vocab, shape.hidden, dtype=torch.bfloat16, device=DEVICE)
     ours = trees(shape, weight, rows, selection)
     failed = []
-    for one in entrants(ours, Batch(ours[0].head, rows), None, selection):
+    for one in entrants(ours, Workload(ours[0].head, rows, "typical"), None, selection):
         try:
             one.call(0)
         except Exception as error:
@@ -278,7 +280,7 @@ def _probe(name: str, softcap: float | None, selection: Selection) -> str | None
     """None for a baseline that can be captured, else ``EAGER`` or why it cannot be called at all."""
     weight = torch.randn(PROBE.vocab, PROBE.hidden, device=DEVICE).bfloat16()
     module = import_flashinfer()[0] if baselines.FLASHINFER in name else None
-    tried = entrants([], Batch(LMHead(weight, softcap=softcap), PROBE_ROWS), module, selection)
+    tried = entrants([], Workload(LMHead(weight, softcap=softcap), PROBE_ROWS, "typical"), module, selection)
     call = next(one.call for one in tried if one.name == name)
     try:
         call(0)

@@ -1,7 +1,7 @@
 """Ranks that share an LM head, one GPU each, without a server: are their tokens those of one rank, and what do they
 exchange per step?
 
-    python benchmarks/ranks.py --out benchmarks/results/h200x2-ranks.json
+    python benchmarks/run.py ranks --out benchmarks/results/h200x2-ranks.json
 
 tokens    rows drawn by all ranks, each from its part: tokens of all ranks are compared, and of each ``--every``-th
           batch with those of one rank with the whole head; a row that differs is a near-tie where the reference cannot
@@ -15,6 +15,7 @@ A rank is a process, in SGLang's own groups. ``--only`` runs some sections, ``--
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import statistics
@@ -25,10 +26,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import DRY_RUN, SHAPES, Batch, make_parser, new_env, reason_of, write_result
+from common import DRY_RUN, SHAPES, Benchmark, Result, reason_of
+from contenders import full
 
-from sgl_flashsample import LMHead, sample
+from sgl_flashsample import Head, LMHead
 from sgl_flashsample.autotune.timing import MAX_CALLS
+from sgl_flashsample.autotune.workload import Workload
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput, Truncation
 from sgl_flashsample.kernels.reference import sample_ref
 from sgl_flashsample.model_config import shard_of
@@ -76,6 +79,7 @@ class Rank:
         width = shard_of(shape.vocab, num_ranks)
         padded = torch.nn.functional.pad(weight, (0, 0, 0, width * num_ranks - shape.vocab))
         self.whole = LMHead(weight, softcap=shape.softcap)
+        self.alone = Head(self.whole)
         processor = types.SimpleNamespace(
             vocab_size=shape.vocab,
             logit_scale=None,
@@ -90,7 +94,7 @@ class Rank:
         assert wrong is None, wrong
         self.state.update(max(BATCHES))
 
-    def params(self, batch: Batch, kind: str, number: int) -> BatchParams:
+    def params(self, batch: Workload, kind: str, number: int) -> BatchParams:
         """Of a batch that all ranks make alike."""
         rows, vocab = batch.rows, self.whole.vocab_size
         temperature = 0.3 + torch.arange(rows, device=self.device) % 8 * 0.2
@@ -98,24 +102,24 @@ class Rank:
         if kind == "greedy":
             temperature = torch.zeros_like(temperature)
         if kind == "truncated":
-            top_k = batch.full(50, torch.int32)
-            truncation = Truncation(top_k, batch.full(0.9), batch.full(0.0), 50)
+            top_k = full(batch, 50, torch.int32)
+            truncation = Truncation(top_k, full(batch, 0.9), full(batch, 0.0), 50)
         if kind == "mask":
             generator = torch.Generator(self.device).manual_seed(number)
             words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator, device=self.device)
             edits = LogitEdits(mask=words.to(torch.int32))
         return BatchParams(temperature, batch.seed, batch.position[number % len(batch.position)], truncation, edits)
 
-    def draw(self, batch: Batch, params: BatchParams, return_logprob: bool = False) -> SampleOutput:
+    def draw(self, batch: Workload, params: BatchParams, return_logprob: bool = False) -> SampleOutput:
         from sgl_flashsample.sglang.sampler import launch
 
         assert self.state.exchange is not None
         return launch(self.state, batch.hidden, params, return_logprob).out
 
-    def draw_alone(self, batch: Batch, params: BatchParams) -> torch.Tensor:
+    def draw_alone(self, batch: Workload, params: BatchParams) -> torch.Tensor:
         """From the whole head; truncated rows from the logits that the ranks have exchanged."""
         if params.truncation is None:
-            return sample(batch.hidden, self.whole, params).token_ids
+            return self.alone.draw(batch.hidden, params).token_ids
         logits = self.state.logits_of_shard(batch.hidden).contiguous()
         parts = [torch.empty_like(logits) for _ in range(self.group.world_size)]
         torch.distributed.all_gather(parts, logits, group=self.group.device_group)
@@ -126,7 +130,7 @@ class Rank:
         ]
         return torch.cat(drawn)
 
-    def near_ties(self, batch: Batch, params: BatchParams, rows: torch.Tensor) -> int:
+    def near_ties(self, batch: Workload, params: BatchParams, rows: torch.Tensor) -> int:
         """How many of these rows the reference cannot decide."""
         logits = batch.hidden[rows].double() @ self.whole.weight.double().T
         if self.whole.softcap is not None:
@@ -151,7 +155,7 @@ def tokens(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
     """The rows so far, each time the ranks have compared their tokens."""
     result: list[dict[str, Any]] = []
     for kind in options.kinds:
-        batch, number = Batch(rank.whole, TOKEN_ROWS), 0
+        batch, number = Workload(rank.whole, TOKEN_ROWS, "typical"), 0
         row = {"section": "tokens", "kind": kind, "rows": 0, "ranks_differ": 0}
         row |= {"compared": 0, "differing": 0, "near_ties": 0}
         result.append(row)
@@ -179,7 +183,7 @@ def soak(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
     choose, number, started, written = random.Random(1), 0, time.monotonic(), 0.0
     row = {"section": "soak", "seconds": 0.0, "batches": 0, "rows": 0, "ranks_differ": 0, "compared": 0}
     row |= {"differing": 0, "near_ties": 0}
-    batches = {size: Batch(rank.whole, size) for size in (1, 2, 3, 17, 64)}
+    batches = {size: Workload(rank.whole, size, "typical") for size in (1, 2, 3, 17, 64)}
     while True:
         batch, kind = batches[choose.choice(list(batches))], choose.choice(KINDS)
         batch.refresh(number)
@@ -212,7 +216,7 @@ def exchange(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
     assert connection is not None
     memory = connection.memory
     for size in BATCHES[:2] if DRY_RUN else BATCHES:
-        batch = Batch(rank.whole, size)
+        batch = Workload(rank.whole, size, "typical")
         drawn = rank.draw(batch, rank.params(batch, "plain", 0))
         greedy = BatchParams(torch.zeros(size, device=rank.device), batch.seed, batch.position[0])
         nothing = SampleOutput.empty(-(-size // rank.group.world_size), rank.device, False)
@@ -289,24 +293,27 @@ def work(number: int, port: int, options: Any, answers: Any) -> None:
     os._exit(0)  # gloo's threads may abort an interpreter that ends
 
 
-def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=2, help="ranks")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["plain", "truncated"], help="for tokens")
     parser.add_argument("--tokens", type=float, default=TOKENS, help="of each kind, for tokens")
     parser.add_argument("--every", type=int, default=1, help="each so many batches one rank draws too, for tokens")
     parser.add_argument("--soak-seconds", type=float, default=1.0 if DRY_RUN else 600.0)
-    options = parser.parse_args()
+
+
+def check(options: Any) -> None:
     if not 1 <= options.every <= MAX_CALLS:
-        parser.error(f"--every is {options.every}; expected 1 to {MAX_CALLS}, the positions that a batch has")
-    port = free_port()
+        raise ValueError(f"--every is {options.every}; expected 1 to {MAX_CALLS}, the positions that a batch has")
+
+
+def measure(options: Any, result: Result) -> int:
+    gaps, port = result.env["not_run"], free_port()
+    gaps[:] = [gap for gap in gaps if gap["section"] not in (*options.only, "all")]
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     ranks = [context.Process(target=work, args=(number, port, options, answers)) for number in range(options.tp)]
     for process in ranks:
         process.start()
-    result: dict[str, Any] = {"env": new_env() | {"not_run": []}, "rows": []}
     running = options.tp
     while running and all(process.exitcode in (None, 0) for process in ranks):
         if answers.empty():
@@ -316,23 +323,20 @@ def main() -> int:
         if section is None:
             running -= 1
         elif isinstance(answer, str):
-            result["env"]["not_run"].append({"section": section, "rank": number, "reason": answer})
+            result.miss(answer, section=section, rank=number)
         elif number == 0:  # all rows of the section that there are so far
-            result["rows"] = [row for row in result["rows"] if row["section"] != section] + answer
-        write_result(options.out, result)
-    for row in result["rows"]:
+            result.add(answer)
+    for row in result.rows:
         print(row, flush=True)
     for process in ranks:
         process.join(30)
-    failed = running > 0
-    if failed:
-        if not result["env"]["not_run"]:  # else a rank has said why
-            result["env"]["not_run"].append({"section": "all", "reason": "a rank ended"})
-            write_result(options.out, result)
+    if running:
+        if not result.env["not_run"]:  # else a rank has said why
+            result.miss("a rank ended", section="all")
         for process in ranks:
             process.kill()
-    return 1 if result["env"]["not_run"] else 0
+    return result.close()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PLACE = ("section", "tp", "kind", "exchange", "batch")
+BENCHMARKS = {"ranks": Benchmark(__doc__, measure, add_options, check, SECTIONS, place=PLACE)}

@@ -1,10 +1,10 @@
 """The pages with results, from the files in ``benchmarks/results`` and nothing else.
 
     python benchmarks/report.py             prints the tables
-    python benchmarks/report.py --write     puts them between their markers in README.md and benchmarks/README.md
-    python benchmarks/report.py --plots     draws the plots of benchmarks/README.md; needs the extra ``bench``
+    python benchmarks/report.py --write     puts them between their markers in the pages
+    python benchmarks/report.py --plots     draws the plots
 
-A marker is ``<!-- results:NAME -->``; what follows, up to ``<!-- end -->``, is replaced.
+A marker is ``<!-- results:NAME -->``; what follows, up to ``<!-- end -->``, is replaced. Needs the extra ``bench``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ import re
 import sys
 from pathlib import Path
 
+from run import BENCHMARKS
 from tables import RESULTS, SECTIONS, Results, gpus
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+PAGES = [ROOT / name for name in ("README.md", "benchmarks/README.md", "benchmarks/RESULTS.md")]
 MARKER = re.compile(r"<!-- results:([a-z-]+) -->\n.*?<!-- end -->", re.S)
+
+
+def list_of_benchmarks() -> str:
+    lines = ["| name | measures | needs |", "| --- | --- | --- |"]
+    lines += [f"| `{name}` | {entry.measures} | {entry.needs} |" for name, entry in BENCHMARKS.items()]
+    return "\n".join(lines)
 
 
 def filled(page: str, folder: Path = RESULTS) -> str:
@@ -26,9 +33,10 @@ def filled(page: str, folder: Path = RESULTS) -> str:
 
     def replaced(marker: re.Match[str]) -> str:
         name = marker[1]
-        if name not in SECTIONS:
+        if name != "benchmarks" and name not in SECTIONS:
             raise ValueError(f"results:{name} is no table; there are {', '.join(SECTIONS)}")
-        return f"<!-- results:{name} -->\n{SECTIONS[name].markdown(folder)}\n<!-- end -->"
+        table = list_of_benchmarks() if name == "benchmarks" else SECTIONS[name].markdown(folder)
+        return f"<!-- results:{name} -->\n{table}\n<!-- end -->"
 
     return MARKER.sub(replaced, page)
 

@@ -1,6 +1,6 @@
 """The screened path on this GPU: its speed, that its tokens are the fused path's, and that they are right.
 
-    python benchmarks/screened.py --out benchmarks/results/h200-screened.json
+    python benchmarks/run.py screened --out benchmarks/results/h200-screened.json
 
 speed         whole steps beside the fused path, the GEMM alone, FlashInfer and a kernel that only reads, in one race
 tokens        rows of four kinds of heads, at several temperatures and truncations, drawn by both paths with the same
@@ -13,34 +13,23 @@ Configurations are those of the tuned table that a server would find. ``--only``
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
-    DEVICE,
-    DRY_RUN,
-    DTYPE,
-    SHAPES,
-    Batch,
-    command_line,
-    make_parser,
-    new_env,
-    reason_of,
-    today,
-    write_result,
-)
+from common import DEVICE, DRY_RUN, DTYPE, SHAPES, Benchmark, Result
 from contenders import Selection, Tree
 from racing import Race, Session
 
-from sgl_flashsample import BatchParams, DispatchTable, SampleOutput, SamplingPath, Truncation, sample
+from sgl_flashsample import BatchParams, DispatchTable, SampleOutput, SamplingPath, Truncation
 from sgl_flashsample.autotune import baselines
+from sgl_flashsample.autotune.workload import Workload
 from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import BATCH_KINDS
@@ -48,7 +37,7 @@ from sgl_flashsample.kinds import BATCH_KINDS
 BATCHES = (3,) if DRY_RUN else (1, 8, 16, 32)
 ROUNDS = 1 if DRY_RUN else 11
 FUSED, SCREENED = SamplingPath.FUSED, SamplingPath.SCREENED
-TIMED_MODES = ("plain", "T0.7", "greedy", "T0.6 k20p95", "T0.6 k50p90")
+TIMED = ("t1", "T0.7", "greedy", "T0.6 k20p95", "T0.6 k50p90")
 TIMED_PROFILES = ("typical", "flat")
 TOKENS_SHAPE, DISTRIBUTION_SHAPE = ((64, 1024), (64, 256)) if DRY_RUN else ((1024, 151936), (256, 4096))
 TEMPERATURES = (0.0, 1.0) if DRY_RUN else (0.0, 0.2, 0.7, 1.0, 1.5)
@@ -77,17 +66,16 @@ def counted(tree: Tree) -> dict[str, int]:
 
 
 def draw(tree: Tree, path: SamplingPath, hidden: torch.Tensor, params: BatchParams) -> SampleOutput:
-    options: dict[str, Any] = {"workspace": tree.workspace, "table": tree.table, "screen": tree.screen}
-    return sample(hidden, tree.head, params, path=path, **options)
+    return tree.drawer(screened=True)(hidden, params=params, path=path)
 
 
 def add_counters(tree: Tree, race: Race, rows: list[dict[str, Any]]) -> None:
     """Add to rows of the screened path what its screen counts in one step."""
-    calls = {one.mode: one.call for one in race.entrants if one.path == SCREENED}
+    calls = {one.sampling: one.call for one in race.entrants if one.path == SCREENED}
     for row in rows:
         if row["path"] == SCREENED:
             counted(tree)
-            calls[row["mode"]](0)
+            calls[row["sampling"]](0)
             counts = counted(tree)
             row["candidates_per_row"] = round(counts["candidates"] / row["B"], 1)
             row |= {"groups_read": counts["groups"], "rows_left": counts["searched"]}
@@ -95,12 +83,12 @@ def add_counters(tree: Tree, race: Race, rows: list[dict[str, Any]]) -> None:
 
 def speed(configs: dict[int, ScreenConfig], options: Any) -> dict[str, Any]:
     shape, rows, env = SHAPES[0], list[dict[str, Any]](), dict[str, Any]()
-    selection = Selection((FUSED, SCREENED, baselines.GEMM, baselines.FLASHINFER), TIMED_MODES, tuned=True)
+    selection = Selection((FUSED, SCREENED, baselines.GEMM, baselines.FLASHINFER), TIMED, tuned=True)
     session = Session([shape], BATCHES, selection, env)
     tree = make_tree(shape.weight(), max(BATCHES), configs)
     for size in BATCHES:
         for profile in TIMED_PROFILES:
-            batch, cell = Batch(tree.head, size, profile), {"B": size, "profile": profile}
+            batch, cell = Workload(tree.head, size, profile), {"B": size, "profile": profile}
             rows += session.race([tree], batch, ROUNDS, cell, functools.partial(add_counters, tree))
     memory = {"copy_bytes": tree.screen.int8_head.num_bytes, "head_bytes": tree.head.weight.nbytes}
     return shape.fields | memory | env | {"rows": rows}
@@ -226,18 +214,13 @@ def distribution(configs: dict[int, ScreenConfig], options: Any) -> dict[str, An
 SECTIONS = {"speed": speed, "tokens": tokens, "distribution": distribution}
 
 
-def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
-    parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not measured now")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--configs", type=Path, help="JSON of screened configurations, {rows: {field: value}}")
-    options = parser.parse_args()
-    configs: dict[int, ScreenConfig] = {}
-    if options.configs is not None:
-        given = json.loads(options.configs.read_text())
-        configs = {int(rows): ScreenConfig(**fields) for rows, fields in given.items()}
-    sections = json.loads(options.out.read_text())["sections"] if options.keep and options.out.exists() else {}
-    env = new_env() | {"not_run": []}
+
+
+def measure(options: Any, result: Result) -> int:
+    given = json.loads(options.configs.read_text()) if options.configs is not None else {}
+    configs = {int(rows): ScreenConfig(**fields) for rows, fields in given.items()}
     for name in options.only:
         began = time.monotonic()
         torch.manual_seed(0)
@@ -245,14 +228,10 @@ def main() -> int:
         try:
             section = SECTIONS[name](configs, options)
         except Exception as error:  # the next one may do
-            env["not_run"].append({"path": name, "reason": reason_of(error)})
-            print(f"  not run: {reason_of(error)}", flush=True)
+            result.miss(error, section=name)
             continue
-        about = {"date": today(), "command": command_line(), "seconds": round(time.monotonic() - began, 1)}
-        sections[name] = section | about
-        write_result(options.out, {"env": env, "sections": sections})
-    return 1 if env["not_run"] else 0
+        result.put(name, section | {"seconds": round(time.monotonic() - began, 1)})
+    return result.close()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARKS = {"screened": Benchmark(__doc__, measure, add_options, sections=tuple(SECTIONS))}

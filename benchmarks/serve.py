@@ -1,11 +1,11 @@
 """Time per output token of real SGLang servers, stock and with our backend, side by side on one GPU.
 
-    python benchmarks/serve.py --out benchmarks/results/h200-serve.json --models qwen3-1.7b
+    python benchmarks/run.py serve --out benchmarks/results/h200-serve.json --models qwen3-1.7b
 
 Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the GPU
 alone, and one with pipeline stages stands still meanwhile, since it keeps CPU cores busy. Cells are measured as
-``sgl-flashsample bench`` does (``sgl_flashsample/bench.py``). Medians, and half the distance between the quartiles.
-Host time is the server's own metric ``sglang:flashsample_host_seconds``.
+``sgl-flashsample bench`` does (``sgl_flashsample/tools/bench.py``). Medians, and half the distance between the
+quartiles. Host time is the server's own metric ``sglang:flashsample_host_seconds``.
 
 stock    stock SGLang and our backend
 screen   our backend without a screen and with one; answers to seeded requests are compared too
@@ -32,6 +32,7 @@ its environment. The file is written after each cell; no cell begins after ``--l
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -49,7 +50,8 @@ from typing import Any
 import decision_plane
 import oracle
 import step_profile
-from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
+from common import DRY_RUN, Benchmark, Result
+from servers import check_server_options, server_options
 
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
@@ -59,15 +61,14 @@ from sgl_flashsample.tools import markov
 from sgl_flashsample.tools.bench import (
     COUNTERS_EVERY,
     OURS,
-    SAMPLINGS,
     STOCK,
     Counters,
     Load,
-    Request,
     check_active,
     generate,
     measure,
 )
+from sgl_flashsample.tools.samplings import SAMPLINGS, SERVED, Sampling
 from sgl_flashsample.tools.server import Server, ServerError
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
@@ -78,8 +79,6 @@ COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_STEPS = 40
 CACHE_TOKENS = 65536
 OUT_OF_TIME = "out of time"
-# Fields that tell cells apart.
-PLACE = ("section", "model", "sampling", "batch", "tp", "pp", "speculation", "draft_tokens")
 SERVER_ARGUMENTS = [
     *("--load-format", "dummy", "--attention-backend", "triton", "--random-seed", "1", "--enable-metrics"),
     *("--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
@@ -97,12 +96,12 @@ GRAPHS: Backends = {
 SCREENS: Backends = {f"screen {mode}": (OURS, {"FLASHSAMPLE_SCREEN": mode}) for mode in ("off", "on")}
 
 
-def seeded(server: Server, batch: int, request: Request) -> list[list[int]]:
+def seeded(server: Server, batch: int, request: Sampling) -> list[list[int]]:
     """The tokens of prompts and seeds that are the same each time."""
     prompts = [[1000 + 7 * row + 3 * place for place in range(LOAD.prompt_tokens)] for row in range(batch)]
-    params = {**request[0], "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
+    params = {**request.params, "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
     rows = [params | {"sampling_seed": row} for row in range(batch)]
-    return [a["output_ids"] for a in server.generate(input_ids=prompts, sampling_params=rows, **request[1])]
+    return [a["output_ids"] for a in server.generate(input_ids=prompts, sampling_params=rows, **request.fields)]
 
 
 class TakingTurns(Server):
@@ -161,15 +160,14 @@ class PretendedServer:
 
 
 class ModelRun:
-    """The servers of one model, and what is asked of them. rows, not_run: for the result file."""
+    """The servers of one model, and the requests to them."""
 
-    def __init__(self, name: str, options: Any, started: float) -> None:
-        self.name, self.options, self._started = name, options, started
+    def __init__(self, name: str, options: Any, result: Result, started: float) -> None:
+        self.name, self.options, self.result, self._started = name, options, result, started
         # What its rows say of the servers; of one GPU and of no drafts they say nothing.
         self.about = {"tp": options.tp, "pp": options.pp} if options.tp * options.pp > 1 else {}
         if options.speculation:
             self.about |= {"speculation": options.speculation, "draft_tokens": options.draft_tokens}
-        self.not_run: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
     def servers(self, backends: Backends) -> Iterator[dict[str, Server]]:
@@ -243,8 +241,7 @@ class ModelRun:
             for batch in batches:
                 about = {"model": self.name, "sampling": sampling, "batch": batch} | self.about
                 if time.monotonic() - self._started > self.options.limit:
-                    self.not_run.append({"section": section, **about, "reason": OUT_OF_TIME})
-                    print(f"{OUT_OF_TIME}: {section} {self.name} {sampling} B={batch}", flush=True)
+                    self.result.miss(OUT_OF_TIME, section=section, **about)
                 else:
                     yield sampling, batch, about
 
@@ -254,8 +251,7 @@ class ModelRun:
             try:
                 yield self._cell(section, servers, sampling, batch, about)
             except (ServerError, OSError) as error:
-                self.not_run.append({"section": section, **about, "reason": reason_of(error)})
-                print(f"{about}: {reason_of(error)}", flush=True)
+                self.result.miss(error, section=section, **about)
 
     def _cell(
         self,
@@ -287,9 +283,9 @@ class ModelRun:
         )
         return rows
 
-    def _bytes_per_row(self, request: Request, batch: int) -> float:
+    def _bytes_per_row(self, request: Sampling, batch: int) -> float:
         """What a tensor-parallel rank of ours receives in a step, by the shapes of what is exchanged."""
-        ranks, truncated = self.options.tp, not {"top_k", "top_p"}.isdisjoint(request[0])
+        ranks, truncated = self.options.tp, request.truncation is not None
         part = 2 * shard_of(markov.SIZES[self.name].vocab_size, ranks) if truncated else None
         return round(bytes_received(ranks, batch, part) / batch, 1)
 
@@ -363,8 +359,8 @@ class ModelRun:
                 yield from self.host()
         except (ServerError, OSError, TimeoutError) as error:
             for section in sections:
-                self.not_run.append({"section": section, "model": self.name, **self.about, "reason": reason_of(error)})
-            print(f"{self.name}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
+                self.result.miss(error, section=section, model=self.name, **self.about)
+            print(f"logs are in {self.options.logs}", flush=True)
 
     def _section(self, section: str, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
         if section == "repeats":
@@ -401,10 +397,7 @@ def versions(python: str, variables: dict[str, str]) -> dict[str, str]:
     return {name: installed.get(name, "none") for name in names}
 
 
-def parse() -> Any:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=["stock"])
-    parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=markov.SIZES, default=["qwen3-1.7b"])
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS)
     parser.add_argument("--batches", type=int, nargs="+")
@@ -412,65 +405,41 @@ def parse() -> Any:
     parser.add_argument("--pairs", type=int, help="samples of each server per cell, 6 by default")
     parser.add_argument("--screens", nargs="+", choices=("auto", "on", "off"), default=["auto"], help="of host")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has SGLang and the plugin")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="environment of the servers")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each server")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages of each server")
     parser.add_argument("--speculation", choices=("NGRAM",), help="speculative decoding in each server")
     parser.add_argument("--draft-tokens", type=int, default=8, help="nodes that a step verifies, with --speculation")
     parser.add_argument("--together", action="store_true", help="start all servers at once: with warm caches, sooner")
-    parser.add_argument("--memory-share", type=float, default=0.55, help="--mem-fraction-static of each server")
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-serve")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no further cell begins")
-    options = parser.parse_args()
-    options.samplings = options.samplings or list(FAST_SAMPLINGS if options.fast else SAMPLINGS)
+    server_options(parser, "flashsample-serve", memory_share=0.55)
+
+
+def prepare(options: Any) -> None:
+    options.samplings = options.samplings or list(FAST_SAMPLINGS if options.fast else SERVED)
     options.batches = options.batches or list(FAST_BATCHES if options.fast else BATCHES)
     options.pairs = options.pairs or (3 if options.fast or DRY_RUN else 6)
-    if options.pairs < 2:
-        parser.error(f"--pairs is {options.pairs}; expected 2 or more")
-    if any("=" not in text for text in options.set):
-        parser.error(f"--set is {options.set}; expected NAME=VALUE")
-    options.set = dict(text.split("=", 1) for text in options.set)
-    return options
+    check_server_options(options)
 
 
-def open_gaps(gaps: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What no row has: the last word on each cell, or on a section whose servers did not start."""
-    by_place = {tuple(map(gap.get, PLACE)): gap for gap in gaps}
-    measured = [tuple(map(row.get, PLACE)) for row in rows]
-    cell_fields = ("sampling", "batch")
-    ended = {tuple(None if field in cell_fields else row.get(field) for field in PLACE) for row in rows}
-    closed = {*measured, *ended}
-    return [gap for place, gap in by_place.items() if place not in closed]
-
-
-def main() -> int:
-    options, started = parse(), time.monotonic()
+def run(options: Any, result: Result) -> int:
+    started = time.monotonic()
     random.seed(1)
     try:
-        env = new_env() | {"servers": versions(options.python, options.set), "not_run": []}
-        kept = read_result(options.out, "serve.py") if options.keep and options.out.exists() else {}
+        result.env["servers"] = versions(options.python, options.set)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    arguments = [*SERVER_ARGUMENTS, "--mem-fraction-static", str(options.memory_share)]
-    env |= {
-        "server_arguments": arguments,
-        "tokens": {"prompt": LOAD.prompt_tokens, "short": LOAD.short, "long": LOAD.long},
-    }
-    about = {"date": today(), "command": command_line(), "sglang": env["servers"]["sglang"]}
-    result: dict[str, Any] = {"env": env, "runs": [*kept.get("runs", []), about], "rows": kept.get("rows", [])}
-    gaps = kept.get("env", {}).get("not_run", [])  # of all runs; what has been measured since is none
+    result.env["server_arguments"] = [*SERVER_ARGUMENTS, "--mem-fraction-static", str(options.memory_share)]
+    result.env["tokens"] = {"prompt": LOAD.prompt_tokens, "short": LOAD.short, "long": LOAD.long}
+    result.run["sglang"] = result.env["servers"]["sglang"]
     for name in options.models:
-        run = ModelRun(name, options, started)
-        for rows in run.run(options.only):  # what ends a run leaves the file with all that it has measured
-            new = [row | {"run": len(result["runs"]) - 1} for row in rows]
-            keys = (*PLACE, "backend", "screen")
-            replaced = {tuple(map(row.get, keys)) for row in new}
-            result["rows"] = [row for row in result["rows"] if tuple(map(row.get, keys)) not in replaced] + new
-            write_result(options.out, result)
-        env["not_run"] = gaps = open_gaps([*gaps, *run.not_run], result["rows"])
-        write_result(options.out, result)
-    return 1 if env["not_run"] else 0
+        for rows in ModelRun(name, options, result, started).run(options.only):
+            result.add(rows)  # what ends a run leaves the file with all that it has measured
+    return result.close()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+# Fields that tell cells apart.
+PLACE = ("section", "model", "tp", "pp", "speculation", "draft_tokens", "sampling", "batch", "backend", "screen")
+BENCHMARKS = {
+    "serve": Benchmark(
+        __doc__, run, add_options, prepare, SECTIONS, (STOCK,), PLACE, ("sampling", "batch", "backend", "screen")
+    )
+}

@@ -1,6 +1,6 @@
 """Speculative decoding in real SGLang servers: tokens per second, accepted drafts and the time of each part of a step.
 
-    python benchmarks/speculation.py --out benchmarks/results/h200-speculation.json --sizes qwen3-1.7b
+    python benchmarks/run.py speculation --out benchmarks/results/h200-speculation.json --sizes qwen3-1.7b
 
 stock    SGLang's own verification and drafts
 greedy   our verification and, where a model drafts, our drafts: the most likely tokens
@@ -43,12 +43,12 @@ What fails is recorded in ``env.not_run``.
 
 from __future__ import annotations
 
+import argparse
 import bisect
 import dataclasses
 import itertools
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -57,9 +57,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import command_line, make_parser, new_env, read_result, reason_of, today, write_result
+from common import Benchmark, Result
 from lab import drafters
 from lab.servers import server_on_this_machine
+from servers import check_server_options, server_options
 from step_profile import correlation, events_of, record
 
 from sgl_flashsample.autotune.timing import Timing
@@ -83,7 +84,6 @@ PROFILED_STEPS = 20
 SECTIONS = ("speed", "tokens")
 COUNTS = ("tokens", "near_ties", "different")
 NO_DRAFTS = "no drafts"
-PLACE = ("section", "model", "algorithm", "draft_tokens", "error", "batch", "temperature")
 OUT_OF_TIME = "out of time"
 GPU_ARGUMENTS = [
     *("--attention-backend", "triton", "--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
@@ -255,8 +255,8 @@ def _pass_of(kernels: list[dict[str, Any]]) -> Pass | None:
 class Run:
     """The servers of one model, algorithm, number of nodes and error, and what is asked of them."""
 
-    def __init__(self, options: Any, size: str, algorithm: str, nodes: int, error: float, started: float) -> None:
-        self.options, self.algorithm, self.nodes, self.started = options, algorithm, nodes, started
+    def __init__(self, options: Any, result: Result, size: str, algorithm: str, nodes: int, error: float) -> None:
+        self.options, self.result, self.algorithm, self.nodes = options, result, algorithm, nodes
         self.about = {"model": size, "algorithm": algorithm, "draft_tokens": nodes}
         if algorithm == "STANDALONE":
             self.about["error"] = error
@@ -264,15 +264,14 @@ class Run:
         self.backends = [name for name in options.backends if name != "coupled" or algorithm in COUPLED]
         if "tokens" in options.only:
             self.backends = [NO_DRAFTS, *(name for name in self.backends if name != STOCK or "speed" in options.only)]
-        self.not_run: list[dict[str, Any]] = []
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
         """The rows of one cell after the other, with their "section"."""
         try:
             yield from self._cells()
         except (ServerError, OSError) as error:
-            self.not_run.append(self.about | {"reason": reason_of(error)})
-            print(f"{self.about}: {reason_of(error)}; logs are in {self.options.logs}", flush=True)
+            self.result.miss(error, **self.about)
+            print(f"logs are in {self.options.logs}", flush=True)
 
     def _cells(self) -> Iterator[list[dict[str, Any]]]:
         target, draft = self._write_checkpoints()
@@ -291,16 +290,16 @@ class Run:
             ]
             for batch, temperature in cells if "speed" in self.options.only else ():
                 about = self.about | {"batch": batch, "temperature": temperature}
-                if time.monotonic() - self.started > self.options.limit:
-                    self.not_run.append(about | {"reason": OUT_OF_TIME})
+                if time.monotonic() > self.options.until:
+                    self.result.miss(OUT_OF_TIME, section="speed", **about)
                 else:
                     yield self._cell(
                         {name: servers[name] for name in servers if BACKENDS[name].speculates},
                         *(target, draft, batch, temperature, about),
                     )
             for temperature in self.options.temperatures if "tokens" in self.options.only else ():
-                if time.monotonic() - self.started > self.options.limit:
-                    self.not_run.append(self.about | {"temperature": temperature, "reason": OUT_OF_TIME})
+                if time.monotonic() > self.options.until:
+                    self.result.miss(OUT_OF_TIME, section="tokens", **self.about, temperature=temperature)
                 else:
                     yield self._compared(servers, target, temperature)
         finally:
@@ -474,64 +473,44 @@ def drawn(
     return want.token.tolist(), want.near_tie.tolist()
 
 
-def parse() -> Any:
-    parser = make_parser(__doc__, needs_gpu=False)
-    parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not measured now")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=markov.SIZES, default=["qwen3-1.7b"])
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=["NGRAM", "STANDALONE"])
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4, 8], metavar="NODES")
     parser.add_argument("--errors", type=float, nargs="+", default=[0.6], help="of the draft's logits")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=["speed"])
     drafting = [name for name in BACKENDS if name != NO_DRAFTS]
     parser.add_argument("--backends", nargs="+", choices=drafting, default=drafting)
     parser.add_argument("--compared", type=int, default=50_000, help="tokens of each server and temperature, of tokens")
     parser.add_argument("--profiled", type=int, nargs="*", default=[1, 32], metavar="BATCH", help="batches with traces")
     parser.add_argument("--pairs", type=int, default=5, help="samples of each server per cell")
     parser.add_argument("--tokens", type=int, default=256, help="of a long answer; a short one has 16")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="environment of the servers")
-    parser.add_argument("--memory-share", type=float, default=0.3, help="--mem-fraction-static of each server")
     parser.add_argument("--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-checkpoints")
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-speculation")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no further cell begins")
-    options = parser.parse_args()
-    if options.pairs < 2:
-        parser.error(f"--pairs is {options.pairs}; expected 2 or more")
+    server_options(parser, "flashsample-speculation", memory_share=0.3)
+
+
+def prepare(options: Any) -> None:
+    check_server_options(options)
     if options.tokens <= SHORT:
-        parser.error(f"--tokens is {options.tokens}; expected more than {SHORT}")
+        raise ValueError(f"--tokens is {options.tokens}; expected more than {SHORT}")
     if min(options.draft_tokens) < 2:
-        parser.error(f"--draft-tokens is {options.draft_tokens}; expected 2 or more: the root and its drafts")
-    if any("=" not in text for text in options.set):
-        parser.error(f"--set is {options.set}; expected NAME=VALUE")
-    options.set = dict(text.split("=", 1) for text in options.set)
-    return options
+        raise ValueError(f"--draft-tokens is {options.draft_tokens}; expected 2 or more: the root and its drafts")
+    options.until = time.monotonic() + options.limit
 
 
-def main() -> int:
-    options, started = parse(), time.monotonic()
+def measure(options: Any, result: Result) -> int:
     random.seed(1)
-    try:
-        kept = read_result(options.out, "speculation.py") if options.keep and options.out.exists() else {}
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    rows: list[dict[str, Any]] = kept.get("rows", [])
-    runs = [*kept.get("runs", []), {"date": today(), "command": command_line(), "sglang": sglang_version()}]
-    env = new_env() | {"not_run": []}
-    for size in options.sizes:
-        for algorithm in options.algorithms:
-            for nodes in options.draft_tokens:
-                for error in options.errors if algorithm == "STANDALONE" else options.errors[:1]:
-                    run = Run(options, size, algorithm, nodes, error, started)
-                    for new in run.rows():
-                        new = [row | {"run": len(runs) - 1} for row in new]
-                        places = {tuple(map(row.get, (*PLACE, "backend"))) for row in new}
-                        rows = [row for row in rows if tuple(map(row.get, (*PLACE, "backend"))) not in places] + new
-                        write_result(options.out, {"env": env, "runs": runs, "rows": rows})
-                    env["not_run"] += run.not_run
-    write_result(options.out, {"env": env, "runs": runs, "rows": rows})
-    return 1 if env["not_run"] or any(row.get("different") for row in rows) else 0
+    result.run["sglang"] = sglang_version()
+    for size, algorithm, nodes in itertools.product(options.sizes, options.algorithms, options.draft_tokens):
+        for error in options.errors if algorithm == "STANDALONE" else options.errors[:1]:
+            for rows in Run(options, result, size, algorithm, nodes, error).rows():
+                result.add(rows)
+    return result.close() or int(any(row.get("different") for row in result.rows))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PLACE = ("section", "model", "algorithm", "draft_tokens", "error", "batch", "temperature", "backend")
+CELL = ("section", "batch", "temperature", "backend")
+BENCHMARKS = {
+    "speculation": Benchmark(__doc__, measure, add_options, prepare, SECTIONS, ("speed",), PLACE, CELL, needs_gpu=False)
+}

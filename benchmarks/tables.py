@@ -1,7 +1,7 @@
-"""The tables of the pages, from the files in ``results/`` and nothing else. Needs no torch.
+"""The tables of the pages, from the files in ``results/`` and nothing else. Needs pandas and no torch.
 
-A result file is ``<gpu>-<benchmark>.json``: ``h200-kernels.json``, ``h100-serve.json``; ``parity.json`` is of a CPU. A
-table that has no file says so, and a GPU that was not measured is left out.
+A result file is ``<gpu>-<benchmark>.json``: ``h200-kernels.json``, ``h100-serve.json``; ``cpu.json`` is from a CPU. A
+table without a file says so, and a GPU that was not measured is left out.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
-import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from step_profile import SYNCHRONISING
 
+from sgl_flashsample.tools.samplings import SAMPLINGS
+
 RESULTS = Path(__file__).resolve().parent / "results"
-# The names of files and of pages; others follow, as their files are called.
+# The names of files and of pages; other GPUs follow, under the names of their files.
 GPUS = {"h200": "H200", "h200x2": "two H200s", "h200x4": "four H200s", "h100": "H100", "h100x2": "two H100s"}
 NOT_MEASURED = "Not measured."
 OURS, SCREENED = ("fused", "logits"), "screened"
@@ -32,39 +32,10 @@ PATHS = {
     "gemm+exponential": "GEMM, exponential race (SGLang's default)",
     "gemm+flashinfer": "GEMM, FlashInfer",
 }
-MODES = {
-    "plain": "temperature 1",
-    "greedy": "greedy",
-    "logprob": "temperature 1, logprob",
-    "k20p95": "top_k 20, top_p 0.95",
-    "k50p90": "top_k 50, top_p 0.9",
-    "p90": "top_p 0.9",
-    "minp05": "min_p 0.05",
-    "k1000": "top_k 1000",
-    "penalties": "penalties (additive and scaling)",
-    "bias": "logit bias",
-    "bitmask": "grammar bitmask",
-    "edits": "penalties, bias and grammar",
-    "edits+k50p90": "penalties, bias and grammar, top_k 50, top_p 0.9",
-    "T0.7": "temperature 0.7",
-    "T0.6 k20p95": "temperature 0.6, top_k 20, top_p 0.95",
-    "T0.6 k50p90": "temperature 0.6, top_k 50, top_p 0.9",
-}
-EDITED = ("penalties", "bias", "bitmask", "edits", "edits+k50p90")
-SAMPLINGS = {
-    "t1": "temperature 1",
-    "trunc": "temperature 0.7, top_p 0.9, top_k 50",
-    "greedy": "greedy",
-    "penalty": "the same with frequency_penalty 0.5, repetition_penalty 1.1",
-    "json": "the same with a JSON schema",
-    "logprob": "temperature 1, logprobs",
-    "top-logprobs": "temperature 1, 5 top logprobs",
-}
+BASELINES = [path for path in PATHS if path not in (*OURS, SCREENED, GEMM)]
 # Sections of tuning.py, in words.
 TUNING = {
     "runs": "a run, and a second one",
-    "resume": "a run that is killed, and goes on",
-    "agreement": "two independent runs",
     "regret": "the search's choice over the best of a sweep",
     "sweep": "between the measured sizes, against the default",
     "replay": "measured again in a fresh process",
@@ -72,48 +43,65 @@ TUNING = {
 EXCHANGED = (151936, 4096, 64)  # V, D, B of the table
 SUMMARY_BATCHES = (1, 16, 64, 256)
 SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
+Row = dict[str, Any]
+Words = Callable[[Row], str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    head: list[str]
-    rows: list[list[str]]
-
-    @property
-    def markdown(self) -> str:
-        lines = [self.head, ["---"] * len(self.head), *self.rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def title(sampling: str) -> str:
+    return SAMPLINGS[sampling].title
 
 
-def grid(corner: str, rows: dict[Any, str], columns: dict[Any, str], cell: Callable[[Any, Any], str]) -> Table | None:
-    """A line per row and a cell per column; rows without a word are left out. rows, columns: {key: name}."""
-    lines = [[name, *(cell(row, column) for column in columns)] for row, name in rows.items()]
-    lines = [line for line in lines if any(line[1:])]
-    return Table([corner, *columns.values()], lines) if lines else None
+def markdown(table: pd.DataFrame) -> str:
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.astype(str).values.tolist()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def sizes(batches: Iterable[int]) -> dict[int, str]:
-    return {batch: f"B={batch}" for batch in sorted(set(batches))}
+def listed(head: Iterable[str], lines: Iterable[Iterable[str]]) -> pd.DataFrame | None:
+    """A table of these lines; None without one."""
+    lines = list(lines)
+    return pd.DataFrame(lines, columns=list(head)) if lines else None
+
+
+def wide(
+    rows: Iterable[Row], corner: str, line: Words, column: Words, cell: Words, columns: Iterable[str] | None = None
+) -> pd.DataFrame | None:
+    """A line per name that ``line`` gives to rows, a column per name that ``column`` gives, and the text of ``cell``;
+    lines without a text are left out. columns: their order, that of the rows by default."""
+    frame = pd.DataFrame([(line(row), column(row), cell(row)) for row in rows], columns=["line", "column", "cell"])
+    shown = frame[frame.cell != ""].drop_duplicates(["line", "column"], keep="last")
+    if shown.empty:
+        return None
+    table = shown.pivot(index="line", columns="column", values="cell")
+    order = list(frame.column.unique() if columns is None else columns)
+    table = table.reindex(index=shown.line.unique(), columns=order).fillna("")
+    return table.rename_axis(corner).reset_index()
+
+
+def by_batch(rows: Iterable[Row], corner: str, line: Words, cell: Words, key: str = "batch") -> pd.DataFrame | None:
+    """``wide`` with a column per batch size."""
+    rows = list(rows)
+    sizes = [f"B={size}" for size in sorted({row[key] for row in rows})]
+    return wide(rows, corner, line, lambda row: f"B={row[key]}", cell, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What was raced together: everything of one head and batch size."""
+    """Everything that was raced together for one head and batch size."""
 
     hidden: int
     vocab: int
     batch: int
-    rows: dict[tuple[str, str], dict[str, Any]]  # mode, path
+    rows: dict[tuple[str, str], Row]  # sampling, path
 
     @property
     def head(self) -> str:
         return f"{self.vocab:,} x {self.hidden:,}"
 
-    def row(self, mode: str, path: str) -> dict[str, Any] | None:
-        return self.rows.get((NOTHING if path in (GEMM, READ) else mode, path))
+    def row(self, sampling: str, path: str) -> Row | None:
+        return self.rows.get((NOTHING if path in (GEMM, READ) else sampling, path))
 
-    def us(self, mode: str, path: str) -> float | None:
-        row = self.row(mode, path)
+    def us(self, sampling: str, path: str) -> float | None:
+        row = self.row(sampling, path)
         return row["us"] if row is not None else None
 
     @property
@@ -122,38 +110,32 @@ class Cell:
         return self.us(NOTHING, READ)
 
     @property
-    def modes(self) -> list[str]:
-        return list(dict.fromkeys(mode for mode, _ in self.rows if mode != NOTHING))
+    def samplings(self) -> list[str]:
+        return list(dict.fromkeys(sampling for sampling, _ in self.rows if sampling != NOTHING))
 
-    def picked(self, mode: str, *, screen: bool = False) -> dict[str, Any] | None:
+    def picked(self, sampling: str, *, screen: bool = False) -> Row | None:
         """The row of the path that a batch takes by itself. screen: where its head has one, if that is the screened
         path."""
         paths = (SCREENED,) if screen else OURS
-        rows = [row for path in paths if (row := self.row(mode, path)) is not None and row.get("picked")]
+        rows = [row for path in paths if (row := self.row(sampling, path)) is not None and row.get("picked")]
         return rows[0] if rows else None
 
-    def fastest(self, mode: str, paths: Iterable[str]) -> dict[str, Any] | None:
-        rows = [row for path in paths if (row := self.row(mode, path)) is not None]
+    def fastest_baseline(self, sampling: str) -> Row | None:
+        """The row of the fastest baseline that draws."""
+        rows = [row for path in BASELINES if (row := self.row(sampling, path)) is not None]
         return min(rows, key=lambda row: row["us"]) if rows else None
-
-    def fastest_baseline(self, mode: str) -> dict[str, Any] | None:
-        """Of those that draw."""
-        return self.fastest(mode, [path for path in PATHS if path not in (*OURS, SCREENED, GEMM)])
 
 
 class Results:
     """The result files of one GPU; each is read when it is first asked for."""
 
     def __init__(self, gpu: str, folder: Path = RESULTS) -> None:
-        self.gpu, self.folder = gpu, folder
-
-    def file(self, benchmark: str) -> Path:
-        return self.folder / (f"{self.gpu}-{benchmark}.json" if self.gpu else f"{benchmark}.json")
+        self.gpu, self.folder, self.name = gpu, folder, GPUS.get(gpu, gpu)
 
     @functools.cache  # noqa: B019 (one process, a few files)
     def data(self, benchmark: str) -> dict[str, Any] | None:
         """None where it was not measured. Raises ValueError for a file that is no result."""
-        file = self.file(benchmark)
+        file = self.folder / (f"{self.gpu}-{benchmark}.json" if self.gpu else f"{benchmark}.json")
         if not file.exists():
             return None
         try:
@@ -165,32 +147,32 @@ class Results:
             raise ValueError(f"{file} is of a dry run; expected a measured result")
         return data
 
-    def section(self, benchmark: str, name: str) -> dict[str, Any] | None:
-        data = self.data(benchmark)
-        return data.get("sections", {}).get(name) if data is not None else None
-
-    def serve_rows(self, section: str, benchmark: str = "serve") -> list[dict[str, Any]]:
-        data = self.data(benchmark)
-        return [row for row in data["rows"] if row["section"] == section] if data is not None else []
+    def rows(self, benchmark: str, *sections: str) -> list[Row]:
+        """The rows of a file; those of ``sections`` where they are given, with the fields ``served`` and ``about``."""
+        data = self.data(benchmark) or {}
+        if sections and sections[0] in data.get("sections", {}):
+            return data["sections"][sections[0]]["rows"]
+        rows = [row for row in data.get("rows", []) if not sections or row["section"] in sections]
+        return [row | {"served": served(row), "about": cell_of(row)} for row in rows] if sections else rows
 
     @functools.cached_property
     def cells(self) -> list[Cell]:
-        data, cells = self.data("kernels"), dict[tuple[int, int, int], Cell]()
-        for row in data["rows"] if data is not None else ():
+        cells: dict[tuple[int, int, int], Cell] = {}
+        for row in self.rows("kernels"):
             key = row["D"], row["V"], row["B"]
-            cells.setdefault(key, Cell(*key, {})).rows[row["mode"], row["path"]] = row
+            cells.setdefault(key, Cell(*key, {})).rows[row["sampling"], row["path"]] = row
         return list(cells.values())
 
     def about(self, benchmark: str, section: str | None = None) -> str:
-        """One line: on what and how a table was made."""
+        """One line: the machine, versions and commands of a table."""
         data = self.data(benchmark)
         assert data is not None
         env = data["env"]
         runs: list[dict[str, Any]] = [env]
-        if "runs" in data:
+        if "runs" in data and "rows" in data:
             used = {row["run"] for row in data["rows"] if section in (None, row.get("section"))}
             runs = [data["runs"][place] for place in sorted(used)]
-        elif section is not None and (part := self.section(benchmark, section)) is not None:
+        elif section is not None and (part := data.get("sections", {}).get(section)) is not None:
             runs = [part] if "command" in part else list(part.values())
         versions = [f"{name} {env[key]}" for name, key in (("torch", "torch"), ("Triton", "triton")) if env.get(key)]
         sglang = dict.fromkeys(run["sglang"] for run in runs if run.get("sglang"))
@@ -211,314 +193,291 @@ def _gap_words(gap: dict[str, Any]) -> str:
 
 
 def gpus(folder: Path = RESULTS) -> list[str]:
-    """Those with a result file; the ones that ``GPUS`` names first."""
+    """The GPUs with a result file; the ones that ``GPUS`` names first."""
     names = {file.name.partition("-")[0] for file in folder.glob("*-*.json")}
-    return [gpu for gpu in GPUS if gpu in names] + sorted(names - GPUS.keys())
+    return [gpu for gpu in GPUS if gpu in names] + sorted((names & {"planted"}) ^ (names - GPUS.keys()))
 
 
-def ratio(row: dict[str, Any] | None, ours: float) -> str:
+# --- the last step --------------------------------------------------------------------------------------------------
+
+
+def ratio(row: Row | None, ours: float) -> str:
     return "" if row is None else f"{row['us'] / ours:.2f}"
 
 
-def kernels(results: Results) -> Table | None:
-    """The whole last step on the path that a batch takes by itself, beside the floor and the fastest baselines."""
+def kernels(results: Results) -> pd.DataFrame | None:
     head = ["V x D, B", "floor", "GEMM alone", "temperature 1 (over floor; over GEMM; path)", "with a screen"]
     head += ["fastest baseline (of ours)", "greedy (baseline of ours)", "top_k 50, top_p 0.9 (baseline of ours)"]
-    rows = []
+    lines = []
     for cell in results.cells:
-        plain, floor, gemm = cell.picked("plain"), cell.floor, cell.us(NOTHING, GEMM)
+        plain, floor, gemm = cell.picked("t1"), cell.floor, cell.us(NOTHING, GEMM)
         if plain is None or floor is None or gemm is None:
             continue
-        us, screened, baseline = plain["us"], cell.picked("plain", screen=True), cell.fastest_baseline("plain")
+        us, screened, baseline = plain["us"], cell.picked("t1", screen=True), cell.fastest_baseline("t1")
         line = [f"{cell.head}, {cell.batch}", f"{floor:.0f}", f"{gemm:.0f}"]
         line.append(f"{us:.0f} ({us / floor:.3f}; {us / gemm:.3f}; {plain['path']})")
         line.append("" if screened is None else f"{screened['us']:.0f} ({screened['us'] / floor:.3f})")
         line.append(
             "" if baseline is None else f"{PATHS[baseline['path']]} {baseline['us']:.0f} ({ratio(baseline, us)})"
         )
-        for mode in ("greedy", "k50p90"):
-            taken, other = cell.picked(mode), cell.fastest_baseline(mode)
+        for sampling in ("greedy", "k50p90"):
+            taken, other = cell.picked(sampling), cell.fastest_baseline(sampling)
             line.append("" if taken is None else f"{taken['us']:.0f} ({ratio(other, taken['us']) or 'none'})")
-        rows.append(line)
-    return Table(head, rows) if rows else None
+        lines.append(line)
+    return listed(head, lines)
 
 
-def kernels_faster(results: Results) -> Table | None:
-    """Whatever draws a token faster than the path that a batch takes by itself, our other path among it; the worst
-    first."""
+def kernels_faster(results: Results) -> pd.DataFrame | None:
+    """Whatever draws faster than the path that a batch takes by itself, our other path among it; the worst first."""
     lines = []
     for cell in results.cells:
-        for mode in cell.modes:
-            picked = cell.picked(mode)
+        for sampling in cell.samplings:
+            picked = cell.picked(sampling)
             for path in PATHS if picked is not None else ():
-                row = cell.row(mode, path)
+                row = cell.row(sampling, path)
                 if picked is None or row is None or path in (GEMM, SCREENED) or row["us"] >= picked["us"]:
                     continue
                 within = picked["us"] - row["us"] <= row["us_spread"] + picked["us_spread"]
-                line = [f"{cell.head}, {cell.batch}", MODES[mode], f"{PATHS[path]} {row['us']:.1f}"]
+                line = [f"{cell.head}, {cell.batch}", title(sampling), f"{PATHS[path]} {row['us']:.1f}"]
                 line += [f"{picked['path']} {picked['us']:.1f}", f"{picked['us'] / row['us']:.3f}"]
                 lines.append((picked["us"] / row["us"], [*line, "yes" if within else ""]))
-    head = ["V x D, B", "sampling", "faster, us", "taken, us", "taken over faster", "within the spread"]
+    head = ["V x D, B", "sampling", "faster, µs", "taken, µs", "taken over faster", "within the spread"]
     rows = [line for _, line in sorted(lines, key=lambda one: -one[0])]
-    return Table(head, rows or [["none", *[""] * (len(head) - 1)]]) if results.cells else None
+    return listed(head, rows or [["none", *[""] * (len(head) - 1)]]) if results.cells else None
 
 
-class Features:
-    """What features.py has measured. Times are of the median profile, ratios of the worst."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        self.rows = {(row["profile"], row["B"], row["path"], row["mode"]): row for row in data["rows"]}
-        self.profiles = list(dict.fromkeys(key[0] for key in self.rows))
-        self.batches = sizes(key[1] for key in self.rows)
-        self.modes = [mode for mode in MODES if any(key[3] == mode for key in self.rows)]
-
-    def rows_of(self, batch: int, path: str, mode: str) -> list[dict[str, Any]]:
-        keys = [(profile, batch, path, mode) for profile in self.profiles]
-        return [self.rows[key] for key in keys if key in self.rows]
-
-    def us(self, batch: int, path: str, mode: str) -> float | None:
-        return statistics.median(us) if (us := [row["us"] for row in self.rows_of(batch, path, mode)]) else None
-
-    def screened_us(self, batch: int, mode: str) -> float | None:
-        """With a screen of the head; None where such a batch does not take it."""
-        rows = [row for row in self.rows_of(batch, "picked with screen", mode) if row["form"].startswith("screened")]
-        return statistics.median(row["us"] for row in rows) if rows else None
-
-    def over_plain(self, batch: int, mode: str) -> float | None:
-        """Less the time to read the edits."""
-        rows = [
-            (row, self.rows.get((row["profile"], batch, "picked", "plain")))
-            for row in self.rows_of(batch, "picked", mode)
-        ]
-        over = [(row["us"] - row.get("bytes_us", 0.0)) / plain["us"] for row, plain in rows if plain is not None]
-        return max(over, default=None)
-
-    def baseline_over(self, batch: int, mode: str) -> float | None:
-        """What the fastest baseline takes over ours."""
-        ratios = []
-        for row in self.rows_of(batch, "picked", mode):
-            others = [self.rows.get((row["profile"], batch, path, mode)) for path in PATHS]
-            times = [other["us"] for other in others if other is not None]
-            ratios += [min(times) / row["us"]] if times else []
-        return min(ratios) if ratios else None
-
-
-def features_table(results: Results, edited: bool) -> Table | None:
-    """Per mode, with edits or without them, and batch size: over plain, the fastest baseline over it, the time to read
-    the edits, and with a screen."""
-    if (data := results.data("features")) is None:
+def features(results: Results, edited: bool) -> pd.DataFrame | None:
+    """Samplings with edits or without them, by batch size. Times are of the median profile, ratios of the worst."""
+    frame, key = pd.DataFrame(results.rows("features")), ["sampling", "B", "profile"]
+    if frame.empty:
         return None
-    features = Features(data)
+    ours = frame[frame.path == "picked"].set_index(key)
+    plain = ours.us.loc["t1"].rename("plain")
+    ours = ours.join(plain, on=["B", "profile"])
+    screened = frame[(frame.path == "picked with screen") & frame.form.str.startswith("screened")].set_index(key).us
+    times = pd.DataFrame({
+        "us": ours.us,
+        "over": (ours.us - ours.bytes_us.fillna(0.0)) / ours.plain,
+        "baseline": frame[frame.path.isin(PATHS)].groupby(key).us.min() / ours.us,
+        "read": ours.bytes_us,
+        "screened": screened,
+    }).loc[lambda table: table.us.notna()]  # fmt: skip
+    how = {"us": "median", "over": "max", "baseline": "min", "read": "median", "screened": "median"}
+    rows = times.groupby(["sampling", "B"]).agg(how).reset_index().to_dict("records")
 
-    def words(mode: str, batch: int) -> str:
-        us, screened = features.us(batch, "picked", mode), features.screened_us(batch, mode)
-        bytes_us = [row["bytes_us"] for row in features.rows_of(batch, "picked", mode) if "bytes_us" in row]
-        over, baseline = features.over_plain(batch, mode), features.baseline_over(batch, mode)
-        notes = [f"{over:.3f}"] if over else []
-        notes += [f"baseline {baseline:.2f}"] if baseline else []
-        notes += [f"{statistics.median(bytes_us):.1f} us to read"] if bytes_us else []
-        notes += [f"with a screen {screened:.0f}"] if screened else []
-        return f"{us:.0f} ({'; '.join(notes)})" if us else ""
+    def cell(row: Row) -> str:
+        notes = {"over": "{:.3f}", "baseline": "baseline {:.2f}", "read": "{:.1f} µs to read"}
+        notes["screened"] = "with a screen {:.0f}"
+        words = [text.format(row[name]) for name, text in notes.items() if pd.notna(row[name])]
+        return f"{row['us']:.0f} ({'; '.join(words)})"
 
-    rows = {mode: MODES[mode] for mode in features.modes if (mode in EDITED) is edited}
-    return grid("us (over plain; ...)", rows, features.batches, words)
-
-
-def searches(results: Results) -> Table | None:
-    """Share of truncated rows that took a search, per profile, and the tokens compared with the reference."""
-    if (data := results.data("features")) is None:
-        return None
-    counts = {(row["profile"], row["mode"]): row for row in data["searches"]}
-
-    def words(profile: str, mode: str) -> str:
-        if mode in MODES:
-            return f"{counts[profile, mode]['searched'] / counts[profile, mode]['rows']:.2%}"
-        of_profile = [row for row in data["searches"] if row["profile"] == profile]
-        return ", ".join(str(sum(row[key] for row in of_profile)) for key in ("compared", "different", "near_ties"))
-
-    columns = {mode: name for mode, name in MODES.items() if any(key[1] == mode for key in counts)}
-    profiles = {key[0]: key[0] for key in counts}
-    return grid("rows searched", profiles, columns | {"": "compared, different, near-ties"}, words)
+    rows = [row for row in rows if bool(SAMPLINGS[row["sampling"]].edits) is edited]
+    rows.sort(key=lambda row: list(SAMPLINGS).index(row["sampling"]))
+    return by_batch(rows, "µs (over plain; ...)", lambda row: title(row["sampling"]), cell, "B")
 
 
-def screened_speed(results: Results) -> Table | None:
+def searches(results: Results) -> pd.DataFrame | None:
+    """The share of truncated rows that took a search, by profile, and the tokens compared with the reference."""
+    rows = (results.data("features") or {}).get("searches", [])
+    rows = sorted(rows, key=lambda row: list(SAMPLINGS).index(row["sampling"]))
+    sums = pd.DataFrame(rows).groupby("profile")[["compared", "different", "near_ties"]].sum() if rows else None
+    table = wide(
+        rows,
+        "rows searched",
+        lambda row: row["profile"],
+        lambda row: title(row["sampling"]),
+        lambda row: f"{row['searched'] / row['rows']:.2%}",
+    )
+    if table is not None and sums is not None:
+        counts = [", ".join(map(str, sums.loc[profile])) for profile in table["rows searched"]]
+        table["compared, different, near-ties"] = counts
+    return table
+
+
+def screened_speed(results: Results) -> pd.DataFrame | None:
     """The screened path beside the fused one, over the floor, with the groups that it read."""
-    if (section := results.section("screened", "speed")) is None:
-        return None
-    measured = {(row["B"], row["profile"], row["path"], row["mode"]): row for row in section["rows"]}
+    rows = results.rows("screened", "speed")
+    us = {(row["B"], row["profile"], row["path"], row["sampling"]): row["us"] for row in rows}
 
-    def words(key: tuple[int, str], mode: str) -> str:
-        row, fused, floor = (measured.get((*key, *one)) for one in ((SCREENED, mode), ("fused", mode), (READ, NOTHING)))
-        if row is None or fused is None or floor is None:
-            return ""
-        over = [row["us"] / other["us"] for other in (fused, floor)]
-        return f"{row['us']:.0f} ({over[0]:.3f}; {over[1]:.3f}; {row['groups_read']})"
+    def cell(row: Row) -> str:
+        fused, floor = us.get((row["B"], row["profile"], "fused", row["sampling"])), us.get(
+            (row["B"], row["profile"], READ, NOTHING)
+        )  # fmt: skip
+        over = "" if fused is None or floor is None else f"{row['us'] / fused:.3f}; {row['us'] / floor:.3f}"
+        return f"{row['us']:.0f} ({over}; {row['groups_read']})" if over else ""
 
-    columns = {key[3]: MODES[key[3]] for key in measured if key[2] == SCREENED}
-    corner = "us (over fused; over the floor; groups read): B, profile"
-    return grid(corner, {key[:2]: f"{key[0]}, {key[1]}" for key in measured}, columns, words)
+    return wide(
+        [row for row in rows if row["path"] == SCREENED],
+        "µs (over fused; over the floor; groups read): B, profile",
+        lambda row: f"{row['B']}, {row['profile']}",
+        lambda row: title(row["sampling"]),
+        cell,
+    )
 
 
-def screened_tokens(results: Results) -> Table | None:
+def screened_tokens(results: Results) -> pd.DataFrame | None:
     """Tokens of the screened path that are not the fused one's, and groups that each row left to be decided."""
-    if (section := results.section("screened", "tokens")) is None:
-        return None
-    measured = {(row["head"], row["temperature"], row["truncated"]): row for row in section["rows"]}
 
-    def words(kind: str, column: tuple[float, bool]) -> str:
-        row = measured[kind, *column]
+    def cell(row: Row) -> str:
         left = f"; {row['left']:.2%}" if row["truncated"] else ""
         return "{rows:,}; {different} ({no_near_tie} no near-tie); {candidates_per_row}".format(**row) + left
 
-    columns = {key[1:]: f"T={key[1]:g}{', truncated' * key[2]}" for key in measured}
-    corner = "rows; different; candidate groups per row; left to a search"
-    return grid(corner, {key[0]: key[0] for key in measured}, columns, words)
+    return wide(
+        results.rows("screened", "tokens"),
+        "rows; different; candidate groups per row; left to a search",
+        lambda row: row["head"],
+        lambda row: f"T={row['temperature']:g}{', truncated' * row['truncated']}",
+        cell,
+    )
 
 
-def screened_distribution(results: Results) -> Table | None:
-    section = results.section("screened", "distribution")
-    if section is None:
-        return None
+def screened_distribution(results: Results) -> pd.DataFrame | None:
+    section = (results.data("screened") or {}).get("sections", {}).get("distribution")
     line = ["{V:,}", "{draws:,}", "{total_variation:.6f}", "{by_chance:.6f}", "{deviations_from_chance:+.1f}"]
     head = ["ids", "draws", "total variation", "by chance alone", "deviations from that"]
-    return Table(head, [[cell.format(**section) for cell in line]])
+    return None if section is None else listed(head, [[cell.format(**section) for cell in line]])
 
 
-def hot(results: Results) -> Table | None:
-    """A screened step, without what a hot vocabulary could spare it, and what the sizing model makes of that."""
-    section = results.section("screened", "hot")
-    if section is None:
-        return None
-    rows = []
-    for row in section["rows"]:
-        us, read, sized = row["us"], row["groups_read"], row["sized"]
-        line = [f"{row['B']}, {row['temperature']:g}"]
-        line += [f"{us[name]:.1f} ({read[name]})" for name in ("screened", "winner known")]
-        words = f"{sized['hot_groups']} groups, {sized['hit']:.0%} of the tokens: {sized['saves_us']:.2f} us"
-        rows.append([*line, f"{us['first pass']:.1f}", words])
-    head = ["B, temperature", "screened, us (groups read)", "winner known before (groups read)"]
-    return Table([*head, "first pass alone", "best number of hot groups"], rows)
+# --- servers --------------------------------------------------------------------------------------------------------
 
 
-def serve(results: Results) -> Table | None:
-    """Time per output token, stock and ours, per model, sampling and batch size."""
-    return _pairs(results.serve_rows("stock"), "stock", "flashsample", _pair_words)
+def served(row: Row) -> str:
+    """The model, its ranks where there are several, and its drafts where it has some."""
+    about = [f"{name} {row[name]}" for name in ("tp", "pp") if row.get(name, 1) > 1]
+    if "speculation" in row:
+        about.append(f"{row['draft_tokens']} drafts of {row['speculation']}")
+    return ", ".join([row["model"], *about]) if "model" in row else ""
+
+
+def cell_of(row: Row) -> str:
+    """The model and the sampling of a row of servers."""
+    return f"{served(row)}, {title(row['sampling'])}" if "sampling" in row else ""
 
 
 def _short(spread: float) -> str:
     return f"{spread:.0f}" if spread >= 1 else f"{spread:.1f}"
 
 
-def _pair_words(stock: dict[str, Any], ours: dict[str, Any], time: str = "tpot_us", spread: str = "spread_us") -> str:
+def pair_words(stock: Row, ours: Row, time: str = "tpot_us", spread: str = "spread_us") -> str:
     """Both times, their ratio and the larger spread, by the names of their fields."""
     over, widest = ours[time] / stock[time], max(stock[spread], ours[spread])
     return f"{stock[time]:.0f} → {ours[time]:.0f} ({over:.3f}; ± {_short(widest)})"
 
 
-def serve_screen(results: Results) -> Table | None:
-    """Time per output token of our server with a screen, over that without one."""
+def compared(
+    section: str, one: str, other: str, words: Callable[[Row, Row], str] = pair_words, benchmark: str = "serve"
+) -> Callable[[Results], pd.DataFrame | None]:
+    """A table of two kinds of servers, by model and sampling and by batch size."""
 
-    def words(off: dict[str, Any], on: dict[str, Any]) -> str:
-        same = f"; {on['same_answers']} of {on['batch']} answers the same" if "same_answers" in on else ""
-        return f"{on['tpot_us']:.0f} ({on['tpot_us'] / off['tpot_us']:.3f}{same})"
+    def table(results: Results) -> pd.DataFrame | None:
+        rows = results.rows(benchmark, section)
+        native = {row["about"] for row in rows if row.get("paths", {"fused": 1.0}).get("fused", 0.0) < 0.5}
+        before = {(row["about"], row["batch"]): row for row in rows if row["backend"] == one}
+        rows.sort(key=lambda row: (row["served"], list(SAMPLINGS).index(row["sampling"])))
 
-    return _pairs(results.serve_rows("screen"), "screen off", "screen on", words)
+        def cell(row: Row) -> str:
+            first = before.get((row["about"], row["batch"]))
+            return words(first, row) if first is not None and row["backend"] == other else ""
 
+        return by_batch(
+            rows,
+            "µs per token",
+            lambda row: row["about"] + ", by the sampler of SGLang" * (row["about"] in native),
+            cell,
+        )
 
-def serve_graphs(results: Results) -> Table | None:
-    """Time per output token of our server with one root in the model's graphs, and with two; and the gaps in each."""
-
-    def words(one: dict[str, Any], two: dict[str, Any]) -> str:
-        gaps = f"gaps {one['gaps_us']:.0f} → {two['gaps_us']:.0f}" if "gaps_us" in two else ""
-        same = f"{two['same_answers']} of {two['batch']} answers the same" if "same_answers" in two else ""
-        return f"{_pair_words(one, two)[:-1]}; {'; '.join(filter(None, (gaps, same)))})"
-
-    return _pairs(results.serve_rows("graphs"), "one root", "two roots", words)
-
-
-def serve_oracle(results: Results) -> Table | None:
-    """Time per output token of a server whose sampler draws nothing, and ours."""
-    return _pairs(results.serve_rows("oracle"), "oracle", "flashsample", _pair_words)
+    return table
 
 
-def serve_plane(results: Results) -> Table | None:
-    """Time per output token of our server with the fused pass and with the decision plane; of one that draws nothing,
-    where that was measured too."""
-    nothing = {
-        (_served(row), row["sampling"], row["batch"]): row["tpot_us"]
-        for row in results.serve_rows("oracle", "decision-plane")
-        if row["backend"] == "oracle"
-    }
+def _same_answers(row: Row) -> list[str]:
+    return [f"{row['same_answers']} of {row['batch']} answers the same"] if "same_answers" in row else []
 
-    def words(fused: dict[str, Any], plane: dict[str, Any]) -> str:
-        least = nothing.get((_served(plane), plane["sampling"], plane["batch"]))
+
+def _screen_words(off: Row, on: Row) -> str:
+    notes = [f"{on['tpot_us'] / off['tpot_us']:.3f}", *_same_answers(on)]
+    return f"{on['tpot_us']:.0f} ({'; '.join(notes)})"
+
+
+def _graph_words(one: Row, two: Row) -> str:
+    gaps = [f"gaps {one['gaps_us']:.0f} → {two['gaps_us']:.0f}"] if "gaps_us" in two else []
+    return f"{pair_words(one, two)[:-1]}; {'; '.join([*gaps, *_same_answers(two)])})"
+
+
+def serve_plane(results: Results) -> pd.DataFrame | None:
+    """The decision plane; and a server that draws nothing, where that was measured too."""
+    oracle = [row for row in results.rows("decision-plane", "oracle") if row["backend"] == "oracle"]
+    nothing = {(row["about"], row["batch"]): row["tpot_us"] for row in oracle}
+
+    def words(fused: Row, plane: Row) -> str:
+        least = nothing.get((plane["about"], plane["batch"]))
         notes = [] if least is None else [f"nothing drawn {least:.0f}"]
-        notes += [f"{plane['same_answers']} of {plane['batch']} answers the same"] if "same_answers" in plane else []
-        return f"{'; '.join([_pair_words(fused, plane)[:-1], *notes])})"
+        return f"{'; '.join([pair_words(fused, plane)[:-1], *notes, *_same_answers(plane)])})"
 
-    return _pairs(results.serve_rows("plane", "decision-plane"), "flashsample", "decision plane", words)
+    return compared("plane", "flashsample", "decision plane", words, "decision-plane")(results)
 
 
-def serve_repeats(results: Results) -> Table | None:
-    """Of comparisons of the same two servers, how many call ours faster, and between which changes."""
-    rows = {(_served(row), row["sampling"], row["batch"]): row for row in results.serve_rows("repeats")}
+def serve_repeats(results: Results) -> pd.DataFrame | None:
+    """The share of comparisons of the same two servers that call ours faster, and their least and largest change."""
 
-    def words(key: tuple[str, str], batch: int) -> str:
-        if (row := rows.get((*key, batch))) is None:
-            return ""
+    def cell(row: Row) -> str:
         changes = sorted(change for change, _, _ in row["percent"])
         slower = f", {row['slower']} slower" * bool(row["slower"])
         return f"{row['faster']} of {len(changes)} faster{slower} ({changes[0]:+.1f} to {changes[-1]:+.1f} %)"
 
-    names = {key[:2]: f"{key[0]}, {SAMPLINGS[key[1]]}" for key in rows}
-    return grid("verdicts (changes of the time per token)", names, sizes(key[2] for key in rows), words)
+    rows = results.rows("serve", "repeats")
+    return by_batch(rows, "verdicts (changes of the time per token)", lambda row: row["about"], cell)
 
 
-def exchanged(results: Results) -> Table | None:
-    """What a step of several ranks takes by its bytes: the head, from its measured read, and what ranks exchange."""
-    cell = next((c for c in results.cells if (c.vocab, c.hidden, c.batch) == EXCHANGED and c.floor), None)
-    if cell is None:
-        return None
-    rows = []
-    for ranks in (2, 4, 8, 16):
-        width, others = cell.vocab / ranks, ranks - 1
-        each = -(-cell.batch // ranks)
-        stock, records = cell.batch * others * width * 2, cell.batch * others * 20
-        whole_rows = records + others * each * width * 2
-        received = [f"{count / 1e6:.3g}" for count in (stock, records, whole_rows)]
-        rows.append([str(ranks), f"{cell.floor / ranks:.0f}", *received, f"{cell.batch * cell.vocab * 6 / 1e6:.0f}"])
-    head = ["ranks", "head read, us", "gather of logits, MB", "records, MB", "whole rows, MB"]
-    return Table([*head, "stock's float32 copy, MB"], rows)
+def serve_host(results: Results) -> pd.DataFrame | None:
+    return by_batch(
+        results.rows("serve", "host"),
+        "host µs per step (in short answers)",
+        lambda row: f"{row['model']}, screen {row['screen']}, {title(row['sampling'])}",
+        lambda row: f"{row['host_us']:.0f} ({row['host_us_short']:.0f})",
+    )
 
 
-def cpu(results: Results) -> Table | None:
-    """Microseconds per call of the cpu path, over one read of the logits; then of the others."""
-    rows = (results.data("cpu") or {}).get("rows", [])
-    measured = {(row["V"], row["B"], row["threads"], row["mode"], row["path"]): row["us"] for row in rows}
-    modes = {mode: MODES[mode] for mode in ("plain", "greedy", "k50p90")}
+def serve_profile(results: Results) -> pd.DataFrame | None:
+    """Calls of one decode step, stock and ours."""
+    names = {
+        "graph_launches": "CUDA graphs",
+        "launches": "kernel launches and copies beside them",
+        "synchronising": "synchronising calls",
+        "driver_allocating": "allocations from the driver",
+        "tensors": "tensors from PyTorch's allocator",
+        "gpu_busy_us": "GPU busy, µs",
+        "beside_graphs_us": "of this, beside the CUDA graphs, µs",
+        "gaps_us": "gaps between kernels, µs",
+        "exchange_us": "exchange between ranks, µs",
+    }
+    steps: dict[str, dict[str, Row]] = {}
+    for row in results.rows("serve", "profile"):
+        if "steps" in row:
+            row["synchronising"] = round(sum(row.get(name, 0.0) for name in SYNCHRONISING), 2)
+            steps.setdefault(f"{row['about']}, B={row['batch']}", {})[row["backend"]] = row
+    pairs = [
+        {"name": name, "step": step, "pair": [row for label in ("stock", "flashsample") if (row := of.get(label))]}
+        for name in names
+        for step, of in steps.items()
+    ]
+    return wide(
+        pairs,
+        "per decode step, stock → ours",
+        lambda row: names[row["name"]],
+        lambda row: row["step"],
+        lambda row: " → ".join(f"{one[row['name']]:g}" for one in row["pair"] if row["name"] in one),
+    )
 
-    def words(key: tuple[int, int, int], mode: str) -> str:
-        ours, read = measured.get((*key, mode, "cpu")), measured.get((*key, "", READ))
-        if ours is None or read is None:
-            return ""
-        others = ((path, measured.get((*key, mode, path))) for path in ("stock", "torch"))
-        return "; ".join(
-            [f"{ours:,.0f} ({ours / read:.2f} of a read)", *(f"{path} {us:,.0f}" for path, us in others if us)]
-        )
 
-    keys = dict.fromkeys((row["V"], row["B"], row["threads"]) for row in rows)
-    return grid("us", {key: f"{key[0]:,} ids, B={key[1]}, {key[2]} threads" for key in keys}, modes, words)
-
-
-def _lost(row: dict[str, Any]) -> int:
+def lost(row: Row) -> int:
     return sum(count for end, count in row["ends"].items() if end not in ("answered", "left"))
 
 
-def load(results: Results) -> Table | None:
-    """What became of the requests of each server, its slowest answers and gaps, and what its memory has grown by."""
+def load(results: Results) -> pd.DataFrame | None:
+    """Requests of each server by their end, its slowest answers and gaps, and the growth of its memory."""
     head = ["", "requests", "lost", "tokens/s", "answers, P50 and P99", "gaps, P50 and P99", "memory, growth", "graphs"]
     lines = []
-    for row in (results.data("load") or {}).get("rows", []):
+    for row in results.rows("load"):
         times = (
             f"{row[f'{name}_p50']:.{digits}f} and {row[f'{name}_p99']:.{digits}f}"
             + (f" (± {row[f'{name}_p99_spread']:.{digits}f})" if f"{name}_p99_spread" in row else "")
@@ -534,37 +493,82 @@ def load(results: Results) -> Table | None:
         ]
         graphs = ", ".join(str(head["graphs"]) for head in row.get("heads", ()))
         about = f"{row['model']}, {row['concurrency']:,} clients, {row['backend']}"
-        lines.append([about, f"{row['requests']:,}", f"{_lost(row):,}", f"{row['tokens_per_s']:,.0f}", *times])
+        lines.append([about, f"{row['requests']:,}", f"{lost(row):,}", f"{row['tokens_per_s']:,.0f}", *times])
         lines[-1] += ["; ".join(memory), graphs]
-    return Table(head, lines) if lines else None
+    return listed(head, lines)
 
 
-def _speculation_rows(results: Results, section: str) -> list[dict[str, Any]]:
-    return [row for row in (results.data("speculation") or {}).get("rows", []) if row["section"] == section]
+# --- several GPUs, drafts, the tuner, the CPU -----------------------------------------------------------------------
 
 
-def speculation_tokens(results: Results) -> Table | None:
-    """Tokens of seeded requests with drafts, against those without: until the first difference of each answer."""
-    rows = [row for row in _speculation_rows(results, "tokens") if row["backend"] != "no drafts"]
-    if not rows:
+def exchanged(results: Results) -> pd.DataFrame | None:
+    """The bytes of a step of several ranks: the head, by its measured read, and the exchange."""
+    cell = next((c for c in results.cells if (c.vocab, c.hidden, c.batch) == EXCHANGED and c.floor), None)
+    if cell is None or cell.floor is None:
         return None
-    head = ["drafts", "tokens compared", "first differences that are near-ties", "other differences"]
-    cells = [
-        [
-            f"{row['model']}, {row['draft_tokens']} nodes of {row['algorithm']}, {row['backend']}, "
-            f"temperature {row['temperature']:g}",
-            *(f"{row[name]:,}" for name in ("tokens", "near_ties", "different")),
-        ]
-        for row in rows
-    ]
-    return Table(head, cells)
+    lines = []
+    for ranks in (2, 4, 8, 16):
+        width, others = cell.vocab / ranks, ranks - 1
+        each = -(-cell.batch // ranks)
+        stock, records = cell.batch * others * width * 2, cell.batch * others * 20
+        whole_rows = records + others * each * width * 2
+        received = [f"{count / 1e6:.3g}" for count in (stock, records, whole_rows)]
+        lines.append([str(ranks), f"{cell.floor / ranks:.0f}", *received, f"{cell.batch * cell.vocab * 6 / 1e6:.0f}"])
+    head = ["ranks", "head read, µs", "gather of logits, MB", "records, MB", "whole rows, MB"]
+    return listed([*head, "stock's float32 copy, MB"], lines)
 
 
-def speculation_parts(results: Results) -> Table | None:
-    """Microseconds of the parts of a step on the GPU, of servers with traces, and of the rest of the step."""
-    rows = [row for row in _speculation_rows(results, "speed") if "busy_us" in row]
-    if not rows:
-        return None
+def ranks_exchange(results: Results) -> pd.DataFrame | None:
+    return by_batch(
+        results.rows("ranks", "exchange"),
+        "µs",
+        lambda row: row["exchange"] + ", replayed" * row["in_graph"],
+        lambda row: f"{row['us']:.1f} ± {row['us_spread']:.1f}",
+    )
+
+
+def ranks_tokens(results: Results) -> pd.DataFrame | None:
+    head = ["rows", "ranks", "drawn", "compared with one rank", "different", "near-ties among them", "ranks disagree"]
+    lines = (
+        [row.get("kind", f"all kinds, {row.get('seconds', 0):.0f} s"), str(row["tp"])]
+        + [f"{row['rows']:,}", f"{row.get('compared', row['rows']):,}"]
+        + [str(row[name]) for name in ("differing", "near_ties", "ranks_differ")]
+        for row in results.rows("ranks", "tokens", "soak")
+    )
+    return listed(head, lines)
+
+
+def _nodes(row: Row) -> str:
+    return f"{row['model']}, {row['draft_tokens']} nodes of {row['algorithm']}"
+
+
+def speculation(results: Results) -> pd.DataFrame | None:
+    """Tokens per second, accepted drafts and the time of a step of each server; with a trace, those of the verification
+    and of a draft."""
+    rows = results.rows("speculation", "speed")
+    fields = ("model", "algorithm", "draft_tokens", "batch", "temperature", "error")
+    distances: dict[tuple, float] = {}
+    for row in rows:
+        if "draft_tv" in row:
+            key = tuple(map(row.get, fields))
+            distances[key] = min(row["draft_tv"], distances.get(key, 1.0))
+
+    def line(row: Row) -> str:
+        distance = distances.get(tuple(map(row.get, fields)))
+        words = "" if distance is None else f", total variation {distance:.2f}"
+        return f"{_nodes(row)}, B={row['batch']}, temperature {row['temperature']:g}{words}"
+
+    def cell(row: Row) -> str:
+        text = f"{row['tokens_s']:.0f} ± {row['tokens_s_spread']:.0f} ({row['acceptance']:.2f})"
+        text += f"; step {row['step_us']:.0f} ± {row['step_us_spread']:.0f}"
+        text += f", verification {row['verify_us']:.0f}" if "verify_us" in row else ""
+        return text + (f", draft {row['draft_step_us']:.0f}" if "draft_step_us" in row else "")
+
+    return wide(rows, "tokens/s", line, lambda row: row["backend"], cell)
+
+
+def speculation_parts(results: Results) -> pd.DataFrame | None:
+    """The parts of a step on the GPU, of servers with traces, and the rest of the step."""
     parts = {
         "target": "target_us",
         "its head": "head_us",
@@ -574,549 +578,128 @@ def speculation_parts(results: Results) -> Table | None:
         "GPU busy": "busy_us",
     }
     lines = []
-    for row in rows:
-        about = f"{row['model']}, {row['draft_tokens']} nodes of {row['algorithm']}, B={row['batch']}"
+    for row in results.rows("speculation", "speed"):
+        if "busy_us" not in row:
+            continue
+        about = f"{_nodes(row)}, B={row['batch']}, temperature {row['temperature']:g}, {row['backend']}"
         cells = [f"{row[field]:.0f}" if field in row else "" for field in parts.values()]
         waits = f"{max(0.0, row['step_us'] - row['busy_us']):.0f}"
         operations = str(len(row["logits_operations"])) if "logits_operations" in row else ""
-        lines.append([f"{about}, temperature {row['temperature']:g}, {row['backend']}", *cells, waits, operations])
-    return Table(["us per step", *parts, "GPU waits", "operations on logits"], lines)
+        lines.append([about, *cells, waits, operations])
+    return listed(["µs per step", *parts, "GPU waits", "operations on logits"], lines)
 
 
-def speculation(results: Results) -> Table | None:
-    """Tokens per second, accepted drafts and microseconds of a step of each server; with a trace, those of the
-    verification and of a draft."""
-    rows = _speculation_rows(results, "speed")
-    fields = ("model", "algorithm", "draft_tokens", "batch", "temperature", "error")
-    measured: dict[tuple, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        measured.setdefault(tuple(map(row.get, fields)), {})[row["backend"]] = row
-
-    def about(key: tuple) -> str:
-        model, algorithm, nodes, batch, temperature, _ = key
-        distances = [row["draft_tv"] for row in measured[key].values() if "draft_tv" in row]
-        distance = f", total variation {min(distances):.2f}" if distances else ""
-        return f"{model}, {nodes} nodes of {algorithm}, B={batch}, temperature {temperature:g}{distance}"
-
-    def words(key: tuple, backend: str) -> str:
-        if (row := measured[key].get(backend)) is None:
-            return ""
-        text = f"{row['tokens_s']:.0f} ± {row['tokens_s_spread']:.0f} ({row['acceptance']:.2f})"
-        text += f"; step {row['step_us']:.0f} ± {row['step_us_spread']:.0f}"
-        text += f", verification {row['verify_us']:.0f}" if "verify_us" in row else ""
-        return text + (f", draft {row['draft_step_us']:.0f}" if "draft_step_us" in row else "")
-
-    backends = {row["backend"]: row["backend"] for row in rows}
-    return grid("tokens/s", {key: about(key) for key in measured}, backends, words)
-
-
-def _rank_rows(results: Results, *sections: str) -> list[dict[str, Any]]:
-    rows = (results.data("ranks") or {}).get("rows", [])
-    return [row for row in rows if row["section"] in sections]
-
-
-def ranks_exchange(results: Results) -> Table | None:
-    """Microseconds of each way to exchange, by batch size."""
-    rows = _rank_rows(results, "exchange")
-    if not rows:
-        return None
-    measured = {(row["exchange"], row["batch"]): row for row in rows}
-
-    def words(key: tuple[str], batch: int) -> str:
-        row = measured.get((*key, batch))
-        return f"{row['us']:.1f} ± {row['us_spread']:.1f}" if row is not None else ""
-
-    names = {(row["exchange"],): row["exchange"] + ", replayed" * row["in_graph"] for row in rows}
-    return grid("us", names, sizes(row["batch"] for row in rows), words)
-
-
-def ranks_tokens(results: Results) -> Table | None:
-    """Rows drawn by several ranks, and how many of them one rank draws differently."""
-    rows = _rank_rows(results, "tokens", "soak")
-    if not rows:
-        return None
-    head = ["rows", "ranks", "drawn", "compared with one rank", "different", "near-ties among them", "ranks disagree"]
-    return Table(
-        head,
-        [
-            [
-                row.get("kind", f"all kinds, {row.get('seconds', 0):.0f} s"),
-                str(row["tp"]),
-                f"{row['rows']:,}",
-                f"{row.get('compared', row['rows']):,}",
-                str(row["differing"]),
-                str(row["near_ties"]),
-                str(row["ranks_differ"]),
-            ]
-            for row in rows
-        ],
+def speculation_tokens(results: Results) -> pd.DataFrame | None:
+    lines = (
+        [f"{_nodes(row)}, {row['backend']}, temperature {row['temperature']:g}"]
+        + [f"{row[name]:,}" for name in ("tokens", "near_ties", "different")]
+        for row in results.rows("speculation", "tokens")
+        if row["backend"] != "no drafts"
     )
+    return listed(["drafts", "tokens compared", "first differences that are near-ties", "other differences"], lines)
 
 
-def _served(row: dict[str, Any]) -> str:
-    """The model, its ranks where there are several, and its drafts where it has some."""
-    about = [f"{name} {row[name]}" for name in ("tp", "pp") if row.get(name, 1) > 1]
-    if "speculation" in row:
-        about.append(f"{row['draft_tokens']} drafts of {row['speculation']}")
-    return ", ".join([row["model"], *about])
-
-
-def _pairs(rows: list[dict[str, Any]], one: str, other: str, words: Callable[[dict, dict], str]) -> Table | None:
-    measured = {(_served(row), row["sampling"], row["batch"], row["backend"]): row for row in rows}
-    native = {key[:2] for key, row in measured.items() if row.get("paths", {"fused": 1.0}).get("fused", 0.0) < 0.5}
-
-    def cell(key: tuple[str, str], batch: int) -> str:
-        before, after = (measured.get((*key, batch, label)) for label in (one, other))
-        return words(before, after) if before is not None and after is not None else ""
-
-    keys = dict.fromkeys(
-        (_served(row), sampling) for sampling in SAMPLINGS for row in rows if row["sampling"] == sampling
-    )
-    names = {
-        key: f"{key[0]}, {SAMPLINGS[key[1]]}{', by the sampler of SGLang' * (key in native)}"
-        for key in sorted(keys, key=lambda key: key[0])
-    }
-    return grid("us per token", names, sizes(row["batch"] for row in rows), cell)
-
-
-def serve_host(results: Results) -> Table | None:
-    """Host time in our sampler per step: in long answers, and in short ones."""
-    rows = results.serve_rows("host")
-    measured = {(row["model"], row["screen"], row["sampling"], row["batch"]): row for row in rows}
-
-    def words(key: tuple[str, str, str], batch: int) -> str:
-        row = measured.get((*key, batch))
-        return f"{row['host_us']:.0f} ({row['host_us_short']:.0f})" if row is not None else ""
-
-    names = {key[:3]: f"{key[0]}, screen {key[1]}, {SAMPLINGS[key[2]]}" for key in measured}
-    return grid("host us per step (in short answers)", names, sizes(row["batch"] for row in rows), words)
-
-
-def serve_profile(results: Results) -> Table | None:
-    """Calls of one decode step, stock and ours."""
-    rows = [row for row in results.serve_rows("profile") if "steps" in row]
-    measured = {(_served(row), row["sampling"], row["batch"], row["backend"]): row for row in rows}
-    names = {
-        "graph_launches": "CUDA graphs",
-        "launches": "kernel launches and copies beside them",
-        "synchronising": "synchronising calls",
-        "driver_allocating": "allocations from the driver",
-        "tensors": "tensors from PyTorch's allocator",
-        "gpu_busy_us": "GPU busy, us",
-        "beside_graphs_us": "of this, beside the CUDA graphs, us",
-        "gaps_us": "gaps between kernels, us",
-        "exchange_us": "exchange between ranks, us",
-    }
-
-    for row in rows:
-        row["synchronising"] = round(sum(row.get(name, 0.0) for name in SYNCHRONISING), 2)
-
-    def words(name: str, key: tuple[str, str, int]) -> str:
-        pair = [measured.get((*key, label)) for label in ("stock", "flashsample")]
-        return " → ".join(f"{row[name]:g}" for row in pair if row is not None and name in row)
-
-    columns = {key[:3]: f"{key[0]}, {SAMPLINGS[key[1]]}, B={key[2]}" for key in measured}
-    return grid("per decode step, stock → ours", names, columns, words)
-
-
-def tuning(results: Results) -> Table | None:
-    """What the autotuner promises and what was measured of it, a line per section and head."""
-    data = results.data("tuning")
-    if data is None:
-        return None
-    rows = [
+def tuning(results: Results) -> pd.DataFrame | None:
+    """A line per section and head."""
+    sections = (results.data("tuning") or {}).get("sections", {})
+    lines = (
         [name, head.replace("x", " x "), measured["summary"]]
         for section, name in TUNING.items()
-        for head, measured in data["sections"].get(section, {}).items()
-    ]
-    return Table(["", "head", "measured"], rows)
+        for head, measured in sections.get(section, {}).items()
+    )
+    return listed(["", "head", "measured"], lines)
 
 
-def parity(results: Results) -> Table | None:
-    """Each feature, and each pair of them; a feature by itself on the diagonal."""
-    if (data := results.data("parity")) is None:
-        return None
-    words = {tuple(row["features"]): row["result"] for row in data["rows"]}
-    names = [features[0] for features in words if len(features) == 1]
-    rows = []
-    for place, name in enumerate(names):
-        line = [words.get((other, name), "") for other in names[:place]] + [words[name,]]
-        rows.append([name, *line, *[""] * (len(names) - len(line))])
-    return Table(["", *names], rows)
+def cpu(results: Results) -> pd.DataFrame | None:
+    """The time of the cpu path, over one read of the logits; then of the others."""
+    rows = results.rows("cpu")
+    us = {(row["V"], row["B"], row["threads"], row["sampling"], row["path"]): row["us"] for row in rows}
+
+    def cell(row: Row) -> str:
+        key = row["V"], row["B"], row["threads"]
+        others = ((path, us.get((*key, row["sampling"], path))) for path in ("stock", "torch"))
+        words = [f"{row['us']:,.0f} ({row['us'] / us[(*key, '', READ)]:.2f} of a read)"]
+        return "; ".join([*words, *(f"{path} {time:,.0f}" for path, time in others if time)])
+
+    return wide(
+        [row for row in rows if row["path"] == "cpu"],
+        "µs",
+        lambda row: f"{row['V']:,} ids, B={row['B']}, {row['threads']} threads",
+        lambda row: title(row["sampling"]),
+        cell,
+    )
 
 
-def _wrong_of(rows: Iterable[dict[str, Any]], wrong: Callable[[dict[str, Any]], bool]) -> str:
-    rows = list(rows)
-    return f"{sum(map(wrong, rows)):,} of {len(rows):,}"
+# --- the README -----------------------------------------------------------------------------------------------------
 
 
-def _sums(rows: Iterable[dict[str, Any]], wrong: str, all_of: str) -> str:
-    rows = list(rows)
-    return f"{sum(row[wrong] for row in rows):,} of {sum(row[all_of] for row in rows):,}"
-
-
-def _counted(words: Iterable[str]) -> str:
-    return ", ".join(f"{count} {word}" for word, count in Counter(words).most_common())
-
-
-def _by_path(data: dict[str, Any], section: str, wrong: str, all_of: str) -> str:
-    rows = [row for row in data["rows"] if row["section"] == section]
-    paths = dict.fromkeys(row["path"] for row in rows)
-    counted = ((path, _sums((row for row in rows if row["path"] == path), wrong, all_of)) for path in paths)
-    return "; ".join(f"{path}: {count}" for path, count in counted) or NOT_MEASURED
-
-
-def _fuzzed(data: dict[str, Any]) -> str:
-    bad = [*data["failures"], *(one["side"] for one in data["ended"] if "side" in one)]
-    return f"{data['different']:,} of {data['requests']:,}" + f"; {len(bad)} failures" * bool(bad)
-
-
-SECTIONS_OF_TOKENS = {
-    "rows": "batch, order and path",
-    "tables": "configuration",
-    "shards": "ranks",
-    "graphs": "CUDA graph",
-}
-
-
-def _same_tokens(data: dict[str, Any]) -> str:
-    rows = data["rows"]
-
-    def counted(place: str) -> str:
-        of_place = [row for row in rows if row["on"] == place]
-        sections = dict.fromkeys(row["section"] for row in of_place)
-        sums = {
-            SECTIONS_OF_TOKENS[name]: _sums((row for row in of_place if row["section"] == name), "different", "tokens")
-            for name in sections
-        }
-        return f"{place}: {', '.join(f'{name} {count}' for name, count in sums.items())}"
-
-    return "; ".join(map(counted, dict.fromkeys(row["on"] for row in rows)))
-
-
-def _tried(data: dict[str, Any], section: str) -> str:
-    return f"{section}: " + _sums((row for row in data["rows"] if row["section"] == section), "wrong", "tries")
-
-
-def _under_load(data: dict[str, Any]) -> str:
-    rows = [row for row in data["rows"] if row["backend"] != "stock"]
-    growth = ", ".join(f"{row['host_mib_growth']:+.0f} of {row['memory'][-1]['host_mib']:,} MiB" for row in rows)
-    return f"{sum(map(_lost, rows)):,} of {sum(row['requests'] for row in rows):,}; {growth}"
-
-
-def _sanitized(data: dict[str, Any]) -> str:
-    """Reports of kernels by tool. What a call of CUDA's returned, as that memory has run out, is none."""
-
-    def words(row: dict[str, Any]) -> str:
-        reports = sum(count for report, count in row["reports"].items() if not report.startswith("Program hit"))
-        failed, left = row["outcomes"].get("failure", 0), row["outcomes"].get("not run", 0)
-        left += row["tests"] - sum(row["outcomes"].values())
-        gaps = f" ({failed} failed, {left:,} not run)" if failed or left else ""
-        return f"{row['tool']}: {reports:,} in {row['outcomes'].get('passed', 0):,} tests{gaps}"
-
-    return "; ".join(map(words, data["rows"]))
-
-
-def _hot_path(data: dict[str, Any]) -> str:
-    names = {"waits": "waits", "allocates": "allocations", "loads": "kernels loaded"}
-    done = ", ".join(f"{sum(row[name] for row in data['rows']):,} {words}" for name, words in names.items())
-    return f"{done} in {sum(row['steps'] for row in data['rows']):,} steps"
-
-
-SOAK_ALPHA = 1e-6  # of ``soak.py``
-
-
-def _soaked(data: dict[str, Any]) -> str:
-    def words(path: str) -> str:
-        rows = [row for row in data["rows"] if row["path"] == path]
-        most = max(row["most_log_evidence"] for row in rows)
-        limit = math.log(len(rows) / SOAK_ALPHA)
-        draws = sum(row["rows"] * row["draws_per_row"] for row in rows)
-        tested, powerful = (sum(row[name] for row in rows) for name in ("rows", "powerful"))
-        counts = f"{draws:.1e} draws of {tested:,} distributions, {powerful} of this power"
-        return f"{path}: {most:.1f} of {limit:.1f}, {counts}"
-
-    return "; ".join(map(words, dict.fromkeys(row["path"] for row in data["rows"])))
-
-
-def _map_errors(data: dict[str, Any]) -> str:
-    row = data["sections"]["map"]["rows"][0]
-    wrong, error = row["cpu_not_finite_or_not_below_the_one_before"], row["cpu_max_absolute_error"]
-    return f"{error:.1e}; {wrong:,} of {row['upper_words']:,} not finite or out of order"
-
-
-def _equal_noise(data: dict[str, Any]) -> str:
-    rows = [row for row in data["sections"]["collisions"]["rows"] if "planted" not in row]
-    ours, other = (row for row in rows if row["steps"] == 10**7)
-    return f"{ours['equal_pairs']:,}; {other['equal_pairs']:,} with {other['noise']}'s 32 bits"
-
-
-def _streams(data: dict[str, Any]) -> str:
-    rows = [row for section in data["sections"].values() for row in section["rows"]]
-    rows = [row for row in rows if "battery" in row and "planted" not in row]
-
-    def counted(battery: str) -> str:
-        of_battery = [row for row in rows if row["battery"] == battery]
-        verdicts = [one["verdict"] for row in of_battery for one in row["not_normal"]]
-        failed, tested = verdicts.count("FAILED"), sum(row["p_values"] for row in of_battery)
-        count = len({row["order"] for row in of_battery})
-        orders = "1 order" if count == 1 else f"{count} orders"
-        return f"{battery}: {failed} of {tested}, {verdicts.count('suspect')} suspect, in {orders}"
-
-    return "; ".join(map(counted, dict.fromkeys(row["battery"] for row in rows)))
-
-
-# What is proven by a count: the goal, how many, and the file of results with how to read it.
-PROOFS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
-    (
-        "planted defects that no test notices",
-        "0 of at least 60",
-        "planted-defects",
-        lambda data: _wrong_of(data["defects"], lambda row: not row["caught"]),
-    ),
-    (
-        "branches of a server's host code that no test takes, apart from what needs a GPU",
-        "0",
-        "coverage",
-        lambda data: f"{data['total']['missing_branches']:,} of {data['total']['branches']:,}",
-    ),
-    (
-        "cases of others' suites that stock SGLang passes and ours does not",
-        "0",
-        "external-suites",
-        lambda data: _wrong_of(
-            (row for row in data["cases"] if row["stock"] == "pass"), lambda row: row["ours"] != "pass"
-        ),
-    ),
-    (
-        "features and pairs of features: how they equal stock SGLang's",
-        "each in one of these ways",
-        "parity",
-        lambda data: _counted(row["result"] for row in data["rows"]),
-    ),
-    (
-        "the same of those that SGLang's verification of drafts defines token by token, with drafts",
-        "each in one of these ways",
-        "parity-drafts",
-        lambda data: _counted(row["result"] for row in data["rows"]),
-    ),
-    (
-        "random requests to a server that stock SGLang answers in another way, or that end it",
-        "0 of 1e5",
-        "http-fuzz",
-        _fuzzed,
-    ),
-    (
-        "tokens that depend on the batch, the order, the path, the configuration, the ranks or a CUDA graph",
-        "0",
-        "determinism",
-        _same_tokens,
-    ),
-    (
-        "illegal tokens",
-        "0 of 1e9 draws",
-        "exact",
-        lambda data: _by_path(data, "legal", "illegal", "draws"),
-    ),
-    (
-        "rows of all features with another token than the float64 reference's",
-        "0 of 1e8",
-        "exact",
-        lambda data: _by_path(data, "reference", "different", "rows"),
-    ),
-    (
-        "rows with NaN, infinities or huge numbers, and their neighbours, with another token than the reference's",
-        "0 of 5,000",
-        "exact",
-        lambda data: _by_path(data, "hostile", "different", "rows"),
-    ),
-    (
-        "rows with limits at temperatures from 1e-6 to 1e4 with another token than the reference's",
-        "0 of 1e6",
-        "exact",
-        lambda data: _by_path(data, "temperatures", "different", "rows"),
-    ),
-    (
-        "forbidden ids among draws with hostile biases, logits and temperatures",
-        "0 of 1e8",
-        "exact",
-        lambda data: _by_path(data, "forbidden", "illegal", "draws"),
-    ),
-    (
-        "logprobs of these draws that are above 0 or no number",
-        "0 of 1e8",
-        "exact",
-        lambda data: _by_path(data, "forbidden", "bad_logprobs", "draws"),
-    ),
-    (
-        "tables that are not whole, while 8 processes save 1,000 times each, and after SIGKILL",
-        "0",
-        "robustness",
-        lambda data: "; ".join(_tried(data, section) for section in ("saves", "kills")),
-    ),
-    (
-        "names of devices whose table would be outside its folder",
-        "0 of 1e5",
-        "robustness",
-        lambda data: _tried(data, "names"),
-    ),
-    *(
-        (
-            f"requests that a server under load does not answer; growth of its memory ({where})",
-            "0; none",
-            file,
-            _under_load,
-        )
-        for where, file in (("a CPU", "load"), ("two GPUs", "h100-load"))
-    ),
-    ("reports of compute-sanitizer in GPU tests of the kernels", "0 in all of them", "h200-sanitized", _sanitized),
-    (
-        "waits for the GPU, allocations and loaded kernels of the sampler's steps",
-        "0 in 1e4 steps",
-        "h200-hot-path",
-        _hot_path,
-    ),
-    (
-        "draws of known distributions: log of the most evidence against them, looked at at any time",
-        "below its limit; with the power to notice a total variation distance of 1e-3",
-        "soak",
-        _soaked,
-    ),
-    (
-        "verified drafts: tokens that a step without drafts would not have drawn",
-        "0 of 1e6",
-        "verified",
-        lambda data: _sums(data["rows"], "different", "positions"),
-    ),
-    (
-        "verified drafts: smallest p-value of the tokens' law, of 1e7 positions per case",
-        "above 1e-5",
-        "verified",
-        lambda data: f"{min(row['p_value'] for row in data['rows']):.2g}",
-    ),
-    ("noise in host memory: largest error over all upper words", "below 1e-12", "noise", _map_errors),
-    ("noise: equal pairs among 1e7 steps", "0", "noise", _equal_noise),
-    ("noise: p-values of TestU01 that fail", "0", "noise", _streams),
-    (
-        "tokens of several ranks that differ from one rank's",
-        "0 of 1e6",
-        "h200x2-ranks",
-        lambda data: _sums((row for row in data["rows"] if row["section"] == "tokens"), "differing", "rows"),
-    ),
-    (
-        "tokens of four ranks on which they disagree",
-        "0 of 1e8",
-        "h200x4-ranks",
-        lambda data: _sums((row for row in data["rows"] if row["section"] == "tokens"), "ranks_differ", "rows"),
-    ),
-    (
-        "tokens of the screened path that differ from the fused path's",
-        "0",
-        "h200-screened",
-        lambda data: _sums(data["sections"]["tokens"]["rows"], "no_near_tie", "rows"),
-    ),
-    (
-        "draws of a known distribution: deviations from chance",
-        "below 4",
-        "h200-screened",
-        lambda data: f"{data['sections']['distribution']['deviations_from_chance']:+.1f}",
-    ),
-)
-
-
-def proof(results: Results) -> Table:
-    """What is proven by counts, and in which file of results."""
-    rows = []
-    for name, goal, file, words in PROOFS:
-        data = Results("", results.folder).data(file)
-        rows.append([name, goal, NOT_MEASURED if data is None else words(data), f"`{file}.json`"])
-    return Table(["", "goal", "found", "file"], rows)
-
-
-def summary_kernels(results: Results) -> Table | None:
-    """Of the first head: a few batch sizes, ours beside the fastest way without us."""
-    modes = ("plain", "k50p90", "greedy")
-    head = ["µs, fastest baseline → ours (ratio; larger spread)", *(MODES[mode] for mode in modes), "with a screen"]
-    rows = []
+def summary_kernels(results: Results) -> pd.DataFrame | None:
+    """A few batch sizes of the first head, ours beside the fastest way without us."""
+    samplings = ("t1", "k50p90", "greedy")
+    head = ["µs, fastest baseline → ours (ratio; larger spread)", *map(title, samplings), "with a screen"]
+    lines = []
     for cell in results.cells:
         if (cell.hidden, cell.vocab) != (results.cells[0].hidden, results.cells[0].vocab):
             continue
         if cell.batch in SUMMARY_BATCHES:
-            line = [f"{GPUS.get(results.gpu, results.gpu)}, {cell.head}, B={cell.batch}"]
-            for mode in modes:
-                taken, other = cell.picked(mode), cell.fastest_baseline(mode)
+            line = [f"{results.name}, {cell.head}, B={cell.batch}"]
+            for sampling in samplings:
+                taken, other = cell.picked(sampling), cell.fastest_baseline(sampling)
                 both = taken is not None and other is not None
-                line.append(_pair_words(other, taken, "us", "us_spread") if both else "")
-            screened = cell.picked("plain", screen=True)
-            rows.append([*line, "" if screened is None else f"{screened['us']:.0f} ± {_short(screened['us_spread'])}"])
-    return Table(head, rows) if rows else None
+                line.append(pair_words(other, taken, "us", "us_spread") if both else "")
+            screened = cell.picked("t1", screen=True)
+            lines.append([*line, "" if screened is None else f"{screened['us']:.0f} ± {_short(screened['us_spread'])}"])
+    return listed(head, lines)
 
 
-def summary_rows(results: Results) -> dict[tuple[str, str], dict[int, tuple[dict[str, Any], dict[str, Any]]]]:
-    """{(model, sampling): {batch size: what was measured of stock and of ours}} of the usual samplings, of servers as
-    they are by default: of one GPU, without drafts."""
-    rows: dict[tuple[str, str], dict[int, dict[str, dict[str, Any]]]] = {}
-    for row in results.serve_rows("stock"):
-        if row["sampling"] in SUMMARY_SAMPLINGS and _served(row) == row["model"]:
-            by_batch = rows.setdefault((row["model"], row["sampling"]), {})
-            by_batch.setdefault(row["batch"], {})[row["backend"]] = row
+def summary_rows(results: Results) -> dict[tuple[str, str], dict[int, tuple[Row, Row]]]:
+    """{(model, sampling): {batch size: the rows of stock and of ours}} of the usual samplings, of servers with one GPU
+    and without drafts."""
+    rows: dict[tuple[str, str], dict[int, dict[str, Row]]] = {}
+    for row in results.rows("serve", "stock"):
+        if row["sampling"] in SUMMARY_SAMPLINGS and row["served"] == row["model"]:
+            by_size = rows.setdefault((row["model"], row["sampling"]), {})
+            by_size.setdefault(row["batch"], {})[row["backend"]] = row
     pairs = {
-        key: {batch: (of["stock"], of["flashsample"]) for batch, of in sorted(by_batch.items()) if len(of) == 2}
-        for key, by_batch in rows.items()
+        key: {batch: (of["stock"], of["flashsample"]) for batch, of in sorted(by_size.items()) if len(of) == 2}
+        for key, by_size in rows.items()
     }
-    return {key: by_batch for key, by_batch in pairs.items() if by_batch}
+    return {key: by_size for key, by_size in pairs.items() if by_size}
 
 
-def summary_serve(results: Results) -> Table | None:
+def summary_serve(results: Results) -> pd.DataFrame | None:
     """Time per output token of the smallest and the largest batch, and tokens per second of that, stock and ours. Empty
     where a sampling was not measured with that batch."""
     lines, rows = [], summary_rows(results)
-    batches = sorted({batch for by_batch in rows.values() for batch in by_batch})
-    for (model, sampling), by_batch in rows.items():
-        line, speeds = [f"{GPUS.get(results.gpu, results.gpu)}, {model}, {SAMPLINGS[sampling]}"], ""
+    batches = sorted({batch for by_size in rows.values() for batch in by_size})
+    for (model, sampling), by_size in rows.items():
+        line, speeds = [f"{results.name}, {model}, {title(sampling)}"], ""
         for batch in (batches[0], batches[-1]):
-            pair = by_batch.get(batch)
-            line.append("" if pair is None else f"B={batch}: {_pair_words(*pair)}")
+            pair = by_size.get(batch)
+            line.append("" if pair is None else f"B={batch}: {pair_words(*pair)}")
             speeds = "" if pair is None else " → ".join(f"{batch / row['tpot_us'] * 1e6:,.0f}" for row in pair)
         lines.append([*line, speeds])
-    head = [
-        "µs per token, stock → ours (ratio; larger spread)",
-        "smallest batch",
-        "largest batch",
-        "tokens/s of the largest batch",
-    ]
-    return Table(head, lines) if lines else None
+    head = ["µs per token, stock → ours (ratio; larger spread)", "smallest batch", "largest batch"]
+    return listed([*head, "tokens/s of the largest batch"], lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One place on a page. benchmark, part: whose file, and which of its sections, the line above the table is about.
-    brief: without that line, all GPUs in one table."""
+    """One table. benchmark, part: the file, and its section, that the line above the table is about. brief: without
+    that line, all GPUs in one table."""
 
-    table: Callable[[Results], Table | None]
+    table: Callable[[Results], pd.DataFrame | None]
     benchmark: str
     part: str | None = None
     brief: bool = False
 
     def markdown(self, folder: Path = RESULTS) -> str:
         names = ["", *gpus(folder)]  # "": of a CPU
-        tables = [(one, table) for one in (Results(name, folder) for name in names) if (table := self.table(one))]
+        tables = [(one, table) for name in names if (table := self.table(one := Results(name, folder))) is not None]
         if self.brief and tables:
-            longest = max((table for _, table in tables), key=lambda table: len(table.head))
-            rows = [row + [""] * (len(longest.head) - len(row)) for _, table in tables for row in table.rows]
-            return Table(longest.head, rows).markdown
-        blocks = [f"{results.about(self.benchmark, self.part)}\n\n{table.markdown}" for results, table in tables]
+            return markdown(pd.concat([table for _, table in tables]).fillna(""))
+        blocks = [f"{results.about(self.benchmark, self.part)}\n\n{markdown(table)}" for results, table in tables]
         return "\n\n".join(blocks) or NOT_MEASURED
-
-
-@dataclasses.dataclass(frozen=True)
-class Page:
-    """A table that takes a number from each of several files."""
-
-    table: Callable[[Results], Table]
-
-    def markdown(self, folder: Path = RESULTS) -> str:
-        return self.table(Results("", folder)).markdown
 
 
 class Picture:
@@ -1130,36 +713,33 @@ class Picture:
         return f"<picture>{dark}{light}</picture>"
 
 
-SECTIONS: dict[str, Section | Page | Picture] = {
+SECTIONS: dict[str, Section | Picture] = {
     "summary-picture": Picture(),
-    "serve": Section(serve, "serve", "stock"),
-    "serve-screen": Section(serve_screen, "serve", "screen"),
+    "summary-kernels": Section(summary_kernels, "kernels", brief=True),
+    "summary-serve": Section(summary_serve, "serve", "stock", brief=True),
+    "serve": Section(compared("stock", "stock", "flashsample"), "serve", "stock"),
+    "serve-screen": Section(compared("screen", "screen off", "screen on", _screen_words), "serve", "screen"),
     "serve-repeats": Section(serve_repeats, "serve", "repeats"),
-    "serve-graphs": Section(serve_graphs, "serve", "graphs"),
-    "serve-oracle": Section(serve_oracle, "serve", "oracle"),
-    "load": Section(load, "load"),
+    "serve-graphs": Section(compared("graphs", "one root", "two roots", _graph_words), "serve", "graphs"),
+    "serve-oracle": Section(compared("oracle", "oracle", "flashsample"), "serve", "oracle"),
     "serve-plane": Section(serve_plane, "decision-plane"),
-    "exchanged": Section(exchanged, "kernels"),
+    "serve-host": Section(serve_host, "serve", "host"),
+    "serve-profile": Section(serve_profile, "serve", "profile"),
+    "load": Section(load, "load"),
     "ranks-exchange": Section(ranks_exchange, "ranks", "exchange"),
     "ranks-tokens": Section(ranks_tokens, "ranks"),
-    "serve-host": Section(serve_host, "serve", "host"),
+    "exchanged": Section(exchanged, "kernels"),
     "speculation": Section(speculation, "speculation", "speed"),
     "speculation-parts": Section(speculation_parts, "speculation", "speed"),
     "speculation-tokens": Section(speculation_tokens, "speculation", "tokens"),
-    "serve-profile": Section(serve_profile, "serve", "profile"),
     "kernels": Section(kernels, "kernels"),
     "kernels-faster": Section(kernels_faster, "kernels"),
-    "features-truncations": Section(lambda results: features_table(results, edited=False), "features"),
-    "features-edits": Section(lambda results: features_table(results, edited=True), "features"),
+    "features-truncations": Section(functools.partial(features, edited=False), "features"),
+    "features-edits": Section(functools.partial(features, edited=True), "features"),
     "features-searches": Section(searches, "features"),
     "screened": Section(screened_speed, "screened", "speed"),
     "screened-tokens": Section(screened_tokens, "screened", "tokens"),
     "screened-distribution": Section(screened_distribution, "screened", "distribution"),
-    "hot": Section(hot, "screened", "hot"),
     "tuning": Section(tuning, "tuning"),
-    "proof": Page(proof),
-    "parity": Section(parity, "parity"),
     "cpu": Section(cpu, "cpu"),
-    "summary-kernels": Section(summary_kernels, "kernels", brief=True),
-    "summary-serve": Section(summary_serve, "serve", "stock", brief=True),
 }

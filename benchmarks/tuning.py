@@ -1,18 +1,16 @@
 """What the autotuner promises, measured on this GPU: prints a table, writes JSON.
 
-    python benchmarks/tuning.py --out benchmarks/results/h200-tuning.json
+    python benchmarks/run.py tuning --out benchmarks/results/h200-tuning.json
 
 runs       wall time of `tune run`, from empty caches; a second one does nothing
-resume     a run that is killed in the middle and started again: what is kept, what is done again
-agreement  two independent runs: where they differ, both choices race each other
 regret     a part of the space, swept, against what the search chooses in it
 sweep      batch sizes at and between the measured ones: the tuned choice against the built-in one
 replay     `tune verify` in a fresh process
 
 ``--only`` runs some of them and ``--keep`` leaves the others in the file. What one section has tuned lies under --work
 and is used by the next; one that runs alone tunes for itself. A call ends within --limit seconds: a section that does
-not is not written, and goes on in the next call. ``--fast``: quick runs alone, of six sections those that race nothing
-for long (runs, resume, replay). ``--dry-run`` takes a simulated device: that tests the benchmark, and measures nothing.
+not is not written, and goes on in the next call. ``--fast``: quick runs alone, and only the sections that race nothing
+for long (runs, replay). ``--dry-run`` takes a simulated device: that tests the benchmark, and measures nothing.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import DRY_RUN, command_line, make_parser, new_env, read_result, reason_of, today, write_result
+from common import DRY_RUN, Benchmark, Result
 from lab.simulated import measuring_on
 from lab.simulated import workers as workers_of
 
 from sgl_flashsample.autotune import pool
 from sgl_flashsample.autotune.cli import sizes_of
 from sgl_flashsample.autotune.labels import config_of, key_of, setup_request
-from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, SIZES, Plan, StudyKey
+from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, ask_once, visible_gpu
 from sgl_flashsample.autotune.progress import Progress
-from sgl_flashsample.autotune.race import Policy, Ratio, robust_mean, t_quantile
+from sgl_flashsample.autotune.race import Ratio, robust_mean, t_quantile
 from sgl_flashsample.autotune.run import Options
 from sgl_flashsample.autotune.run import run as tune
 from sgl_flashsample.autotune.space import FUSED, Space
@@ -57,15 +55,12 @@ from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
 from sgl_flashsample.tables.schema import ITEMSIZE, HeadShape, Table
 
 BETWEEN = (*range(1, 17), 20, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 129, 200, 256, 257, 384, 511, 512)
-AGREEMENT_ROUNDS, SWEEP_ROUNDS, REGRET_ROUNDS = 30, 25, 60
+SWEEP_ROUNDS, REGRET_ROUNDS = 25, 60
 RACED = 32  # of a sweep, the fastest by the screening
 ALPHA = 0.05  # of everything that one section finds
 PART_SECONDS = 240.0  # of a run in a part of the space
 RESERVE = 20.0  # seconds of a call that stay for ending it
-POLL_SECONDS = 0.01
 SETUP_SECONDS, EACH_SECONDS, ROUNDS_SECONDS = 30.0, 8.0, 60.0
-POLICY = Policy()
-VERDICTS = ("inside", "open", "outside")
 TUNE = [sys.executable, "-m", "sgl_flashsample.cli", "tune"]
 SIMULATED_TUNER = Path(__file__).resolve().parents[1] / "tests" / "lab" / "simulated.py"
 # For a dry run: times of a model, noise and all.
@@ -131,7 +126,6 @@ class Setting:
     efforts: tuple[str, ...] = ("quick", "full")
     effort: str = "full"
     sizes: tuple[int, ...] | None = None
-    kill_after: int = 2 * len(SIZES)
     between: tuple[int, ...] = BETWEEN
     table: Path | None = None
 
@@ -261,11 +255,6 @@ def places(table: Table) -> set[tuple[BatchKind, int]]:
     return {(KIND_NAMES[kind], rows) for kind in table.kinds for rows in table.sizes(kind)}
 
 
-def tie_band(us: float) -> float:
-    """What the tuner takes as equal, relative."""
-    return max(POLICY.tie, POLICY.tie_us / us)
-
-
 def best_by_half(samples: Mapping[str, Sequence[float]], clocks: Sequence[float], choice: str) -> tuple[str, Ratio]:
     """The fastest by the even rounds, and ``choice`` over it by the odd ones: the luck that makes one of many look best
     does not count for it."""
@@ -311,98 +300,6 @@ def runs(setting: Setting) -> dict[str, Any]:
         for effort, run in by_effort.items()
     )
     return {"summary": "; ".join(summary), **by_effort}
-
-
-def resume(setting: Setting) -> dict[str, Any]:
-    """Killed once so many sizes are in the log, whatever it was doing then."""
-    name, effort = "resume", setting.efforts[0]
-    setting.start_afresh(name)
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    with (setting.folder / f"{name}.log").open("ab") as log:
-        variables = {**os.environ, **setting.environment(name)}
-        process = subprocess.Popen(setting.command(name, effort), env=variables, stdout=subprocess.DEVNULL, stderr=log)
-        try:
-            while process.poll() is None and len(setting.events(name, "decided")) < setting.kill_after:
-                if setting.left <= 0:
-                    raise SectionError("out of time before the run was killed")
-                time.sleep(POLL_SECONDS)
-            killed = process.poll() is None
-        finally:
-            process.kill()
-            process.wait()
-    killed_seconds = time.monotonic() - began
-    if not killed:
-        raise SectionError(f"the run was over before {setting.kill_after} sizes were decided; lower --kill-after")
-    kinds = ("decided", "trial", "gtest")
-    before = {kind: setting.events(name, kind) for kind in kinds}
-    left_behind = setting.table_at(name)  # raises for a file that is no whole table
-    said, seconds = setting.tune(name, effort)
-    table, after = setting.table_at(name), {kind: setting.events(name, kind) for kind in kinds}
-    dispatch = dispatch_for(table)
-
-    def is_kept(entry: dict[str, Any]) -> bool:
-        config = config_of(entry["path"], entry["config"])
-        return dispatch.lookup(entry["rows"], KIND_NAMES[entry["kind"]]) == config
-
-    decided = before["decided"]
-    kept = sum(is_kept(event["entry"]) for event in decided)
-    again = {f"{kind}_done_again": done_again(after[kind]) for kind in kinds}
-    sizes = len(places(table))
-    return {
-        "summary": f"killed after {killed_seconds:.0f} s and {len(decided)} of {sizes} batch sizes: {kept} kept as "
-        f"they were, {sum(again.values())} finished things done again; {seconds:.0f} s more",
-        "effort": effort,
-        "killed_after_seconds": round(killed_seconds, 1),
-        "resumed_seconds": round(seconds, 1),
-        "status": said["status"],
-        "finished_when_killed": len(decided),
-        "in_the_table_when_killed": len(places(left_behind)),
-        "kept": kept,
-        "sizes": sizes,
-        **again,
-    }
-
-
-def done_again(events: Sequence[dict[str, Any]]) -> int:
-    """How many events are about what an earlier one was about."""
-
-    def about(event: dict[str, Any]) -> str:
-        entry = event.get("entry", {})
-        named = (event.get("study"), event.get("config"), event.get("label"), entry.get("kind"), entry.get("rows"))
-        return json.dumps(named)
-
-    return len(events) - len(set(map(about, events)))
-
-
-def agreement(setting: Setting) -> dict[str, Any]:
-    first, _, compiled = setting.wanted()
-    _, seconds = setting.tune("again", setting.effort)
-    second = setting.table_at("again")
-    one, other = dispatch_for(first), dispatch_for(second)
-    decided = sorted(places(first) | places(second), key=lambda place: (str(place[0]), place[1]))
-    same, differing = 0, []
-    with setting.racing(compiled) as racer:
-        for kind, rows in decided:
-            pair = [one.lookup(rows, kind), other.lookup(rows, kind)]
-            if pair[0] == pair[1]:
-                same += 1
-                continue
-            setting.require_time()
-            samples, clocks = racer.race(kind, rows, pair, AGREEMENT_ROUNDS)
-            names = [key_of(config) for config in pair]
-            ratio = Ratio.of(samples[names[0]], samples[names[1]], clocks)
-            row = compared(kind, rows, names[0], names[1], samples, ratio)
-            band = tie_band(min(row["us"], row["other_us"]))
-            differing.append(row | {"band": round(band, 5), "verdict": ratio.against(band)})
-    verdicts = {verdict: sum(one["verdict"] == verdict for one in differing) for verdict in VERDICTS}
-    worst = max((abs(one["off"]) for one in differing), default=0.0)
-    summary = (
-        f"{same} of {len(decided)} the same; of the others {verdicts['inside']} within the tie band for certain, "
-        f"{verdicts['open']} undecided, {verdicts['outside']} outside (largest difference {worst:.1%})"
-    )
-    about = {"second_seconds": round(seconds, 1), "places": len(decided), "same": same}
-    return {"summary": summary, **about, **verdicts, "differing": differing}
 
 
 def regret(setting: Setting) -> dict[str, Any]:
@@ -525,13 +422,11 @@ def replay(setting: Setting) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "runs": runs,
-    "resume": resume,
-    "agreement": agreement,
     "regret": regret,
     "sweep": sweep,
     "replay": replay,
 }
-FAST = ("runs", "resume", "replay")
+FAST = ("runs", "replay")
 
 
 def head_of(text: str) -> HeadShape:
@@ -542,66 +437,46 @@ def head_of(text: str) -> HeadShape:
     return HeadShape(vocab=int(vocab), hidden=int(hidden), dtype="bf16")
 
 
-def parse() -> Any:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION")
-    parser.add_argument("--keep", action="store_true", help="keep the file's sections that are not measured now")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", nargs="+", type=head_of, default=[head_of("151936x4096")], metavar="VxD")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "flashsample-tuning")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds of this call (default: 570)")
     parser.add_argument("--table", type=Path, help="of sweep and replay, instead of the one that is tuned here")
-    parser.add_argument("--efforts", nargs="+", choices=EFFORTS, help="of runs and resume (default: quick full)")
+    parser.add_argument("--efforts", nargs="+", choices=EFFORTS, help="of runs (default: quick full)")
     parser.add_argument("--effort", choices=EFFORTS, help="of the others (default: full)")
     parser.add_argument("--batch-sizes", dest="sizes", type=sizes_of, help="sizes to tune, instead of the tuner's ten")
     parser.add_argument("--between", type=sizes_of, default=BETWEEN, help="batch sizes of sweep")
-    parser.add_argument("--kill-after", type=int, default=2 * len(SIZES), help="decided sizes (default: 20)")
-    options = parser.parse_args()
+
+
+def prepare(options: Any) -> None:
     quick = options.fast or DRY_RUN
-    options.only = options.only or list(FAST if options.fast else SECTIONS)
+    options.only = [name for name in options.only if name in FAST or not options.fast]
     options.efforts = tuple(options.efforts or (("quick",) if quick else ("quick", "full")))
     options.effort = options.effort or ("quick" if quick else "full")
-    return options
+    options.until = time.monotonic() + options.limit
 
 
-def main() -> None:
-    options, started = parse(), time.monotonic()
-    env, simulated = new_env(), None
+def measure(options: Any, result: Result) -> int:
+    simulated = None
     if DRY_RUN:
         options.work = Path(tempfile.mkdtemp(prefix="flashsample-tuning-"))
-        simulated, env["device"] = str(options.work / "device.json"), "simulated"
+        simulated = str(options.work / "device.json")
         Path(simulated).write_text(json.dumps(SIMULATED))
-    result: dict[str, Any] = {"env": env, "sections": {}}
-    if options.keep and options.out.exists():
-        try:
-            kept = read_result(options.out, "tuning.py")
-            if kept["env"].get("device") != env["device"]:
-                raise ValueError(f"{options.out} is of {kept['env'].get('device')}; expected {env['device']}")
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-        result["sections"] = kept["sections"]
-    failed = []
     for head in options.heads:
         name = f"{head.vocab}x{head.hidden}"
-        fields = ("efforts", "effort", "sizes", "kill_after", "between", "table")
-        given = {field: getattr(options, field) for field in fields}
-        setting = Setting(head, options.work / name, started + options.limit, simulated, **given)
+        given = {field: getattr(options, field) for field in ("efforts", "effort", "sizes", "between", "table")}
+        setting = Setting(head, options.work / name, options.until, simulated, **given)
         for section in options.only:
             began = time.monotonic()
             try:
                 measured = SECTIONS[section](setting)
             except Exception as error:  # the next section may do
-                words = str(error) if isinstance(error, SectionError) else reason_of(error)
-                failed.append(f"{section} {name}: {words}")
-                print(failed[-1], flush=True)
+                result.miss(str(error) if isinstance(error, SectionError) else error, section=section, head=name)
                 continue
-            about = {"date": today(), "command": command_line()}
-            took = {"section_seconds": round(time.monotonic() - began, 1)}
-            result["sections"].setdefault(section, {})[name] = measured | took | about
-            result["sections"] = {part: result["sections"][part] for part in SECTIONS if part in result["sections"]}
-            write_result(options.out, result)
-            print(f"{section} {name}: {measured['summary']} ({took['section_seconds']} s)", flush=True)
-    sys.exit(f"error: {len(failed)} sections have no result: {'; '.join(failed)}" if failed else 0)
+            took = round(time.monotonic() - began, 1)
+            result.put(section, measured | {"section_seconds": took}, name)
+            print(f"{section} {name}: {measured['summary']} ({took} s)", flush=True)
+    return result.close()
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARKS = {"tuning": Benchmark(__doc__, measure, add_options, prepare, tuple(SECTIONS))}

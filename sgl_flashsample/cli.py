@@ -316,10 +316,11 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
         raise ModuleNotFoundError(name="sglang")
     from .model_config import config_file, head_of
     from .tools import bench as benchmark
+    from .tools.samplings import SERVED
     from .tools.server import ServerError
 
-    if unknown := sorted(set(names) - set(benchmark.SAMPLINGS)):
-        known = ", ".join(benchmark.SAMPLINGS)
+    if unknown := sorted(set(names) - set(SERVED)):
+        known = ", ".join(SERVED)
         raise ValueError(f"--samplings has {', '.join(unknown)}; expected some of {known}")
     vocab = head_of(str(config_file(options.model_path, download=True))).vocab
     # The first and the last ids of a vocabulary are often special tokens.

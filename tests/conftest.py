@@ -15,7 +15,6 @@ gc.disable()  # until all is imported: to look for garbage among it, again and a
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.append(str(ROOT / "benchmarks"))  # stats.py; last, as other files there have names that are common
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first `import triton`

@@ -39,42 +39,9 @@ from ..autotune.race import Ratio
 from ..autotune.timing import Timing, describe_machine, memory_share
 from ..files import write_whole
 from .progress import Progress
+from .samplings import SAMPLINGS, Sampling
 from .server import RequestError, Server, ServerError
 
-# A list of objects that no answer of a benchmark's length ends; numbers, words and fixed text in turn.
-JSON_SCHEMA = {
-    "type": "array",
-    "minItems": 200,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 16},
-            "count": {"type": "integer"},
-            "ok": {"type": "boolean"},
-        },
-        "required": ["name", "count", "ok"],
-    },
-}
-TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
-Request = tuple[dict[str, Any], dict[str, Any]]  # sampling parameters, other fields
-SAMPLINGS: dict[str, Request] = {
-    "t1": ({"temperature": 1.0}, {}),
-    "trunc": (TRUNCATED, {}),
-    "greedy": ({"temperature": 0.0}, {}),
-    "penalty": (TRUNCATED | {"frequency_penalty": 0.5, "repetition_penalty": 1.1}, {}),
-    "json": (TRUNCATED | {"json_schema": json.dumps(JSON_SCHEMA)}, {}),
-    "logprob": ({"temperature": 1.0}, {"return_logprob": True}),
-    "top-logprobs": ({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 5}),
-}
-TITLES = {
-    "t1": "temperature 1",
-    "trunc": "temperature 0.7, top_p 0.9, top_k 50",
-    "greedy": "greedy",
-    "penalty": "as trunc, with frequency_penalty 0.5 and repetition_penalty 1.1",
-    "json": "as trunc, with a JSON schema",
-    "logprob": "temperature 1, logprobs",
-    "top-logprobs": "temperature 1, 5 top logprobs",
-}
 STOCK, OURS = "stock", "flashsample"
 SIDE_BY_SIDE, IN_TURNS = "side by side", "in turns"
 ALPHA = 0.01  # chance that equal servers are called different, per cell
@@ -107,14 +74,15 @@ class Load(NamedTuple):
 # --- one server -----------------------------------------------------------------------------------------------------
 
 
-def generate(server: Server, load: Load, batch: int, request: Request, tokens: int) -> float:
+def generate(server: Server, load: Load, batch: int, request: Sampling, tokens: int) -> float:
     """Seconds for ``batch`` fresh random prompts to be answered with ``tokens`` tokens each. Raises ServerError for
     answers of another length."""
-    params, fields = request
     prompts = load.prompts(batch)
     started = perf_counter()
     answers = server.generate(
-        input_ids=prompts, sampling_params={**params, "max_new_tokens": tokens, "ignore_eos": True}, **fields
+        input_ids=prompts,
+        sampling_params={**request.params, "max_new_tokens": tokens, "ignore_eos": True},
+        **request.fields,
     )
     seconds = perf_counter() - started
     lengths = {len(answer["output_ids"]) for answer in answers}
@@ -123,7 +91,7 @@ def generate(server: Server, load: Load, batch: int, request: Request, tokens: i
     return seconds
 
 
-def tpot_us(server: Server, load: Load, batch: int, request: Request) -> float:
+def tpot_us(server: Server, load: Load, batch: int, request: Sampling) -> float:
     """Microseconds per output token: the median of as many long answers, less a short one each, as take
     ``load.seconds`` where none is held up. Raises ServerError where short answers keep taking longer than long ones."""
     each: list[float] = []
@@ -132,7 +100,7 @@ def tpot_us(server: Server, load: Load, batch: int, request: Request) -> float:
     return statistics.median(each) / (load.long - load.short) * 1e6
 
 
-def _decoding_seconds(server: Server, load: Load, batch: int, request: Request) -> float:
+def _decoding_seconds(server: Server, load: Load, batch: int, request: Sampling) -> float:
     """Of the tokens that a long answer has more than a short one."""
     for _ in range(ATTEMPTS):
         short = generate(server, load, batch, request, load.short)
@@ -145,16 +113,15 @@ def _decoding_seconds(server: Server, load: Load, batch: int, request: Request) 
     )
 
 
-def gaps_us(server: Server, load: Load, batch: int, request: Request) -> list[float]:
+def gaps_us(server: Server, load: Load, batch: int, request: Sampling) -> list[float]:
     """Microseconds between the tokens of one request of a batch, as they arrive."""
-    params, fields = request
     others: threading.Thread | None = None
     if batch > 1:
         others = threading.Thread(target=generate, args=(server, load, batch - 1, request, load.long))
         others.start()
     times = []
-    sampling_params = {**params, "max_new_tokens": load.long, "ignore_eos": True}
-    for _ in server.stream(input_ids=load.prompts(1)[0], sampling_params=sampling_params, **fields):
+    sampling_params = {**request.params, "max_new_tokens": load.long, "ignore_eos": True}
+    for _ in server.stream(input_ids=load.prompts(1)[0], sampling_params=sampling_params, **request.fields):
         times.append(perf_counter())
     if others is not None:
         others.join()
@@ -553,7 +520,7 @@ def cell_lines(cell: Cell) -> Iterator[str]:
     latencies = [[f"{us / 1000:.2f}" for us in cell.percentiles(label)] for label in cell.samples]
     between = [f"p{percent} {one} -> {other}" for percent, one, other in zip(PERCENTILES, *latencies, strict=False)]
     paths = ", ".join(f"{path} {share:.0%}" for path, share in cell.paths.items())
-    yield f"{TITLES[cell.sampling]}; batch of {cell.batch}:"
+    yield f"{SAMPLINGS[cell.sampling].title}; batch of {cell.batch}:"
     yield f"    {stock.us:.0f} -> {ours.us:.0f} us per step: {cell.verdict}"
     yield f"    {rates} tokens/s; inter-token latency, ms: {', '.join(between)}; flashsample's tokens: {paths}"
 
@@ -586,7 +553,7 @@ def page(bench: Bench) -> str:
         )
         between = (f"{timing.us:.0f}" for timing in timings)
         paths = ", ".join(f"{path} {share:.0%}" for path, share in cell.paths.items())
-        texts = (TITLES[cell.sampling], cell.batch, " → ".join(between), cell.verdict, paths)
+        texts = (SAMPLINGS[cell.sampling].title, cell.batch, " → ".join(between), cell.verdict, paths)
         columns = "".join(f"<td>{html.escape(str(text))}</td>" for text in texts)
         rows.append(f"<tr>{columns}<td class=bars>{bars}</td></tr>")
     names = ("sampling", "batch", "us per token", "change", "served by", "time per token")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
+import multiprocessing
 import os
 import signal
 import stat
@@ -85,6 +87,32 @@ def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_whole(file, "three")
     assert file.read_text() == "two" and os.listdir(tmp_path) == ["file"]
+
+
+def write_in_place(file: Path, text: str) -> None:
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("write, whole", [(write_whole, True), (write_in_place, False)], ids=["ours", "in place"])
+def test_a_reader_finds_a_whole_file_while_processes_write_it_and_are_killed(tmp_path, write, whole):
+    file, texts = tmp_path / "file", ["a" * 1_000_000, "b" * 1_000_000]
+    write_whole(file, texts[0])
+
+    def write_often() -> None:
+        for text in itertools.cycle(texts):
+            write(file, text)
+
+    reads = []
+    for _ in range(20):
+        writers = [multiprocessing.get_context("fork").Process(target=write_often) for _ in range(2)]
+        for writer in writers:
+            writer.start()
+        reads += [file.read_text() for _ in range(10)]
+        for writer in writers:
+            writer.kill()
+            writer.join()
+        reads.append(file.read_text())
+    assert all(read in texts for read in reads) == whole
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -129,6 +131,13 @@ def test_any_table_survives_the_round_trip(table):
 def test_the_file_name_shows_device_and_head_and_is_one_name_in_one_folder(device, head, name):
     assert file_name(device, head) == name
     assert make_table(msgspec.structs.replace(H200, name=device), head).file_name == name
+
+
+@given(st.lists(st.sampled_from(["..", "/", "\\", "\0", "\n", "~", "C:", "%2e", "\u202e", "é", "-", "="]) | st.text()))
+def test_the_file_of_a_device_of_any_name_is_in_its_folder(parts):
+    name = file_name("".join(parts), HEAD)
+    assert Path(name).name == name and os.path.normpath(f"/folder/{name}") == f"/folder/{name}"
+    assert name.isprintable() and not name.startswith(".")
 
 
 WRONG = [

@@ -2,7 +2,7 @@
 
     python3 tests/lab/bootstrap.py demo [arguments of `sgl-flashsample demo`]
     python3 tests/lab/bootstrap.py test | test-fast | test-full [arguments of pytest]
-    python3 tests/lab/bootstrap.py coverage [arguments of benchmarks/host_coverage.py]
+    python3 tests/lab/bootstrap.py coverage [arguments of tests/proof/host_coverage.py]
     python3 tests/lab/bootstrap.py lint
 
 With an NVIDIA GPU it installs SGLang as anybody would; without one, the parts of it that a CPU server imports.
@@ -278,7 +278,7 @@ def main(arguments):
         command = [str(VENV / "bin" / "python"), str(Path(__file__).parent), "demo", *rest]
         return subprocess.call(command, env=environment, cwd=str(ROOT))
     if target == "coverage":
-        command = [str(VENV / "bin" / "python"), "benchmarks/host_coverage.py", *rest]
+        command = [str(VENV / "bin" / "python"), "tests/proof/host_coverage.py", *rest]
         return subprocess.call(command, env=environment, cwd=str(ROOT))
     if target == "lint":
         return lint(environment)

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import ctypes
-import dataclasses
-import functools
 import graphlib
 import gzip
 import importlib
 import json
-import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -23,14 +20,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from serving import make_server, needs_sglang
 
-from sgl_flashsample import SampleOutput, sample_from_logits
 from sgl_flashsample.autotune import timing
-from sgl_flashsample.kernels.reference import philox4x32_ref
 from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.tools.server import free_port
 
@@ -55,12 +49,12 @@ def load() -> Iterator[Callable[[str], types.ModuleType]]:
 
 @pytest.fixture
 def dry_run(tmp_path) -> Callable[..., dict]:
-    """Runs a script with ``--dry-run``; returns what it wrote to ``out.json``. ``judge`` tells the expected exit code
+    """Runs a benchmark with ``--dry-run``; returns the content of ``out.json``. ``judge`` tells the expected exit code
     from that."""
 
-    def run(script: str, *arguments: str, judge: Callable[[dict], int] = lambda result: 0) -> dict:
+    def run(name: str, *arguments: str, judge: Callable[[dict], int] = lambda result: 0) -> dict:
         out = tmp_path / "out.json"
-        command = [sys.executable, str(FOLDER / f"{script}.py"), "--dry-run", "--out", str(out), *arguments]
+        command = [sys.executable, str(FOLDER / "run.py"), name, "--dry-run", "--out", str(out), *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
         assert out.exists(), done.stdout + done.stderr
         result = json.loads(out.read_text())
@@ -77,31 +71,30 @@ def dry_run(tmp_path) -> Callable[..., dict]:
 @pytest.mark.full
 def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_beside_it(dry_run, tmp_path, load):
     """The older tree is this one: each cell has both times, and all tokens are the same."""
-    contenders, kernels = load("contenders"), load("kernels")
-    result = dry_run("kernels", "--modes", "plain", "greedy")
-    cells = {(row["mode"], row["path"]): row for row in result["rows"]}
-    assert cells.keys() >= {(mode, path) for mode in ("plain", "greedy") for path in contenders.OURS}
-    assert cells.keys() >= {("nothing", "gemm"), ("plain", "gemm+exponential"), ("greedy", "gemm+argmax")}
+    contenders, step = load("contenders"), load("step")
+    result = dry_run("kernels", "--samplings", "t1", "greedy")
+    cells = {(row["sampling"], row["path"]): row for row in result["rows"]}
+    assert cells.keys() >= {(sampling, path) for sampling in ("t1", "greedy") for path in contenders.OURS}
+    assert cells.keys() >= {("nothing", "gemm"), ("t1", "gemm+exponential"), ("greedy", "gemm+argmax")}
     ours = [row for row in result["rows"] if row["path"] in contenders.OURS]
     assert all(row["same_tokens"] == row["B"] for row in ours)
     assert {row["path"] for row in ours if row.get("picked")} == {"fused", "screened"}
     assert all(gap["reason"] for gap in result["env"]["not_run"])
 
-    arguments = result["env"]["arguments"]
-    assert kernels.resumed(tmp_path / "out.json", arguments, "cpu") == result
-    with pytest.raises(ValueError, match=r"has arguments .*; expected"):
-        kernels.resumed(tmp_path / "out.json", arguments | {"modes": ["edits"]}, "cpu")
-    with pytest.raises(ValueError, match="has device cpu; expected NVIDIA H200"):
-        kernels.resumed(tmp_path / "out.json", arguments, "NVIDIA H200")
+    out = tmp_path / "out.json"
+    again = [sys.executable, str(FOLDER / "run.py"), "kernels", "--dry-run", "--keep", "--out", str(out)]
+    for samplings, words in ((["t1", "greedy"], "holds every cell already"), (["edits"], "; expected {")):
+        done = subprocess.run([*again, "--samplings", *samplings], capture_output=True, text=True)
+        assert done.returncode == 1 and words in done.stderr
 
     assert dry_run("kernels", "--limit", "0") == result, "out of time before the first race: nothing is written"
 
     def judge(result: dict) -> int:  # the trees are equal, but a busy machine can slow one of them down
-        return 0 if kernels.judge(result["rows"])[1] else 1
+        return 0 if step.judge(result["rows"])[1] else 1
 
-    arguments = ("--paths", "fused", "--modes", "plain", "edits", "--rounds", "3")
+    arguments = ("--paths", "fused", "--samplings", "t1", "edits", "--rounds", "3")
     rows = dry_run("kernels", "--compare-with", str(ROOT), *arguments, judge=judge)["rows"]
-    assert {(row["path"], row["mode"]) for row in rows} == {("fused", "plain"), ("fused", "edits")}
+    assert {(row["path"], row["sampling"]) for row in rows} == {("fused", "t1"), ("fused", "edits")}
     for row in rows:
         assert row["older_form"] == row["form"] and row["same_tokens"] == row["B"]
         assert row["ratio"]["low"] <= row["ratio"]["off"] <= row["ratio"]["high"]
@@ -110,18 +103,18 @@ def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_besid
 @no_gpu
 @pytest.mark.full
 def test_the_feature_benchmark_times_every_feature_and_compares_tokens_with_the_reference(dry_run, load):
-    result, modes, profiles = dry_run("features"), set(load("features").FEATURES), set(load("common").PROFILES)
-    assert {(row["profile"], row["mode"]) for row in result["rows"] if row["path"] == "picked"} == {
-        (profile, mode) for profile in profiles for mode in modes
+    result, samplings, profiles = dry_run("features"), set(load("step").FEATURED), set(load("step").PROFILES)
+    assert {(row["profile"], row["sampling"]) for row in result["rows"] if row["path"] == "picked"} == {
+        (profile, sampling) for profile in profiles for sampling in samplings
     }
-    screened = {row["mode"] for row in result["rows"] if row["path"] == "picked with screen"}
-    assert screened == modes - {"logprob", "p90", "minp05", "k1000"}, "what no screen helps does not ask for one"
+    screened = {row["sampling"] for row in result["rows"] if row["path"] == "picked with screen"}
+    assert screened == samplings - {"logprob", "p90", "minp05", "k1000"}, "what no screen helps does not ask for one"
     assert result["searches"] and not any(row["different"] for row in result["searches"])
 
 
 @no_gpu
 @pytest.mark.full
-def test_the_screened_benchmark_compares_tokens_and_draws_a_known_distribution(dry_run, load):
+def test_the_screened_benchmark_compares_tokens(dry_run, load):
     screened = load("screened")
     sections = dry_run("screened", "--only", "tokens", "distribution")["sections"]
     rows = sections["tokens"]["rows"]
@@ -258,7 +251,7 @@ def test_a_row_is_the_fastest_form_of_a_path_and_what_cannot_run_is_recorded(loa
 def test_a_race_that_breaks_ends_neither_the_run_nor_the_record(load):
     racing, contenders = load("racing"), load("contenders")
     env: dict = {}
-    session = racing.Session([], [], contenders.Selection(("fused",), ("plain",)), env)
+    session = racing.Session([], [], contenders.Selection(("fused",), ("t1",)), env)
     batch = types.SimpleNamespace(head=None)
     assert session.race([], batch, 3, {"B": 2}) == []
     (gap,) = env["not_run"]
@@ -268,17 +261,17 @@ def test_a_race_that_breaks_ends_neither_the_run_nor_the_record(load):
 def test_a_comparison_fails_for_what_is_slower_for_certain_and_for_nothing_else(load):
     def row(off: float, half: float, same: int = 4) -> dict:
         ratio = {"off": off, "se": 0.001, "low": off - half, "high": off + half}
-        about = {"D": 8, "V": 9, "B": 4, "mode": "plain", "path": "fused", "us": 3.0, "form": "a", "older_form": "b"}
+        about = {"D": 8, "V": 9, "B": 4, "sampling": "t1", "path": "fused", "us": 3.0, "form": "a", "older_form": "b"}
         return about | {"older_us": 2.0, "ratio": ratio, "same_tokens": same}
 
-    judge = load("kernels").judge
+    judge = load("step").judge
     text, fine = judge([row(-0.02, 0.001), row(0.009, 0.004), row(0.012, 0.004), {"path": "gemm"}])
     assert (
         fine and "3 cells of both trees: 0 slower by more than 1% for certain, 1 perhaps; 0 of 12 tokens differ" in text
     )
     text, fine = judge([row(0.015, 0.004), row(0.0, 0.001, same=3)])
     assert not fine and "1 slower by more than 1% for certain, 0 perhaps; 1 of 8 tokens differ" in text
-    assert "D=8 V=9 B=4 fused plain: 3.0 us, was 2.0 (+1.1% to +1.9%; a, was b)" in text
+    assert "D=8 V=9 B=4 fused t1: 3.0 us, was 2.0 (+1.1% to +1.9%; a, was b)" in text
     assert not judge([])[1], "without a comparison there is no line"
 
 
@@ -356,13 +349,15 @@ def test_of_an_answer_the_first_token_is_no_verifications_and_the_root_of_one_is
 @needs_sglang
 @pytest.mark.server
 @pytest.mark.full
-def test_the_benchmark_of_speculation_runs_on_a_cpu_too(load, tmp_path):
-    out, speculation = tmp_path / "speculation.json", Path(load("speculation").__file__)
+def test_the_benchmark_of_speculation_runs_on_a_cpu_too(tmp_path):
+    out = tmp_path / "speculation.json"
     arguments = ["--sizes", "tiny", "--algorithms", "STANDALONE", "--draft-tokens", "4", "--batches", "2"]
     arguments += ["--temperatures", "1", "--backends", "coupled", "--pairs", "2", "--tokens", "24"]
     arguments += ["--only", "speed", "tokens", "--compared", "90"]
     arguments += ["--checkpoints", str(tmp_path), "--logs", str(tmp_path), "--out", str(out)]
-    done = subprocess.run([sys.executable, str(speculation), *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "run.py"), "speculation", *arguments], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     row, without, compared = json.loads(out.read_text())["rows"]
     assert row["backend"] == "coupled" and row["tokens_s"] > 0
@@ -407,7 +402,7 @@ def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
         **{"backends": ["stock", "greedy", "coupled"], "only": ["speed"], "checkpoints": tmp_path, "logs": tmp_path},
         **{"batches": [1], "tokens": 32, "memory_share": 0.3, "set": {}},
     )
-    run = speculation.Run(options, "tiny", algorithm, 4, 0.6, 0.0)
+    run = speculation.Run(options, None, "tiny", algorithm, 4, 0.6)
     assert ("coupled" in run.backends) == coupled
     run._write_checkpoints()
     command = run._server("stock").command
@@ -419,37 +414,6 @@ def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
     assert folders == [str(tmp_path / name) for name in (target, draft) if name is not None]
     assert all((Path(folder) / "config.json").is_file() for folder in folders)
     assert ("--speculative-num-steps" in command) == (algorithm != "NGRAM")
-
-
-def test_a_table_of_speculation_has_a_column_per_backend(load, tmp_path):
-    tables, cell = (
-        load("tables"),
-        {"section": "speed", "model": "m", "algorithm": "STANDALONE", "draft_tokens": 4, "batch": 8, "error": 0.6},
-    )
-    speeds = {"tokens_s": 100.0, "tokens_s_spread": 2.0, "acceptance": 0.5, "step_us": 5000.0, "step_us_spread": 9.0}
-    rows = [cell | speeds | {"temperature": 1.0, "backend": "stock", "draft_tv": 0.25}]
-    rows[0] |= {"verify_us": 200.0, "draft_step_us": 50.0, "busy_us": 4000.0, "logits_operations": ["aten::mm"]}
-    rows += [cell | speeds | {"temperature": 1.0, "backend": "coupled", "draft_tv": 0.26}]
-    rows += [{**cell, **speeds, "temperature": 0.7, "backend": "coupled", "algorithm": "NGRAM"}]
-    counts = {"section": "tokens", "temperature": 0.7, "tokens": 50_000, "near_ties": 3, "different": 0}
-    rows += [cell | counts | {"backend": name} for name in ("no drafts", "coupled")]
-    (tmp_path / "h200-speculation.json").write_text(json.dumps({"env": {}, "rows": rows}))
-    table = tables.speculation(tables.Results("h200", tmp_path))
-    assert table.head == ["tokens/s", "stock", "coupled"]
-    assert table.rows == [
-        [
-            "m, 4 nodes of STANDALONE, B=8, temperature 1, total variation 0.25",
-            "100 ± 2 (0.50); step 5000 ± 9, verification 200, draft 50",
-            "100 ± 2 (0.50); step 5000 ± 9",
-        ],
-        ["m, 4 nodes of NGRAM, B=8, temperature 0.7", "", "100 ± 2 (0.50); step 5000 ± 9"],
-    ]
-    assert tables.speculation_parts(tables.Results("h200", tmp_path)).rows == [
-        ["m, 4 nodes of STANDALONE, B=8, temperature 1, stock", "", "", "200", "", "50", "4000", "1000", "1"]
-    ]
-    assert tables.speculation_tokens(tables.Results("h200", tmp_path)).rows == [
-        ["m, 4 nodes of STANDALONE, coupled, temperature 0.7", "50,000", "3", "0"]
-    ]
 
 
 START = {7: 100.0, 8: 105.5, 9: 109.0}  # of kernels that take 4 us
@@ -498,14 +462,16 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
     class Run(serve.ModelRun):
         make_server = staticmethod(lambda model, backend, variables, log: Failing(log))
 
-    names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "limit": 60, "logs": tmp_path, "tp": 1, "pp": 1}
+    def run(limit: float) -> tuple[list[int], list[tuple[int, str]]]:
+        options = types.SimpleNamespace(**names | {"limit": limit})
+        result = load("common").Result(tmp_path / "out.json", serve.BENCHMARKS["serve"], {})
+        measured = [rows[0]["batch"] for rows in Run("tiny", options, result, time.monotonic()).run(["stock"])]
+        return measured, [(gap["batch"], gap["reason"]) for gap in result.env["not_run"]]
+
+    names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "logs": tmp_path, "tp": 1, "pp": 1}
     names |= {"speculation": None, "together": False}
-    run = Run("tiny", types.SimpleNamespace(**names), time.monotonic())
-    assert [rows[0]["batch"] for rows in run.run(["stock"])] == [1, 4]
-    assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(8, "ServerError: out of memory")]
-    run = Run("tiny", types.SimpleNamespace(**names | {"limit": 0}), time.monotonic())
-    assert list(run.run(["stock"])) == [], "no cell begins after the limit"
-    assert [(gap["batch"], gap["reason"]) for gap in run.not_run] == [(size, "out of time") for size in (1, 8, 4)]
+    assert run(60) == ([1, 4], [(8, "ServerError: out of memory")])
+    assert run(0) == ([], [(size, "out of time") for size in (1, 8, 4)]), "no cell begins after the limit"
 
 
 ANSWERING = """
@@ -538,16 +504,6 @@ def test_servers_with_a_pipeline_stand_still_while_another_one_answers(load, tmp
         assert second.process is None
 
 
-def test_a_result_names_what_no_run_has_measured_by_the_last_reason(load):
-    cell = {"section": "stock", "model": "m", "sampling": "t1", "batch": 8}
-    late, failed = cell | {"reason": "out of time"}, cell | {"reason": "out of memory"}
-    not_started = {"section": "screen", "model": "m", "reason": "no memory"}
-    open_gaps = load("serve").open_gaps
-    assert open_gaps([late, not_started, failed], []) == [failed, not_started]
-    assert open_gaps([late, not_started], [cell]) == [not_started]
-    assert open_gaps([late, not_started], [cell | {"section": "screen", "batch": 1}]) == [late]
-
-
 # --- files and pages
 
 
@@ -571,372 +527,6 @@ def test_what_is_no_result_is_named_in_one_line(load, tmp_path, text, complaint)
     assert "\n" not in str(raised.value)
 
 
-# V x D, B, mode: microseconds per path. Something that draws is faster than what is taken in one cell: at 128 rows the
-# logits path, which is not.
-TIMES = {
-    (151936, 4096, 1, "plain"): {"fused": 280.0, "logits": 310.0, "screened": 160.0, "gemm+flashinfer": 350.0},
-    (151936, 4096, 1, "greedy"): {"fused": 279.0, "gemm+argmax": 306.9},
-    (151936, 4096, 1, "nothing"): {"gemm": 300.0, "read": 275.0},
-    (151936, 4096, 128, "plain"): {"fused": 380.0, "logits": 330.0, "gemm+flashinfer": 400.0},
-    (151936, 4096, 128, "nothing"): {"gemm": 310.0, "read": 275.0},
-}
-ENV = {"torch": "2.11", "triton": "3.6", "date": "2026-01-02", "command": "python benchmarks/x.py", "not_run": []}
-
-
-@pytest.fixture
-def results(tmp_path) -> Path:
-    """A folder with kernels and servers of an H200, servers of an H100, and a parity of two features."""
-    rows = [
-        {"D": d, "V": v, "B": b, "mode": mode, "path": path, "us": us, "us_spread": 0.1, "form": path}
-        | ({"picked": True} if path in ("fused", "screened") else {})
-        for (v, d, b, mode), times in TIMES.items()
-        for path, us in times.items()
-    ]
-
-    def serve(us: float) -> list[dict]:
-        about = {
-            "model": "m",
-            "sampling": "t1",
-            "section": "stock",
-            "spread_us": 3.0,
-            "paths": {"fused": 1.0},
-            "run": 0,
-        }
-        backends = {"stock": 1000.0, "flashsample": us}
-        return [about | {"batch": b, "backend": n, "tpot_us": t} for b in (1, 64) for n, t in backends.items()]
-
-    parity = [(["greedy"], "exact"), (["json"], "law"), (["greedy", "json"], "exact")]
-    runs = [{"date": "2026-01-03", "command": "python benchmarks/serve.py", "sglang": "0.5.17"}]
-    files = {
-        "h200-kernels": {"env": ENV | {"device": "NVIDIA H200"}, "rows": rows},
-        "h200-serve": {"env": ENV | {"device": "NVIDIA H200"}, "runs": runs, "rows": serve(900.0)},
-        "h100-serve": {"env": ENV | {"device": "NVIDIA H100"}, "runs": runs, "rows": serve(950.0)},
-        "parity": {"env": ENV | {"device": "cpu"}, "rows": [{"features": f, "result": r} for f, r in parity]},
-    }
-    for name, data in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(data))
-    return tmp_path
-
-
-def lines_of(load, results: Path, name: str) -> list[str]:
-    return load("tables").SECTIONS[name].markdown(results).splitlines()
-
-
-def test_the_kernel_table_has_what_a_batch_takes_beside_the_floor_and_the_fastest_baseline(load, results):
-    line = lines_of(load, results, "kernels")[4]
-    assert line == (
-        "| 151,936 x 4,096, 1 | 275 | 300 | 280 (1.018; 0.933; fused) | 160 (0.582) | GEMM, FlashInfer 350 (1.25) "
-        "| 279 (1.10) |  |"
-    )
-    assert lines_of(load, results, "kernels")[0] == (
-        "**NVIDIA H200, torch 2.11, Triton 3.6**; `python benchmarks/x.py` on 2026-01-02."
-    )
-
-
-def test_what_is_faster_than_what_is_taken_is_named_and_nothing_else(load, results):
-    rows = lines_of(load, results, "kernels-faster")[4:]
-    assert rows == ["| 151,936 x 4,096, 128 | temperature 1 | logits 330.0 | fused 380.0 | 1.152 |  |"]
-
-
-def test_coverage_counts_what_no_test_takes_and_what_is_left_out_by_its_reason(load):
-    script = load("host_coverage")
-    counts = {"num_statements": 9, "missing_lines": 1, "num_branches": 8, "missing_branches": 2}
-    about = {"summary": counts, "missing_lines": [4], "missing_branches": [[2, 4], [7, -1]]}
-    whole = {"summary": dict.fromkeys(counts, 0), "missing_lines": [], "missing_branches": []}
-    row, complete = script.rows_of({"files": {"a.py": about, "b.py": whole}})
-    assert (row["module"], row["percent"], row["missing"]) == ("a.py", 75.0, ["4", "2->4", "7->-1"])
-    assert complete["percent"] == 100.0 and "missing" not in complete
-    texts = ["if a:  # coverage: needs a GPU\n", "if b:  # coverage: else needs a GPU\nx = 1  # coverage: needs more\n"]
-    assert script.excluded(texts) == {"a GPU": 2, "more": 1}
-
-
-def test_the_proof_counts_what_is_wrong_and_says_what_was_not_measured(load, results):
-    def put(name: str, **data: object) -> None:
-        (results / f"{name}.json").write_text(json.dumps({"env": ENV | {"device": "cpu"}} | data))
-
-    put("planted-defects", defects=[{"caught": True}, {"caught": False}, {"caught": False}])
-    put("coverage", total={"branches": 1500, "missing_branches": 7})
-    put(
-        "external-suites",
-        cases=[
-            dict(zip(("stock", "ours"), words.split(), strict=True))
-            for words in ("pass fail", "fail pass", "pass pass")
-        ],
-    )
-    put("http-fuzz", requests=9000, different=2, failures=["x"], ended=[{"side": "ours"}, {"number": 7}])
-    put(
-        "determinism",
-        rows=[
-            {"on": "GPU", "section": "rows", "different": 1, "tokens": 50},
-            {"on": "GPU", "section": "graphs", "different": 0, "tokens": 7},
-            {"on": "GPU", "section": "rows", "different": 1, "tokens": 50},
-            {"on": "interpreted", "section": "tables", "different": 0, "tokens": 9},
-        ],
-    )
-    put("robustness", rows=[{"section": "saves", "wrong": 1, "tries": 8}, {"section": "kills", "wrong": 0, "tries": 5}])
-    ends, memory = {"answered": 7, "left": 2, "status 500": 1}, [{"host_mib": 2000}]
-    row = {"backend": "flashsample", "requests": 10, "ends": ends, "memory": memory, "host_mib_growth": 3.0}
-    put("load", rows=[row, row | {"backend": "stock"}])
-    legal = {"section": "legal", "illegal": 3, "draws": 2000}
-    small = {"battery": "SmallCrush", "order": "steps", "p_values": 15, "not_normal": [{"verdict": "suspect"}]}
-    crush, seeds = small | {"battery": "Crush", "p_values": 144}, small | {"order": "seeds", "not_normal": []}
-    planted = small | {"planted": "x", "not_normal": [{"verdict": "FAILED"}]}
-    noise = {"noise": "ours", "steps": 10**7, "equal_pairs": 0}
-    errors = {"cpu_not_finite_or_not_below_the_one_before": 0, "cpu_max_absolute_error": 2e-15, "upper_words": 2**32}
-    rows = {
-        "streams": [planted, small, small, seeds],
-        "crush steps": [crush],
-        "collisions": [noise, noise | {"noise": "vLLM"}],
-        "map": [errors],
-    }
-    put("noise", sections={name: {"rows": of_section} for name, of_section in rows.items()})
-    whole = {"tool": "memcheck", "tests": 9, "outcomes": {"passed": 4, "failure": 2}}
-    put("h200-sanitized", rows=[whole | {"reports": {"Invalid read in k": 3, "Program hit out of memory": 5}}])
-    step = {"steps": 500, "waits": 1, "allocates": 0, "loads": 2}
-    put("h200-hot-path", rows=[step, step])
-    soaked = {"path": "cpu", "rows": 2, "draws_per_row": 1000, "most_log_evidence": 1.0, "powerful": 1}
-    put("soak", rows=[soaked, soaked | {"rows": 6, "most_log_evidence": -30.0}])
-    put("exact", rows=[legal | {"path": "cpu"}, legal | {"path": "logits"}, legal | {"path": "cpu", "first": 9}])
-    cells = dict(line.strip("| ").split(" | ")[::2] for line in lines_of(load, results, "proof")[2:])
-    assert cells["planted defects that no test notices"] == "2 of 3"
-    assert cells["branches of a server's host code that no test takes, apart from what needs a GPU"] == "7 of 1,500"
-    assert cells["cases of others' suites that stock SGLang passes and ours does not"] == "1 of 2"
-    fuzzed, same = (
-        words for name, words in cells.items() if name.startswith(("random requests", "tokens that depend"))
-    )
-    assert fuzzed == "2 of 9,000; 2 failures" and same == (
-        "GPU: batch, order and path 2 of 100, CUDA graph 0 of 7; interpreted: configuration 0 of 9"
-    )
-    assert cells["illegal tokens"] == "cpu: 6 of 4,000; logits: 3 of 2,000", "runs of one path are one count"
-    assert cells["reports of compute-sanitizer in GPU tests of the kernels"] == (
-        "memcheck: 3 in 4 tests (2 failed, 3 not run)"
-    )
-    assert cells["waits for the GPU, allocations and loaded kernels of the sampler's steps"] == (
-        "2 waits, 0 allocations, 4 kernels loaded in 1,000 steps"
-    )
-    name = "draws of known distributions: log of the most evidence against them, looked at at any time"
-    assert cells[name] == "cpu: 1.0 of 14.5, 8.0e+03 draws of 8 distributions, 2 of this power", "log(2 / 1e-6): 14.5"
-    assert load("tables").SOAK_ALPHA == load("soak").ALPHA
-    assert cells["noise: p-values of TestU01 that fail"] == (
-        "SmallCrush: 0 of 45, 2 suspect, in 2 orders; Crush: 0 of 144, 1 suspect, in 1 order"
-    )
-    assert cells["draws of a known distribution: deviations from chance"] == "Not measured."
-
-
-@no_gpu
-@pytest.mark.parametrize("reverse", [False, True])
-def test_testu01_gets_the_upper_and_the_lower_word_of_each_draw_in_the_order_of_the_stream(load, reverse):
-    pytest.importorskip("numba")
-    noise = load("noise")
-    generator = noise.Generator(noise.ORDERS["seeds"], reverse=reverse)
-    bits = ctypes.CFUNCTYPE(ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)(generator.bits)
-    uniform = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p)(generator.uniform)
-    got = [bits(generator.param, generator.state) for _ in range(noise.NUMBERS_OF_CHUNK + 2)]
-    got.append(int(uniform(generator.param, generator.state) * 2**32))
-    seeds = torch.arange(noise.CHUNK + 2)
-    same = [torch.full_like(seeds, value) for value in (5, 7, 0, noise.GROUP)]
-    words = torch.stack(philox4x32_ref(same, [seeds, torch.zeros_like(seeds)])[:2], 1).flatten().tolist()
-    assert got == [int(f"{word:032b}"[::-1], 2) if reverse else word for word in words[: len(got)]]
-    assert generator.chunks == 2
-
-
-@no_gpu
-def test_a_p_value_has_failed_or_is_suspect_on_either_side(load):
-    pytest.importorskip("numba")
-    verdict = load("noise").verdict
-    assert [verdict(p) for p in (0.0, 1e-11, 1 - 1e-11, 1.0)] == ["FAILED"] * 4
-    assert [verdict(p) for p in (1e-9, 0.0009, 0.9991)] == ["suspect"] * 3
-    assert [verdict(p) for p in (0.0011, 0.5, 0.9989)] == [None] * 3
-
-
-def generated(tokens: list[int], end: str = "length", **about: object) -> dict:
-    """An answer of /generate with status 200."""
-    about |= {"finish_reason": {"type": end, "length": len(tokens)}, "completion_tokens": len(tokens)}
-    return {"text": "a" * len(tokens), "output_ids": tokens, "meta_info": about}
-
-
-def differing(load, stock: dict, ours: dict, params: dict, streams: bool = False, statuses=(200, 200)) -> list[str]:
-    fuzz = load("fuzz")
-    bodies = [json.dumps(answer) for answer in (stock, ours)]
-    if streams:
-        bodies = [f"data: {body}\n\ndata: [DONE]\n\n" for body in bodies]
-    answers = [fuzz.Answer.of(status, body, streams) for status, body in zip(statuses, bodies, strict=True)]
-    request = fuzz.Request(0, "usual", "/generate", b"", (params,), streams=streams)
-    return fuzz.differences(*answers, request)
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_what_differs_between_two_servers_is_found_and_what_a_draw_decides_is_not(load, streams):
-    """With a greedy request, with one whose number of tokens is known, and with one that may end at any token."""
-    greedy, counted, free = {"temperature": 0}, {"ignore_eos": True}, {}
-    logprobs = {"output_token_logprobs": [[-1.0, 5, None]]}
-    cases = [
-        (generated([5]), generated([6]), greedy, "ids"),
-        (generated([5]), generated([6]), counted, None),
-        (generated([5]), generated([5, 6]), counted, "tokens"),
-        (generated([5]), generated([5, 6], "stop"), free, None),
-        (generated([5]), generated([5], "abort"), free, "end"),
-        (generated([5], "abort"), generated([6], "abort"), greedy, None),
-        (generated([5]), generated([1024]), free, "no id"),
-        (generated([5], **logprobs), generated([5]), free, "fields"),
-        (generated([5], **logprobs), generated([5], output_token_logprobs=[]), free, "logprobs"),
-        (generated([5], **logprobs), generated([5], output_token_logprobs=[[None, 5, None]]), free, "logprobs"),
-        (generated([5]), {"error": {"message": "no"}}, free, "message"),
-    ]
-    for stock, ours, params, words in cases:
-        different = differing(load, stock, ours, params, streams)
-        assert any(words in one for one in different) if words else not different, (params, different)
-        assert not differing(load, stock, stock, params, streams)
-    assert differing(load, generated([5]), generated([5]), free, streams, statuses=(200, 500))
-
-
-@pytest.mark.parametrize(
-    "ours, gap, different, near_ties",
-    [
-        (generated([5, 7]), 1e-6, 0, 1),
-        (generated([5, 7]), 1.0, 1, 0),
-        (generated([5, 7, 8]), 1e-6, 0, 1),
-        (generated([5, 7]) | {"extra": 1}, 1e-6, 1, 1),
-        (generated([5, 6]) | {"text": "b"}, 1e-6, 1, 0),
-        (generated([5, 6], "stop"), 1e-6, 1, 0),
-    ],
-    ids=["a tie", "no tie", "a tie, then longer", "a tie and another field", "another text", "another end"],
-)
-def test_a_near_tie_excuses_what_follows_from_another_token_and_nothing_else(load, ours, gap, different, near_ties):
-    fuzz = load("fuzz")
-
-    class Fuzz(fuzz.Fuzz):
-        async def both(self, request):
-            return {"stock": fuzz.Answer(200, generated([5, 6])), "ours": fuzz.Answer(200, ours)}
-
-        async def post(self, side, path, body, streams=False):
-            entry = [[-1.0, 6, None], [-1.0 - gap, 7, None]]
-            return fuzz.Answer(200, generated([5, 6], output_token_ids_logprobs=[entry, entry]))
-
-    run = Fuzz({}, None, None)
-    params = {"temperature": 0}
-    body = json.dumps({"sampling_params": params}).encode()
-    asyncio.run(run.one(fuzz.Request(0, "usual", "/generate", body, (params,))))
-    assert (run.different, run.near_ties) == (different, near_ties)
-
-
-def test_top_logprobs_are_not_counted_where_tokens_of_the_same_text_share_an_entry(load, monkeypatch):
-    fuzz, top = load("fuzz"), [{"a": -1.0}, {"a": -1.0, "b": -2.0}]
-    rows = [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [each]}} for each in top]
-    rows += [{"logprobs": {"content": [{"token": "a", "top_logprobs": list(each)}]}} for each in top]
-    for by_text in (False, True):
-        monkeypatch.setattr(fuzz, "TOP_BY_TEXT", by_text)
-        shapes = [fuzz.logprob_shapes(row) for row in rows]
-        assert (shapes[0] == shapes[1]) == (shapes[2] == shapes[3]) == by_text
-
-
-def test_requests_are_the_same_each_time_of_every_kind_and_ask_for_nothing_that_is_excluded(load):
-    fuzz = load("fuzz")
-    made = [fuzz.make_request(3, number) for number in range(3000)]
-    assert made == [fuzz.make_request(3, number) for number in range(3000)]
-    assert made != [fuzz.make_request(4, number) for number in range(3000)]
-    assert {request.kind for request in made} == set(fuzz.KINDS)
-    assert {request.path for request in made} == set(fuzz.ENDPOINTS)
-    assert sum(request.certain for request in made) > 300 < sum(request.leave is not None for request in made) + 200
-    excluded = [
-        {"top_k": 2**31},
-        {"logit_bias": [1]},
-        {"regex": [1]},
-        {"min_new_tokens": 1, "regex": "a"},
-        {"min_new_tokens": 1, "stop_token_ids": list(fuzz.IDS)},
-        {"min_tokens": 1, "temperature": 1e308},
-        {"stop_token_ids": [fuzz.VOCAB]},
-        {"skip_special_tokens": "x"},
-        {"max_new_tokens": 1.5},
-        {"max_new_tokens": None},
-    ]
-    assert all(
-        fuzz.unfit({"sampling_params": params}) and fuzz.unfit({"sampling_params": [{}, params]}) for params in excluded
-    )
-    fields = [{"top_logprobs_num": fuzz.VOCAB + 1}, {"logprob_start_len": -2}, {"token_ids_logprob": ["x"]}]
-    assert all(fuzz.unfit({"sampling_params": {}} | one) for one in fields)
-    assert not fuzz.unfit({"sampling_params": {"top_k": 5}, "top_logprobs_num": 2})
-
-
-def test_what_ends_one_release_alone_is_excluded_there(load, monkeypatch):
-    fuzz = load("fuzz")
-    bodies = ({"sampling_params": {"regex": "a"}}, {"sampling_params": {}, "token_ids_logprob": [1]})
-    monkeypatch.setattr(fuzz, "EXCLUDED", {})
-    assert not any(map(fuzz.unfit, bodies))
-    monkeypatch.setattr(fuzz, "EXCLUDED", fuzz.EXCLUDED_IN["0.5.17"])
-    assert all(map(fuzz.unfit, bodies)) and not fuzz.unfit({"sampling_params": {"regex": ""}})
-
-
-@no_gpu
-@needs_sglang
-@pytest.mark.server
-@pytest.mark.full
-def test_two_servers_answer_random_requests_alike(tmp_path):
-    out = tmp_path / "out.json"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(FOLDER / "fuzz.py"), "--out", str(out), "--requests", "300", "--seed", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(out.read_text())
-    assert result["requests"] == sum(result["kinds"].values()) == 300 and result["counters"]["active"] == 1
-    assert result["counters"]["fused"] > 100 and not result["ended"] and not result["failures"]
-
-
-def test_files_that_are_not_whole_and_names_outside_their_folder_are_counted(load, tmp_path, monkeypatch):
-    module, out = load("robustness"), tmp_path / "out.json"
-    arguments = [
-        "robustness.py",
-        "--out",
-        str(out),
-        "--writers",
-        "2",
-        "--saves",
-        "20",
-        "--kills",
-        "20",
-        "--names",
-        "200",
-    ]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert module.main() == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["section"], row["tries"], row["wrong"]) for row in rows] == [
-        ("saves", 40, 0),
-        ("kills", 20, 0),
-        ("names", 200, 0),
-    ]
-    assert all(row["planted_noticed"] for row in rows)
-
-
-def test_reports_of_a_sanitizer_and_outcomes_of_its_tests_are_counted(load, tmp_path, monkeypatch):
-    """Here the tool is a script that runs nothing: it reports an access, and that one test of two has passed."""
-    module, out, tool = load("sanitized"), tmp_path / "out.json", tmp_path / "compute-sanitizer"
-    report = "========= Invalid __global__ read of size 4 bytes\\n=========     at %s+0x40 in file.py:3\\n"
-    cases = '<testcase/><testcase><skipped/></testcase><testcase name="b"><failure message="no memory"/></testcase>'
-    cases = f"<testsuite>{cases}</testsuite>"
-    tool.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in *pytest*) name=kernel;; *) name=defect;; esac\n'
-        f"printf '{report}========= ERROR SUMMARY: 1 error\\n' $name > \"$4\"\n"
-        f"for word; do case $word in --junitxml=*) echo '{cases}' > \"${{word#*=}}\";; esac; done\n"
-    )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(module, "select", lambda expression: ["a", "b"])
-    monkeypatch.setattr(sys, "argv", ["sanitized.py", "--out", str(out), "--tools", "memcheck"])
-    assert module.main() == 1
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["reports"] == {"Invalid __global__ read of size 4 bytes in kernel": 1}
-    assert row["planted_noticed"] and row["tests"] == 2
-    assert row["outcomes"] == {"passed": 1, "skipped": 1, "failure": 1} and row["failures"] == {"b": "no memory"}
-    assert row["reported_among"] == ["a, b"]
-    row["outcomes"].pop("failure")
-    assert module.wrong(row) and not module.wrong(row | {"reports": {}})
-    assert module.wrong(row | {"reports": {}, "planted_noticed": False})
-    assert module.wrong(row | {"reports": {}, "outcomes": {"failure": 1}})
-
-
 def test_a_percentile_under_load_has_the_spread_of_the_same_percentile_over_the_run(load, tmp_path):
     clients = load("load").Clients(1, 9, tmp_path / "out.json")
     clients.began = time.monotonic() - 10
@@ -954,7 +544,7 @@ def test_servers_under_load_answer_every_request_and_their_memory_is_watched(loa
     out = tmp_path / "load.json"
     arguments = ("--models", "tiny", "--concurrency", "8", "--minutes", "0.2", "--every", "1")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(FOLDER / "load.py"), "--out", str(out), *arguments]
+    command = [sys.executable, str(FOLDER / "run.py"), "load", "--out", str(out), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     stock, ours = json.loads(out.read_text())["rows"]
@@ -1009,79 +599,11 @@ def test_under_load_clients_count_how_requests_end(load, tmp_path):
 
 
 @no_gpu
-@pytest.mark.full
-def test_the_benchmark_of_verified_drafts_counts_tokens_of_every_shape(dry_run, load):
-    rows = dry_run("verified")["rows"]
-    assert {(row["shape"], row["drafts"]) for row in rows} == {case[:2] for case in load("verified").cases()}
-    assert not any(load("verified").is_wrong(row, planted=False) for row in rows)
-    (certain,) = [row for row in rows if row["accepted_z"] is None]
-    assert certain["drafts"] == "the target's" and certain["rejected"] == 0, "all are accepted"
-
-
-def test_the_law_of_verified_tokens_is_one_test_of_what_follows_each_token(load):
-    verified, generator = load("verified"), torch.Generator().manual_seed(3)
-    target, _ = verified.make_languages()
-    p, hotter = (target.distribution(temperature).numpy() for temperature in (1.0, 1.01))
-    counts = torch.stack([torch.bincount(row, minlength=verified.VOCAB) for row in torch.multinomial(
-        torch.from_numpy(p), 160_000, replacement=True, generator=generator)]).numpy()  # fmt: skip
-    counts[0] = 0  # a token that nothing followed
-    assert verified.p_value(counts, p) > 1e-3
-    assert verified.p_value(counts, hotter) < verified.LEAST_P
-
-
-def test_what_is_wrong_with_verified_drafts_is_told(load):
-    is_wrong, right = load("verified").is_wrong, {"p_value": 0.3, "accepted_z": -2.0, "different": 0}
-    right |= {"noticed_law": True, "noticed_tokens": 5}
-    assert not is_wrong(right, planted=True) and not is_wrong(right | {"noticed_law": False}, planted=False)
-    for wrong in (
-        {"p_value": 1e-6},
-        {"accepted_z": 5.1},
-        {"accepted_z": -5.1},
-        {"accepted_z": None, "rejected": 1},
-        {"different": 1},
-        {"noticed_law": False},
-        {"noticed_tokens": 0},
-    ):
-        assert is_wrong(right | wrong, planted=True), wrong
-
-
-@no_gpu
-@pytest.mark.full
-def test_the_determinism_benchmark_compares_every_path_interpreted(dry_run):
-    rows = dry_run("determinism", "--only", "rows", "tables", "shards")["rows"]
-    assert {row["section"] for row in rows} == {"rows", "tables", "shards"}
-    assert {row["path"] for row in rows} == {"fused", "screened", "logits", "reader"}
-    assert not any(row["different"] for row in rows)
-    assert all(row["planted_noticed"] > 0 for row in rows if "planted_noticed" in row)
-
-
-def test_a_token_that_differs_where_the_reference_is_certain_is_counted(load, monkeypatch):
-    determinism = load("determinism")
-    rows, vocab = 4, 40
-    weight = torch.arange(vocab).float()[:, None].expand(-1, 16) / 64
-    params = determinism.BatchParams(torch.ones(rows), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
-    hidden = torch.ones(rows, 16)
-    case = determinism.Case("plain", hidden, determinism.LMHead(weight), hidden @ weight.T, params, None)
-    want = sample_from_logits(case.logits, params).token_ids
-    count = determinism.Count("rows", "cpu", "plain", "alone")
-    count.add(want, want, case)
-    assert (count.tokens, count.different) == (rows, 0)
-    other = want.clone()
-    other[2] = (want[2] + 1) % vocab
-    count.add(other, want, case)
-    assert (count.tokens, count.different, count.near_ties) == (2 * rows, 1, 0)
-    assert determinism.is_certain(case).all()
-    monkeypatch.setattr(determinism, "is_certain", lambda case: torch.zeros(len(case.hidden), dtype=torch.bool))
-    count.add(other, want, case)
-    assert (count.tokens, count.different, count.near_ties) == (3 * rows, 1, 1)
-
-
-@no_gpu
 def test_steps_of_each_kind_are_profiled_and_what_cuda_was_asked_for_is_counted(dry_run, load, monkeypatch):
-    rows = dry_run("hot_path")["rows"]
+    rows = dry_run("hot-path")["rows"]
     kinds = {row["kind"] for row in rows}
-    assert kinds == {f"{kind}, picked" for kind in ("plain", "greedy", "k50p90", "edits", "logprob")} | {
-        f"{kind}, picked with screen" for kind in ("plain", "greedy", "k50p90", "edits")
+    assert kinds == {f"{kind}, picked" for kind in ("t1", "greedy", "k50p90", "edits", "logprob")} | {
+        f"{kind}, picked with screen" for kind in ("t1", "greedy", "k50p90", "edits")
     }, "no screen serves logprobs"
     assert sum(row["steps"] for row in rows) >= 20
     hot_path, call = load("hot_path"), {"cat": "cuda_runtime", "name": "cudaMalloc"}
@@ -1092,151 +614,6 @@ def test_steps_of_each_kind_are_profiled_and_what_cuda_was_asked_for_is_counted(
         call | {"ts": 9.0, "cat": "cpu_op"},
     ]
     assert hot_path.counted(events) == {"allocates": 1, "waits": 1, "calls": 3}
-
-
-@no_gpu
-def test_evidence_that_is_looked_at_again_and_again_is_rarely_wrong_and_grows_where_draws_are(load):
-    stats, random = load("stats"), np.random.default_rng(1)
-    p = np.array([0.5, 0.3, 0.15, 0.05])
-    one, two = stats.log_e_value(np.eye(4)[1], p), stats.log_e_value(2 * np.eye(4)[1], p)
-    later = [(c * p[1] + 1) / (c + 1) for c in stats.CONCENTRATIONS]  # the chance of the second draw, after the first
-    assert abs(one) < 1e-7 and abs(two - np.log(np.mean(later) / p[1])) < 1e-7
-    looks = random.multinomial(500, p, size=(400, 20)).cumsum(1)
-    reached = sum(max(stats.log_e_value(counts, p) for counts in of_run) >= np.log(20) for of_run in looks)
-    assert reached <= 35, "of 400, 20 at most are expected: 35 has a chance below 1e-3, and the seed is fixed"
-    soak = load("soak")
-    other = soak.at_distance(p, soak.TVD)
-    assert abs(np.abs(other - p).sum() / 2 - soak.TVD) < 1e-12 and abs(other.sum() - 1) < 1e-12
-    evidence = [stats.log_e_value(random.multinomial(30_000_000, other), p) for _ in range(20)]
-    assert min(evidence) > -np.log(soak.ALPHA)
-    assert stats.log_e_value(np.array([5, 0, 0, 1]), np.array([0.5, 0.3, 0.2, 0.0])) == float("inf")
-
-
-def tokens_alone(tokens: torch.Tensor) -> SampleOutput:
-    return SampleOutput(tokens, None, torch.zeros(len(tokens)), None)
-
-
-@no_gpu
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_path, wrong):
-    soak, out = load("soak"), tmp_path / "soak.json"
-    random = np.random.default_rng(0)
-
-    def draw_of(batch):
-        laws = [soak.distribution(row) for row in batch.seen]
-        laws = [batch.may[row] / batch.may[row].sum() if law is None else law for row, law in enumerate(laws)]
-        laws = [soak.at_distance(law, 0.1) if wrong and law.max() < 1 else law for law in laws]
-        return lambda positions: tokens_alone(
-            torch.from_numpy(np.concatenate([random.choice(len(law), soak.AT_ONCE, p=law) for law in laws]))
-        )
-
-    monkeypatch.setattr(soak, "PATHS", {"cpu": types.SimpleNamespace(draw_of=draw_of)})
-    monkeypatch.setattr(soak, "draws_in_host_memory", lambda device: True)
-    monkeypatch.setattr(sys, "argv", ["soak.py", "--out", str(out), "--minutes", "0.01", "--batches", "1"])
-    assert soak.main() == int(wrong)
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["draws_per_row"] >= soak.CALLS * soak.AT_ONCE and 0 < row["rows"] <= soak.ROWS
-    assert (row["most_log_evidence"] >= -np.log(soak.ALPHA)) == wrong and row["powerful"] == 0
-    assert row["noticed"] > 0
-    draws = soak.Draws("cpu", 0)
-    draws.draw = lambda positions: tokens_alone(torch.tensor([-1]).repeat(soak.ROWS * soak.AT_ONCE))
-    draws.go_on()
-    assert draws.evidence() == float("inf"), "no id is an id that cannot be drawn"
-
-
-def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
-    exact = load("exact")
-
-    batches = [exact.Batch(index, rows=8, at_once=at_once) for index, at_once in enumerate((1, 2))]
-    assert any(not batch.may.all() for batch in batches) and all(batch.may.any(1).all() for batch in batches)
-    for batch in batches:
-        draw, (rows, vocab), each = functools.cache(exact.from_logits(batch)), batch.may.shape, batch.at_once
-        positions, later = range(2 * each), range(each, 2 * each)
-        assert batch.illegal(draw, positions, batch.may) == 0
-        assert torch.equal(exact.from_head(batch)(later).token_ids, draw(later).token_ids)
-        assert batch.illegal(draw, positions, ~batch.may) == len(positions) * rows
-        no_id = tokens_alone(torch.full((rows * each,), vocab))
-        assert batch.illegal(lambda positions, drawn=no_id: drawn, positions, batch.may) == len(positions) * rows
-    one, several = exact.Batch(5, 8), exact.Batch(5, 8, at_once=3)
-    tokens = [exact.from_logits(one)(range(place, place + 1)).token_ids for place in range(3)]
-    assert torch.equal(exact.from_logits(several)(range(3)).token_ids.view(8, 3), torch.stack(tokens, 1))
-
-
-def test_a_forbidden_token_and_a_logprob_above_0_or_no_number_are_counted(load, monkeypatch):
-    """Not those of a row that has no token."""
-    exact = load("exact")
-    batches, positions = [exact.Forbidden(index, 8, 2, finite=False) for index in (0, 2)], range(4)
-    assert not batches[0].may.all() and not batches[1].has_token.all()
-    for batch in batches:
-        draw = functools.cache(exact.from_logits(batch))
-        assert batch.illegal(draw, positions, batch.may) == batch.bad_logprobs(draw, positions) == 0
-        assert batch.illegal(draw, positions, ~batch.may) == len(positions) * 8
-        for logprob in (1e-30, math.nan):
-            above = draw(range(2))._replace(logprobs=torch.full((16,), logprob))
-            assert batch.bad_logprobs(lambda positions, drawn=above: drawn, positions) == 4 * batch.has_token.sum()
-    monkeypatch.setitem(exact.PATHS, "cpu", exact.Path(exact.from_logits, 8, 1))
-    options = types.SimpleNamespace(forbidden=10, positions=2)
-    counted = exact.count("forbidden", "cpu", exact.Part(0, 1), options)
-    assert counted == {"illegal": 0, "bad_logprobs": 0, "draws": 16, "planted_noticed": 8}
-
-
-def test_what_a_verification_may_draw_has_no_min_p_and_takes_top_p_of_what_top_k_has_left(load, monkeypatch, tmp_path):
-    """From the second token on: the first is the prefill's."""
-    parity = load("parity")
-    model = parity.markov.write(tmp_path, parity.markov.SIZES["tiny"])
-    plain, verified = (parity.Truth(model, tmp_path, of_drafts) for of_drafts in (False, True))
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
-
-    def allowed(truth, step: int, *names: str) -> list[int]:
-        limits = truth.limits(parity.Cell(names), step, 1)
-        return parity.allowed_ref(logits, torch.ones(1), *limits)[0].nonzero().flatten().tolist()
-
-    for name, value in (("top_k", 2), ("top_p", 0.55), ("min_p", 0.6)):
-        monkeypatch.setitem(parity.FEATURES, name, ({name: value}, {}))
-    assert allowed(plain, 1, "top_k", "top_p") == [0, 1] == allowed(verified, 0, "top_k", "top_p")
-    assert allowed(verified, 1, "top_k", "top_p") == [0], ".4 of .7 is more than .55"
-    assert allowed(plain, 1, "min_p") == [0, 1] == allowed(verified, 0, "min_p")
-    assert allowed(verified, 1, "min_p") == [0, 1, 2, 3]
-    assert not any({"presence", "top_logprobs"} & set(cell.names) for cell in parity.VERIFIED_CELLS)
-
-
-def test_processes_count_as_many_tokens_as_one_each_batch_once(load, monkeypatch):
-    exact, made = load("exact"), []
-
-    class Noted(exact.Batch):
-        def __init__(self, index: int, rows: int, at_once: int) -> None:
-            super().__init__(index, rows, at_once)
-            made.append(index)
-
-    monkeypatch.setattr(exact, "Batch", Noted)
-    monkeypatch.setitem(exact.PATHS, "cpu", exact.Path(exact.from_logits, 4, 1))
-    options = types.SimpleNamespace(draws=4 * 2 * 6, positions=2, first=5)
-    parts = [exact.count("legal", "cpu", exact.Part(number, 3), options) for number in range(3)]
-    assert [part["draws"] for part in parts] == [16] * 3
-    # The last one of each is for what is planted.
-    assert made == [5, 8, 0, 6, 9, 1, 7, 10, 2]
-
-
-def test_runs_of_one_benchmark_are_joined_and_each_row_knows_its_own(load):
-    join = load("join").join
-
-    def part(command: str, rows: list[dict], **env) -> dict:
-        return {"env": {"command": command, "date": "2026-01-01", "torch": "2", **env}, "rows": rows}
-
-    one = part("python serve.py --tp 2", [{"us": 1}], device="a", servers={"sglang": "0.5.17"}, not_run=[{"us": 0}])
-    two = part("python serve.py --tp 4", [{"us": 2}, {"us": 3}], device="b")
-    joined = join([join([one, two]), part("python benchmarks/serve.py --pp 2", [{"us": 4}], device="b", not_run=[])])
-    assert joined["rows"] == [{"us": 1, "run": 0}, {"us": 2, "run": 1}, {"us": 3, "run": 1}, {"us": 4, "run": 2}]
-    assert [run["command"][-6:] for run in joined["runs"]] == ["--tp 2", "--tp 4", "--pp 2"]
-    assert [(run.get("sglang"), run["device"]) for run in joined["runs"]] == [("0.5.17", "a"), (None, "b"), (None, "b")]
-    assert joined["env"]["device"] == "b" and joined["env"]["not_run"] == [{"us": 0}]
-    assert all("torch" not in run for run in joined["runs"]), "the same in all"
-    gaps = [{"section": "soak", "reason": "x"}, {"section": "tokens", "reason": "x"}]
-    some = part("python ranks.py", [{"section": "soak"}], not_run=gaps)
-    later = part("python ranks.py", [{"section": "tokens"}])
-    assert join([some, later])["env"]["not_run"] == gaps[:1], "what was not run is left out once it was"
-    with pytest.raises(ValueError, match=r"results of ranks\.py and serve\.py; expected one benchmark's"):
-        join([one, part("python ranks.py", [])])
 
 
 def test_a_recorded_command_has_no_folders_of_the_machine(load, monkeypatch):
@@ -1251,187 +628,149 @@ def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
     assert list(common.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]
 
 
-@pytest.mark.parametrize("section", ["reference", "temperatures"])
-def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch, section):
-    exact = load("exact")
-    monkeypatch.setattr(exact, "ROWS", 64)
-    monkeypatch.setattr(exact, "MOST_IDS", 50)
-    options = types.SimpleNamespace(rows=60)
-    whole = exact.Part(0, 1)
-    row = exact.count(section, "cpu", whole, options)
-    assert (row["rows"], row["different"]) == (64, 0) and row["planted_noticed"] > 5
-
-    def of_the_next_position(logits, params):
-        return sample_from_logits(logits, dataclasses.replace(params, position=params.position + 1))
-
-    monkeypatch.setattr(exact, "sample_from_logits", of_the_next_position)
-    assert exact.count(section, "cpu", whole, options)["different"] > 5
+# --- the registry, result files and pages
 
 
-def test_rows_of_any_temperature_are_sampled_with_limits_from_1e_6_to_1e4(load):
-    params = load("exact").make_rows(0, 256, any_temperature=True)[1]
-    powers, limits = params.temperature.log10(), params.truncation
-    assert powers.min() > -6.01 and powers.max() < 4.01 and powers.histc(10, -6, 4).min() > 5
-    assert ((limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)).all()
+def test_every_benchmark_is_in_the_list_and_says_what_it_measures(load):
+    run = load("run")
+    for name, entry in run.BENCHMARKS.items():
+        benchmark = run.load(name)
+        assert f"python benchmarks/run.py {name} " in benchmark.about and benchmark.measure and entry.needs
+    modules = {entry.module: set(load(entry.module).BENCHMARKS) for entry in run.BENCHMARKS.values()}
+    assert sorted(name for names in modules.values() for name in names) == sorted(run.BENCHMARKS)
 
 
-def test_a_pair_of_times_has_the_larger_of_their_spreads(load):
-    words = load("tables")._pair_words
-    stock, ours = {"tpot_us": 200.0, "spread_us": 0.25}, {"tpot_us": 100.0, "spread_us": 7.4}
-    assert words(stock, ours) == "200 → 100 (0.500; ± 7)"
-    assert words(stock, ours | {"spread_us": 0.1}) == "200 → 100 (0.500; ± 0.2)"
+@pytest.mark.parametrize("words, code", [((), 0), (("--help",), 0), (("kernel",), 1)])
+def test_without_a_known_name_the_runner_lists_the_benchmarks(words, code):
+    done = subprocess.run([sys.executable, str(FOLDER / "run.py"), *words], capture_output=True, text=True)
+    assert done.returncode == code and "kernels      the whole last step" in done.stdout + done.stderr
 
 
-def test_summaries_have_all_gpus_in_one_table_and_full_tables_one_each(load, results):
-    summary = lines_of(load, results, "summary-serve")
-    assert [line.split(" | ")[0] for line in summary[2:]] == ["| H200, m, temperature 1", "| H100, m, temperature 1"]
-    assert summary[2].endswith("| B=1: 1000 → 900 (0.900; ± 3) | B=64: 1000 → 900 (0.900; ± 3) | 64,000 → 71,111 |")
-    whole = load("tables").SECTIONS["serve"].markdown(results)
-    assert whole.count("| m, temperature 1 |") == 2 and "1000 → 950 (0.950; ± 3)" in whole
-    assert "**NVIDIA H100, torch 2.11, Triton 3.6, SGLang 0.5.17**; `python benchmarks/serve.py`" in whole
+@pytest.fixture
+def make_result(load, tmp_path):
+    """Makes a result whose rows have a section, a size of a model, a batch and a backend."""
+    common = load("common")
+    place = ("section", "model", "batch", "backend")
+    benchmark = common.Benchmark(None, None, sections=("a", "b"), place=place, cell=("batch", "backend"))
+    return lambda kept=None: common.Result(tmp_path / "r.json", benchmark, kept or {})
 
 
-def test_a_line_names_what_was_not_run_of_its_own_section(load, results):
-    file = results / "h200-serve.json"
-    data = json.loads(file.read_text())
-    cell = {"model": "m", "sampling": "greedy", "batch": 8, "reason": "out of time"}
-    data["env"]["not_run"] = [{"section": "stock", **cell}, {"section": "repeats", **cell, "batch": 64}]
-    file.write_text(json.dumps(data))
-    assert "Not run: m greedy 8: out of time" in "\n".join(lines_of(load, results, "serve"))
-    assert "64: out of time" not in "\n".join(lines_of(load, results, "serve"))
+def test_rows_replace_those_of_their_cells_and_know_their_run(make_result):
+    row = {"section": "a", "model": "m", "batch": 1, "backend": "x"}
+    first = make_result()
+    first.add([row | {"us": 1.0}, row | {"us": 2.0, "batch": 8}])
+    again = make_result(first.data)
+    again.add([row | {"us": 3.0}])
+    assert [(one["us"], one["run"]) for one in again.rows] == [(2.0, 0), (3.0, 1)]
+    assert [run["command"] for run in again.data["runs"]] == [again.run["command"]] * 2
+    with pytest.raises(ValueError, match="is of NVIDIA H100; expected "):
+        make_result({"env": {"device": "NVIDIA H100"}})
 
 
-def test_the_table_of_exchanged_bytes_is_that_of_the_exchange(load, results):
-    file = results / "h200-kernels.json"
-    data = json.loads(file.read_text())
-    about = {"D": 4096, "V": 151936, "B": 64, "mode": "nothing", "us_spread": 0.1, "form": "read"}
-    data["rows"].append(about | {"path": "read", "us": 280.0})
-    file.write_text(json.dumps(data))
-    rows = [line.strip("| ").split(" | ") for line in lines_of(load, results, "exchanged")[4:]]
-    assert [row[0] for row in rows] == ["2", "4", "8", "16"] and rows[0][1] == "140"
+def test_sections_replace_those_of_their_name_in_the_order_of_the_benchmark(make_result):
+    result = make_result()
+    result.put("b", {"us": 1.0})
+    result.put("a", {"us": 2.0}, "a head")
+    result.put("a", {"us": 3.0}, "another head")
+    result.put("b", {"us": 4.0})
+    assert list(result.data["sections"]) == ["a", "b"] and list(result.data["sections"]["a"]) == [
+        "a head",
+        "another head",
+    ]
+    assert result.data["sections"]["b"]["us"] == 4.0
+
+
+def test_a_result_names_what_no_run_has_measured_by_the_last_reason(make_result):
+    result, cell = make_result(), {"section": "a", "model": "m", "batch": 8}
+
+    def gaps() -> list[str]:
+        return [gap["reason"] for gap in result.env["not_run"]]
+
+    result.miss("out of time", **cell)
+    result.miss("no memory", section="b", model="m")
+    result.miss("out of memory", **cell)
+    assert gaps() == ["no memory", "out of memory"] and result.close() == 1
+    result.add([cell | {"backend": "x"}])
+    assert gaps() == ["no memory"]
+    result.miss("out of time", **cell)
+    assert gaps() == ["no memory"], "the file has this cell"
+    result.add([cell | {"section": "b", "batch": 1, "backend": "x"}])
+    assert gaps() == [] and result.close() == 0
+    result.miss("it ended", section="b", model="m")
+    assert gaps() == ["it ended"], "after a row of its section"
+
+
+def test_the_pages_say_what_the_result_files_say(load):
+    report, names = load("report"), set(load("tables").SECTIONS)
+    texts = {page.name if page.parent == ROOT else f"benchmarks/{page.name}": page.read_text() for page in report.PAGES}
+    for name, text in texts.items():
+        assert report.filled(text) == text, f"{name}: run `python benchmarks/report.py --write`"
+    shown = {name: set(report.MARKER.findall(text)) for name, text in texts.items()}
+    summaries = {name for name in names if name.startswith("summary-")}
+    assert shown["README.md"] == summaries and shown["benchmarks/RESULTS.md"] == names - summaries
+    assert shown["benchmarks/README.md"] == {"benchmarks", *summaries} - {"summary-picture"}
+    assert len(texts["benchmarks/README.md"].splitlines()) <= 150
+
+
+def test_a_page_with_an_unknown_marker_and_a_result_of_a_dry_run_are_refused(load, tmp_path):
+    with pytest.raises(ValueError, match="results:tunes is no table"):
+        load("report").filled("<!-- results:tunes -->\n<!-- end -->\n")
+    (tmp_path / "h200-kernels.json").write_text(json.dumps({"env": {"device": "cpu"}, "rows": []}))
+    with pytest.raises(ValueError, match="is of a dry run"):
+        load("tables").SECTIONS["kernels"].markdown(tmp_path)
+    assert load("tables").SECTIONS["tuning"].markdown(tmp_path) == "Not measured."
+
+
+def test_committed_results_are_of_gpus_and_each_has_a_table(load):
+    tables = load("tables")
+    shown = {section.benchmark for section in tables.SECTIONS.values() if isinstance(section, tables.Section)}
+    for file in tables.RESULTS.glob("*.json"):
+        if file.stem == "planted-defects":
+            continue  # of the tests
+        env = json.loads(file.read_text())["env"]
+        assert env.keys() >= {"device", "torch", "triton", "date", "command"}, file.name
+        # The page of proofs has these.
+        assert file.stem.endswith((*shown, "hot-path")), file.name
+
+
+def test_whatever_draws_faster_than_what_is_taken_is_in_the_table(load):
+    tables = load("tables")
+    for gpu in tables.gpus():
+        races: dict[tuple, list[dict]] = {}
+        for row in (tables.Results(gpu).data("kernels") or {"rows": []})["rows"]:
+            races.setdefault((row["D"], row["V"], row["B"], row["sampling"]), []).append(row)
+        faster = 0
+        for (*_, sampling), rows in races.items():
+            taken = [row["us"] for row in rows if row.get("picked") and row["path"] in tables.OURS]
+            others = [row["us"] for row in rows if row["path"] != "screened" and sampling != "nothing"]
+            faster += sum(us < taken[0] for us in others) if taken else 0
+        table = tables.SECTIONS["kernels-faster"].markdown()
+        assert not races or table.count("| yes |") + table.count("|  |") == faster > 0
+
+
+def test_the_table_of_exchanged_bytes_is_that_of_the_exchange(load):
+    text = load("tables").SECTIONS["exchanged"].markdown()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[4:]]
+    assert [row[0] for row in rows] == ["2", "4", "8", "16"]
     for ranks, _, _, records, whole_rows, _ in rows:
         of_records, of_rows = (bytes_received(int(ranks), 64, part) for part in (None, 2 * 151936 // int(ranks)))
         assert (records, whole_rows) == (f"{of_records / 1e6:.3g}", f"{of_rows / 1e6:.3g}")
 
 
-def test_the_table_of_the_cpu_path_compares_it_with_a_read_and_with_other_samplers(load, results):
-    about = {"V": 50, "B": 2, "threads": 1}
-    us = {
-        ("plain", "cpu"): 30.0,
-        ("plain", "stock"): 1300.0,
-        ("plain", "torch"): 1200.0,
-        ("greedy", "cpu"): 10.0,
-        ("", "read"): 20.0,
-    }
-    rows = [about | {"mode": mode, "path": path, "us": value} for (mode, path), value in us.items()]
-    env = {"device": "cpu", "torch": "1", "triton": "1", "command": "python cpu.py", "date": "2026-11-25"}
-    (results / "cpu.json").write_text(json.dumps({"env": env, "rows": rows}))
-    text = "\n".join(lines_of(load, results, "cpu"))
-    assert "| 50 ids, B=2, 1 threads | 30 (1.50 of a read); stock 1,300; torch 1,200 | 10 (0.50 of a read) |  |" in text
-
-
-def test_what_ranks_exchange_and_draw_is_in_tables(load, results):
-    about = {"section": "exchange", "exchange": "records, by memory", "tp": 2, "us_spread": 0.1, "in_graph": True}
-    rows = [about | {"batch": size, "us": us} for size, us in ((1, 4.5), (64, 4.75))]
-    counts = {"tp": 2, "rows": 500_000, "differing": 3, "near_ties": 2, "ranks_differ": 1}
-    rows.append({"section": "tokens", "kind": "plain"} | counts)
-    rows.append({"section": "soak", "seconds": 600.2, "compared": 1000} | counts)
-    env = {"device": "x", "torch": "1", "triton": "1", "command": "python ranks.py", "date": "2026-11-25"}
-    (results / "h200x2-ranks.json").write_text(json.dumps({"env": env, "rows": rows}))
-    text = "\n".join(lines_of(load, results, "ranks-exchange"))
-    assert "| records, by memory, replayed | 4.5 ± 0.1 | 4.8 ± 0.1 |" in text
-    text = "\n".join(lines_of(load, results, "ranks-tokens"))
-    assert "| plain | 2 | 500,000 | 500,000 | 3 | 2 | 1 |" in text
-    assert "| all kinds, 600 s | 2 | 500,000 | 1,000 | 3 | 2 | 1 |" in text
-
-
-def test_repeats_say_how_many_verdicts_agree_and_rows_of_several_ranks_say_so(load, results):
-    file = results / "h200-serve.json"
-    data = json.loads(file.read_text())
-    about = {"model": "m", "sampling": "t1", "batch": 8, "run": 0}
-    percent = [[-5.0, -6.0, -4.0], [-3.0, -7.0, 1.0], [2.0, 1.0, 3.0]]
-    data["rows"].append(about | {"section": "repeats", "faster": 1, "slower": 1, "percent": percent})
-    for backend, us in (("oracle", 1000.0), ("flashsample", 1010.0)):
-        ranks = {"tp": 1, "pp": 2, "spread_us": 2.0, "tpot_us": us, "backend": backend}
-        data["rows"].append(about | {"section": "oracle"} | ranks)
-    file.write_text(json.dumps(data))
-    assert "| m, temperature 1 | 1 of 3 faster, 1 slower (-5.0 to +2.0 %) |" in lines_of(load, results, "serve-repeats")
-    assert "| m, pp 2, temperature 1 | 1000 → 1010 (1.010; ± 2) |" in lines_of(load, results, "serve-oracle")
-
-
-def test_the_table_of_the_decision_plane_has_what_draws_nothing_where_that_was_measured(load, results):
-    about = {"model": "m", "sampling": "t1", "batch": 8, "run": 0, "tp": 1, "pp": 2, "spread_us": 2.0}
-    times = {("plane", "flashsample"): 1000.0, ("plane", "decision plane"): 1500.0, ("oracle", "oracle"): 990.0}
-    rows = [about | {"section": section, "backend": backend, "tpot_us": us} for (section, backend), us in times.items()]
-    rows[1]["same_answers"] = 7
-    alone = [row | {"batch": 64} for row in rows[:1]]
-    runs = [{"date": "2026-11-26", "command": "python serve.py", "sglang": "0.5.17"}]
-    data = {"env": ENV | {"device": "NVIDIA H100"}, "runs": runs, "rows": rows + alone}
-    assert lines_of(load, results, "serve-plane") == ["Not measured."]
-    (results / "h100x2-decision-plane.json").write_text(json.dumps(data))
-    assert lines_of(load, results, "serve-plane")[2:] == [
-        "| us per token | B=8 | B=64 |",
-        "| --- | --- | --- |",
-        "| m, pp 2, temperature 1 | 1000 → 1500 (1.500; ± 2; nothing drawn 990; 7 of 8 answers the same) |  |",
-    ]
-
-
-def test_the_parity_table_has_each_feature_and_each_pair_once(load, results):
-    assert lines_of(load, results, "parity")[2:] == [
-        "|  | greedy | json |",
-        "| --- | --- | --- |",
-        "| greedy | exact |  |",
-        "| json | exact | law |",
-    ]
-
-
-def test_a_page_gets_its_tables_between_its_markers(load, results, tmp_path):
-    report = load("report")
-    page = "a\n<!-- results:tuning -->\nold\n<!-- end -->\nb\n<!-- results:parity -->\n<!-- end -->\n"
-    filled = report.filled(page, results)
-    assert filled.startswith(
-        "a\n<!-- results:tuning -->\nNot measured.\n<!-- end -->\nb\n<!-- results:parity -->\n**cpu,"
-    )
-    assert report.filled(filled, results) == filled
-    with pytest.raises(ValueError, match="results:tunes is no table"):
-        report.filled(page.replace("tuning", "tunes"), results)
-    (results / "h200-kernels.json").write_text(json.dumps({"env": {"device": "cpu"}, "rows": []}))
-    with pytest.raises(ValueError, match="is of a dry run"):
-        load("tables").SECTIONS["kernels"].markdown(results)
-
-
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
-def test_the_pages_say_what_the_result_files_say(load, page):
-    report, text = load("report"), (ROOT / page).read_text()
-    assert report.filled(text) == text, "run `python benchmarks/report.py --write`"
-    names = set(load("tables").SECTIONS)
-    shown = {name for name in names if f"<!-- results:{name} -->" in text}
-    summaries = {name for name in names if name.startswith("summary-")}
-    assert shown == (summaries if page == "README.md" else names - summaries)
-
-
-def test_committed_results_are_of_gpus_and_of_this_format(load):
-    tables = load("tables")
-    for gpu in tables.gpus():
-        for benchmark in ("kernels", "features", "screened", "serve", "decision-plane", "tuning"):
-            data = tables.Results(gpu).data(benchmark)
-            assert data is None or data["env"].keys() >= {"device", "torch", "triton", "date", "command"}
-
-
 @pytest.mark.slow
-def test_the_plots_are_of_every_gpu_that_was_measured(load, results):
+def test_the_plots_are_of_every_gpu_that_was_measured(load, tmp_path):
     pytest.importorskip("matplotlib")
-    written = {path.name: path.read_bytes() for path in load("report").write_plots(results)}
+    for name in ("h200-kernels.json", "h200-serve.json", "h100-serve.json"):
+        shutil.copy(load("tables").RESULTS / name, tmp_path)
+    written = {path.name: path.read_bytes() for path in load("report").write_plots(tmp_path)}
     kinds = {f"h200-kernels-{name}.png" for name in ("time", "floor", "share", "roofline")}
     assert written.keys() == kinds | {"summary.png", "summary-dark.png"}
     assert all(png.startswith(b"\x89PNG") for png in written.values())
 
 
 def test_the_tables_name_everything_that_is_measured(load):
-    tables, contenders, serve = load("tables"), load("contenders"), load("serve")
-    assert set(tables.MODES) == set(contenders.MODES) and set(tables.SAMPLINGS) == set(serve.SAMPLINGS)
+    tables, contenders = load("tables"), load("contenders")
     assert set(tables.PATHS) == {*contenders.OURS, *contenders.BASELINES}
-    assert set(tables.EDITED) == {name for name, mode in contenders.MODES.items() if mode.edits}
     assert set(tables.TUNING) == set(load("tuning").SECTIONS)
 
 

@@ -1,4 +1,5 @@
-"""Commands, links and variables on the pages exist. (Their numbers: ``test_benchmarks.py``.)"""
+"""Commands, links and variables on the pages exist. (Their numbers: ``test_benchmarks.py`` and
+``test_proof.py``.)"""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from sgl_flashsample.sglang.batch import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kernels", "autotune", "benchmarks", "sgl_flashsample", "sgl_flashsample/sglang")
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in FOLDERS)]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks/RESULTS.md",
+    *(f"{folder}/README.md" for folder in (*FOLDERS, "tests/proof")),
+]
 OPERATIONS = ROOT / "sgl_flashsample" / "sglang"
 COMMAND = re.compile(r"(?:^|`)make ([a-z-]+)", re.M)
 
@@ -57,8 +63,14 @@ def test_every_metric_is_explained_and_the_dashboard_and_the_alerts_ask_for_no_o
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_links_to_is_there(page):
     text = (ROOT / page).read_text()
-    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not link.startswith("http")]
-    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+    links = [link for link in re.findall(r"\]\(([^)\s]+)", text) if not link.startswith("http")]
+    for link in links:
+        name, _, heading = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), link
+        titles = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if heading else []
+        anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert not heading or heading in anchors, link
 
 
 def test_no_page_and_no_message_installs_a_package_that_is_on_no_index():

@@ -1,6 +1,6 @@
 """A billion draws without an illegal token, and a million rows with the reference's token.
 
-    python benchmarks/exact.py --out benchmarks/results/exact.json
+    python tests/proof/exact.py --out tests/proof/results/exact.json
 
 legal      Random rows of logits with temperatures, top-k, top-p, min-p and grammar masks, of 1 to 5,000 ids, holes of
            -inf among them. An oracle says in float64 which ids each may draw (``definition.py``); each batch is drawn
@@ -40,8 +40,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import DEVICE, in_processes, make_parser, new_env, read_result, write_result
 from definition import make_row, may_and_must, probabilities
+from programs import DEVICE, in_processes, make_parser, new_env, read_result, write_result
 from tqdm import tqdm
 
 from sgl_flashsample import BatchParams, LMHead, SampleOutput, Truncation, sample, sample_from_logits

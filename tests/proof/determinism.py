@@ -1,6 +1,6 @@
 """The same token for a row whatever surrounds it: batch, order, path, configuration, ranks, CUDA graphs.
 
-    python benchmarks/determinism.py --out benchmarks/results/determinism.json
+    python tests/proof/determinism.py --out tests/proof/results/determinism.json
 
 Tokens are compared one by one, of rows that are the same bit for bit. Hidden states and weights are small integers over
 a power of two: each dot product is exact in float32, so every tile and every GEMM gives the same logits. What still
@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import DEVICE, DRY_RUN, make_parser, new_env, read_result, write_result
 from exact import expected
+from programs import DEVICE, DRY_RUN, make_parser, new_env, read_result, write_result
 from tqdm import tqdm
 
 from sgl_flashsample import BatchParams, LMHead, SampleOutput, Truncation, sample, sample_from_logits

@@ -1,8 +1,8 @@
 """Draws for an hour, or as long as is asked for, of distributions that are known exactly: is there evidence that a path
 draws another one?
 
-    python benchmarks/soak.py --out benchmarks/results/soak.json
-    python benchmarks/soak.py --out soak.json --minutes 5
+    python tests/proof/soak.py --out tests/proof/results/soak.json
+    python tests/proof/soak.py --out soak.json --minutes 5
 
 Rows are those of ``exact.py``, with temperatures, top-k, top-p, min-p and masks, where no rounding decides what may be
 drawn. Each is drawn at new positions all the time, and the evidence against its distribution is looked at again and
@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import DEVICE, in_processes, make_parser, new_env, write_result
 from definition import Row, may_and_must, probabilities
 from exact import PATHS, Batch
+from programs import DEVICE, in_processes, make_parser, new_env, write_result
 from scipy.special import logsumexp
 from stats import log_e_value
 

@@ -1,6 +1,6 @@
 """Random requests to two real SGLang servers, stock and ours: does ours answer each as stock does, and do both live on?
 
-    python benchmarks/fuzz.py --out benchmarks/results/http-fuzz.json
+    python tests/proof/fuzz.py --out tests/proof/results/http-fuzz.json
 
 On this machine's CPU, with a checkpoint of 1,024 ids and the installed SGLang; for another release, put its folder
 first on ``PYTHONPATH``. Requests go to /generate, /v1/completions and /v1/chat/completions, many at a time, so that
@@ -44,8 +44,9 @@ from typing import Any
 
 import aiohttp
 import torch
-from common import make_parser, new_env, write_result
 from lab.servers import server_on_this_machine
+from programs import make_parser, new_env, write_result
+from servers import counters_of, failures_of
 from tqdm import tqdm
 
 from sgl_flashsample.cpu_path import draws_in_host_memory
@@ -762,23 +763,6 @@ def as_sent(request: Request) -> dict[str, Any]:
 
 def example(request: Request, differing: list[str], answers: dict[str, Answer]) -> dict[str, Any]:
     return as_sent(request) | {"different": differing} | {side: answer.short for side, answer in answers.items()}
-
-
-def failures_of(server: Server) -> list[str]:
-    """What our server says of itself that a healthy one does not."""
-    lines = [line for line in server.log_lines('File "') if "sgl_flashsample" in line]
-    lines += server.log_lines("Scheduler hit an exception") + server.log_lines("until restart")
-    return lines
-
-
-def counters_of(server: Server) -> dict[str, float]:
-    """The rows of each path and reason, and whether ours serves."""
-    time.sleep(server.metrics_seconds)
-    server.generate(text="a", sampling_params={"max_new_tokens": 2})  # a step brings the counters up to date
-    named = re.findall(
-        r'^sglang:flashsample_(?:rows_total\{path="(\w+)",reason="(\w*)"\}|(active)) (\S+)', server.metrics(), re.M
-    )
-    return {" ".join(filter(None, words)): float(value) for *words, value in named}
 
 
 def make_servers(folder: Path) -> dict[str, Server]:

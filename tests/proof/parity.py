@@ -1,6 +1,6 @@
 """Each sampling feature and each pair of them, ours against stock SGLang and against the definition, over HTTP.
 
-    python benchmarks/parity.py --out benchmarks/results/parity.json
+    python tests/proof/parity.py --out tests/proof/results/parity.json
 
 On this machine's CPU, with two servers of a generated checkpoint whose next-token distribution is known
 (``sgl_flashsample/tools/markov.py``). What a request draws, given what it has drawn before, has a distribution in
@@ -38,8 +38,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import make_parser, new_env, write_result
 from lab import cpu_platform
+from programs import make_parser, new_env, write_result
 from scipy import stats
 
 from sgl_flashsample.kernels.reference import allowed_ref, edit_logits_ref, truncated_sample_ref

@@ -1,7 +1,7 @@
 """The noise, on a CPU: the map from bits to noise at every upper word, the order in which words are used, collisions.
 Known answers of Philox are in the tests.
 
-    python benchmarks/noise.py --out benchmarks/results/noise.json
+    python tests/proof/noise.py --out tests/proof/results/noise.json
 
 collisions  steps that share all their noise: counted and expected, ours and vLLM's. Ours is a function of a 64-bit
             seed and the position; vLLM's default (0.33, PR 51367) of 32 bits that Murmur3 makes of the two
@@ -46,8 +46,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from common import command_line, make_parser, new_env, read_result, reason_of, today, write_result
 from numba import carray, cfunc, njit
+from programs import command_line, make_parser, new_env, read_result, reason_of, today, write_result
 
 from sgl_flashsample import cpu_loops
 from sgl_flashsample.kernels import rng

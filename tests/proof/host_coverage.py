@@ -1,7 +1,7 @@
 """Branch coverage of the host code that a server process runs, by the tests that start no server.
 
-    python benchmarks/host_coverage.py --out benchmarks/results/coverage.json
-    python benchmarks/host_coverage.py --keep -k WORDS    # these tests beside those of the last run
+    python tests/proof/host_coverage.py --out tests/proof/results/coverage.json
+    python tests/proof/host_coverage.py --keep -k WORDS    # these tests beside those of the last run
 
 What is measured is in ``pyproject.toml``, ``[tool.coverage]``. Kernels are left out: no tracer sees what a device runs.
 A line that says ``# coverage: needs REASON`` is left out with the block that it opens, and of one that says
@@ -25,10 +25,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import command_line, today, write_result
+from programs import ROOT, command_line, today, write_result
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "coverage.json"
+RESULT = ROOT / "tests" / "proof" / "results" / "coverage.json"
 DATA = ROOT / ".cache" / "coverage"
 TOOLS = ("doctor", "hot_vocab", "model_config", "token_counts", "trace_commands")
 TESTS = ("tests/core", "tests/kernels", "tests/sglang", *(f"tests/tools/test_{name}.py" for name in TOOLS))

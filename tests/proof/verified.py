@@ -1,6 +1,6 @@
 """Drafts that are verified: the law of each token, and that it is the token of a step without drafts.
 
-    python benchmarks/verified.py --out benchmarks/results/verified.json
+    python tests/proof/verified.py --out tests/proof/results/verified.json
 
 A language of 64 tokens whose next token depends on the last one alone. ``verify`` takes drafts in the shape of a chain,
 a tree, or a tree of each row's own, as n-grams give: random ones of another distribution, those of a draft model with
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import DEVICE, DRY_RUN, in_processes, make_parser, new_env, write_result
+from programs import DEVICE, DRY_RUN, in_processes, make_parser, new_env, write_result
 from scipy.stats import chi2
 from stats import coupled_acceptance, g_test
 from tqdm import tqdm

@@ -1,0 +1,47 @@
+"""Shared by the benchmarks of servers: their options, and failures and the rows of each path of a server of ours."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from sgl_flashsample.tools.server import Server
+
+
+def failures_of(server: Server) -> list[str]:
+    """What our server says of itself that a healthy one does not."""
+    lines = [line for line in server.log_lines('File "') if "sgl_flashsample" in line]
+    lines += server.log_lines("Scheduler hit an exception") + server.log_lines("until restart")
+    return lines
+
+
+def counters_of(server: Server) -> dict[str, float]:
+    """The rows of each path and reason, and whether ours serves."""
+    time.sleep(server.metrics_seconds)
+    server.generate(text="a", sampling_params={"max_new_tokens": 2})  # a step brings the counters up to date
+    named = re.findall(
+        r'^sglang:flashsample_(?:rows_total\{path="(\w+)",reason="(\w*)"\}|(active)) (\S+)', server.metrics(), re.M
+    )
+    return {" ".join(filter(None, words)): float(value) for *words, value in named}
+
+
+def server_options(parser: argparse.ArgumentParser, logs: str, memory_share: float) -> None:
+    """Add the options of all servers. logs: the folder of logs, within the one for temporary files."""
+    folder = Path(tempfile.gettempdir()) / logs
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="environment of the servers")
+    parser.add_argument("--memory-share", type=float, default=memory_share, help="--mem-fraction-static of each server")
+    parser.add_argument("--logs", type=Path, default=folder)
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no further cell begins")
+
+
+def check_server_options(options: Any) -> None:
+    """Complete ``--set``. Raises ValueError for it, or for ``--pairs``."""
+    if options.pairs < 2:
+        raise ValueError(f"--pairs is {options.pairs}; expected 2 or more")
+    if any("=" not in text for text in options.set):
+        raise ValueError(f"--set is {options.set}; expected NAME=VALUE")
+    options.set = dict(text.split("=", 1) for text in options.set)

@@ -1,0 +1,582 @@
+"""The programs of tests/proof: each runs without a GPU, counts what is wrong, and notices what is planted."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from serving import needs_sglang
+
+from sgl_flashsample import SampleOutput, sample_from_logits
+from sgl_flashsample.kernels.reference import philox4x32_ref
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests" / "proof"
+MODULES = {path.stem for folder in (FOLDER, ROOT / "benchmarks") for path in folder.glob("*.py")}
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run is interpreted")
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Callable[[str], types.ModuleType]]:
+    """Imports a program. Other modules of these names are put aside meanwhile."""
+    others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in MODULES}
+    path = list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module
+    sys.path[:] = path
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    sys.modules.update(others)
+
+
+@pytest.fixture
+def dry_run(tmp_path) -> Callable[..., dict]:
+    """Runs a program with ``--dry-run``; returns what it wrote."""
+
+    def run(program: str, *arguments: str) -> dict:
+        out = tmp_path / "out.json"
+        command = [sys.executable, str(FOLDER / f"{program}.py"), "--dry-run", "--out", str(out), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(out.read_text())
+
+    return run
+
+
+@no_gpu
+@pytest.mark.parametrize("reverse", [False, True])
+def test_testu01_gets_the_upper_and_the_lower_word_of_each_draw_in_the_order_of_the_stream(load, reverse):
+    pytest.importorskip("numba")
+    noise = load("noise")
+    generator = noise.Generator(noise.ORDERS["seeds"], reverse=reverse)
+    bits = ctypes.CFUNCTYPE(ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)(generator.bits)
+    uniform = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p)(generator.uniform)
+    got = [bits(generator.param, generator.state) for _ in range(noise.NUMBERS_OF_CHUNK + 2)]
+    got.append(int(uniform(generator.param, generator.state) * 2**32))
+    seeds = torch.arange(noise.CHUNK + 2)
+    same = [torch.full_like(seeds, value) for value in (5, 7, 0, noise.GROUP)]
+    words = torch.stack(philox4x32_ref(same, [seeds, torch.zeros_like(seeds)])[:2], 1).flatten().tolist()
+    assert got == [int(f"{word:032b}"[::-1], 2) if reverse else word for word in words[: len(got)]]
+    assert generator.chunks == 2
+
+
+@no_gpu
+def test_a_p_value_has_failed_or_is_suspect_on_either_side(load):
+    pytest.importorskip("numba")
+    verdict = load("noise").verdict
+    assert [verdict(p) for p in (0.0, 1e-11, 1 - 1e-11, 1.0)] == ["FAILED"] * 4
+    assert [verdict(p) for p in (1e-9, 0.0009, 0.9991)] == ["suspect"] * 3
+    assert [verdict(p) for p in (0.0011, 0.5, 0.9989)] == [None] * 3
+
+
+def generated(tokens: list[int], end: str = "length", **about: object) -> dict:
+    """An answer of /generate with status 200."""
+    about |= {"finish_reason": {"type": end, "length": len(tokens)}, "completion_tokens": len(tokens)}
+    return {"text": "a" * len(tokens), "output_ids": tokens, "meta_info": about}
+
+
+def differing(load, stock: dict, ours: dict, params: dict, streams: bool = False, statuses=(200, 200)) -> list[str]:
+    fuzz = load("fuzz")
+    bodies = [json.dumps(answer) for answer in (stock, ours)]
+    if streams:
+        bodies = [f"data: {body}\n\ndata: [DONE]\n\n" for body in bodies]
+    answers = [fuzz.Answer.of(status, body, streams) for status, body in zip(statuses, bodies, strict=True)]
+    request = fuzz.Request(0, "usual", "/generate", b"", (params,), streams=streams)
+    return fuzz.differences(*answers, request)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_differs_between_two_servers_is_found_and_what_a_draw_decides_is_not(load, streams):
+    """With a greedy request, with one whose number of tokens is known, and with one that may end at any token."""
+    greedy, counted, free = {"temperature": 0}, {"ignore_eos": True}, {}
+    logprobs = {"output_token_logprobs": [[-1.0, 5, None]]}
+    cases = [
+        (generated([5]), generated([6]), greedy, "ids"),
+        (generated([5]), generated([6]), counted, None),
+        (generated([5]), generated([5, 6]), counted, "tokens"),
+        (generated([5]), generated([5, 6], "stop"), free, None),
+        (generated([5]), generated([5], "abort"), free, "end"),
+        (generated([5], "abort"), generated([6], "abort"), greedy, None),
+        (generated([5]), generated([1024]), free, "no id"),
+        (generated([5], **logprobs), generated([5]), free, "fields"),
+        (generated([5], **logprobs), generated([5], output_token_logprobs=[]), free, "logprobs"),
+        (generated([5], **logprobs), generated([5], output_token_logprobs=[[None, 5, None]]), free, "logprobs"),
+        (generated([5]), {"error": {"message": "no"}}, free, "message"),
+    ]
+    for stock, ours, params, words in cases:
+        different = differing(load, stock, ours, params, streams)
+        assert any(words in one for one in different) if words else not different, (params, different)
+        assert not differing(load, stock, stock, params, streams)
+    assert differing(load, generated([5]), generated([5]), free, streams, statuses=(200, 500))
+
+
+@pytest.mark.parametrize(
+    "ours, gap, different, near_ties",
+    [
+        (generated([5, 7]), 1e-6, 0, 1),
+        (generated([5, 7]), 1.0, 1, 0),
+        (generated([5, 7, 8]), 1e-6, 0, 1),
+        (generated([5, 7]) | {"extra": 1}, 1e-6, 1, 1),
+        (generated([5, 6]) | {"text": "b"}, 1e-6, 1, 0),
+        (generated([5, 6], "stop"), 1e-6, 1, 0),
+    ],
+    ids=["a tie", "no tie", "a tie, then longer", "a tie and another field", "another text", "another end"],
+)
+def test_a_near_tie_excuses_what_follows_from_another_token_and_nothing_else(load, ours, gap, different, near_ties):
+    fuzz = load("fuzz")
+
+    class Fuzz(fuzz.Fuzz):
+        async def both(self, request):
+            return {"stock": fuzz.Answer(200, generated([5, 6])), "ours": fuzz.Answer(200, ours)}
+
+        async def post(self, side, path, body, streams=False):
+            entry = [[-1.0, 6, None], [-1.0 - gap, 7, None]]
+            return fuzz.Answer(200, generated([5, 6], output_token_ids_logprobs=[entry, entry]))
+
+    run = Fuzz({}, None, None)
+    params = {"temperature": 0}
+    body = json.dumps({"sampling_params": params}).encode()
+    asyncio.run(run.one(fuzz.Request(0, "usual", "/generate", body, (params,))))
+    assert (run.different, run.near_ties) == (different, near_ties)
+
+
+def test_top_logprobs_are_not_counted_where_tokens_of_the_same_text_share_an_entry(load, monkeypatch):
+    fuzz, top = load("fuzz"), [{"a": -1.0}, {"a": -1.0, "b": -2.0}]
+    rows = [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [each]}} for each in top]
+    rows += [{"logprobs": {"content": [{"token": "a", "top_logprobs": list(each)}]}} for each in top]
+    for by_text in (False, True):
+        monkeypatch.setattr(fuzz, "TOP_BY_TEXT", by_text)
+        shapes = [fuzz.logprob_shapes(row) for row in rows]
+        assert (shapes[0] == shapes[1]) == (shapes[2] == shapes[3]) == by_text
+
+
+def test_requests_are_the_same_each_time_of_every_kind_and_ask_for_nothing_that_is_excluded(load):
+    fuzz = load("fuzz")
+    made = [fuzz.make_request(3, number) for number in range(3000)]
+    assert made == [fuzz.make_request(3, number) for number in range(3000)]
+    assert made != [fuzz.make_request(4, number) for number in range(3000)]
+    assert {request.kind for request in made} == set(fuzz.KINDS)
+    assert {request.path for request in made} == set(fuzz.ENDPOINTS)
+    assert sum(request.certain for request in made) > 300 < sum(request.leave is not None for request in made) + 200
+    excluded = [
+        {"top_k": 2**31},
+        {"logit_bias": [1]},
+        {"regex": [1]},
+        {"min_new_tokens": 1, "regex": "a"},
+        {"min_new_tokens": 1, "stop_token_ids": list(fuzz.IDS)},
+        {"min_tokens": 1, "temperature": 1e308},
+        {"stop_token_ids": [fuzz.VOCAB]},
+        {"skip_special_tokens": "x"},
+        {"max_new_tokens": 1.5},
+        {"max_new_tokens": None},
+    ]
+    assert all(
+        fuzz.unfit({"sampling_params": params}) and fuzz.unfit({"sampling_params": [{}, params]}) for params in excluded
+    )
+    fields = [{"top_logprobs_num": fuzz.VOCAB + 1}, {"logprob_start_len": -2}, {"token_ids_logprob": ["x"]}]
+    assert all(fuzz.unfit({"sampling_params": {}} | one) for one in fields)
+    assert not fuzz.unfit({"sampling_params": {"top_k": 5}, "top_logprobs_num": 2})
+
+
+def test_what_ends_one_release_alone_is_excluded_there(load, monkeypatch):
+    fuzz = load("fuzz")
+    bodies = ({"sampling_params": {"regex": "a"}}, {"sampling_params": {}, "token_ids_logprob": [1]})
+    monkeypatch.setattr(fuzz, "EXCLUDED", {})
+    assert not any(map(fuzz.unfit, bodies))
+    monkeypatch.setattr(fuzz, "EXCLUDED", fuzz.EXCLUDED_IN["0.5.17"])
+    assert all(map(fuzz.unfit, bodies)) and not fuzz.unfit({"sampling_params": {"regex": ""}})
+
+
+@no_gpu
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.full
+def test_two_servers_answer_random_requests_alike(tmp_path):
+    out = tmp_path / "out.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(FOLDER / "fuzz.py"), "--out", str(out), "--requests", "300", "--seed", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["requests"] == sum(result["kinds"].values()) == 300 and result["counters"]["active"] == 1
+    assert result["counters"]["fused"] > 100 and not result["ended"] and not result["failures"]
+
+
+def test_coverage_counts_what_no_test_takes_and_what_is_left_out_by_its_reason(load):
+    script = load("host_coverage")
+    counts = {"num_statements": 9, "missing_lines": 1, "num_branches": 8, "missing_branches": 2}
+    about = {"summary": counts, "missing_lines": [4], "missing_branches": [[2, 4], [7, -1]]}
+    whole = {"summary": dict.fromkeys(counts, 0), "missing_lines": [], "missing_branches": []}
+    row, complete = script.rows_of({"files": {"a.py": about, "b.py": whole}})
+    assert (row["module"], row["percent"], row["missing"]) == ("a.py", 75.0, ["4", "2->4", "7->-1"])
+    assert complete["percent"] == 100.0 and "missing" not in complete
+    texts = ["if a:  # coverage: needs a GPU\n", "if b:  # coverage: else needs a GPU\nx = 1  # coverage: needs more\n"]
+    assert script.excluded(texts) == {"a GPU": 2, "more": 1}
+
+
+def test_reports_of_a_sanitizer_and_outcomes_of_its_tests_are_counted(load, tmp_path, monkeypatch):
+    """Here the tool is a script that runs nothing: it reports an access, and that one test of two has passed."""
+    module, out, tool = load("sanitized"), tmp_path / "out.json", tmp_path / "compute-sanitizer"
+    report = "========= Invalid __global__ read of size 4 bytes\\n=========     at %s+0x40 in file.py:3\\n"
+    cases = '<testcase/><testcase><skipped/></testcase><testcase name="b"><failure message="no memory"/></testcase>'
+    cases = f"<testsuite>{cases}</testsuite>"
+    tool.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *pytest*) name=kernel;; *) name=defect;; esac\n'
+        f"printf '{report}========= ERROR SUMMARY: 1 error\\n' $name > \"$4\"\n"
+        f"for word; do case $word in --junitxml=*) echo '{cases}' > \"${{word#*=}}\";; esac; done\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(module, "select", lambda expression: ["a", "b"])
+    monkeypatch.setattr(sys, "argv", ["sanitized.py", "--out", str(out), "--tools", "memcheck"])
+    assert module.main() == 1
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["reports"] == {"Invalid __global__ read of size 4 bytes in kernel": 1}
+    assert row["planted_noticed"] and row["tests"] == 2
+    assert row["outcomes"] == {"passed": 1, "skipped": 1, "failure": 1} and row["failures"] == {"b": "no memory"}
+    assert row["reported_among"] == ["a, b"]
+    row["outcomes"].pop("failure")
+    assert module.wrong(row) and not module.wrong(row | {"reports": {}})
+    assert module.wrong(row | {"reports": {}, "planted_noticed": False})
+    assert module.wrong(row | {"reports": {}, "outcomes": {"failure": 1}})
+
+
+@no_gpu
+@pytest.mark.full
+def test_the_benchmark_of_verified_drafts_counts_tokens_of_every_shape(dry_run, load):
+    rows = dry_run("verified")["rows"]
+    assert {(row["shape"], row["drafts"]) for row in rows} == {case[:2] for case in load("verified").cases()}
+    assert not any(load("verified").is_wrong(row, planted=False) for row in rows)
+    (certain,) = [row for row in rows if row["accepted_z"] is None]
+    assert certain["drafts"] == "the target's" and certain["rejected"] == 0, "all are accepted"
+
+
+def test_the_law_of_verified_tokens_is_one_test_of_what_follows_each_token(load):
+    verified, generator = load("verified"), torch.Generator().manual_seed(3)
+    target, _ = verified.make_languages()
+    p, hotter = (target.distribution(temperature).numpy() for temperature in (1.0, 1.01))
+    counts = torch.stack([torch.bincount(row, minlength=verified.VOCAB) for row in torch.multinomial(
+        torch.from_numpy(p), 160_000, replacement=True, generator=generator)]).numpy()  # fmt: skip
+    counts[0] = 0  # a token that nothing followed
+    assert verified.p_value(counts, p) > 1e-3
+    assert verified.p_value(counts, hotter) < verified.LEAST_P
+
+
+def test_what_is_wrong_with_verified_drafts_is_told(load):
+    is_wrong, right = load("verified").is_wrong, {"p_value": 0.3, "accepted_z": -2.0, "different": 0}
+    right |= {"noticed_law": True, "noticed_tokens": 5}
+    assert not is_wrong(right, planted=True) and not is_wrong(right | {"noticed_law": False}, planted=False)
+    for wrong in (
+        {"p_value": 1e-6},
+        {"accepted_z": 5.1},
+        {"accepted_z": -5.1},
+        {"accepted_z": None, "rejected": 1},
+        {"different": 1},
+        {"noticed_law": False},
+        {"noticed_tokens": 0},
+    ):
+        assert is_wrong(right | wrong, planted=True), wrong
+
+
+@no_gpu
+@pytest.mark.full
+def test_the_determinism_benchmark_compares_every_path_interpreted(dry_run):
+    rows = dry_run("determinism", "--only", "rows", "tables", "shards")["rows"]
+    assert {row["section"] for row in rows} == {"rows", "tables", "shards"}
+    assert {row["path"] for row in rows} == {"fused", "screened", "logits", "reader"}
+    assert not any(row["different"] for row in rows)
+    assert all(row["planted_noticed"] > 0 for row in rows if "planted_noticed" in row)
+
+
+def test_a_token_that_differs_where_the_reference_is_certain_is_counted(load, monkeypatch):
+    determinism = load("determinism")
+    rows, vocab = 4, 40
+    weight = torch.arange(vocab).float()[:, None].expand(-1, 16) / 64
+    params = determinism.BatchParams(torch.ones(rows), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
+    hidden = torch.ones(rows, 16)
+    case = determinism.Case("plain", hidden, determinism.LMHead(weight), hidden @ weight.T, params, None)
+    want = sample_from_logits(case.logits, params).token_ids
+    count = determinism.Count("rows", "cpu", "plain", "alone")
+    count.add(want, want, case)
+    assert (count.tokens, count.different) == (rows, 0)
+    other = want.clone()
+    other[2] = (want[2] + 1) % vocab
+    count.add(other, want, case)
+    assert (count.tokens, count.different, count.near_ties) == (2 * rows, 1, 0)
+    assert determinism.is_certain(case).all()
+    monkeypatch.setattr(determinism, "is_certain", lambda case: torch.zeros(len(case.hidden), dtype=torch.bool))
+    count.add(other, want, case)
+    assert (count.tokens, count.different, count.near_ties) == (3 * rows, 1, 1)
+
+
+@no_gpu
+def test_evidence_that_is_looked_at_again_and_again_is_rarely_wrong_and_grows_where_draws_are(load):
+    stats, random = load("stats"), np.random.default_rng(1)
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    one, two = stats.log_e_value(np.eye(4)[1], p), stats.log_e_value(2 * np.eye(4)[1], p)
+    later = [(c * p[1] + 1) / (c + 1) for c in stats.CONCENTRATIONS]  # the chance of the second draw, after the first
+    assert abs(one) < 1e-7 and abs(two - np.log(np.mean(later) / p[1])) < 1e-7
+    looks = random.multinomial(500, p, size=(400, 20)).cumsum(1)
+    reached = sum(max(stats.log_e_value(counts, p) for counts in of_run) >= np.log(20) for of_run in looks)
+    assert reached <= 35, "of 400, 20 at most are expected: 35 has a chance below 1e-3, and the seed is fixed"
+    soak = load("soak")
+    other = soak.at_distance(p, soak.TVD)
+    assert abs(np.abs(other - p).sum() / 2 - soak.TVD) < 1e-12 and abs(other.sum() - 1) < 1e-12
+    evidence = [stats.log_e_value(random.multinomial(30_000_000, other), p) for _ in range(20)]
+    assert min(evidence) > -np.log(soak.ALPHA)
+    assert stats.log_e_value(np.array([5, 0, 0, 1]), np.array([0.5, 0.3, 0.2, 0.0])) == float("inf")
+
+
+def tokens_alone(tokens: torch.Tensor) -> SampleOutput:
+    return SampleOutput(tokens, None, torch.zeros(len(tokens)), None)
+
+
+@no_gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_path, wrong):
+    soak, out = load("soak"), tmp_path / "soak.json"
+    random = np.random.default_rng(0)
+
+    def draw_of(batch):
+        laws = [soak.distribution(row) for row in batch.seen]
+        laws = [batch.may[row] / batch.may[row].sum() if law is None else law for row, law in enumerate(laws)]
+        laws = [soak.at_distance(law, 0.1) if wrong and law.max() < 1 else law for law in laws]
+        return lambda positions: tokens_alone(
+            torch.from_numpy(np.concatenate([random.choice(len(law), soak.AT_ONCE, p=law) for law in laws]))
+        )
+
+    monkeypatch.setattr(soak, "PATHS", {"cpu": types.SimpleNamespace(draw_of=draw_of)})
+    monkeypatch.setattr(soak, "draws_in_host_memory", lambda device: True)
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--out", str(out), "--minutes", "0.01", "--batches", "1"])
+    assert soak.main() == int(wrong)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["draws_per_row"] >= soak.CALLS * soak.AT_ONCE and 0 < row["rows"] <= soak.ROWS
+    assert (row["most_log_evidence"] >= -np.log(soak.ALPHA)) == wrong and row["powerful"] == 0
+    assert row["noticed"] > 0
+    draws = soak.Draws("cpu", 0)
+    draws.draw = lambda positions: tokens_alone(torch.tensor([-1]).repeat(soak.ROWS * soak.AT_ONCE))
+    draws.go_on()
+    assert draws.evidence() == float("inf"), "no id is an id that cannot be drawn"
+
+
+def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
+    exact = load("exact")
+
+    batches = [exact.Batch(index, rows=8, at_once=at_once) for index, at_once in enumerate((1, 2))]
+    assert any(not batch.may.all() for batch in batches) and all(batch.may.any(1).all() for batch in batches)
+    for batch in batches:
+        draw, (rows, vocab), each = functools.cache(exact.from_logits(batch)), batch.may.shape, batch.at_once
+        positions, later = range(2 * each), range(each, 2 * each)
+        assert batch.illegal(draw, positions, batch.may) == 0
+        assert torch.equal(exact.from_head(batch)(later).token_ids, draw(later).token_ids)
+        assert batch.illegal(draw, positions, ~batch.may) == len(positions) * rows
+        no_id = tokens_alone(torch.full((rows * each,), vocab))
+        assert batch.illegal(lambda positions, drawn=no_id: drawn, positions, batch.may) == len(positions) * rows
+    one, several = exact.Batch(5, 8), exact.Batch(5, 8, at_once=3)
+    tokens = [exact.from_logits(one)(range(place, place + 1)).token_ids for place in range(3)]
+    assert torch.equal(exact.from_logits(several)(range(3)).token_ids.view(8, 3), torch.stack(tokens, 1))
+
+
+def test_a_forbidden_token_and_a_logprob_above_0_or_no_number_are_counted(load, monkeypatch):
+    """Not those of a row that has no token."""
+    exact = load("exact")
+    batches, positions = [exact.Forbidden(index, 8, 2, finite=False) for index in (0, 2)], range(4)
+    assert not batches[0].may.all() and not batches[1].has_token.all()
+    for batch in batches:
+        draw = functools.cache(exact.from_logits(batch))
+        assert batch.illegal(draw, positions, batch.may) == batch.bad_logprobs(draw, positions) == 0
+        assert batch.illegal(draw, positions, ~batch.may) == len(positions) * 8
+        for logprob in (1e-30, math.nan):
+            above = draw(range(2))._replace(logprobs=torch.full((16,), logprob))
+            assert batch.bad_logprobs(lambda positions, drawn=above: drawn, positions) == 4 * batch.has_token.sum()
+    monkeypatch.setitem(exact.PATHS, "cpu", exact.Path(exact.from_logits, 8, 1))
+    options = types.SimpleNamespace(forbidden=10, positions=2)
+    counted = exact.count("forbidden", "cpu", exact.Part(0, 1), options)
+    assert counted == {"illegal": 0, "bad_logprobs": 0, "draws": 16, "planted_noticed": 8}
+
+
+def test_what_a_verification_may_draw_has_no_min_p_and_takes_top_p_of_what_top_k_has_left(load, monkeypatch, tmp_path):
+    """From the second token on: the first is the prefill's."""
+    parity = load("parity")
+    model = parity.markov.write(tmp_path, parity.markov.SIZES["tiny"])
+    plain, verified = (parity.Truth(model, tmp_path, of_drafts) for of_drafts in (False, True))
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+
+    def allowed(truth, step: int, *names: str) -> list[int]:
+        limits = truth.limits(parity.Cell(names), step, 1)
+        return parity.allowed_ref(logits, torch.ones(1), *limits)[0].nonzero().flatten().tolist()
+
+    for name, value in (("top_k", 2), ("top_p", 0.55), ("min_p", 0.6)):
+        monkeypatch.setitem(parity.FEATURES, name, ({name: value}, {}))
+    assert allowed(plain, 1, "top_k", "top_p") == [0, 1] == allowed(verified, 0, "top_k", "top_p")
+    assert allowed(verified, 1, "top_k", "top_p") == [0], ".4 of .7 is more than .55"
+    assert allowed(plain, 1, "min_p") == [0, 1] == allowed(verified, 0, "min_p")
+    assert allowed(verified, 1, "min_p") == [0, 1, 2, 3]
+    assert not any({"presence", "top_logprobs"} & set(cell.names) for cell in parity.VERIFIED_CELLS)
+
+
+def test_processes_count_as_many_tokens_as_one_each_batch_once(load, monkeypatch):
+    exact, made = load("exact"), []
+
+    class Noted(exact.Batch):
+        def __init__(self, index: int, rows: int, at_once: int) -> None:
+            super().__init__(index, rows, at_once)
+            made.append(index)
+
+    monkeypatch.setattr(exact, "Batch", Noted)
+    monkeypatch.setitem(exact.PATHS, "cpu", exact.Path(exact.from_logits, 4, 1))
+    options = types.SimpleNamespace(draws=4 * 2 * 6, positions=2, first=5)
+    parts = [exact.count("legal", "cpu", exact.Part(number, 3), options) for number in range(3)]
+    assert [part["draws"] for part in parts] == [16] * 3
+    # The last one of each is for what is planted.
+    assert made == [5, 8, 0, 6, 9, 1, 7, 10, 2]
+
+
+@pytest.mark.parametrize("section", ["reference", "temperatures"])
+def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch, section):
+    exact = load("exact")
+    monkeypatch.setattr(exact, "ROWS", 64)
+    monkeypatch.setattr(exact, "MOST_IDS", 50)
+    options = types.SimpleNamespace(rows=60)
+    whole = exact.Part(0, 1)
+    row = exact.count(section, "cpu", whole, options)
+    assert (row["rows"], row["different"]) == (64, 0) and row["planted_noticed"] > 5
+
+    def of_the_next_position(logits, params):
+        return sample_from_logits(logits, dataclasses.replace(params, position=params.position + 1))
+
+    monkeypatch.setattr(exact, "sample_from_logits", of_the_next_position)
+    assert exact.count(section, "cpu", whole, options)["different"] > 5
+
+
+def test_rows_of_any_temperature_are_sampled_with_limits_from_1e_6_to_1e4(load):
+    params = load("exact").make_rows(0, 256, any_temperature=True)[1]
+    powers, limits = params.temperature.log10(), params.truncation
+    assert powers.min() > -6.01 and powers.max() < 4.01 and powers.histc(10, -6, 4).min() > 5
+    assert ((limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)).all()
+
+
+# --- the page
+
+
+ENV = {"device": "cpu", "date": "2026-01-02", "command": "python tests/proof/x.py"}
+
+
+def test_the_page_says_what_the_result_files_say(load):
+    summary = load("summary")
+    page = summary.PAGE.read_text()
+    assert summary.filled(page) == page, "run `python tests/proof/summary.py --write`"
+    assert all(f"<!-- results:{name} -->" in page for name in summary.SECTIONS)
+
+
+def test_every_result_file_is_read_by_a_goal(load):
+    summary = load("summary")
+    files = {goal.file for group in summary.GOALS.values() for goal in group}
+    assert {file.stem for file in (FOLDER / "results").glob("*.json")} <= files
+
+
+def test_a_marker_of_no_section_and_a_file_that_is_no_result_are_refused(load, tmp_path):
+    summary = load("summary")
+    with pytest.raises(ValueError, match="results:other is no section; there are goals, features"):
+        summary.filled("<!-- results:other -->\n<!-- end -->")
+    (tmp_path / "exact.json").write_text('{"rows": []}')
+    with pytest.raises(ValueError, match=r"exact\.json is no result: KeyError: 'env'"):
+        summary.read("exact", [tmp_path])
+
+
+def verdicts(load, folder: Path, files: dict[str, dict]) -> dict[str, list[str]]:
+    """{goal: verdict and numbers} of result files with these data."""
+    summary = load("summary")
+    for name, data in files.items():
+        (folder / f"{name}.json").write_text(json.dumps({"env": ENV} | data))
+    lines = [line for line in summary.goals([folder]).splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {row[0]: row[2:4] for row in rows if row[0] not in ("", "---")}
+
+
+def test_a_goal_of_counts_is_met_by_enough_of_them_without_a_wrong_one_on_every_path(load, tmp_path):
+    enough = {"section": "legal", "path": "logits", "illegal": 0, "draws": 5 * 10**8}
+    few, bad = enough | {"path": "cpu", "draws": 2000}, enough | {"path": "fused", "illegal": 3}
+    verdict, found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough]}})["illegal tokens"]
+    assert verdict == "met" and found == "logits: 0 of 1,000,000,000", "runs of one path are one count"
+    verdict, found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough, few, bad]}})["illegal tokens"]
+    assert verdict == "**missed**: fused: 3 of 500,000,000; cpu: 2,000 of 1,000,000,000 counted"
+    assert found == "logits: 0 of 1,000,000,000; cpu: 0 of 2,000; fused: 3 of 500,000,000"
+
+
+def test_a_goal_without_a_result_was_not_run(load, tmp_path):
+    none = verdicts(load, tmp_path, {"exact": {"rows": []}})
+    assert none["illegal tokens"][0] == "not run: no result is committed"
+    assert none["PractRand"][0] == "not run: TestU01 was run in its place"
+    counted = load("summary").goals([tmp_path]).splitlines()[0]
+    assert counted == f"0 goals are met, 0 are missed, {len(none)} were not run."
+
+
+def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
+    ended = [{"side": "ours"}, {"number": 7}]
+    soaked = {"path": "cpu", "rows": 2, "draws_per_row": 1000, "most_log_evidence": 1.0, "powerful": 1}
+    small = {"battery": "SmallCrush", "order": "steps", "p_values": 15, "not_normal": [{"verdict": "suspect"}]}
+    crush = small | {"battery": "Crush", "p_values": 144, "not_normal": [{"verdict": "FAILED"}]}
+    planted, seeds = small | {"planted": "x", "not_normal": [{"verdict": "FAILED"}]}, small | {"order": "seeds"}
+    noise = {"noise": "ours", "steps": 10**7, "equal_pairs": 0}
+    errors = {"cpu_not_finite_or_not_below_the_one_before": 1, "cpu_max_absolute_error": 2e-15, "upper_words": 2**32}
+    sections = {"streams": [planted, small, seeds], "crush": [crush], "collisions": [noise, noise | {"noise": "vLLM"}]}
+    sections |= {"map": [errors]}
+    memcheck = {"tool": "memcheck", "tests": 9, "outcomes": {"passed": 4, "failure": 2}}
+    memcheck |= {"reports": {"Invalid read in k": 3, "Program hit out of memory": 5}}
+    load_row = {"backend": "flashsample", "requests": 10, "ends": {"answered": 7, "left": 2, "status 500": 1}}
+    load_row |= {"memory": [{"host_mib": 2000}], "host_mib_growth": 3.0}
+    found = verdicts(
+        load,
+        tmp_path,
+        {
+            "http-fuzz": {"requests": 10**5, "different": 2, "failures": ["x"], "ended": ended},
+            "soak": {"rows": [soaked, soaked | {"rows": 6, "most_log_evidence": 20.0}]},
+            "noise": {"sections": {name: {"rows": rows} for name, rows in sections.items()}},
+            "h200-sanitized": {"rows": [memcheck]},
+            "load": {"rows": [load_row, load_row | {"backend": "stock"}]},
+            "h200-hot-path": {"rows": [{"steps": 5000, "waits": 1, "allocates": 0, "loads": 2}] * 2},
+            "verified": {"rows": [{"different": 0, "positions": 10**7, "p_value": 1e-6}]},
+            "parity": {"rows": [{"features": ["greedy"], "result": "exact"}, {"features": ["x"], "result": "wrong"}]},
+        },
+    )
+    missed = {name: verdict.partition(": ")[2] for name, (verdict, _) in found.items() if "missed" in verdict}
+    assert missed == {
+        "random requests that stock SGLang answers in another way": "2 of 100,000; 2 failures of a server",
+        "draws of known distributions: log of the most evidence against them, at any time": (
+            "cpu: 20.0 of 14.5; cpu: 2 of 8 distributions have this power"  # log(2 / 1e-6): 14.5
+        ),
+        "largest error of the map in host memory, over all upper words": (
+            "2.0e-15; 1 of 4,294,967,296 not finite or out of order"
+        ),
+        "p-values of TestU01 that fail": "Crush: 1",
+        "reports of compute-sanitizer in GPU tests of the kernels": (
+            "memcheck: 3 reports, 2 tests failed, 3 tests not run"
+        ),
+        "requests under load that are not answered, a CPU": "1 of 10",
+        "growth of host memory under load, a CPU": "+3 of 2,000 MiB",
+        "waits for the GPU, allocations and loaded kernels of the sampler's steps": "6 of 10,000",
+        "verified drafts: smallest p-value of the tokens' law": "1e-06",
+        "features and pairs of features as in stock SGLang": "1 wrong",
+    }
+    assert found["p-values of TestU01 that fail"][1] == (
+        "SmallCrush: 0 of 30, 2 suspect, in 2 orders; Crush: 1 of 144, 0 suspect, in 1 order"
+    )
+    assert load("summary").SOAK_ALPHA == load("soak").ALPHA

@@ -1,0 +1,435 @@
+"""The tables of tests/proof/README.md, from the committed result files and nothing else. Needs no torch.
+
+    python tests/proof/summary.py            prints the tables
+    python tests/proof/summary.py --write    puts them between their markers in tests/proof/README.md
+
+A goal is met, missed (and by how much), or not run. A marker is ``<!-- results:NAME -->``; the text after it, up to
+``<!-- end -->``, is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = Path(__file__).resolve().parent / "README.md"
+FOLDERS = (PAGE.parent / "results", ROOT / "benchmarks" / "results")  # a program of speed can count something, too
+MARKER = re.compile(r"<!-- results:([a-z-]+) -->\n.*?<!-- end -->", re.S)
+Data = dict[str, Any]
+
+
+class Count(NamedTuple):
+    """How many of ``total`` were wrong at one place: a path, a tool, a machine. An empty name: there is only one."""
+
+    place: str
+    wrong: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.place}: " * bool(self.place) + f"{self.wrong:,} of {self.total:,}"
+
+
+class Found(NamedTuple):
+    """The numbers of a result file in words, and what of the goal they miss."""
+
+    words: str
+    missed: list[str]
+
+
+Judge = Callable[[Data], Found]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """``name`` with a goal in words; ``judge`` reads the result file. reason: why nothing was run."""
+
+    name: str
+    goal: str
+    file: str = ""
+    judge: Judge | None = None
+    reason: str = ""
+
+    def row(self, data: Data | None) -> list[str]:
+        """Cells: the name, the goal, the verdict, the numbers and the file."""
+        file = f"`{self.file}.json`" if self.file else ""
+        found = self.judge(data) if data is not None and self.judge is not None else Found("", [])
+        if not found.words:
+            return [self.name, self.goal, f"not run: {self.reason or 'no result is committed'}", "", file]
+        verdict = f"**missed**: {'; '.join(found.missed)}" if found.missed else "met"
+        return [self.name, self.goal, verdict, found.words, file]
+
+
+# --- readers of result files ----------------------------------------------------------------------------------------
+
+
+def sums(rows: Iterable[Data], wrong: str, total: str, place: Callable[[Data], str] = lambda row: "") -> list[Count]:
+    """One count per place, in the order of the rows."""
+    counts: dict[str, Count] = {}
+    for row in rows:
+        name = place(row)
+        _, wrongs, totals = counts.get(name, Count(name, 0, 0))
+        counts[name] = Count(name, wrongs + row[wrong], totals + row[total])
+    return list(counts.values())
+
+
+def section(data: Data, name: str) -> list[Data]:
+    return [row for row in data["rows"] if row["section"] == name]
+
+
+def none_wrong(counts: Callable[[Data], list[Count]], least: float = 1) -> Judge:
+    """The judge of a goal of no wrong one among at least ``least``, at each place."""
+
+    def judge(data: Data) -> Found:
+        found = counts(data)
+        missed = [str(count) for count in found if count.wrong]
+        missed += [
+            f"{count.place}: " * bool(count.place) + f"{count.total:,} of {least:,.0f} counted"
+            for count in found
+            if not count.wrong and count.total < least
+        ]
+        return Found("; ".join(map(str, found)), missed)
+
+    return judge
+
+
+def by_path(name: str, wrong: str, total: str, least: float) -> Judge:
+    return none_wrong(lambda data: sums(section(data, name), wrong, total, lambda row: row["path"]), least)
+
+
+def same_tokens(name: str) -> Judge:
+    return none_wrong(lambda data: sums(section(data, name), "different", "tokens", lambda row: row["on"]))
+
+
+def wrong_of(rows: Iterable[Data], is_wrong: Callable[[Data], bool]) -> list[Count]:
+    rows = list(rows)
+    return [Count("", sum(map(is_wrong, rows)), len(rows))]
+
+
+def ways(data: Data) -> Found:
+    """Cells of a matrix of features by the way in which they equal stock SGLang's."""
+    counted = collections.Counter(row["result"] for row in data["rows"])
+    words = ", ".join(f"{count} {way}" for way, count in counted.most_common())
+    return Found(words, [f"{count} {way}" for way, count in counted.items() if way not in WAYS])
+
+
+WAYS = ("exact", "law", "stock", "refused")  # of ``parity.py``
+
+
+def fuzzed(data: Data) -> Found:
+    failures = [*data["failures"], *(one["side"] for one in data["ended"] if "side" in one)]
+    found = none_wrong(lambda data: [Count("", data["different"], data["requests"])], 1e5)(data)
+    words = f"{len(failures)} failures of a server"
+    return Found(f"{found.words}; {words}", found.missed + [words] * bool(failures))
+
+
+def ours_under_load(data: Data) -> list[Data]:
+    return [row for row in data["rows"] if row["backend"] != "stock"]
+
+
+def answered(data: Data) -> list[Count]:
+    rows = ours_under_load(data)
+    lost = (count for row in rows for end, count in row["ends"].items() if end not in ("answered", "left"))
+    return [Count("", sum(lost), sum(row["requests"] for row in rows))]
+
+
+def memory_growth(data: Data) -> Found:
+    """MiB of host memory between the second quarter of a run and its last."""
+    rows = ours_under_load(data)
+    words = [f"{row['host_mib_growth']:+.0f} of {row['memory'][-1]['host_mib']:,} MiB" for row in rows]
+    return Found("; ".join(words), [one for one, row in zip(words, rows, strict=True) if row["host_mib_growth"] > 0])
+
+
+def sanitized(data: Data) -> Found:
+    """Reports by tool. A call of CUDA that returned an error, because memory has run out, is no report."""
+    words, missed = [], []
+    for row in data["rows"]:
+        reports = sum(count for report, count in row["reports"].items() if not report.startswith("Program hit"))
+        failed, left = row["outcomes"].get("failure", 0), row["outcomes"].get("not run", 0)
+        left += row["tests"] - sum(row["outcomes"].values())
+        gaps = [f"{reports:,} reports"] * bool(reports) + [f"{failed:,} tests failed"] * bool(failed)
+        gaps += [f"{left:,} tests not run"] * bool(left)
+        words.append(f"{row['tool']}: {reports:,} in {row['outcomes'].get('passed', 0):,} tests")
+        missed += [f"{row['tool']}: {', '.join(gaps)}"] if gaps else []
+    return Found("; ".join(words), missed)
+
+
+def hot_path(data: Data) -> list[Count]:
+    wrong = sum(row[name] for row in data["rows"] for name in ("waits", "allocates", "loads"))
+    return [Count("", wrong, sum(row["steps"] for row in data["rows"]))]
+
+
+SOAK_ALPHA = 1e-6  # ``ALPHA`` of ``draws.py``
+
+
+def soaked(data: Data) -> Found:
+    """By path: the most evidence beside its limit, and how many distributions had draws enough for the power."""
+    words, missed = [], []
+    for path in dict.fromkeys(row["path"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["path"] == path]
+        most, limit = max(row["most_log_evidence"] for row in rows), math.log(len(rows) / SOAK_ALPHA)
+        draws = sum(row["rows"] * row["draws_per_row"] for row in rows)
+        tested, powerful = (sum(row[name] for row in rows) for name in ("rows", "powerful"))
+        words.append(f"{path}: {most:.1f} of {limit:.1f} in {draws:.1e} draws")
+        missed += [f"{path}: {most:.1f} of {limit:.1f}"] if most >= limit else []
+        missed += [f"{path}: {powerful:,} of {tested:,} distributions have this power"] if powerful < tested else []
+    return Found("; ".join(words), missed)
+
+
+def rejected(data: Data) -> Found:
+    least = min(row["p_value"] for row in data["rows"])
+    return Found(f"{least:.2g}", [f"{least:.2g}"] * (least <= 1e-5))
+
+
+def map_errors(data: Data) -> Found:
+    row = data["sections"]["map"]["rows"][0]
+    wrong, error = row["cpu_not_finite_or_not_below_the_one_before"], row["cpu_max_absolute_error"]
+    words = f"{error:.1e}; {wrong:,} of {row['upper_words']:,} not finite or out of order"
+    return Found(words, [words] * (wrong > 0 or error >= 1e-12))
+
+
+def equal_noise(data: Data) -> Found:
+    rows = [row for row in data["sections"]["collisions"]["rows"] if "planted" not in row]
+    ours, other = (row for row in rows if row["steps"] == 10**7)
+    words = f"{ours['equal_pairs']:,}; {other['equal_pairs']:,} with {other['noise']}'s 32 bits"
+    return Found(words, [words] * bool(ours["equal_pairs"]))
+
+
+def streams(data: Data) -> Found:
+    """By battery of TestU01: failed p-values of all, suspect ones, and orders of the stream."""
+    rows = [row for part in data["sections"].values() for row in part["rows"]]
+    rows = [row for row in rows if "battery" in row and "planted" not in row]
+    words, missed = [], []
+    for battery in dict.fromkeys(row["battery"] for row in rows):
+        run = [row for row in rows if row["battery"] == battery]
+        verdicts = [one["verdict"] for row in run for one in row["not_normal"]]
+        failed, orders = verdicts.count("FAILED"), len({row["order"] for row in run})
+        words.append(
+            f"{battery}: {failed} of {sum(row['p_values'] for row in run)}, {verdicts.count('suspect')} suspect, in "
+            f"{orders} order{'s' * (orders != 1)}"
+        )
+        missed += [f"{battery}: {failed}"] if failed else []
+    return Found("; ".join(words), missed)
+
+
+def deviations(data: Data) -> Found:
+    found = data["sections"]["distribution"]["deviations_from_chance"]
+    return Found(f"{found:+.1f}", [f"{found:+.1f}"] * (found >= 4))
+
+
+def tokens_of_ranks(wrong: str, least: float) -> Judge:
+    return none_wrong(lambda data: sums(section(data, "tokens"), wrong, "rows"), least)
+
+
+# --- goals ----------------------------------------------------------------------------------------------------------
+
+GOALS: dict[str, tuple[Goal, ...]] = {
+    "Exact tokens": (
+        Goal("illegal tokens", "0 of 1e9 draws", "exact", by_path("legal", "illegal", "draws", 1e9)),
+        Goal(
+            "rows with all features: another token than the float64 reference's",
+            "0 of 1e8",
+            "exact",
+            by_path("reference", "different", "rows", 1e8),
+        ),
+        Goal(
+            "rows with limits at temperatures from 1e-6 to 1e4: another token than the reference's",
+            "0 of 1e6",
+            "exact",
+            by_path("temperatures", "different", "rows", 1e6),
+        ),
+        Goal(
+            "rows with NaN, infinities or huge numbers, and their neighbours: another token than the reference's",
+            "0 of 5,000",
+            "exact",
+            by_path("hostile", "different", "rows", 5e3),
+        ),
+        Goal(
+            "forbidden ids with hostile biases, logits and temperatures",
+            "0 of 1e8 draws",
+            "exact",
+            by_path("forbidden", "illegal", "draws", 1e8),
+        ),
+        Goal(
+            "logprobs of these draws above 0, or no number",
+            "0 of 1e8",
+            "exact",
+            by_path("forbidden", "bad_logprobs", "draws", 1e8),
+        ),
+        Goal(
+            "draws of known distributions: log of the most evidence against them, at any time",
+            "below its limit, with the power to notice a total variation distance of 1e-3",
+            "soak",
+            soaked,
+        ),
+        Goal(
+            "tokens of the screened path that differ from the fused path's",
+            "0",
+            "h200-screened",
+            none_wrong(lambda data: sums(data["sections"]["tokens"]["rows"], "no_near_tie", "rows")),
+        ),
+        Goal(
+            "draws of a known distribution on the screened path: deviations from chance",
+            "below 4",
+            "h200-screened",
+            deviations,
+        ),
+    ),
+    "The same token for the same logits, seed and position": (
+        Goal("alone, in every batch, order and path", "0 differ", "determinism", same_tokens("rows")),
+        Goal("with every shipped configuration", "0 differ", "determinism", same_tokens("tables")),
+        Goal("merged from 1, 2, 4 and 8 ranks", "0 differ", "determinism", same_tokens("shards")),
+        Goal("from CUDA graphs", "0 differ", "determinism", same_tokens("graphs")),
+        Goal("on two GPUs as on one", "0 of 1e6 differ", "h200x2-ranks", tokens_of_ranks("differing", 1e6)),
+        Goal("on all of four GPUs", "0 of 1e8 differ", "h200x4-ranks", tokens_of_ranks("ranks_differ", 1e8)),
+        Goal(
+            "verified drafts: tokens that a step without drafts would not have drawn",
+            "0 of 1e6",
+            "verified",
+            none_wrong(lambda data: sums(data["rows"], "different", "positions"), 1e6),
+        ),
+        Goal("verified drafts: smallest p-value of the tokens' law", "above 1e-5", "verified", rejected),
+    ),
+    "Noise": (
+        Goal("largest error of the map in host memory, over all upper words", "below 1e-12", "noise", map_errors),
+        Goal("equal pairs among 1e7 steps", "0", "noise", equal_noise),
+        Goal("p-values of TestU01 that fail", "0", "noise", streams),
+        Goal("PractRand", "no failure", reason="TestU01 was run in its place"),
+    ),
+    "Servers": (
+        Goal("features and pairs of features as in stock SGLang", "each in one of the ways below", "parity", ways),
+        Goal("features and pairs with verified drafts", "the same", "parity-drafts", ways),
+        Goal("random requests that stock SGLang answers in another way", "0 of 1e5; no failure", "http-fuzz", fuzzed),
+        Goal(
+            "cases of SGLang's and other suites that stock SGLang passes and ours does not",
+            "0",
+            "external-suites",
+            none_wrong(
+                lambda data: wrong_of(
+                    (row for row in data["cases"] if row["stock"] == "pass"), lambda row: row["ours"] != "pass"
+                )
+            ),
+        ),
+        *(
+            goal
+            for where, file in (("a CPU", "load"), ("two GPUs", "h100-load"))
+            for goal in (
+                Goal(f"requests under load that are not answered, {where}", "0", file, none_wrong(answered)),
+                Goal(f"growth of host memory under load, {where}", "none", file, memory_growth),
+            )
+        ),
+        Goal(
+            "a day under load with aborted requests and delayed ranks",
+            "as above",
+            reason="`load.py` and `ranks.py` run for ten minutes",
+        ),
+        Goal(
+            "waits for the GPU, allocations and loaded kernels of the sampler's steps",
+            "0 in 1e4 steps",
+            "h200-hot-path",
+            none_wrong(hot_path, 1e4),
+        ),
+    ),
+    "Tests": (
+        Goal(
+            "planted defects that no test notices",
+            "0 of at least 60",
+            "planted-defects",
+            none_wrong(lambda data: wrong_of(data["defects"], lambda row: not row["caught"]), 60),
+        ),
+        Goal(
+            "branches of a server's host code that no test takes, apart from what needs a GPU",
+            "0",
+            "coverage",
+            none_wrong(lambda data: [Count("", data["total"]["missing_branches"], data["total"]["branches"])]),
+        ),
+        Goal(
+            "reports of compute-sanitizer in GPU tests of the kernels",
+            "0 in all of them",
+            "h200-sanitized",
+            sanitized,
+        ),
+    ),
+}
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def read(name: str, folders: Iterable[Path] = FOLDERS) -> Data | None:
+    """The result file of this name; None where there is none. Raises ValueError for a file that is no result."""
+    for folder in folders:
+        file = folder / f"{name}.json"
+        if file.exists():
+            try:
+                data = json.loads(file.read_text())
+                _ = data["env"]["command"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{file} is no result: {type(error).__name__}: {error}") from None
+            return data
+    return None
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+
+
+def goals(folders: Iterable[Path] = FOLDERS) -> str:
+    """How many goals are met, and one table per group."""
+    verdicts, tables = collections.Counter[str](), []
+    for title, group in GOALS.items():
+        rows = [goal.row(read(goal.file, folders) if goal.file else None) for goal in group]
+        verdicts.update(row[2].strip("*").partition(":")[0].rstrip("*") for row in rows)
+        tables.append(f"### {title}\n\n{markdown(['', 'goal', 'verdict', 'found', 'file'], rows)}")
+    counted = f"{verdicts['met']} goals are met, {verdicts['missed']} are missed, {verdicts['not run']} were not run."
+    return "\n\n".join([counted, *tables])
+
+
+def features(folders: Iterable[Path] = FOLDERS) -> str:
+    """Each feature of ``parity.py`` and each pair of them; a feature by itself on the diagonal."""
+    data = read("parity", folders)
+    if data is None:
+        return "Not run."
+    words = {tuple(row["features"]): row["result"] for row in data["rows"]}
+    names = [one[0] for one in words if len(one) == 1]
+    rows = []
+    for place, name in enumerate(names):
+        line = [words.get((other, name), "") for other in names[:place]] + [words[name,]]
+        rows.append([name, *line, *[""] * (len(names) - len(line))])
+    env = data["env"]
+    about = f"SGLang {env['sglang']}, torch {env['torch']}, Triton {env['triton']}, on a CPU, {env['date']}"
+    return f"{about}.\n\n{markdown(['', *names], rows)}"
+
+
+SECTIONS = {"goals": goals, "features": features}
+
+
+def filled(page: str, folders: Iterable[Path] = FOLDERS) -> str:
+    """``page`` with each section between its markers. Raises ValueError for a marker of no section."""
+
+    def replaced(marker: re.Match[str]) -> str:
+        if marker[1] not in SECTIONS:
+            raise ValueError(f"results:{marker[1]} is no section; there are {', '.join(SECTIONS)}")
+        return f"<!-- results:{marker[1]} -->\n{SECTIONS[marker[1]](folders)}\n<!-- end -->"
+
+    return MARKER.sub(replaced, page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="rewrite tests/proof/README.md")
+    if parser.parse_args().write:
+        PAGE.write_text(filled(PAGE.read_text()))
+    else:
+        print(*(make() for make in SECTIONS.values()), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
