@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import triton
 
-from ..dispatch import default_table
 from ..kernels.config import ScreenConfig
 from ..kernels.launch import compiling_only
 from ..kernels.params import LMHead
 from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath
+from ..paths import Parts
 from ..screen import Screen, UnwrittenScreen, unsupported_head
 from ..selfcheck import MAX_IDS, first_ids, launch_once
 from ..tables.schema import HeadShape
@@ -86,17 +86,17 @@ class CompilingWorker:
 
     def _compile(self, config: Config, kind: BatchKind) -> None:
         heads = self._heads if kind.truncate else self._heads[-1:]
-        table = default_table(heads[0])
         with compiling_only():
             if isinstance(config, ScreenConfig):  # the check launches it as well, and must not wait for it
                 whole = self._heads[0]
-                launch_once(whole, fused_beside(config, whole, kind), kernel_kind(kind, SamplingPath.FUSED), table)
+                beside = fused_beside(config, whole, kind)
+                launch_once(Parts.of(whole), beside, kernel_kind(kind, SamplingPath.FUSED))
             with triton.knobs.compilation.scope():
                 triton.knobs.compilation.listener = self._listen
                 for head in heads:
                     screen = self._screen_of(head) if isinstance(config, ScreenConfig) else None
                     for each in checked_kinds(config, kind):
-                        launch_once(head, config, each, default_table(head), screen=screen)
+                        launch_once(Parts.of(head, screen=screen), config, each)
 
     def _screen_of(self, head: LMHead) -> Screen:
         if head.vocab_size not in self._screens:

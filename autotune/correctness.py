@@ -12,7 +12,7 @@ import math
 import numpy as np
 import torch
 
-from ..dispatch import compute_logits, default_table, launch, slots_for
+from ..dispatch import default_table
 from ..flashinfer_path import draw_with_flashinfer
 from ..kernels.config import ReadConfig, ScreenConfig, TileConfig
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
@@ -20,6 +20,7 @@ from ..kernels.reference import allowed_ref, transform_ref
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.workspace import Workspace
 from ..kinds import BatchKind, Config, SamplingPath, path_of
+from ..paths import Parts, compute_logits, launch, slots_for
 from ..screen import Screen
 from ..selfcheck import MAX_IDS, Expectation, difference, edits_of_every_kind, expect, first_ids
 from .errors import IncorrectTokens
@@ -77,7 +78,7 @@ class CorrectnessCheck:
             few = self.many if each.truncate else self.few
             for head, rows in ((self.many, block_b - 3), (few, block_b + 1)):
                 expected = self._expect(head, rows, each, reads=isinstance(config, ReadConfig))
-                reason = difference(expected, config, screen=self._screen_for(config, head))
+                reason = difference(expected, config, Parts.of(head, screen=self._screen_for(config, head)))
                 if reason is not None:
                     raise IncorrectTokens(reason)
         if isinstance(config, ScreenConfig):
@@ -135,15 +136,8 @@ class CorrectnessCheck:
         workspace = self._workspace
         if config is None:
             return draw_with_flashinfer(compute_logits(hidden, head, workspace), head.spec, params)
-        return launch(
-            config,
-            hidden,
-            head,
-            params,
-            workspace=workspace,
-            screen=self._screen_for(config, head),
-            truncation_config=default_table(head).truncation_config,
-        )
+        parts = Parts.of(head, screen=self._screen_for(config, head))._replace(workspace=workspace)
+        return launch(config, hidden, params, parts)
 
     def _screen_for(self, config: Config, head: LMHead) -> Screen | None:
         if not isinstance(config, ScreenConfig):
@@ -155,7 +149,7 @@ class CorrectnessCheck:
     def _expect(self, head: LMHead, rows: int, kind: BatchKind, *, reads: bool) -> Expectation:
         key = (head.vocab_size, rows, kind, reads)
         if key not in self._expected:
-            self._expected[key] = expect(head, rows, kind, reads=reads, table=default_table(head))
+            self._expected[key] = expect(head, rows, kind, reads=reads)
         return self._expected[key]
 
     def _distribution(

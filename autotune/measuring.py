@@ -16,12 +16,13 @@ import torch
 import triton
 
 from .. import __version__
-from ..dispatch import compute_logits, default_table, launch, slots_for
+from ..dispatch import default_table
 from ..flashinfer_path import draw_with_flashinfer
 from ..kernels.config import ScreenConfig
 from ..kernels.params import LMHead
 from ..kernels.workspace import Workspace
 from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath
+from ..paths import Parts, compute_logits, launch, slots_for
 from ..screen import Screen
 from ..tables.lookup import device_of, environment
 from ..tables.schema import HeadShape
@@ -175,17 +176,10 @@ class MeasuringWorker:
         if isinstance(config, ScreenConfig):  # copies are as cold as their heads: they take turns with them
             self._screens = self._screens or [Screen(head, MAX_SCREENED_ROWS) for head in heads]
             screens = self._screens
+        parts = [Parts(head, truncation_config, workspace, screen) for head, screen in zip(heads, screens, strict=True)]
 
         def call(step: int) -> Any:
-            return launch(
-                config,
-                workload.hidden,
-                heads[step % len(heads)],
-                params[step],
-                workspace=workspace,
-                screen=screens[step % len(heads)],
-                truncation_config=truncation_config,
-            )
+            return launch(config, workload.hidden, params[step], parts[step % len(heads)])
 
         return call
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import triton
 
 from ..kernels.launch import Gpu, pretend_gpu
+from ..paths import Parts
 from ..screen import UnwrittenScreen
 from ..selfcheck import CHECKED_ROWS, MAX_COMPILED_ROWS, MAX_IDS, compile_ahead, first_ids
 from ..tables.lookup import resolve
@@ -58,8 +59,11 @@ def warm(
     head = empty_head(shape, "cpu")
     resolved = resolve(head, file=file, device=device)
     heads = [head, first_ids(head, MAX_IDS)]
-    screened = resolved.dispatch.screened_rows(max_rows) if screen else 0
-    screens = [UnwrittenScreen(one, max(screened, CHECKED_ROWS)) for one in heads] if screened else []
+    table = resolved.dispatch
+    screened = table.screened_rows(max_rows) if screen else 0
+    parts = [
+        Parts.of(one, table, UnwrittenScreen(one, max(screened, CHECKED_ROWS)) if screened else None) for one in heads
+    ]
     counts = [0, 0]
 
     def listen(*, cache_hit: bool, **about: Any) -> None:
@@ -70,7 +74,7 @@ def warm(
     incomplete = remove_incomplete(Path(triton.knobs.cache.dir))
     triton.knobs.compilation.listener = listen
     try:
-        compile_ahead(heads, max_rows, table=resolved.dispatch, screens=screens)
+        compile_ahead(parts, max_rows, table)
     finally:
         triton.knobs.compilation.listener = before
     return Warmed(counts[0], counts[1], incomplete, time.monotonic() - started, (*resolved.warnings, resolved.line()))

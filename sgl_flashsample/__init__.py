@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import argmax, sample, sample_from_logits
+    from .api import DraftTree, VerifyOutput, argmax, sample, sample_from_logits, verify
     from .dispatch import DispatchTable
+    from .head import Head
     from .kernels.config import TileConfig
     from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
     from .kernels.rng import NOISE_ABI
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from .sampler import Sampler, SamplingParams
     from .screen import Screen
     from .tables.lookup import load_table, resolve
-    from .verification import DraftTree, VerifyOutput, verify
 
 _HOMES = {
     "argmax": ".api",
     "sample": ".api",
     "sample_from_logits": ".api",
     "DispatchTable": ".dispatch",
+    "Head": ".head",
     "TileConfig": ".kernels.config",
     "BatchParams": ".kernels.params",
     "LMHead": ".kernels.params",
@@ -49,9 +50,9 @@ _HOMES = {
     "Screen": ".screen",
     "load_table": ".tables.lookup",
     "resolve": ".tables.lookup",
-    "DraftTree": ".verification",
-    "VerifyOutput": ".verification",
-    "verify": ".verification",
+    "DraftTree": ".api",
+    "VerifyOutput": ".api",
+    "verify": ".api",
 }
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "BatchParams",
     "DispatchTable",
     "DraftTree",
+    "Head",
     "LMHead",
     "LogitEdits",
     "SampleOutput",

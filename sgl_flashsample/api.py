@@ -1,21 +1,24 @@
-"""The public functions: ``sample``, ``sample_from_logits`` and ``argmax``. For engines other than SGLang; SGLang's
-backend calls what they call."""
+"""The public functions: ``sample``, ``sample_from_logits``, ``argmax`` and, for speculative decoding, ``verify``. For
+engines other than SGLang, whose backend draws from a ``Head`` as they do."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
 import torch
 
-from . import dispatch
-from .cpu_path import draws_in_host_memory, sample_on_cpu, unsupported_by_machine
-from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
+from .cpu_path import draws_in_host_memory, follow_drafts_on_cpu
 from .dispatch import DispatchTable
-from .kernels.config import ReadConfig
-from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
-from .kernels.sample_logits import sample_logits
+from .head import Head, check_params, check_rows
+from .kernels.follow_drafts import follow_drafts
+from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, check_tensor
 from .kernels.workspace import Workspace
-from .kinds import BatchKind, SamplingPath
+from .kinds import SamplingPath
+from .paths import read_logits
 from .screen import Screen
 
+_NONE = -1  # no node, no token
 _MIN_ZEROS = 1024
 # By device and number of rows. Never freed: a captured graph reads them at the addresses that they had during the
 # capture.
@@ -25,7 +28,7 @@ _greedy_params: dict[tuple[torch.device, int], BatchParams] = {}
 
 def sample(
     hidden: torch.Tensor,
-    lm_head: torch.Tensor | LMHead,
+    lm_head: torch.Tensor | LMHead | Head,
     params: BatchParams,
     *,
     return_logprob: bool = False,
@@ -43,8 +46,8 @@ def sample(
 
     Args:
         hidden: ``[B, D]``, contiguous rows, the head's dtype and device.
-        lm_head: ``[V, D]`` weight (bfloat16, float16 or float32), or an ``LMHead`` for padding, a softcap,
-            a scale or a vocabulary shard. Keep one ``LMHead`` per model: it caches its descriptors.
+        lm_head: ``[V, D]`` weight (bfloat16, float16 or float32), an ``LMHead`` for padding, a softcap, a scale or a
+            vocabulary shard, or a ``Head``, whose table, scratch and screen are used. Keep one per model.
         params: per-row temperature, seed and position.
         return_logprob: also compute the token's log-probability.
         workspace: scratch to reuse (``dispatch.make_workspace(head, max_rows, table=table)``); allocated when None. It
@@ -66,19 +69,9 @@ def sample(
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it. An unknown path, or one
             that cannot serve the head or the batch. A table for heads of another shape.
     """
-    head = lm_head.current if isinstance(lm_head, LMHead) else LMHead(lm_head)
     check_rows("hidden", hidden)
-    check_params(params)
-    return dispatch.sample(
-        hidden,
-        head,
-        params,
-        return_logprob=return_logprob,
-        workspace=workspace,
-        path=path,
-        table=table,
-        screen=screen,
-    )
+    head = lm_head if isinstance(lm_head, Head) else Head(lm_head, table=table, screen=screen, workspace=workspace)
+    return head.draw(hidden, params, return_logprob=return_logprob, path=path)
 
 
 def sample_from_logits(
@@ -117,28 +110,12 @@ def sample_from_logits(
     check_params(params)
     size = logits.shape[-1] if vocab_size is None else vocab_size
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap, shards=shards)
-    if draws_in_host_memory(logits.device):
-        return sample_on_cpu(logits, spec, params, return_logprob=return_logprob)
-    family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
-    kind = BatchKind(params.truncation is not None, params.edits is not None)
-    traits = HeadTraits(family, itemsize, size, hidden_size=0)
-    config = default_config_on(traits, SamplingPath.LOGITS, logits.shape[0], kind)
-    assert isinstance(config, ReadConfig)
-    with dispatch.on_device_of(logits):
-        return sample_logits(
-            logits,
-            spec,
-            params,
-            config,
-            return_logprob=return_logprob,
-            workspace=workspace,
-            truncation_config=truncation_config(family, itemsize, size),
-        )
+    return read_logits(logits, spec, params, return_logprob=return_logprob, workspace=workspace)
 
 
 def argmax(
     hidden: torch.Tensor,
-    lm_head: torch.Tensor | LMHead,
+    lm_head: torch.Tensor | LMHead | Head,
     *,
     screen: Screen | None = None,
     table: DispatchTable | None = None,
@@ -149,7 +126,7 @@ def argmax(
 
     Args:
         hidden: ``[B, D]``, contiguous rows, the head's dtype and device.
-        lm_head: ``[V, D]`` weight, or an ``LMHead``, as for ``sample``; a whole vocabulary. Where the head is a shard,
+        lm_head: as for ``sample``; a whole vocabulary. Where the head is a shard,
             call ``sample`` with ``all_greedy``: its scores tell which shard holds the token.
         screen, table, workspace: as for ``sample``.
 
@@ -165,19 +142,121 @@ def argmax(
     return sample(hidden, lm_head, params, workspace=workspace, table=table, screen=screen).token_ids
 
 
-def check_params(params: BatchParams) -> None:
-    """Raise ValueError for parameters of another type."""
-    if not isinstance(params, BatchParams):
-        raise ValueError(f"params is a {type(params).__name__}; expected BatchParams")
+class DraftTree(NamedTuple):
+    """How D nodes hang together, the same in every row, or one tree per row: ``[D]`` or ``[B, D]`` int64 each.
+
+    first_child, next_sibling: nodes, -1 for none. depth: 0 of the root, which is node 0.
+    """
+
+    first_child: torch.Tensor
+    next_sibling: torch.Tensor
+    depth: torch.Tensor
+
+    @classmethod
+    def chain(cls, num_nodes: int, device: torch.device | str) -> DraftTree:
+        """Each node but the last has one child."""
+        depth = torch.arange(num_nodes, device=device)
+        none = torch.full_like(depth, _NONE)
+        return cls(torch.where(depth + 1 < num_nodes, depth + 1, none), none, depth)
+
+    @classmethod
+    def from_parents(cls, parents: list[int], device: torch.device | str) -> DraftTree:
+        """parents: of each node, -1 of node 0, the root; parents come before their children. Of siblings, the one that
+        comes first is asked first. Raises ValueError for anything else."""
+        first, following, depth = [_NONE] * len(parents), [_NONE] * len(parents), [0] * len(parents)
+        last_child: dict[int, int] = {}
+        for node, parent in enumerate(parents):
+            if node == 0:
+                if parent != _NONE:
+                    raise ValueError(f"parents[0] is {parent}; expected -1")
+                continue
+            if not 0 <= parent < node:
+                raise ValueError(f"parents[{node}] is {parent}; expected 0 to {node - 1}")
+            depth[node] = depth[parent] + 1
+            if parent in last_child:
+                following[last_child[parent]] = node
+            else:
+                first[parent] = node
+            last_child[parent] = node
+        return cls(*(torch.tensor(column, device=device) for column in (first, following, depth)))
 
 
-def check_rows(name: str, rows: torch.Tensor) -> None:
-    """Raise ValueError unless ``rows``, hidden states or logits, is a matrix on a device where kernels run."""
-    if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
-        is_what = f"has shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else f"is a {type(rows).__name__}"
-        raise ValueError(f"{name} {is_what}; expected a [B, {'D' if name == 'hidden' else 'V'}] tensor")
-    if draws_in_host_memory(rows.device) and (reason := unsupported_by_machine()) is not None:
-        raise ValueError(f"{name} is on the CPU; expected it on a CUDA device: {reason}")
+class VerifyOutput(NamedTuple):
+    """token_ids: ``[B, D]`` int64, the tokens that each row gains, then -1: its accepted drafts and the token drawn
+    after them. num_tokens: ``[B]`` int32, how many these are, 1 to D. nodes: ``[B, D]`` int32, the node at which each
+    was drawn, as a place in ``[B * D]``, then -1: what of the KV cache stays. logprobs: ``[B, D]`` float32 of these
+    tokens, 0 elsewhere; None unless asked for."""
+
+    token_ids: torch.Tensor
+    num_tokens: torch.Tensor
+    nodes: torch.Tensor
+    logprobs: torch.Tensor | None
+
+
+def verify(
+    hidden: torch.Tensor,
+    lm_head: torch.Tensor | LMHead | Head,
+    draft_tokens: torch.Tensor,
+    params: BatchParams,
+    tree: DraftTree | None = None,
+    *,
+    return_logprob: bool = False,
+    workspace: Workspace | None = None,
+    path: SamplingPath | str | None = None,
+    table: DispatchTable | None = None,
+    screen: Screen | None = None,
+) -> VerifyOutput:
+    """The tokens that each row gains from its drafts: those that drawing one token after another would give.
+
+    At every node a token is drawn with the noise of its position; a draft is accepted where it is the token drawn at
+    its parent. The tokens are the same with other drafts, or with none: drafts decide only how many come at once. This
+    has the law of verification by acceptance probabilities (FlashSpec; SGLang with thresholds of 1).
+
+    Args:
+        hidden: ``[B, D, H]``, contiguous, the head's dtype and device: the final hidden state after each node's token.
+        lm_head: as in ``sample``.
+        draft_tokens: ``[B, D]`` int64, the token of each node. That of node 0, the last known token, is not looked at.
+        params: one value per row; position is that of the token which the root draws, and a node d levels below draws
+            that of d positions later. A mask of ``edits`` has a row per row, or one per node (``B * D``).
+        tree: a chain when None.
+        return_logprob, workspace, path, table, screen: as in ``sample``, for batches of ``B * D`` rows.
+
+    Raises:
+        ValueError: as ``sample``, and for drafts or a tree of another shape.
+    """
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.shape[1] == 0:
+        given = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else f"a {type(hidden).__name__}"
+        raise ValueError(f"hidden is {given}; expected [B, D, H] with a D of 1 or more")
+    shape = hidden.shape[:2]
+    num_rows, num_nodes = shape
+    check_tensor("draft_tokens", draft_tokens, tuple(shape), torch.int64, hidden)
+    check_params(params)
+    check_tensor("position", params.position, (num_rows,), torch.int64, hidden)
+    tree = DraftTree.chain(num_nodes, hidden.device) if tree is None else tree
+    if not isinstance(tree, DraftTree):
+        raise ValueError(f"tree is a {type(tree).__name__}; expected a DraftTree or None")
+    for name, column in zip(tree._fields, tree, strict=True):
+        if tuple(column.shape) not in ((num_nodes,), tuple(shape)):
+            raise ValueError(f"tree.{name} is {tuple(column.shape)}; expected {(num_nodes,)} or {tuple(shape)}")
+    first_child, next_sibling, depth = (column.expand(shape).contiguous() for column in tree)
+    params = params.repeated(num_nodes)
+    params = dataclasses.replace(params, position=params.position + depth.reshape(-1))
+    drawn = sample(
+        hidden.flatten(0, 1),
+        lm_head,
+        params,
+        return_logprob=return_logprob,
+        workspace=workspace,
+        path=path,
+        table=table,
+        screen=screen,
+    )
+    token_ids = drawn.token_ids.view(shape)
+    follow = follow_drafts_on_cpu if draws_in_host_memory(hidden.device) else follow_drafts
+    nodes, num_tokens = follow(token_ids, draft_tokens.contiguous(), first_child, next_sibling)
+    on_path, places = nodes >= 0, nodes.clamp(min=0).long()
+    logprobs = None if drawn.logprobs is None else torch.where(on_path, drawn.logprobs[places], 0.0)
+    return VerifyOutput(torch.where(on_path, drawn.token_ids[places], _NONE), num_tokens, nodes, logprobs)
 
 
 def _greedy_params_for(num_rows: int, device: torch.device) -> BatchParams:

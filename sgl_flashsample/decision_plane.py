@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .cpu_path import sample_on_cpu, unsupported_by_machine
-from .dispatch import compute_logits, on_device_of
 from .kernels.launch import next_power_of_2
 from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from .kernels.workspace import Workspace
+from .paths import compute_logits, on_device_of
 
 BLOCK_ROWS = 32
 SLOTS = 2  # blocks in pinned memory: one is drawn while the next one arrives

@@ -1,32 +1,23 @@
-"""Which path and configuration a batch takes, and its launch: the only place that picks and runs a path.
+"""Which configuration the batches of a head take: a pure look-up, by batch size and kind.
 
-Our own paths draw the same token for the same logits (near-ties of scores excepted): which one serves a batch is a
-matter of speed alone. What differs between them is the logits: a GEMM of the vendor adds up in another order than the
-fused pass, and may move a logit by a unit in its last place. FlashInfer draws other tokens of the same distribution
-(``flashinfer_path.py``): it serves a batch where the table and the caller both allow that.
+The paths that a table chooses from draw the same token for the same logits (near-ties of scores excepted): the choice
+is a matter of speed alone. The logits may differ between them: a GEMM of the vendor adds up in another order than the
+fused pass, and may move a logit by a unit in its last place.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import torch
-
-from .cpu_path import draws_in_host_memory, sample_on_cpu
 from .defaults import HeadTraits, default_config, default_config_on, truncation_config
-from .flashinfer_path import FlashInferError, draw_with_flashinfer, give_up, unsupported_batch
-from .kernels.config import DEFAULT_TRUNCATION, ReadConfig, ScreenConfig, TruncationConfig
-from .kernels.launch import is_compiling_only
-from .kernels.lm_head_sample import lm_head_sample, workspace_slots
-from .kernels.params import BatchParams, LMHead, SampleOutput
-from .kernels.sample_logits import read_slots, sample_logits
-from .kernels.screened_sample import screened_sample
-from .kernels.workspace import Workspace
+from .kernels.config import ScreenConfig, TruncationConfig
 from .kinds import BATCH_KINDS, PLAIN, BatchKind, Config, SamplingPath, path_of
-from .screen import Screen, unsupported_head
+
+if TYPE_CHECKING:
+    from .kernels.params import LMHead
 
 Tuned = Mapping[BatchKind, Mapping[int, Config]]  # batch size -> configuration
 
@@ -186,196 +177,3 @@ def reading_table(traits: HeadTraits) -> DispatchTable:
         kind: {rows: default_config_on(traits, SamplingPath.LOGITS, rows, kind) for rows in sizes} for kind in kinds
     }
     return DispatchTable(traits, chosen, screening=False)
-
-
-def make_reading_workspace(
-    traits: HeadTraits, max_rows: int, device: torch.device, searched: torch.Tensor | None = None
-) -> Workspace:
-    """Scratch for ``api.sample_from_logits`` of any batch of 1 to ``max_rows`` rows. searched: as in
-    ``make_workspace``."""
-    configs = {config for _, _, config in reading_table(traits).configs_up_to(max_rows)}
-    slots = [read_slots(traits.vocab_size, max_rows, c, device) for c in configs if isinstance(c, ReadConfig)]
-    return Workspace(max(slots), device, searched)
-
-
-def unsupported_path(path: SamplingPath, head: LMHead) -> str | None:
-    """Why ``path`` cannot serve ``head``; None where it can."""
-    if path is SamplingPath.SCREENED:
-        return unsupported_head(head)
-    if path is not SamplingPath.FUSED and not head.gemm_gives_logits:
-        return f"its GEMM gives {head.weight.dtype}, the head's logits are {head.rounding}"
-    return None
-
-
-def make_workspace(
-    head: LMHead, max_rows: int, searched: torch.Tensor | None = None, table: DispatchTable | None = None
-) -> Workspace:
-    """Scratch for any batch of 1 to ``max_rows`` rows of ``head``, on the path that it takes: no such batch allocates
-    more, except for the logits of truncated rows. The scratch of a screen is separate. searched: an existing counter to
-    continue (``Workspace``)."""
-    configs = {config for _, _, config in (table or default_table(head)).configs_up_to(max_rows, screened=True)}
-    slots = max(slots_for(config, head, max_rows) for config in configs)
-    workspace = Workspace(slots, head.weight.device, searched)
-    reads = any(isinstance(config, ReadConfig) for config in configs)
-    if reads or head.shards > 1 or (table is not None and table.flashinfer):
-        workspace.gemm(max_rows, head.weight.shape[0], _gemm_dtype(head))
-    return workspace
-
-
-def slots_for(config: Config, head: LMHead, max_rows: int) -> int:
-    """Slots that a ``Workspace`` needs for any batch of 1 to ``max_rows`` rows with this configuration."""
-    if isinstance(config, ReadConfig):
-        return read_slots(head.vocab_size, max_rows, config, head.weight.device)
-    return 1 if isinstance(config, ScreenConfig) else workspace_slots(head, max_rows, config)
-
-
-def launch(
-    config: Config,
-    hidden: torch.Tensor,  # [B, D], the weight's dtype
-    head: LMHead,
-    params: BatchParams,
-    *,
-    return_logprob: bool = False,
-    workspace: Workspace | None = None,
-    screen: Screen | None = None,
-    truncation_config: TruncationConfig = DEFAULT_TRUNCATION,
-) -> SampleOutput:
-    """Draw one token per row as ``config`` says; in host memory there is one way (``cpu_path.py``). screen: of
-    ``head``, for a ``ScreenConfig``. Raises ValueError for arguments that do not fit."""
-    if draws_in_host_memory(hidden.device):
-        logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
-        return sample_on_cpu(logits, head.spec, params, return_logprob=return_logprob)
-    if isinstance(config, ScreenConfig):
-        if screen is None or return_logprob:
-            raise ValueError("the screened path needs a screen, and returns no logprobs")
-        return screened_sample(
-            hidden,
-            head,
-            screen.int8_head,
-            params,
-            config,
-            workspace=screen.workspace,
-            head_workspace=workspace,
-            truncation_config=truncation_config,
-        )
-    if isinstance(config, ReadConfig):
-        if workspace is None:
-            workspace = Workspace(slots_for(config, head, max(1, hidden.shape[0])), hidden.device)
-        return sample_logits(
-            compute_logits(hidden, head, workspace),
-            head.spec,
-            params,
-            config,
-            return_logprob=return_logprob,
-            workspace=workspace,
-            truncation_config=truncation_config,
-        )
-    return lm_head_sample(
-        hidden,
-        head,
-        params,
-        config,
-        return_logprob=return_logprob,
-        workspace=workspace,
-        truncation_config=truncation_config,
-    )
-
-
-def sample(
-    hidden: torch.Tensor,
-    head: LMHead,
-    params: BatchParams,
-    *,
-    return_logprob: bool = False,
-    workspace: Workspace | None = None,
-    path: SamplingPath | str | None = None,
-    table: DispatchTable | None = None,
-    screen: Screen | None = None,
-) -> SampleOutput:
-    """``api.sample`` for an ``LMHead``: pick the configuration of this batch, and launch it."""
-    path = None if path is None else SamplingPath(path)
-    table = default_table(head) if table is None else table
-    table.check(head)
-    num_rows, truncation = hidden.shape[0], params.truncation
-    kind = BatchKind(truncation is not None, params.edits is not None)
-    kind = kind._replace(greedy=params.all_greedy and kind == PLAIN)
-    if path is not None and (reason := unsupported_path(path, head)) is not None:
-        raise ValueError(f"path is {path.value!r}, which cannot serve this head: {reason}")
-    with on_device_of(hidden):
-        if path is SamplingPath.FLASHINFER or (path is None and table.takes_flashinfer(num_rows, kind)):
-            reason = unsupported_batch(head, params, return_logprob)
-            if reason is None:
-                logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
-                try:
-                    return draw_with_flashinfer(logits, head.spec, params)
-                except FlashInferError as error:
-                    if path is not None:
-                        raise
-                    give_up(error)  # a request must not fail because a path cannot serve it
-            elif path is not None:
-                raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {reason}")
-        if path in (None, SamplingPath.SCREENED):
-            reason = _unsupported_by_screen(screen, head, num_rows, return_logprob)
-            if reason is None and (path is not None or _has_small_top_k(params, table.truncation_config)):
-                kind = kind._replace(screen=True)
-            elif path is not None:
-                raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {reason}")
-        config = table.lookup(num_rows, kind) if path is None else table.lookup_on(path, num_rows, kind)
-        return launch(
-            config,
-            hidden,
-            head,
-            params,
-            return_logprob=return_logprob,
-            workspace=workspace,
-            screen=screen,
-            truncation_config=table.truncation_config,
-        )
-
-
-def _unsupported_by_screen(screen: Screen | None, head: LMHead, num_rows: int, return_logprob: bool) -> str | None:
-    """Why ``screen`` cannot serve such a batch; None where it can."""
-    if screen is None:
-        return "its head has no screen"
-    if return_logprob:
-        return "logprobs are asked for"
-    if num_rows > screen.max_rows:
-        return f"it has {num_rows} rows, the screen is for {screen.max_rows}"
-    return None if screen.serves(head) else "the screen is not of what the head holds now"
-
-
-def _has_small_top_k(params: BatchParams, config: TruncationConfig) -> bool:
-    """Whether every truncated row has a top-k that the screened path can serve. A row with a larger one would read the
-    whole head after the screen."""
-    if params.truncation is None:
-        return True
-    largest = params.truncation.max_top_k
-    return largest is not None and largest <= config.max_small_top_k
-
-
-def compute_logits(
-    hidden: torch.Tensor, head: LMHead, workspace: Workspace, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included; float32 where
-    logits are to be rounded to another dtype than the weight's."""
-    head.check(hidden)
-    logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], _gemm_dtype(head))
-    hidden, weight = hidden.detach(), head.weight.detach()
-    if is_compiling_only():
-        return logits
-    if head.gemm_gives_logits:
-        return torch.mm(hidden, weight.T, out=logits)
-    if weight.is_cuda:  # coverage: needs a GPU
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=logits)
-    return torch.mm(hidden.float(), weight.float().T, out=logits)
-
-
-def _gemm_dtype(head: LMHead) -> torch.dtype:
-    return head.weight.dtype if head.gemm_gives_logits else torch.float32
-
-
-def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Kernels run on the current device: make that the tensor's."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()

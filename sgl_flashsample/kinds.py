@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from .kernels.config import ReadConfig, ScreenConfig, TileConfig
+
+if TYPE_CHECKING:
+    from .kernels.params import BatchParams
 
 Config = TileConfig | ReadConfig | ScreenConfig  # of the fused, the logits and the screened path
 
@@ -49,6 +52,12 @@ class BatchKind(NamedTuple):
     edit: bool = False
     greedy: bool = False
     screen: bool = False
+
+    @classmethod
+    def of(cls, params: BatchParams) -> BatchKind:
+        """The kind of a batch whose head has no screen."""
+        truncate, edit = params.truncation is not None, params.edits is not None
+        return cls(truncate, edit, params.all_greedy and not truncate and not edit)
 
     def __str__(self) -> str:
         """ "plain", "edit+truncate", "greedy+screen", ..."""

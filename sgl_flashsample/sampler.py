@@ -1,10 +1,9 @@
-"""``Sampler`` and ``SamplingParams``: numbers in, tokens out, for scripts and small engines. They call
-``api.sample``."""
+"""``Sampler`` and ``SamplingParams``: numbers in, tokens out, for scripts and small engines. They draw from a
+``Head``."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import secrets
 import threading
@@ -13,13 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .api import check_rows, sample
-from .dispatch import make_workspace
+from .head import Head, check_rows
 from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
-from .screen import Screen
-from .tables.lookup import resolve
-
-logger = logging.getLogger("sgl_flashsample")
 
 _UNKNOWN = float("nan")  # of a number on the device: it passes no test
 _OFF: dict[str, Callable[[float], bool]] = {
@@ -122,14 +116,14 @@ class Sampler:
         sampler = Sampler(LMHead.from_hf(model))
         out = sampler(hidden, SamplingParams(temperature=0.7, top_k=50, seed=7))
 
-    It keeps what ``api.sample`` takes beside a batch: the tuned table that fits the head on this machine, the scratch
-    and, with ``screen``, an INT8 copy of the head (``Screen``).
+    Its ``head`` is a ``Head`` with the tuned table that fits on this machine, scratch and, with ``screen``, an INT8
+    copy of the weight (``Screen``).
 
     head: an ``LMHead``, or its ``[V, D]`` weight. The next call sees a weight that is replaced or written to, and draws
-    without the screen until ``sampler.screen.rebuild(sampler.head)``. max_rows: of the largest batch that scratch is
-    made for at first; a larger one makes it anew. seed: an int64, of rows without one of their own; drawn from the
-    system where None. tuned: the file of a tuned table, instead of the one that fits. Several threads may call it, on
-    one stream of the device.
+    without the screen until ``sampler.head.screen.rebuild(sampler.head.lm_head)``. max_rows: rows of the largest batch
+    that scratch is made for at first; a larger batch makes it anew. seed: an int64, for rows without a seed of their
+    own; drawn from the system where None. tuned: the file of a tuned table, instead of the one that fits. Several
+    threads may call it, on one stream of the device.
 
     Raises ValueError for a head that cannot be served, and on a machine without a device for the kernels.
     """
@@ -147,15 +141,8 @@ class Sampler:
             raise ValueError(f"max_rows is {max_rows}; expected 1 or more")
         if seed is not None:
             _check_numbers("seed", seed, _is_int64, "an int64")
-        self.head = head if isinstance(head, LMHead) else LMHead(head)
+        self.head = Head.tuned(head, max_rows=max_rows, screen=screen, file=tuned)
         self.seed = secrets.randbits(62) if seed is None else _plain(seed)
-        resolved = resolve(self.head, file=tuned)
-        for warning in resolved.warnings:
-            logger.warning("flashsample: %s", warning)
-        self.table = resolved.dispatch
-        self.max_rows = max_rows
-        self.workspace = make_workspace(self.head, max_rows, table=self.table)
-        self.screen = Screen(self.head, max_rows) if screen else None
         self.calls = 0  # the position of tokens that are given none
         self._rows: _Rows | None = None  # of the last call
         self._lock = threading.Lock()  # all calls share the scratch
@@ -200,13 +187,9 @@ class Sampler:
         edits: LogitEdits | None,
         return_logprob: bool,
     ) -> SampleOutput:
-        num_rows, self.head = hidden.shape[0], self.head.current
-        if num_rows > self.max_rows:
-            self.max_rows = num_rows
-            self.workspace = make_workspace(self.head, num_rows, table=self.table)
-            screened = self.table.screened_rows(num_rows)
-            if self.screen is not None and not self.screen.closed and screened > self.screen.max_rows:
-                self.screen.grow(screened)
+        num_rows = hidden.shape[0]
+        if num_rows > self.head.max_rows:
+            self.head.grow(num_rows)
         rows = self._rows
         if rows is None or rows.params is not params or len(rows.seed) != num_rows:
             rows = self._rows = self._rows_of(params, num_rows)
@@ -216,23 +199,15 @@ class Sampler:
         batch = BatchParams(
             rows.temperature,
             rows.seed,
-            _tensor("position", position, num_rows, torch.int64, self.head.weight.device),
+            _tensor("position", position, num_rows, torch.int64, self.head.lm_head.weight.device),
             rows.truncation,
             edits,
             params.all_greedy,
         )
-        return sample(
-            hidden,
-            self.head,
-            batch,
-            return_logprob=return_logprob,
-            workspace=self.workspace,
-            table=self.table,
-            screen=self.screen,
-        )
+        return self.head.draw(hidden, batch, return_logprob=return_logprob)
 
     def _rows_of(self, params: SamplingParams, num_rows: int) -> _Rows:
-        device = self.head.weight.device
+        device = self.head.lm_head.weight.device
         seed = _plain(self.seed if params.seed is None else params.seed)
         if isinstance(seed, int):
             seed = [(seed + row + 2**63) % 2**64 - 2**63 for row in range(num_rows)]

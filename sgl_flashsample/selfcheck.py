@@ -9,7 +9,6 @@ processes do not, as in SGLang's scheduler, which is a daemon.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import triton
 
 from .cpu_path import draws_in_host_memory
 from .defaults import HeadTraits
-from .dispatch import DispatchTable, compute_logits, default_table, launch, reading_table, slots_for
+from .dispatch import DispatchTable, default_table, reading_table
 from .files import first_line
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.config import ReadConfig, ScreenConfig
@@ -38,6 +37,7 @@ from .kernels.reference import (
 from .kernels.rng import GROUP_SIZE
 from .kernels.workspace import LogitsBuffer, Workspace
 from .kinds import BatchKind, Config
+from .paths import Parts, compute_logits, launch, slots_for
 from .screen import Screen
 
 logger = logging.getLogger("sgl_flashsample")
@@ -64,52 +64,38 @@ def first_ids(head: LMHead, most: int) -> LMHead:
     return dataclasses.replace(head, weight=head.weight[:size], vocab_size=size, module=None)
 
 
-def compile_ahead(
-    heads: list[LMHead],
-    max_rows: int,
-    *,
-    bool_masks: bool = False,
-    table: DispatchTable | None = None,
-    screens: Sequence[Screen | None] = (),
-) -> None:
-    """Compile what batches of 1 to ``max_rows`` rows of ``heads`` launch, whatever their features; run none of it.
+def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *, bool_masks: bool = False) -> None:
+    """Compile the kernels that batches of 1 to ``max_rows`` rows of ``heads`` launch, whatever their features; run none
+    of them.
 
-    bool_masks: also the kernels for grammar masks of dtype bool. table: what batches take; the built-in choices for the
-    first head when None. screens: of the heads, in their order, where batches may be screened. What fails to compile
-    fails again where it is launched, and is reported there.
+    A head with a screen is also compiled for screened batches. table: the configuration of each batch. bool_masks: also
+    the kernels for grammar masks of dtype bool. A kernel that fails to compile fails again where it is launched, and is
+    reported there.
     """
-    if triton.knobs.runtime.interpret or draws_in_host_memory(heads[0].weight.device):
+    if triton.knobs.runtime.interpret or draws_in_host_memory(heads[0].lm_head.weight.device):
         return  # there is nothing to compile
-    table = table or default_table(heads[0])
     threads = min(MAX_COMPILING_THREADS, len(os.sched_getaffinity(0)))
     try:
         with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), compiling_only():
-            for head, screen in itertools.zip_longest(heads, screens):
+            for parts in heads:
                 # The kernels that take longest come first, so that none of them is left alone at the end.
-                used = table.configs_up_to(max_rows, screened=screen is not None)
+                used = table.configs_up_to(max_rows, screened=parts.screen is not None)
                 for kind, _, config in sorted(used, key=lambda one: not one[0].truncate):
-                    if kind.truncate and head.shards > 1:
+                    if kind.truncate and parts.lm_head.shards > 1:
                         continue  # only a whole vocabulary is truncated
                     for return_logprob in (False,) if kind.screen else (False, True):
-                        launch_once(head, config, kind, table, return_logprob, screen=screen)
+                        launch_once(parts, config, kind, return_logprob)
                         if bool_masks and kind.edit:
-                            launch_once(head, config, kind, table, return_logprob, bool_mask=True, screen=screen)
+                            launch_once(parts, config, kind, return_logprob, bool_mask=True)
     except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
         logger.debug("flashsample: kernels are not compiled ahead: %s", first_line(error))
 
 
 def launch_once(
-    head: LMHead,
-    config: Config,
-    kind: BatchKind,
-    table: DispatchTable,
-    return_logprob: bool = False,
-    *,
-    bool_mask: bool = False,
-    screen: Screen | None = None,
+    parts: Parts, config: Config, kind: BatchKind, return_logprob: bool = False, *, bool_mask: bool = False
 ) -> None:
-    """Launch what a batch of this kind launches, with one row: kernels do not depend on the number of rows. screen: of
-    ``head``, for a ``ScreenConfig``."""
+    """Launch the kernels of a batch of this kind, with one row: kernels do not depend on the number of rows."""
+    head = parts.lm_head
     weight = head.weight
     row = torch.zeros(1, dtype=torch.int64, device=weight.device)
     one = torch.ones(1, dtype=torch.float32, device=weight.device)
@@ -121,15 +107,8 @@ def launch_once(
         edits_of_every_kind(row, head, bool_mask=bool_mask)[0] if kind.edit else None,
         all_greedy=kind.greedy,
     )
-    launch(
-        config,
-        torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device),
-        head,
-        params,
-        return_logprob=return_logprob,
-        screen=screen,
-        truncation_config=table.truncation_config,
-    )
+    hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    launch(config, hidden, params, parts, return_logprob=return_logprob)
 
 
 def compare_with_reference(
@@ -148,8 +127,9 @@ def compare_with_reference(
     Compiles each kernel that such batches need, with ``bool_masks`` also those for grammar masks of dtype bool.
     Returns None when every token is the reference's (near-ties excepted), else what differed.
     """
-    check = _Check(head, max_rows, chunk_ids, bool_masks, table or default_table(head), screen)
-    used = check.table.configs_up_to(max_rows, screened=screen is not None)
+    table = table or default_table(head)
+    check = _Check(Parts.of(head, table, screen), max_rows, chunk_ids, bool_masks, table)
+    used = table.configs_up_to(max_rows, screened=screen is not None)
     return next(filter(None, (check.compare(*one) for one in used)), None)
 
 
@@ -203,7 +183,7 @@ def refuse_wrong(
         used = [one for one in every if (one[0].launched(one[2]), one[2]) not in verified]
         if not used:
             return Checked(table, None, tuple(refused), unscreened)
-        check = _Check(head, max_rows, CHUNK_IDS, bool_masks, table, screen)
+        check = _Check(Parts.of(head, table, screen), max_rows, CHUNK_IDS, bool_masks, table)
         for kind, num_rows, config in used:
             reason = check.compare_or_error(kind, num_rows, config)
             if reason is None:
@@ -249,42 +229,43 @@ class _Check:
 
     def __init__(
         self,
-        head: LMHead,
+        parts: Parts,
         max_rows: int,
         chunk_ids: int,
         bool_masks: bool,
         table: DispatchTable,
-        screen: Screen | None,
     ) -> None:
-        self.head, self.chunk_ids, self.table = head, chunk_ids, table
-        self.shortened = first_ids(head, MAX_IDS)
-        self.whole_screen = screen
-        self.screen, self.screen_error = None, "no screen"
-        if screen is not None and (screened_rows := table.screened_rows(max_rows)):
+        self.head, self.parts, self.chunk_ids, self.table = parts.lm_head, parts, chunk_ids, table
+        self.shortened = parts._replace(lm_head=first_ids(self.head, MAX_IDS), screen=None)
+        self.screen_error = "no screen"
+        if parts.screen is not None and (screened_rows := table.screened_rows(max_rows)):
             try:
-                self.screen = Screen(self.shortened, max(screened_rows, CHECKED_ROWS), announces_writes=True)
+                rows = max(screened_rows, CHECKED_ROWS)
+                screen = Screen(self.shortened.lm_head, rows, announces_writes=True)
+                self.shortened = self.shortened._replace(screen=screen)
             except Exception as error:  # memory for a second copy, or what else a starting server may lack
                 self.screen_error = first_line(error)
-        screens = (screen, self.screen) if self.screen is not None else ()
-        compile_ahead([head, self.shortened], max_rows, bool_masks=bool_masks, table=table, screens=screens)
+        if self.shortened.screen is None:
+            parts = parts._replace(screen=None)
+        compile_ahead([parts, self.shortened], max_rows, table, bool_masks=bool_masks)
 
     def compare(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
         if kind.truncate and self.head.shards > 1:
             return None  # only a whole vocabulary is truncated
-        if isinstance(config, ScreenConfig) and self.screen is None:
+        if isinstance(config, ScreenConfig) and self.shortened.screen is None:
             return f"{self.screen_error} with {config} ({kind})"
         reads = isinstance(config, ReadConfig) or draws_in_host_memory(self.head.weight.device)
-        rows = max(num_rows, CHECKED_ROWS)
-        expected = expect(self.shortened, rows, kind, reads=reads, table=self.table, chunk_ids=self.chunk_ids)
+        rows, size = max(num_rows, CHECKED_ROWS), self.shortened.lm_head.vocab_size
+        expected = expect(self.shortened.lm_head, rows, kind, reads=reads, chunk_ids=self.chunk_ids)
         logprobs = (False,) if kind.screen else (False, True)  # a batch that asks for logprobs is one without a screen
         for return_logprob in logprobs:
-            reason = difference(expected, config, return_logprob=return_logprob, screen=self.screen)
+            reason = difference(expected, config, self.shortened, return_logprob=return_logprob)
             if reason is not None:
                 return f"{reason} with {config} ({kind})"
-        if config == self.table.lookup(1, kind) and kind.truncate and self.shortened.vocab_size < self.head.vocab_size:
+        if config == self.table.lookup(1, kind) and kind.truncate and size < self.head.vocab_size:
             # The draw is compiled for a size of the vocabulary: the first truncated request must not wait for it.
             for return_logprob in logprobs:
-                launch_once(self.head, config, kind, self.table, return_logprob, screen=self.whole_screen)
+                launch_once(self.parts, config, kind, return_logprob)
         return None
 
     def compare_or_error(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
@@ -300,7 +281,6 @@ class Expectation:
     may be."""
 
     head: LMHead
-    table: DispatchTable
     hidden: torch.Tensor
     params: BatchParams
     low: torch.Tensor
@@ -309,9 +289,7 @@ class Expectation:
     want: Reference
 
 
-def expect(
-    head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool, table: DispatchTable, chunk_ids: int = CHUNK_IDS
-) -> Expectation:
+def expect(head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool, chunk_ids: int = CHUNK_IDS) -> Expectation:
     """reads: from logits that a GEMM has written, as ``ReadConfig`` does."""
     hidden = _hidden(head, num_rows, chunk_ids)
     row = torch.arange(num_rows, device=hidden.device)
@@ -336,25 +314,16 @@ def expect(
         truncation = Truncation(top_k, top_p, torch.where(row % 5 == 4, 0.05, 0.0))
     params = BatchParams(temperature, row * 7919 - 5, row + 11, truncation, edits, all_greedy=kind.greedy)
     want = sample_ref(logits, low, high, temperature, params.seed, params.position, vocab_start=head.vocab_start)
-    return Expectation(head, table, hidden, params, low, logits, high, want)
+    return Expectation(head, hidden, params, low, logits, high, want)
 
 
-def difference(
-    expected: Expectation, config: Config, *, return_logprob: bool = False, screen: Screen | None = None
-) -> str | None:
-    """How what ``config`` draws differs from the expectation; None where it does not. screen: of its head."""
+def difference(expected: Expectation, config: Config, parts: Parts, *, return_logprob: bool = False) -> str | None:
+    """How the draw of ``config`` differs from the expectation; None where it does not. parts: of the expectation's
+    head; a workspace is made for the draw."""
     head, params, num_rows = expected.head, expected.params, len(expected.hidden)
     workspace = Workspace(slots_for(config, head, num_rows), expected.hidden.device)
-    token = launch(
-        config,
-        expected.hidden,
-        head,
-        params,
-        return_logprob=return_logprob,
-        workspace=workspace,
-        screen=screen,
-        truncation_config=expected.table.truncation_config,
-    ).token_ids
+    parts = parts._replace(workspace=workspace)
+    token = launch(config, expected.hidden, params, parts, return_logprob=return_logprob).token_ids
     want = expected.want
     if params.truncation is not None and draws_in_host_memory(expected.hidden.device):
         limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)

@@ -131,6 +131,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
     from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig
     from sgl_flashsample.kernels.params import LMHead
     from sgl_flashsample.kinds import KIND_NAMES, path_of
+    from sgl_flashsample.paths import Parts
     from sgl_flashsample.screen import UnwrittenScreen
     from sgl_flashsample.selfcheck import launch_once
 
@@ -142,7 +143,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
         others["ragged"] = dataclasses.replace(head, vocab_size=VOCAB - 1)
         if itemsize == 2:
             others["fp16"] = LMHead(torch.empty(VOCAB, HIDDEN, dtype=torch.float16))
-        table = types.SimpleNamespace(truncation_config=truncation_config(family, itemsize, VOCAB))
+        truncation = truncation_config(family, itemsize, VOCAB)
         seen: set[Any] = set()
         for entry in builtin_table(family, itemsize).entries:
             config = entry.launch
@@ -163,8 +164,8 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
             for name, some, given in options:
                 label = f"{path_of(config)}, {kind}, {dtype}, {name or 'as usual'}: {config}"
                 screen = UnwrittenScreen(some, 64) if isinstance(config, ScreenConfig) else None
-                given = {"screen": screen, **given}
-                yield label, functools.partial(launch_once, some, config, kind, table, **given)
+                parts = Parts(some, truncation, screen=screen)
+                yield label, functools.partial(launch_once, parts, config, kind, **given)
 
 
 def launches_after_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -336,6 +337,7 @@ def keys() -> dict[str, list[str]]:
     from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig, TruncationConfig
     from sgl_flashsample.kernels.params import LMHead
     from sgl_flashsample.kinds import KIND_NAMES
+    from sgl_flashsample.paths import Parts
     from sgl_flashsample.screen import UnwrittenScreen
     from sgl_flashsample.selfcheck import launch_once
 
@@ -356,7 +358,7 @@ def keys() -> dict[str, list[str]]:
     for kind, path, vocab in itertools.product(kinds, configs, (368, 367)):
         head = LMHead(torch.ones(400, 64, dtype=torch.bfloat16), vocab_size=vocab)
         LAUNCHES.now = "ahead"
-        launch_once(head, configs[path][0], KIND_NAMES[kind], table, screen=UnwrittenScreen(head, 1))
+        launch_once(Parts.of(head, table, UnwrittenScreen(head, 1)), configs[path][0], KIND_NAMES[kind])
         for num_rows, odd in ((1, ""), (2, ""), (16, "temperature"), (17, "position")):
             LAUNCHES.now = f"{path}, {kind}, {vocab} ids, {num_rows} rows"
             change = {"num_rows": num_rows, "odd": odd, "head": {"vocab_size": vocab}}

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from ..dispatch import make_workspace, sample
+from ..api import sample
+from ..head import make_workspace
 from ..kernels.params import BatchParams
 from ..kernels.workspace import Workspace
 from ..screen import Screen

@@ -17,13 +17,15 @@ import torch
 from ..api import sample_from_logits
 from ..decision_plane import DecisionPlane
 from ..defaults import HeadTraits
-from ..dispatch import compute_logits, default_table, make_reading_workspace, make_workspace
+from ..dispatch import default_table
+from ..head import make_reading_workspace, make_workspace
 from ..kernels.launch import cdiv
 from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.workspace import Workspace
 from ..kinds import BatchKind, SamplingPath
+from ..paths import compute_logits
 from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from . import support

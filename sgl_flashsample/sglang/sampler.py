@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
-from ..dispatch import sample
+from ..api import sample
 from ..kernels.params import BatchParams, LogitEdits, SampleOutput
 from .batch import (
     BATCH_ATTRIBUTE,

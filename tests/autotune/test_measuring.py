@@ -24,11 +24,11 @@ from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.autotune.pool import WorkerProcess, ask_once
 from sgl_flashsample.autotune.timing import Timer, copies_needed, describe_machine, rotated
 from sgl_flashsample.autotune.workload import Workload, make_head, make_weight, weight_shape
-from sgl_flashsample.dispatch import launch
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import BATCH_KINDS, BatchKind, path_of
+from sgl_flashsample.paths import Parts, launch
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.selfcheck import first_ids
 from sgl_flashsample.tables.lookup import device_of
@@ -100,8 +100,8 @@ def test_a_worker_says_what_it_is_and_what_it_cannot(worker):
 def wrong_tokens(monkeypatch, module, applies=lambda config, params: True, lost=0.0):
     """Every launch of ``module`` that applies draws the neighbour of the right token, with a score that is lower."""
 
-    def off_by_one(config, hidden, head, params, **options):
-        output = launch(config, hidden, head, params, **options)
+    def off_by_one(config, hidden, params, parts, **options):
+        output = launch(config, hidden, params, parts, **options)
         if not applies(config, params):
             return output
         return output._replace(token_ids=output.token_ids ^ 1, scores=output.scores - lost)
@@ -166,8 +166,8 @@ def test_truncated_draws_follow_the_truncated_distribution(device):
 
 @pytest.mark.slow
 def test_draws_of_another_distribution_are_found(small, monkeypatch):
-    def even(config, hidden, head, params, **options):
-        output = launch(config, hidden, head, params, **options)
+    def even(config, hidden, params, parts):
+        output = launch(config, hidden, params, parts)
         return output._replace(token_ids=output.token_ids & ~1)
 
     monkeypatch.setattr(correctness, "launch", even)
@@ -253,7 +253,7 @@ def test_rows_with_a_screen_are_of_several_temperatures_and_few_of_their_groups_
     config = SCREEN
     if device.type == "cpu":  # few steps for the interpreter
         config = dataclasses.replace(SCREEN, block_v=1024, rescore_v=256, rescore_d=256, block_d=256)
-    launch(config, batch.hidden, head, params, screen=screen)
+    launch(config, batch.hidden, params, Parts(head, screen=screen))
     assert 4 <= screen.counters[ScreenCounter.CANDIDATES] < 4 * 0.25 * screen.int8_head.num_groups
 
 
@@ -390,8 +390,9 @@ def test_each_head_that_is_compiled_for_has_a_screen_of_its_own(device, monkeypa
     fused pass that a screen is compared with is compiled together with the screen."""
     launched = []
 
-    def launch_once(head, config, kind, table, *, screen=None):
-        launched.append((path_of(config).value, head.vocab_size, screen and screen.int8_head.weight.shape[0]))
+    def launch_once(parts, config, kind):
+        rows_of_screen = parts.screen and parts.screen.int8_head.weight.shape[0]
+        launched.append((path_of(config).value, parts.lm_head.vocab_size, rows_of_screen))
 
     monkeypatch.setattr(compiling, "launch_once", launch_once)
     worker = CompilingWorker(device, 1, many_ids=320)

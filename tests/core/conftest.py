@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_flashsample import defaults, dispatch, flashinfer_path
+from sgl_flashsample import defaults, flashinfer_path, paths
 from sgl_flashsample.kernels.reference import allowed_ref
 
 
@@ -42,13 +42,13 @@ def builtin_files(tmp_path, monkeypatch) -> Callable[..., None]:
 def launched(monkeypatch) -> list:
     """The configurations that batches are launched with, from now on."""
     seen: list = []
-    launch = dispatch.launch
+    launch = paths.launch
 
     def noted(config, *arguments, **keywords):
         seen.append(config)
         return launch(config, *arguments, **keywords)
 
-    monkeypatch.setattr(dispatch, "launch", noted)
+    monkeypatch.setattr(paths, "launch", noted)
     return seen
 
 

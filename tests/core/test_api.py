@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgl_flashsample
 from sgl_flashsample import LMHead, SamplingPath, Screen, Workspace, argmax, sample, sample_from_logits
-from sgl_flashsample.dispatch import default_table, make_workspace
+from sgl_flashsample.dispatch import default_table
+from sgl_flashsample.head import make_workspace
 from sgl_flashsample.kernels.params import Edit
 from sgl_flashsample.kinds import CONFIGS, KIND_NAMES
 

@@ -23,7 +23,8 @@ try:
 except ImportError:
     import sgl_flashsample
     sgl_flashsample.__path__.append(root)
-from sgl_flashsample import BatchParams, LMHead, LogitEdits, Screen, Truncation, sample, selfcheck
+from sgl_flashsample import BatchParams, LMHead, LogitEdits, Screen, Truncation, paths, sample, selfcheck
+from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.launch import Gpu, compiling_only, pretend_gpu
 
 together = threading.Barrier(2)
@@ -72,7 +73,8 @@ for how in ("ahead", "never", "no bool masks", "no screen", "broken", "another t
         del triton.AsyncCompileMode
     screens = () if how == "no screen" else (screen,)
     if how != "never":
-        selfcheck.compile_ahead([head], 65, bool_masks=how != "no bool masks", screens=screens)
+        parts = paths.Parts.of(head, screen=next(iter(screens), None))
+        selfcheck.compile_ahead([parts], 65, default_table(head), bool_masks=how != "no bool masks")
     ahead, asked = asked, []
     try:
         with contextlib.nullcontext() if how == "broken" else compiling_only():

@@ -14,8 +14,9 @@ from core_examples import VOCAB, example, table_of
 from kernel_cases import limits
 
 from sgl_flashsample import BatchParams, LMHead, LogitEdits, sample, selfcheck
-from sgl_flashsample.dispatch import DispatchTable, make_workspace
+from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.flashinfer_path import DRAWS_PER_CALL, FIRST_OFFSET, draw_with_flashinfer
+from sgl_flashsample.head import make_workspace
 from sgl_flashsample.kernels.params import LogitsSpec
 from sgl_flashsample.kernels.reference import allowed_ref, transform_ref
 from sgl_flashsample.kinds import BATCH_KINDS, BatchKind

@@ -25,7 +25,6 @@ from sgl_flashsample import (
     sample,
     sample_from_logits,
 )
-from sgl_flashsample import sampler as sampler_module
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kernels.reference import logits_ref
@@ -66,7 +65,7 @@ def test_a_table_that_cannot_be_used_is_one_warning_and_the_built_in_choices_dra
     sampler = Sampler(case.head, tuned=file)
     (warning,) = [record.message for record in caplog.records]
     assert warning.startswith(f"flashsample: {file}: ")
-    assert sampler.table.lookup(1) == default_table(sampler.head).lookup(1)
+    assert sampler.head.table.lookup(1) == default_table(sampler.head.lm_head).lookup(1)
 
 
 @pytest.mark.slow
@@ -108,33 +107,33 @@ def test_parameters_of_one_call_are_not_those_of_the_next(case):
 def test_a_batch_larger_than_announced_is_drawn_all_the_same(case):
     small, large = Sampler(case.head, max_rows=1, seed=1), Sampler(case.head, max_rows=64, seed=1)
     assert torch.equal(small(case.hidden).token_ids, large(case.hidden).token_ids)
-    assert small.max_rows == len(case.hidden)
+    assert small.head.max_rows == len(case.hidden)
 
 
 @pytest.mark.slow
 def test_a_screen_changes_no_token(case):
     plain, screened = (Sampler(case.head, seed=1, screen=screen) for screen in (False, True))
-    assert screened.screen.max_rows == 64
+    assert screened.head.screen.max_rows == 64
     assert torch.equal(plain(case.hidden).token_ids, screened(case.hidden).token_ids)
 
 
 @pytest.mark.slow
 def test_a_batch_larger_than_announced_is_screened_as_well_and_counted_with_the_others(case):
     plain, screened = Sampler(case.head, seed=1), Sampler(case.head, max_rows=4, seed=1, screen=True)
-    screened.table = table_of(case.head, kinds=SCREENED, sizes={3: SCREEN, 8: SCREEN, 9: TILE})
+    screened.head.table = table_of(case.head, kinds=SCREENED, sizes={3: SCREEN, 8: SCREEN, 9: TILE})
     for rows in (3, 8):
         hidden = case.hidden[:rows]
         assert torch.equal(screened(hidden).token_ids, plain(hidden).token_ids)
-    assert screened.screen.counters[ScreenCounter.ROWS] == 11
+    assert screened.head.screen.counters[ScreenCounter.ROWS] == 11
     screened(case.hidden)
-    assert screened.screen.max_rows == 8, "scratch for rows that no table screens"
+    assert screened.head.screen.max_rows == 8, "scratch for rows that no table screens"
 
 
 @pytest.mark.slow
 def test_a_sampler_whose_screen_was_closed_draws_larger_batches_without_it(case):
     plain, closed = Sampler(case.head, seed=1), Sampler(case.head, max_rows=4, seed=1, screen=True)
-    closed.table = table_of(case.head, kinds=SCREENED, sizes={8: SCREEN})
-    closed.screen.close()
+    closed.head.table = table_of(case.head, kinds=SCREENED, sizes={8: SCREEN})
+    closed.head.screen.close()
     hidden = case.hidden[:8]
     assert torch.equal(closed(hidden).token_ids, plain(hidden).token_ids)
 
@@ -235,8 +234,8 @@ def test_threads_that_share_a_sampler_draw_one_after_another(case, monkeypatch):
         inside.clear()
         return SampleOutput.empty(len(hidden), hidden.device, False)
 
-    monkeypatch.setattr(sampler_module, "sample", draw)
     shared = Sampler(case.head)
+    monkeypatch.setattr(shared.head, "draw", draw)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: shared(case.hidden), range(8)))
     assert shared.calls == 8
@@ -456,17 +455,17 @@ def test_a_head_draws_from_a_weight_that_is_replaced_later(case, module, model, 
 @each_replacement
 def test_a_screen_serves_no_weight_that_is_replaced_until_it_is_rebuilt(case, module, model, replace):
     sampler = Sampler(head_of(module, model), screen=True)
-    sampler.table = table_of(case.head, kinds=SCREENED, sizes={ROWS: SCREEN})
+    sampler.head.table = table_of(case.head, kinds=SCREENED, sizes={ROWS: SCREEN})
     flipped = module.weight.detach().flip(0).contiguous()
     plain = Sampler(LMHead(flipped), seed=sampler.seed)
     sampler(case.hidden)
-    assert sampler.screen.counters[ScreenCounter.ROWS] == ROWS
+    assert sampler.head.screen.counters[ScreenCounter.ROWS] == ROWS
     replace(module, flipped.clone())
     assert torch.equal(sampler(case.hidden, position=1).token_ids, plain(case.hidden, position=1).token_ids)
-    assert sampler.screen.counters[ScreenCounter.ROWS] == ROWS
-    sampler.screen.rebuild(sampler.head)
+    assert sampler.head.screen.counters[ScreenCounter.ROWS] == ROWS
+    sampler.head.screen.rebuild(sampler.head.lm_head)
     assert torch.equal(sampler(case.hidden, position=2).token_ids, plain(case.hidden, position=2).token_ids)
-    assert sampler.screen.counters[ScreenCounter.ROWS] == 2 * ROWS
+    assert sampler.head.screen.counters[ScreenCounter.ROWS] == 2 * ROWS
 
 
 @pytest.mark.slow
@@ -520,7 +519,7 @@ def test_draws_from_a_weight_that_is_trained_take_no_part_in_the_training(case, 
     sampler = Sampler(head_of(module, model), screen=True)
     out = sampler(case.hidden, return_logprob=True)
     assert module.weight.requires_grad and not out.logprobs.requires_grad
-    assert not any(tensor.requires_grad for tensor in sampler.screen.int8_head.operands)
+    assert not any(tensor.requires_grad for tensor in sampler.head.screen.int8_head.operands)
 
 
 # The examples of the page.

@@ -14,11 +14,12 @@ import triton.language as tl
 from core_examples import LONG, ON_PATH, READ, ROWS, TILE, UNSCREENED, VOCAB, WIDE, example, table_of
 from kernel_cases import edited_ref
 
-from sgl_flashsample import BatchParams, LMHead, Screen, dispatch, sample, selfcheck
+from sgl_flashsample import BatchParams, LMHead, Screen, paths, sample, selfcheck
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels import rng
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES, PLAIN, BatchKind
+from sgl_flashsample.paths import Parts
 
 pytestmark = pytest.mark.slow
 SCREENED = KIND_NAMES["plain+screen"]
@@ -48,21 +49,21 @@ def broken(monkeypatch):
     def break_it(config, how="shift", kinds=BATCH_KINDS):
         launch = selfcheck.launch
 
-        def broken_launch(used, hidden, head, params, **keywords):
+        def broken_launch(used, hidden, params, parts, **keywords):
             kind = BatchKind(params.truncation is not None, params.edits is not None)
             wrong = used == config and kind in {other.unscreened for other in kinds}
             with monkeypatch.context() as patched:
                 if wrong and how == "noise":
                     patched.setattr(rng, "SAMPLE", tl.constexpr(rng.SAMPLE.value + 3))
-                output = launch(used, hidden, head, params, **keywords)
+                output = launch(used, hidden, params, parts, **keywords)
             if not wrong or how == "noise":
                 return output
             if how == "raise":
                 raise RuntimeError("out of resource: shared memory\nmore")
             if how == "logit":
-                keywords["workspace"].last_buffer.logits[0, 3] += 1
+                parts.workspace.last_buffer.logits[0, 3] += 1
                 return output
-            return output._replace(token_ids=(output.token_ids + 1) % head.vocab_size)
+            return output._replace(token_ids=(output.token_ids + 1) % parts.lm_head.vocab_size)
 
         monkeypatch.setattr(selfcheck, "launch", broken_launch)
 
@@ -94,9 +95,9 @@ def test_right_kernels_pass_whatever_the_head_and_the_chunk_of_the_reference(nor
 def test_whole_rows_of_logits_are_checked_as_sample_from_logits_draws_them(device, monkeypatch, options):
     drawn = set()
 
-    def noted(config, hidden, head, params, **keywords):
+    def noted(config, hidden, params, parts, **keywords):
         drawn.add((config, params.truncation is None, params.edits is None))
-        return dispatch.launch(config, hidden, head, params, **keywords)
+        return paths.launch(config, hidden, params, parts, **keywords)
 
     monkeypatch.setattr(selfcheck, "launch", noted)
     assert selfcheck.compare_rows_with_reference(601, 640, torch.float32, device, 4, **options) is None
@@ -122,11 +123,11 @@ def test_every_choice_of_every_kind_is_drawn_with_as_batches_draw(head, monkeypa
     """With and without logprobs, and truncated ones also on the whole vocabulary: its size is compiled in."""
     drawn, launch = set(), selfcheck.launch
 
-    def note(config, hidden, head_drawn, params, **keywords):
+    def note(config, hidden, params, parts, **keywords):
         kind = BatchKind(params.truncation is not None, params.edits is not None, params.all_greedy)
         kind = kind._replace(screen=isinstance(config, ScreenConfig)).launched(config)
-        drawn.add((kind, config, head_drawn.vocab_size, keywords["return_logprob"]))
-        return launch(config, hidden, head_drawn, params, **keywords)
+        drawn.add((kind, config, parts.lm_head.vocab_size, keywords["return_logprob"]))
+        return launch(config, hidden, params, parts, **keywords)
 
     monkeypatch.setattr(selfcheck, "launch", note)
     monkeypatch.setattr(selfcheck, "compile_ahead", lambda *arguments, **keywords: None)
@@ -260,7 +261,7 @@ def test_bits_are_packed_in_the_order_of_ids():
 def test_a_reader_takes_its_logits_from_the_vendors_gemm(normal_weight):
     """The reader's reference starts from the same GEMM. A fused pass may sum in another order, within a tolerance."""
     head = LMHead(normal_weight)
-    fused, read = (selfcheck.expect(head, 3, PLAIN, reads=reads, table=default_table(head)) for reads in (False, True))
+    fused, read = (selfcheck.expect(head, 3, PLAIN, reads=reads) for reads in (False, True))
     assert torch.equal(read.low, read.high) and torch.equal(read.logits, (read.hidden @ head.weight.T).double())
     assert (fused.low < fused.high).any() and ((fused.low <= read.logits) & (read.logits <= fused.high)).all()
 
@@ -269,7 +270,7 @@ def test_nothing_is_compiled_ahead_where_kernels_are_interpreted(head, monkeypat
     if not triton.knobs.runtime.interpret:
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(selfcheck, "launch", lambda *arguments, **keywords: pytest.fail("launched"))
-    selfcheck.compile_ahead([head], 64, screens=[Screen(head, 64)])
+    selfcheck.compile_ahead([Parts.of(head, screen=Screen(head, 64))], 64, default_table(head))
 
 
 @pytest.fixture
@@ -281,8 +282,8 @@ def compiler(monkeypatch) -> list:
     monkeypatch.setattr(selfcheck, "draws_in_host_memory", lambda device: False)
     monkeypatch.setattr(triton, "AsyncCompileMode", lambda pool, **options: contextlib.nullcontext(), raising=False)
 
-    def launch_once(head, config, kind, *arguments, bool_mask=False, **options) -> None:
-        compiled.append((head.shards, kind, bool_mask))
+    def launch_once(parts, config, kind, *arguments, bool_mask=False) -> None:
+        compiled.append((parts.lm_head.shards, kind, bool_mask))
 
     monkeypatch.setattr(selfcheck, "launch_once", launch_once)
     return compiled
@@ -290,14 +291,16 @@ def compiler(monkeypatch) -> list:
 
 def test_of_a_head_that_ranks_share_no_truncation_is_compiled_as_only_whole_rows_are_truncated(compiler, device):
     whole = LMHead(torch.zeros(64, 16, device=device))
-    selfcheck.compile_ahead([whole, LMHead(whole.weight, shards=2)], 4)
+    shard = LMHead(whole.weight, shards=2)
+    selfcheck.compile_ahead([Parts.of(whole), Parts.of(shard)], 4, default_table(whole))
     truncated = {shards: {kind.truncate for of, kind, _ in compiler if of == shards} for shards in (1, 2)}
     assert truncated == {1: {True, False}, 2: {False}}
 
 
 @pytest.mark.parametrize("bool_masks", [True, False])
 def test_masks_of_dtype_bool_are_compiled_for_where_a_grammar_may_have_them(compiler, device, bool_masks):
-    selfcheck.compile_ahead([LMHead(torch.zeros(64, 16, device=device))], 4, bool_masks=bool_masks)
+    head = LMHead(torch.zeros(64, 16, device=device))
+    selfcheck.compile_ahead([Parts.of(head)], 4, default_table(head), bool_masks=bool_masks)
     edited = {kind for _, kind, _ in compiler if kind.edit}
     assert {kind for _, kind, bool_mask in compiler if bool_mask} == (edited if bool_masks else set())
 
@@ -306,8 +309,9 @@ def test_a_triton_without_parallel_compilation_compiles_nothing_ahead_and_nobody
     compiler, device, monkeypatch, caplog
 ):
     monkeypatch.delattr(triton, "AsyncCompileMode")
+    head = LMHead(torch.zeros(64, 16, device=device))
     with caplog.at_level(logging.DEBUG, "sgl_flashsample"):
-        selfcheck.compile_ahead([LMHead(torch.zeros(64, 16, device=device))], 4)
+        selfcheck.compile_ahead([Parts.of(head)], 4, default_table(head))
     assert compiler == []
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG and "kernels are not compiled ahead: AttributeError" in record.message
@@ -320,7 +324,8 @@ def test_the_check_compiles_nothing_that_was_not_compiled_ahead(device, monkeypa
     monkeypatch.setattr(
         triton.knobs.compilation, "listener", lambda *, src, cache_hit, **more: compiled.append((src.name, cache_hit))
     )
-    selfcheck.compile_ahead([head, LMHead(head.weight[: selfcheck.MAX_IDS])], 65)
+    short = LMHead(head.weight[: selfcheck.MAX_IDS])
+    selfcheck.compile_ahead([Parts.of(head), Parts.of(short)], 65, default_table(head))
     assert compiled
     compiled.clear()
     assert selfcheck.compare_with_reference(head, 65) is None and compiled == []

@@ -68,19 +68,28 @@ from scipy.stats import chi2
 from stats import coupled_acceptance, g_test, log_e_value
 from tqdm import tqdm
 
-from sgl_flashsample import BatchParams, LMHead, SampleOutput, Truncation, sample, sample_from_logits
+from sgl_flashsample import (
+    BatchParams,
+    DraftTree,
+    Head,
+    LMHead,
+    SampleOutput,
+    Truncation,
+    sample,
+    sample_from_logits,
+    verify,
+)
 from sgl_flashsample.cpu_path import draws_in_host_memory
-from sgl_flashsample.dispatch import default_table, launch, make_workspace
 from sgl_flashsample.kernels.launch import compiling_only
 from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
 from sgl_flashsample.kernels.reference import allowed_ref, merge_records_ref
 from sgl_flashsample.kinds import BatchKind, Config, SamplingPath, path_of
+from sgl_flashsample.paths import Parts, launch
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
 from sgl_flashsample.tables import schema
 from sgl_flashsample.tables.lookup import device_of, unsupported_config
 from sgl_flashsample.tables.schema import Device, Table
-from sgl_flashsample.verification import DraftTree, verify
 
 HOST = draws_in_host_memory(DEVICE)
 WHERE = "interpreted" if DRY_RUN else "host memory" if HOST else "GPU"
@@ -350,25 +359,23 @@ def from_logits(case: Case) -> torch.Tensor:
 class Paths:
     """Draws of cases of one head, with scratch that is kept, as a server keeps it."""
 
-    def __init__(self, head: LMHead) -> None:
-        self.workspace = None if HOST else make_workspace(head, SIZE.rows)
-        self.screen = None if HOST else Screen(head, SIZE.rows)
+    def __init__(self, lm_head: LMHead) -> None:
+        self.screen = None if HOST else Screen(lm_head, SIZE.rows)
+        self.kept = Head(lm_head, max_rows=SIZE.rows, screen=self.screen)
+        self.allocating = Head(
+            lm_head
+        )  # the kept scratch holds what batches need that take the logits path by themselves
 
     def on(self, path: str) -> DrawCase:
         """The draw on a path, with the configuration that the path takes by itself."""
         if path in ("cpu", "reader"):
             return from_logits
-        # The kept workspace holds what the batches need that take the logits path by themselves.
-        options = {"screen": self.screen, "workspace": None if path == SamplingPath.LOGITS else self.workspace}
-        return lambda case: sample(case.hidden, case.head, case.params, path=path, **options).token_ids
+        head = self.allocating if path == SamplingPath.LOGITS else self.kept
+        return lambda case: head.draw(case.hidden, case.params, path=path).token_ids
 
     def with_config(self, config: Config) -> DrawCase:
-        return lambda case: self.output(case, config, case.head).token_ids
-
-    def output(self, case: Case, config: Config, head: LMHead, screen: Screen | None = None) -> SampleOutput:
-        limits = default_table(head).truncation_config
-        screen = self.screen if screen is None else screen
-        return launch(config, case.hidden, head, case.params, screen=screen, truncation_config=limits)
+        parts = Parts.of(self.kept.lm_head, screen=self.screen)
+        return lambda case: launch(config, case.hidden, case.params, parts).token_ids
 
 
 def names_of_paths() -> tuple[str, ...]:
@@ -456,19 +463,18 @@ class Shard(NamedTuple):
     """A rank's part of the vocabulary, from ``start`` on; None: a rank without ids."""
 
     start: int
-    head: LMHead | None
-    screen: Screen | None
+    head: Head | None
 
 
-def make_shards(head: LMHead, ranks: int) -> list[Shard]:
+def make_shards(lm_head: LMHead, ranks: int) -> list[Shard]:
     width = -(-SIZE.vocab // ranks // 16) * 16
-    weight = torch.nn.functional.pad(head.weight, (0, 0, 0, width * ranks - SIZE.vocab))
+    weight = torch.nn.functional.pad(lm_head.weight, (0, 0, 0, width * ranks - SIZE.vocab))
     parts = [LMHead.of_rank(part, rank, ranks, SIZE.vocab) for rank, part in enumerate(weight.split(width))]
-    screens = [None if HOST or part is None else Screen(part, SIZE.rows) for part in parts]
-    return [Shard(rank * width, *pair) for rank, pair in enumerate(zip(parts, screens, strict=True))]
+    heads = [None if one is None else Head(one, screen=None if HOST else Screen(one, SIZE.rows)) for one in parts]
+    return [Shard(rank * width, head) for rank, head in enumerate(heads)]
 
 
-def draw_by_ranks(paths: Paths, path: str, shards: Sequence[Shard], case: Case) -> torch.Tensor:
+def draw_by_ranks(path: str, shards: Sequence[Shard], case: Case) -> torch.Tensor:
     """The token of each row, from the merged draws of the ranks."""
     draws: list[SampleOutput] = []
     for shard, end in zip(shards, [*(one.start for one in shards[1:]), None], strict=True):
@@ -478,9 +484,7 @@ def draw_by_ranks(paths: Paths, path: str, shards: Sequence[Shard], case: Case) 
             part = case.raw[:, shard.start : end]
             draws.append(sample_from_logits(part, case.params, vocab_start=shard.start, shards=len(shards)))
         else:
-            kind = BatchKind(edit=case.params.edits is not None, screen=path == "screened")
-            config = default_table(shard.head).lookup_on(SamplingPath(path), len(case.hidden), kind)
-            draws.append(paths.output(case, config, shard.head, shard.screen))
+            draws.append(shard.head.draw(case.hidden, case.params, path=path))
     if HOST:  # the kernel that merges cannot run: the reference does
         empty = torch.zeros(len(case.hidden))
         records = [torch.stack([one.scores, one.token_ids.float(), *3 * [empty]], -1) for one in draws]
@@ -488,7 +492,7 @@ def draw_by_ranks(paths: Paths, path: str, shards: Sequence[Shard], case: Case) 
     return merge_records(torch.cat([pack_record(one) for one in draws]), return_logprob=False).token_ids
 
 
-def count_shards(paths: Paths, cases: dict[str, Case]) -> Iterator[Result]:
+def count_shards(cases: dict[str, Case]) -> Iterator[Result]:
     """Without truncated rows: one of several ranks draws those, from whole rows of logits."""
     for ranks in RANKS:
         shards = make_shards(cases["plain"].head, ranks)
@@ -496,9 +500,9 @@ def count_shards(paths: Paths, cases: dict[str, Case]) -> Iterator[Result]:
             case, want = cases[kind], from_logits(cases[kind])
             for path in names_of_paths():
                 count = Count("shards", path, kind, f"{ranks} ranks")
-                count.add(draw_by_ranks(paths, path, shards, case), want, case)
+                count.add(draw_by_ranks(path, shards, case), want, case)
                 if kind == "plain" and ranks > 1:
-                    count.noticed = int((draw_by_ranks(paths, path, shards, moved(case)) != want).sum())
+                    count.noticed = int((draw_by_ranks(path, shards, moved(case)) != want).sum())
                 yield count.row
 
 
@@ -555,7 +559,7 @@ def determinism(options: Any) -> Iterator[Result]:
     counts: dict[str, Callable[[], Iterator[Result]]] = {"rows": lambda: count_rows(paths, cases)}
     if not HOST:
         counts["tables"] = lambda: count_tables(paths, cases)
-    counts["shards"] = lambda: count_shards(paths, cases)
+    counts["shards"] = lambda: count_shards(cases)
     if WHERE == "GPU":
         counts["graphs"] = lambda: count_graphs(paths, cases, max(1, round(REPLAYS * options.scale)))
     for section in (section for section in counts if section in options.only):

@@ -27,7 +27,7 @@ from head_states import CPU, RANK_ROWS, VOCAB, Model, hidden_states, make_head, 
 CONFIG, MODULES = pretended_sglang()
 sys.modules.update(MODULES)
 
-from sgl_flashsample import dispatch, screen, selfcheck  # noqa: E402
+from sgl_flashsample import paths, screen, selfcheck  # noqa: E402
 from sgl_flashsample.kernels.merge_ranks import merge_records  # noqa: E402
 from sgl_flashsample.sglang import exchange, head, runtime, sampler, support  # noqa: E402
 from sgl_flashsample.sglang.head import HeadState  # noqa: E402
@@ -138,7 +138,7 @@ STARTING: dict[str, Callable[[], Any]] = {
     "no memory for a screen": patched(screen.Screen, "__init__", out_of_memory),
 }
 DRAWING: dict[str, Callable[[], Any]] = {
-    "the screened path fails": patched(dispatch, "screened_sample"),
+    "the screened path fails": patched(paths, "screened_sample"),
     "the fused path fails": lambda: lost_draws("fused"),
     "no way to draw": lost_draws,
     "no memory for logits": patched(HeadState, "logits_of_shard", out_of_memory),

@@ -33,7 +33,7 @@ from sglang_batches import (
     sampling_info,
 )
 
-from sgl_flashsample import dispatch
+from sgl_flashsample import paths
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.params import LMHead
@@ -196,7 +196,7 @@ def failing(monkeypatch, error: Exception) -> None:
     def fails(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(dispatch, "screened_sample", fails)
+    monkeypatch.setattr(paths, "screened_sample", fails)
 
 
 def test_a_failing_screen_switches_off_itself_alone_with_one_warning(state, unscreened, monkeypatch, caplog):

@@ -12,12 +12,12 @@ from head_states import CountingCapture
 from serving import needs_sglang
 from sglang_batches import VOCAB, CountingHead, grammar, make_samplers, request
 
+from sgl_flashsample.api import DraftTree
 from sgl_flashsample.kernels.params import BatchParams, Truncation
 from sgl_flashsample.kernels.reference import allowed_ref
 from sgl_flashsample.sglang.batch import Reason
 from sgl_flashsample.sglang.head import PATIENCE
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
-from sgl_flashsample.verification import DraftTree
 
 CHAIN, TREE = [-1, 0, 1, 2], [-1, 0, 0, 1, 2, 2, 5]
 SETTINGS = [

@@ -1,0 +1,301 @@
+"""``Head``: the only door between code that asks for tokens and code that draws them."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from . import paths, selfcheck
+from .cpu_path import draws_in_host_memory, unsupported_by_machine
+from .defaults import HeadTraits
+from .dispatch import DispatchTable, default_table, reading_table
+from .flashinfer_path import FlashInferError, give_up, unsupported_batch
+from .kernels.config import ReadConfig
+from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
+from .kernels.sample_logits import read_slots
+from .kernels.workspace import Workspace
+from .kinds import BatchKind, SamplingPath
+from .screen import Screen
+from .tables.lookup import resolve
+
+logger = logging.getLogger("sgl_flashsample")
+
+
+class Head:
+    """One LM head on one device, ready to draw: weights, dispatch table, scratch and, where wanted, a screen.
+
+        head = Head.tuned(LMHead(weight, vocab_size=151_643), max_rows=64)
+        out = head.draw(hidden, params)
+
+    lm_head: an ``LMHead``, or its ``[V, D]`` weight. A weight that its module or its place in memory gets later is
+    followed. max_rows: rows of the largest batch that scratch is kept for; a larger batch, and every batch where it is
+    0, allocates scratch of its own. table: the configuration of each batch; the built-in choices when None. screen: an
+    INT8 copy of the head (``Screen``), from which batches without logprobs are drawn where ``table`` has that as the
+    fastest; it serves nothing while it is stale or too small for the batch. searched: an existing ``[1]`` int64 counter
+    to go on with, of truncated rows that took a search.
+
+    Calls share the scratch: make them on one stream of the device. Before a CUDA graph is captured, call once with a
+    batch of the same size and kind: that compiles the kernels, and scratch for truncated rows grows with the first
+    batch that needs it.
+
+    Raises ValueError for a head that cannot be served, for a table of another shape of head, and on a machine without a
+    device for the kernels.
+    """
+
+    def __init__(
+        self,
+        lm_head: LMHead | torch.Tensor,
+        *,
+        max_rows: int = 0,
+        table: DispatchTable | None = None,
+        screen: Screen | None = None,
+        workspace: Workspace | None = None,
+        searched: torch.Tensor | None = None,
+    ) -> None:
+        if max_rows < 0:
+            raise ValueError(f"max_rows is {max_rows}; expected 0 or more")
+        lm_head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
+        self._parts = paths.Parts(lm_head, workspace=workspace, screen=screen)
+        self.table = default_table(lm_head) if table is None else table
+        self.table.check(lm_head)
+        self.max_rows, self._searched = 0, searched
+        self._rows_workspace: Workspace | None = None
+        if max_rows:
+            self.grow(max_rows)
+
+    @classmethod
+    def tuned(
+        cls,
+        lm_head: LMHead | torch.Tensor,
+        *,
+        max_rows: int = 0,
+        screen: bool = False,
+        file: str | os.PathLike[str] | None = None,
+    ) -> Head:
+        """A head with the tuned table that fits it on this machine. screen: with a screen for batches of up to
+        ``max_rows`` rows, 1 or more. file: the tuned table, instead of the one that fits. A table that cannot be used
+        is a warning in the log, and the built-in choices serve."""
+        lm_head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
+        resolved = resolve(lm_head, file=file)
+        for warning in resolved.warnings:
+            logger.warning("flashsample: %s", warning)
+        built = Screen(lm_head, max_rows) if screen else None
+        return cls(lm_head, max_rows=max_rows, table=resolved.dispatch, screen=built)
+
+    @property
+    def lm_head(self) -> LMHead:
+        """The head that is drawn from, with the weight that it has by now."""
+        lm_head = self._parts.lm_head.current
+        if lm_head is not self._parts.lm_head:
+            self._parts = self._parts._replace(lm_head=lm_head)
+        return lm_head
+
+    @property
+    def table(self) -> DispatchTable:
+        return self._table
+
+    @table.setter
+    def table(self, table: DispatchTable) -> None:
+        self._table = table
+        self._parts = self._parts._replace(truncation_config=table.truncation_config)
+
+    @property
+    def screen(self) -> Screen | None:
+        return self._parts.screen
+
+    @screen.setter
+    def screen(self, screen: Screen | None) -> None:
+        if screen is not self._parts.screen:
+            self._parts = self._parts._replace(screen=screen)
+
+    @property
+    def workspaces(self) -> list[Workspace]:
+        """The scratch of all draws, but that of the screen."""
+        return [one for one in (self._parts.workspace, self._rows_workspace) if one is not None]
+
+    @property
+    def searched(self) -> torch.Tensor | None:
+        """``[1]`` int64 on the device: truncated rows that took a search over their logits; None without scratch."""
+        return self._searched
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the scratch and the screen take."""
+        screen = self.screen
+        scratch = sum(workspace.num_bytes for workspace in self.workspaces)
+        return scratch + (0 if screen is None or screen.closed else screen.num_bytes)
+
+    def draw(
+        self,
+        hidden: torch.Tensor,
+        params: BatchParams,
+        *,
+        return_logprob: bool = False,
+        path: SamplingPath | str | None = None,
+    ) -> SampleOutput:
+        """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly (FlashSampling paper, section 3.2).
+
+        hidden: ``[B, D]``, contiguous rows, the head's dtype and device. params: per-row temperature, seed, position,
+        edits and truncation. return_logprob: also compute the token's log-probability. path: the path to take; None for
+        the one that the table has as the fastest.
+
+        The token depends on (logits row, seed, position) alone (``SamplingPath.FLASHINFER`` apart). Never synchronises.
+        Raises ValueError for a tensor of another shape, dtype, layout or device, and for a path that cannot serve the
+        head or the batch.
+        """
+        check_rows("hidden", hidden)
+        check_params(params)
+        lm_head, table = self.lm_head, self._table
+        table.check(lm_head)
+        num_rows, kind = hidden.shape[0], BatchKind.of(params)
+        with paths.on_device_of(hidden):
+            if path is not None:
+                return self._draw_on(SamplingPath(path), hidden, params, kind, return_logprob)
+            if table.takes_flashinfer(num_rows, kind) and unsupported_batch(lm_head, params, return_logprob) is None:
+                try:
+                    return paths.launch_flashinfer(hidden, params, self._parts)
+                except FlashInferError as error:  # a request must not fail because a path cannot serve it
+                    give_up(error)
+            if self._has_small_top_k(params) and self._unsupported_by_screen(num_rows, return_logprob) is None:
+                kind = kind._replace(screen=True)
+            config = table.lookup(num_rows, kind)
+            return paths.launch(config, hidden, params, self._parts, return_logprob=return_logprob)
+
+    def _draw_on(
+        self, path: SamplingPath, hidden: torch.Tensor, params: BatchParams, kind: BatchKind, return_logprob: bool
+    ) -> SampleOutput:
+        lm_head, num_rows = self._parts.lm_head, hidden.shape[0]
+        if (reason := paths.unsupported_path(path, lm_head)) is not None:
+            raise ValueError(f"path is {path.value!r}, which cannot serve this head: {reason}")
+        if path is SamplingPath.FLASHINFER:
+            reason = unsupported_batch(lm_head, params, return_logprob)
+        elif path is SamplingPath.SCREENED:
+            reason, kind = self._unsupported_by_screen(num_rows, return_logprob), kind._replace(screen=True)
+        if reason is not None:
+            raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {reason}")
+        if path is SamplingPath.FLASHINFER:
+            return paths.launch_flashinfer(hidden, params, self._parts)
+        config = self.table.lookup_on(path, num_rows, kind)
+        return paths.launch(config, hidden, params, self._parts, return_logprob=return_logprob)
+
+    def _unsupported_by_screen(self, num_rows: int, return_logprob: bool) -> str | None:
+        """Why the screen cannot serve such a batch; None where it can."""
+        screen = self._parts.screen
+        if screen is None:
+            return "its head has no screen"
+        if return_logprob:
+            return "logprobs are asked for"
+        if num_rows > screen.max_rows:
+            return f"it has {num_rows} rows, the screen is for {screen.max_rows}"
+        return None if screen.serves(self._parts.lm_head) else "the screen is not of what the head holds now"
+
+    def _has_small_top_k(self, params: BatchParams) -> bool:
+        """Whether every truncated row has a top-k that the screened path can serve. A row with a larger one would read
+        the whole head after the screen."""
+        if params.truncation is None:
+            return True
+        largest = params.truncation.max_top_k
+        return largest is not None and largest <= self._parts.truncation_config.max_small_top_k
+
+    def draw_from_logits(
+        self,
+        logits: torch.Tensor,
+        params: BatchParams,
+        *,
+        vocab_size: int | None = None,
+        return_logprob: bool = False,
+    ) -> SampleOutput:
+        """Draw from whole rows of the head's logits, before its scale and softcap: ``[B, vocab_size]`` or wider.
+
+        vocab_size: of the whole vocabulary; when None, of all parts of the head (``LMHead.of_rank``). Raises ValueError
+        as ``draw``.
+        """
+        check_rows("logits", logits)
+        check_params(params)
+        lm_head = self._parts.lm_head
+        size = vocab_size or lm_head.total_ids or lm_head.vocab_size
+        spec = LogitsSpec(size, 0, lm_head.logit_scale, lm_head.softcap)
+        workspace = self._rows_workspace
+        return paths.read_logits(logits, spec, params, return_logprob=return_logprob, workspace=workspace)
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """``hidden @ weight.T``, ``[B, V]``, padding included, before scale, softcap and edits: in ``out``, else in
+        scratch that the next draw may write to. float32 where logits are rounded to another dtype than the weight's."""
+        workspace = self._parts.workspace or Workspace(1, hidden.device)
+        return paths.compute_logits(hidden, self.lm_head, workspace, out=out)
+
+    def check(self, max_rows: int, *, bool_masks: bool = False) -> selfcheck.Checked:
+        """Compare each configuration that batches of up to ``max_rows`` rows take with a reference, and take out what
+        is wrong: such batches get the built-in choice, and a wrong screen is dropped. bool_masks: also with grammar
+        masks of dtype bool. Compiles the kernels, allocates and waits: at start. A ``reason`` in the result says that
+        the head must not be used."""
+        checked = selfcheck.refuse_wrong(self.lm_head, max_rows, self.table, bool_masks=bool_masks, screen=self.screen)
+        self.table = checked.table
+        if checked.unscreened is not None:
+            self.screen = None
+        return checked
+
+    def grow(self, max_rows: int) -> None:
+        """Make scratch for batches of up to ``max_rows`` rows in the place of the scratch so far, on whatever path they
+        take; graphs that were captured with that must not be replayed. Batches then allocate no scratch, but for the
+        logits of truncated rows."""
+        lm_head, screen = self.lm_head, self.screen
+        configs = {config for _, _, config in self.table.configs_up_to(max_rows, screened=True)}
+        slots = max(paths.slots_for(config, lm_head, max_rows) for config in configs)
+        workspace = Workspace(slots, lm_head.weight.device, self._searched)
+        if any(isinstance(config, ReadConfig) for config in configs) or lm_head.shards > 1 or self.table.flashinfer:
+            workspace.gemm(max_rows, lm_head.weight.shape[0], paths.gemm_dtype(lm_head))
+        self.max_rows, self._searched = max_rows, workspace.searched
+        self._parts = self._parts._replace(workspace=workspace)
+        if screen is not None and not screen.closed and (rows := self.table.screened_rows(max_rows)) > screen.max_rows:
+            screen.grow(rows)
+
+    def reserve_rows(self, max_rows: int, vocab_size: int) -> None:
+        """Make scratch for ``draw_from_logits`` of up to ``max_rows`` rows of a vocabulary of ``vocab_size`` ids."""
+        lm_head = self.lm_head
+        device = lm_head.weight.device
+        traits = HeadTraits.of(lm_head)._replace(vocab_size=vocab_size, itemsize=lm_head.rounding.itemsize)
+        configs = {config for _, _, config in reading_table(traits).configs_up_to(max_rows)}
+        slots = [read_slots(vocab_size, max_rows, c, device) for c in configs if isinstance(c, ReadConfig)]
+        self._rows_workspace = Workspace(max(slots), device, self._searched)
+
+    def replace(self, lm_head: LMHead) -> None:
+        """Draw from another head from now on. One of another shape takes the built-in choices, and scratch of its
+        own."""
+        self._parts = self._parts._replace(lm_head=lm_head)
+        if HeadTraits.of(lm_head) != self.table.traits:
+            self.table = default_table(lm_head)
+            if self.max_rows:
+                self.grow(self.max_rows)
+
+
+def make_workspace(
+    head: LMHead, max_rows: int, searched: torch.Tensor | None = None, table: DispatchTable | None = None
+) -> Workspace:
+    (workspace,) = Head(head, max_rows=max_rows, table=table, searched=searched).workspaces
+    return workspace
+
+
+def make_reading_workspace(
+    traits: HeadTraits, max_rows: int, device: torch.device, searched: torch.Tensor | None = None
+) -> Workspace:
+    configs = {config for _, _, config in reading_table(traits).configs_up_to(max_rows)}
+    slots = [read_slots(traits.vocab_size, max_rows, c, device) for c in configs if isinstance(c, ReadConfig)]
+    return Workspace(max(slots), device, searched)
+
+
+def check_params(params: BatchParams) -> None:
+    """Raise ValueError for parameters of another type."""
+    if not isinstance(params, BatchParams):
+        raise ValueError(f"params is a {type(params).__name__}; expected BatchParams")
+
+
+def check_rows(name: str, rows: torch.Tensor) -> None:
+    """Raise ValueError unless ``rows``, hidden states or logits, is a matrix on a device where kernels run."""
+    if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
+        is_what = f"has shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else f"is a {type(rows).__name__}"
+        raise ValueError(f"{name} {is_what}; expected a [B, {'D' if name == 'hidden' else 'V'}] tensor")
+    if draws_in_host_memory(rows.device) and (reason := unsupported_by_machine()) is not None:
+        raise ValueError(f"{name} is on the CPU; expected it on a CUDA device: {reason}")
