@@ -27,9 +27,10 @@ from common import DEVICE, DRY_RUN, DTYPE, SHAPES, Benchmark, Result
 from contenders import Selection, Tree
 from racing import Race, Session
 
-from sgl_flashsample import BatchParams, DispatchTable, SampleOutput, SamplingPath, Truncation
+from sgl_flashsample import BatchParams, SampleOutput, SamplingPath, Truncation
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.workload import Workload
+from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import BATCH_KINDS

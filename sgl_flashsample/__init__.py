@@ -19,37 +19,26 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import DraftTree, VerifyOutput, argmax, sample, sample_from_logits, verify
-    from .dispatch import DispatchTable
     from .head import Head
-    from .kernels.config import TileConfig
     from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
     from .kernels.rng import NOISE_ABI
-    from .kernels.workspace import Workspace
     from .kinds import SamplingPath
     from .sampler import Sampler, SamplingParams
-    from .screen import Screen
-    from .tables.lookup import load_table, resolve
 
 _HOMES = {
     "argmax": ".api",
     "sample": ".api",
     "sample_from_logits": ".api",
-    "DispatchTable": ".dispatch",
     "Head": ".head",
-    "TileConfig": ".kernels.config",
     "BatchParams": ".kernels.params",
     "LMHead": ".kernels.params",
     "LogitEdits": ".kernels.params",
     "SampleOutput": ".kernels.params",
     "Truncation": ".kernels.params",
     "NOISE_ABI": ".kernels.rng",
-    "Workspace": ".kernels.workspace",
     "SamplingPath": ".kinds",
     "Sampler": ".sampler",
     "SamplingParams": ".sampler",
-    "Screen": ".screen",
-    "load_table": ".tables.lookup",
-    "resolve": ".tables.lookup",
     "DraftTree": ".api",
     "VerifyOutput": ".api",
     "verify": ".api",
@@ -58,7 +47,6 @@ _HOMES = {
 __all__ = [
     "NOISE_ABI",
     "BatchParams",
-    "DispatchTable",
     "DraftTree",
     "Head",
     "LMHead",
@@ -67,15 +55,10 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "SamplingPath",
-    "Screen",
-    "TileConfig",
     "Truncation",
     "VerifyOutput",
-    "Workspace",
     "__version__",
     "argmax",
-    "load_table",
-    "resolve",
     "sample",
     "sample_from_logits",
     "verify",

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from .cpu_path import draws_in_host_memory, follow_drafts_on_cpu
-from .dispatch import DispatchTable
 from .head import Head, check_params, check_rows
 from .kernels.config import next_power_of_2
 from .kernels.follow_drafts import follow_drafts
@@ -17,7 +16,6 @@ from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, check
 from .kernels.workspace import Workspace
 from .kinds import SamplingPath
 from .paths import read_logits
-from .screen import Screen
 
 _NONE = -1  # no node, no token
 _MIN_ZEROS = 1024
@@ -33,10 +31,7 @@ def sample(
     params: BatchParams,
     *,
     return_logprob: bool = False,
-    workspace: Workspace | None = None,
     path: SamplingPath | str | None = None,
-    table: DispatchTable | None = None,
-    screen: Screen | None = None,
 ) -> SampleOutput:
     """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, in one pass over the head.
 
@@ -51,15 +46,8 @@ def sample(
             vocabulary shard, or a ``Head``, whose table, scratch and screen are used. Keep one per model.
         params: per-row temperature, seed and position.
         return_logprob: also compute the token's log-probability.
-        workspace: scratch to reuse (``dispatch.make_workspace(head, max_rows, table=table)``); allocated when None. It
-            grows with the first larger batch that has a truncation or a GEMM: before a CUDA graph is captured, call
-            once with the largest.
-        path: the path to take; None for the one that ``table`` has as the fastest.
-        table: which path and configuration a batch takes, ``resolve(head).dispatch`` from a tuned table; the built-in
-            choices when None. Resolve once per head: it reads files.
-        screen: ``Screen(head, max_rows)``, kept with the head: batches without logprobs may then take the screened
-            path, which reads half the bytes, where ``table`` has it as the fastest. Ignored if stale or too small for
-            the batch.
+        path: the path to take; None for the one that the table of the ``Head`` has as the fastest; without a ``Head``,
+            the built-in choice.
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
     neighbours, tile, shards, path (``SamplingPath.FLASHINFER`` apart), or eager against graph; ids are below
@@ -68,10 +56,10 @@ def sample(
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, layout or device; the message names it. An unknown path, or one
-            that cannot serve the head or the batch. A table for heads of another shape.
+            that cannot serve the head or the batch.
     """
     check_rows("hidden", hidden)
-    head = lm_head if isinstance(lm_head, Head) else Head(lm_head, table=table, screen=screen, workspace=workspace)
+    head = lm_head if isinstance(lm_head, Head) else Head(lm_head)
     return head.draw(hidden, params, return_logprob=return_logprob, path=path)
 
 
@@ -117,30 +105,25 @@ def sample_from_logits(
 def argmax(
     hidden: torch.Tensor,
     lm_head: torch.Tensor | LMHead | Head,
-    *,
-    screen: Screen | None = None,
-    table: DispatchTable | None = None,
-    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """The first id with the largest logit: ``torch.argmax(logits, -1)``, for the logits of ``sample``, which are not
     written to memory.
 
     Args:
         hidden: ``[B, D]``, contiguous rows, the head's dtype and device.
-        lm_head: as for ``sample``; a whole vocabulary. Where the head is a shard,
-            call ``sample`` with ``all_greedy``: its scores tell which shard holds the token.
-        screen, table, workspace: as for ``sample``.
+        lm_head: as for ``sample``; a whole vocabulary. Where the head is a shard, call ``sample`` with ``all_greedy``:
+            its scores tell which shard holds the token.
 
     Returns ``[B]`` int64. The token depends on the row's logits only, not on the batch, the path or the screen. With a
-    ``workspace``, allocates only the token ids and the scores. Usable inside a CUDA graph once a call of the same
-    shapes has compiled the kernels; synchronises in the first call on a device and in the first whose rows outnumber
-    the cached zeros, but never in one that is captured.
+    ``Head`` that has scratch, allocates only the token ids and the scores. Usable inside a CUDA graph once a call of
+    the same shapes has compiled the kernels; synchronises in the first call on a device and in the first whose rows
+    outnumber the cached zeros, but never in one that is captured.
 
-    Raises ValueError for a tensor of the wrong shape, dtype or device, and a table for heads of another shape.
+    Raises ValueError for a tensor of the wrong shape, dtype or device.
     """
     check_rows("hidden", hidden)
     params = _greedy_params_for(hidden.shape[0], hidden.device)
-    return sample(hidden, lm_head, params, workspace=workspace, table=table, screen=screen).token_ids
+    return sample(hidden, lm_head, params).token_ids
 
 
 class DraftTree(NamedTuple):
@@ -202,10 +185,7 @@ def verify(
     tree: DraftTree | None = None,
     *,
     return_logprob: bool = False,
-    workspace: Workspace | None = None,
     path: SamplingPath | str | None = None,
-    table: DispatchTable | None = None,
-    screen: Screen | None = None,
 ) -> VerifyOutput:
     """The tokens that each row gains from its drafts: those that drawing one token after another would give.
 
@@ -220,7 +200,7 @@ def verify(
         params: one value per row; position is that of the token which the root draws, and a node d levels below draws
             that of d positions later. A mask of ``edits`` has a row per row, or one per node (``B * D``).
         tree: a chain when None.
-        return_logprob, workspace, path, table, screen: as in ``sample``, for batches of ``B * D`` rows.
+        return_logprob, path: as in ``sample``, for batches of ``B * D`` rows.
 
     Raises:
         ValueError: as ``sample``, and for drafts or a tree of another shape.
@@ -242,16 +222,7 @@ def verify(
     first_child, next_sibling, depth = (column.expand(shape).contiguous() for column in tree)
     params = params.repeated(num_nodes)
     params = dataclasses.replace(params, position=params.position + depth.reshape(-1))
-    drawn = sample(
-        hidden.flatten(0, 1),
-        lm_head,
-        params,
-        return_logprob=return_logprob,
-        workspace=workspace,
-        path=path,
-        table=table,
-        screen=screen,
-    )
+    drawn = sample(hidden.flatten(0, 1), lm_head, params, return_logprob=return_logprob, path=path)
     token_ids = drawn.token_ids.view(shape)
     follow = follow_drafts_on_cpu if draws_in_host_memory(hidden.device) else follow_drafts
     nodes, num_tokens = follow(token_ids, draft_tokens.contiguous(), first_child, next_sibling)

@@ -271,21 +271,6 @@ class Head:
                 self.grow(self.max_rows)
 
 
-def make_workspace(
-    head: LMHead, max_rows: int, searched: torch.Tensor | None = None, table: DispatchTable | None = None
-) -> Workspace:
-    (workspace,) = Head(head, max_rows=max_rows, table=table, searched=searched).workspaces
-    return workspace
-
-
-def make_reading_workspace(
-    traits: HeadTraits, max_rows: int, device: torch.device, searched: torch.Tensor | None = None
-) -> Workspace:
-    configs = {config for _, _, config in reading_table(traits).configs_up_to(max_rows)}
-    slots = [read_slots(traits.vocab_size, max_rows, c, device) for c in configs if isinstance(c, ReadConfig)]
-    return Workspace(max(slots), device, searched)
-
-
 def check_params(params: BatchParams) -> None:
     """Raise ValueError for parameters of another type."""
     if not isinstance(params, BatchParams):

@@ -16,11 +16,12 @@ from kernel_cases import expected, make_case, reference, take
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgl_flashsample
-from sgl_flashsample import LMHead, SamplingPath, Screen, Workspace, argmax, sample, sample_from_logits
+from sgl_flashsample import Head, LMHead, SamplingPath, argmax, sample, sample_from_logits
 from sgl_flashsample.dispatch import default_table
-from sgl_flashsample.head import make_workspace
 from sgl_flashsample.kernels.params import Edit
+from sgl_flashsample.kernels.workspace import Workspace
 from sgl_flashsample.kinds import CONFIGS, KIND_NAMES
+from sgl_flashsample.screen import Screen
 
 ALL, GREEDY = KIND_NAMES["edit+truncate"], KIND_NAMES["greedy"]
 
@@ -38,7 +39,7 @@ def test_every_path_draws_the_references_tokens(device, path, kind, options):
         output = sample_from_logits(case.raw, case.params, return_logprob=True, **transforms)
         assert torch.equal(case.raw, before)
     elif path == "screened":
-        output = sample(case.hidden, head, case.params, path=path, screen=Screen(head, ROWS))
+        output = sample(case.hidden, Head(head, screen=Screen(head, ROWS)), case.params, path=path)
     else:
         output = sample(case.hidden, head, case.params, path=path, return_logprob=True)
     assert_reference(output.token_ids, case)
@@ -111,7 +112,6 @@ def test_arguments_that_do_not_fit_are_named(device):
     case = example(device, ALL)
     states, head, params = case.hidden, case.head, case.params
     limits, edits = params.truncation, params.edits
-    other = default_table(LMHead(head.weight[:32]))
     for hidden, changes, options, message in [
         (states[:, :16], {}, {}, r"hidden is \(9, 16\).*expected \[B, 32\]"),
         (states[:, :16], {}, {"path": "logits"}, r"hidden is \(9, 16\).*expected \[B, 32\]"),
@@ -121,11 +121,18 @@ def test_arguments_that_do_not_fit_are_named(device):
         (states, {"temperature": params.temperature[:2]}, {}, r"temperature is \(2,\)"),
         (states, {"truncation": dataclasses.replace(limits, top_k=limits.top_k.long())}, {}, "top_k is .*int64"),
         (states, {"edits": dataclasses.replace(edits, bias=edits.bias[:, 1:])}, {}, r"bias is \(9, 599\)"),
-        (states, {}, {"table": other}, r"table is for HeadTraits\(.*vocab_size=32.*expected one for the head's Head"),
-        (states, {}, {"workspace": Workspace(1, device)}, "workspace has 1 slots"),
     ]:
         with pytest.raises(ValueError, match=message):
             sample(hidden, head, dataclasses.replace(params, **changes), **options)
+
+
+def test_a_table_or_scratch_of_another_head_is_named(device):
+    case = example(device, ALL)
+    other = default_table(LMHead(case.head.weight[:32]))
+    with pytest.raises(ValueError, match=r"table is for HeadTraits\(.*vocab_size=32.*expected one for the head's Head"):
+        Head(case.head, table=other)
+    with pytest.raises(ValueError, match="workspace has 1 slots"):
+        sample(case.hidden, Head(case.head, workspace=Workspace(1, device)), case.params)
 
 
 def test_logits_narrower_than_the_vocabulary_are_refused(device):
@@ -138,8 +145,6 @@ def test_argmax_names_arguments_that_do_not_fit(device):
     case = example(device, ALL)
     with pytest.raises(ValueError, match="hidden is"):
         argmax(case.hidden[:, 1:], case.head)
-    with pytest.raises(ValueError, match="table is for"):
-        argmax(case.hidden, case.head, table=default_table(LMHead(case.head.weight[:32])))
 
 
 def test_logits_may_be_of_any_dtype_at_any_place_and_of_a_shard(device):
@@ -171,12 +176,12 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "edit+truncate"])
 @pytest.mark.parametrize("path", CONFIGS)
-def test_with_a_workspace_nothing_is_allocated_but_what_is_returned(device, path, kind):
+def test_with_scratch_nothing_is_allocated_but_what_is_returned(device, path, kind):
     case = example(device, KIND_NAMES[kind])
-    options = {"workspace": make_workspace(case.head, ROWS), "screen": Screen(case.head, ROWS), "path": path}
-    first, few = sample(case.hidden, case.head, case.params, **options), take(case.params, torch.arange(3))
+    head = Head(case.head, max_rows=ROWS, screen=Screen(case.head, ROWS))
+    first, few = sample(case.hidden, head, case.params, path=path), take(case.params, torch.arange(3))
     with Allocations() as allocated:
-        again = sample(case.hidden[:3], case.head, few, **options)
+        again = sample(case.hidden[:3], head, few, path=path)
     assert sorted(allocated.bytes) == [4 * 3, 8 * 3]
     assert torch.equal(again.token_ids, first.token_ids[:3])
 
@@ -185,7 +190,7 @@ def test_a_table_keeps_no_head_in_memory(device):
     case = example(device)
     weight, table = case.head.weight, default_table(case.head)
     head = LMHead(weight)
-    sample(case.hidden, head, case.params, table=table)
+    Head(head, table=table).draw(case.hidden, case.params)
     gone = weakref.ref(head)
     del head
     gc.collect()
@@ -199,18 +204,17 @@ def test_argmax_is_the_first_maximum_with_and_without_a_screen(device, rows, voc
     weight[half : 2 * half] = weight[:half].clone()  # every logit is there twice
     wanted = torch.argmax(case.edited, -1).tolist()
     assert expected(case).token.tolist() == wanted
-    workspace = make_workspace(case.head, rows)
     for screen in (None, Screen(case.head, rows)):
-        assert argmax(case.hidden, case.head, screen=screen, workspace=workspace).tolist() == wanted
+        assert argmax(case.hidden, Head(case.head, max_rows=rows, screen=screen)).tolist() == wanted
     assert argmax(case.hidden, weight).tolist() == wanted, "a weight is a head"
 
 
 def test_argmax_makes_the_parameters_of_greedy_rows_once(device):
     case = example(device, GREEDY)
-    workspace = make_workspace(case.head, ROWS)
-    argmax(case.hidden, case.head, workspace=workspace)
+    head = Head(case.head, max_rows=ROWS)
+    argmax(case.hidden, head)
     with Allocations() as allocated:
-        argmax(case.hidden, case.head, workspace=workspace)
+        argmax(case.hidden, head)
     assert sorted(allocated.bytes) == [4 * ROWS, 8 * ROWS], "only outputs"
 
 
@@ -228,14 +232,14 @@ def test_argmax_is_of_the_models_own_logits(device):
     ]:
         head = LMHead(weight, **options)
         for screen in (None, Screen(head, 2)):
-            assert argmax(states[:2], head, screen=screen).tolist() == [wanted] * 2
+            assert argmax(states[:2], Head(head, screen=screen)).tolist() == [wanted] * 2
     assert argmax(states, weight).tolist() == [64] * 1100, "more rows than the cached parameters have"
 
 
 def test_a_batch_of_no_rows_has_no_tokens(device):
     case = example(device, rows=0)
     tokens = [sample(case.hidden, case.head, case.params, path=path).token_ids for path in ("fused", "logits")]
-    for none in (*tokens, argmax(case.hidden, case.head, screen=Screen(case.head, 1))):
+    for none in (*tokens, argmax(case.hidden, Head(case.head, screen=Screen(case.head, 1)))):
         assert none.shape == (0,) and none.dtype is torch.int64
 
 
@@ -243,12 +247,12 @@ def test_a_batch_of_no_rows_has_no_tokens(device):
 @pytest.mark.parametrize("path", CONFIGS)
 def test_a_captured_graph_follows_its_truncation_and_its_edits(device, path):
     case = make_case(ROWS, VOCAB, device, "edit+truncate", torch.bfloat16)
-    options = {"path": path, "workspace": Workspace(10_000, device), "return_logprob": path != "screened"}
-    options["screen"] = Screen(case.head, ROWS)
-    eager = sample(case.hidden, case.head, case.params, **options)
+    head = Head(case.head, screen=Screen(case.head, ROWS), workspace=Workspace(10_000, device))
+    options = {"path": path, "return_logprob": path != "screened"}
+    eager = sample(case.hidden, head, case.params, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = sample(case.hidden, case.head, case.params, **options)
+        output = sample(case.hidden, head, case.params, **options)
     for _ in range(3):
         graph.replay()
         assert torch.equal(output.token_ids, eager.token_ids)

@@ -23,7 +23,8 @@ try:
 except ImportError:
     import sgl_flashsample
     sgl_flashsample.__path__.append(root)
-from sgl_flashsample import BatchParams, LMHead, LogitEdits, Screen, Truncation, paths, sample, selfcheck
+from sgl_flashsample import BatchParams, Head, LMHead, LogitEdits, Truncation, paths, sample, selfcheck
+from sgl_flashsample.screen import Screen
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.launch import Gpu, compiling_only, pretend_gpu
 
@@ -80,7 +81,7 @@ for how in ("ahead", "never", "no bool masks", "no screen", "broken", "another t
         with contextlib.nullcontext() if how == "broken" else compiling_only():
             for hidden, params, return_logprob in batches():
                 for used in {*screens, None}:  # also while the screen serves nothing
-                    sample(hidden, head, params, return_logprob=return_logprob, screen=used)
+                    sample(hidden, Head(head, screen=used), params, return_logprob=return_logprob)
     except RuntimeError as error:
         asked.append(str(error))
     results[how] = ahead, asked, log.getvalue()

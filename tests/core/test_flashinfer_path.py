@@ -16,7 +16,7 @@ from kernel_cases import limits
 from sgl_flashsample import BatchParams, LMHead, LogitEdits, sample, selfcheck
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.flashinfer_path import DRAWS_PER_CALL, FIRST_OFFSET, draw_with_flashinfer
-from sgl_flashsample.head import make_workspace
+from sgl_flashsample.head import Head
 from sgl_flashsample.kernels.params import LogitsSpec
 from sgl_flashsample.kernels.reference import allowed_ref, transform_ref
 from sgl_flashsample.kinds import BATCH_KINDS, BatchKind
@@ -53,7 +53,7 @@ def ours(params: BatchParams) -> BatchParams:
 
 def test_a_batch_takes_it_where_table_and_caller_allow_it(head, states, device, flashinfer):
     params = make_params(device)
-    output = sample(states, head, params, table=allowing(head, ROWS))
+    output = Head(head, table=allowing(head, ROWS)).draw(states, params)
     assert len(flashinfer.calls) == 1
     assert output.token_ids.dtype is torch.int64 and output.logprobs is None
     assert output.token_ids.shape == output.scores.shape == (ROWS,)
@@ -76,7 +76,7 @@ def test_every_other_batch_has_the_tokens_of_our_paths(head, states, device, fla
         (params, None, False),
     ]:
         want = sample(states, head, ours(given), return_logprob=logprob).token_ids
-        drawn = sample(states, head, given, table=chosen, return_logprob=logprob).token_ids
+        drawn = Head(head, table=chosen).draw(states, given, return_logprob=logprob).token_ids
         assert torch.equal(drawn, want)
     assert not flashinfer.calls
     assert [kind for kind in BATCH_KINDS if table.takes_flashinfer(ROWS, kind)] == [BatchKind(truncate=True)]
@@ -170,7 +170,7 @@ def test_a_failure_is_one_warning_and_our_own_tokens_from_then_on(head, states, 
     want = sample(states, head, ours(params)).token_ids
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         for _ in range(3):
-            assert torch.equal(sample(states, head, params, table=table).token_ids, want)
+            assert torch.equal(Head(head, table=table).draw(states, params).token_ids, want)
             flashinfer.breaks = None
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
@@ -186,7 +186,7 @@ def test_without_flashinfer_our_paths_serve_its_batches(head, states, device, wi
     with pytest.raises(RuntimeError, match="flashinfer"):
         sample(states, head, params, path="flashinfer")
     want = sample(states, head, ours(params)).token_ids
-    assert torch.equal(sample(states, head, params, table=allowing(head, ROWS)).token_ids, want)
+    assert torch.equal(Head(head, table=allowing(head, ROWS)).draw(states, params).token_ids, want)
     assert selfcheck.unsupported_by_flashinfer(head).startswith("ModuleNotFoundError: ")
 
 
@@ -250,19 +250,19 @@ def test_flashinfer_is_captured_in_a_graph_and_replays_with_new_noise():
     head = LMHead(torch.randn(151936, 64, device=device).bfloat16())
     hidden = torch.randn(64, 64, device=device).bfloat16()
     params, table = make_params(device, 64), allowing(head, 64)
-    options = {"table": table, "workspace": make_workspace(head, 64, table=table)}
+    drawing = Head(head, max_rows=64, table=table)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        eager = sample(hidden, head, params, **options).token_ids
+        eager = drawing.draw(hidden, params).token_ids
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = sample(hidden, head, params, **options).token_ids
+        tokens = drawing.draw(hidden, params).token_ids
     graph.replay()
     assert torch.equal(tokens, eager)
     params.position.add_(1)
     graph.replay()
     assert not torch.equal(tokens, eager)
-    assert torch.equal(tokens, sample(hidden, head, params, **options).token_ids)
+    assert torch.equal(tokens, drawing.draw(hidden, params).token_ids)
     assert selfcheck.unsupported_by_flashinfer(head) is None

@@ -14,21 +14,12 @@ import pytest
 import torch
 from core_examples import ROWS, SCREEN, SCREENED, TILE, VOCAB, example, table_of
 
-from sgl_flashsample import (
-    BatchParams,
-    LMHead,
-    Sampler,
-    SamplingParams,
-    Screen,
-    Truncation,
-    argmax,
-    sample,
-    sample_from_logits,
-)
+from sgl_flashsample import BatchParams, LMHead, Sampler, SamplingParams, Truncation, argmax, sample, sample_from_logits
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kernels.reference import logits_ref
 from sgl_flashsample.kernels.workspace import ScreenCounter
+from sgl_flashsample.screen import Screen
 from sgl_flashsample.tables import lookup
 
 PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"

@@ -10,10 +10,11 @@ import pytest
 import torch
 from core_examples import ROWS, VOCAB, example
 
-from sgl_flashsample import LMHead, Screen, sample
+from sgl_flashsample import LMHead, sample
+from sgl_flashsample.head import Head
 from sgl_flashsample.kernels.int8_head import MAX_HIDDEN
 from sgl_flashsample.kernels.workspace import ScreenCounter
-from sgl_flashsample.screen import UnwrittenScreen
+from sgl_flashsample.screen import Screen, UnwrittenScreen
 from sgl_flashsample.sglang.screen_lifecycle import HeadScreen
 
 HIDDEN = 32
@@ -22,14 +23,14 @@ HIDDEN = 32
 def assert_drawn_without(screen: Screen, case, head: LMHead) -> None:
     """The screen does not serve ``head``, whose batches get their tokens without it."""
     assert not screen.serves(head)
-    drawn = sample(case.hidden, head, case.params, screen=screen).token_ids
+    drawn = Head(head, screen=screen).draw(case.hidden, case.params).token_ids
     assert torch.equal(drawn, sample(case.hidden, head, case.params, path="fused").token_ids)
     assert screen.closed or screen.counters[ScreenCounter.ROWS] == 0
 
 
 def assert_drawn_with(screen: Screen, case, head: LMHead) -> None:
     assert screen.serves(head)
-    drawn = sample(case.hidden, head, case.params, screen=screen, path="screened").token_ids
+    drawn = Head(head, screen=screen).draw(case.hidden, case.params, path="screened").token_ids
     assert torch.equal(drawn, sample(case.hidden, head, case.params, path="fused").token_ids)
 
 

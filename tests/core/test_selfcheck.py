@@ -14,12 +14,13 @@ import triton.language as tl
 from core_examples import LONG, ON_PATH, READ, ROWS, TILE, UNSCREENED, VOCAB, WIDE, example, table_of
 from kernel_cases import edited_ref
 
-from sgl_flashsample import BatchParams, LMHead, Screen, paths, sample, selfcheck
+from sgl_flashsample import BatchParams, LMHead, paths, sample, selfcheck
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels import rng
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES, PLAIN, BatchKind
 from sgl_flashsample.paths import Parts
+from sgl_flashsample.screen import Screen
 
 pytestmark = pytest.mark.slow
 SCREENED = KIND_NAMES["plain+screen"]

@@ -14,7 +14,7 @@ from core_examples import assert_reference, example
 from kernel_cases import take
 from tuned_tables import table_for_this_machine
 
-from sgl_flashsample import sample
+from sgl_flashsample import Head
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN
 from sgl_flashsample.tables import lookup
@@ -145,4 +145,4 @@ def test_what_is_accepted_draws_the_references_tokens(accepted, head, request):
         case = example(device, kind, 6)
         for table, rows in map(brought.get, chosen):
             params = take(case.params, torch.arange(rows))
-            assert_reference(sample(case.hidden[:rows], case.head, params, table=table).token_ids, case)
+            assert_reference(Head(case.head, table=table).draw(case.hidden[:rows], params).token_ids, case)

@@ -17,13 +17,22 @@ from core_examples import READ, ROWS, SCREEN, TILE, UNSCREENED, VOCAB, assert_re
 from kernel_cases import take
 from tuned_tables import CPU, H200, HEAD, make_entry, make_table, table_for_this_machine
 
-from sgl_flashsample import LMHead, defaults, load_table, resolve, sample
+from sgl_flashsample import Head, LMHead, defaults
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.fingerprint import installed_fingerprints, kernel_fingerprint
-from sgl_flashsample.tables.lookup import Match, Target, bucket_for, find, match, unsupported_config
+from sgl_flashsample.tables.lookup import (
+    Match,
+    Target,
+    bucket_for,
+    find,
+    load_table,
+    match,
+    resolve,
+    unsupported_config,
+)
 from sgl_flashsample.tables.schema import MAX_BYTES, Confirmed, HeadShape
 
 replace = msgspec.structs.replace
@@ -377,7 +386,7 @@ def test_a_tuned_table_of_this_machine_draws_the_references_tokens(device, head,
         if entry.rows <= ROWS:
             case = example(device, KIND_NAMES[entry.kind])
             params = take(case.params, torch.arange(entry.rows))
-            drawn = sample(case.hidden[: entry.rows], case.head, params, table=resolved.dispatch)
+            drawn = Head(case.head, table=resolved.dispatch).draw(case.hidden[: entry.rows], params)
             assert_reference(drawn.token_ids, case)
             assert launched.pop() == entry.launch
 
