@@ -470,7 +470,7 @@ def trace(options: argparse.Namespace) -> int:
 
 
 def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
-    """What ``trace text`` and ``trace ids`` count, and whether an interruption ended it."""
+    """The counts of ``trace text`` and ``trace ids``, and whether an interruption ended them early."""
     from . import hot_vocab
     from .model_config import HeadError, head_of
 

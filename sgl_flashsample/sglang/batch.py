@@ -30,7 +30,8 @@ PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SG
 # Attributes of SGLang's SamplingBatchInfo: whether its sampler has to truncate.
 NEED_FLAGS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
 TOP_K_OFF = 1 << 30  # SGLang's TOP_K_ALL
-# Removes no token of a float32 softmax. Where min-p is given, SGLang takes top-p of what top-k has left, and so do we.
+# A min-p that removes no token of a float32 softmax. Where min-p is given, SGLang takes top-p of what top-k has left,
+# and so do we.
 NO_MIN_P = 1e-37
 
 

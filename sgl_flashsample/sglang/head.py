@@ -31,18 +31,18 @@ class HeadState:
 
     SGLang may change either after the start (a new weight tensor, a logit scale set late): ``update`` follows.
 
-    head: this rank's part, as of the last ``update``; it has a screen while that serves. exchange: with the ranks that
-    hold the rest; None where the head is whole. whole_rows: the kernels cannot draw from the parts of these ranks, so
-    every batch is exchanged as whole rows of logits. table_file: the tuned table of ``head``, or None. path: the path
-    that every batch takes after a failure. screen: the life of the screen, where the head has one. use_step_graphs:
-    steps of unchanged batches are captured as CUDA graphs. copies_tokens: each step then has tokens of its own, which
-    stay. graphs: None where there are none yet, or something that they were captured with has changed.
+    head: this rank's part, as of the last ``update``; it has a screen while that serves. exchange: the exchange with
+    the ranks that hold the rest; None where the head is whole. whole_rows: the kernels cannot draw from the parts of
+    these ranks, so every batch is exchanged as whole rows of logits. table_file: the tuned table of ``head``, or None.
+    path: the path that every batch takes after a failure. screen: the life of the screen, where the head has one.
+    use_step_graphs: steps of unchanged batches are captured as CUDA graphs. copies_tokens: each step then has tokens of
+    its own, which stay. graphs: None where there are none yet, or something that they were captured with has changed.
     """
 
     def __init__(
         self, processor: Any, lm_head: Any, capture: Capture | None = None, exchange: Exchange | None = None
     ) -> None:
-        """capture: of CUDA graphs; ``CudaCapture`` where None."""
+        """capture: captures CUDA graphs; ``CudaCapture`` where None."""
         self.processor, self.lm_head, self.exchange = processor, lm_head, exchange
         self.use_step_graphs = self.copies_tokens = False
         self.path: SamplingPath | None = None
@@ -54,7 +54,8 @@ class HeadState:
         self.graphs: StepGraphs | None = None
         self._capture = capture
         self._fingerprint = self._current_fingerprint()
-        self.head = Head(self._current_head())
+        self._lm_head = self._current_head()
+        self.head = Head(self._lm_head)
         self.table_file: str | None = None
 
     def update(self, num_rows: int) -> None:
@@ -64,7 +65,8 @@ class HeadState:
         head = self.head
         if fingerprint != self._fingerprint:
             table, head.screen, self.graphs = head.table, None, None
-            head.replace(self._current_head())
+            self._lm_head = self._current_head()
+            head.replace(self._lm_head)
             if head.table is not table:
                 self.table_file = None
             self._fingerprint = fingerprint
@@ -76,7 +78,8 @@ class HeadState:
             head.grow(rows)
             if self.exchange is not None:
                 head.reserve_rows(cdiv(rows, self.exchange.num_ranks), self.processor.vocab_size)
-        serving = None if self.screen is None else self.screen.serving(head.lm_head)
+        # ``head.lm_head`` would look for another weight again.
+        serving = None if self.screen is None else self.screen.serving(self._lm_head)
         if serving is not head.screen:
             head.screen, self.graphs = serving, None
 
@@ -112,8 +115,8 @@ class HeadState:
         return other == self._fingerprint[: len(other)]
 
     def _current_fingerprint(self) -> tuple:
-        """Changes when an attribute that ``head`` is made of changes, and with each write to the weight that PyTorch
-        counts."""
+        """A tuple that changes with each attribute that ``head`` is made of, and with each write to the weight that
+        PyTorch counts."""
         processor = self.processor
         weight = self._parameters.get("weight")  # as an attribute of a module it is looked up in Python
         if weight is None:
@@ -140,8 +143,8 @@ class HeadState:
         return head
 
     def unsupported_rows(self, max_rows: int, bool_masks: bool) -> str | None:
-        """Why whole rows cannot be drawn on this rank, of a batch of up to ``max_rows`` rows; None where they can. Also
-        compiles what the exchange launches: a rank that fails at that must not have begun to exchange."""
+        """Why this rank cannot draw whole rows, in batches of up to ``max_rows`` rows; None where it can. Also compiles
+        the kernels of the exchange: a rank that fails at that must not have begun to exchange."""
         assert self.exchange is not None
         head, num_ranks = self.head.lm_head, self.exchange.num_ranks
         for return_logprob in (True, False):
@@ -160,7 +163,7 @@ class HeadState:
 
     def check_exchange(self) -> str | None:
         """Connect with the other ranks and exchange known draws; returns what was wrong, or None. Every rank calls it,
-        before any step: what connects ranks and reserves memory at its first call does so now."""
+        before any step: the first exchange connects ranks and reserves memory."""
         if self.exchange is None:
             return None
         lm_head, num_ranks = self.head.lm_head, self.exchange.num_ranks
@@ -201,8 +204,8 @@ class HeadState:
         return all(torch.equal(out.token_ids, expected) for out in drawn)
 
     def logits_of_shard(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[B, W]``: what the GEMM of this rank gives, rounded as the model's own; where the other ranks can read it,
-        if there is such a place."""
+        """``[B, W]``: the logits of this rank's GEMM, rounded as the model's own; in memory that the other ranks can
+        read, if there is such memory."""
         assert self.exchange is not None
         memory = self.exchange.memory_for(hidden.shape[0])
         shared = None if memory is None else memory.own_logits[: hidden.shape[0]]

@@ -207,7 +207,9 @@ def _prometheus_metrics() -> _Prometheus | None:
         PrometheusCounter("sglang:flashsample_batches", "Batches sampled, per path and reason", labels),
         PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", labels),
         PrometheusCounter("sglang:flashsample_truncated_rows", "Fused rows with top-k, top-p or min-p"),
-        PrometheusCounter("sglang:flashsample_searched_rows", "Of these, rows that took a search over their logits"),
+        PrometheusCounter(
+            "sglang:flashsample_searched_rows", "Fused truncated rows that took a search over their logits"
+        ),
         [
             PrometheusCounter(f"sglang:flashsample_screen_{counter.name.lower()}", _SCREEN_METRICS[counter])
             for counter in ScreenCounter

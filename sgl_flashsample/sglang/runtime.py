@@ -35,7 +35,7 @@ from .versions import sglang_version
 logger = logging.getLogger("sgl_flashsample")
 
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
-IDLE_READS = 4  # of counters on the device after the last step: a copy may have to wait for its turn, then arrives
+IDLE_READS = 4  # reads of device counters after the last step: one starts a copy, a later one sees it
 NATIVE_FEATURES = "custom logit processors, sampling masks, beam search, top logprobs and token-id logprobs"
 
 
@@ -71,26 +71,26 @@ class Runtime:
         self.arrivals = Arrivals(self.settings.replica)
         self._warned_of_request = False
         self.samplers: list[Any] = []
-        self._idle_reads: int | None = 0  # still to be made of the device's counters; None after a failure
+        self._idle_reads: int | None = 0  # reads of device counters that are left; None after a failure
         self.weights_settled = True
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         self._extra_root: ExtraRoot | None = None
         self._draft_processors: set[int] = set()
-        self.prepares_drafts = False  # before memory is shared out: the draft model has a head of its own
-        self.draft_head: HeadState | None = None  # that drafts are drawn from; it may be a head of the target
+        self.prepares_drafts = False  # the draft model has a head of its own, prepared before memory is shared out
+        self.draft_head: HeadState | None = None  # drafts are drawn from it; it may be a head of the target
         self.draws_drafts = False  # graphs may read ``draft_head`` also when this has ended
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
-        self._statuses: list[dict[str, Any]] = []  # of heads that other ranks have
+        self._statuses: list[dict[str, Any]] = []  # statuses of heads that other ranks have
         self.metrics = Metrics(self.settings.metrics, self.settings.reports)
         self._update_gauge()
         self.token_counts = token_counts.TokenCounts.of_this_server()
 
     def agree(self) -> None:
-        """With the other ranks of this server: nothing is fused where one of them has a reason against it, or where
-        their versions or settings differ. The seed of rank 0 becomes that of all: nodes draw one each where none is
-        given. Every rank calls this once, before it loads the model."""
+        """Agree with the other ranks of this server: nothing is fused where one of them has a reason against it, or
+        where their versions or settings differ. The seed of rank 0 becomes that of all: nodes draw one each where none
+        is given. Every rank calls this once, before it loads the model."""
         try:
             self._ranks = RankSync.of_server()
         except Exception as error:  # an SGLang whose ranks we cannot find, on each of them
@@ -172,7 +172,7 @@ class Runtime:
 
     @property
     def _heads_and_drafts(self) -> list[HeadState]:
-        """``heads``, and the draft model's where it is another."""
+        """``heads``, and the draft model's head where that is another one."""
         heads, drafts = self.heads, self.draft_head
         return heads if drafts is None or drafts in heads else [*heads, drafts]
 
@@ -226,7 +226,7 @@ class Runtime:
 
     @property
     def all_native_reason(self) -> str | None:
-        """Why SGLang serves everything: for the whole server, or because no head that it has is fused."""
+        """Why SGLang serves everything: a reason of the whole server, or of its heads where none is fused."""
         return self.inactive_reason or (self._refused[0] if self.leaves_heads and not self.heads else None)
 
     def _update_gauge(self) -> None:

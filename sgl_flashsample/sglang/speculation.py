@@ -26,7 +26,7 @@ from .lazy_logits import LazyLogits, plain
 from .runtime import Runtime
 from .sampler import Unserved, draw, guarded_routing
 
-LOGPROBS_ATTRIBUTE = "_flashsample_logprobs"  # on LogitsProcessorOutput: of the token drawn at each node
+LOGPROBS_ATTRIBUTE = "_flashsample_logprobs"  # on LogitsProcessorOutput: logprobs of the token drawn at each node
 # An argument of ``eagle_sample`` that only says how to read another one.
 _HARMLESS = {"watermark_full_mask"}
 
@@ -48,8 +48,8 @@ class SpeculationHooks:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Around SGLang's: the drawn token of each node, ``[B * D]`` int32; how many tokens each row gains, ``[B]``
-        int32; the nodes of these, ``[B, P]`` int32, -1 after them."""
+        """Around SGLang's ``eagle_sample``: the drawn token of each node, ``[B * D]`` int32; how many tokens each row
+        gains, ``[B]`` int32; the nodes of these, ``[B, P]`` int32, -1 after them."""
         started, lazy = time.perf_counter(), logits_output.next_token_logits
         others = [*args, *(value for name, value in kwargs.items() if name not in _HARMLESS)]
         rows = verified = None
@@ -65,7 +65,7 @@ class SpeculationHooks:
         return verified
 
     def compute_logprobs(self, original: Callable, batch: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
-        """Around SGLang's logprobs of the accepted tokens: those that were drawn with them."""
+        """Around SGLang's logprobs of the accepted tokens: the logprobs of our draw."""
         logprobs = vars(logits_output).pop(LOGPROBS_ATTRIBUTE, None)
         if logprobs is None:
             return original(batch, logits_output, *args, **kwargs)
@@ -101,7 +101,8 @@ class SpeculationHooks:
     def _verify(
         self, verify_input: Any, batch: Any, logits_output: Any, rows: Batch, routing: Routing, grammar_mask: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Raises Unserved after a failure; ``logits_output`` is then unchanged."""
+        """Draw every node and follow the drafts. Raises Unserved after a failure; ``logits_output`` is then
+        unchanged."""
         lazy, num_nodes = logits_output.next_token_logits, verify_input.draft_token_num
         shape = (len(rows), num_nodes)
         try:
