@@ -26,8 +26,8 @@ DENSE_ROWS = 512
 
 
 class Choice(NamedTuple):
-    """config: the batch's configuration. asked: the kinds whose sizes were looked up, in this order; the last one decided.
-    measured: a tuned table has this size of the last kind; else ``config`` is the built-in choice for it."""
+    """config: the batch's configuration. asked: the kinds whose sizes were looked up, in this order; the last one
+    decided. measured: a tuned table has this size of the last kind; else ``config`` is the built-in choice for it."""
 
     config: Config
     asked: tuple[BatchKind, ...]
