@@ -246,7 +246,7 @@ class Count:
 def is_certain(case: Case) -> torch.Tensor:
     """``[B]`` bool, on the CPU: whether the float64 reference knows each row's token for certain."""
     params, edits = case.params, case.params.edits
-    logits = logits_ref(case.hidden.cpu(), case.head.weight.cpu(), logits_dtype=case.head.logits_dtype)
+    logits = logits_ref(case.hidden.cpu(), case.head.weight.cpu(), logits_dtype=case.head.rounding)
     if edits is not None:
         given = {name: getattr(edits, name).cpu() for name in ("additive", "scaling", "bias")}
         logits = edit_logits_ref(logits, allowed=case.allowed, **given)

@@ -35,7 +35,7 @@ NOISE_ABI = 2
 
 
 class Stream(enum.IntEnum):
-    """What a random value decides. Two decisions never share a stream, so never share noise.
+    """The decision that a random value is for. Two decisions never share a stream, so never share noise.
 
     Numbers 1 to 3 are reserved.
     """
@@ -44,7 +44,7 @@ class Stream(enum.IntEnum):
 
 
 class Unit(enum.IntEnum):
-    """What ``index`` counts."""
+    """The unit that ``index`` counts."""
 
     TOKEN = 0
     GROUP = 1
