@@ -32,7 +32,8 @@ if torch.version.cuda is None:  # so that SGLang can be imported here
     import sgl_flashsample.demo.torchvision_schemas
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
+UNPATCHED = os.environ.get("UNPATCHED_INTERPRETER") == "1"  # Triton's own interpreter, as it is
+if INTERPRETED and not UNPATCHED:
     import interpreter_bf16
 
     from sgl_flashsample.demo import interpreter
