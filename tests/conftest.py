@@ -27,7 +27,8 @@ if torch.version.cuda is None:  # so that SGLang can be imported here
     import lab.torchvision_schemas  # noqa: F401
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
+UNPATCHED = os.environ.get("UNPATCHED_INTERPRETER") == "1"  # Triton's own interpreter, as it is
+if INTERPRETED and not UNPATCHED:
     from lab import interpreter, interpreter_bf16
 
     interpreter_bf16.patch()

@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig, TruncationConfig
@@ -50,7 +52,9 @@ KNOWN_ANSWERS = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Triton's own interpreter multiplies the bits of bfloat16 (``interpreter_bf16.py``): float16 stands in there.
+UNPATCHED = os.environ.get("UNPATCHED_INTERPRETER") == "1"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.float16 if UNPATCHED else torch.bfloat16}
 Config = TileConfig | ReadConfig | ScreenConfig
 
 # Interpreted, a program costs milliseconds: large tiles, few of them; several splits, so that they are joined.
@@ -405,7 +409,7 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of logits, from
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """How ``random_rows`` are drawn. Each feature is on or off at random in each row, so that all pairs occur.
+    """The features of ``random_rows``. Each feature is on or off at random in each row, so that all pairs occur.
 
     most_ids: ids are 1 to so many, uniform in the logarithm. shapes: of a row's logits, keys of ``SHAPES``. dtypes: of
     logits, batch by batch. greedy, masked, edited (each kind of penalties, and the bias): shares of rows. limited:
@@ -610,6 +614,8 @@ def draw(
 ) -> Drawn:
     """Draw the batch on this path. logprobs: requested unless False, on paths that have them."""
     hidden, head, params = case.hidden, case.head, case.params
+    if UNPATCHED and torch.bfloat16 in (head.weight.dtype, head.logits_dtype):
+        pytest.skip("Triton's own interpreter has no right bfloat16")
     num_rows, device, vocab = len(hidden), hidden.device, head.vocab_size
     config = config_of(path, vocab) if config is None else config
     options = {"return_logprob": logprobs is not False, "truncation_config": truncation_config}

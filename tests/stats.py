@@ -81,7 +81,7 @@ def log_e_value(observed: np.ndarray, probability: np.ndarray) -> float:
 
 
 def coupled_acceptance(p: torch.Tensor, q: torch.Tensor) -> float:
-    """How often a draw of p and a draw of q with the same noise are equal. ``[V]`` float64 probabilities.
+    """The chance that a draw of p and a draw of q with the same noise are equal. ``[V]`` float64 probabilities.
 
     A group of ids is chosen first, then an id in it, each by noise of its own: two choices among the same things with
     the same noise are both i with probability 1 / sum_j max(p_j / p_i, q_j / q_i)."""

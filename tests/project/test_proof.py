@@ -390,8 +390,9 @@ def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_
     monkeypatch.setattr(draws, "PATHS", {"cpu": draws.PATHS["cpu"]})
     monkeypatch.setattr(draws, "HOST", True)
     monkeypatch.setattr(draws, "SOAK_BATCHES", 1)
+    monkeypatch.setattr(draws, "CALLS", 1000)  # enough to notice what is planted, however slow the machine is
     monkeypatch.setitem(draws.MIXES, "legal", dataclasses.replace(draws.LEGAL, most_ids=20))
-    monkeypatch.setattr(sys, "argv", ["draws.py", "soak", "--out", str(out), "--scale", "1e-4"])
+    monkeypatch.setattr(sys, "argv", ["draws.py", "soak", "--out", str(out), "--scale", "1e-6"])
     assert draws.main() == int(wrong)
     (row,) = json.loads(out.read_text())["rows"]
     assert row["draws_per_row"] >= draws.CALLS * draws.SOAK_AT_ONCE and 0 < row["rows"] <= draws.SOAK_ROWS

@@ -1,5 +1,5 @@
-"""What a row of logits and limits may draw and must be able to draw, in float64: the oracle of ``external.py`` and
-``draws.py``. Where rounding or the order of equal logits decides, an id may be drawn and need not be.
+"""Ids that a row of logits and limits may draw, and must be able to draw, in float64: the oracle of ``external.py``
+and ``draws.py``. Where rounding or the order of equal logits decides, an id may be drawn and need not be.
 """
 
 from __future__ import annotations

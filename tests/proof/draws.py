@@ -436,7 +436,7 @@ def shipped_configs() -> list[Config]:
 
 
 def fits(config: Config, kind: str) -> bool:
-    """Whether the device can run it; interpreted, whatever its bytes of shared memory."""
+    """True if the device can run it; the interpreter has shared memory of any size."""
     batch = BatchKind("truncate" in kind, "edit" in kind, screen=path_of(config) is SamplingPath.SCREENED)
     device = device_of(DEVICE) if WHERE == "GPU" else Device(name="cpu", cc="9.0", sms=0, l2_mb=0, smem_optin=0)
     return unsupported_config(config, device, "fp32" if DTYPE is torch.float32 else "bf16", batch) is None
@@ -954,7 +954,7 @@ def main() -> int:
 
 
 def is_kept(row: Result, only: Iterable[str]) -> bool:
-    """Whether an earlier row stays: of another section, or of another device."""
+    """True for an earlier row that stays: a row of another section, or of another device."""
     now = {WHERE, "interpreted"} if HOST else {WHERE}
     return row.get("section") not in only or row.get("on", WHERE) not in now
 

@@ -88,7 +88,7 @@ class Group:
 
 
 def ask_briefly(case: Any, timeout: float = 120.0) -> None:
-    """What the kits of a speculative server want of their fixture; its own answers have 1,024 tokens."""
+    """Short questions for the kits of a speculative server; the answers of SGLang's fixture have 1,024 tokens."""
     for question in ("Who are you?", "Where are you from?", "Write a story about a sunny day."):
         params = {"temperature": 0, "max_new_tokens": 32}
         body: dict[str, Any] = {"text": smollm2.prompt(question), "sampling_params": params}
@@ -160,7 +160,7 @@ DETERMINISM, DRAWN = "test_deterministic", "may/must draw, float64"
 
 
 class Results:
-    """What each side said of each case. The file is written as both have."""
+    """The outcome of each case on each side. The file is written when both are known."""
 
     def __init__(self, file: Path, resume: bool) -> None:
         self.file, self.env = file, new_env() | {"sglang": importlib.metadata.version("sglang")}
@@ -184,7 +184,7 @@ class Results:
         return [key for key in self.different() if self.cases[key]["stock"] == "pass"]
 
     def unsettled(self, tests: Container[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Of these, the cases that stock alone passes and that have not been repeated."""
+        """Those of these cases that stock alone passes and that have not been repeated."""
         return [key for key in self.worse() if key in tests and "passed" not in self.cases[key]]
 
     def print_table(self) -> None:
@@ -448,7 +448,7 @@ def draw_stock(row: Row, index: int, chunk: int = 1024) -> np.ndarray:
         if (row.top_k, row.top_p, row.min_p) == (None, None, None):
             tokens.append(sampling_from_probs_torch(probs.clone()))
         else:
-            # The seeds and positions of requests; None: of PyTorch's generator.
+            # The last two are seeds and positions of requests; None: PyTorch's generator.
             tokens.append(
                 top_k_top_p_min_p_sampling_from_probs_torch(probs.clone(), *limits, row.min_p is not None, None, None)
             )

@@ -61,8 +61,8 @@ ARGUMENTS = ("--enable-metrics", "--enable-return-hidden-states", "--random-seed
 EXAMPLES = 20
 SECONDS = 120.0  # for an answer
 NEAR_TIE = 1e-4  # of two logits over the temperature: what float32 probabilities may have as equal
-# What no request asks for, and why. But for the last two, stock SGLang's scheduler or detokenizer ends, and the server
-# with it, or hangs. ``unfit`` looks for them.
+# Parameters that no request has, and why. Except with the last two, stock SGLang's scheduler or detokenizer ends, and
+# the server with it, or hangs. ``unfit`` looks for them.
 EXCLUDED = {
     "top_k from 2**31": "RuntimeError: value cannot be converted to type int32 without overflow",
     "logit_bias that is no object": "AttributeError: 'list' object has no attribute 'items'",
@@ -251,12 +251,12 @@ class Request:
 
     @property
     def certain(self) -> bool:
-        """Whether the tokens do not depend on draws."""
+        """True if the tokens do not depend on draws."""
         return bool(self.params) and all(map(is_certain, self.params))
 
     @property
     def counted(self) -> bool:
-        """Whether the numbers of tokens do not."""
+        """True if the numbers of tokens do not depend on draws."""
         return self.certain or (bool(self.params) and all(map(is_counted, self.params)))
 
 
@@ -314,7 +314,7 @@ def make_params(r: random.Random, kind: str) -> dict[str, Any]:
 
 
 def make_fields(r: random.Random, kind: str) -> dict[str, Any]:
-    """What /generate takes beside sampling parameters."""
+    """Fields of /generate beside the sampling parameters."""
     fields: dict[str, Any] = {}
     if r.random() < 0.35:
         fields["return_logprob"] = True
@@ -370,7 +370,7 @@ def for_openai(r: random.Random, path: str, params: dict[str, Any], prompt: dict
 
 
 def unfit(body: dict[str, Any]) -> bool:
-    """Whether a body asks for what ``EXCLUDED`` lists."""
+    """True if a body has a parameter that ``EXCLUDED`` lists."""
 
     def is_int(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
@@ -480,7 +480,7 @@ class Answer:
 
 
 def sequences(data: Any) -> list[dict[str, Any]]:
-    """What was generated: for each prompt and sample, or choice. The events of a stream are put together."""
+    """The answers, one per prompt and sample, or choice. The events of a stream are put together."""
     if isinstance(data, dict):
         choices = data.get("choices")
         return choices if isinstance(choices, list) else [data] if "meta_info" in data else []
@@ -514,7 +514,7 @@ def message_of(data: Any) -> str:
 
 
 def facts_of(row: dict[str, Any], data: Any) -> dict[str, Any]:
-    """Of one sequence: end, tokens (how many), ids, text."""
+    """One sequence: its end, its number of tokens, its ids and its text."""
     about = row.get("meta_info") or {}
     end = about.get("finish_reason", row.get("finish_reason"))
     text = row.get("text", (row.get("message") or {}).get("content"))
@@ -537,7 +537,7 @@ def shape(value: Any) -> Any:
 
 
 def logprob_shapes(row: dict[str, Any]) -> dict[str, Any]:
-    """Of each list of logprobs: the different shapes of its entries, and whether it has one per token."""
+    """The different shapes of entries of each list of logprobs, and whether it has one entry per token."""
     about, form = row.get("meta_info") or {}, dict[str, Any]()
     for name, value in about.items():
         if name.endswith("_logprobs") and isinstance(value, list):
@@ -559,12 +559,12 @@ def logprob_shapes(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_top(entries: Collection[Any] | None) -> int:
-    """How many top logprobs an OpenAI answer has for a token; at most 1 where that depends on the token."""
+    """The number of top logprobs of a token in an OpenAI answer; at most 1 where that depends on the token."""
     return min(len(entries or ()), 1) if TOP_BY_TEXT else len(entries or ())
 
 
 def differences(stock: Answer, ours: Answer, request: Request) -> list[str]:
-    """What differs, in a few words each. Tokens come last."""
+    """The differences, in a few words each. Tokens come last."""
     if stock.status != ours.status:
         return [f"status: {stock.status}, {ours.status}"]
     differing = []
@@ -582,7 +582,7 @@ def differences(stock: Answer, ours: Answer, request: Request) -> list[str]:
 
 
 def follows(words: str, row: int) -> bool:
-    """Whether a difference may follow from another token of this row. Fields and other rows do not."""
+    """True if a difference may follow from another token of this row. Fields and other rows do not."""
     names = ("ids", "text", "end", "matched", "tokens", "logprobs")
     return any(words.startswith(f"row {row}: {name}:") for name in names)
 

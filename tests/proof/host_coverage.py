@@ -3,9 +3,9 @@
     python tests/proof/host_coverage.py --out tests/proof/results/coverage.json
     python tests/proof/host_coverage.py --keep -k WORDS    # these tests beside those of the last run
 
-What is measured is in ``pyproject.toml``, ``[tool.coverage]``. Kernels are left out: no tracer sees what a device runs.
-A line that says ``# coverage: needs REASON`` is left out with the block that it opens, and of one that says
-``# coverage: else needs REASON`` the other way; the result counts both by their reason.
+``pyproject.toml``, ``[tool.coverage]`` says which code. Kernels are left out: no tracer sees what a device runs. A line
+with ``# coverage: needs REASON`` is left out with the block that it opens, and so is the other way of a line with
+``# coverage: else needs REASON``; the result counts both by their reason.
 
 The exit code is 1 where a test fails, or a branch or statement is not covered.
 """
@@ -29,8 +29,7 @@ from programs import ROOT, command_line, today, write_result
 
 RESULT = ROOT / "tests" / "proof" / "results" / "coverage.json"
 DATA = ROOT / ".cache" / "coverage"
-TOOLS = ("doctor", "hot_vocab", "model_config", "token_counts", "trace_commands")
-TESTS = ("tests/core", "tests/kernels", "tests/sglang", *(f"tests/tools/test_{name}.py" for name in TOOLS))
+TESTS = ("tests/core", "tests/kernels", "tests/sglang", "tests/tools")
 EXCLUDED = re.compile(r"# coverage: (?:else )?needs (.+)")
 COUNTS = {
     "statements": "num_statements",
@@ -40,23 +39,9 @@ COUNTS = {
 }
 
 
-def run(*command: str) -> int:
+def coverage(*arguments: str) -> int:
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "COVERAGE_FILE": str(DATA / "data")}
-    return subprocess.call([sys.executable, "-m", *command], env=environment, cwd=ROOT)
-
-
-def measure(keep: bool, arguments: list[str]) -> tuple[bool, dict[str, Any]]:
-    """Whether the tests pass, and the report of coverage.py. keep: what the last run has measured. arguments: further
-    ones, of pytest."""
-    if not keep:
-        shutil.rmtree(DATA, ignore_errors=True)
-    DATA.mkdir(parents=True, exist_ok=True)
-    workers = min(4, len(os.sched_getaffinity(0)))
-    chosen = ["-q", "-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "not server", *TESTS]
-    passed = run("coverage", "run", "-m", "pytest", *chosen, *arguments) == 0
-    run("coverage", "combine", "-q", "--append")
-    run("coverage", "json", "-q", "-o", str(DATA / "report.json"))
-    return passed, json.loads((DATA / "report.json").read_text())
+    return subprocess.call([sys.executable, "-m", "coverage", *arguments], env=environment, cwd=ROOT)
 
 
 def summary(totals: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +60,7 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def excluded(texts: Iterable[str]) -> dict[str, int]:
-    """Lines that are left out, by what they need."""
+    """Lines that are left out, by their reason."""
     return dict(collections.Counter(reason for text in texts for reason in EXCLUDED.findall(text)).most_common())
 
 
@@ -84,19 +69,25 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULT, help="the JSON file to write")
     parser.add_argument("--keep", action="store_true", help="add to what the last run has measured")
     options, arguments = parser.parse_known_args()
-    passed, report = measure(options.keep, arguments)
-    rows = rows_of(report)
+    if not options.keep:
+        shutil.rmtree(DATA, ignore_errors=True)
+    DATA.mkdir(parents=True, exist_ok=True)
+    workers = ("-n", str(min(4, len(os.sched_getaffinity(0)))), "--dist", "loadgroup", "--no-loadscope-reorder")
+    failed = coverage("run", "-m", "pytest", "-q", *workers, "-m", "not server", *TESTS, *arguments)
+    coverage("combine", "-q", "--append")
+    coverage("json", "-q", "-o", str(DATA / "report.json"))
+    report = json.loads((DATA / "report.json").read_text())
+    rows, total = rows_of(report), summary(report["totals"])
+    left_out = excluded((ROOT / row["module"]).read_text() for row in rows)
     versions = {name: importlib.metadata.version(name) for name in ("coverage", "torch", "triton", "sglang")}
     commands = [json.loads(options.out.read_text())["env"]["command"]] if options.keep and options.out.exists() else []
     env = versions | {"date": today(), "command": "; ".join([*commands, command_line()])}
-    total = summary(report["totals"])
-    left_out = excluded((ROOT / row["module"]).read_text() for row in rows)
     write_result(options.out, {"env": env, "total": total, "excluded": left_out, "rows": rows})
     incomplete = [row for row in rows if "missing" in row]
     for row in incomplete:
         print(f"{row['percent']:6.2f} %  {row['module']}: {', '.join(row['missing'])}")
     print(f"{total['percent']:6.2f} % of {total['branches']:,} branches; left out: {left_out}")
-    return 0 if passed and not incomplete else 1
+    return int(bool(failed or incomplete))
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ def make_scan(gumbel: Any, bound_noise: Any, kept: int = 0xFFFFFFFF) -> Callable
         bound_noise(words[: last - first], U64(0), U64(0), bounds[: last - first])
         for i in range(last - first):
             hi = U64(first + i)
-            # Of the definition: how much later than those of the first word, without a logarithm.
+            # Increments of the definition's values over those of the first word, without a logarithm.
             more = _minus_log1p(-(i * 2.0**-32) / rest)
             less = _minus_log1p(more / exponential)
             got = gumbel(hi, U64(0), U64(0), U64(0))
@@ -338,7 +338,7 @@ def requests(chunk: int) -> tuple[Any, Any, Any, Any]:
 
 
 def steps(chunk: int) -> tuple[Any, Any, Any, Any]:
-    """What one request draws: all groups and the tokens of one, position after position."""
+    """The words of one request: all groups and the tokens of one group, position after position."""
     groups = VOCABULARY // 16
     position, place = np.divmod(numbers_of(chunk), U64(groups + 16))
     in_group = place >= groups
@@ -359,7 +359,7 @@ NUMBERS_OF_CHUNK = 2 * CHUNK  # of 32 bits: the upper word, then the lower
 
 @njit
 def reversed_bits(number):
-    """Of 32 bits."""
+    """The bits of a 32-bit number in reverse order."""
     for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
         number = (number >> U64(shift)) & U64(mask) | (number & U64(mask)) << U64(shift)
     return number
@@ -444,7 +444,7 @@ def run_battery(library: ctypes.CDLL, battery: str, order: str, generator: Gener
 
 
 def version_of(library: str) -> str:
-    """Of a loaded library, from its file: no function tells it."""
+    """The version of a loaded library, from its file: no function tells it."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     file = next(line.split()[-1] for line in maps if library in line)
     match = re.search(rb"TestU01 ([\d.]+)", Path(file).read_bytes())

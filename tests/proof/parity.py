@@ -163,7 +163,7 @@ class Truth:
         return top_k, top_p, min_p
 
     def _next_ids(self, cell: Cell, tokens: list[int]) -> list[int]:
-        """What the grammar allows after these tokens, none of which ends it: letters."""
+        """The ids that the grammar allows after these tokens, none of which ends it: letters."""
         if "regex" in cell.names:
             return [self.ids[letter] for letter in "abcd"]
         text = "".join(self.letters.get(token, "?") for token in tokens)
@@ -307,8 +307,8 @@ class Parity:
         self.pooled.setdefault((who, PLANTED), []).extend(planted)
 
     def _laws(self) -> None:
-        """Of all cells with a feature together, and of all cells: one cell notices gross errors alone. The same tokens
-        must not pass for those of another temperature."""
+        """Tests over all cells with a feature together, and over all cells: one cell notices gross errors alone. The
+        same tokens must not pass for those of another temperature."""
         for (who, name), values in self.pooled.items():
             if is_uniform(np.concatenate(values)) == (name == PLANTED):
                 self.problems.append(f"{who}, {name}: {'not noticed' if name == PLANTED else 'not the distribution'}")
@@ -379,7 +379,7 @@ class Parity:
 
 
 def is_uniform(values: np.ndarray) -> bool:
-    """Whether a G-test finds nothing against numbers that should be uniform from 0 to 1."""
+    """True if a G-test finds nothing against numbers that should be uniform from 0 to 1."""
     counts = np.bincount(np.minimum((values * BINS).astype(int), BINS - 1), minlength=BINS)
     return bool(stats.power_divergence(counts, lambda_="log-likelihood").pvalue > ALPHA)
 

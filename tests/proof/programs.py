@@ -1,5 +1,5 @@
-"""What the programs of this folder share: where modules of the tests and of the benchmarks are, command lines, result
-files. Import it first: with ``--dry-run`` it turns Triton's interpreter on."""
+"""Shared parts of the programs of this folder: the way to modules of the tests and of the benchmarks, command lines,
+result files. Import it first: with ``--dry-run`` it turns Triton's interpreter on."""
 
 from __future__ import annotations
 

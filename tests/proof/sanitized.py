@@ -65,7 +65,7 @@ torch.cuda.synchronize()
 
 @dataclasses.dataclass
 class Tested:
-    """What tests of one process, or of several, have come to. failures: of each test that failed, its first line.
+    """Outcomes of the tests of one process, or of several. failures: the first line of each test that failed.
     reports: of the tool, by the names of the tests that one process ran."""
 
     outcomes: collections.Counter[str]
@@ -114,7 +114,7 @@ class Tool:
         return log.read_text() if log.exists() else ""
 
     def notices(self) -> bool | None:
-        """Whether it reports what is planted; None where nothing is planted for it."""
+        """True if it reports the planted error; None where nothing is planted for it."""
         if self.name not in PLANTED:
             return None
         file = self.folder / f"{self.name}.py"  # Triton reads the source of a kernel from its file

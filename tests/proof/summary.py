@@ -27,7 +27,7 @@ Data = dict[str, Any]
 
 
 class Count(NamedTuple):
-    """How many of ``total`` were wrong at one place: a path, a tool, a machine. An empty name: there is only one."""
+    """``wrong`` of ``total`` at one place: a path, a tool, a machine. An empty name: there is only one."""
 
     place: str
     wrong: int
@@ -382,7 +382,7 @@ def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def goals(folders: Iterable[Path] = FOLDERS) -> str:
-    """How many goals are met, and one table per group."""
+    """The number of goals that are met, and one table per group."""
     verdicts, tables = collections.Counter[str](), []
     for title, group in GOALS.items():
         rows = [goal.row(read(goal.file, folders) if goal.file else None) for goal in group]
