@@ -22,7 +22,6 @@ from head_states import CPU, RANK_ROWS, CountingCapture, Model, hidden_states, m
 from serving import needs_sglang
 from sglang_batches import request
 
-from sgl_flashsample.demo.server import free_port
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
@@ -31,6 +30,7 @@ from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import RankError, Runtime
 from sgl_flashsample.sglang.step_graphs import PATIENCE
+from sgl_flashsample.tools.server import free_port
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SECONDS = 20.0  # that a rank may take to end after the other one has
