@@ -16,12 +16,9 @@ if "--dry-run" in sys.argv:
     interpreter.turn_on()  # before Triton is imported
 
 import argparse
-import concurrent.futures
 import dataclasses
 import datetime
-import itertools
 import json
-import multiprocessing
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -176,29 +173,6 @@ def make_parser(description: str | None, *, needs_gpu: bool = True) -> argparse.
         if not DRY_RUN and DEVICE.type != "cuda" and "-h" not in sys.argv and "--help" not in sys.argv:
             parser.error("no CUDA device; --dry-run works without one")
     return parser
-
-
-def in_processes(function: Callable[..., Any], cases: Iterable[tuple], processes: int) -> Iterator[Any]:
-    """``function(*case)`` of each case, in their order; by several processes, which share all GPUs, where more than 1.
-
-    One process often leaves a GPU idle, which waits for its launches.
-    """
-    if processes == 1:
-        yield from itertools.starmap(function, cases)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(processes, context, _take_a_gpu, (context.Value("i", 0),))
-    with pool:
-        yield from pool.map(function, *zip(*cases, strict=True))
-
-
-def _take_a_gpu(taken: Any) -> None:
-    """Makes a GPU the current one of this process, by turns. taken: how many processes have one."""
-    torch.set_num_threads(1)
-    if DEVICE.type == "cuda":
-        with taken.get_lock():
-            number, taken.value = taken.value, taken.value + 1
-        torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 def new_env() -> dict[str, Any]:

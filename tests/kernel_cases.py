@@ -6,13 +6,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig, TruncationConfig
 from sgl_flashsample.kernels.int8_head import Int8Head
 from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_splits
-from sgl_flashsample.kernels.params import BatchParams, Edit, LMHead, LogitEdits, LogitsSpec, Truncation
+from sgl_flashsample.kernels.params import (
+    LARGEST_LOGIT,
+    BatchParams,
+    Edit,
+    LMHead,
+    LogitEdits,
+    LogitsSpec,
+    Truncation,
+)
 from sgl_flashsample.kernels.reference import (
     Reference,
     edit_logits_ref,
@@ -364,6 +376,145 @@ def pack_bits(allowed: torch.Tensor) -> torch.Tensor:
         padded.view(len(allowed), padded.shape[1] // 32, 32).long() << torch.arange(32, device=allowed.device)
     ).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+# --- rows of logits with every feature ------------------------------------------------------------------------------
+
+HOSTILE = (math.nan, math.inf, -math.inf, 3e38, -3e38)
+HOSTILE_BIASES = (0.0, 0.0, 0.0, -1.5, 2.0, 1e31, -1e31, 3e38, -3e38, math.inf, -math.inf, math.nan)
+HOSTILE_TEMPERATURES = (0.0, 1e-30, 1e-6, 1e-3, 0.7, 1.0, 30.0, 1e30, 3e38, math.inf, math.nan)
+
+
+def with_holes(noise: torch.Tensor) -> torch.Tensor:
+    """Logits of which four in ten are -inf; the first id has none."""
+    kept = noise.roll(1, 1) > -0.25
+    kept[:, 0] = True
+    return torch.where(kept, 2 * noise, -math.inf)
+
+
+SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of logits, from Gaussian noise
+    "normal": lambda noise: 3 * noise,
+    "rounded": lambda noise: (3 * noise).round(),
+    "peaked": lambda noise: 5 * noise,
+    "flat": lambda noise: 0.05 * noise,
+    "ties": lambda noise: noise.round(),
+    "holes": with_holes,
+    "zipf": lambda noise: -1.2 * (1.0 + noise.argsort(1).float()).log(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """How ``random_rows`` are drawn. Each feature is on or off at random in each row, so that all pairs occur.
+
+    most_ids: ids are 1 to so many, uniform in the logarithm. shapes: of a row's logits, keys of ``SHAPES``. dtypes: of
+    logits, batch by batch. greedy, masked, edited (each kind of penalties, and the bias): shares of rows. limited:
+    every row has a top-k, a top-p or a min-p. temperatures: the usual, 0.3 to 2; or their powers of ten. hostile: NaN,
+    infinities and huge numbers among logits, biases and temperatures; a row may be without an allowed id.
+    """
+
+    most_ids: int = 2000
+    shapes: tuple[str, ...] = ("normal", "normal", "normal", "normal", "rounded")
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    greedy: float = 0.125
+    masked: float = 0.5
+    edited: float = 0.5
+    limited: bool = False
+    powers: tuple[float, float] | None = None
+    hostile: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of logits, ``[B, V]`` in any dtype, and what they ask for. allowed: ``[B, V]`` bool, what the mask says."""
+
+    logits: torch.Tensor
+    params: BatchParams
+    allowed: torch.Tensor
+
+    @functools.cached_property
+    def edited(self) -> torch.Tensor:
+        """``[B, V]`` float64 after the edits, as kernels take hostile logits: forbidden, or the largest."""
+        logits = bounded(self.logits.float())
+        return logits.double() if self.params.edits is None else bounded(edited_ref(logits, self.params.edits))
+
+    @property
+    def may(self) -> torch.Tensor:
+        """``[B, V]`` bool: ids that neither the mask, nor a logit or a bias of -inf or NaN forbids."""
+        bias = None if self.params.edits is None else self.params.edits.bias
+        return self.allowed & (self.logits > -math.inf) & (True if bias is None else bias > -math.inf)
+
+    @property
+    def finite(self) -> Rows:
+        """The rows of a head's products, which are finite: 3e38 for infinity, -3e38 for -inf and NaN."""
+        return dataclasses.replace(self, logits=self.logits.nan_to_num(nan=-3e38, posinf=3e38, neginf=-3e38))
+
+    def case(self, times: int = 1) -> Case:
+        """The batch of float32 rows, each ``times`` times in a row, with a head whose products are the ``finite``
+        logits, bit for bit: products of an element 1.0 and its column of the head, and of zeros."""
+        hidden = torch.eye(len(self.logits), dtype=self.logits.dtype, device=self.logits.device)
+        head = LMHead(self.finite.logits.T.contiguous())
+        return Case(hidden.repeat_interleave(times, 0), head, self.params.repeated(times))
+
+
+def random_rows(mix: Mix, index: int, num_rows: int, device: torch.device) -> Rows:
+    """The batch with this number: the same for the same number and kind of device."""
+    on: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(index), "device": device}
+    vocab = int(math.exp(random.Random(index).uniform(0, math.log(mix.most_ids))))
+
+    def some(share: float, *shape: int) -> torch.Tensor:
+        return torch.rand(*(shape or (num_rows,)), **on) < share
+
+    def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
+        return low + (high - low) * torch.rand(*(shape or (num_rows,)), **on)
+
+    def one_of(values: Sequence[float], *shape: int) -> torch.Tensor:
+        return torch.tensor(values, device=device)[torch.randint(len(values), shape or (num_rows,), **on)]
+
+    noise, shape = torch.randn(num_rows, vocab, **on), torch.randint(len(mix.shapes), (num_rows,), **on)
+    logits = torch.empty_like(noise)
+    for place, name in enumerate(mix.shapes):
+        logits[shape == place] = SHAPES[name](noise[shape == place])
+    temperature = uniform(0.3, 2.0) if mix.powers is None else 10 ** uniform(*mix.powers)
+    temperature = torch.where(some(mix.greedy), 0.0, temperature)
+    k, p, m = (some(0.5) for _ in range(3))
+    if mix.limited:
+        k |= ~(p | m)
+    truncation = Truncation(
+        torch.where(k, torch.randint(1, max(2, min(vocab, 200)), (num_rows,), **on), 0).int(),
+        torch.where(p, uniform(0.05, 0.99), 1.0),
+        torch.where(m, 10 ** uniform(-3.0, -0.1), 0.0),
+    )
+    allowed = some(0.6, num_rows, vocab) | ~some(mix.masked)[:, None]
+    edits = LogitEdits()
+    if mix.edited:
+        edits = LogitEdits(
+            additive=some(mix.edited)[:, None] * uniform(-2, 0, num_rows, vocab),
+            scaling=torch.where(some(mix.edited)[:, None], uniform(1, 1.5, num_rows, vocab), 1.0),
+            bias=some(mix.edited)[:, None] * torch.randn(num_rows, vocab, **on),
+        )
+    if mix.hostile:
+        broken = some(0.2)[:, None] & some(0.1, num_rows, vocab)
+        logits = torch.where(broken, one_of(HOSTILE, num_rows, vocab), logits)
+        temperature = torch.where(some(0.5), one_of(HOSTILE_TEMPERATURES), temperature)
+        edits = dataclasses.replace(
+            edits, bias=torch.where(some(0.8)[:, None], one_of(HOSTILE_BIASES, num_rows, vocab), 0.0)
+        )
+    else:
+        allowed[:, 0] = True
+    params = BatchParams(
+        temperature,
+        torch.randint(-(2**63), 2**63 - 1, (num_rows,), **on),
+        torch.randint(0, 2**40, (num_rows,), **on),
+        truncation,
+        dataclasses.replace(edits, mask=pack_bits(allowed)),
+    )
+    return Rows(logits.to(mix.dtypes[index % len(mix.dtypes)]), params, allowed)
+
+
+def bounded(logits: torch.Tensor) -> torch.Tensor:
+    """Logits as kernels take them: NaN and -inf forbid an id, others are ``LARGEST_LOGIT`` at most."""
+    return torch.where(logits > -math.inf, logits.clamp(max=LARGEST_LOGIT), -math.inf)
 
 
 # --- the expected tokens ---------------------------------------------------------------------------------------------

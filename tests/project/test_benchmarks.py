@@ -622,12 +622,6 @@ def test_a_recorded_command_has_no_folders_of_the_machine(load, monkeypatch):
     assert load("common").command_line() == "python serve.py --out c.json --set TUNED=tables PYTHONPATH=y:z a/b --pp 2"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
-    common = load("common")
-    assert list(common.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]
-
-
 # --- the registry, result files and pages
 
 

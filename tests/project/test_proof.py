@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kernel_cases import random_rows, spelled_out
 from serving import needs_sglang
 
 from sgl_flashsample import SampleOutput, sample_from_logits
@@ -27,6 +28,8 @@ from sgl_flashsample.kernels.reference import philox4x32_ref
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "proof"
 MODULES = {path.stem for folder in (FOLDER, ROOT / "benchmarks") for path in folder.glob("*.py")}
+
+ENV = {"device": "cpu", "date": "2026-01-02", "command": "python tests/proof/x.py"}
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run is interpreted")
 
@@ -260,16 +263,15 @@ def test_reports_of_a_sanitizer_and_outcomes_of_its_tests_are_counted(load, tmp_
 
 @no_gpu
 @pytest.mark.full
-def test_the_benchmark_of_verified_drafts_counts_tokens_of_every_shape(dry_run, load):
-    rows = dry_run("verified")["rows"]
-    assert {(row["shape"], row["drafts"]) for row in rows} == {case[:2] for case in load("verified").cases()}
-    assert not any(load("verified").is_wrong(row, planted=False) for row in rows)
+def test_verified_drafts_of_every_shape_are_counted(dry_run, load):
+    draws, rows = load("draws"), dry_run("draws", "verified")["rows"]
+    assert {(row["shape"], row["drafts"]) for row in rows} == {case[:2] for case in draws.verified_cases()}
     (certain,) = [row for row in rows if row["accepted_z"] is None]
     assert certain["drafts"] == "the target's" and certain["rejected"] == 0, "all are accepted"
 
 
 def test_the_law_of_verified_tokens_is_one_test_of_what_follows_each_token(load):
-    verified, generator = load("verified"), torch.Generator().manual_seed(3)
+    verified, generator = load("draws"), torch.Generator().manual_seed(3)
     target, _ = verified.make_languages()
     p, hotter = (target.distribution(temperature).numpy() for temperature in (1.0, 1.01))
     counts = torch.stack([torch.bincount(row, minlength=verified.VOCAB) for row in torch.multinomial(
@@ -280,7 +282,7 @@ def test_the_law_of_verified_tokens_is_one_test_of_what_follows_each_token(load)
 
 
 def test_what_is_wrong_with_verified_drafts_is_told(load):
-    is_wrong, right = load("verified").is_wrong, {"p_value": 0.3, "accepted_z": -2.0, "different": 0}
+    is_wrong, right = load("draws").is_wrong_verified, {"p_value": 0.3, "accepted_z": -2.0, "different": 0}
     right |= {"noticed_law": True, "noticed_tokens": 5}
     assert not is_wrong(right, planted=True) and not is_wrong(right | {"noticed_law": False}, planted=False)
     for wrong in (
@@ -297,33 +299,54 @@ def test_what_is_wrong_with_verified_drafts_is_told(load):
 
 @no_gpu
 @pytest.mark.full
-def test_the_determinism_benchmark_compares_every_path_interpreted(dry_run):
-    rows = dry_run("determinism", "--only", "rows", "tables", "shards")["rows"]
+def test_every_path_is_compared_interpreted(dry_run):
+    rows = dry_run("draws", "determinism", "--only", "rows", "tables", "shards")["rows"]
     assert {row["section"] for row in rows} == {"rows", "tables", "shards"}
     assert {row["path"] for row in rows} == {"fused", "screened", "logits", "reader"}
     assert not any(row["different"] for row in rows)
     assert all(row["planted_noticed"] > 0 for row in rows if "planted_noticed" in row)
 
 
+@no_gpu
+@pytest.mark.slow
+def test_every_section_of_exact_tokens_and_every_path_is_counted(dry_run, load):
+    counted = dry_run("draws", "exact")["rows"]
+    both = [(section, path) for section in ("legal", "forbidden") for path in ("logits", "fused")]
+    assert {(row["section"], row["path"]) for row in counted} == {
+        *both,
+        *((section, "logits") for section in ("reference", "hostile", "temperatures")),
+    }
+    assert {row["section"] for row in counted} == set(load("draws").PROGRAMS["exact"].sections)
+
+
+@no_gpu
+def test_rows_of_other_sections_are_kept_and_those_that_are_counted_again_are_not(dry_run, load, tmp_path):
+    about = {"path": "cpu", "planted_noticed": 1}
+    rows = [about | {"section": "legal", "first": 7}, about | {"section": "hostile", "path": "logits", "rows": 0}]
+    (tmp_path / "out.json").write_text(json.dumps({"env": ENV, "runs": [ENV], "rows": rows}))
+    result = dry_run("draws", "exact", "--only", "hostile", "--keep")
+    assert result["rows"][0] == rows[0] and result["rows"][1]["rows"] > 0 and len(result["rows"]) == 2
+    assert result["runs"][0]["command"] == ENV["command"] and len(result["runs"]) == 2
+    draws = load("draws")
+    both = [{"section": "rows", "on": place} for place in ("a GPU", draws.WHERE)]
+    assert [draws.is_kept(row, ["rows"]) for row in both] == [True, False]
+
+
 def test_a_token_that_differs_where_the_reference_is_certain_is_counted(load, monkeypatch):
-    determinism = load("determinism")
-    rows, vocab = 4, 40
-    weight = torch.arange(vocab).float()[:, None].expand(-1, 16) / 64
-    params = determinism.BatchParams(torch.ones(rows), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
-    hidden = torch.ones(rows, 16)
-    case = determinism.Case("plain", hidden, determinism.LMHead(weight), hidden @ weight.T, params, None)
-    want = sample_from_logits(case.logits, params).token_ids
-    count = determinism.Count("rows", "cpu", "plain", "alone")
+    draws = load("draws")
+    case = spelled_out([place / 64 for place in range(40)], 4, torch.device("cpu"))
+    want = draws.from_logits(case)
+    count = draws.Count("rows", "cpu", "plain", "alone")
     count.add(want, want, case)
-    assert (count.tokens, count.different) == (rows, 0)
+    assert (count.tokens, count.different) == (4, 0)
     other = want.clone()
-    other[2] = (want[2] + 1) % vocab
+    other[2] = (want[2] + 1) % 40
     count.add(other, want, case)
-    assert (count.tokens, count.different, count.near_ties) == (2 * rows, 1, 0)
-    assert determinism.is_certain(case).all()
-    monkeypatch.setattr(determinism, "is_certain", lambda case: torch.zeros(len(case.hidden), dtype=torch.bool))
+    assert (count.tokens, count.different, count.near_ties) == (8, 1, 0)
+    tie = types.SimpleNamespace(near_tie=torch.ones(1, dtype=torch.bool))
+    monkeypatch.setattr(draws, "expected", lambda case: tie)
     count.add(other, want, case)
-    assert (count.tokens, count.different, count.near_ties) == (3 * rows, 1, 1)
+    assert (count.tokens, count.different, count.near_ties) == (12, 1, 1)
 
 
 @no_gpu
@@ -336,7 +359,7 @@ def test_evidence_that_is_looked_at_again_and_again_is_rarely_wrong_and_grows_wh
     looks = random.multinomial(500, p, size=(400, 20)).cumsum(1)
     reached = sum(max(stats.log_e_value(counts, p) for counts in of_run) >= np.log(20) for of_run in looks)
     assert reached <= 35, "of 400, 20 at most are expected: 35 has a chance below 1e-3, and the seed is fixed"
-    soak = load("soak")
+    soak = load("draws")
     other = soak.at_distance(p, soak.TVD)
     assert abs(np.abs(other - p).sum() / 2 - soak.TVD) < 1e-12 and abs(other.sum() - 1) < 1e-12
     evidence = [stats.log_e_value(random.multinomial(30_000_000, other), p) for _ in range(20)]
@@ -351,65 +374,79 @@ def tokens_alone(tokens: torch.Tensor) -> SampleOutput:
 @no_gpu
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_soak_ends_with_1_where_draws_have_another_law(load, monkeypatch, tmp_path, wrong):
-    soak, out = load("soak"), tmp_path / "soak.json"
-    random = np.random.default_rng(0)
+    draws, out = load("draws"), tmp_path / "soak.json"
+    chance = np.random.default_rng(0)
 
-    def draw_of(batch):
-        laws = [soak.distribution(row) for row in batch.seen]
-        laws = [batch.may[row] / batch.may[row].sum() if law is None else law for row, law in enumerate(laws)]
-        laws = [soak.at_distance(law, 0.1) if wrong and law.max() < 1 else law for law in laws]
+    def drawn(path, rows):
+        laws = [draws.distribution(row) for row in draws.oracle_rows(rows)]
+        may = draws.legal_ids(rows).numpy()
+        laws = [may[row] / may[row].sum() if law is None else law for row, law in enumerate(laws)]
+        laws = [draws.at_distance(law, 0.1) if wrong and law.max() < 1 else law for law in laws]
         return lambda positions: tokens_alone(
-            torch.from_numpy(np.concatenate([random.choice(len(law), soak.AT_ONCE, p=law) for law in laws]))
+            torch.from_numpy(np.concatenate([chance.choice(len(law), draws.SOAK_AT_ONCE, p=law) for law in laws]))
         )
 
-    monkeypatch.setattr(soak, "PATHS", {"cpu": types.SimpleNamespace(draw_of=draw_of)})
-    monkeypatch.setattr(soak, "draws_in_host_memory", lambda device: True)
-    monkeypatch.setattr(sys, "argv", ["soak.py", "--out", str(out), "--minutes", "0.01", "--batches", "1"])
-    assert soak.main() == int(wrong)
+    monkeypatch.setattr(draws.DrawPath, "drawn", drawn)
+    monkeypatch.setattr(draws, "PATHS", {"cpu": draws.PATHS["cpu"]})
+    monkeypatch.setattr(draws, "HOST", True)
+    monkeypatch.setattr(draws, "SOAK_BATCHES", 1)
+    monkeypatch.setitem(draws.MIXES, "legal", dataclasses.replace(draws.LEGAL, most_ids=20))
+    monkeypatch.setattr(sys, "argv", ["draws.py", "soak", "--out", str(out), "--scale", "1e-4"])
+    assert draws.main() == int(wrong)
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["draws_per_row"] >= soak.CALLS * soak.AT_ONCE and 0 < row["rows"] <= soak.ROWS
-    assert (row["most_log_evidence"] >= -np.log(soak.ALPHA)) == wrong and row["powerful"] == 0
+    assert row["draws_per_row"] >= draws.CALLS * draws.SOAK_AT_ONCE and 0 < row["rows"] <= draws.SOAK_ROWS
+    assert (row["most_log_evidence"] >= -np.log(draws.ALPHA)) == wrong and row["powerful"] == 0
     assert row["noticed"] > 0
-    draws = soak.Draws("cpu", 0)
-    draws.draw = lambda positions: tokens_alone(torch.tensor([-1]).repeat(soak.ROWS * soak.AT_ONCE))
-    draws.go_on()
-    assert draws.evidence() == float("inf"), "no id is an id that cannot be drawn"
+    soak = draws.Soak("cpu", 0)
+    soak.draw = lambda positions: tokens_alone(torch.tensor([-1]).repeat(draws.SOAK_ROWS * draws.SOAK_AT_ONCE))
+    soak.go_on()
+    assert soak.evidence() == float("inf"), "no id is an id that cannot be drawn"
 
 
-def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load):
-    exact = load("exact")
-
-    batches = [exact.Batch(index, rows=8, at_once=at_once) for index, at_once in enumerate((1, 2))]
-    assert any(not batch.may.all() for batch in batches) and all(batch.may.any(1).all() for batch in batches)
-    for batch in batches:
-        draw, (rows, vocab), each = functools.cache(exact.from_logits(batch)), batch.may.shape, batch.at_once
-        positions, later = range(2 * each), range(each, 2 * each)
-        assert batch.illegal(draw, positions, batch.may) == 0
-        assert torch.equal(exact.from_head(batch)(later).token_ids, draw(later).token_ids)
-        assert batch.illegal(draw, positions, ~batch.may) == len(positions) * rows
-        no_id = tokens_alone(torch.full((rows * each,), vocab))
-        assert batch.illegal(lambda positions, drawn=no_id: drawn, positions, batch.may) == len(positions) * rows
-    one, several = exact.Batch(5, 8), exact.Batch(5, 8, at_once=3)
-    tokens = [exact.from_logits(one)(range(place, place + 1)).token_ids for place in range(3)]
-    assert torch.equal(exact.from_logits(several)(range(3)).token_ids.view(8, 3), torch.stack(tokens, 1))
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_an_illegal_token_is_counted_and_a_legal_one_is_not(load, at_once):
+    draws, each = load("draws"), torch.ones(8, dtype=torch.bool)
+    rows = random_rows(draws.LEGAL, at_once, 8, torch.device("cpu"))
+    path, may = draws.DrawPath("logits", 8, at_once), draws.legal_ids(rows)
+    assert not may.all() and may.any(1).all()
+    draw, positions = functools.cache(path.drawn(rows)), range(2 * at_once)
+    assert draws.count_wrong(draw, positions, at_once, may, each) == (0, 0)
+    assert draws.count_wrong(draw, positions, at_once, ~may, each) == (len(positions) * 8, 0)
+    no_id = tokens_alone(torch.full((8 * at_once,), may.shape[1]))
+    assert draws.count_wrong(lambda positions: no_id, positions, at_once, may, each) == (len(positions) * 8, 0)
+    from_head = path._replace(name="fused").drawn(rows)
+    assert torch.equal(from_head(range(at_once)).token_ids, draw(range(at_once)).token_ids)
 
 
-def test_a_forbidden_token_and_a_logprob_above_0_or_no_number_are_counted(load, monkeypatch):
-    """Not those of a row that has no token."""
-    exact = load("exact")
-    batches, positions = [exact.Forbidden(index, 8, 2, finite=False) for index in (0, 2)], range(4)
-    assert not batches[0].may.all() and not batches[1].has_token.all()
-    for batch in batches:
-        draw = functools.cache(exact.from_logits(batch))
-        assert batch.illegal(draw, positions, batch.may) == batch.bad_logprobs(draw, positions) == 0
-        assert batch.illegal(draw, positions, ~batch.may) == len(positions) * 8
-        for logprob in (1e-30, math.nan):
-            above = draw(range(2))._replace(logprobs=torch.full((16,), logprob))
-            assert batch.bad_logprobs(lambda positions, drawn=above: drawn, positions) == 4 * batch.has_token.sum()
-    monkeypatch.setitem(exact.PATHS, "cpu", exact.Path(exact.from_logits, 8, 1))
-    options = types.SimpleNamespace(forbidden=10, positions=2)
-    counted = exact.count("forbidden", "cpu", exact.Part(0, 1), options)
-    assert counted == {"illegal": 0, "bad_logprobs": 0, "draws": 16, "planted_noticed": 8}
+def test_a_call_draws_each_row_at_each_of_its_positions(load):
+    draws = load("draws")
+    rows = random_rows(draws.LEGAL, 5, 8, torch.device("cpu"))
+    one, three = (draws.DrawPath("logits", 8, at_once).drawn(rows) for at_once in (1, 3))
+    tokens = [one(range(place, place + 1)).token_ids for place in range(3)]
+    assert torch.equal(three(range(3)).token_ids.view(8, 3), torch.stack(tokens, 1))
+
+
+def test_a_forbidden_token_and_a_logprob_above_0_or_no_number_are_counted(load):
+    """Except the logprobs of a row that has no token."""
+    draws, path = load("draws"), load("draws").DrawPath("logits", 8, 2)
+    rows = random_rows(draws.MIXES["forbidden"], 7, 8, torch.device("cpu"))
+    draw, may, has_token = functools.cache(path.drawn(rows, return_logprob=True)), rows.may, rows.may.any(1)
+    assert has_token.sum() == 7
+    may[:, 0] |= ~has_token
+    assert draws.count_wrong(draw, range(4), 2, may, has_token) == (0, 0)
+    assert draws.count_wrong(draw, range(4), 2, ~may, has_token) == (4 * 8, 0)
+    for logprob in (1e-30, math.nan):
+        above = draw(range(2))._replace(logprobs=torch.full((16,), logprob))
+        assert draws.count_wrong(lambda positions, drawn=above: drawn, range(4), 2, may, has_token) == (0, 4 * 7)
+
+
+def test_forbidden_tokens_and_bad_logprobs_are_counted_and_what_is_planted_is_noticed(load, monkeypatch):
+    draws = load("draws")
+    monkeypatch.setitem(draws.PATHS, "logits", draws.DrawPath("logits", 8, 1))
+    monkeypatch.setattr(draws, "POSITIONS", 2)
+    counted = draws.count_exact("forbidden", "logits", draws.Part(0, 1), 10)
+    assert counted == {"draws": 16, "illegal": 0, "bad_logprobs": 0, "planted_noticed": counted["planted_noticed"]}
+    assert counted["planted_noticed"] >= 8
 
 
 def test_what_a_verification_may_draw_has_no_min_p_and_takes_top_p_of_what_top_k_has_left(load, monkeypatch, tmp_path):
@@ -433,50 +470,58 @@ def test_what_a_verification_may_draw_has_no_min_p_and_takes_top_p_of_what_top_k
 
 
 def test_processes_count_as_many_tokens_as_one_each_batch_once(load, monkeypatch):
-    exact, made = load("exact"), []
+    draws, made = load("draws"), []
 
-    class Noted(exact.Batch):
-        def __init__(self, index: int, rows: int, at_once: int) -> None:
-            super().__init__(index, rows, at_once)
-            made.append(index)
+    def noted(mix, index, *about):
+        made.append(index)
+        return random_rows(mix, index, *about)
 
-    monkeypatch.setattr(exact, "Batch", Noted)
-    monkeypatch.setitem(exact.PATHS, "cpu", exact.Path(exact.from_logits, 4, 1))
-    options = types.SimpleNamespace(draws=4 * 2 * 6, positions=2, first=5)
-    parts = [exact.count("legal", "cpu", exact.Part(number, 3), options) for number in range(3)]
+    monkeypatch.setattr(draws, "random_rows", noted)
+    monkeypatch.setattr(draws, "POSITIONS", 2)
+    monkeypatch.setitem(draws.PATHS, "logits", draws.DrawPath("logits", 4, 1))
+    parts = [draws.count_exact("legal", "logits", draws.Part(number, 3), 4 * 2 * 6, 5) for number in range(3)]
     assert [part["draws"] for part in parts] == [16] * 3
-    # The last one of each is for what is planted.
-    assert made == [5, 8, 0, 6, 9, 1, 7, 10, 2]
+    assert made == [5, 8, 6, 9, 7, 10]
 
 
 @pytest.mark.parametrize("section", ["reference", "temperatures"])
 def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch, section):
-    exact = load("exact")
-    monkeypatch.setattr(exact, "ROWS", 64)
-    monkeypatch.setattr(exact, "MOST_IDS", 50)
-    options = types.SimpleNamespace(rows=60)
-    whole = exact.Part(0, 1)
-    row = exact.count(section, "cpu", whole, options)
+    draws, whole = load("draws"), load("draws").Part(0, 1)
+    monkeypatch.setattr(draws, "NUM_ROWS", 64)
+    monkeypatch.setitem(draws.MIXES, section, dataclasses.replace(draws.MIXES[section], most_ids=50))
+    row = draws.count_exact(section, "logits", whole, 60)
     assert (row["rows"], row["different"]) == (64, 0) and row["planted_noticed"] > 5
 
     def of_the_next_position(logits, params):
-        return sample_from_logits(logits, dataclasses.replace(params, position=params.position + 1))
+        return sample_from_logits(logits, draws.later(params))
 
-    monkeypatch.setattr(exact, "sample_from_logits", of_the_next_position)
-    assert exact.count(section, "cpu", whole, options)["different"] > 5
+    monkeypatch.setattr(draws, "sample_from_logits", of_the_next_position)
+    assert draws.count_exact(section, "logits", whole, 60)["different"] > 5
 
 
 def test_rows_of_any_temperature_are_sampled_with_limits_from_1e_6_to_1e4(load):
-    params = load("exact").make_rows(0, 256, any_temperature=True)[1]
+    params = random_rows(load("draws").MIXES["temperatures"], 0, 256, torch.device("cpu")).params
     powers, limits = params.temperature.log10(), params.truncation
     assert powers.min() > -6.01 and powers.max() < 4.01 and powers.histc(10, -6, 4).min() > 5
     assert ((limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)).all()
 
 
+def test_every_pair_of_features_occurs_and_hostile_numbers_are_in_every_second_row(load):
+    draws = load("draws")
+    rows = random_rows(draws.REFERENCE, 0, 512, torch.device("cpu"))
+    params, edits, limits = rows.params, rows.params.edits, rows.params.truncation
+    on = [params.temperature == 0, limits.top_k > 0, limits.top_p < 1, limits.min_p > 0, ~rows.allowed.all(1)]
+    on += [(edits.additive != 0).any(1), (edits.scaling != 1).any(1), (edits.bias != 0).any(1)]
+    counts = torch.stack(on).float() @ torch.stack(on).float().T
+    assert counts.min() > 10 and not torch.stack(on).all(1).any()
+    same = (draws.planted(rows, 0).logits == rows.logits).all(1)
+    assert same[1::2].all() and not same[::2].any()
+    assert {random_rows(draws.REFERENCE, index, 2, torch.device("cpu")).logits.dtype for index in range(3)} == set(
+        draws.REFERENCE.dtypes
+    )
+
+
 # --- the page
-
-
-ENV = {"device": "cpu", "date": "2026-01-02", "command": "python tests/proof/x.py"}
 
 
 def test_the_page_says_what_the_result_files_say(load):
@@ -579,4 +624,10 @@ def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
     assert found["p-values of TestU01 that fail"][1] == (
         "SmallCrush: 0 of 30, 2 suspect, in 2 orders; Crush: 1 of 144, 0 suspect, in 1 order"
     )
-    assert load("summary").SOAK_ALPHA == load("soak").ALPHA
+    assert load("summary").SOAK_ALPHA == load("draws").ALPHA
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
+    programs = load("programs")
+    assert list(programs.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]

@@ -1,5 +1,5 @@
 """What a row of logits and limits may draw and must be able to draw, in float64: the oracle of ``external.py`` and
-``exact.py``. Where rounding or the order of equal logits decides, an id may be drawn and need not be.
+``draws.py``. Where rounding or the order of equal logits decides, an id may be drawn and need not be.
 """
 
 from __future__ import annotations
@@ -7,8 +7,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-
-SHAPES = ("peaked", "flat", "ties", "holes", "zipf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,29 +23,6 @@ class Row:
     def __str__(self) -> str:
         limits = [f"{name} {getattr(self, name):.4g}" for name in ("top_k", "top_p", "min_p") if getattr(self, name)]
         return ", ".join([f"V {len(self.logits)}", self.shape, f"temperature {self.temperature:.4g}", *limits])
-
-
-def make_row(index: int, vocab: int | None = None) -> Row:
-    """The same for the same index. vocab: ids, at random up to 5,000 by default."""
-    random = np.random.default_rng(index)
-    vocab = vocab or int(np.exp(random.uniform(0, np.log(5000))))
-    shape, use = SHAPES[index // 8 % len(SHAPES)], [bool(index >> bit & 1) for bit in range(3)]
-    normal = random.standard_normal(vocab)
-    logits = {
-        "peaked": 5 * normal,
-        "flat": 0.05 * normal,
-        "ties": np.round(normal),
-        "holes": np.where((random.random(vocab) < 0.4) & (np.arange(vocab) > 0), -np.inf, 2 * normal),
-        "zipf": -1.2 * np.log(1.0 + random.permutation(vocab)),
-    }[shape]
-    return Row(
-        shape,
-        logits.astype(np.float32),
-        float(np.float32(random.uniform(0.3, 2) if index % 3 else 1)),
-        int(random.integers(1, max(2, min(vocab, 200)))) if use[0] else None,
-        float(np.float32(random.uniform(0.05, 0.99))) if use[1] else None,
-        float(np.float32(10 ** random.uniform(-3, -0.1))) if use[2] else None,
-    )
 
 
 def probabilities(row: Row) -> np.ndarray:

@@ -44,7 +44,7 @@ import numpy as np
 import openai
 import requests
 import torch
-from definition import Row, make_row, may_and_must, probabilities
+from definition import Row, may_and_must, probabilities
 from lab import cpu_platform
 from programs import MAX_REASON, make_parser, new_env, read_result, reason_of, write_result
 from scipy.stats import fisher_exact
@@ -382,6 +382,29 @@ def run_servers(results: Results) -> None:
 
 
 # --- may draw, must draw --------------------------------------------------------------------------------------------
+
+
+def make_row(index: int) -> Row:
+    """The row with this number: up to 5,000 ids, each limit on or off."""
+    random = np.random.default_rng(index)
+    vocab = int(np.exp(random.uniform(0, np.log(5000))))
+    use, normal = [bool(index >> bit & 1) for bit in range(3)], random.standard_normal(vocab)
+    shapes = {
+        "peaked": 5 * normal,
+        "flat": 0.05 * normal,
+        "ties": np.round(normal),
+        "holes": np.where((random.random(vocab) < 0.4) & (np.arange(vocab) > 0), -np.inf, 2 * normal),
+        "zipf": -1.2 * np.log(1.0 + random.permutation(vocab)),
+    }
+    shape = list(shapes)[index // 8 % len(shapes)]
+    return Row(
+        shape,
+        shapes[shape].astype(np.float32),
+        float(np.float32(random.uniform(0.3, 2) if index % 3 else 1)),
+        int(random.integers(1, max(2, min(vocab, 200)))) if use[0] else None,
+        float(np.float32(random.uniform(0.05, 0.99))) if use[1] else None,
+        float(np.float32(10 ** random.uniform(-3, -0.1))) if use[2] else None,
+    )
 
 
 def check_draws(tokens: np.ndarray, row: Row, *, flashinfer: bool) -> str:
