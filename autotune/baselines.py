@@ -1,4 +1,4 @@
-"""What our paths are compared with: one GEMM of the vendor, and other ways to get tokens from its logits.
+"""Baselines that our paths are compared with: one GEMM of the vendor, and other ways to get tokens from its logits.
 
 The tuner times three of them beside the contenders of a race (``GEMM``, ``ARGMAX``, ``FLASHINFER``) and the benchmarks
 all. A baseline may have several forms; which one is the fastest depends on the shape. FlashInfer reads float32 logits
@@ -22,7 +22,7 @@ MULTINOMIAL = "gemm+multinomial"
 EXPONENTIAL = "gemm+exponential"  # as SGLang draws
 FLASHINFER = "gemm+flashinfer"
 
-# What a baseline draws.
+# Kinds of draws of a baseline.
 NOTHING, PLAIN, GREEDY, TRUNCATED = "nothing", "plain", "greedy", "truncated"
 
 OFFSETS_PER_CALL = 4096  # a thread of FlashInfer's draws far fewer numbers per call
@@ -32,8 +32,8 @@ OFFSETS_PER_CALL = 4096  # a thread of FlashInfer's draws far fewer numbers per 
 class BaselineBatch:
     """hidden: ``[B, D]``. weights: copies of the head, ``[V, D]``, read in turns. softcap: of the logits, or None.
     temperature: ``[B]`` float32. top_k: ``[B]`` int32, top_p: ``[B]`` float32. seed: ``[1]`` int64, offset:
-    ``[steps, 1]`` int64: FlashInfer's noise; steps are ``OFFSETS_PER_CALL`` apart. min_p: ``[B]`` float32; what draws
-    with a truncation then draws with min-p alone, at temperature 1."""
+    ``[steps, 1]`` int64: FlashInfer's noise; steps are ``OFFSETS_PER_CALL`` apart. min_p: ``[B]`` float32; baselines
+    with a truncation then draw with min-p alone, at temperature 1."""
 
     hidden: torch.Tensor
     weights: Sequence[torch.Tensor]
@@ -48,8 +48,8 @@ class BaselineBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """name: as in tables and plots. draws: ``NOTHING``, ``PLAIN``, ``GREEDY`` or ``TRUNCATED``. form: how, where there
-    are several ways. call: one step; returns the tokens, or the logits of a GEMM alone."""
+    """name: as in tables and plots. draws: ``NOTHING``, ``PLAIN``, ``GREEDY`` or ``TRUNCATED``. form: the way, where
+    there are several. call: one step; returns the tokens, or the logits of a GEMM alone."""
 
     name: str
     draws: str
@@ -60,8 +60,8 @@ class Baseline:
 def baselines(
     batch: BaselineBatch, *, flashinfer: Any = None, compile: Callable[[Callable], Callable] | None = None
 ) -> Iterator[Baseline]:
-    """All of them. flashinfer: ``import_flashinfer()``; None leaves its ways out. compile: ``torch.compile``, for the
-    forms that it makes; None leaves these out."""
+    """Every baseline for this batch. flashinfer: ``import_flashinfer()``; None skips the baselines that need it.
+    compile: ``torch.compile``, for the forms that it makes; None skips these."""
     gemm = _Gemm(batch)
     softcap, temperature = batch.softcap, batch.temperature[:, None]
     yield Baseline(GEMM, NOTHING, "torch.mm(out=)", gemm)
@@ -88,8 +88,8 @@ def baselines(
 
 
 def baseline_names(kind: BatchKind, *, flashinfer: bool) -> list[str]:
-    """Those that are timed beside the contenders of a race. flashinfer: whether it is there. With penalties, a grammar
-    or a bias no other sampler draws from the logits of the GEMM."""
+    """The baselines that are timed beside the contenders of a race. flashinfer: it can be raced. With penalties, a
+    grammar or a bias no other sampler draws from the logits of the GEMM."""
     if kind.greedy:
         return [GEMM, ARGMAX]
     return [GEMM, FLASHINFER] if flashinfer and not kind.edit else [GEMM]
@@ -113,7 +113,8 @@ def import_flashinfer() -> Any:
 
 
 def compile_flashinfer(device: torch.device) -> None:
-    """Compile what will be timed, which takes a minute the first time on a machine. Raises what its import raises."""
+    """Compile the FlashInfer kernels that will be timed: a minute the first time on a machine. Raises what its import
+    raises."""
     weight = torch.randn(1024, 16, device=device)
     batch = BaselineBatch(
         hidden=torch.randn(2, 16, device=device),
@@ -175,7 +176,7 @@ def _multinomial(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def _exponential_race(logits: torch.Tensor, softcap: float | None, temperature: torch.Tensor) -> torch.Tensor:
-    """SGLang 0.5.17 to 0.5.23, rows without a truncation and without a seed (srt/layers/sampler.py)."""
+    """The draw of SGLang 0.5.17 to 0.5.23 for rows without truncation and seed (srt/layers/sampler.py)."""
     logits = _to_float32(logits, softcap)
     logits.div_(temperature)
     logits[:] = torch.softmax(logits, -1)
@@ -188,7 +189,7 @@ def _flashinfer_plain(flashinfer: Any, logits: Call, batch: BaselineBatch) -> Ca
 
 
 def _flashinfer_truncated(flashinfer: Any, logits: Call, batch: BaselineBatch) -> Call:
-    """Joint is what SGLang asks for. FlashInfer's default, top-k first, draws from another distribution."""
+    """SGLang asks for "joint". FlashInfer's default, top-k first, draws from another distribution."""
     top_k = torch.where(batch.top_k < 1, batch.weights[0].shape[0], batch.top_k)
     return lambda step: flashinfer.top_k_top_p_sampling_from_logits(
         logits(step), top_k, batch.top_p, filter_apply_order="joint", **_noise(batch, step)

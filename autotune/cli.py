@@ -1,9 +1,6 @@
 """``sgl-flashsample tune``: its commands and their options.
 
-Exit codes: 0 fine, also where the built-in choice won everywhere or the time was over before the last race; 1 something
-that was measured is wrong, a table is not fit to be shipped, or two tables differ; 2 a mistake of who typed, a GPU too
-noisy to measure on, or no time for a race; 130 interrupted. A mistake is a ValueError or an OSError: one line on the
-error stream.
+A mistake of the user is a ValueError or an OSError, which ``sgl_flashsample.cli.main`` prints as one line.
 """
 
 from __future__ import annotations
@@ -11,96 +8,61 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
 import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
+from ..exit_codes import OK
 from ..files import write_whole
-from ..kernels.rng import GROUP_SIZE
+from ..kernels.config import GROUP_SIZE
 from ..kinds import KIND_NAMES, SamplingPath
 from ..model_config import head_of
 from ..tables.lookup import user_folder
 from ..tables.schema import Device, HeadShape, file_name
-from .errors import INTERRUPTED, OK, UNUSABLE
 from .labels import DEVICES, device_named
 
 EFFORT_NAMES = ("quick", "full", "exhaustive")
 MAX_GPUS, MAX_PROCESSES, MAX_BATCH = 64, 256, 4096
-EXTRA = {"optuna", "plotly", "rich", "scipy"}  # what the package without extras does not bring
 _EPILOG = """\
 A table is one JSON file for one GPU and one LM head. Servers look for it in --tuned FILE (or FLASHSAMPLE_TUNED), the
-folders of FLASHSAMPLE_TUNED_DIR, $SGLANG_CACHE_DIR/flashsample, and what is shipped, in this order.
+folders of FLASHSAMPLE_TUNED_DIR, $SGLANG_CACHE_DIR/flashsample, and among the shipped ones, in this order.
 
 examples:
-  sgl-flashsample tune plan models/Qwen3-8B     what a run would try, and how long it would take
+  sgl-flashsample tune plan models/Qwen3-8B     the trials of a run, and an estimate of its time
   sgl-flashsample tune run models/Qwen3-8B      tune for this GPU; the table lies where servers look for it
   sgl-flashsample tune explain --batch 24 --device 'NVIDIA H200' --model-path models/Qwen3-8B
   sgl-flashsample tune verify FILE              check that a table still holds on this machine
+
+exit codes: 0 done, also where the built-in choice stays everywhere or the time was over before the last race; 1 a
+choice or a time is wrong, the GPU is too noisy, a table is malformed or stale (lint), two tables differ (diff), a
+package is missing; 2 an argument, or what it names, cannot be used, such as a --budget too short for one race; 130
+interrupted
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """One line for a mistake, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(UNUSABLE, f"error: {message} (see `{self.prog} --help`)\n")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(
-        prog="sgl-flashsample tune",
-        description="Tuned tables: which path and configuration is fastest, per GPU, LM head and batch size.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_commands(parser)
-    options = parser.parse_args(arguments)
-    try:
-        code = COMMANDS[options.command].run(options)
-        sys.stdout.flush()
-        return OK if code is None else code
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
-    except ImportError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRA:
-            raise
-        advice = "pip install '.[tune]' in a checkout of sgl-flashsample"
-        print(f"error: {missing} is not installed: {advice}", file=sys.stderr)
-        return UNUSABLE
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return UNUSABLE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-
-
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    names = parser.add_subparsers(dest="command", required=True, metavar="command")
+    """Give the parser of ``sgl-flashsample tune`` its commands. ``run`` of the parsed options is the function of the
+    command, which takes these options and returns the exit code, or None for 0."""
+    parser.description = "Tuned tables: which path and configuration is fastest, per GPU, LM head and batch size."
+    parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
+    names = parser.add_subparsers(dest="name", required=True, metavar="command")
     for name, command in COMMANDS.items():
         about = command.about[:1].upper() + command.about[1:] + "."
         subparser = names.add_parser(name, help=command.about, description=about)
         for flags, keywords in command.arguments:
             subparser.add_argument(*flags, **keywords)
+        subparser.set_defaults(run=command.run)
 
 
 def plan(options: argparse.Namespace) -> None:
     from .plan import EFFORTS, Plan, usual_compilers
-    from .simulated import load
 
-    head, assumed = _head(options), ""
-    if options.simulated:
-        device = msgspec.convert(load(options.simulated)["device"], Device)
-    else:
-        device, assumed = _device(options.device)
+    head, (device, assumed) = _head(options), _device(options.device)
     made = Plan(device, head, EFFORTS[options.effort])
     processes = options.processes or usual_compilers()
     estimate, budget = made.estimate(processes), made.effort.budget
@@ -132,11 +94,8 @@ def run(options: argparse.Namespace) -> int:
     from .progress import Progress
     from .run import Options
     from .run import run as tune
-    from .simulated import load
 
     head, out = _head(options), options.out or user_folder()
-    if options.simulated:
-        load(options.simulated)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out is {out}, which is not a folder")
     fields = {field.name for field in dataclasses.fields(Options)} & vars(options).keys() - {"out"}
@@ -156,14 +115,11 @@ def run(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     from .progress import Progress
-    from .simulated import load
     from .verify import verify as replay
 
-    if options.simulated:
-        load(options.simulated)
     table = _tables().read(options.file)
     with Progress(quiet=options.json) as progress:
-        code, line, replayed = replay(table, options.simulated, progress)
+        code, line, replayed = replay(table, progress)
     if options.json:
         sizes = [dataclasses.asdict(one) | {"reason": one.reason} for one in replayed]
         print(json.dumps({"code": code, "message": line, "sizes": sizes}, indent=1))
@@ -174,7 +130,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> None:
     table = _tables().read(options.file)
-    from .report import page  # after what is wrong with the file is said: it imports for seconds
+    from .report import page  # takes seconds: faults of the file are told before
     from .trials import log_of
 
     name = options.file.with_suffix(".html").name
@@ -219,7 +175,7 @@ def _head(options: argparse.Namespace, warn: bool = True) -> HeadShape:
 
 
 def _device(name: str | None) -> tuple[Device, str]:
-    """The device that is meant, and what to say of it."""
+    """The device of that name, else of this machine, and a remark about it."""
     if name is not None:
         return device_named(name), ""
     import torch
@@ -262,7 +218,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """run: returns the exit code, or None for 0."""
+    """A command of ``tune``. run: its function, which returns the exit code, or None for 0."""
 
     about: str
     run: Callable[[argparse.Namespace], int | None]
@@ -280,20 +236,18 @@ def _flag(name: str, about: str) -> Argument:
 FILE = _argument("file", help="a table")
 JSON = _flag("--json", "print JSON")
 KIND = _argument("--kind", choices=KIND_NAMES, metavar="KIND", help=f"only this one of {', '.join(KIND_NAMES)}")
-SIMULATED = _argument("--simulated", metavar="FILE", help="for development: a simulated device instead of a GPU")
 MODEL = _argument("model", nargs="?", help="a model's folder, its config.json, or a hub's name in the cache")
 HEAD = (
     _argument("--model-path", metavar="MODEL", help="a model's folder, as servers call it"),
     _argument("--vocab", type=int, metavar="V", help="ids of the whole head, instead of the config's"),
     _argument("--hidden", type=int, metavar="D", help="hidden size, instead of the config's"),
-    _argument("--dtype", help="of the head's weight: bf16, fp16 or fp32"),
-    _argument("--softcap", action=argparse.BooleanOptionalAction, help="whether the logits have a softcap"),
-    _argument("--tp", "--tp-size", type=int, default=1, help="tensor-parallel degree: one shard is meant"),
+    _argument("--dtype", help="dtype of the head's weight: bf16, fp16 or fp32"),
+    _argument("--softcap", action=argparse.BooleanOptionalAction, help="the logits have a softcap, or none"),
+    _argument("--tp", "--tp-size", type=int, default=1, help="tensor-parallel degree: the head is one shard"),
 )
 TUNING = (
     _argument("--effort", choices=EFFORT_NAMES, default="full", help="(default: full)"),
     _argument("--out", type=Path, help="folder of the table (default: the user's cache)"),
-    SIMULATED,
     JSON,
 )
 PROCESSES = {"type": _number(MAX_PROCESSES), "help": "processes that compile (default: processors but one)"}
@@ -301,7 +255,7 @@ FLASHINFER_HELP = "also let a path be chosen that draws other tokens of the same
 
 COMMANDS = {
     "plan": Command(
-        "what a run would try, and how long it would take; measures nothing",
+        "print the trials of a run and an estimate of its time; measures nothing",
         plan,
         (
             *(MODEL, *HEAD, *TUNING),
@@ -330,7 +284,7 @@ COMMANDS = {
             _flag("--allow-busy", "tune although others use the GPU"),
         ),
     ),
-    "verify": Command("measure a table again, in a fresh process", verify, (FILE, SIMULATED, JSON)),
+    "verify": Command("measure a table again, in a fresh process", verify, (FILE, JSON)),
     "report": Command(
         "write an HTML page about a table",
         report,
@@ -351,7 +305,7 @@ COMMANDS = {
         (FILE, KIND, JSON),
     ),
     "explain": Command(
-        "say what a batch takes, from which table, and why",
+        "print the choice for a batch, the table that it comes from, and why",
         explain,
         (
             _argument("file", nargs="?", help="a table; without it, the one that a server would find"),
@@ -361,7 +315,7 @@ COMMANDS = {
         ),
     ),
     "diff": Command(
-        "compare two tables: choices, times against their noise, environments; exit code 1 where sizes differ",
+        "compare two tables: choices, times against their noise, environments; exit code 1 if sizes differ",
         lambda options: _tables().diff(options.a, options.b, options.json, options.all),
         (
             _argument("a", help="a table"),
@@ -371,7 +325,7 @@ COMMANDS = {
         ),
     ),
     "merge": Command(
-        "join two tables of one device, head and versions: where both have a size, the choice that gains more",
+        "join two tables of one device, head and versions: for a size of both, the choice that gains more",
         lambda options: _tables().merge(options.a, options.b, options.out, options.strict),
         (
             _argument("a", help="the table whose choice stays where the other's does not gain more, beyond noise"),
@@ -381,7 +335,7 @@ COMMANDS = {
         ),
     ),
     "lint": Command(
-        "check tables: form, ranges, sizes, kernels; exit code 1 for one that is wrong or stale",
+        "check tables: form, ranges, sizes, kernels; exit code 1 if one is malformed or stale",
         lambda options: _tables().lint(options.files),
         (_argument("files", nargs="+", metavar="FILE", help="tables"),),
     ),

@@ -31,9 +31,9 @@ from .errors import error_of
 from .labels import config_of, kernel_kind
 from .workload import empty_head
 
-# Whose shared memory, registers and spills are reported.
+# Kernels whose shared memory, registers and spills are reported.
 _KERNELS = ("lm_head_sample_kernel", "sample_logits_kernel", "screen_head_kernel", "rescore_groups_kernel")
-# Of the device's memory that heads of all compiling processes and their screens may take; beyond, they compile for a
+# Share of the device's memory for the heads and screens of all compiling processes. Beyond it, they compile for a
 # shortened head, and the draw of truncated rows, which depends on the vocabulary, is left to the process that measures.
 HEAD_SHARE = 0.45
 
@@ -43,7 +43,7 @@ class CompilingWorker:
         self.device, self.processes, self.many_ids = device, processes, many_ids
         self._shape: HeadShape | None = None
         self._heads: list[LMHead] = []
-        self._screens: dict[int, Screen] = {}  # by the size of our heads' vocabularies
+        self._screens: dict[int, Screen] = {}  # by vocabulary size
         self._usage: dict[str, int] = {}
 
     @classmethod
@@ -53,7 +53,7 @@ class CompilingWorker:
         return cls(torch.device(spec.get("device", "cuda")), int(spec.get("processes", 1)))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Seconds by part, and the most that any of the main kernels has of shared memory in bytes, registers and
+        """Seconds by part, and the maximum over the main kernels of shared memory in bytes, registers per thread and
         spilled bytes per thread."""
         assert request["op"] == "compile", request["op"]
         began = time.monotonic()
@@ -109,7 +109,7 @@ class CompilingWorker:
         usage = {"shared": int(metadata.get("shared", 0))}
         cubin = next((path for name, path in metadata_group.items() if name.endswith(".cubin")), None)
         if cubin is not None:
-            # Where the tool fails, both stay as they are, and the measurement decides.
+            # If the tool fails, both stay as they are, and the measurement decides.
             with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
                 usage["registers"], usage["spilled"] = register_usage(Path(cubin).read_bytes())
         self._usage |= {name: max(self._usage[name], value) for name, value in usage.items()}

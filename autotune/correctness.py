@@ -13,27 +13,24 @@ import numpy as np
 import torch
 
 from ..dispatch import default_table
-from ..flashinfer_path import draw_with_flashinfer
-from ..kernels.config import ReadConfig, ScreenConfig, TileConfig
+from ..kernels.config import GROUP_SIZE, ReadConfig, ScreenConfig, TileConfig, cdiv
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.reference import allowed_ref, transform_ref
-from ..kernels.rng import GROUP_SIZE
-from ..kernels.workspace import Workspace
 from ..kinds import BatchKind, Config, SamplingPath, path_of
-from ..paths import Parts, compute_logits, launch, slots_for
-from ..screen import Screen
+from ..paths import Parts
 from ..selfcheck import MAX_IDS, Expectation, difference, edits_of_every_kind, expect, first_ids
 from .errors import IncorrectTokens
 from .labels import kernel_kind
+from .launcher import Launcher, draw
 from .workload import Workload
 
 FEW_IDS = 33 * GROUP_SIZE
 TEST_ROWS = 512
-READ_ROWS = 17  # where the rows of a block do not decide the kernel
-BATCHES = 4  # on the whole head, in which a screen's tokens are compared with the fused pass's
-SCORE_TOLERANCE = 1e-4  # by which two orders of a logit's sum may change a score, relative to it or to 1
-MIN_ALLOWED = 16  # tokens of a truncated distribution of the G-test
-MIN_EXPECTED = 10.0  # draws of a cell of the G-test: smaller ones are pooled
+READ_ROWS = 17  # rows of a check of readers, whose kernel does not depend on them
+BATCHES = 4  # batches on the whole head in which a screen's tokens are compared with the fused pass's
+SCORE_TOLERANCE = 1e-4  # change of a score by another order of a logit's sum, relative to the score or to 1
+MIN_ALLOWED = 16  # least number of tokens of a truncated distribution in the G-test
+MIN_EXPECTED = 10.0  # expected draws of a cell of the G-test; smaller cells are pooled
 
 
 def fused_beside(config: ScreenConfig, head: LMHead, kind: BatchKind) -> TileConfig:
@@ -52,23 +49,22 @@ def checked_kinds(config: Config, kind: BatchKind) -> list[BatchKind]:
 
 
 class CorrectnessCheck:
-    """Compares configurations for ``head`` with the reference. What must be drawn is computed once."""
+    """Compares configurations for ``head`` with the reference. The tokens of the reference are computed
+    once."""
 
     def __init__(self, head: LMHead) -> None:
         self.head = head
         self.many, self.few = first_ids(head, MAX_IDS), first_ids(head, FEW_IDS)
         self._expected: dict[tuple, Expectation] = {}
-        self._screens: dict[int, Screen] = {}
         self._workloads: dict[int, Workload] = {}
-        self._workspace = Workspace(1, head.weight.device)
+        self._launcher = Launcher(head.weight.device, TEST_ROWS)
 
     def check(self, config: Config, kind: BatchKind) -> None:
-        """Raises IncorrectTokens where a token is not the reference's."""
+        """Compare tokens of ``config`` with the reference. Raises IncorrectTokens where one differs."""
         try:
             self._check(config, kind)
         except Exception:
-            # Where one of a screen's launches has failed, the next configuration would find what it has not cleared.
-            self._screens.clear()
+            self._launcher.drop_screens()
             raise
 
     def _check(self, config: Config, kind: BatchKind) -> None:
@@ -78,15 +74,16 @@ class CorrectnessCheck:
             few = self.many if each.truncate else self.few
             for head, rows in ((self.many, block_b - 3), (few, block_b + 1)):
                 expected = self._expect(head, rows, each, reads=isinstance(config, ReadConfig))
-                reason = difference(expected, config, Parts.of(head, screen=self._screen_for(config, head)))
+                parts = Parts.of(head, screen=self._launcher.screen(config, head))
+                reason = difference(expected, config, parts)
                 if reason is not None:
                     raise IncorrectTokens(reason)
         if isinstance(config, ScreenConfig):
             self._compare_with_fused(config, kernel_kind(kind, path_of(config)))
 
     def _compare_with_fused(self, config: ScreenConfig, kind: BatchKind) -> None:
-        """On the whole head and on logits as in the races, where most groups are ruled out: a row must not lose to what
-        the fused pass finds for it. Raises IncorrectTokens."""
+        """Compare scores on the whole head, on logits as in the races, where most groups are ruled out: a row must not
+        lose to the token of the fused pass. Raises IncorrectTokens."""
         rows = config.block_b + 1
         if rows not in self._workloads:
             self._workloads[rows] = Workload(self.head, rows)
@@ -104,8 +101,8 @@ class CorrectnessCheck:
     def g_test(self, config: Config | None, kind: BatchKind, draws: int, rows: int = TEST_ROWS) -> tuple[float, int]:
         """The G-test's p-value over at least ``draws`` draws, and how many there were. config: None for FlashInfer.
 
-        Every row has the logits of one column of the head, times a power of two so that they spread, which no sum
-        rounds: the distribution is known exactly.
+        The logits of every row are one column of the head times a power of two, which spreads them. No sum rounds
+        them: the distribution is known exactly.
         """
         head, weight, size = self.many, self.many.weight, self.many.vocab_size
         device = weight.device
@@ -122,7 +119,7 @@ class CorrectnessCheck:
         hidden[:, 0] = scale
         row, ones = torch.arange(rows, device=device), torch.ones(rows, device=device)
         counts = torch.zeros(size, dtype=torch.int64, device=device)
-        calls = -(-draws // rows)
+        calls = cdiv(draws, rows)
         for call in range(calls):
             params = BatchParams(ones, row * 7919, torch.full_like(row, call), truncation, edits)
             token = self._draw(config, hidden, head, params).token_ids
@@ -130,21 +127,7 @@ class CorrectnessCheck:
         return g_test_p(counts.cpu(), probability.cpu()), calls * rows
 
     def _draw(self, config: Config | None, hidden: torch.Tensor, head: LMHead, params: BatchParams) -> SampleOutput:
-        slots = slots_for(config, head, len(hidden)) if config is not None else 1
-        if slots > self._workspace.slots:
-            self._workspace = Workspace(slots, hidden.device)
-        workspace = self._workspace
-        if config is None:
-            return draw_with_flashinfer(compute_logits(hidden, head, workspace), head.spec, params)
-        parts = Parts.of(head, screen=self._screen_for(config, head))._replace(workspace=workspace)
-        return launch(config, hidden, params, parts)
-
-    def _screen_for(self, config: Config, head: LMHead) -> Screen | None:
-        if not isinstance(config, ScreenConfig):
-            return None
-        if head.vocab_size not in self._screens:
-            self._screens[head.vocab_size] = Screen(head, TEST_ROWS)
-        return self._screens[head.vocab_size]
+        return draw(config, hidden, params, self._launcher.parts(config, head, len(hidden)))
 
     def _expect(self, head: LMHead, rows: int, kind: BatchKind, *, reads: bool) -> Expectation:
         key = (head.vocab_size, rows, kind, reads)
@@ -159,7 +142,7 @@ class CorrectnessCheck:
         distribution."""
         head, edits = self.many, None
         logits = transform_ref(head.weight[None, :, 0].double() * scale, head.rounding, softcap=head.softcap)
-        if kind.edit:  # the same of all kinds in every row
+        if kind.edit:  # edits of all kinds, the same in every row
             edits, _ = edits_of_every_kind(torch.zeros(rows, dtype=torch.int64, device=logits.device), head)
             _, edited = edits_of_every_kind(torch.zeros(1, dtype=torch.int64, device=logits.device), head)
             logits = edited(logits)
@@ -176,8 +159,8 @@ def g_test_p(observed: torch.Tensor, probability: torch.Tensor) -> float:
     """p-value of ``observed`` counts under exact probabilities (log-likelihood ratio against chi-square). Cells that
     expect fewer than ``MIN_EXPECTED`` draws are pooled, never dropped.
 
-    With Williams' correction (Biometrika 63, 1976): among thousands of cells of a few draws each, the plain statistic
-    is too large by half a standard deviation, and p below 1e-3 comes ten times too often.
+    Williams' correction (Biometrika 63, 1976) is applied: among thousands of cells of a few draws each, the plain
+    statistic is too large by half a standard deviation, and p below 1e-3 comes ten times too often.
     """
     from scipy import special, stats
 

@@ -37,22 +37,22 @@ from .search import Context
 from .trials import recalled
 from .writer import TableWriter
 
-SETUP_SECONDS = 20.0  # and more for each contender
+SETUP_SECONDS = 20.0  # without the contenders, each of which takes more
 EACH_SECONDS = 8.0
 ROUND_SECONDS = 20.0
 GTEST_DRAWS, GTEST_SECONDS = 200_000, 60.0
-GTEST_TRIES = 2  # of one whose process ends or has no memory
-MAX_TRIES = 4  # of a race whose process ends, or whose times contradict its rounds
-NOISY = 0.01  # standard error of a winner's time, relative; of a run, the median
-ALPHA = 1e-5  # of a G-test: a run makes dozens, and what is wrong is off by far more than 200,000 draws show
-TRANSFER_REGRET = 0.03  # between two sizes, at which one is inserted
-CERTAIN_REGRET = 0.01  # or this much slower than the built-in choice, for certain
+GTEST_TRIES = 2  # attempts, where the process ends or has no memory
+MAX_TRIES = 4  # attempts at a race, where its process ends or its times contradict its rounds
+NOISY = 0.01  # relative standard error of a winner's time; for a whole run, the median of the winners
+ALPHA = 1e-5  # G-test significance; low because a run does dozens, and real bugs fail by orders of magnitude
+TRANSFER_REGRET = 0.03  # regret between two sizes at which a size is inserted
+CERTAIN_REGRET = 0.01  # or loss against the built-in choice that is certain
 
 TRUNCATE = BatchKind(truncate=True)
 FLASHINFER = SamplingPath.FLASHINFER
 FLASHINFER_LABEL = f"{TRUNCATE}/{FLASHINFER}"
 
-# Why something must not be chosen: one of ``errors.REASONS``, and one line.
+# A reason not to choose a configuration: one of ``errors.REASONS``, and one line.
 Refusal = tuple[str, str]
 # A generator that yields requests like a job, and returns something.
 Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
@@ -108,13 +108,13 @@ class Outcome:
 
     @property
     def agrees(self) -> bool:
-        """Whether the recorded times give the gain that the paired rounds of the race gave."""
+        """True where the recorded times give the gain that the paired rounds of the race gave."""
         entry = self.entry()
         return gains_apart(entry.gain, entry.us, entry.default_us) <= GAIN_TOLERANCE
 
 
 def entry_of(event: dict[str, Any]) -> Entry:
-    """Of a "decided" event. Raises ValueError or KeyError."""
+    """The entry of a "decided" event. Raises ValueError or KeyError."""
     entry = msgspec.convert(event["entry"], Entry)
     config_of(entry.path, entry.config)
     return entry
@@ -126,9 +126,9 @@ def _refusal_of(event: dict[str, Any]) -> tuple[Config, BatchKind, str, str]:
 
 
 def recorded_names(verdict: Verdict, configs: dict[str, Config], default: str, baselines: list[str]) -> list[str]:
-    """Whose times a table records: the winner, the default, the best of each other path and the baselines, side by side
-    in the rounds in which ``verify`` will take them again. Race samples are not reused: the contenders differ, and
-    power and clock differ with them."""
+    """The names whose times a table records: the winner, the default, the best of each other path and the baselines,
+    side by side in the rounds in which ``verify`` will take them again. Race samples are not reused: the contenders
+    differ, and power and clock differ with them."""
     best: dict[str, str] = {}
     for key in sorted(configs.keys() & verdict.standings.keys(), key=lambda key: verdict.standings[key].us):
         best.setdefault(path_of(configs[key]), key)
@@ -138,8 +138,8 @@ def recorded_names(verdict: Verdict, configs: dict[str, Config], default: str, b
 
 
 class Decider:
-    """finalists: which configurations may race for a batch size and kind. flashinfer: whether it can be raced by
-    now."""
+    """finalists: the configurations that may race for a batch size and kind. flashinfer: true once it can be
+    raced."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Decider:
         self._recall()
 
     def _recall(self) -> None:
-        """What an earlier run of this effort has decided. A refusal whose reason may be gone is forgotten."""
+        """Take over the decisions of an earlier run of this effort. A refusal whose reason may be gone is forgotten."""
         log, plan = self.context.log, self.context.plan
         self._tested |= recalled(log.of("gtest"), lambda event: (str(event["label"]), float(event["p"])))
         for config, kind, reason, detail in recalled(log.of("refused"), _refusal_of):
@@ -166,15 +166,15 @@ class Decider:
                 self.writer.add(entry)
 
     def _stands(self, entry: Entry) -> bool:
-        """Whether another race would tell nothing else: the times are known, and the built-in choice was in the race,
-        unless it never can be."""
+        """True where a recorded decision is final: its error is small, and the built-in choice has raced or is known to
+        fail."""
         kind = KIND_NAMES[entry.kind]
         raced = entry.default or self._is_refused(self.context.plan.default(entry.rows, kind), kind)
         return bool(raced) and entry.se <= NOISY * entry.us
 
     @property
     def done(self) -> int:
-        """How many of the plan's races are decided."""
+        """Races of the plan that are decided."""
         plan = self.context.plan
         return sum(rows in self._decided(kind) for kind in plan.kinds for rows in plan.sizes_of(kind))
 
@@ -210,17 +210,17 @@ class Decider:
         return self.writer.decided.get(kind, {})
 
     def _neighbour(self, kind: BatchKind, rows: int) -> Config | None:
-        """What the next smaller size takes."""
+        """The choice of the next smaller size."""
         smaller = [other for other in self._decided(kind) if other < rows]
         return self._decided(kind)[max(smaller)].launch if smaller else None
 
     def _unscreened(self, kind: BatchKind, rows: int) -> Config:
-        """What such a batch takes without a screen, as far as that is decided."""
+        """The choice of such a batch without a screen, as far as that is decided."""
         decided = self._decided(kind.unscreened).get(rows)
         return decided.launch if decided is not None else self.context.plan.default(rows, kind.unscreened)
 
     def _allotment(self) -> float:
-        """Seconds that one race may take: an equal share of what is left."""
+        """Seconds for one race: an equal share of the time that is left."""
         undecided = max(1, self.context.plan.races - self.done)
         return len(self.context.gpus.processes) * max(0.0, self.context.left()) / undecided
 
@@ -235,7 +235,7 @@ class Decider:
             self._write(outcome)
 
     def _passes(self, outcome: Outcome) -> Steps:
-        """Whether many draws of the winner follow the distribution; of FlashInfer's too, where it has won."""
+        """True where many draws of the winner follow the distribution, and FlashInfer's too where it has won."""
         refusal = yield from self._gtest(self.context.request("gtest", outcome.winner, outcome.kind))
         if refusal is not None:
             self._refuse(outcome.winner, outcome.kind, *refusal)
@@ -268,7 +268,7 @@ class Decider:
         plan, began, allotted = self.context.plan, time.monotonic(), self._allotment()
         default, neighbour = plan.default(rows, kind), self._neighbour(kind, rows)
         entered = [default, *finalists, *([neighbour] if neighbour is not None else [])]
-        if kind.screen:  # what the screen's memory buys is what it is faster than
+        if kind.screen:  # a screen must beat this choice to earn its memory
             entered.append(self._unscreened(kind, rows))
         configs = {key_of(config): config for config in entered if not self._is_refused(config, kind)}
         others = baseline_names(kind, flashinfer=self.flashinfer())
@@ -317,8 +317,8 @@ class Decider:
         return Race(candidates, key_of(default) if key_of(default) in configs else None, policy)
 
     def _run(self, race: Race, beside: dict[str, list[float]], began: float, allotted: float) -> Steps:
-        """Rounds until the race is decided. Returns what went wrong, None where nothing did. beside: samples of what is
-        timed along without competing."""
+        """Run rounds until the race is decided. Returns the error, None without one. beside: samples of the names that
+        are timed without competing."""
         while True:
             names, rounds = race.due()
             if not names:
@@ -336,7 +336,7 @@ class Decider:
     def _drop(
         self, name: str, error: dict[str, Any], configs: dict[str, Config], others: list[str], kind: BatchKind
     ) -> None:
-        """Take out what failed."""
+        """Take out the configurations that failed."""
         if name in others:
             others.remove(name)
             self.context.note(f"{name} is left out: {error['detail']}")

@@ -1,20 +1,16 @@
-"""Why a configuration is rejected: an exception of a compiler, of a device or of a check as one reason and one line.
-And how commands end."""
+"""Why a configuration is rejected: an exception of a compiler, of a device or of a check as one reason and one line."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# Of these, the first are properties of the configuration; the last may be of the moment: a later run tries again.
+# Lasting reasons are properties of the configuration. The others may have a cause outside: a later run tries again.
 LASTING = ("shared_memory", "registers", "compile", "incorrect")
 REASONS = (*LASTING, "timeout", "runtime")
 MAX_DETAIL = 200  # characters
 
-# Exit codes; ``cli.py`` says what they mean.
-OK, WRONG, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
-
-# After such an error a process cannot go on: its context of the device is lost.
+# Errors after which a process cannot go on: its context of the device is lost.
 _LOST = re.compile(r"illegal|misaligned|unspecified launch failure|CUDA error|hardware stack|device-side assert", re.I)
 _COMPILE = ("CompilationError", "CompileTimeAssertionFailure", "PTXASError", "PassManager", "UnsupportedLanguage")
 
@@ -24,7 +20,7 @@ class IncorrectTokens(Exception):
 
 
 def error_of(error: BaseException) -> dict[str, Any]:
-    """{"error": {"reason", "detail", "fatal"}}: what an exception means for the configuration that was at work."""
+    """{"error": {"reason", "detail", "fatal"}}: the meaning of an exception for the configuration that was at work."""
     kind, text = type(error).__name__, str(error)
     detail = text if isinstance(error, IncorrectTokens) else f"{kind}: {(text.splitlines() or [''])[0]}"
     detail = "".join(letter if letter.isprintable() else " " for letter in detail[:MAX_DETAIL])

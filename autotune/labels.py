@@ -16,9 +16,9 @@ from ..kernels.config import ReadConfig, ScreenConfig
 from ..kinds import CONFIGS, BatchKind, Config, SamplingPath, path_of
 from ..tables.schema import Device, HeadShape, config_fields
 
-GEMM = "gemm"  # the vendor's alone (``baselines.py``), which draws no token
+GEMM = "gemm"  # baseline: the vendor's GEMM alone, which draws no token
 
-# Used for a GPU that this machine does not have. The shared memory of a program is from the vendor's tables.
+# Devices that can be named on a machine without them. The shared memory of a program is from the vendor's tables.
 DEVICES = {
     device.name: device
     for device in (
@@ -31,7 +31,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """As ``known_device``. Raises ValueError for a name that is not known."""
+    """The device of that name (``known_device``). Raises ValueError for a name that is not known."""
     device = known_device(name)
     if device is None:
         raise ValueError(f"--device is {name!r}; known without a GPU are {', '.join(DEVICES)}")
@@ -55,9 +55,14 @@ _WORDS = {("flatten", False): "nested", ("tma", False): "pointers", ("hidden_tma
 _WORDS |= {("rows_first", True): "rows", ("one_launch", True): "one"}
 
 
+def head_line(head: HeadShape) -> str:
+    softcap = ", softcap" if head.softcap else ""
+    return f"{head.vocab} x {head.hidden} {head.dtype}, tp {head.tp}{softcap}"
+
+
 def key_of(config: Config) -> str:
     """The name of a configuration, unique among all: path, tile, warps (w), stages (s), programs per multiprocessor
-    (c), then what is not as usual."""
+    (c), then the fields that are not at their defaults."""
     sides = [getattr(config, name) for name in ("block_b", "block_v", "block_d") if hasattr(config, name)]
     key = f"{path_of(config)}-{'x'.join(map(str, sides))}-w{config.num_warps}-s{config.stages}-c{config.ctas_per_sm}"
     if isinstance(config, ReadConfig):
@@ -75,7 +80,7 @@ def key_of(config: Config) -> str:
 
 
 def label_of(config: Config, kind: BatchKind) -> str:
-    """The configuration and the kind of batch whose kernels ``kind`` has with it: "plain/fused-16x..."."""
+    """The configuration with the kind of batch whose kernels it has (``kernel_kind``): "plain/fused-16x..."."""
     return f"{kernel_kind(kind, path_of(config))}/{key_of(config)}"
 
 
@@ -86,22 +91,22 @@ def kernel_kind(kind: BatchKind, path: str) -> BatchKind:
 
 
 def config_of(path: str, fields: dict[str, Any]) -> Config:
-    """Raises ValueError or TypeError where ``fields`` are no configuration of ``path``."""
+    """The configuration with these fields. Raises ValueError or TypeError where ``path`` has no such configuration."""
     if path not in CONFIGS:
         raise ValueError(f"path is {path!r}; expected one of {', '.join(CONFIGS)}")
     return CONFIGS[SamplingPath(path)](**fields)
 
 
 def contender(config: Config, kind: BatchKind) -> dict[str, Any]:
-    """A configuration as workers are told of it."""
+    """A configuration as it stands in requests to workers."""
     return {"path": path_of(config).value, "config": config_fields(config), "label": label_of(config, kind)}
 
 
 def setup_request(
     head: HeadShape, kind: BatchKind, rows: int, configs: Mapping[str, Config], beside: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """What a worker is asked before the rounds of a race. configs: by the names that rounds call them. beside: what is
-    timed along, baselines and the flashinfer path."""
+    """The request to a worker before the rounds of a race. configs: by the names that rounds call them. beside:
+    baselines and the flashinfer path, which are timed without competing."""
     contenders: list[dict[str, Any]] = [{"name": name, **contender(one, kind)} for name, one in configs.items()]
     contenders += [{"name": name, "path": name, "config": None} for name in beside]
     about = {"head": msgspec.to_builtins(head), "kind": str(kind), "rows": rows}

@@ -1,4 +1,4 @@
-"""The worker that measures: what it answers to the requests of a run (``worker.py``).
+"""The worker that measures: its answers to the requests of a run (``worker.py``).
 
 The unit is the whole path as a server runs it (``timing.py``). Without a GPU the same calls run one by one, for tests.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,20 +16,15 @@ import torch
 import triton
 
 from .. import __version__
-from ..dispatch import default_table
-from ..flashinfer_path import draw_with_flashinfer
-from ..kernels.config import ScreenConfig
 from ..kernels.params import LMHead
-from ..kernels.workspace import Workspace
 from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath
-from ..paths import Parts, compute_logits, launch, slots_for
-from ..screen import Screen
 from ..tables.lookup import device_of, environment
 from ..tables.schema import HeadShape
 from .baselines import baseline_call, compile_flashinfer
 from .correctness import CorrectnessCheck
 from .errors import error_of
 from .labels import config_of
+from .launcher import Launcher, draw
 from .plan import MAX_SCREENED_ROWS
 from .timing import Call, Contender, Timer, busy_percent, copies_needed
 from .workload import TORCH_DTYPES, Workload, make_head, make_weight, weight_shape
@@ -47,9 +42,8 @@ class MeasuringWorker:
         self.device, self.timer = device, Timer(device)
         self._shape: HeadShape | None = None
         self._heads: list[LMHead] = []
-        self._screens: list[Screen] = []  # of the heads, made when they are first needed
         self._workloads: dict[int, Workload] = {}
-        self._workspace = Workspace(1, device)
+        self._launcher = Launcher(device, MAX_SCREENED_ROWS)
         self._racing: dict[str, Contender] = {}
         self._race_workload: Workload | None = None
         self._check: CorrectnessCheck | None = None
@@ -74,7 +68,7 @@ class MeasuringWorker:
         return getattr(self, f"_{request['op']}")(request)
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Device, versions, and the percent of it that others use."""
+        """Device, versions, and the load of the device by other processes in percent."""
         env = environment() | {"python": platform.python_version(), "sgl_flashsample": __version__}
         device = msgspec.to_builtins(device_of(self.device))
         if self.device.type != "cuda":
@@ -88,7 +82,8 @@ class MeasuringWorker:
         """Make the head, unless it is there."""
         if shape == self._shape:
             return
-        self._shape, self._heads, self._screens, self._workloads, self._racing = None, [], [], {}, {}
+        self._shape, self._heads, self._workloads, self._racing = None, [], {}, {}
+        self._launcher = Launcher(self.device, MAX_SCREENED_ROWS)
         weight = make_weight(*weight_shape(shape), TORCH_DTYPES[shape.dtype], self.device)
         copies = [weight, *(weight.clone() for _ in range(copies_needed(weight) - 1))]
         self._heads = [make_head(shape, copy) for copy in copies]
@@ -119,7 +114,7 @@ class MeasuringWorker:
         return {"p": p, "draws": draws}
 
     def _setup(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Get ready to race ``contenders`` in batches of ``rows`` rows; which of them cannot, and why."""
+        """Prepare a race of ``contenders`` in batches of ``rows`` rows. Returns the reason of each that cannot race."""
         self._racing, kind = {}, KIND_NAMES[request["kind"]]
         self._race_workload = self._workload(request["rows"])
         if self.device.type == "cuda":
@@ -146,7 +141,7 @@ class MeasuringWorker:
         return {"samples": rounds.samples, "clocks": rounds.clocks}
 
     def _baselines(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Whether FlashInfer can be raced: import it, and compile what will be."""
+        """Import FlashInfer and compile the kernels that will be raced. Returns whether it can be raced."""
         if self.device.type != "cuda":
             return {"available": False, "detail": "no CUDA device"}
         compile_flashinfer(self.device)
@@ -161,41 +156,20 @@ class MeasuringWorker:
         return self.timer.contender(call, copies=len(self._heads))
 
     def _call_of(self, contender: dict[str, Any], kind: BatchKind, workload: Workload) -> Call:
-        """Of a configuration, of the flashinfer path or of a baseline."""
+        """The call of a configuration, of the flashinfer path or of a baseline."""
         if contender.get("config") is not None:
             return self._call(config_of(contender["path"], contender["config"]), kind, workload)
         if contender["path"] == SamplingPath.FLASHINFER:
-            return self._flashinfer_call(kind, workload)
+            return self._call(None, kind, workload)
         return baseline_call(contender["name"], kind, workload.for_baselines(self._heads, kind))
 
-    def _call(self, config: Config, kind: BatchKind, workload: Workload) -> Call:
-        """The path as a server runs it: one call, with the noise of step ``step``."""
-        heads, params, workspace = self._heads, workload.params(kind), self._workspace_for(config, workload)
-        truncation_config = default_table(heads[0]).truncation_config
-        screens: Sequence[Screen | None] = [None] * len(heads)
-        if isinstance(config, ScreenConfig):  # copies are as cold as their heads: they take turns with them
-            self._screens = self._screens or [Screen(head, MAX_SCREENED_ROWS) for head in heads]
-            screens = self._screens
-        parts = [Parts(head, truncation_config, workspace, screen) for head, screen in zip(heads, screens, strict=True)]
+    def _call(self, config: Config | None, kind: BatchKind, workload: Workload) -> Call:
+        """The path as a server runs it: one call, with the noise of step ``step``. config: None for FlashInfer. The
+        copies of the head take turns, each with a screen of its own, which is as cold."""
+        params, hidden = workload.params(kind), workload.hidden
+        parts = [self._launcher.parts(config, head, workload.rows) for head in self._heads]
 
         def call(step: int) -> Any:
-            return launch(config, workload.hidden, params[step], parts[step % len(heads)])
+            return draw(config, hidden, params[step], parts[step % len(parts)])
 
         return call
-
-    def _flashinfer_call(self, kind: BatchKind, workload: Workload) -> Call:
-        """The flashinfer path as a server runs it."""
-        heads, params, workspace = self._heads, workload.params(kind), self._workspace_for(None, workload)
-
-        def call(step: int) -> Any:
-            logits = compute_logits(workload.hidden, heads[step % len(heads)], workspace)
-            return draw_with_flashinfer(logits, heads[0].spec, params[step])
-
-        return call
-
-    def _workspace_for(self, config: Config | None, workload: Workload) -> Workspace:
-        """The workspace, a larger one where it is too small; calls keep theirs."""
-        slots = 1 if config is None else slots_for(config, self._heads[0], workload.rows)
-        if self._workspace.slots < slots:
-            self._workspace = Workspace(slots, self.device)
-        return self._workspace

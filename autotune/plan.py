@@ -1,4 +1,4 @@
-"""What a run will do for one head on one device: its studies, its races and about how long it takes."""
+"""The plan of a run for one head on one device: its studies, its races and an estimate of its time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import os
 from collections.abc import Iterable
 
 from ..defaults import HeadTraits, all_configs, default_config, defaults_digest, family_of
-from ..kernels.config import MIN_CHUNK, ReadConfig, ScreenConfig, TileConfig
+from ..kernels.config import GROUP_SIZE, MIN_CHUNK, ReadConfig, ScreenConfig, TileConfig, cdiv
 from ..kernels.int8_head import MAX_HIDDEN
-from ..kernels.launch import cdiv
-from ..kernels.rng import GROUP_SIZE
 from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath, path_of
 from ..tables.schema import ITEMSIZE, Device, HeadShape
 from .labels import kernel_kind
@@ -28,10 +26,10 @@ from .space import (
     tile_classes,
 )
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # batches that are decided
-# In the order of their races. A choice without a screen also runs in the race with one, so it is decided before. What
-# gains most comes early: servers have a screen only where a race has shown that it is faster, and a run may end before
-# its last race.
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of the batches that are decided
+# Kinds in the order of their races. A choice without a screen also runs in the race with one, so it is decided before.
+# The kinds that gain most come early: servers have a screen only where a race has shown that it is faster, and a run
+# may end before its last race.
 KINDS = tuple(
     KIND_NAMES[kind + screen]
     for kind in ("plain", "greedy", "truncate", "edit", "edit+truncate")
@@ -45,8 +43,8 @@ MAX_FUSED_PROBE = 256
 MAX_COMPILERS = 15
 MIN_CAP = 6  # configurations that a study tries at least, where its space has so many
 
-# For estimates: seconds of one processor per kernel without and with edits (sm90 cubins take 0.4 to 1 s and 0.7 to 3 s;
-# the first truncated ones 5 s more), how many kernels of a screen others have not compiled already, of starting a
+# Estimates: seconds of one processor per kernel without and with edits (sm90 cubins take 0.4 to 1 s and 0.7 to 3 s; the
+# first truncated ones 5 s more); kernels of a screen that no other configuration has compiled; seconds to start a
 # process, of a check with its timings, and of a race beside its samples; bytes per second of an unknown device.
 COMPILE_SECONDS = {False: 1.0, True: 1.5}
 SCREEN_KERNELS = 1.5
@@ -56,7 +54,7 @@ BYTES_PER_SECOND = 3e12
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """budget: seconds of the whole run. share: of it that the search may take. cap: configurations per study.
+    """budget: seconds of the whole run. share: the part of it that the search may take. cap: configurations per study.
     finalists: per study in a race. transfer: also race between two batch sizes. baselines: race FlashInfer too."""
 
     name: str
@@ -92,8 +90,8 @@ class StudyKey:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of each part, before anything is measured. covered: how many of the configurations the budget's share
-    for the search is enough for."""
+    """Seconds of each part, before anything is measured. covered: configurations for which the budget's share of the
+    search is enough."""
 
     start: float
     search: float
@@ -114,7 +112,7 @@ class Plan:
 
     @property
     def family(self) -> str:
-        """Raises ValueError where there is nothing built in to compare with."""
+        """The device family. Raises ValueError for a device without built-in choices."""
         family = family_of(self.device.cc)
         if family is None:
             raise ValueError(f"{self.device.name} has compute capability {self.device.cc}; expected 8.0 or newer")
@@ -154,7 +152,7 @@ class Plan:
 
     @functools.cached_property
     def screen(self) -> dict[str, int]:
-        """What a screen costs: its device memory, and the rows that it is for; empty where none is raced."""
+        """The cost of a screen: device memory in bytes, and rows of its largest batch; empty where none is raced."""
         from ..screen import Screen
         from .workload import empty_head
 
@@ -174,7 +172,7 @@ class Plan:
         return list(studies)
 
     def serves(self, key: StudyKey, rows: int, kind: BatchKind) -> bool:
-        """Whether what a study finds may race for ``rows`` rows of ``kind``."""
+        """True where the finds of a study may race for ``rows`` rows of ``kind``."""
         return key.kind == kernel_kind(kind, key.path) and key.block_b in tile_classes(key.path, rows, kind)
 
     def served(self, key: StudyKey) -> frozenset[tuple[int, BatchKind]]:
@@ -212,8 +210,8 @@ class Plan:
         return [config for config in dict.fromkeys(defaults) if self.study_of(config, key.kind) == key]
 
     def seeds(self, key: StudyKey, elsewhere: Iterable[Config] = ()) -> list[Config]:
-        """What a study tries first: the built-in choices, then what has been good elsewhere. elsewhere: winners of
-        other tables."""
+        """The first trials of a study: the built-in choices, those that the space declares, then winners of other
+        tables (``elsewhere``) and other built-in choices of the family."""
         space, defaults = self.space(key), self.defaults(key)
         others: list[Config] = []
         for config in (*elsewhere, *all_configs(self.family, self.itemsize)):
@@ -241,8 +239,8 @@ class Plan:
         )
 
     def cap(self, key: StudyKey) -> int:
-        """How many configurations a study tries at most. A screen's time is the sum of two launches': half as many tell
-        as much."""
+        """The most configurations that a study tries. A screen's time is the sum of two launches': half as many trials
+        tell as much."""
         return self.effort.cap if key.path != SCREENED else max(MIN_CAP, self.effort.cap // 2)
 
     def trials(self, key: StudyKey) -> int:
@@ -261,7 +259,7 @@ class Plan:
         return self.trials(key) * COMPILE_SECONDS[key.kind.edit] * kernels
 
     def estimate(self, processes: int) -> Estimate:
-        """processes: that compile."""
+        """Estimate the time of a run. processes: so many compile."""
         compiling = sum(map(self._compile_seconds, self.studies)) / max(1, processes)
         sample = max(1e-3, self.head.vocab * self.head.hidden * self.itemsize / BYTES_PER_SECOND)
         rounds = (self.effort.policy.least + self.effort.policy.most) / 2
@@ -274,7 +272,7 @@ class Plan:
 
 
 def usual_compilers() -> int:
-    """How many processes compile unless it is said."""
+    """Processes that compile unless their number is given."""
     return max(1, min(MAX_COMPILERS, len(os.sched_getaffinity(0)) - 1))
 
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Generator, Iterable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sgl_flashsample
 
 # A job yields (request, seconds it may take) and is sent the answer; it ends when it has no more to ask.
 Job = Generator[tuple[dict[str, Any], float], dict[str, Any], None]
 
-# Imports modules from the same places as this process: they may be in a checkout that is not installed.
+# Program of a worker process. It imports from the same places as this process, which may be an uninstalled checkout.
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -33,8 +33,22 @@ from sgl_flashsample.autotune.worker import main
 main(int(sys.argv[1]), json.loads(sys.argv[4]))
 """
 HELLO_SECONDS = 60.0
-START_SECONDS = 90.0  # for a process to import torch and open its device, on top of the first request's limit
-MAX_STARTS = 24  # of one process: beyond, it is not the configurations that are at fault
+START_SECONDS = 90.0  # to import torch and open the device, on top of the limit of the first request
+MAX_STARTS = 24  # starts of one process; beyond, the fault is not of the configurations
+
+
+class Workers(NamedTuple):
+    """Specs (``worker.main``) of the processes that measure and that compile. on_gpus: they need CUDA devices."""
+
+    measuring: dict[str, Any]
+    compiling: dict[str, Any]
+    on_gpus: bool = True
+
+
+WORKERS = Workers(
+    measuring={"worker": "sgl_flashsample.autotune.measuring:MeasuringWorker"},
+    compiling={"worker": "sgl_flashsample.autotune.compiling:CompilingWorker"},
+)
 
 
 class PoolError(ValueError):
@@ -42,8 +56,8 @@ class PoolError(ValueError):
 
 
 class WorkerProcess:
-    """One process, started when it is first asked. spec: of ``worker.main``. log: where its output goes. note: what it
-    works on, as it said."""
+    """One process, started when it is first asked. spec: of ``worker.main``. log: file of its output. note: name of the
+    thing it works on, from the process itself."""
 
     def __init__(self, spec: dict[str, Any], log: Path, environment: dict[str, str] | None = None) -> None:
         self.spec, self.log, self.environment = spec, log, environment or {}
@@ -59,7 +73,8 @@ class WorkerProcess:
             return
         self.starts, self._is_fresh = self.starts + 1, True
         if self.starts > MAX_STARTS:
-            raise PoolError(f"the {self.spec['worker']} process ended {MAX_STARTS} times; its output is in {self.log}")
+            worker = self.spec["worker"].rpartition(":")[2]
+            raise PoolError(f"the process of {worker} ended {MAX_STARTS} times; its output is in {self.log}")
         ours, theirs = Pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         arguments = [str(theirs.fileno()), *map(json.dumps, (sys.path, [*sgl_flashsample.__path__], self.spec))]
@@ -81,7 +96,7 @@ class WorkerProcess:
         assert self.connection is not None
         self.note, self.deadline = "", time.monotonic() + seconds + START_SECONDS * self._is_fresh
         self._is_fresh = False
-        with contextlib.suppress(OSError):  # it has just ended: ``receive`` says so
+        with contextlib.suppress(OSError):  # the process has just ended: ``receive`` says so
             self.connection.send_bytes(json.dumps(request).encode())
 
     def receive(self) -> dict[str, Any] | None:
@@ -129,7 +144,7 @@ class Pool:
 
     @property
     def idle(self) -> int:
-        """How many processes have nothing to do and no job waiting for them."""
+        """Processes without work and without a job waiting for them."""
         return max(0, len(self.processes) - self.pending)
 
     @property
@@ -160,7 +175,8 @@ class Pool:
             process.end()
 
     def begin(self) -> tuple[list[Connection], float]:
-        """Give waiting jobs to idle processes. Returns what to wait for, and until when at most."""
+        """Give waiting jobs to idle processes. Returns the connections to wait for, and the latest time to wait
+        until."""
         for process in self.processes:
             while self._queue and process not in self._at_work:
                 self._go_on(process, self._queue.popleft(), None)
@@ -168,7 +184,7 @@ class Pool:
         return [process.connection for process in self._at_work if process.connection is not None], deadline
 
     def collect(self) -> None:
-        """Hand what has been answered to the jobs that asked."""
+        """Hand answers to the jobs that asked."""
         for process, job in list(self._at_work.items()):
             answer = process.receive()
             if answer is not None:
@@ -215,8 +231,17 @@ def visible_gpu(index: int) -> str:
     return given[index] if index < len(given) else str(index)
 
 
-def measuring_process(log: Path, simulated: str | None = None, gpu: int = 0) -> WorkerProcess:
-    """The process that measures on the ``gpu``-th GPU that this one may use."""
-    if simulated:
-        return WorkerProcess({"worker": "simulated", "file": simulated}, log)
-    return WorkerProcess({"worker": "measuring"}, log, {"CUDA_VISIBLE_DEVICES": visible_gpu(gpu)})
+def measuring_process(log: Path, gpu: int = 0) -> WorkerProcess:
+    """The process that measures on the ``gpu``-th GPU that this one may use. Raises ValueError where there is none."""
+    if WORKERS.on_gpus:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("this machine has no CUDA device; run and verify measure on one, other commands need none")
+    return WorkerProcess(WORKERS.measuring, log, {"CUDA_VISIBLE_DEVICES": visible_gpu(gpu)})
+
+
+def compiling_process(log: Path, processes: int) -> WorkerProcess:
+    """One of so many processes that compile for the first GPU that this one may use."""
+    environment = {"CUDA_VISIBLE_DEVICES": visible_gpu(0), "OMP_NUM_THREADS": "1"}
+    return WorkerProcess(WORKERS.compiling | {"processes": processes}, log, environment)

@@ -1,4 +1,4 @@
-"""What a person sees while a run takes its time: bars on a terminal, lines elsewhere. On the error stream."""
+"""Progress of a run, on the error stream: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-EVERY_SECONDS = 5.0  # between two lines about the same part, where there is no terminal
+EVERY_SECONDS = 5.0  # time between two lines about the same part, without a terminal
 
 
 class Progress:
-    """quiet: notes alone, in plain lines. Used as a context."""
+    """A context. quiet: print notes alone, as plain lines."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -30,11 +30,11 @@ class Progress:
         self._bars.stop()
 
     def note(self, text: str) -> None:
-        """Say one thing."""
+        """Print one line."""
         self._bars.console.print(f"[{time.monotonic() - self._began:6.1f} s] {text}")
 
     def update(self, part: str, done: int, total: int, about: str = "") -> None:
-        """Say how far ``part`` is."""
+        """Show the progress of ``part``."""
         if not self._bars.disable:
             if part not in self._tasks:
                 self._tasks[part] = self._bars.add_task(part, total=total)

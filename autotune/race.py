@@ -1,12 +1,12 @@
-"""Which of several candidates is fastest, from samples that were taken side by side: a pure function of the samples.
+"""The fastest of several candidates, from samples that were taken side by side: a pure function of the samples.
 
-A round times every candidate still in the race once, in rotated order, so that drift of the clocks falls on all alike;
-what is judged are the log-ratios to the leader within each round. A candidate leaves once the confidence interval of
+A round times every candidate still in the race once, in rotated order, so that drift of the clocks falls on all alike.
+The log-ratios to the leader within each round are judged. A candidate leaves once the confidence interval of
 its ratio lies beyond the tie band (t intervals, Bonferroni over looks and candidates). The race ends when one is left,
 when every ratio is known to ``Policy.error``, or after ``Policy.most`` rounds.
 
-Among those that are as good as the leader the choice is by a fixed order, so that two runs agree; and the built-in
-default is left only for a gain that is certain.
+A fixed order decides among candidates that equal the leader, so that two runs agree; and the built-in default is left
+only for a gain that is certain.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-GAIN_TOLERANCE = 0.05  # between the gain of paired rounds and that of the two medians
-MIN_CLOCK = 0.9  # of the median clock: rounds below it do not count
-RECORDED_ROUNDS = 9  # in which the times of a table are taken, and taken again
+from ..kernels.config import cdiv
+
+GAIN_TOLERANCE = 0.05  # largest difference of the gain of paired rounds and that of the two medians
+MIN_CLOCK = 0.9  # share of the median clock; rounds below it do not count
+RECORDED_ROUNDS = 9  # rounds in which the times of a table are taken, and by `verify` taken again
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """least, step, most: rounds before the first look, between looks, and in all. error: standard error of the
-    log-ratios at which a race ends. tie, tie_us: what counts as equal, relative or in microseconds, the larger of both.
-    min_gain: what a gain over the default must exceed with its whole interval. alpha: chance of any wrong elimination,
-    and of leaving the default for less than ``min_gain``.
+    log-ratios at which a race ends. tie, tie_us: times this close are equal, relative or in microseconds, the larger.
+    min_gain: lower bound of a gain over the default's time. alpha: chance of any wrong elimination, and of leaving the
+    default for less than ``min_gain``.
     """
 
     least: int = 6
@@ -41,12 +43,12 @@ class Policy:
 
     @property
     def looks(self) -> int:
-        return 1 + max(0, -(-(self.most - self.least) // self.step))
+        return 1 + cdiv(max(0, self.most - self.least), self.step)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One configuration of a race. preference: what decides among equals, the smallest first (``preference_of``)."""
+    """One configuration of a race. preference: order among equals, the smallest first (``preference_of``)."""
 
     name: str
     preference: tuple = ()
@@ -65,8 +67,8 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """alive: who goes on, in the order given. winner, tied: the choice, and who else would have done as well.
-    gain, gain_low: of the winner over the default, 0.02 is 2 %; the lower bound of it."""
+    """alive: candidates that go on, in the order given. winner, tied: the choice, and its equals.
+    gain, gain_low: the winner's over the default, 0.02 is 2 %; and its lower bound."""
 
     alive: tuple[str, ...]
     done: bool
@@ -83,8 +85,8 @@ def preference_of(is_default: bool, is_neighbour: bool, shared_bytes: int, stage
 
 
 def kept_rounds(clocks: Sequence[float]) -> list[bool]:
-    """Which rounds count: those at ``MIN_CLOCK`` of the median clock or more; not of the highest, which the first round
-    after a pause alone may have. Unknown clocks (0) all count."""
+    """The rounds that count: those at ``MIN_CLOCK`` of the median clock or more. The highest clock is no measure: only
+    the first round after a pause may have it. Unknown clocks (0) all count."""
     usual = statistics.median(clocks)
     return [clock >= MIN_CLOCK * usual for clock in clocks]
 
@@ -98,7 +100,7 @@ def judge(
     *,
     last: bool = False,
 ) -> Verdict:
-    """What follows from the samples so far.
+    """The verdict on the samples so far.
 
     samples: microseconds per round, ``samples[name][i]`` of round ``i``; a candidate that has left the race has fewer.
     clocks: MHz per round. default: a candidate's name, or None. last: no more rounds will come (the time is over).
@@ -131,7 +133,7 @@ def judge(
 
 
 def certainly_faster(mine: Sequence[float], than: Sequence[float], clocks: Sequence[float], policy: Policy) -> bool:
-    """Whether ``mine`` is faster than ``than``, timed in the same rounds, by more than ``min_gain`` with the whole
+    """True where ``mine`` is faster than ``than``, timed in the same rounds, by more than ``min_gain`` with the whole
     interval."""
     rounds = min(len(mine), len(than))
     gain = Ratio.of(than[:rounds], mine[:rounds], clocks[:rounds], 2 * policy.alpha / policy.looks)
@@ -164,7 +166,7 @@ def _leading(kept: Mapping[str, Sequence[float]], name: str, running: Sequence[C
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
     """The median and its standard error."""
     us = statistics.median(values)
-    # Of a median of n nearly normal values, from their mean absolute deviation: a spike must not count twice.
+    # Standard error of the median of n nearly normal values, from their mean absolute deviation: a spike counts once.
     spread = statistics.median(abs(v - us) for v in values) * 1.4826
     return us, 1.2533 * spread / math.sqrt(len(values))
 
@@ -196,14 +198,14 @@ def _error(values: Sequence[float]) -> float:
 @functools.lru_cache(maxsize=4096)
 def t_quantile(probability: float, dof: int) -> float:
     """Quantile of Student's t."""
-    from scipy import special  # a second that only races take
+    from scipy import special  # takes a second to import, and only races need it
 
     return float(special.stdtrit(dof, probability))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """Of two times, minus one: its standard error, and the bounds of its confidence interval."""
+    """A ratio of two times minus one, its standard error, and the bounds of its confidence interval."""
 
     off: float
     se: float
@@ -212,8 +214,8 @@ class Ratio:
 
     @classmethod
     def of(cls, mine: Sequence[float], theirs: Sequence[float], clocks: Sequence[float], alpha: float = 0.05) -> Ratio:
-        """``mine`` over ``theirs``, round by round; rounds at a low clock do not count. alpha: of the two-sided
-        interval. Raises ValueError for fewer than three rounds."""
+        """``mine`` over ``theirs``, round by round; rounds at a low clock do not count. alpha: level of the
+        two-sided interval. Raises ValueError for fewer than three rounds."""
         counts = kept_rounds(clocks)
         logs = [math.log(a / b) for a, b, counted in zip(mine, theirs, counts, strict=True) if counted]
         if len(logs) < 3:
@@ -244,7 +246,7 @@ class Ratio:
         return cls(math.expm1(mean), error, math.expm1(mean - half), math.expm1(mean + half))
 
     def against(self, band: float) -> str:
-        """Where the interval lies: "inside" the band around zero, "outside", or "open" where it crosses the edge."""
+        """Place of the interval: "inside" the band around zero, "outside", or "open" where it crosses the edge."""
         if -band <= self.low and self.high <= band:
             return "inside"
         return "outside" if self.low > band or self.high < -band else "open"
@@ -264,7 +266,7 @@ class Race:
         self.verdict: Verdict | None = None
 
     def due(self) -> tuple[list[str], int]:
-        """Who runs, for how many rounds; nobody and 0 when the race is over."""
+        """The names to time next, and the number of rounds; none and 0 when the race is over."""
         if self.verdict is None:
             return [c.name for c in self.candidates], self.policy.least
         if self.verdict.done:
@@ -272,7 +274,7 @@ class Race:
         return list(self.verdict.alive), min(self.policy.step, self.policy.most - len(self.clocks))
 
     def add(self, samples: Mapping[str, Sequence[float]], clocks: Sequence[float], *, last: bool = False) -> Verdict:
-        """samples: of everyone who was due, one value per round; clocks: one per round. last: the time is over."""
+        """samples: of each name that was due, one value per round. clocks: one per round. last: the time is over."""
         for name, values in samples.items():
             self.samples[name] += values
         self.clocks += clocks
@@ -281,6 +283,6 @@ class Race:
 
 
 def gains_apart(gain: float, us: float, default_us: float) -> float:
-    """How far the gain of paired rounds is from that of the two medians: a device that changes in the middle of a race
+    """Distance of the gain of paired rounds and that of the two medians. A device that changes in the middle of a race
     pulls them apart, and then neither is known. 0 where there is no default."""
     return abs(gain - (1 - us / default_us)) if default_us > 0 else 0.0

@@ -18,10 +18,10 @@ from ..kinds import BATCH_KINDS, BatchKind, SamplingPath
 from ..tables.schema import ITEMSIZE, Entry, Table
 from .baselines import ARGMAX, EXPONENTIAL, FLASHINFER, MULTINOMIAL
 from .decide import entry_of
-from .labels import GEMM, config_of, key_of
+from .decisions import CONFIDENT, Decision, baseline_ratio, decisions, device_and_head, screen_cost
+from .labels import GEMM, config_of, head_line, key_of
 from .plan import EFFORTS, Plan
 from .study import STARTUP, finished_study
-from .tables import CONFIDENT, Decision, baseline_ratio, decisions, device_and_head, head_line, screen_cost
 from .trials import read_events, recalled
 
 COLOURS = {
@@ -31,7 +31,7 @@ COLOURS = {
     "flashinfer": "#e08214",
     "built-in": "#777777",
 }
-TAKEN = "what is taken"
+TAKEN = "choice"
 LINES = {
     TAKEN: "#d62728",
     "default": "#999999",
@@ -42,7 +42,7 @@ LINES = {
     FLASHINFER: "#bcbd22",
 }
 HEIGHT = 420
-GREY = "rgba(128,128,128,.35)"  # of grids: seen on a light page and on a dark one
+GREY = "rgba(128,128,128,.35)"  # grid lines; visible on a light page and on a dark one
 _STYLE = """
 :root{color-scheme:light dark}
 body{font:14px/1.45 system-ui,sans-serif;max-width:1000px;margin:24px auto;padding:0 16px}
@@ -56,7 +56,7 @@ code{font:12px ui-monospace,monospace}details{margin:6px 0}summary{cursor:pointe
 def page(table: Table, log: Path | None) -> str:
     """The whole page. log: of the trials, None without one."""
     events = read_events(log) if log is not None else []
-    # Of confirmed sizes, a table has the time and the GEMM's alone.
+    # A table has only the times of a confirmed size and of its GEMM.
     logged = recalled((event for event in events if event.get("event") == "decided"), entry_of)
     sizes = list(decisions(table, logged))
     kinds = list(dict.fromkeys(one.kind for one in sizes))
@@ -80,8 +80,8 @@ def page(table: Table, log: Path | None) -> str:
 
 
 def overview(sizes: Sequence[Decision]) -> go.Figure:
-    """What each kind and size of batch takes: colour by path, microseconds as text, and how many times as long the
-    fastest baseline takes, where one was raced."""
+    """Choices by kind and size of batch: colour by path; as text the microseconds and, where a baseline was raced, the
+    time of the fastest one over them."""
     kinds = [str(kind) for kind in BATCH_KINDS if any(one.kind == kind for one in sizes)][::-1]
     rows, paths = sorted({one.rows for one in sizes}), list(COLOURS)
     by_place = {(str(one.kind), one.rows): one for one in sizes}
@@ -107,7 +107,7 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
         xgap=2,
         ygap=2,
     )
-    title = "What a batch takes: microseconds, and how many times as long GEMM and sampler take"
+    title = "Choices: microseconds, and the time of the fastest GEMM with a sampler over them"
     figure = go.Figure(heatmap).update_layout(title=title, xaxis_title="rows of the batch")
     return _sized(figure, height=130 + 42 * len(kinds))
 
@@ -118,7 +118,7 @@ def _heatmap_text(one: Decision) -> str:
 
 
 def ratios(sizes: Sequence[Decision]) -> go.Figure:
-    """Times over that of the GEMM alone, by batch size, of one kind of batch at a time: what is taken, the built-in
+    """Times over that of the GEMM alone, by batch size, of one kind of batch at a time: the choice, the built-in
     choice, other paths and baselines."""
     figure, kinds_of_lines = go.Figure(), []
     kinds = list(dict.fromkeys(one.kind for one in sizes if one.gemm_us))
@@ -219,12 +219,12 @@ def _summary(table: Table, sizes: Sequence[Decision]) -> str:
 
 
 def _span(ratios: Sequence[float]) -> str:
-    """Of sorted numbers."""
+    """Range of sorted numbers, in words."""
     return f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else f"{ratios[0]:.2f}"
 
 
 def _screen_summary(table: Table, sizes: Sequence[Decision]) -> str:
-    """How often the screened path wins, and what memory it takes; empty where none has raced."""
+    """Sizes that the screened path wins, and the memory of a screen; empty where none has raced."""
     screened = [one.entry.path == SamplingPath.SCREENED for one in sizes if one.kind.screen]
     if not screened:
         return ""
@@ -284,7 +284,7 @@ def _search_section(table: Table, events: Sequence[dict[str, Any]]) -> str:
 
 
 def study_figures(plan: Plan, name: str, trials: Sequence[dict[str, Any]]) -> Iterator[go.Figure]:
-    """Of one study: what it tried, and which axes decide; nothing where too little is known."""
+    """Optimisation history and importances of the axes of one study; nothing where too little is known."""
     ratios: dict[Any, float | None] = {}
     first: dict[str, float] = next((trial["us"] for trial in trials if trial.get("us")), {})
     keys = {str(key): key for key in plan.studies}

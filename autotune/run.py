@@ -1,7 +1,7 @@
 """``tune run``: one coordinator over one process per GPU and several that compile.
 
-With several GPUs the studies stay here and the processes take turns at their proposals: everything is told in one place
-and in one log. Optuna's shared storages would be a second truth beside that log, and buy nothing while one process can
+With several GPUs the studies stay in this process, the measuring processes take turns at their proposals, and one log
+records all. A shared storage of Optuna's would be a second record beside that log, and save nothing: one process can
 ask for and tell thousands of trials a second.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,45 +17,43 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-import torch
 
+from ..exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from ..files import hold
 from ..kinds import PLAIN, BatchKind, Config
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table, tables_in
 from ..tables.schema import Device, HeadShape, Table, file_name
 from .decide import NOISY, Decider
-from .errors import INTERRUPTED, OK, UNUSABLE, WRONG
+from .decisions import SAME_ENV, baseline_ratio, device_and_head
 from .plan import EFFORTS, SIZES, Effort, Plan, usual_compilers
 from .pool import (
     HELLO_SECONDS,
     Job,
     Pool,
-    WorkerProcess,
     ask_once,
+    compiling_process,
     measuring_process,
-    visible_gpu,
     work_until,
 )
 from .progress import Progress
 from .search import Context, Search
 from .space import space_hash
-from .tables import SAME_ENV, baseline_ratio, device_and_head
 from .trials import TrialLog, log_of
 from .writer import MEASURE, TableWriter
 
 READY_SECONDS = 120.0
 BASELINE_SECONDS = 240.0
-MAX_BUSY = 20  # percent of a GPU that may be used by others before we begin
-MAX_ELSEWHERE = 50  # tables of other GPUs or heads that a search starts from
+MAX_BUSY = 20  # largest load of a GPU by others at the start, in percent
+MAX_ELSEWHERE = 50  # tables of other GPUs or heads whose winners a search starts from
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """out: the folder of the table. budget: seconds, None for the effort's own. simulated: the file of a simulated
-    device instead of GPUs. compilers: processes, None for the processors but one. baselines: "on" or "off", whether
-    FlashInfer is raced; None for the effort's own. sizes: batch sizes, None for the usual ones. flashinfer: not None
-    where its path may be chosen. plan: makes the plan; a smaller one serves to compare a search with a sweep."""
+    """out: the folder of the table. budget: seconds, None for the effort's own. compilers: processes, None for the
+    processors but one. baselines: "on" or "off", whether FlashInfer is raced; None for the effort's own. sizes: batch
+    sizes, None for the usual ones. flashinfer: not None where its path may be chosen. plan: makes the plan; a smaller
+    one serves to compare a search with a sweep."""
 
     head: HeadShape
     out: Path
@@ -65,7 +62,6 @@ class Options:
     resume: bool = True
     force: bool = False
     gpus: int = 1
-    simulated: str | None = None
     allow_busy: bool = False
     compilers: int | None = None
     baselines: str | None = None
@@ -94,16 +90,12 @@ class Result:
 def run(options: Options, progress: Progress) -> Result:
     """Tune. Raises ValueError, with one line, where a run cannot begin or go on; KeyboardInterrupt only before there is
     anything to keep."""
-    if options.simulated is None and not torch.cuda.is_available():
-        raise ValueError("this machine has no CUDA device; run and verify measure on one, other commands need none")
     coordinator = _Coordinator(options, progress)
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         return coordinator.run()
     except OSError as error:
         raise ValueError(f"{options.out} cannot be written: {error.strerror or error}") from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
         coordinator.end()
 
 
@@ -111,21 +103,15 @@ class _Coordinator:
     def __init__(self, options: Options, progress: Progress) -> None:
         self.options, self.progress, self.effort = options, progress, options.plan_effort
         self._began = time.monotonic()
-        self._logs, simulated = options.out / "logs", options.simulated
-        self.gpus = Pool(
-            measuring_process(self._logs / f"worker-{index}.log", simulated, index) for index in range(options.gpus)
-        )
-        count = options.compilers or (1 if simulated else usual_compilers())
-        spec = {"worker": "simulated", "file": simulated} if simulated else {"worker": "compiling", "processes": count}
-        environment = {"CUDA_VISIBLE_DEVICES": visible_gpu(0), "OMP_NUM_THREADS": "1"}
-        self.compilers = Pool(
-            WorkerProcess(spec, self._logs / f"compiling-{index}.log", environment) for index in range(count)
-        )
-        self.preparing = Pool([measuring_process(self._logs / "baselines.log", simulated)])  # of the baselines
+        self._logs = options.out / "logs"
+        self.gpus = Pool(measuring_process(self._logs / f"worker-{index}.log", index) for index in range(options.gpus))
+        count = options.compilers or usual_compilers()
+        self.compilers = Pool(compiling_process(self._logs / f"compiling-{index}.log", count) for index in range(count))
+        self.preparing = Pool([measuring_process(self._logs / "baselines.log")])  # compiles baselines
         self.pools = [self.gpus, self.compilers, self.preparing]
-        self.flashinfer = False  # whether it can be raced by now
+        self.flashinfer = False  # true once it can be raced
         self.log: TrialLog | None = None
-        self._held: IO[str] | None = None  # so that no other run writes to the table or its log
+        self._held: IO[str] | None = None  # lock: no other run writes to the table or its log
 
     def seconds(self) -> float:
         return time.monotonic() - self._began
@@ -265,15 +251,15 @@ class _Coordinator:
             code, status = INTERRUPTED, "interrupted"
             message = f"interrupted: {left}"
         elif failed_defaults:
-            code, status = WRONG, "wrong default"
+            code, status = FAILED, "wrong default"
             message = f"a built-in configuration failed: {failed_defaults[0]}"
         elif error > NOISY:
-            code, status = UNUSABLE, "noisy GPU"
+            code, status = FAILED, "noisy GPU"
             message = f"noisy GPU: times are known to {error:.1%} only; run the same command again when it is quiet"
         elif decider.done < writer.plan.races:
             status, message = "out of time", f"out of time: {left}"
         writer.provenance = {
-            "complete": status == "done",  # else a later run says again what is wrong
+            "complete": status == "done",  # else a later run reports the fault again
             "when": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "trials": search.tried,
             "gpus": len(self.gpus.processes),
@@ -281,7 +267,7 @@ class _Coordinator:
             "seed": 0,
         }
         writer.write()
-        # A table that the server would not read is worth nothing: read it as it would.
+        # Read the table as a server would: one that it cannot read is worth nothing.
         table, reason = load_table(writer.path)
         if table is None:
             raise ValueError(f"{writer.path} cannot be read again: {reason}")
@@ -294,11 +280,11 @@ class _Coordinator:
         if interrupted:
             return Result(INTERRUPTED, "interrupted", "interrupted, no table written")
         if failed_defaults:
-            return Result(WRONG, "wrong default", f"no table written: {failed_defaults[0]}")
+            return Result(FAILED, "wrong default", f"no table written: {failed_defaults[0]}")
         if self.left() <= 0:
             more = f"run the same command again with a --budget of more than {self.effort.budget:.0f} s"
-            return Result(UNUSABLE, "out of time", f"out of time before the first race, no table written: {more}")
-        return Result(WRONG, "no race came about", f"no race came about, no table written; see {self._logs}")
+            return Result(USAGE, "out of time", f"out of time before the first race, no table written: {more}")
+        return Result(FAILED, "no race came about", f"no race came about, no table written; see {self._logs}")
 
 
 def _summary(table: Table) -> str:
@@ -310,8 +296,8 @@ def _summary(table: Table) -> str:
 
 
 def _over_baselines(writer: TableWriter) -> str:
-    """How many times as long the fastest baseline takes, at the smallest and the largest size of the kinds that have
-    raced one; empty where none was raced."""
+    """Time of the fastest baseline over the winner's, at the smallest and the largest size of the kinds that have raced
+    one; empty where none was raced."""
     parts = []
     for kind in (PLAIN, BatchKind(truncate=True), BatchKind(edit=True)):
         every = {rows: baseline_ratio(entry) for rows, entry in writer.decided.get(kind, {}).items()}
@@ -330,7 +316,7 @@ def _ready(head: dict[str, Any]) -> Job:
 
 
 def _winners_elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterator[Config]:
-    """What won in other tables in ``folder`` for GPUs of the same compute capability: where a search may begin."""
+    """Winners of other tables in ``folder`` for GPUs of the same compute capability: first trials of a search."""
     for _, table, _ in itertools.islice(tables_in(folder), MAX_ELSEWHERE):
         if table is None:
             continue

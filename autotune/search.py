@@ -1,6 +1,6 @@
 """The first half of a run: every study proposes, processes compile, a GPU compares tokens and measures.
 
-Nothing is decided here: the times of a search are of different moments, and only say who may race.
+Nothing is decided here: the times of a search are of different moments, and only select the configurations that race.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .trials import TrialLog, recalled
 COMPILE_SECONDS = 60.0
 TRIAL_SECONDS = 60.0
 MAX_COMPILED_AHEAD = 24  # configurations that may wait for a GPU
-OFFERED = 3  # winners of a finished study that its siblings try
-TOO_SLOW_TO_RACE = 1.15  # times the best
+OFFERED = 3  # best configurations of a finished study that its siblings try
+TOO_SLOW_TO_RACE = 1.15  # ratio to the best time
 # A study ends after so many timed configurations if its best is so many times slower than that of others at every batch
 # size that it serves.
 PROBATION, TOO_SLOW_TO_SEARCH = 6, 1.3
@@ -35,8 +35,8 @@ PROBATION, TOO_SLOW_TO_SEARCH = 6, 1.3
 
 @dataclasses.dataclass
 class Context:
-    """What the parts of a run share. note: says something to the person who waits. left: seconds until the run's time
-    is over. rejected: the reasons, by label. failed_defaults: a line for each built-in choice that was rejected."""
+    """State that the parts of a run share. note: prints a line for the user. left: seconds until the run's time is
+    over. rejected: the reasons, by label. failed_defaults: a line for each built-in choice that was rejected."""
 
     plan: Plan
     log: TrialLog
@@ -76,22 +76,22 @@ class Search:
         self.context, self.compilers = context, compilers
         plan, elsewhere = context.plan, list(elsewhere)
         self.studies: dict[StudyKey, Study] = {}
-        # Those with a built-in choice come first: it races in any case, and one process alone compiles during races.
+        # Studies with a built-in choice come first: it races in any case, and one process alone compiles during races.
         for key in sorted(plan.studies, key=lambda key: not plan.defaults(key)):
             self.studies[key] = Study(
                 plan.space(key), plan.seeds(key, elsewhere), plan.cap(key), seed=plan.studies.index(key)
             )
         self.over: set[StudyKey] = set()
-        self.spent: collections.Counter[str] = collections.Counter()  # seconds of the processes, by what they do
+        self.spent: collections.Counter[str] = collections.Counter()  # seconds of all processes, by part of their work
         self._served = {key: plan.served(key) for key in self.studies}
         self._turns = itertools.cycle(self.studies)
         self._stopped = False
         self._waiting = 0  # compiled, not measured yet
-        self._compiled: set[str] = set()  # labels, also of what is being compiled
+        self._compiled: set[str] = set()  # labels of configurations that are, or are being, compiled
         self._recall()
 
     def _recall(self) -> None:
-        """What an earlier run has learnt. What failed for a reason that may be gone is tried again."""
+        """Take over the trials of an earlier run. A trial that failed for a reason that may be gone is made again."""
 
         def trial_of(event: dict[str, Any]) -> tuple[BatchKind, Trial]:
             us = {int(rows): float(value) for rows, value in event["us"].items()}
@@ -121,7 +121,7 @@ class Search:
         return not busy and (self._stopped or len(self.over) == len(self.studies))
 
     def stop(self) -> None:
-        """Ask for nothing more; what is being measured is measured to its end."""
+        """Ask for nothing more; measurements that have begun go on to their end."""
         if not self._stopped:
             self._stopped = True
             for key in self.studies:
@@ -131,8 +131,8 @@ class Search:
             self.context.gpus.drop_waiting()
 
     def compile_for_races(self, entered: Iterable[tuple[Config, BatchKind]]) -> None:
-        """Compile, while the races run, what will race and was in no trial: else the process that measures would
-        compile it. entered: configurations and kinds of batches in the order of their races."""
+        """Compile, while the races run, the configurations that will race and were in no trial: else the process that
+        measures would compile them. entered: configurations and kinds of batches in the order of their races."""
         for label, (config, kind) in {label_of(*one): one for one in entered}.items():
             if label not in self._compiled:
                 self.compilers.add(self._compiled_as(config, kind))
@@ -140,12 +140,12 @@ class Search:
     def _compiled_as(
         self, config: Config, kind: BatchKind
     ) -> Generator[tuple[dict[str, Any], float], dict[str, Any], Any]:
-        """A job; what the compiler answers."""
+        """A job that returns the answer of the compiling process."""
         self._compiled.add(label_of(config, kind))
         return (yield self.context.request("compile", config, kind), COMPILE_SECONDS)
 
     def fill(self) -> None:
-        """Give work to whoever is idle."""
+        """Give work to idle processes."""
         while not self._stopped and self.compilers.idle and self._waiting < MAX_COMPILED_AHEAD:
             proposal = self._next_proposal()
             if proposal is None:
@@ -153,7 +153,7 @@ class Search:
             self.compilers.add(self._compile(*proposal))
 
     def _next_proposal(self) -> tuple[StudyKey, Config] | None:
-        """One configuration, of the studies in turn: those that compile slowest must not come last."""
+        """One configuration, from the studies in turn: a study that compiles slowly must not come last."""
         for key in itertools.islice(self._turns, len(self.studies)):
             if key in self.over:
                 continue
@@ -181,7 +181,8 @@ class Search:
             self.context.note(f"{key}: none of {len(trials)} could be used; {count} of them: {reason}: {detail}")
 
     def _is_too_slow(self, key: StudyKey) -> bool:
-        """Whether all that a study has timed is far slower than what others have, for every batch that it may serve."""
+        """True where the best of a study is far slower than that of other studies, for every batch that it may
+        serve."""
         study = self.studies[key]
         if sum(bool(trial.us) for trial in study.trials.values()) < PROBATION:
             return False
@@ -243,7 +244,7 @@ class Search:
             self.over.add(key)
 
     def finalists(self, rows: int, kind: BatchKind) -> list[Config]:
-        """Which configurations may race for a batch: the fastest of each study that serves it, unless they are far
+        """The configurations that may race for a batch: the fastest of each study that serves it, unless they are far
         behind."""
         plan = self.context.plan
         ranked: list[tuple[float, str, Config]] = []

@@ -1,5 +1,5 @@
-"""What is worth trying: the launch spaces of ``lm_head_sample``, ``sample_logits`` and ``screened_sample``, declared
-once, and what cannot run removed.
+"""The launch spaces of ``lm_head_sample``, ``sample_logits`` and ``screened_sample``: the configurations worth a trial,
+declared once, without those that cannot run.
 
 A ``Space`` is one path, one kind of batch and, except on the logits path, one tile class (rows of the batch per tile):
 what one study searches. An axis maps each of its values, which Optuna sees, to the fields of the configuration that it
@@ -15,15 +15,14 @@ import itertools
 import json
 from typing import Any
 
-from ..kernels.config import LIMBS, MIN_RESCORED_ROWS, ReadConfig, ScreenConfig, TileConfig
-from ..kernels.launch import next_power_of_2
+from ..kernels.config import LIMBS, MIN_RESCORED_ROWS, ReadConfig, ScreenConfig, TileConfig, next_power_of_2
 from ..kinds import CONFIGS, BatchKind, Config, SamplingPath
 
 FUSED, LOGITS, SCREENED = SamplingPath.FUSED, SamplingPath.LOGITS, SamplingPath.SCREENED
 
 Fields = dict[str, int | bool]
 Axis = dict[Any, Fields]
-Launches = tuple[tuple[Any, ...], ...]  # of a configuration, the values of each launch's axes
+Launches = tuple[tuple[Any, ...], ...]  # values of the axes of each launch of a configuration
 
 
 def _numbers(name: str, *values: int | bool) -> Axis:
@@ -36,8 +35,8 @@ def _tiles(names: str, *tiles: tuple[int, ...]) -> Axis:
     return {"x".join(map(str, tile)): dict(zip(names.split(), tile, strict=True)) for tile in tiles}
 
 
-# Of the fused path. shallower: pipeline stages below the deepest that fits. descriptors: what is loaded through tensor
-# descriptors, where the device has them.
+# Axes of the fused path. shallower: pipeline stages below the deepest that fits. descriptors: the tensors that are
+# loaded through tensor descriptors, where the device has them.
 FUSED_AXES: dict[str, Axis] = {
     "block_v": _numbers("block_v", 64, 128, 256),
     "block_d": _numbers("block_d", 64, 128, 256),
@@ -53,8 +52,8 @@ FUSED_AXES: dict[str, Axis] = {
     "rows_first": _numbers("rows_first", True, False),
     "one_launch": _numbers("one_launch", True, False),
 }
-# Of readers. A thread has one group of 16 ids per tile, or two. warps_per_sm: that the vocabulary is cut for.
-# min_splits: where rows are truncated.
+# Axes of readers. A thread has one group of 16 ids per tile, or two. warps_per_sm: the vocabulary is cut for so many.
+# min_splits: for truncated rows.
 LOGITS_AXES: dict[str, Axis] = {
     "tile": _tiles(
         "block_b block_v num_warps",
@@ -67,10 +66,9 @@ LOGITS_AXES: dict[str, Axis] = {
     "min_splits": _numbers("min_splits", 64, 128, 256),
     "one_launch": _numbers("one_launch", True, False),
 }
-# Of screens and of their rescoring, with pipelines as deep as fits. ids: how a rescoring program comes by them: as its
-# pipeline loads them, asked for before that, or from one list of all. The time of a batch is the sum of the two
-# launches, near enough, and each is compiled by itself (``LAUNCH_AXES``): tiles are whole points here, so that their
-# product stays small.
+# Axes of screens and of their rescoring, with pipelines as deep as fits. ids: a rescoring program loads them in its
+# pipeline, prefetches them, or reads one list of all. The time of a batch is nearly the sum of the two launches, and
+# each is compiled by itself (``LAUNCH_AXES``): tiles are whole points here, so that their product stays small.
 SCREENED_AXES: dict[str, Axis] = {
     "tile": _tiles(
         "block_v block_d num_warps ctas_per_sm",
@@ -88,12 +86,12 @@ SCREENED_AXES: dict[str, Axis] = {
     "early": _numbers("early", False, True),
 }
 AXES = {FUSED: FUSED_AXES, LOGITS: LOGITS_AXES, SCREENED: SCREENED_AXES}
-# Axes of launches whose times add up: what one of them is worth is known from any configuration with it.
+# Axes of launches whose times add up: any configuration with a launch tells the time of that launch.
 LAUNCH_AXES = {SCREENED: (("tile",), ("rescore", "ids", "early"))}
 
 TILE_CLASSES = (16, 32, 64, 128)
 SCREEN_CLASSES = (8, 16, 32, 64)
-MAX_EDITED_CLASS = 64  # of the fused path: a larger tile's epilogue spills with edits
+MAX_EDITED_CLASS = 64  # rows per tile on the fused path: the epilogue of a larger tile spills with edits
 MIN_ROWS_FIRST = 64  # rows per tile that a tensor-core instruction takes as its left operand
 MAX_ROWS_ONE_LAUNCH = 16  # rows per tile that one program reduces as fast as a separate launch
 MIN_STAGES, MAX_STAGES, MAX_RESCORE_STAGES = 2, 8, 4
@@ -105,8 +103,8 @@ MAX_ACCUMULATORS_EDITED = 64
 # Bytes of local memory per thread beyond which a binary is not worth a measurement.
 MAX_SPILLED = 1024
 
-# What is tried first, per tile class: ids per tile, hidden elements per step, warps, programs per multiprocessor. What
-# has been best on an H200.
+# First trials per tile class: ids per tile, hidden elements per step, warps, programs per multiprocessor. These were
+# the best on an H200.
 FIRST_TILES = {
     16: ((64, 256, 4, 1), (128, 128, 4, 1), (64, 128, 4, 2), (128, 128, 8, 1), (128, 256, 4, 1), (64, 128, 4, 1)),
     32: ((128, 128, 4, 1), (128, 128, 8, 1), (64, 128, 4, 1), (128, 64, 4, 2), (64, 128, 4, 2)),
@@ -114,15 +112,15 @@ FIRST_TILES = {
     128: ((128, 64, 8, 1), (64, 128, 8, 1), (128, 128, 8, 1), (256, 64, 8, 1)),
 }
 FIRST_READERS = ("1x1024x1", "1x512x1", "2x512x1", "1x1024x2")
-# Of a screen, each launch with the first of the other: by how rescoring programs come by their ids, by their tiles, by
-# the screen's tiles.
+# First trials of a screen, each launch with the first of the other: by the source of the ids of rescoring programs, by
+# the tiles of these, by the tiles of the screen.
 FIRST_WAYS = (("pipeline", False), ("list", True), ("prefetch", False), ("list", False))
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What decides which configurations can run. hidden: D. itemsize: bytes of a weight element. shared_memory: bytes
-    that a program of the device may have. tma: whether it has tensor descriptors. chunk: groups of ids per rescoring
+    """Bounds on the configurations that can run. hidden: D. itemsize: bytes of a weight element. shared_memory: bytes
+    that a program of the device may have. tma: the device has tensor descriptors. chunk: groups of ids per rescoring
     program, so that each multiprocessor has one."""
 
     hidden: int
@@ -196,7 +194,7 @@ class Space:
         return config if self.unsupported_reason(config) is None else None
 
     def unsupported_reason(self, config: Config) -> str | None:
-        """Why ``config`` cannot run, or only slowly, by an estimate of what it needs; None where it may run."""
+        """Why ``config`` cannot run, or only slowly, by an estimate of its needs; None where it may run."""
         if isinstance(config, ReadConfig):
             return None
         threads = config.num_warps * 32
@@ -245,7 +243,7 @@ class Space:
         return list(near)
 
     def first(self) -> list[Config]:
-        """What is tried first, as far as it can run: what has been good elsewhere."""
+        """The first trials, as far as they can run."""
         usual = {name: values[0] for name, values in self.axes.items()}
         changes: list[dict[str, Any]] = []
         if self.path == LOGITS:
@@ -279,7 +277,7 @@ def _points(space: Space) -> dict[Config, dict[str, Any]]:
 
 
 def space_hash(path: str) -> str:
-    """The declared space of ``path``, as "sha256:...": a table says which one it was searched in."""
+    """Hash of the declared space of ``path``, as "sha256:...": a table names the space that it was searched in."""
     rules = [TILE_CLASSES, SCREEN_CLASSES, MIN_ROWS_FIRST, MAX_ROWS_ONE_LAUNCH, MAX_STAGES, MAX_RESCORE_STAGES]
     axes = {name: list(axis.items()) for name, axis in AXES[SamplingPath(path)].items()}
     return f"sha256:{hashlib.sha256(json.dumps([axes, rules]).encode()).hexdigest()}"

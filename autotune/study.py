@@ -1,6 +1,6 @@
-"""One search: what to try next in a space, given what is known about it.
+"""One search: the next configuration to try in a space, from the times of those before.
 
-Optuna's TPE proposes (ask and tell); what is decided is decided elsewhere, in races. The study lives in memory and is
+Optuna's TPE proposes (ask and tell); races decide, elsewhere. The study lives in memory and is
 rebuilt from our own log of trials (``trials.py``): a storage of Optuna's would be a second truth, and its journal does
 not survive a line that was cut short. Spaces of at most ``BRUTE`` configurations, or of no more than the study may try,
 are tried as a whole.
@@ -27,17 +27,17 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 BRUTE = 64
 STARTUP = 12  # trials before the surrogate has a say
-POLISH = 0.6  # share of the trials after which the best are surrounded again: the sampler steps over its neighbours
-LEADERS = 2  # whose neighbours are tried, whatever batch size they lead at
-# Where the times of launches add up: how many recombinations of known launches are tried next per batch size; how much
-# faster than the best known configuration their sum must be; and how much faster while seeds are left to try.
+POLISH = 0.6  # share of the trials after which neighbours of the best are tried again: the sampler skips them
+LEADERS = 2  # configurations whose neighbours are tried, whatever batch size they lead at
+# Recombinations of known launches whose times add up: the number that is tried next per batch size; the share by which
+# their sum must be below the best known time; and the same share while seeds are left to try.
 RECOMBINED, MIN_PROMISE, LARGE_PROMISE = 2, 0.002, 0.02
 MAX_REPEATS = 40  # proposals already known, in a row, after which an unknown one is drawn
 
 
 @dataclasses.dataclass
 class Trial:
-    """What is known of one configuration: microseconds per batch size, or the reason why it was rejected."""
+    """The result of one configuration: microseconds per batch size, or the reason why it was rejected."""
 
     config: Config
     us: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -46,10 +46,11 @@ class Trial:
 
 
 class Study:
-    """Proposes configurations of ``space``: first ``seeds``, in their order, and what promises to be faster by the sum
-    of its launches (before the seeds, if it is much), then the neighbours of the best ones, then what the sampler says,
-    and late in the search the neighbours of what is best by then. cap: how many it tries. baseline: microseconds per
-    batch size that a trial is compared with."""
+    """Proposes configurations of ``space``, in this order: (1) recombinations that are predicted to be at least
+    ``LARGE_PROMISE`` faster, (2) ``seeds``, (3) recombinations that are predicted to be at least ``MIN_PROMISE``
+    faster, (4) neighbours of the leaders, (5) proposals of TPE, (6) after the share ``POLISH`` of the trials,
+    neighbours of the new leaders. cap: number of trials. baseline: microseconds per batch size that a trial is compared
+    with."""
 
     def __init__(self, space: Space, seeds: Iterable[Config], cap: int, *, seed: int = 0) -> None:
         self.space, self.cap = space, cap
@@ -57,7 +58,7 @@ class Study:
         self.trials: dict[Config, Trial] = {}
         self._asked: dict[Config, optuna.Trial | None] = {}  # None where the proposal is not Optuna's
         self._seeds = list(dict.fromkeys(seeds))
-        self._surrounded: set[Config] = set()  # whose neighbours have been proposed
+        self._surrounded: set[Config] = set()  # configurations whose neighbours have been proposed
         self._seed = seed
         self._random = random.Random(seed)
         self._optuna: optuna.Study | None = None
@@ -68,7 +69,7 @@ class Study:
 
     @property
     def size(self) -> int:
-        """How many configurations will be tried."""
+        """Configurations that will be tried."""
         outside = sum(config not in self.space.points for config in self._seeds)
         return min(self.cap, len(self.space.points) + outside)
 
@@ -78,11 +79,11 @@ class Study:
 
     @property
     def asked(self) -> int:
-        """How many proposals have not been answered yet."""
+        """Proposals that have not been answered yet."""
         return len(self._asked)
 
     def offer(self, configs: Iterable[Config]) -> None:
-        """Try these next: they have been good elsewhere."""
+        """Try these configurations next."""
         inside = [config for config in configs if config in self.space.points]
         self._seeds = [*(config for config in inside if config not in self._seeds), *self._seeds]
 
@@ -112,7 +113,7 @@ class Study:
 
     def value(self, config: Config) -> float | None:
         """Log-ratio to the baseline at the batch size where ``config`` is best; None for a rejected one. A study serves
-        several batch sizes, and what wins at one of them is worth finding."""
+        several batch sizes, and a winner at one of them is worth finding."""
         trial = self.trials[config]
         if trial.reason or not trial.us:
             return None
@@ -130,7 +131,7 @@ class Study:
         return us[min(us, key=lambda measured: (abs(math.log2(measured / rows)), measured))]
 
     def least(self, rows: int) -> float | None:
-        """As ``estimate``, of the fastest; None where nothing was timed."""
+        """The smallest ``estimate``; None where nothing was timed."""
         timed = (trial.config for trial in self.trials.values() if not trial.reason and trial.us)
         return min((self.estimate(config, rows) for config in timed), default=None)
 
@@ -204,7 +205,7 @@ class Study:
                 self._asked[config] = trial
                 return config
             if config is not None and config in self._asked:
-                # Ignored: what it is worth will be told.
+                # Ignored: its value will be told.
                 self._optuna.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
                 self._tell_trial(trial, None if config is None else self.value(config))
@@ -240,7 +241,7 @@ def frozen_trial(space: Space, config: Config, value: float | None) -> optuna.tr
 
 
 def finished_study(space: Space, values: Mapping[Config, float | None]) -> optuna.Study:
-    """What a search has tried, as Optuna's, for its importances and plots. values: as ``Study.value``."""
+    """The trials of a search as a study of Optuna's, for its importances and plots. values: as ``Study.value``."""
     study = optuna.create_study(direction="minimize")
     for config, value in values.items():
         if config in space.points:

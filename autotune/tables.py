@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table as Grid
 
-from ..defaults import HeadTraits, default_config, defaults_digest, family_of
+from ..dispatch import DENSE_ROWS, DispatchTable
+from ..exit_codes import FAILED, OK
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, SamplingPath, path_of
@@ -31,144 +32,45 @@ from ..tables.lookup import (
     TableFile,
     Target,
     bucket_for,
+    dispatch_of,
     find,
     folders,
     load_table,
     match,
     tables_in,
     unsupported_config,
+    unusable_sizes,
 )
-from ..tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table, file_name
-from .errors import OK, WRONG
-from .labels import GEMM, key_of, known_device
-from .race import GAIN_TOLERANCE, Policy, gains_apart
-
-CONFIDENT = 1.96  # standard errors: 95 % of the differences of equal times are smaller
-# What of the environment a table's times depend on so much that those of another one do not belong in the same table.
-SAME_ENV = ("torch", "triton", "cuda", "sgl_flashsample")
-DISPATCHED_ROWS = 512  # ``dispatch.DENSE_ROWS``, whose module loads torch: larger batches take the built-in choice
-CONFIRMED_ERROR = Policy().error  # relative, of the times of confirmed sizes: a table lacks it; a race ends at this
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What a table says of one size. entry: the evidence; where the built-in choice was confirmed, that choice and its
-    time, with further evidence only from the log of the run. config: None for a confirmed choice of a device for which
-    this release has no built-in ones."""
-
-    entry: Entry
-    confirmed: bool
-    config: Config | None
-
-    @property
-    def kind(self) -> BatchKind:
-        return KIND_NAMES[self.entry.kind]
-
-    @property
-    def rows(self) -> int:
-        return self.entry.rows
-
-    @property
-    def us(self) -> float:
-        return self.entry.us
-
-    @property
-    def gemm_us(self) -> float:
-        """Of the GEMM alone in the same race; 0 where it did not run."""
-        return self.entry.others.get(GEMM, 0.0)
-
-    @property
-    def takes(self) -> str:
-        key = key_of(self.config) if self.config is not None else "unknown"
-        flashinfer = "; flashinfer where no row has a seed" if self.entry.flashinfer else ""
-        return f"built-in: {key}" if self.confirmed else key + flashinfer
-
-    def beyond_noise(self, other: Decision) -> bool:
-        """Whether the times are further apart than their noise explains."""
-        return abs(other.us - self.us) > CONFIDENT * math.hypot(self.entry.se, other.entry.se)
-
-    def beats(self, other: Decision) -> bool:
-        """Whether it is faster beyond noise than another table's decision for this size, each beside what was timed in
-        its own race: the built-in choice, else the GEMM. Times of two sessions alone say how fast the GPU was."""
-        races = [(self.entry.default_us, other.entry.default_us), (self.gemm_us, other.gemm_us)]
-        beside = next(((mine, theirs) for mine, theirs in races if mine and theirs), None)
-        if beside is None or not self.us or not other.us:
-            return False
-        ratio = (self.us / beside[0]) / (other.us / beside[1])
-        noise = math.hypot(self.entry.se / self.us, other.entry.se / other.us)
-        return ratio < 1 - CONFIDENT * math.sqrt(2) * noise  # what was timed beside it scatters as much
-
-
-def baseline_ratio(entry: Entry) -> float | None:
-    """How many times as long the fastest GEMM with a sampler takes; None where none was raced."""
-    times = [us for name, us in entry.others.items() if name.startswith(f"{GEMM}+")]
-    return min(times) / entry.us if times and entry.us else None
-
-
-def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
-    """Every size that was measured, by kind. logged: what the log of the run has of sizes."""
-    known = {(entry.kind, entry.rows, entry.us): entry for entry in logged}
-    for kind in BATCH_KINDS:
-        confirmed = table.confirmed.get(str(kind), Confirmed(rows=[], us=[]))
-        gemm_us = confirmed.gemm_us or [0.0] * len(confirmed.rows)
-        times = {rows: (us, gemm) for rows, us, gemm in zip(confirmed.rows, confirmed.us, gemm_us, strict=True)}
-        for rows in table.sizes(str(kind)):
-            entry = table.entry(str(kind), rows)
-            if entry is not None:
-                yield Decision(entry, False, entry.launch)
-                continue
-            us, gemm = times[rows]
-            config = builtin_config(*device_and_head(table), rows, kind)
-            path = path_of(config).value if config is not None else "built-in"
-            others = {GEMM: gemm} if gemm else {}
-            entry = Entry(kind=str(kind), rows=rows, path=path, config={}, us=us, default_us=us, others=others)
-            entry = msgspec.structs.replace(known.get((str(kind), rows, us), entry), se=CONFIRMED_ERROR * us)
-            yield Decision(entry, True, config)
-
-
-def by_size(table: Table) -> dict[tuple[BatchKind, int], Decision]:
-    return {(one.kind, one.rows): one for one in decisions(table)}
-
-
-def stored(chosen: Iterable[Decision]) -> dict[str, Any]:
-    """Decisions, in the order of their sizes, as a table has them: its ``entries`` and ``confirmed``."""
-    entries: list[Entry] = []
-    confirmed: dict[str, list[Decision]] = {}
-    for one in chosen:
-        if one.confirmed:
-            confirmed.setdefault(one.entry.kind, []).append(one)
-        else:
-            entries.append(one.entry)
-    return {"entries": entries, "confirmed": {kind: _confirmed(sizes) for kind, sizes in confirmed.items()}}
-
-
-def _confirmed(sizes: Sequence[Decision]) -> Confirmed:
-    gemm_us = [one.gemm_us for one in sizes]
-    times = {"us": [one.us for one in sizes], "gemm_us": gemm_us if any(gemm_us) else []}
-    return Confirmed(rows=[one.rows for one in sizes], **times)
-
-
-def device_and_head(table: Table) -> tuple[Device, HeadShape]:
-    """Of a tuned table, which has both."""
-    assert table.device is not None and table.head is not None
-    return table.device, table.head
+from ..tables.schema import Device, HeadShape, Table, file_name
+from .decisions import (
+    CONFIDENT,
+    Decision,
+    builtin_config,
+    by_size,
+    decisions,
+    device_and_head,
+    larger_screen,
+    same_defaults,
+    same_kernels,
+    screen_cost,
+    stored,
+    traits_of,
+    why_apart,
+)
+from .labels import head_line, key_of, known_device
+from .race import GAIN_TOLERANCE, gains_apart
 
 
 def read(file: str | os.PathLike[str]) -> Table:
-    """Raises ValueError for a file that is no table."""
+    """The table in ``file``. Raises ValueError for a file that is no table."""
     table, reason = load_table(file)
     if table is None:
         raise ValueError(f"{file}: {reason}")
     return table
 
 
-def head_line(head: HeadShape) -> str:
-    softcap = ", softcap" if head.softcap else ""
-    return f"{head.vocab} x {head.hidden} {head.dtype}, tp {head.tp}{softcap}"
-
-
 def screen_line(table: Table) -> str:
-    """What a screen of this head costs, and which kinds have one; empty for a table without any."""
+    """The cost of a screen of this head, and the kinds that have one; empty for a table without any."""
     kinds = [name for name in table.kinds if KIND_NAMES[name].screen]
     if not kinds:
         return ""
@@ -177,56 +79,8 @@ def screen_line(table: Table) -> str:
     return f"screen: {memory} ({', '.join(kinds)})"
 
 
-def screen_cost(table: Table) -> tuple[int, int]:
-    """Bytes of a screen, and the rows that it is for; 0 where the table does not say."""
-    cost = table.measure.get("screen")
-    size, rows = (cost.get("bytes"), cost.get("rows")) if isinstance(cost, dict) else (None, None)
-    return (size, rows) if isinstance(size, int) and isinstance(rows, int) else (0, 0)
-
-
-def larger_screen(*tables: Table) -> dict[str, Any]:
-    """``measure.screen`` of a table that has the sizes of all of these; empty where none has a screen."""
-    largest = max(tables, key=screen_cost)
-    return {"screen": largest.measure["screen"]} if any(screen_cost(largest)) else {}
-
-
-def why_apart(a: Table, b: Table) -> str:
-    """How two tables of one device and head were measured too differently for their sizes to be in one table; empty
-    where they were not."""
-    if a.defaults != b.defaults:
-        return "measured against different built-in choices"
-    for path in sorted(a.kernels.keys() & b.kernels.keys()):
-        if a.kernels[path].get("src") != b.kernels[path].get("src"):
-            return f"measured with different kernels ({path})"
-    for name in SAME_ENV:
-        if a.env.get(name) != b.env.get(name):
-            return f"measured with different versions ({name} {a.env.get(name)} and {b.env.get(name)})"
-    allowed = [table.measure.get("allowed") or "none" for table in (a, b)]
-    return "" if allowed[0] == allowed[1] else f"tuned with different --allow-path ({allowed[0]} and {allowed[1]})"
-
-
-def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) -> Config | None:
-    """What such a batch takes without a table; None for a device without built-in choices."""
-    family = family_of(device.cc)
-    if family is None:
-        return None
-    return default_config(HeadTraits(family, ITEMSIZE[head.dtype], head.vocab, head.hidden), rows, kind)
-
-
-def _same_kernels(table: Table) -> bool:
-    installed = installed_fingerprints()
-    measured = {path: hashes.get("src") for path, hashes in table.kernels.items()}
-    return bool(measured) and all(fingerprint == installed.get(path) for path, fingerprint in measured.items())
-
-
-def _same_defaults(table: Table) -> bool:
-    device, head = device_and_head(table)
-    family = family_of(device.cc)
-    return family is not None and table.defaults == defaults_digest(family, ITEMSIZE[head.dtype])
-
-
 class _Output(Console):
-    """Wraps no lines, except on a terminal."""
+    """A console that wraps lines on a terminal only."""
 
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else 1000
@@ -237,7 +91,7 @@ class _Output(Console):
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Grid:
-    """left: the columns that are text."""
+    """A table for the console. left: the columns that are text."""
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=None)
     for column in columns:
         grid.add_column(column, justify="left" if column in left else "right", overflow="fold")
@@ -257,7 +111,7 @@ def list_tables(as_json: bool = False) -> None:
                 device, head = device_and_head(table)
                 confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
                 line |= {"device": device.name, "head": head_line(head), "effort": table.effort}
-                line |= {"choices": len(table.entries), "confirmed": confirmed, "kernels": _same_kernels(table)}
+                line |= {"choices": len(table.entries), "confirmed": confirmed, "kernels": same_kernels(table)}
             lines.append(line)
     if as_json:
         print(json.dumps(lines, indent=2))
@@ -279,18 +133,18 @@ def list_tables(as_json: bool = False) -> None:
 
 
 def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
-    """Print a table for people. kind: this one alone."""
+    """Print a table for people. kind: only this one."""
     table, console = read(file), _Output()
     if as_json:
-        answer = {"file": file, "notes": table.notes, "kernels_as_installed": _same_kernels(table)}
+        answer = {"file": file, "notes": table.notes, "kernels_as_installed": same_kernels(table)}
         print(json.dumps(answer | {"table": json.loads(table.dumps())}, indent=2))
         return
     device, head = device_and_head(table)
     console.print(f"{device.name} (compute capability {device.cc}, {device.sms} SMs), head {head_line(head)}")
     versions = ", ".join(f"{name} {version}" for name, version in (table.tool | table.env).items())
     console.print(f"effort {table.effort}; {versions}")
-    console.print(f"kernels: {'as installed here' if _same_kernels(table) else 'not those installed here (stale)'}")
-    console.print(f"built-in choices: {'as installed here' if _same_defaults(table) else 'not those installed here'}")
+    console.print(f"kernels: {'as installed here' if same_kernels(table) else 'not those installed here (stale)'}")
+    console.print(f"built-in choices: {'as installed here' if same_defaults(table) else 'not those installed here'}")
     for line in (screen_line(table), *(f"note: {note}" for note in table.notes)):
         if line:
             console.print(line)
@@ -321,16 +175,17 @@ def _shown(one: Decision) -> tuple[str, ...]:
 def explain(
     file: str | None, device_name: str | None, head: HeadShape | None, rows: int, kind: str | None, as_json: bool
 ) -> None:
-    """Print what a batch takes, from which table, and why; of all kinds as a server with default settings would, or of
-    one. file: a table; None for the one that a server with such a device and head would find."""
+    """Print the choice for a batch, the table that it comes from, and why: for all kinds, as of a server with default
+    settings, or for one. file: a table; None for the table that a server with such a device and head would find."""
     warnings: list[str] = []
     if file is not None:
         if device_name is not None or head is not None:
             raise ValueError("a table and --device or a head are given; expected one or the other")
         table = read(file)
         device, head = device_and_head(table)
-        # As on the machine that it was measured on, with the kernels that are installed here.
-        how, differs = match(table, Target(device, head, table.env))
+        # The target is the machine that it was measured on, with the kernels that are installed here.
+        target = Target(device, head, table.env)
+        how, differs = match(table, target)
         assert how is not None, "a table is for its own device and head"
         table_file: TableFile | None = TableFile(table, file, "the named file", how, differs)
     else:
@@ -339,14 +194,15 @@ def explain(
         target = _target_named(device_name, head)
         device = target.device
         table_file, warnings = find(target)
+    traits, dispatch = traits_of(device, head), None
+    if table_file is not None and traits is not None:
+        dispatch, _ = dispatch_of(table_file, target, traits)
     # A server with default settings has a screen where a tuned table says that it wins; a batch that cannot have it
     # (logprobs, a large top-k) is of the kinds without one.
-    screened = table_file is not None and any(
-        isinstance(one.config, ScreenConfig) for one in decisions(table_file.table)
-    )
+    screened = dispatch is not None and dispatch.screened_rows(DENSE_ROWS, measured=True) > 0
     kinds = [each for each in BATCH_KINDS if screened or not each.screen] if kind is None else [KIND_NAMES[kind]]
     kinds.sort(key=lambda each: not each.screen)
-    batches = [_explained(table_file, device, head, rows, each) for each in kinds]
+    batches = [_explained(table_file, dispatch, target, rows, each) for each in kinds]
     if as_json:
         about = {name: table_file and getattr(table_file, name) for name in ("file", "match", "source")}
         answer = {"rows": rows, **about, "screen": screened, "batches": batches, "warnings": warnings}
@@ -392,49 +248,46 @@ def _target_named(name: str, head: HeadShape) -> Target:
 
 
 def _explained(
-    table_file: TableFile | None, device: Device, head: HeadShape, rows: int, kind: BatchKind
+    table_file: TableFile | None, dispatch: DispatchTable | None, target: Target, rows: int, kind: BatchKind
 ) -> dict[str, Any]:
-    """The choice of one batch as ``DispatchTable`` makes it, and why."""
+    """The choice for one batch, and why. dispatch: of the table; None without one and on a device without kernels."""
     answer: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
     if table_file is None:
-        return answer | _builtin_choice(device, head, rows, kind, "the built-in choice, without a table")
-    if rows > DISPATCHED_ROWS:
-        why = f"the built-in choice: a table serves batches of {DISPATCHED_ROWS} rows or fewer"
-        return answer | _builtin_choice(device, head, rows, kind, why)
-    table, reasons = table_file.table, []
-    served: BatchKind = kind
-    while True:
-        sizes = table.sizes(str(served))
-        size = bucket_for(sizes, rows)
-        entry = table.entry(str(served), size) if size is not None else None
-        unsupported = unsupported_config(entry.launch, device, head.dtype, served) if entry is not None else None
-        if unsupported is not None:
-            reasons.append(f"size {size} of {served} cannot be used: {unsupported}")
-        elif size is not None:
-            break
-        default = builtin_config(device, head, rows, served)
-        if isinstance(default, ScreenConfig):
+        config = builtin_config(target.device, target.head, rows, kind)
+        return answer | _taken(config, "the built-in choice, without a table")
+    if dispatch is None:
+        return answer | _taken(None, f"no kernels for compute capability {target.device.cc}")
+    choice = dispatch.choice(rows, kind)
+    if rows > DENSE_ROWS:
+        why = f"the built-in choice: a table serves batches of {DENSE_ROWS} rows or fewer"
+        return answer | _taken(choice.config, why)
+    table, unusable = table_file.table, unusable_sizes(table_file.table, target)
+    looked_up = [(each, bucket_for(table.sizes(str(each)), rows)) for each in choice.asked]
+    reasons = [
+        f"size {size} of {each} cannot be used: {unusable[each, size]}"
+        for each, size in looked_up
+        if size is not None and (each, size) in unusable
+    ]
+    served, size = looked_up[-1]
+    if not choice.measured:
+        measured = ", ".join(map(str, table.sizes(str(kind)))) or "none"
+        why = f"the built-in choice: no size from {rows} to {2 * rows} in its tile class (measured: {measured})"
+        if isinstance(choice.config, ScreenConfig):
             why = f"the built-in choice, the screened path: the table has nothing of {served} for it"
-            return answer | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
-        if served.fallback is None:
-            measured = ", ".join(map(str, table.sizes(str(kind)))) or "none"
-            why = f"the built-in choice: no size from {rows} to {2 * rows} in its tile class (measured: {measured})"
-            return answer | _builtin_choice(device, head, rows, served, "; ".join([why, *reasons]))
-        served = served.fallback
+        return answer | _taken(choice.config, "; ".join([why, *reasons]))
+    assert size is not None
     why = "its own size" if size == rows else f"size {size}, the next one of its tile class, at most twice it"
     why += "" if served == kind else f", of {served} (there is none of {kind})"
-    assert size is not None
     one = by_size(table)[served, size]
     evidence = {name: value for name, value in msgspec.to_builtins(one.entry).items() if name not in ("kind", "rows")}
     answer |= evidence | {"size": size, "of": str(served)}
     if one.confirmed:
-        return answer | _builtin_choice(device, head, rows, served, f"the built-in choice, confirmed: {why}")
-    assert one.config is not None
-    return answer | {"takes": one.takes, "config": dataclasses.asdict(one.config), "why": "; ".join([why, *reasons])}
+        return answer | _taken(choice.config, f"the built-in choice, confirmed: {why}")
+    return answer | _taken(choice.config, "; ".join([why, *reasons])) | {"takes": one.takes}
 
 
-def _builtin_choice(device: Device, head: HeadShape, rows: int, kind: BatchKind, why: str) -> dict[str, Any]:
-    config = builtin_config(device, head, rows, kind)
+def _taken(config: Config | None, why: str) -> dict[str, Any]:
+    """The fields of an answer about a choice. config: None on a device without built-in choices."""
     if config is None:
         return {"takes": "the built-in choice", "why": why}
     return {"takes": key_of(config), "path": path_of(config).value, "config": dataclasses.asdict(config), "why": why}
@@ -472,8 +325,8 @@ def _require_same_head(a: Table, b: Table, file_a: str, file_b: str) -> None:
 
 
 def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -> int:
-    """Print what two tables of one head say differently, and whether their noise explains it. every: also the sizes
-    that they agree on. Returns 1 where a size has another choice, a time beyond noise, or is in one of them alone."""
+    """Print the differences of two tables of one head, and whether their noise explains them. every: also the sizes
+    that agree. Returns 1 where a size has another choice, a time beyond noise, or is in one of them alone."""
     a, b = read(file_a), read(file_b)
     _require_same_head(a, b, file_a, file_b)
     sizes = []
@@ -486,7 +339,7 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
         sizes.append(line)
     environment = _environment(a, b)
     differ = any(line["a"] != line["b"] or not line.get("within_noise", True) for line in sizes)
-    code = WRONG if differ else OK
+    code = FAILED if differ else OK
     if as_json:
         print(json.dumps({"environment": environment, "sizes": sizes}, indent=2))
         return code
@@ -517,7 +370,7 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
 
 
 def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
-    """What differs beside the sizes: {name: [in A, in B]}."""
+    """Differences beside the sizes: {name: [in A, in B]}."""
     both: list[dict[str, Any]] = []
     for table in (a, b):
         device, _ = device_and_head(table)
@@ -530,8 +383,8 @@ def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
 
 
 def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
-    """Write two tables of one device and head as one. out: a file or, for the name that servers look for, a folder.
-    strict: raise ValueError where a size has another choice in B."""
+    """Write two tables of one device and head as one. out: a file, or a folder for a file with the name that servers
+    look for. strict: raise ValueError where a size has another choice in B."""
     a, b = read(file_a), read(file_b)
     _require_same_head(a, b, file_a, file_b)
     if a.device != b.device:
@@ -580,12 +433,12 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
 
 
 def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
-    """The members that are no objects or lists: else each merge would nest deeper than the last."""
+    """The members without objects and lists: with them each merge would nest deeper than the last."""
     return {name: value for name, value in provenance.items() if not isinstance(value, dict | list)}
 
 
 def lint(files: Sequence[str]) -> int:
-    """Print whether tables are fit to be shipped. Returns the exit code."""
+    """Print the faults of tables that are to be shipped. Returns the exit code."""
     wrong = 0
     for file in files:
         errors, stale, notes = check(file)
@@ -594,11 +447,11 @@ def lint(files: Sequence[str]) -> int:
                 print(f"{file}: {label}: {line}")
         wrong += bool(errors or stale)
     print(f"{len(files) - wrong} of {len(files)} tables are well-formed and up to date")
-    return WRONG if wrong else OK
+    return FAILED if wrong else OK
 
 
 def check(file: str) -> tuple[list[str], list[str], list[str]]:
-    """What is wrong with ``file``, what has changed since it was measured, and what is worth knowing."""
+    """Faults of the table in ``file``, changes since it was measured, and notes."""
     table, reason = load_table(file)
     if table is None:
         return [str(reason)], [], []
@@ -630,7 +483,7 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
             yield f"{place}: flashinfer is true; it serves truncated batches, tp 1"
         if key in entry.tied:
             yield f"{place}: tied names {key}, which it takes"
-        if not entry.flashinfer and _same_defaults(table) and config == builtin_config(device, head, entry.rows, kind):
+        if not entry.flashinfer and same_defaults(table) and config == builtin_config(device, head, entry.rows, kind):
             yield f"{place} takes the built-in choice: it belongs to the confirmed sizes"
     for name, confirmed in table.confirmed.items():
         if confirmed.rows != sorted(confirmed.rows):
@@ -643,7 +496,7 @@ def _stale(table: Table) -> Iterator[str]:
     for path in sorted(measured & {path.value for path in SamplingPath}):
         if table.kernels.get(path, {}).get("src") != installed.get(path):
             yield f"the kernels of {path} have changed since it was measured"
-    if table.defaults and not _same_defaults(table):
+    if table.defaults and not same_defaults(table):
         yield "the built-in choices have changed since it was measured"
 
 

@@ -1,11 +1,11 @@
-"""How long calls take on a device, measured as a server runs them. The tuner and the benchmarks share this.
+"""Times of calls on a device, measured as a server runs them. The tuner and the benchmarks share this.
 
     timer = Timer(torch.device("cuda"))
     contenders = {name: timer.contender(call, copies=len(heads)) for name, call in calls.items()}
     rounds = timer.rounds(contenders, 15, before_round=batch.refresh)
     rounds.timing("fused").us  # median microseconds per call
 
-``call(step)`` runs the whole step once, with noise number ``step`` and copy ``step % copies`` of what it reads. It
+``call(step)`` runs the whole step once, with noise number ``step`` and copy ``step % copies`` of its inputs. It
 writes its results to buffers that it holds, so that it can be captured in a CUDA graph. A contender is such a graph
 with as many calls as a millisecond takes, ``MAX_CALLS`` or fewer: the weights are cold, because copies take turns
 (``copies_needed``); the hidden states are hot. In each round every contender runs once, in rotated order and without a
@@ -21,7 +21,7 @@ pause, so that drift of clocks falls on all alike.
                                of a GPU, through NVML; 0 where nvidia-ml-py or the driver is missing
     describe_machine(device)   device, versions and clocks, for a file of results
 
-Without CUDA the same calls run one at a time: what uses this can be tested, its times mean nothing.
+Without CUDA the same calls run one at a time: code that uses this can be tested, its times mean nothing.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ from typing import Any
 
 import torch
 
+from ..kernels.config import cdiv
 from ..tables.lookup import environment
 from .race import median_and_error
 
 Call = Callable[[int], Any]
 
-MAX_CALLS = 32  # per graph: noise and positions are needed for steps 0 to MAX_CALLS - 1
-SAMPLE_US = 1000.0  # of one sample, at least
+MAX_CALLS = 32  # calls per graph; noise and positions are needed for steps 0 to MAX_CALLS - 1
+SAMPLE_US = 1000.0  # least time of one sample
 WARM_SECONDS = 0.3
-COLD = 5  # a head is read from memory where its copies hold this many times the L2 cache
+COLD = 5  # size of a head's copies over the L2 cache, from which on they are read from memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A call that is ready to be timed. replay: runs it ``calls`` times. call: what a captured graph writes to."""
+    """A call that is ready to be timed. replay: runs it ``calls`` times. call: holds the buffers of a captured
+    graph."""
 
     replay: Callable[[], object]
     calls: int
@@ -92,7 +94,7 @@ class Timer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def contender(self, call: Call, *, copies: int = 1, graph: bool = True) -> Contender:
-        """``call``, compiled and captured. copies: of what it reads; each is read equally often. graph: False for a
+        """``call``, compiled and captured. copies: of its inputs; each is read equally often. graph: False for a
         call that cannot be captured: it is then timed with its host time. Raises whatever ``call`` raises."""
         call(0)  # compiles and allocates
         if self._stream is None:
@@ -121,7 +123,7 @@ class Timer:
         return Contender(captured.replay, calls, call)
 
     def sample(self, contenders: Sequence[Contender]) -> tuple[list[float], float]:
-        """Microseconds per call of each, in this order without a pause; and the SM clock in MHz while they ran."""
+        """Microseconds per call of each contender, in this order without a pause; and the SM clock in MHz meanwhile."""
         if self._stream is None:
             times = []
             for contender in contenders:
@@ -186,12 +188,12 @@ def rotated(names: Sequence[str], index: int) -> list[str]:
 
 
 def copies_needed(weight: torch.Tensor, l2_bytes: int | None = None) -> int:
-    """How many copies of ``weight`` have to take turns so that each call reads memory, not the L2 cache; ``MAX_CALLS``
-    at most. l2_bytes: of the weight's device when None."""
+    """Copies of ``weight`` that have to take turns so that each call reads memory, not the L2 cache; ``MAX_CALLS`` at
+    most. l2_bytes: of the weight's device when None."""
     if l2_bytes is None:
         properties: Any = torch.cuda.get_device_properties(weight.device) if weight.is_cuda else None
         l2_bytes = properties.L2_cache_size if properties is not None else 0
-    return min(MAX_CALLS, max(1, -(-COLD * l2_bytes // (weight.numel() * weight.element_size()))))
+    return min(MAX_CALLS, max(1, cdiv(COLD * l2_bytes, weight.numel() * weight.element_size())))
 
 
 @functools.cache
@@ -240,7 +242,8 @@ def memory_share(device: torch.device) -> float:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What a result depends on beside the code: "device", "sms", versions, and "clocks" in MHz, degrees and watts."""
+    """The facts that a result depends on beside the code: "device", "sms", versions, and "clocks" in MHz, degrees and
+    watts."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     clocks = {
         "sm_mhz": sm_clock(device),

@@ -1,8 +1,8 @@
-"""The log of a run: one JSON object per line, appended and flushed as things happen, so that a run that was killed can
-be continued. An incomplete or damaged line is dropped; a log that is not gone on with is kept under another name.
+"""The log of a run: one JSON object per line, appended and flushed at once, so that a run that was killed can be
+continued. An incomplete or damaged line is dropped; a log that is not continued is kept under another name.
 
-Events: {"event": "trial", ...} of each configuration of a search, "refused" of one that failed later, "gtest",
-"decided" of each batch size, with its ``Entry``, and "transfer" of what was raced between two sizes.
+Events: {"event": "trial", ...} for each configuration of a search, "refused" for one that failed later, "gtest",
+"decided" for each batch size, with its ``Entry``, and "transfer" for a race between two sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 28
 
 
 class TrialLog:
-    """identity: the first line, what the trials were measured on and with. A log of another identity, one that cannot
+    """identity: the first line: device, head and versions of the trials. A log of another identity, one that cannot
     be read and, without resume, any log is set aside; ``note`` says so."""
 
     def __init__(self, path: Path, identity: dict[str, Any], *, resume: bool) -> None:
@@ -36,7 +36,7 @@ class TrialLog:
         if not goes_on and os.path.lexists(path):
             what = "of another device, version or space" if "identity" in first else "that cannot be read"
             self.note = f"the log {what if resume else 'of earlier runs'} is kept as {set_aside(path).name}"
-        # Written anew, so that no line is appended to an incomplete one.
+        # The log is written anew, so that no line is appended to an incomplete one.
         lines = [{"identity": identity}, *self.events]
         write_whole(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
         self._file = path.open("a")
@@ -76,14 +76,14 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def recalled(events: Iterable[dict[str, Any]], read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """What ``read`` makes of each event; those that it cannot use are left out."""
+    """The result of ``read`` for each event; events that it cannot use are left out."""
     for event in events:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             yield read(event)
 
 
 def set_aside(path: Path) -> Path:
-    """Give a file the first name that is free of X.old, X.old2, X.old3, ... Raises OSError."""
+    """Rename a file to the first free name of X.old, X.old2, X.old3, ... Raises OSError."""
     names = (path.with_suffix(f".old{number}") for number in itertools.chain([""], itertools.count(2)))
     return path.rename(next(name for name in names if not os.path.lexists(name)))
 

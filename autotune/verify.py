@@ -1,5 +1,5 @@
-"""``tune verify``: times the choices of a table again, in a separate process: do the recorded times still hold, and is
-every choice still no slower than the built-in one?"""
+"""``tune verify``: times the choices of a table again, in a separate process. The recorded times must still hold, and
+no choice may be slower than the built-in one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from ..exit_codes import FAILED, OK, USAGE
 from ..kinds import SamplingPath
 from ..tables.schema import Table
-from .errors import OK, UNUSABLE, WRONG
+from .decisions import Decision, decisions, device_and_head
 from .labels import GEMM, key_of, setup_request
 from .plan import EFFORTS, Plan
 from .pool import HELLO_SECONDS, WorkerProcess, ask_once, measuring_process
 from .progress import Progress
 from .race import RECORDED_ROUNDS, Policy, robust_mean, t_quantile
-from .tables import Decision, decisions, device_and_head
 
-WITHIN = 0.03  # of the recorded time
-SLOWER = Policy().min_gain  # than the built-in choice: beyond noise, with this much
+WITHIN = 0.03  # largest relative difference from the recorded time
+SLOWER = Policy().min_gain  # largest loss against the built-in choice, by the lower bound of the ratio
 ALPHA = 0.01
 LOAD_ROUNDS = Policy().most
 SETUP_SECONDS, ROUNDS_SECONDS = 90.0, 60.0
@@ -30,9 +30,9 @@ FLASHINFER = SamplingPath.FLASHINFER.value
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One batch size measured again. off: relative to the recorded time. off_gemm: the same of its ratio to the GEMM
-    that was timed beside it, where one was: a large batch is as fast as power and heat let it be, and that moves both.
-    slower: than the built-in choice, at least, by the lower bound of the paired ratio; negative where it is faster or
+    """One batch size measured again. off: relative difference from the recorded time. off_gemm: the same for the ratio
+    to the GEMM that was timed beside it, where one was: power and heat limit a large batch, and move both times.
+    slower: least loss against the built-in choice, the lower bound of the paired ratio; negative where it is faster or
     equal."""
 
     kind: str
@@ -47,7 +47,7 @@ class Replayed:
 
     @property
     def reason(self) -> str:
-        """What is wrong; empty where nothing is."""
+        """The fault; empty without one."""
         if self.error:
             return self.error
         if self.slower > SLOWER:
@@ -57,12 +57,12 @@ class Replayed:
         return f"{self.off:+.1%} from the recorded time, {self.off_gemm:+.1%} beside its GEMM"
 
 
-def verify(table: Table, simulated: str | None, progress: Progress) -> tuple[int, str, list[Replayed]]:
-    """Exit code, one line, and what was measured. 1: a time is off or slower than the built-in choice; 2: the table is
-    of another device, or cannot be replayed."""
+def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
+    """Exit code, one line, and the measurements. 1: a time is off or slower than the built-in choice; 2: the table is
+    of another device, or cannot be replayed. Raises ValueError on a machine without a GPU."""
     # Not beside the table: that folder may be of an installed package.
     log = Path(tempfile.gettempdir()) / f"flashsample-verify-{os.getpid()}.log"
-    process = measuring_process(log, simulated)
+    process = measuring_process(log)
     replayed: list[Replayed] = []
     failure: str | None = None
     try:
@@ -80,13 +80,13 @@ def verify(table: Table, simulated: str | None, progress: Progress) -> tuple[int
     finally:
         process.end()
     if failure is not None:
-        return UNUSABLE, failure, replayed
+        return USAGE, failure, replayed
     if log.exists() and not log.stat().st_size:
         log.unlink()
     wrong = [one for one in replayed if one.reason]
     if wrong:
         first = f"{wrong[0].kind} {wrong[0].rows}: {wrong[0].reason}"
-        return WRONG, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}", replayed
+        return FAILED, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}", replayed
     line = f"{len(replayed)} batch sizes as recorded (within {WITHIN:.0%}), none slower than the default"
     return OK, line, replayed
 
@@ -136,7 +136,7 @@ def _replay(recorded: Decision, plan: Plan, process: WorkerProcess) -> Replayed:
 
 
 def _at_least(samples: dict[str, list[float]], name: str, than: str) -> float:
-    """The lower bound of the log-ratio of two in the same rounds."""
+    """Lower bound of the log-ratio of two names in the same rounds."""
     ratios = [math.log(mine / theirs) for mine, theirs in zip(samples[name], samples[than], strict=True)]
     mean, error = robust_mean(ratios)
     return mean - t_quantile(1 - ALPHA, RECORDED_ROUNDS - 1) * error

@@ -1,4 +1,4 @@
-"""``sgl-flashsample warm``: compiles what a server of a head launches into Triton's cache; needs no GPU.
+"""``sgl-flashsample warm``: compiles the kernels that a server of a head launches into Triton's cache; needs no GPU.
 
 A kernel's name in the cache depends on the compute capability, the head's shape and dtype, the choices of the table,
 and the versions of Triton and of this package.
@@ -29,8 +29,8 @@ _ELF = struct.Struct("<4s28xQQ6xHHHH")  # magic, then offset, size and number of
 
 
 class Warmed(NamedTuple):
-    """compiled, found: kernels that were compiled, and that the cache had. incomplete: that it had in part, among those
-    that were compiled. table: what a server's log says of it."""
+    """compiled, found: kernels that were compiled, and that the cache had. incomplete: compiled ones that the cache had
+    in part. table: the lines of a server's log about its table."""
 
     compiled: int
     found: int
@@ -50,8 +50,8 @@ def warm(
 ) -> Warmed:
     """Compile for ``device``, which need not be here. The process can launch nothing afterwards.
 
-    file: the tuned table, None for the one that a server finds. screen: also what batches launch whose head has a
-    screen, where the table takes it. max_rows: of the largest batch. step: called after each kernel.
+    file: the tuned table, None for the one that a server finds. screen: also the kernels of screened
+    batches, where the table takes that path. max_rows: rows of the largest batch. step: called after each kernel.
     """
     major, minor = map(int, device.cc.split("."))
     pretend_gpu(Gpu((major, minor), device.sms))
@@ -90,7 +90,7 @@ def remove_incomplete(cache: Path) -> int:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a file of a kernel is complete, as far as its end shows: at that of a cubin are its headers."""
+    """True where a file of a kernel is complete, as far as its end shows: the headers of a cubin are at its end."""
     if file.suffix == ".json":
         try:
             json.loads(file.read_text())

@@ -1,10 +1,10 @@
 """The process that measures or compiles: it answers one request at a time and may hang, crash or lose its device
-without harm to who asked (``pool.py``).
+without harm to the process that asked (``pool.py``).
 
 A request is one JSON object with its name in "op"; the answer is one JSON object, {"error": {"reason", "detail",
-"fatal"}} where there is no result. Before the answer to a request about several configurations come {"note": name}: the
-one that is being worked on, so that whoever has to end this process knows it. The answers are those of
-``measuring.py``, ``compiling.py`` or, without a GPU, ``simulated.py``.
+"fatal"}} where there is no result. Before the answer to a request about several configurations come {"note": name},
+each with the configuration that is being worked on, in case this process has to be ended. The answers are those of
+``measuring.py`` or ``compiling.py``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,9 @@ from typing import Any, Protocol
 
 from .errors import error_of
 
-WORKERS = {
-    "measuring": (".measuring", "MeasuringWorker"),
-    "compiling": (".compiling", "CompilingWorker"),
-    "simulated": (".simulated", "SimulatedWorker"),  # starts without torch
-}
-
 
 class Worker(Protocol):
-    """note: set before the first request; to be called with what is being worked on."""
+    """note: set before the first request; to be called with the name of the configuration that is being worked on."""
 
     note: Callable[[str], None]
 
@@ -58,14 +52,15 @@ def serve(connection: Connection, worker: Worker) -> None:
 
 
 def main(descriptor: int, spec: dict[str, Any]) -> None:
-    """descriptor: of the pipe to who asks. spec: {"worker": one of ``WORKERS``, ...} for its ``make``."""
+    """Run a worker process. descriptor: of the pipe to the process that asks. spec: {"worker": "module:class", ...} for
+    the ``make`` of the class."""
     with contextlib.suppress(OSError, AttributeError):  # Linux ends this process with its parent, however that one ends
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked decides what Ctrl-C means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks handles Ctrl-C
     connection = Connection(descriptor)
     try:
-        module, name = WORKERS[spec["worker"]]
-        worker = getattr(importlib.import_module(module, __package__), name).make(spec)
+        module, _, name = spec["worker"].partition(":")
+        worker = getattr(importlib.import_module(module), name).make(spec)
     except Exception as error:
         connection.send_bytes(json.dumps(error_of(error)).encode())
         raise SystemExit(1) from None

@@ -1,4 +1,4 @@
-"""What the step is timed on: a head of the real shape, and batches whose logits look like a model's.
+"""Workloads that the step is timed on: a head of the real shape, and batches whose logits look like a model's.
 
 A logit is ``-slope * log(rank)`` of its id plus Gaussian noise. Three directions in the head hold the rank's share for
 three profiles (peaked, typical, flat), and a row's hidden state has one of them: the rows of a batch differ, as
@@ -13,6 +13,7 @@ import functools
 
 import torch
 
+from ..kernels.config import cdiv
 from ..kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
 from ..kinds import BatchKind
 from ..model_config import VOCAB_MULTIPLE
@@ -22,18 +23,18 @@ from .baselines import OFFSETS_PER_CALL, BaselineBatch
 from .timing import MAX_CALLS
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SOFTCAP = 30.0  # of heads that have one: times do not depend on its value
+SOFTCAP = 30.0  # softcap of heads that have one; times do not depend on its value
 
-# Profile: slope, and deviation of the noise.
+# Slope and deviation of the noise, by profile.
 PROFILES = {"typical": (1.2, 2.0), "peaked": (2.5, 3.0), "flat": (0.0, 1.0)}
 TRUNCATIONS = ((50, 0.9), (20, 0.95), (0, 0.95))  # top-k (0: off) and top-p, row by row
-SCREENED_TRUNCATIONS = ((50, 0.9), (20, 0.95), (40, 1.0))  # of a batch that a screen can help
+SCREENED_TRUNCATIONS = ((50, 0.9), (20, 0.95), (40, 1.0))  # for a batch that a screen can serve
 PENALISED = 200  # tokens with a penalty, per row
 BIASED = 20
 ALLOWED = 0.1  # share of the vocabulary that a grammar allows
 # Temperatures of the rows of a batch with a screen, in turn: the colder, the more groups are left to rescore.
 TEMPERATURES = (0.8, 1.0, 0.6, 0.3)
-REACH = 0.5  # of a hidden state along its profile's direction, per root of its size; the rest of it is noise
+REACH = 0.5  # part of a hidden state along its profile's direction, per root of its size; the rest is noise
 CHUNK_IDS = 16_384
 
 
@@ -47,8 +48,8 @@ def empty_head(shape: HeadShape, device: torch.device | str) -> LMHead:
 
 
 def weight_shape(shape: HeadShape) -> tuple[int, int]:
-    """Of a weight as servers hold it: a vocabulary that is no multiple of 8 is padded."""
-    rows = shape.vocab if shape.vocab % 8 == 0 else -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    """Shape of the weight as servers hold it: a vocabulary that is no multiple of 8 is padded."""
+    rows = shape.vocab if shape.vocab % 8 == 0 else cdiv(shape.vocab, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return rows, shape.hidden
 
 
@@ -76,7 +77,7 @@ def directions(hidden: int, device: torch.device) -> torch.Tensor:
 
 class Workload:
     """Batches of ``rows`` rows of one head. Each round of a race has other hidden states and noise, the same in every
-    process: how long a row takes depends on them, so what is measured again is measured on them.
+    process: the time of a row depends on them, so times that are measured again are of the same inputs.
 
     profile: of all rows; None for each of ``PROFILES`` in turn.
 
@@ -99,7 +100,7 @@ class Workload:
         self.refresh(0)
 
     def refresh(self, index: int) -> None:
-        """The inputs of round ``index``, in place."""
+        """Write the inputs of round ``index``, in place."""
         device = self.hidden.device
         generator = torch.Generator(device).manual_seed(index)
         noise = torch.randn(self.hidden.shape, device=device, generator=generator) * self._deviation
@@ -109,7 +110,7 @@ class Workload:
         self._offset.copy_(steps * OFFSETS_PER_CALL)
 
     def params(self, kind: BatchKind) -> list[BatchParams]:
-        """Of the calls of a graph, one after the other."""
+        """Parameters of the calls of a graph, one after the other."""
         if kind not in self._params:
             temperature, edits = self._temperature(kind), self._edits if kind.edit else None
             truncation = self._truncation(kind) if kind.truncate else None
@@ -120,7 +121,7 @@ class Workload:
         return self._params[kind]
 
     def for_baselines(self, heads: list[LMHead], kind: BatchKind) -> BaselineBatch:
-        """heads: copies, read in turns."""
+        """The batch for baselines. heads: copies, read in turns."""
         limits = self._truncation(kind)
         return BaselineBatch(
             hidden=self.hidden,

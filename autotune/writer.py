@@ -1,4 +1,4 @@
-"""The table as it grows: written as a whole after every decision, so that a complete file is there however a run ends.
+"""The table of a run: written as a whole after every decision, so that a complete file is there however a run ends.
 
 A size is stored with its evidence where its winner is not the built-in choice; else it is one of the confirmed sizes.
 """
@@ -20,9 +20,9 @@ from ..kinds import KIND_NAMES, BatchKind, SamplingPath
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table
 from ..tables.schema import Entry, Table, file_name
+from .decisions import Decision, by_size, larger_screen, stored, why_apart
 from .plan import RANK, Plan
 from .space import space_hash
-from .tables import Decision, by_size, larger_screen, stored, why_apart
 from .trials import set_aside
 
 MEASURE: dict[str, Any] = {
@@ -41,8 +41,8 @@ class TableWriter:
 
     Raises ValueError for a device without built-in choices.
 
-    flashinfer: whether its path may be chosen. decided: per kind and size what won, with its evidence, also where that
-    is the built-in choice. rejected: the reasons, by label. note: says something to the person who waits.
+    flashinfer: its path may be chosen. decided: per kind and size the winner with its evidence, also where that is the
+    built-in choice. rejected: the reasons, by label. note: prints a line for the user.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TableWriter:
         self.decided.setdefault(KIND_NAMES[entry.kind], {})[entry.rows] = entry
 
     def is_default(self, entry: Entry) -> bool:
-        """Whether the decision is the built-in choice."""
+        """True where the decision is the built-in choice."""
         return not entry.flashinfer and entry.launch == self.plan.default(entry.rows, KIND_NAMES[entry.kind])
 
     def table(self) -> Table:
@@ -114,12 +114,12 @@ class TableWriter:
         )
 
     def up_to_date(self) -> bool:
-        """Whether the finished table is there: of this device, head, kernels and versions, at this effort or more, with
-        every size of the plan."""
+        """True where the finished table is there: of this device, head, kernels and versions, at this effort or more,
+        with every size of the plan."""
         table = self._before
         if table is None:
             return False
-        # Of a table that keeps sizes of less effort, what its last run has decided.
+        # The decisions of its last run, where it keeps sizes of less effort.
         run = table.provenance.get("run")
         run = run if isinstance(run, dict) else {}
         whole: dict[str, Any] = {kind: " ".join(map(str, table.sizes(kind))) for kind in table.kinds}
@@ -138,9 +138,9 @@ class TableWriter:
             self._before, self._apart = None, "all is measured anew"
 
     def write(self) -> None:
-        """Raises OSError where the folder cannot be written to."""
+        """Write the table. Raises OSError where the folder cannot be written to."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._apart and self.path.is_file():
             self._note(f"the table that was here is kept as {set_aside(self.path).name}: {self._apart}")
-        self._apart = None  # what is there from now on is this table
+        self._apart = None  # from now on the file is this table
         write_whole(self.path, self.table().dumps())

@@ -34,11 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from common import DRY_RUN, Benchmark, Result
+from lab.simulated import measuring_on
+from lab.simulated import workers as workers_of
 
+from sgl_flashsample.autotune import pool
 from sgl_flashsample.autotune.cli import sizes_of
 from sgl_flashsample.autotune.labels import config_of, key_of, setup_request
 from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, Plan, StudyKey
-from sgl_flashsample.autotune.pool import PoolError, WorkerProcess, ask_once, visible_gpu
+from sgl_flashsample.autotune.pool import PoolError, ask_once, visible_gpu
 from sgl_flashsample.autotune.progress import Progress
 from sgl_flashsample.autotune.race import Ratio, robust_mean, t_quantile
 from sgl_flashsample.autotune.run import Options
@@ -59,6 +62,7 @@ PART_SECONDS = 240.0  # of a run in a part of the space
 RESERVE = 20.0  # seconds of a call that stay for ending it
 SETUP_SECONDS, EACH_SECONDS, ROUNDS_SECONDS = 30.0, 8.0, 60.0
 TUNE = [sys.executable, "-m", "sgl_flashsample.cli", "tune"]
+SIMULATED_TUNER = Path(__file__).resolve().parents[1] / "tests" / "lab" / "simulated.py"
 # For a dry run: times of a model, noise and all.
 SIMULATED = {
     "schema": "flashsample-simulated/1",
@@ -140,9 +144,14 @@ class Setting:
 
     def command(self, name: str, effort: str) -> list[str]:
         shape = ["--vocab", str(self.head.vocab), "--hidden", str(self.head.hidden), "--dtype", self.head.dtype]
-        command = [*TUNE, "run", *shape, "--effort", effort, "--out", str(self.folder / name), "--json"]
+        command = [*self.tuner, "run", *shape, "--effort", effort, "--out", str(self.folder / name), "--json"]
         command += ["--batch-sizes", ",".join(map(str, self.sizes))] if self.sizes else []
-        return command + (["--simulated", self.simulated] if self.simulated else [])
+        return command + (["--compilers", "1"] if self.simulated else [])
+
+    @property
+    def tuner(self) -> list[str]:
+        """The words before a command of ``tune`` and its options."""
+        return TUNE if self.simulated is None else [sys.executable, str(SIMULATED_TUNER), self.simulated]
 
     def tune(self, name: str, effort: str) -> tuple[dict[str, Any], float]:
         """What `tune run` says, and its seconds. A run that is killed by the limit is resumed by the next call. Raises
@@ -184,9 +193,9 @@ class Setting:
     @contextlib.contextmanager
     def racing(self, name: str) -> Iterator[Racer]:
         """name: of the run whose kernels are compiled."""
-        spec = {"worker": "simulated", "file": self.simulated} if self.simulated else {"worker": "measuring"}
+        workers = workers_of(self.simulated) if self.simulated else pool.WORKERS
         variables = {} if self.simulated else {"CUDA_VISIBLE_DEVICES": visible_gpu(0), **self.environment(name)}
-        process = WorkerProcess(spec, self.folder / "races.log", variables)
+        process = pool.WorkerProcess(workers.measuring, self.folder / "races.log", variables)
         try:
             yield Racer(self.head, process)
         finally:
@@ -206,7 +215,7 @@ class Racer:
     """Asks one process that measures, as the autotuner's, and waits."""
 
     head: HeadShape
-    process: WorkerProcess
+    process: pool.WorkerProcess
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         try:
@@ -339,7 +348,7 @@ def _tune_part(setting: Setting, name: str, effort: str) -> Table:
         setting.folder / name,
         effort=effort,
         budget=max(1.0, min(PART_SECONDS, setting.left - 60.0)),
-        simulated=setting.simulated,
+        compilers=1 if setting.simulated else None,
         baselines="off",
         sizes=PartPlan.SIZES,
         plan=PartPlan,
@@ -347,7 +356,8 @@ def _tune_part(setting: Setting, name: str, effort: str) -> Table:
     before = dict(os.environ)
     os.environ.update(setting.environment("part-sweep"))
     try:
-        with Progress(quiet=True) as progress:
+        on_device = measuring_on(setting.simulated) if setting.simulated else contextlib.nullcontext()
+        with on_device, Progress(quiet=True) as progress:
             result = tune(options, progress)
     finally:
         os.environ.clear()
@@ -400,8 +410,7 @@ def slower(ratio: Ratio, rounds: int, races: int) -> bool:
 
 def replay(setting: Setting) -> dict[str, Any]:
     _, path, compiled = setting.wanted()
-    command = [*TUNE, "verify", str(path), "--json"]
-    command += ["--simulated", setting.simulated] if setting.simulated else []
+    command = [*setting.tuner, "verify", str(path), "--json"]
     began = time.monotonic()
     said = setting.call(command, compiled, setting.folder / "verify.log")
     worst = {

@@ -7,8 +7,8 @@ Names, the same in kernels, references, tests and README:
     BLOCK_B, BLOCK_V, BLOCK_D tile shape            GROUP_SIZE ids that share one noise value (rng.py)
 
 A split is one of the P programs that share the vocabulary for a block of rows. A launcher validates its
-arguments and raises ValueError; kernels assume. What a kernel computes is written from the definition, in
-float64, in ``reference.py``; ``README.md`` explains how the kernels work.
+arguments and raises ValueError; kernels assume. ``reference.py`` has the result of each kernel, in float64 and
+from the definition; ``README.md`` explains how the kernels work.
 """
 
 if __name__ == "kernels":

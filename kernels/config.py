@@ -9,18 +9,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from .rng import GROUP_SIZE
-
+# Ids that share one noise value (rng.py). One group is one warp's 16 rows of a tensor-core tile: its sums stay in one
+# warp.
+GROUP_SIZE = 16
 MAX_DRAW_SPLITS = 16  # programs that share a truncated row
 MAX_CANDIDATE_GROUPS = 512
-MAX_SPLITS = 512  # of a vocabulary, where logits are read: what the reduction has room for
+MAX_SPLITS = 512  # parts that a vocabulary is cut into where logits are read: the reduction has room for no more
 MAX_SCREEN_ROWS_PER_TILE = 128
 LIMBS = 2  # int8 numbers per element of a hidden state, on the screened path
 MIN_CHUNK = 16  # groups per rescoring program
 MIN_RESCORED_ROWS = 16  # rows of the batch in a rescoring program: what a tensor-core instruction takes
 # No more threads than pairs of a chunk's groups and a block's 16 rows or more: each pair is one thread's.
 MAX_RESCORE_WARPS = MIN_CHUNK // 2
-MAX_TRUNCATED_ROWS_PER_TILE = 128  # as many flags as two integers hold (epilogue.flags_as_bits)
+MAX_TRUNCATED_ROWS_PER_TILE = 128  # two integers hold so many flags (epilogue.flags_as_bits)
+
+
+def cdiv(dividend: int, divisor: int) -> int:
+    """``dividend / divisor``, rounded up; both positive. Triton's own takes microseconds, a launch needs several."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least ``number``, which is positive."""
+    return 1 << (number - 1).bit_length()
 
 
 def _require_powers_of_two(config: object, smallest: dict[str, int]) -> None:
@@ -90,7 +101,7 @@ class TileConfig:
 
     @functools.cached_property
     def compiled(self) -> TileConfig:
-        """What of this the kernel's code depends on: configs that differ elsewhere share a binary."""
+        """The fields that the kernel's code depends on: configs that differ elsewhere share a binary."""
         return dataclasses.replace(self, ctas_per_sm=1, reduce_rows=self.reduce_rows if self.one_launch else 1)
 
 
@@ -122,14 +133,14 @@ class ReadConfig:
 
     @functools.cached_property
     def compiled(self) -> ReadConfig:
-        """What of this the kernel's code depends on."""
+        """The fields that the kernel's code depends on."""
         reduce_rows = self.reduce_rows if self.one_launch else 1
         return dataclasses.replace(self, ctas_per_sm=1, min_splits=1, reduce_rows=reduce_rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScreenTile:
-    """What of a ``ScreenConfig`` the kernel of the first pass depends on."""
+    """The fields of a ``ScreenConfig`` that the kernel of the first pass depends on."""
 
     block_b: int
     block_v: int
@@ -141,8 +152,8 @@ class ScreenTile:
 
 @dataclasses.dataclass(frozen=True)
 class RescoreTile:
-    """What of a ``ScreenConfig`` the kernels of the second pass depend on. block_v, block_d, stages: of its steps.
-    block_c: the chunk as a block, a power of two."""
+    """The fields of a ``ScreenConfig`` that the kernels of the second pass depend on. block_v, block_d,
+    stages: rescore_v, rescore_d, rescore_stages. block_c: the chunk as a block, a power of two."""
 
     block_b: int
     block_v: int
@@ -204,7 +215,7 @@ class ScreenConfig:
     def rescore_tile(self) -> RescoreTile:
         block_b = max(MIN_RESCORED_ROWS, self.block_b)
         steps = (self.rescore_v, self.rescore_d, self.rescore_stages)
-        return RescoreTile(block_b, *steps, self.chunk, 1 << (self.chunk - 1).bit_length(), self.prefetch)
+        return RescoreTile(block_b, *steps, self.chunk, next_power_of_2(self.chunk), self.prefetch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +224,8 @@ class TruncationConfig:
 
     splits: programs that share a row, ``MAX_DRAW_SPLITS`` or fewer. num_warps: per program of the pass. block: logits
     per step of it. candidate_groups: groups that a row with a small top-k, at most half as large, is drawn from.
-    search_splits, search_warps: of the search, its programs per row and their warps. window, gather: of the search, in
-    blocks of 128 ids, how many have their tokens put in order and how many their logits counted at a time. A row's sums
+    search_splits, search_warps: programs per row of the search, and their warps. window, gather: blocks of 128 ids
+    whose tokens the search puts in order, and whose logits it counts, at a time. A row's sums
     are cut by splits and block, so one head keeps both the same for all batch sizes.
     """
 

@@ -42,7 +42,7 @@ _SHIFT = tl.constexpr(REPEATS_SHIFT)
 def transform_logits(
     acc,  # hidden @ weight.T: [BLOCK_V, BLOCK_B] f32, or any block of a GEMM's output
     logit_scale,  # or None
-    softcap,  # of FeatureOperands, or None
+    softcap,  # FeatureOperands.softcap, or None
     LOGITS_DTYPE: tl.constexpr,
     IN_PAIRS: tl.constexpr = False,  # bfloat16 by ``round_to_bf16``
     DROP_NAN: tl.constexpr = False,
@@ -70,7 +70,7 @@ def transform_logits(
 
 @triton.jit
 def soft_cap(logits, softcap):
-    """``cap * tanh(logits / cap)``, without libdevice. softcap: of ``FeatureOperands``."""
+    """``cap * tanh(logits / cap)``, without libdevice. softcap: ``FeatureOperands.softcap``."""
     cap = softcap[0]
     # tanh(y) = 1 - 2 / (e^2y + 1) saturates cleanly at both ends. Its error is a share of the cap.
     capped = cap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / cap)) + 1.0))
@@ -84,21 +84,21 @@ def soft_cap(logits, softcap):
 
 @triton.jit
 def cap_slack(capped, softcap):
-    """How far ``soft_cap`` of a larger logit may be below ``capped``, or that of a smaller one above it: its quotient
-    and its series are of numbers up to 2, each rounded a few times."""
+    """The largest distance by which ``soft_cap`` puts a larger logit below ``capped``, or a smaller one above it: its
+    quotient and its series have numbers up to 2, each rounded a few times."""
     return tl.minimum(softcap[0], tl.maximum(4.0 * tl.abs(capped), _NARROW_CAP)) * 2.0**-20
 
 
 @triton.jit
 def bound_logits(logits, valid):
-    """Logits up to LIMIT, or -inf: what is not valid, -inf, or NaN."""
+    """Logits up to LIMIT; -inf where one is not valid, -inf or NaN."""
     return tl.where(valid & (logits > float("-inf")), tl.minimum(logits, LIMIT), float("-inf"))
 
 
 @triton.jit
 def invert_temperature(temperature):
-    """Which temperatures are greedy, and the reciprocals: 1 of greedy ones, of others that of the nearest in
-    [MIN_TEMPERATURE, MAX_TEMPERATURE]; NaN counts as the largest."""
+    """A flag per temperature, true where it is greedy, and the reciprocals: 1 where it is greedy, else that of the
+    nearest number in [MIN_TEMPERATURE, MAX_TEMPERATURE]; NaN counts as the largest."""
     greedy = temperature <= 0.0
     bounded = tl.where(temperature < _HOTTEST, tl.maximum(temperature, _COLDEST), _HOTTEST)
     return greedy, tl.div_rn(1.0, tl.where(greedy, 1.0, bounded))
@@ -107,7 +107,7 @@ def invert_temperature(temperature):
 @triton.jit
 def load_edit_flags(edits, given_edits, offs_b, mask_b):
     """``[BLOCK_B]`` int32: the ``Edit`` flags of each row, and above ``_SHIFT`` the row of the edits that it takes.
-    given_edits: of ``FeatureOperands``."""
+    given_edits: ``FeatureOperands.given_edits``."""
     flags = tl.zeros(offs_b.shape, tl.int32)
     if edits is not None:
         flags += given_edits & (_PER_ROW - 1)
@@ -128,7 +128,7 @@ def edit_logits(
     """SGLang's changes to the logits, in its order: penalties, grammar mask, bias. A row reads only what its own flags
     ask for.
 
-    What forbids an id is the mask, and a logit, a penalty or a bias that is -inf or no number. A finite bias does not,
+    The mask forbids ids, and so does a logit, a penalty or a bias that is -inf or no number. A finite bias does not,
     however far down the sum is.
     """
     edit_rows = (flags >> _SHIFT)[None, :]
@@ -147,14 +147,14 @@ def edit_logits(
     logits = tl.where(forbidden, float("-inf"), logits)
     read = valid & ((flags & _BIAS) != 0)[None, :]
     bias = tl.load(edits.bias + edit_rows * edits.bias_stride + columns, mask=read, other=0.0)
-    # Asked here and of two values at hand: a flag kept from the first load on would take a register per logit.
+    # Computed here from two values at hand: a flag kept from the first load on would take a register per logit.
     allowed = (logits > float("-inf")) & (bias > float("-inf"))
     return tl.where(allowed, tl.minimum(tl.maximum(logits + bias, -LIMIT), LIMIT), float("-inf"))
 
 
 @triton.jit
 def rows_truncated(truncation, rows, mask, vocab_size):
-    """Which rows restrict what may be drawn: bool, of the shape of ``rows``."""
+    """A flag per row, true where it has a top-k, a top-p or a min-p that is on: bool, of the shape of ``rows``."""
     top_k = tl.load(truncation.top_k + rows, mask=mask, other=0)
     top_p = tl.load(truncation.top_p + rows, mask=mask, other=1.0)
     min_p = tl.load(truncation.min_p + rows, mask=mask, other=0.0)
@@ -168,8 +168,8 @@ def perturb(peak, mass, rate, exponential):
     peak: the largest logit. mass: the exp-sum relative to it. rate: ``log2(e) / temperature``. Where their product may
     be more than a float32 holds, scores have the order of the logits.
     """
-    # log(mass) - log(exponential) as one logarithm, in the layout of the noise: eight times less work than in that
-    # of the sums, which every lane of a group holds.
+    # log(mass) - log(exponential) as one logarithm, in the layout of the noise: an eighth of the work that it takes in
+    # the layout of the sums, where every lane of a group has them.
     relative = log2(mass * reciprocal(exponential))
     base = mul_rn(peak, rate)
     score = base + (relative + tl.fma(peak, rate, -base))  # with what the product's rounding has taken
@@ -208,7 +208,8 @@ def score_groups(
 
 
 class SplitState(NamedTuple):
-    """What a split has seen so far, per group slot of its tiles: ``[NUM_GROUPS, BLOCK_B]`` each."""
+    """The best groups and the mass that a split has seen so far, per group slot of its tiles: ``[NUM_GROUPS, BLOCK_B]``
+    each."""
 
     score: Any  # f32, of the best group
     tile: Any  # i32, its tile
@@ -241,6 +242,11 @@ def add_tile(state, tile, score, mass, peak, inv_temperature, KEEP_SECOND: tl.co
         second = tl.maximum(second, tl.minimum(score, state.score))
     better = score > state.score  # strict, and tiles ascend: the first maximum wins a tie
     if KEEP_MASS:
+        if not KEEP_SECOND:
+            # Every lane with ids of a group holds its peak and its mass, but one lane holds its score. A mask that is
+            # made of the score takes both into the layout of the score: a fraction of the registers.
+            peak = tl.where(score > float("-inf"), peak, float("-inf"))
+            mass = tl.where(score > float("-inf"), mass, 0.0)
         largest = tl.maximum(state.peak, peak)
         total = relative_mass(state.mass, state.peak, largest, inv_temperature[None, :])
         total += relative_mass(mass, peak, largest, inv_temperature[None, :])
@@ -249,7 +255,7 @@ def add_tile(state, tile, score, mass, peak, inv_temperature, KEEP_SECOND: tl.co
 
 
 def num_top_groups(truncated: bool, block_v: int, max_splits: int) -> int:
-    """How many groups a split leaves behind per row, a power of two."""
+    """The number of groups that a split leaves behind per row, a power of two."""
     if not truncated:
         return 1
     wanted = max(1, min(MAX_TOP_GROUPS, block_v // rng.GROUP_SIZE, _TOP_GROUPS_OF_ALL_SPLITS // max_splits))
@@ -258,8 +264,9 @@ def num_top_groups(truncated: bool, block_v: int, max_splits: int) -> int:
 
 @triton.jit
 def best_of_slots(score, group, TOP_GROUPS: tl.constexpr):
-    """Of each of ``TOP_GROUPS`` classes of slots, score and absolute id of the best group per row (the lowest of equal
-    ones), ``[TOP_GROUPS, BLOCK_B]``; and which slots hold them, ``[NUM_GROUPS // TOP_GROUPS, TOP_GROUPS, BLOCK_B]``.
+    """The best group per row in each of ``TOP_GROUPS`` classes of slots (of equal scores the lowest id): scores and
+    absolute ids, ``[TOP_GROUPS, BLOCK_B]``, and the slots that hold these groups, as flags
+    ``[NUM_GROUPS // TOP_GROUPS, TOP_GROUPS, BLOCK_B]``.
     """
     scores = tl.reshape(score, [score.shape[0] // TOP_GROUPS, TOP_GROUPS, score.shape[1]])
     groups = tl.reshape(group, [score.shape[0] // TOP_GROUPS, TOP_GROUPS, score.shape[1]])

@@ -1,5 +1,5 @@
-"""Which drafted tokens are accepted, of a token drawn at every node of a tree of drafts: follow the child that equals
-the draw, as long as there is one.
+"""The drafted tokens that are accepted, from a draw at every node of a tree of drafts: follow the child that equals the
+draw, as long as there is one.
 
 A node's draw is from the model's distribution after the tokens up to that node. So the tokens on the path, the draw at
 its last node included, have the law of drawing them one after another, and with noise that is keyed by their positions
@@ -7,7 +7,7 @@ they are the same tokens: a child is taken because it is what was drawn, and onl
 the law of FlashSpec's and SGLang's verification by acceptance probabilities (with thresholds of 1), without
 probabilities.
 
-A tree is two tables, as SGLang has them: of each node, its first child and its next sibling, -1 for none. Node 0 is
+A tree is two tables, as SGLang has them: the first child and the next sibling of each node, -1 for none. Node 0 is
 the root, the last token that is known; its draft is not looked at.
 """
 

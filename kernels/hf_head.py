@@ -38,12 +38,12 @@ def plain_head(model: Any) -> Any:
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of ``model``, of one of several modalities that of its text model."""
+    """The configuration of ``model``; where it has several modalities, of its text model."""
     return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
 
 
 def logit_scale(config: Any) -> float | None:
-    """What logits are multiplied by; None for nothing."""
+    """The factor of the logits; None for none."""
     model_type = getattr(config, "model_type", "")
     scaling = getattr(config, "logits_scaling", None)  # a divisor, but in HyperCLOVA X
     scales = [

@@ -5,7 +5,7 @@ For a row ``w`` of the head, its copy ``s q`` (int8 ``q``, one scale ``s``), a h
 
     |<w, h> - <s q, k>|  =  |<w - s q, h> + <s q, h - k>|  <=  |w - s q| |h| + |s q| |h - k|
 
-What the kernels have is not these products but their float32 results. So, of every row and rounded up,
+The kernels do not have these products but their float32 results. So every row has, rounded up,
 
     norm   = |s q|
     error  = (|w - s q| + a D |w| + c |s q|) (1 + m)
@@ -32,21 +32,19 @@ import triton.language as tl
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .config import ScreenConfig
-from .launch import cdiv
+from .config import GROUP_SIZE, ScreenConfig, cdiv
 from .params import LMHead, descriptor
-from .rng import GROUP_SIZE
 
 ACCUMULATION = 1.5 * 2.0**-23  # a
 SCREEN_ROUNDING = 2.0**-19  # c
 BOUND_ROUNDING = 2.0**-20  # m
 MIN_SCALE = 2.0**-100  # keeps scales and their reciprocals normal numbers: smaller rows count as error alone
 MAX_HIDDEN = 2**15  # D, so that sums of D squares and of D products of int8 keep their promises
-TINY = tl.constexpr(MIN_SCALE)  # what underflows in the bound's own products is less than this
+TINY = tl.constexpr(MIN_SCALE)  # above all that underflows in the bound's own products
 
 _CLIPS = (1.0, 0.9, 0.8, 0.7)  # shares of a row's largest value that its scale may reach: the best of them is taken
 _ALIGNMENT = 16  # bytes that a tensor descriptor's rows are multiples of
-_BUILD_ELEMENTS = 2**22  # of the head per step: some float64 copies of so many are what building needs besides
+_BUILD_ELEMENTS = 2**22  # elements of the head per step: building needs a few float64 copies of so many besides
 
 
 class Int8Operands(NamedTuple):
@@ -119,14 +117,14 @@ class Int8Head:
             )
 
     def weight_operand(self, config: ScreenConfig) -> torch.Tensor | TensorDescriptor:
-        """What the kernel reads the copy through: a descriptor of the config's blocks, or the tensor."""
+        """The kernel's argument for the copy: a descriptor of the config's blocks, or the tensor."""
         if not config.tma:
             return self.weight
         return descriptor(self._descriptors, self.weight, (config.block_v, config.block_d))
 
 
 class _WeightState:
-    """Which memory a weight has, and what PyTorch has counted of the writes to it. Keeps no memory alive.
+    """The memory of a weight, and PyTorch's count of the writes to it. Keeps no memory alive.
 
     An address and a count of writes are not enough: a freed weight's successor often has both. The weak reference keeps
     the identity of the storage, not its memory, from being used again.
@@ -188,6 +186,6 @@ def _rounded_up(values: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def error_bound(error, norm, hidden_norm, hidden_error):
-    """``[BLOCK_V, BLOCK_B]``: how far the fused pass's dot products may be from the screen's. +inf or NaN where nothing
-    is known."""
+    """``[BLOCK_V, BLOCK_B]``: the largest distance between the fused pass's dot products and the screen's. +inf or NaN
+    where nothing is known."""
     return error[:, None] * hidden_norm[None, :] + (norm[:, None] * hidden_error[None, :] + TINY)

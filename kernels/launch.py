@@ -24,16 +24,6 @@ _BINARIES: dict[tuple[Hashable, ...], Any] = {}
 _compiling_only = contextvars.ContextVar("compiling_only", default=False)  # another thread's launches still run
 
 
-def cdiv(dividend: int, divisor: int) -> int:
-    """``dividend / divisor``, rounded up; both positive. Triton's own takes microseconds, a launch needs several."""
-    return -(-dividend // divisor)
-
-
-def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least ``number``, which is positive."""
-    return 1 << (number - 1).bit_length()
-
-
 @contextlib.contextmanager
 def compiling_only() -> Iterator[None]:
     """Within this, ``launch`` asks Triton for the binary and runs nothing: outputs stay as they were allocated."""
@@ -115,7 +105,7 @@ def warm_cache_key(kernel: Any) -> None:
 
 
 def _callees(kernel: triton.JITFunction) -> Iterator[triton.JITFunction]:
-    """What ``kernel`` calls, and maybe more: all that its names could mean, those of attributes in every module."""
+    """A superset of the functions that ``kernel`` calls: every JIT function that its names and attributes may mean."""
     names = kernel.fn.__code__.co_names
     known = [kernel.fn.__globals__[name] for name in names if name in kernel.fn.__globals__]
     modules = [value for value in known if isinstance(value, types.ModuleType)]
@@ -126,7 +116,7 @@ def _callees(kernel: triton.JITFunction) -> Iterator[triton.JITFunction]:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What launches depend on of a device. capability: (9, 0) of an H100."""
+    """The properties of a device that launches depend on. capability: (9, 0) for an H100."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -157,7 +147,7 @@ def pretend_gpu(gpu: Gpu) -> None:
 
 
 class _PretendedDriver:
-    """What Triton asks a driver before it compiles."""
+    """The answers that Triton needs from a driver before it compiles."""
 
     def __init__(self, gpu: Gpu) -> None:
         major, minor = gpu.capability
@@ -175,8 +165,8 @@ class _PretendedDriver:
 
 @functools.cache
 def resident_programs(device: torch.device, ctas_per_sm: int) -> int:
-    """How many programs run at the same time where a multiprocessor holds ``ctas_per_sm`` of them. Interpreted programs
-    run one after the other."""
+    """The number of programs that run at the same time where a multiprocessor holds ``ctas_per_sm`` programs.
+    Interpreted programs run one after the other."""
     gpu = gpu_of(device)
     return ctas_per_sm if gpu is None else gpu.multiprocessors * ctas_per_sm
 

@@ -12,8 +12,8 @@ rows) walk the vocabulary tiles, and each keeps, per row, the best perturbed gro
 A truncated row also leaves its logits behind (2 bytes each where they are bf16), and ``sample_truncated`` is the second
 launch; a third is empty for most batches. Other rows leave nothing.
 
-The head is read once per block of rows. Not for a batch so large that a GEMM with ``[B, V]`` output is faster than this
-one: a dispatcher's business, not this file's.
+The head is read once per block of rows. For a batch so large that a GEMM with ``[B, V]`` output is faster, a dispatcher
+chooses ``sample_logits``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import rng
-from .config import DEFAULT_TRUNCATION, TileConfig, TruncationConfig
+from .config import DEFAULT_TRUNCATION, TileConfig, TruncationConfig, cdiv
 from .epilogue import (
     LIMIT,
     add_tile,
@@ -41,7 +41,7 @@ from .epilogue import (
     store_split,
     transform_logits,
 )
-from .launch import cdiv, launch, resident_programs
+from .launch import launch, resident_programs
 from .params import ROW_POINTERS, BatchParams, LMHead, SampleOutput
 from .reduce_splits import draw_if_last
 from .split_launch import SplitLaunch
@@ -72,7 +72,7 @@ def lm_head_sample_kernel(
     hidden_stride,
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # of FeatureOperands
+    given_edits,  # FeatureOperands.given_edits
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch, next_power_of_2
+from .config import cdiv, next_power_of_2
+from .launch import launch
 from .params import SampleOutput
 
 NUM_FIELDS = 5  # score, id, logprob, and the two parts of the log-mass
@@ -125,8 +126,8 @@ def merge_records_kernel(
 def pack_record(drawn: SampleOutput, first: int = 0, num_rows: int | None = None) -> torch.Tensor:
     """``[1, B, NUM_FIELDS]`` float32: the records of the rows that this rank has drawn, ``NO_RECORD`` for the others.
 
-    drawn: of the rows from ``first`` on. num_rows: B; as many as there are in ``drawn`` when None. Raises ValueError
-    where these do not fit.
+    drawn: the draw of the rows from ``first`` on. num_rows: B; as many as there are in ``drawn`` when None. Raises
+    ValueError where these do not fit.
     """
     num_drawn, device = drawn.token_ids.shape[0], drawn.token_ids.device
     num_rows = num_drawn if num_rows is None else num_rows

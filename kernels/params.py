@@ -1,4 +1,4 @@
-"""What a launcher is given: the LM head, one value per row of the batch, and what rows ask for beyond a temperature.
+"""The arguments of launchers: the LM head, one value per row of the batch, and what rows ask for beyond a temperature.
 
 Values and their checks. The arithmetic is in ``epilogue.py`` and ``truncation_math.py``. The ``*Operands`` are the same
 values as kernels take them: NamedTuples of pointers and strides.
@@ -19,9 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hf_head
-from .config import TileConfig
-from .launch import cdiv
-from .rng import GROUP_SIZE
+from .config import GROUP_SIZE, TileConfig, cdiv
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Kernel arguments that may be views at any offset: another alignment must not compile another kernel.
@@ -29,7 +27,7 @@ ROW_POINTERS = ["temperature_ptr", "seed_ptr", "position_ptr"]
 
 
 class Edit(enum.IntFlag):
-    """Which edits apply to a row."""
+    """The edits that apply to a row, as flags."""
 
     ADDITIVE = 1
     SCALING = 2
@@ -37,8 +35,8 @@ class Edit(enum.IntFlag):
     BIAS = 8
 
 
-PER_ROW = 16  # beside the flags of the edits that are given: each row has flags of its own
-REPEATS_SHIFT = 8  # above them: how many rows share a row of edits
+PER_ROW = 16  # bit of ``given_edits``: ``edits.rows`` has flags of each row
+REPEATS_SHIFT = 8  # bits from this on of ``given_edits``: rows of the batch per row of edits
 # +inf and larger logits count as this: the largest finite number that both bfloat16 and float32 hold.
 LARGEST_LOGIT = 2.0**128 - 2.0**120
 # Soft caps up to this one are computed from one exponential: its error, a share of the cap, is small beside a logit.
@@ -69,7 +67,7 @@ class TruncationOperands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-    """Which tokens of a row may be drawn, as SGLang decides it on its FlashInfer backend.
+    """The limits of the tokens that a row may draw, as SGLang decides on its FlashInfer backend.
 
     top_k: ``[B]`` int32; fewer than ``top_k`` tokens have a larger logit. Off below 1 and from V on.
     top_p: ``[B]`` float32 in (0, 1]; tokens with a larger logit have less than ``top_p`` of the probability. Off at 1.
@@ -99,8 +97,8 @@ class Truncation:
 
 
 class EditOperands(NamedTuple):
-    """Pointers as in ``LogitEdits``, and the distance of their rows in elements. What is not given is any pointer of
-    its type, which no flag reads: with a None inside, Triton 3.6 cannot compare the whole with None."""
+    """Pointers as in ``LogitEdits``, and the distance of their rows in elements. An edit that is not given is any
+    pointer of its type, which no flag reads: with a None inside, Triton 3.6 cannot compare the whole with None."""
 
     rows: Any
     additive: Any
@@ -137,8 +135,8 @@ class LogitEdits:
     repeats: int = 1
 
     def repeated(self, times: int, num_rows: int) -> LogitEdits:
-        """Of a batch with each row ``times`` times in a row, which makes ``num_rows``. What has as many rows already
-        stays."""
+        """The edits of a batch with each row ``times`` times in a row, which makes ``num_rows``. A tensor with so many
+        rows stays."""
 
         def each(tensor: torch.Tensor | None) -> torch.Tensor | None:
             if tensor is None or tensor.shape[0] == num_rows:
@@ -153,7 +151,7 @@ class LogitEdits:
         return dataclasses.replace(self, mask=each(self.mask), rows=each(self.rows), repeats=repeats)
 
     def part(self, start: int, stop: int) -> LogitEdits:
-        """Those of the rows from ``start`` to ``stop``: views, but copies where rows share a row of edits."""
+        """The edits of the rows from ``start`` to ``stop``: views, but copies where rows share a row of edits."""
 
         def cut(tensor: torch.Tensor | None, repeats: int = 1) -> torch.Tensor | None:
             if tensor is None or repeats == 1:
@@ -176,10 +174,10 @@ class LogitEdits:
         return self.mask is not None and self.mask.dtype is torch.bool
 
     def operands(self, width: int, floats: torch.Tensor, integers: torch.Tensor) -> tuple[EditOperands, Hashable]:
-        """These edits as a kernel takes them, and what of them a compiled kernel depends on.
+        """These edits as a kernel takes them, and the facts about them that a compiled kernel depends on.
 
-        width: ids below it have a column. floats, integers: any float32 and int32 tensor, in the place of what is not
-        given; its rows are as far apart as they would be, so that one binary serves whatever is given.
+        width: ids below it have a column. floats, integers: any float32 and int32 tensor, in the place of edits
+        that are not given; its rows are as far apart as theirs would be, so that one binary serves all sets of edits.
         """
         pointers: list[Any] = []
         strides: list[int] = []
@@ -231,14 +229,14 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FeatureOperands(NamedTuple):
-    """What rows ask for and how logits are transformed, as every kernel that sees logits takes it."""
+    """Requests of rows and transforms of logits, as every kernel that sees logits takes them."""
 
     truncation: TruncationOperands | None
     edits: EditOperands | None
     logit_scale: float | None
-    softcap: tuple[float, ...] | None  # the cap; of one above ``NARROW_CAP`` its reciprocal, too
+    softcap: tuple[float, ...] | None  # the cap; above ``NARROW_CAP`` its reciprocal, too
     given_edits: int  # ``Edit`` flags, ``PER_ROW``, and how many rows share a row of edits, above ``REPEATS_SHIFT``
-    variant: Hashable  # what of all these a compiled kernel depends on
+    variant: Hashable  # the facts about all these that a compiled kernel depends on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,12 +269,12 @@ class BatchParams:
     distribution_only: bool = False
 
     def rows(self, start: int, stop: int) -> BatchParams:
-        """Those of the rows from ``start`` to ``stop``, as views but for edits that rows share."""
+        """The parameters of the rows from ``start`` to ``stop``, as views but for edits that rows share."""
         edits = None if self.edits is None else self.edits.part(start, stop)
         return self._of_each(lambda tensor: tensor[start:stop], edits)
 
     def repeated(self, times: int) -> BatchParams:
-        """Each row ``times`` times in a row. What has as many rows already, as positions or a mask may, stays."""
+        """Each row ``times`` times in a row. A tensor with so many rows, as positions or a mask may have, stays."""
         num_rows = self.temperature.shape[0] * times
         edits = None if self.edits is None else self.edits.repeated(times, num_rows)
         return self._of_each(
@@ -363,14 +361,14 @@ class SampleOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogitsSpec:
-    """What ``[B, >= vocab_size]`` logits are, and what is still to be done to them.
+    """The columns of ``[B, >= vocab_size]`` logits, and what is still to be done to them.
 
     vocab_size: columns below it are real, those after it are padding and are never returned or read.
-    vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is
-    cut, of which the columns are one; 1 where they are all of it.
-    total_ids: of all parts (default: those up to the last column).
+    vocab_start: absolute id of column 0, a multiple of ``GROUP_SIZE``. shards: number of parts that the vocabulary is
+        cut into, of which the columns are one; 1 where they are all of it (``LMHead.of_rank``). total_ids: number of
+        ids of all parts (default: the ids up to the last column).
     logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
-    rounding: what a logit is rounded to before anything else (default: the logits' own dtype).
+    logits_dtype: dtype that a logit is rounded to before anything else (default: the logits' own).
 
     Raises ValueError for values out of these ranges, and ids beyond int32.
     """
@@ -379,7 +377,7 @@ class LogitsSpec:
     vocab_start: int = 0
     logit_scale: float | None = None
     softcap: float | None = None
-    rounding: torch.dtype | None = None
+    logits_dtype: torch.dtype | None = None
     shards: int = 1
     total_ids: int = 0
 
@@ -394,8 +392,8 @@ class LogitsSpec:
             raise ValueError(f"vocab_start is {self.vocab_start}; expected a multiple of {GROUP_SIZE}, 0 or more")
         if self.vocab_end >= 2**31:
             raise ValueError(f"ids reach {self.vocab_end}; expected them below 2**31")
-        if self.rounding is not None and self.rounding not in TRITON_DTYPES:
-            raise ValueError(f"rounding is {self.rounding}; expected bfloat16, float16 or float32")
+        if self.logits_dtype is not None and self.logits_dtype not in TRITON_DTYPES:
+            raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
         scale, softcap = self.logit_scale, self.softcap
         if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
             raise ValueError(f"logit_scale is {scale!r}; expected a finite number or None")
@@ -423,33 +421,25 @@ def supports_tma(matrix: torch.Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and stride * matrix.element_size() % 16 == 0 and stride >= matrix.shape[1]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class LMHead:
-    """An LM head: ``[V, D]`` weight (bf16, fp16 or fp32, row-contiguous) and how logits come from it.
+    """An LM head: a weight, and how logits come from the products with it.
 
-    vocab_size: ids below it are real, the rows after it are padding and are never returned (default V).
-    vocab_start: absolute id of row 0, a multiple of ``GROUP_SIZE``. shards: into how many parts the vocabulary is cut,
-    of which this head is one; 1 where it is all of it (``of_rank``). total_ids: of all parts.
-    logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
-    logits_dtype: what a logit is rounded to before anything else, as the model's own GEMM would do
-    (default: the weight's dtype; torch.float32 keeps the accumulator).
-    module: whose ``weight`` this is; a weight that it gets later is followed (``current``).
+    weight: ``[V, D]`` bfloat16, float16 or float32; contiguous rows at any distance.
+    spec: the logits. Rows of the weight from ``vocab_size`` on are padding and are never returned (default: V, none).
+        ``logits_dtype`` is that of the model's own GEMM, never None in a head (default: the weight's; torch.float32
+        keeps the accumulator).
+    module: the owner of ``weight``; a weight that it gets later is followed (``current``).
+    options: fields of ``LogitsSpec``, instead of ``spec`` or to replace some of its fields.
 
     Raises ValueError for a weight of another shape, dtype or layout, and for values out of these ranges.
     """
 
     weight: torch.Tensor
-    vocab_size: int = 0
-    vocab_start: int = 0
-    logit_scale: float | None = None
-    softcap: float | None = None
-    logits_dtype: torch.dtype | None = None
-    shards: int = 1
-    total_ids: int = 0
+    spec: LogitsSpec
     module: Any = dataclasses.field(default=None, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        weight = self.weight
+    def __init__(self, weight: torch.Tensor, spec: LogitsSpec | None = None, *, module: Any = None, **options: Any):
         if not isinstance(weight, torch.Tensor):
             raise ValueError(
                 f"weight is a {type(weight).__name__}; expected a [V, D] tensor, such as a module's .weight"
@@ -460,22 +450,27 @@ class LMHead:
             )
         if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
             raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
-        if self.vocab_size == 0:
-            object.__setattr__(self, "vocab_size", weight.shape[0])
-        if not isinstance(self.vocab_size, numbers.Integral) or not 1 <= self.vocab_size <= weight.shape[0]:
-            raise ValueError(f"vocab_size is {self.vocab_size!r}; expected 1 to the head's {weight.shape[0]} rows")
-        if self.vocab_start + weight.shape[0] >= 2**31:
-            raise ValueError(f"ids reach {self.vocab_start + weight.shape[0]}; expected them below 2**31")
-        if self.logits_dtype is not None and self.logits_dtype not in TRITON_DTYPES:
-            raise ValueError(f"logits_dtype is {self.logits_dtype}; expected bfloat16, float16 or float32")
-        _ = self.spec, self._place  # checks the rest, and remembers the place before anyone can change it
+        if spec is None:
+            spec = LogitsSpec(**({"vocab_size": weight.shape[0]} | options))
+        elif not isinstance(spec, LogitsSpec):
+            raise ValueError(f"spec is a {type(spec).__name__}; expected a LogitsSpec or None")
+        else:
+            spec = dataclasses.replace(spec, **options)
+        if spec.logits_dtype is None:
+            spec = dataclasses.replace(spec, logits_dtype=weight.dtype)
+        if spec.vocab_size > weight.shape[0]:
+            raise ValueError(f"vocab_size is {spec.vocab_size}; expected 1 to the head's {weight.shape[0]} rows")
+        if spec.vocab_start + weight.shape[0] >= 2**31:
+            raise ValueError(f"ids reach {spec.vocab_start + weight.shape[0]}; expected them below 2**31")
+        vars(self).update(weight=weight, spec=spec, module=module)
+        _ = self._place  # remembered before anyone can change it
 
     @classmethod
     def of_rank(cls, weight: torch.Tensor, rank: int, num_ranks: int, vocab_size: int, **options: Any) -> LMHead | None:
         """The part of a head that one of ``num_ranks`` tensor-parallel ranks holds; None where that is only padding.
 
         weight: ``[W, D]``, with the same W on every rank: rank r holds the ids from ``r * W`` on, as far as they are
-        below ``vocab_size``, that of the whole vocabulary. options: further fields.
+        below ``vocab_size``, that of the whole vocabulary. options: further fields of ``LogitsSpec``.
 
         Raises ValueError for a rank that is none; of several ranks, for a W that is not a multiple of ``GROUP_SIZE``,
         and for more than 2**24 ids, which they send each other as float32 (``merge_ranks.py``).
@@ -491,8 +486,8 @@ class LMHead:
         start = rank * width
         if start >= vocab_size:
             return None
-        options |= {"shards": num_ranks, "total_ids": vocab_size}
-        return cls(weight, min(width, vocab_size - start), start, **options)
+        part = LogitsSpec(min(width, vocab_size - start), start, shards=num_ranks, total_ids=vocab_size)
+        return cls(weight, part, **options)
 
     @classmethod
     def from_hf(cls, model: Any) -> LMHead:
@@ -530,24 +525,41 @@ class LMHead:
         weight = self.weight if self.module is None else self.module.weight
         latest: LMHead = vars(self).get("_latest", self)
         if weight is not latest.weight or _place_of(weight) != latest._place:
-            # Descriptors and the like are of one place in memory.
-            latest = vars(self)["_latest"] = dataclasses.replace(self, weight=weight)
+            # A new head, as descriptors are made for one place in memory. It rounds to the new dtype if this one
+            # rounds to the weight's.
+            dtype = None if self.gemm_gives_logits else self.rounding
+            latest = vars(self)["_latest"] = LMHead(weight, self.spec, module=self.module, logits_dtype=dtype)
         return latest
 
     @functools.cached_property
     def _place(self) -> tuple:
         return _place_of(self.weight)
 
-    @functools.cached_property
-    def spec(self) -> LogitsSpec:
-        """What the output of a GEMM with the weight is."""
-        scale, softcap = self.logit_scale, self.softcap
-        return LogitsSpec(self.vocab_size, self.vocab_start, scale, softcap, self.rounding, self.shards, self.total_ids)
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def vocab_start(self) -> int:
+        return self.spec.vocab_start
+
+    @property
+    def logit_scale(self) -> float | None:
+        return self.spec.logit_scale
+
+    @property
+    def softcap(self) -> float | None:
+        return self.spec.softcap
+
+    @property
+    def shards(self) -> int:
+        return self.spec.shards
 
     @property
     def rounding(self) -> torch.dtype:
-        """What logits are rounded to."""
-        return self.weight.dtype if self.logits_dtype is None else self.logits_dtype
+        """The dtype that logits are rounded to."""
+        assert self.spec.logits_dtype is not None
+        return self.spec.logits_dtype
 
     @property
     def gemm_gives_logits(self) -> bool:
@@ -582,7 +594,7 @@ class LMHead:
 
     @functools.cached_property
     def variant(self) -> tuple:
-        """What of this head a compiled kernel depends on, beside its constants."""
+        """The facts about this head that a compiled kernel depends on, beside its constants."""
         return self.weight.dtype, self.weight.stride(0), self.weight.data_ptr() % 16 == 0
 
     @functools.cached_property
@@ -590,7 +602,7 @@ class LMHead:
         return {}
 
     def weight_operand(self, tile: TileConfig) -> torch.Tensor | TensorDescriptor:
-        """What the kernel reads the weight through: a descriptor of the tile's blocks, or the tensor."""
+        """The kernel's argument for the weight: a descriptor of the tile's blocks, or the tensor."""
         if not tile.tma:
             return self.weight
         return descriptor(self._descriptors, self.weight, (tile.block_v, tile.block_d))

@@ -22,19 +22,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, compiling_only, launch, next_power_of_2
+from .config import GROUP_SIZE, cdiv, next_power_of_2
+from .launch import compiling_only, launch
 from .merge_ranks import MAX_RANKS, NUM_FIELDS, ROWS_PER_PROGRAM, load_records, store_merged, store_records
 from .params import SampleOutput
-from .rng import GROUP_SIZE
 
-_ALIGNMENT = 128  # bytes, of each part of a region
-COLUMNS_PER_PROGRAM = 4096  # of the logits that one program copies
+_ALIGNMENT = 128  # bytes: each part of a region starts at a multiple
+COLUMNS_PER_PROGRAM = 4096  # columns of logits that one program copies
 COPYING_WARPS = 4
 
 
 @triton.jit
 def address_of(addresses_ptr, rank, like):
-    """Of one rank's part, as a pointer to elements as of ``like``."""
+    """The address of one rank's part, as a pointer to elements of the type of ``like``'s."""
     pointer = tl.load(addresses_ptr + rank).to(tl.pointer_type(like.dtype.element_ty))
     return tl.multiple_of(pointer, 16)
 
@@ -49,14 +49,14 @@ def tell(flags_ptr, place, number, num_ranks, like):
 
 @triton.jit
 def wait_for(flag_ptr, number):
-    """Until the rank that writes to this flag has told so."""
+    """Wait until the rank that writes to this flag has told exchange ``number``."""
     while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") < number:
         pass
 
 
 @triton.jit(do_not_specialize=["first", "num_drawn", "num_rows", "max_rows", "rank", "num_ranks"])
 def exchange_records_kernel(
-    drawn,  # SampleOutput of this rank, of the rows from ``first`` on
+    drawn,  # SampleOutput of this rank, with the rows from ``first`` on
     output,  # SampleOutput, out
     records_ptr,  # [N] i64, addresses of [2, N, max_rows, NUM_FIELDS] f32 on each rank
     flags_ptr,  # [N] i64, addresses of [programs, N] i64 on each rank
@@ -171,12 +171,12 @@ class PeerMemory:
 
     @staticmethod
     def num_bytes(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
-        """Of a region."""
+        """The size of a region."""
         return _layout(num_ranks, max_rows, width, dtype)[1]
 
     @property
     def total_bytes(self) -> int:
-        """That this rank holds."""
+        """The device memory that this rank holds."""
         return self._regions[self.rank].nbytes + self.rows.untyped_storage().nbytes()
 
 

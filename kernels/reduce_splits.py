@@ -1,4 +1,4 @@
-"""Of the splits of a vocabulary, the best; of its best group, the token. The second launch of ``lm_head_sample``.
+"""The best of the splits of a vocabulary, and the token in its best group. The second launch of ``lm_head_sample``.
 
     split, group = argmax over splits of score        (ties: the lowest group)
     token        = argmax_i  logits[i] / temperature + Gumbel(i)   over the 16 ids i of that group
@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from . import rng
+from .config import cdiv, next_power_of_2
 from .epilogue import LIMIT, invert_temperature, relative_mass
 from .intrinsics import mul_rn
-from .launch import cdiv, launch, next_power_of_2
+from .launch import launch
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .workspace import Workspace
 
@@ -54,7 +55,7 @@ def pick_in_groups(
     position,  # [BLOCK_R] i64
     vocab_end,
 ):
-    """Which of its group's ids each row takes, ``[BLOCK_R]``."""
+    """The place of each row's token in its group, ``[BLOCK_R]``."""
     greedy, inv_temperature = invert_temperature(temperature)
     token = group[None, :] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[:, None]
     exponential = rng.exponential(seed[None, :], position[None, :], token, rng.SAMPLE, rng.TOKEN)
@@ -129,7 +130,7 @@ def draw_if_last(
     BLOCK_R: tl.constexpr,
 ):
     """The reduction without a launch of its own: of a block of rows, by the program of it that finishes last."""
-    tl.debug_barrier()  # what this program's other threads have stored comes before its arrival
+    tl.debug_barrier()  # the stores of this program's other threads come before its arrival
     if tl.atomic_add(splits.arrived + row_block, 1, sem="acq_rel") == num_splits - 1:
         tl.store(splits.arrived + row_block, 0)
         for step in tl.range(BLOCK_B // BLOCK_R):

@@ -1,4 +1,4 @@
-"""What the kernels compute, in float64 PyTorch and from the definitions: no tiles, no fusion, any device.
+"""The results of the kernels, in float64 PyTorch and from the definitions: no tiles, no fusion, any device.
 
 The truth that tests compare with. Slow and memory-hungry on purpose.
 """

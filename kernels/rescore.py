@@ -13,20 +13,19 @@ compares the groups that it has not read yet with the new value. Other programs 
 threads of a program take the value that one atomic operation returned: threads that read different values could
 disagree on a branch with a barrier in it.
 
-Truncated rows have the logits of their groups put into a buffer instead (``screened_truncated.py``). ``read_groups``
-does that for groups and rows that are known to need it, and draws nothing.
+Truncated rows have the logits of their groups put into a buffer instead (``screened_truncated.py``).
 """
 
 from __future__ import annotations
 
-import enum
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from . import rng
-from .config import MIN_CHUNK, ScreenConfig
+from .config import MIN_CHUNK, ScreenConfig, cdiv
 from .epilogue import (
     best_of_slots,
     bound_logits,
@@ -38,18 +37,18 @@ from .epilogue import (
     transform_logits,
 )
 from .intrinsics import float_to_ordered, ordered_to_float, prefetch
-from .launch import cdiv, launch, resident_programs, supports_early_launch
-from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, FeatureOperands, LMHead, SampleOutput
+from .launch import launch, resident_programs, supports_early_launch
+from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead, SampleOutput
 from .reduce_splits import pick_in_groups
 from .screen import NO_BEST
 from .workspace import LogitsBuffer, ScreenCounter, ScreenWorkspace
 
-# Of a head's groups: a block of rows that could read more of them is counted, as one that the fused pass might have
-# answered sooner.
+# A block of rows with more candidate groups than this share of the head is counted in MANY_CANDIDATES: the fused pass
+# may be faster for it.
 MANY_CANDIDATES = tl.constexpr(1.0 / 16.0)
 
 _LINE_BYTES = tl.constexpr(128)
-_LINES = tl.constexpr(8)  # that are asked for at a time
+_LINES = tl.constexpr(8)  # lines that are asked for at a time
 _LOWEST = tl.constexpr(-(2**31))
 _LOW_WORD = tl.constexpr(2**32 - 1)
 _COUNT_ROW_BLOCKS = tl.constexpr(int(ScreenCounter.ROW_BLOCKS))
@@ -60,16 +59,9 @@ _COUNT_CERTIFIED_ROWS = tl.constexpr(int(ScreenCounter.CERTIFIED_ROWS))
 _COUNT_MANY_CANDIDATES = tl.constexpr(int(ScreenCounter.MANY_CANDIDATES))
 
 
-class RescorePass(enum.IntEnum):
-    """What ``read_groups`` reads for truncated rows, before and after the pass that draws."""
-
-    CERTAIN_GROUPS = 0  # the groups that surely reach the row's threshold
-    UNANSWERED_ROWS = 1  # all groups of the rows whose status is negative
-
-
 @triton.jit
 def flag_groups(score_hi_ptr, threshold, offs_c, mask_c, offs_b, mask_b, group_stride, row_stride):
-    """Of ``[BLOCK_C]`` groups, ``[BLOCK_C, BLOCK_B]`` int32: 1 where the row could take its token from the group.
+    """``[BLOCK_C, BLOCK_B]`` int32: 1 where the row could take its token from the group. offs_c: ``[BLOCK_C]`` groups.
     threshold: ``[BLOCK_B]`` int32, ordered scores."""
     score_hi = tl.load(
         score_hi_ptr + offs_c[:, None] * group_stride + offs_b[None, :] * row_stride,
@@ -136,7 +128,7 @@ def list_groups(
     """Put the groups that could still win into one list per block of rows, so that programs share them evenly, however
     they lie in the vocabulary. Entries come in any order: the best of the rescored groups does not depend on it.
 
-    certain: instead, of truncated rows, the groups whose largest logit surely reaches the threshold.
+    certain: instead, the groups of truncated rows whose largest logit surely reaches the threshold.
     """
     device = params.temperature.device
     early = config.early and supports_early_launch(device)
@@ -204,8 +196,8 @@ def logits_of_ids(
 
 
 @triton.jit
-def _store_groups(buffer, logits, group, live, rows, offs_b, num_groups):
-    """Logits ``[SLOTS, GROUP_SIZE, BLOCK_B]`` and their maxima into the buffer, of some rows."""
+def store_groups(buffer, logits, group, live, rows, offs_b, num_groups):
+    """Put logits ``[SLOTS, GROUP_SIZE, BLOCK_B]`` and their maxima into the buffer, for the rows in ``rows``."""
     offs_i = tl.arange(0, rng.GROUP_SIZE)
     out = offs_b.to(tl.int64)[None, :] * num_groups + group[:, None]
     mask = live[:, None] & rows[None, :]
@@ -232,7 +224,7 @@ def _draw_in_best_groups(
     CHUNK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The tokens of a block of rows, once all its programs are done; and what is counted of it."""
+    """The tokens of a block of rows, once all its programs are done; and its counts."""
     mask_b = offs_b < num_rows
     first_group = vocab_start // rng.GROUP_SIZE
     packed = tl.load(screen.best + offs_b, mask=mask_b, other=0)
@@ -293,7 +285,7 @@ def rescore_groups_kernel(
     hidden_stride,
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # of FeatureOperands
+    given_edits,  # FeatureOperands.given_edits
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
@@ -326,7 +318,7 @@ def rescore_groups_kernel(
         offs_c = program * TILE.chunk + tl.arange(0, TILE.block_c)
         mask_c = offs_c < tl.minimum((program + 1) * TILE.chunk, num_groups)
         # Not from the L1 cache: other programs raise it. An older value would only flag more. Each pair of a group
-        # and a row is one thread's here (MAX_RESCORE_WARPS); what is known of a group is a maximum over threads.
+        # and a row belongs to one thread here (MAX_RESCORE_WARPS); a group's flag is a maximum over threads.
         threshold = tl.load(screen.threshold + offs_b, mask=mask_b, other=0, cache_modifier=".cg")
         possible = flag_groups(screen.score_hi, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, 1)
         flagged = tl.max(possible, axis=1)
@@ -389,7 +381,7 @@ def rescore_groups_kernel(
                 )
                 logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
                 if TRUNCATE:
-                    _store_groups(buffer, logits, group, live, truncated, offs_b, num_groups)
+                    store_groups(buffer, logits, group, live, truncated, offs_b, num_groups)
                 group += vocab_start // rng.GROUP_SIZE
                 score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
                 if TRUNCATE:
@@ -415,7 +407,7 @@ def rescore_groups_kernel(
         tl.atomic_add(screen.counters + _COUNT_GROUPS, num_read.to(tl.int64), sem="relaxed")
 
     if program < arriving:
-        tl.debug_barrier()  # what this program's other threads have written comes before its arrival
+        tl.debug_barrier()  # the stores of this program's other threads come before its arrival
         if tl.atomic_add(screen.arrived + row_block, 1, sem="acq_rel") == arriving - 1:
             tl.store(screen.arrived + row_block, 0)
             _draw_in_best_groups(
@@ -436,106 +428,8 @@ def rescore_groups_kernel(
             )
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_programs", "given_edits"],
-    do_not_specialize_on_alignment=[*ROW_POINTERS],
-)
-def read_groups_kernel(
-    weight_ptr,  # [V, D]
-    hidden_ptr,  # [B, D]
-    screen,  # ScreenOperands; out, with CERTAIN: max_logit_lo becomes exact, and score_hi -inf: not to be read again
-    temperature_ptr,  # [B] f32
-    truncation,  # TruncationOperands
-    edits,  # EditOperands, or None
-    buffer,  # BufferOperands, out: logits and group_max
-    num_rows,
-    vocab_size,
-    vocab_start,
-    num_programs,  # per block of rows
-    weight_stride,
-    hidden_stride,
-    logit_scale,  # or None, as the next
-    softcap,
-    given_edits,  # of FeatureOperands
-    # constexpr
-    D: tl.constexpr,
-    LOGITS_DTYPE: tl.constexpr,
-    TILE: tl.constexpr,
-    CERTAIN: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    BLOCK_B: tl.constexpr = TILE.block_b
-    BLOCK_V: tl.constexpr = TILE.block_v
-    SLOTS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
-    num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
-    program = tl.program_id(0) // num_row_blocks
-    row_block = tl.program_id(0) % num_row_blocks
-    offs_b = row_block * BLOCK_B + tl.arange(0, BLOCK_B)
-    mask_b = offs_b < num_rows
-    num_groups = tl.cdiv(vocab_size, rng.GROUP_SIZE)
-    if CERTAIN:
-        # As in rescore_groups_kernel with LISTED.
-        num_listed = tl.load(screen.num_flagged + row_block)
-        arriving = tl.maximum(tl.minimum(num_listed, num_programs), 1)
-        num_own = tl.cdiv(tl.maximum(num_listed - program, 0), num_programs)
-        sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
-        rows = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
-    else:
-        rows = mask_b & (tl.load(buffer.status + offs_b, mask=mask_b, other=0) < 0)
-        num_own = tl.minimum(TILE.chunk, num_groups - program * TILE.chunk)
-        num_own = tl.where(tl.max(rows.to(tl.int32)) > 0, num_own, 0)
-    if num_own > 0:
-        offs_s = tl.arange(0, SLOTS)
-        offs_i = tl.arange(0, rng.GROUP_SIZE)
-        edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
-        hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + tl.arange(0, TILE.block_d)[:, None]
-        for step in tl.range(0, num_own, SLOTS):
-            live = step + offs_s < num_own
-            if CERTAIN:
-                place = row_block * num_groups + program + (step + offs_s) * num_programs
-                group = tl.load(screen.group_list + place, mask=live, other=0)
-            else:
-                group = program * TILE.chunk + step + offs_s
-            ids = tl.reshape(group[:, None] * rng.GROUP_SIZE + offs_i[None, :], [BLOCK_V])
-            valid = tl.reshape(live[:, None] & (offs_i >= 0)[None, :], [BLOCK_V]) & (ids < vocab_size)
-            logits = logits_of_ids(
-                weight_ptr,
-                hidden_ptrs,
-                ids,
-                valid,
-                offs_b,
-                mask_b,
-                vocab_start,
-                weight_stride,
-                logit_scale,
-                softcap,
-                edits,
-                edit_flags,
-                D,
-                LOGITS_DTYPE,
-                TILE.block_d,
-                TILE.stages,
-                TILE.prefetch,
-            )
-            logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
-            out, mask = _store_groups(buffer, logits, group, live, rows, offs_b, num_groups)
-            if CERTAIN:
-                tl.store(screen.max_logit_lo + out, tl.max(logits, axis=1), mask=mask)
-                out = group[:, None] * num_rows + offs_b[None, :]
-                tl.store(screen.score_hi + out, tl.full(out.shape, float("-inf"), tl.float32), mask=mask)
-        tl.atomic_add(screen.counters + _COUNT_GROUPS, num_own.to(tl.int64), sem="relaxed")
-    if CERTAIN:  # noqa: SIM102 - the constant decides what is compiled
-        if program < arriving:
-            tl.debug_barrier()  # what this program's other threads have read comes before its arrival
-            if tl.atomic_add(screen.arrived + row_block, 1, sem="acq_rel") == arriving - 1:
-                tl.store(screen.arrived + row_block, 0)
-                tl.store(screen.num_flagged + row_block, 0)
-
-
-def _num_programs(num_rows: int, workspace: ScreenWorkspace, config: ScreenConfig, listed: bool) -> int:
-    """Per block of rows."""
+def num_reading_programs(num_rows: int, workspace: ScreenWorkspace, config: ScreenConfig, *, listed: bool) -> int:
+    """The programs that share the groups for each block of rows; a chunk each where these are not listed."""
     if not listed:
         return cdiv(workspace.num_groups, config.chunk)
     resident = resident_programs(workspace.limbs.device, 1)
@@ -543,12 +437,61 @@ def _num_programs(num_rows: int, workspace: ScreenWorkspace, config: ScreenConfi
     return max(1, min(resident // row_blocks, cdiv(workspace.num_groups, MIN_CHUNK)))
 
 
-def _variant(
-    hidden: torch.Tensor, head: LMHead, features: FeatureOperands, buffer: LogitsBuffer | None
-) -> tuple[object, ...]:
-    dtype = None if buffer is None else buffer.dtype
-    aligned = hidden.data_ptr() % 16 == 0
-    return hidden.device.index, head.variant, hidden.stride(0), aligned, features.variant, dtype
+def launch_reader(
+    kernel: Any,
+    programs: int,  # per block of rows
+    hidden: torch.Tensor,  # [B, D]
+    head: LMHead,
+    params: BatchParams,
+    workspace: ScreenWorkspace,
+    config: ScreenConfig,
+    *,
+    rows: tuple[torch.Tensor, ...],
+    outputs: tuple[Any, ...],
+    constants: dict[str, Any],
+    buffer_dtype: torch.dtype | None = None,
+) -> None:
+    """Run a kernel that reads ids of the head which the screen has chosen.
+
+    rows: the kernel's parameters of rows. outputs: its outputs beside the workspace. constants: its constants between
+    LOGITS_DTYPE and EARLY. buffer_dtype: dtype of the logits in ``outputs``.
+    """
+    num_rows, spec = hidden.shape[0], head.spec
+    early = config.early and supports_early_launch(hidden.device)
+    features = params.operands(spec, workspace.operands.score_hi, workspace.operands.threshold)
+    launch(
+        kernel,
+        programs * cdiv(num_rows, config.rescore_tile.block_b),
+        (
+            head.weight,
+            hidden,
+            workspace.operands,
+            *rows,
+            features.truncation,
+            features.edits,
+            *outputs,
+            num_rows,
+            spec.vocab_size,
+            spec.vocab_start,
+            programs,
+            head.weight.stride(0),
+            hidden.stride(0),
+            features.logit_scale,
+            features.softcap,
+            features.given_edits,
+        ),
+        {"D": hidden.shape[1], "LOGITS_DTYPE": TRITON_DTYPES[head.rounding], **constants, "EARLY": early},
+        config.rescore_warps,
+        (
+            hidden.device.index,
+            head.variant,
+            hidden.stride(0),
+            hidden.data_ptr() % 16 == 0,
+            features.variant,
+            buffer_dtype,
+        ),
+        early=early,
+    )
 
 
 def rescore_groups(
@@ -559,99 +502,23 @@ def rescore_groups(
     config: ScreenConfig,
     buffer: LogitsBuffer | None = None,
 ) -> SampleOutput:
-    """The tokens, from the groups that the screen has not ruled out. Of truncated rows, which need ``buffer``, the
-    logits of these groups and nothing else."""
-    num_rows, spec, block_b = hidden.shape[0], head.spec, config.rescore_tile.block_b
+    """The tokens, from the groups that the screen has not ruled out. Truncated rows, which need ``buffer``, get the
+    logits of these groups there and no token."""
+    num_rows = hidden.shape[0]
     output = SampleOutput.empty(num_rows, hidden.device, False)
-    early = config.early and supports_early_launch(hidden.device)
-    features = params.operands(spec, workspace.operands.score_hi, workspace.operands.threshold)
     if config.listed:
-        list_groups(num_rows, spec.vocab_size, params, workspace, config)
-    programs = _num_programs(num_rows, workspace, config, config.listed)
-    launch(
+        list_groups(num_rows, head.spec.vocab_size, params, workspace, config)
+    launch_reader(
         rescore_groups_kernel,
-        programs * cdiv(num_rows, block_b),
-        (
-            head.weight,
-            hidden,
-            workspace.operands,
-            params.temperature,
-            params.seed,
-            params.position,
-            features.truncation,
-            features.edits,
-            None if buffer is None else buffer.operands,
-            output,
-            num_rows,
-            spec.vocab_size,
-            spec.vocab_start,
-            programs,
-            head.weight.stride(0),
-            hidden.stride(0),
-            features.logit_scale,
-            features.softcap,
-            features.given_edits,
-        ),
-        {
-            "D": hidden.shape[1],
-            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
-            "TILE": config.rescore_tile,
-            "LISTED": config.listed,
-            "EARLY": early,
-        },
-        config.rescore_warps,
-        _variant(hidden, head, features, buffer),
-        early=early,
+        num_reading_programs(num_rows, workspace, config, listed=config.listed),
+        hidden,
+        head,
+        params,
+        workspace,
+        config,
+        rows=(params.temperature, params.seed, params.position),
+        outputs=(None if buffer is None else buffer.operands, output),
+        constants={"TILE": config.rescore_tile, "LISTED": config.listed},
+        buffer_dtype=None if buffer is None else buffer.dtype,
     )
     return output
-
-
-def read_groups(
-    hidden: torch.Tensor,  # [B, D]
-    head: LMHead,
-    params: BatchParams,  # with a truncation
-    workspace: ScreenWorkspace,
-    config: ScreenConfig,
-    buffer: LogitsBuffer,
-    which: RescorePass,
-) -> None:
-    """Logits of truncated rows into ``buffer``: see ``RescorePass``. Where nothing is to be read, nothing is."""
-    num_rows, spec, block_b = hidden.shape[0], head.spec, config.rescore_tile.block_b
-    certain = which is RescorePass.CERTAIN_GROUPS
-    early = config.early and supports_early_launch(hidden.device)
-    features = params.operands(spec, workspace.operands.score_hi, workspace.operands.threshold)
-    if certain:
-        list_groups(num_rows, spec.vocab_size, params, workspace, config, certain=True)
-    programs = _num_programs(num_rows, workspace, config, certain)
-    launch(
-        read_groups_kernel,
-        programs * cdiv(num_rows, block_b),
-        (
-            head.weight,
-            hidden,
-            workspace.operands,
-            params.temperature,
-            features.truncation,
-            features.edits,
-            buffer.operands,
-            num_rows,
-            spec.vocab_size,
-            spec.vocab_start,
-            programs,
-            head.weight.stride(0),
-            hidden.stride(0),
-            features.logit_scale,
-            features.softcap,
-            features.given_edits,
-        ),
-        {
-            "D": hidden.shape[1],
-            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
-            "TILE": config.rescore_tile,
-            "CERTAIN": certain,
-            "EARLY": early,
-        },
-        config.rescore_warps,
-        _variant(hidden, head, features, buffer),
-        early=early,
-    )

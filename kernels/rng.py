@@ -28,14 +28,14 @@ import enum
 import triton
 import triton.language as tl
 
+from .config import GROUP_SIZE as GROUP_SIZE  # part of this definition, too
 from .intrinsics import LN_2, log2
 
 NOISE_ABI = 2
-GROUP_SIZE = 16  # one group is one warp's 16 rows of a tensor-core tile: its sums stay in one warp
 
 
 class Stream(enum.IntEnum):
-    """What a random value decides. Two decisions never share a stream, so never share noise.
+    """The decision that a random value is for. Two decisions never share a stream, so never share noise.
 
     Numbers 1 to 3 are reserved.
     """
@@ -44,7 +44,7 @@ class Stream(enum.IntEnum):
 
 
 class Unit(enum.IntEnum):
-    """What ``index`` counts."""
+    """The unit that ``index`` counts."""
 
     TOKEN = 0
     GROUP = 1

@@ -3,9 +3,9 @@
     token[b] ~ softmax(logits[b] / temperature[b])   or   argmax(logits[b]) where temperature[b] <= 0
 
 in one pass over ``[B, V]``, with the epilogue of ``lm_head_sample`` (the same device functions) and its second launch.
-Where a fused GEMM loses to the vendor's, at large batches, this takes over: the same logits give the same token. What
-may differ is the order in which the 16 masses of a group are added up, a rounding of the last place of a score: rows
-whose two best scores are that close ("near-ties", about one in a million) may go either way.
+Where a fused GEMM loses to the vendor's, at large batches, this takes over: the same logits give the same token. The
+order in which the 16 masses of a group are added up may differ, a rounding of the last place of a score: rows whose two
+best scores are that close ("near-ties", about one in a million) may go either way.
 
 Programs are small and many. Each walks tiles of one block of rows and keeps the best group's score and place only:
 its 16 logits are read again at the end.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .config import DEFAULT_TRUNCATION, MAX_SPLITS, ReadConfig, TruncationConfig
+from .config import DEFAULT_TRUNCATION, MAX_SPLITS, ReadConfig, TruncationConfig, cdiv
 from .epilogue import (
     LIMIT,
     add_tile,
@@ -36,7 +36,7 @@ from .epilogue import (
     store_split,
     transform_logits,
 )
-from .launch import cdiv, launch, resident_programs
+from .launch import launch, resident_programs
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_if_last
 from .split_launch import SplitLaunch
@@ -65,7 +65,7 @@ def sample_logits_kernel(
     raw_stride,
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # of FeatureOperands
+    given_edits,  # FeatureOperands.given_edits
     # constexpr
     ALL_GREEDY: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
@@ -108,7 +108,7 @@ def sample_logits_kernel(
         first = tile * BLOCK_V
         offs_v = first + tl.arange(0, BLOCK_V)
         in_whole = (offs_v < whole)[:, None] & mask_b[None, :]
-        raw = tl.load(raw_rows + offs_v[:, None], mask=in_whole)  # what is not loaded is not valid
+        raw = tl.load(raw_rows + offs_v[:, None], mask=in_whole)  # an id that is not loaded is not valid
         if not WHOLE_GROUPS:
             in_rest = (offs_v >= whole) & (offs_v < vocab_size)
             if first + BLOCK_V > whole:
@@ -245,7 +245,7 @@ def sample_logits(
         return SampleOutput.empty(0, device, return_logprob)
     splits = num_read_splits(spec.vocab_size, num_rows, config, device)
     bound = max_read_splits(device, config)
-    rounding = logits.dtype if spec.rounding is None else spec.rounding
+    rounding = logits.dtype if spec.logits_dtype is None else spec.logits_dtype
     shared = SplitLaunch(params, spec, rounding, config, splits, bound, workspace, return_logprob)
     plain = params.truncation is None and params.edits is None and not return_logprob
     stride = logits.stride(0) if num_rows > 1 else 0

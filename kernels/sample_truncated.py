@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .config import TruncationConfig
+from .config import TruncationConfig, next_power_of_2
 from .epilogue import invert_temperature, rows_truncated
 from .intrinsics import LOG2_E
-from .launch import launch, next_power_of_2
+from .launch import launch
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_from_splits, mass_of_splits, store_logprob
 from .search_truncated import search_truncated
@@ -38,7 +38,7 @@ _CANDIDATES = tl.constexpr(MEASURED_CANDIDATES)
 _CANDIDATE_GROUPS = tl.constexpr(CANDIDATE_GROUPS)
 _LISTED_GROUPS = tl.constexpr(LISTED_GROUPS)
 _LOADED = tl.constexpr(8)  # logits of a 16-byte load
-# How far behind the best score groups are taken from, at most, and how finely that is decided.
+# Groups are taken whose score is behind the best one by this at most; and the resolution of that decision.
 _WIDEST = tl.constexpr(32.0)
 _FINEST = tl.constexpr(0.1)
 
@@ -136,6 +136,14 @@ def _measure_candidates(
 ):
     """Count and mass above each candidate, and the first that they allow: one of ``SPLITS`` programs."""
     tl.static_assert(_CANDIDATES == 4)
+    row_partials = buffer.partial + row * SPLITS * _PARTIALS
+    if output.logprobs is not None:  # noqa: SIM102 - the first condition decides what is compiled
+        # One program leaves the row's mass for the last one. Read after the candidates have been measured, it would
+        # keep the places of the splits in registers that the sums need.
+        if split == 0:
+            largest, mass_of_row = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
+            tl.store(row_partials + 2 * _CANDIDATES + 1, largest)
+            tl.store(row_partials + 2 * _CANDIDATES + 2, mass_of_row)
     offs_c = tl.arange(0, _CANDIDATES)
     reference = tl.min(logits)  # the first candidate's: probabilities are relative to it
     logit0 = tl.sum(tl.where(offs_c == 0, logits, 0.0))
@@ -201,7 +209,8 @@ def _measure_candidates(
         tl.store(output.token_ids + row, token.to(tl.int64))
         tl.store(output.scores + row, tl.max(tl.where(offs_c == winner, scores, float("-inf"))))
         if output.logprobs is not None:
-            largest, mass_of_row = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
+            largest = tl.load(row_partials + 2 * _CANDIDATES + 1, volatile=True)
+            mass_of_row = tl.load(row_partials + 2 * _CANDIDATES + 2, volatile=True)
             store_logprob(output, row, logit, largest, mass_of_row, inv_temperature, True)
 
 

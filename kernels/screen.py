@@ -1,4 +1,4 @@
-"""The first pass of the screened path: of every group of 16 ids, how well it could do, from the INT8 head.
+"""The first pass of the screened path: bounds on the score of every group of 16 ids, from the INT8 head.
 
 ``quantize_hidden`` puts hidden states in fixed point, for the integer tensor cores, and says how far that is from them:
 
@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .config import LIMBS, ScreenConfig
+from .config import LIMBS, ScreenConfig, cdiv, next_power_of_2
 from .epilogue import (
     bound_logits,
     cap_slack,
@@ -45,11 +45,11 @@ from .epilogue import (
 )
 from .int8_head import MIN_SCALE, Int8Head, error_bound
 from .intrinsics import LN_2, float_to_ordered, log2
-from .launch import cdiv, launch, next_power_of_2, resident_programs, supports_early_launch
+from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead
 from .workspace import ID_ROWS, ScreenWorkspace
 
-NO_BEST = tl.constexpr(-(2**63))  # below what any group writes into ``best``
+NO_BEST = tl.constexpr(-(2**63))  # below all that groups write into ``best``
 _QUANTIZE_WARPS = 8
 _LIMBS = tl.constexpr(LIMBS)
 _LARGEST_STEPS = tl.constexpr(127.0 * 256.0)
@@ -60,7 +60,7 @@ _STEPS = tl.constexpr(2.0**-21)
 _TINY = tl.constexpr(MIN_SCALE)
 _SLACK = tl.constexpr(2.0**-13)
 _RELATIVE_SLACK = tl.constexpr(2.0**-20)
-# Beyond this, intervals and scores are as good as infinite: everything is finite that is computed from what is below.
+# Larger intervals and scores count as infinite: all that is computed from smaller ones is finite.
 _MOST = tl.constexpr(2.0**90)
 _LOWEST_HALF = tl.constexpr(-65504.0)
 _ID_ROWS = tl.constexpr(ID_ROWS)
@@ -71,7 +71,7 @@ _HALF_ROUNDING, _HALF_TINY = tl.constexpr(2.0**-10), tl.constexpr(2.0**-20)  # m
 def quantize_hidden_kernel(
     hidden_ptr,  # [B, D]
     limbs_ptr,  # out [B * LIMBS, D] i8
-    screen,  # ScreenOperands, out: of the hidden states step, norm and error; and what a screen starts from
+    screen,  # ScreenOperands, out: step, norm and error of the hidden states, and the start of a screen
     hidden_stride,
     limbs_stride,
     # constexpr
@@ -80,7 +80,7 @@ def quantize_hidden_kernel(
     EARLY: tl.constexpr,
 ):
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # of programs that wait for these to end
+        tl.extra.cuda.gdc_launch_dependents()  # they wait for these programs to end
     row = tl.program_id(0)
     offs_d = tl.arange(0, BLOCK_D)
     mask = offs_d < D
@@ -89,7 +89,7 @@ def quantize_hidden_kernel(
     in_steps = hidden * (1.0 / step)
     rounded = tl.minimum(tl.maximum(tl.floor(in_steps + 0.5), -_LARGEST_STEPS), _LARGEST_STEPS)
     off = in_steps - rounded
-    # In steps, where no square overflows and those that underflow are nothing beside the largest.
+    # Measured in steps: no square overflows, and those that underflow are nothing beside the largest.
     norm = tl.sqrt(tl.sum(in_steps * in_steps)) * _SUM
     error = tl.sqrt(tl.sum(off * off)) * _SUM + norm * _STEPS
     tl.store(screen.hidden_scale + row, step)
@@ -156,10 +156,10 @@ def screen_head_kernel(
     vocab_size,
     vocab_start,
     num_splits,
-    stride,  # of weight and limbs
+    stride,  # distance of the rows of weight and limbs
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # of FeatureOperands
+    given_edits,  # FeatureOperands.given_edits
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
@@ -248,7 +248,7 @@ def screen_head_kernel(
         in_vocab = groups * rng.GROUP_SIZE < vocab_size
         group = vocab_start // rng.GROUP_SIZE + groups
         if TRUNCATE:
-            few = num_rows <= _ID_ROWS  # no branch, and no kernel of its own: what compiles ahead has one row
+            few = num_rows <= _ID_ROWS  # a mask and no constant: one kernel is compiled ahead, with one row
             rounded = tl.maximum(logits_hi + (tl.abs(logits_hi) * _HALF_ROUNDING + _HALF_TINY), _LOWEST_HALF)
             id_hi = tl.where(rounded < _MOST, rounded, float("inf"))
             id_hi = tl.where(logits_hi == float("-inf"), logits_hi, id_hi)

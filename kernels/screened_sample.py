@@ -3,20 +3,20 @@
 The token is the one that ``lm_head_sample`` draws from the same head, for the same noise. Three launches:
 
     quantize_hidden   hidden states in fixed point
-    screen_head       of every group of 16 ids, bounds of its perturbed log-mass, on the integer tensor cores
+    screen_head       bounds of the perturbed log-mass of every group of 16 ids, on the integer tensor cores
     rescore_groups    the groups that could still win, from the head itself; the token inside the best
 
 With an error bound b (``int8_head.py``) at temperature t, at most e^(2 b / t) groups are left to rescore on average
 over the noise, whatever the vocabulary and the distribution. Where these are many the answer is late, never wrong; the
 counters of ``ScreenWorkspace`` say how often.
 
-A truncated batch takes some more, of which the last two end at once where every row is answered:
+A truncated batch takes some more, and the last two end at once where every row is answered:
 
-    bound_truncated   what a logit must reach to matter to a row's top-k (after screen_head)
-    read_groups       of the groups that surely do, the logits
-    bound_truncated   with these, and higher
-    list_ids          of ID_ROWS rows or fewer, what could still reach it
-    verify_ids        which of them do: only their groups are rescored
+    bound_truncated   the threshold: a logit below it does not matter to a row's top-k (after screen_head)
+    read_groups       logits of the groups that surely reach it
+    bound_truncated   a higher threshold, from these logits
+    list_ids          single ids that could still reach it, in a batch of ID_ROWS rows or fewer
+    read_ids          logits of these ids: only the groups of those that do reach it are rescored
     draw_rescored     the token (after rescore_groups), where the rescored groups are certain to decide it
     read_groups       all logits of the rows that are left
     search_truncated  their tokens
@@ -31,9 +31,9 @@ import torch
 from .config import DEFAULT_TRUNCATION, ScreenConfig, TruncationConfig
 from .int8_head import Int8Head
 from .params import BatchParams, LMHead, SampleOutput
-from .rescore import RescorePass, read_groups, rescore_groups
+from .rescore import rescore_groups
 from .screen import quantize_hidden, screen_head
-from .screened_truncated import bound_truncated, draw_rescored, list_ids, verify_ids
+from .screened_truncated import RescorePass, bound_truncated, draw_rescored, list_ids, read_groups, read_ids
 from .search_truncated import search_truncated
 from .workspace import ID_ROWS, ScreenWorkspace, Workspace
 
@@ -84,7 +84,7 @@ def screened_sample(
     bound_truncated(num_rows, size, params, workspace, buffer, config, truncation_config, rescored=True)
     if num_rows <= ID_ROWS:
         list_ids(num_rows, size, params, workspace, config)
-        verify_ids(hidden, head, params, workspace, config)
+        read_ids(hidden, head, params, workspace, config)
     output = rescore_groups(hidden, head, params, workspace, config, buffer)
     draw_rescored(output, size, params, workspace, buffer, config, truncation_config)
     read_groups(hidden, head, params, workspace, config, buffer, RescorePass.UNANSWERED_ROWS)

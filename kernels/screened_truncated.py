@@ -6,7 +6,7 @@ takes as many groups as the draw can hold; whether they were enough is decided b
 certain to reach the threshold have been read, their logits are known exactly, and the same step gives a higher
 threshold that fewer groups can reach.
 
-``list_ids`` and ``verify_ids`` rule out more groups of a small batch. A group that could reach the threshold has 16
+``list_ids`` and ``read_ids`` rule out more groups of a small batch. A group that could reach the threshold has 16
 ids, of which mostly one has an upper end above it. Reading that id alone says whether it does: most do not, since an
 upper end is far above the logit itself. A group with an id that does is read whole, for the noise inside the group
 needs all its logits.
@@ -20,17 +20,26 @@ limits reach below what was rescored, is left: its whole head is read, and ``sea
 
 from __future__ import annotations
 
+import enum
+
 import torch
 import triton
 import triton.language as tl
 
 from . import rng
-from .config import ScreenConfig, TruncationConfig
+from .config import ScreenConfig, TruncationConfig, cdiv
 from .epilogue import invert_temperature, load_edit_flags, relative_mass, rows_truncated
 from .intrinsics import float_to_ordered, ordered_to_float
-from .launch import cdiv, launch, resident_programs, supports_early_launch
-from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead, SampleOutput
-from .rescore import flag_groups, logits_of_ids
+from .launch import launch, resident_programs, supports_early_launch
+from .params import ROW_POINTERS, BatchParams, LMHead, SampleOutput
+from .rescore import (
+    flag_groups,
+    launch_reader,
+    list_groups,
+    logits_of_ids,
+    num_reading_programs,
+    store_groups,
+)
 from .truncation_math import (
     BLOCK_GROUPS,
     best_of_listed,
@@ -47,19 +56,26 @@ from .workspace import ID_ROWS, LISTED_GROUPS, LogitsBuffer, ScreenCounter, Scre
 
 _LISTED_GROUPS = tl.constexpr(LISTED_GROUPS)
 _COUNT_GROUPS = tl.constexpr(int(ScreenCounter.GROUPS))
-# Of a mass: what a float32 sum of so many exponentials may be off by; and per unit of the largest exponent.
+# Relative error of a float32 sum of so many exponentials: a constant part, and a part per unit of the largest exponent.
 _SUM_SLACK = tl.constexpr(2.0**-12)
 _EXPONENT_SLACK = tl.constexpr(2.0**-21)
-_GROUPS_AT_ONCE = 16  # per program of list_ids
-# Of list_ids: no more threads than pairs of these groups and a block's rows, so that no thread reads what another one
-# changes.
+_GROUPS_AT_ONCE = 16  # groups per program of list_ids
+# Warps of list_ids: no more threads than pairs of these groups and a block's rows, so that no thread reads what another
+# one changes.
 _LIST_WARPS = 4
+
+
+class RescorePass(enum.IntEnum):
+    """The groups that ``read_groups`` reads for truncated rows, before and after the pass that draws."""
+
+    CERTAIN_GROUPS = 0  # the groups that surely reach the row's threshold
+    UNANSWERED_ROWS = 1  # all groups of the rows whose status is negative
 
 
 @triton.jit
 def _groups_to_find(top_k, vocab_size, CANDIDATES: tl.constexpr):
-    """How many of the largest groups are looked for, and whether they are enough for the top-k: where that is not
-    small, as many as there is room for, with ties."""
+    """The number of largest groups to look for, and a flag, true if they are enough for the top-k. Where the top-k is
+    not small, the number leaves room for ties."""
     small = (top_k >= 1) & (top_k < vocab_size) & (top_k <= CANDIDATES // 2)
     return tl.where(small, top_k, CANDIDATES // 2), small
 
@@ -67,7 +83,7 @@ def _groups_to_find(top_k, vocab_size, CANDIDATES: tl.constexpr):
 @triton.jit(do_not_specialize=["num_groups", "vocab_size"], do_not_specialize_on_alignment=[*ROW_POINTERS])
 def bound_truncated_kernel(
     screen,  # ScreenOperands, with max_logit_lo; out: threshold of truncated rows
-    buffer,  # BufferOperands, out: group_max -inf, as of groups that are not rescored; not RESCORED
+    buffer,  # BufferOperands, out unless RESCORED: group_max -inf, as in groups that are not rescored
     temperature_ptr,  # [B] f32
     truncation,  # TruncationOperands
     num_groups,
@@ -137,6 +153,133 @@ def bound_truncated(
     )
 
 
+@triton.jit(
+    do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_programs", "given_edits"],
+    do_not_specialize_on_alignment=[*ROW_POINTERS],
+)
+def read_groups_kernel(
+    weight_ptr,  # [V, D]
+    hidden_ptr,  # [B, D]
+    screen,  # ScreenOperands; out, with CERTAIN: max_logit_lo becomes exact, and score_hi -inf: not to be read again
+    temperature_ptr,  # [B] f32
+    truncation,  # TruncationOperands
+    edits,  # EditOperands, or None
+    buffer,  # BufferOperands, out: logits and group_max
+    num_rows,
+    vocab_size,
+    vocab_start,
+    num_programs,  # per block of rows
+    weight_stride,
+    hidden_stride,
+    logit_scale,  # or None, as the next
+    softcap,
+    given_edits,  # FeatureOperands.given_edits
+    # constexpr
+    D: tl.constexpr,
+    LOGITS_DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    CERTAIN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    BLOCK_B: tl.constexpr = TILE.block_b
+    BLOCK_V: tl.constexpr = TILE.block_v
+    SLOTS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
+    program = tl.program_id(0) // num_row_blocks
+    row_block = tl.program_id(0) % num_row_blocks
+    offs_b = row_block * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_b = offs_b < num_rows
+    num_groups = tl.cdiv(vocab_size, rng.GROUP_SIZE)
+    if CERTAIN:
+        # As in rescore_groups_kernel with LISTED.
+        num_listed = tl.load(screen.num_flagged + row_block)
+        arriving = tl.maximum(tl.minimum(num_listed, num_programs), 1)
+        num_own = tl.cdiv(tl.maximum(num_listed - program, 0), num_programs)
+        sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
+        rows = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
+    else:
+        rows = mask_b & (tl.load(buffer.status + offs_b, mask=mask_b, other=0) < 0)
+        num_own = tl.minimum(TILE.chunk, num_groups - program * TILE.chunk)
+        num_own = tl.where(tl.max(rows.to(tl.int32)) > 0, num_own, 0)
+    if num_own > 0:
+        offs_s = tl.arange(0, SLOTS)
+        offs_i = tl.arange(0, rng.GROUP_SIZE)
+        edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+        hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + tl.arange(0, TILE.block_d)[:, None]
+        for step in tl.range(0, num_own, SLOTS):
+            live = step + offs_s < num_own
+            if CERTAIN:
+                place = row_block * num_groups + program + (step + offs_s) * num_programs
+                group = tl.load(screen.group_list + place, mask=live, other=0)
+            else:
+                group = program * TILE.chunk + step + offs_s
+            ids = tl.reshape(group[:, None] * rng.GROUP_SIZE + offs_i[None, :], [BLOCK_V])
+            valid = tl.reshape(live[:, None] & (offs_i >= 0)[None, :], [BLOCK_V]) & (ids < vocab_size)
+            logits = logits_of_ids(
+                weight_ptr,
+                hidden_ptrs,
+                ids,
+                valid,
+                offs_b,
+                mask_b,
+                vocab_start,
+                weight_stride,
+                logit_scale,
+                softcap,
+                edits,
+                edit_flags,
+                D,
+                LOGITS_DTYPE,
+                TILE.block_d,
+                TILE.stages,
+                TILE.prefetch,
+            )
+            logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
+            out, mask = store_groups(buffer, logits, group, live, rows, offs_b, num_groups)
+            if CERTAIN:
+                tl.store(screen.max_logit_lo + out, tl.max(logits, axis=1), mask=mask)
+                out = group[:, None] * num_rows + offs_b[None, :]
+                tl.store(screen.score_hi + out, tl.full(out.shape, float("-inf"), tl.float32), mask=mask)
+        tl.atomic_add(screen.counters + _COUNT_GROUPS, num_own.to(tl.int64), sem="relaxed")
+    if CERTAIN:  # noqa: SIM102 - the constant decides what is compiled
+        if program < arriving:
+            tl.debug_barrier()  # the reads of this program's other threads come before its arrival
+            if tl.atomic_add(screen.arrived + row_block, 1, sem="acq_rel") == arriving - 1:
+                tl.store(screen.arrived + row_block, 0)
+                tl.store(screen.num_flagged + row_block, 0)
+
+
+def read_groups(
+    hidden: torch.Tensor,  # [B, D]
+    head: LMHead,
+    params: BatchParams,  # with a truncation
+    workspace: ScreenWorkspace,
+    config: ScreenConfig,
+    buffer: LogitsBuffer,
+    which: RescorePass,
+) -> None:
+    """Logits of truncated rows into ``buffer``: see ``RescorePass``. Where nothing is to be read, nothing is."""
+    num_rows = hidden.shape[0]
+    certain = which is RescorePass.CERTAIN_GROUPS
+    if certain:
+        list_groups(num_rows, head.spec.vocab_size, params, workspace, config, certain=True)
+    launch_reader(
+        read_groups_kernel,
+        num_reading_programs(num_rows, workspace, config, listed=certain),
+        hidden,
+        head,
+        params,
+        workspace,
+        config,
+        rows=(params.temperature,),
+        outputs=(buffer.operands,),
+        constants={"TILE": config.rescore_tile, "CERTAIN": certain},
+        buffer_dtype=buffer.dtype,
+    )
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "vocab_size"], do_not_specialize_on_alignment=[*ROW_POINTERS])
 def list_ids_kernel(
     screen,  # ScreenOperands, with score_hi, id_hi and threshold; out: ids, num_ids, candidates, score_hi
@@ -187,7 +330,7 @@ def list_ids(
     workspace: ScreenWorkspace,  # with what ``bound_truncated`` has left
     config: ScreenConfig,
 ) -> None:
-    """Put the ids that have yet to be verified into one list, and rule their groups out until they are. Entries come in
+    """Put the ids that have yet to be read into one list, and rule their groups out until they are. Entries come in
     any order."""
     assert params.truncation is not None
     device = params.temperature.device
@@ -214,7 +357,7 @@ def list_ids(
     do_not_specialize=["num_rows", "vocab_size", "vocab_start", "num_programs", "given_edits"],
     do_not_specialize_on_alignment=[*ROW_POINTERS],
 )
-def verify_ids_kernel(
+def read_ids_kernel(
     weight_ptr,  # [V, D]
     hidden_ptr,  # [B, D]
     screen,  # ScreenOperands, with ids and threshold; out: score_hi +inf where a logit of the group reaches it
@@ -229,7 +372,7 @@ def verify_ids_kernel(
     hidden_stride,
     logit_scale,  # or None, as the next
     softcap,
-    given_edits,  # of FeatureOperands
+    given_edits,  # FeatureOperands.given_edits
     # constexpr
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
@@ -288,51 +431,26 @@ def verify_ids_kernel(
             tl.atomic_add(screen.counters + _COUNT_GROUPS, num_read, sem="relaxed")
 
 
-def verify_ids(
+def read_ids(
     hidden: torch.Tensor,  # [B, D], ID_ROWS rows or fewer
     head: LMHead,
     params: BatchParams,  # with a truncation
     workspace: ScreenWorkspace,  # with what ``list_ids`` has left
     config: ScreenConfig,
 ) -> None:
-    """Bring the groups back of the listed ids that reach a row's threshold: their ``score_hi`` becomes +inf."""
-    spec, tile = head.spec, config.rescore_tile
-    features = params.operands(spec, workspace.operands.score_hi, workspace.operands.threshold)
-    early = config.early and supports_early_launch(hidden.device)
-    programs = resident_programs(hidden.device, 1)
-    aligned = hidden.data_ptr() % 16 == 0
-    launch(
-        verify_ids_kernel,
-        programs,
-        (
-            head.weight,
-            hidden,
-            workspace.operands,
-            params.temperature,
-            features.truncation,
-            features.edits,
-            hidden.shape[0],
-            spec.vocab_size,
-            spec.vocab_start,
-            programs,
-            head.weight.stride(0),
-            hidden.stride(0),
-            features.logit_scale,
-            features.softcap,
-            features.given_edits,
-        ),
-        {
-            "D": hidden.shape[1],
-            "LOGITS_DTYPE": TRITON_DTYPES[head.rounding],
-            "BLOCK_B": ID_ROWS,
-            "BLOCK_V": tile.block_v,
-            "BLOCK_D": tile.block_d,
-            "STAGES": tile.stages,
-            "EARLY": early,
-        },
-        config.rescore_warps,
-        (hidden.device.index, head.variant, hidden.stride(0), aligned, features.variant),
-        early=early,
+    """Bring back the groups of the listed ids that reach a row's threshold: their ``score_hi`` becomes +inf."""
+    tile = config.rescore_tile
+    launch_reader(
+        read_ids_kernel,
+        resident_programs(hidden.device, 1),
+        hidden,
+        head,
+        params,
+        workspace,
+        config,
+        rows=(params.temperature,),
+        outputs=(),
+        constants={"BLOCK_B": ID_ROWS, "BLOCK_V": tile.block_v, "BLOCK_D": tile.block_d, "STAGES": tile.stages},
     )
 
 
@@ -466,7 +584,7 @@ def draw_rescored_kernel(
 
 
 def draw_rescored(
-    output: SampleOutput,  # of the rows without a truncation
+    output: SampleOutput,  # with the rows without a truncation
     vocab_size: int,
     params: BatchParams,  # with a truncation
     workspace: ScreenWorkspace,  # with what ``bound_truncated`` has left

@@ -1,4 +1,4 @@
-"""The token of a row that ``sample_truncated`` could not answer in one pass, whatever it takes. The third launch.
+"""The token of a row that ``sample_truncated`` could not answer in one pass. The third launch.
 
 Questions on one row, until a token is allowed: always exact, and tens of microseconds. A batch without such a row costs
 an empty launch.
@@ -35,7 +35,7 @@ from .truncation_math import (
 )
 from .workspace import LogitsBuffer, num_group_blocks
 
-_WINDOW_WIDTH = tl.constexpr(2.5)  # scores of the blocks of one window: e^2.5 of them or fewer are as close, on average
+_WINDOW_WIDTH = tl.constexpr(2.5)  # range of a window's scores: e^2.5 blocks or fewer are so close, on average
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def _search(
     offs_w = tl.arange(0, WINDOW * BLOCK_GROUPS)
     excluded = tl.full([], float("-inf"), tl.float32)  # no allowed logit is this or below
     ceiling = tl.full([], float("inf"), tl.float32)  # groups with a score of this or more have been looked at
-    # Of the tokens looked at, the first that may be allowed.
+    # The first token that may be allowed, among those looked at.
     score = tl.full([], float("-inf"), tl.float32)
     logit = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int32)

@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
-from .config import MAX_TRUNCATED_ROWS_PER_TILE, ReadConfig, TileConfig, TruncationConfig
+from .config import (
+    GROUP_SIZE,
+    MAX_TRUNCATED_ROWS_PER_TILE,
+    ReadConfig,
+    TileConfig,
+    TruncationConfig,
+    next_power_of_2,
+)
 from .epilogue import num_top_groups
-from .launch import next_power_of_2
 from .params import TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import reduce_splits
-from .rng import GROUP_SIZE
 from .sample_truncated import sample_truncated
 from .workspace import LogitsBuffer, Workspace
 

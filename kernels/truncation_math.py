@@ -77,7 +77,7 @@ def token_scores(
 
 @triton.jit
 def min_p_limit(largest, inv_temperature, min_p):
-    """What a logit must reach to be allowed by min-p where ``largest`` is the row's largest; -inf without min-p.
+    """The smallest logit that min-p allows where ``largest`` is the row's largest; -inf without min-p.
 
     One definition for all branches: whether a logit at the limit is allowed does not depend on which of them answers.
     """
@@ -86,13 +86,13 @@ def min_p_limit(largest, inv_temperature, min_p):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A row with a small top-k. What the largest logits of k blocks of groups are above, k logits are above. So the groups
-# that reach it, about k, hold everything that is allowed: they are listed, and what top-k, top-p and min-p allow of
-# their logits is found exactly.
+# A row with a small top-k. If the largest logits of k blocks of groups are above a number, k logits are above it. So
+# the groups that reach it, about k, hold everything that is allowed: they are listed, and their logits that top-k,
+# top-p and min-p allow are found exactly.
 
 
 def key_shift(dtype: torch.dtype) -> int:
-    """How many low bits of every number of ``dtype`` are zero in float32."""
+    """The number of low bits that are zero in float32, in every number of ``dtype``."""
     return 16 if dtype is torch.bfloat16 else 0
 
 
@@ -194,8 +194,8 @@ def best_of_listed(
     lowest,
     CANDIDATES: tl.constexpr,
 ):
-    """Of the listed groups, the best token with a logit above ``floor`` and at least ``lowest``: its id, its logit and
-    its score; id 0 and -inf where there is none."""
+    """The best token of the listed groups whose logit is above ``floor`` and at least ``lowest``: its id, logit and
+    score; id 0 and -inf where there is none."""
     best_token = tl.full([], NO_TOKEN, tl.int32)
     best_logit = tl.full([], float("-inf"), tl.float32)
     best_score = tl.full([], float("-inf"), tl.float32)
@@ -288,7 +288,7 @@ def _load_blocks(row_logits, list_ptr, first, num_blocks, listed, width, GATHER:
 
 @triton.jit
 def best_of_window(scores, list_ptr, row_logits):
-    """The best token of a window: score, id and logit. Of equal scores the lowest id: windows are in order."""
+    """The best token of a window: score, id and logit. The lowest id wins a tie: windows are in order."""
     score, index = tl.max(scores, axis=0, return_indices=True)
     block = tl.load(list_ptr + index // BLOCK_IDS, mask=score > float("-inf"), other=0)
     token = block * BLOCK_IDS + index % BLOCK_IDS
@@ -308,7 +308,7 @@ def measure(
     BLOCK_S: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """How many of the row's logits are above ``low``, and their mass relative to the largest; the same for ``high``.
+    """The number of the row's logits above ``low``, and their mass relative to the largest; the same for ``high``.
 
     The order of the sums depends on the row and the config alone, so equal rows get equal answers.
     """

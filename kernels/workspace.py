@@ -12,6 +12,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import (
+    GROUP_SIZE,
     LIMBS,
     MAX_CANDIDATE_GROUPS,
     MAX_DRAW_SPLITS,
@@ -19,18 +20,18 @@ from .config import (
     MIN_CHUNK,
     MIN_RESCORED_ROWS,
     ScreenConfig,
+    cdiv,
+    next_power_of_2,
 )
-from .launch import cdiv, next_power_of_2
 from .params import LogitsSpec, descriptor
-from .rng import GROUP_SIZE
 
 MAX_TOP_GROUPS = 8  # groups that a split leaves behind per truncated row
 GROUPS_PER_BLOCK = 8  # groups that the search handles as one
 MEASURED_CANDIDATES = 4  # tokens that one pass over a row's logits measures
 CANDIDATE_GROUPS = 64  # groups that these come from
-PARTIALS = 16  # what each program of that pass leaves behind: two numbers per token and one more, in a power of two
+PARTIALS = 16  # numbers that each program of that pass leaves behind: two per token and three more, in a power of two
 LISTED_GROUPS = max(MAX_DRAW_SPLITS * CANDIDATE_GROUPS, 2 * MAX_CANDIDATE_GROUPS)  # room for lists of groups, per row
-ID_ROWS = 16  # of the largest batch in which ids of truncated rows are looked at one by one: each takes 2 bytes per id
+ID_ROWS = 16  # rows of the largest batch whose truncated rows have single ids looked at: 2 bytes per row and id
 
 
 _MAX_DOUBLED_ROWS = 512  # a row of logits takes hundreds of kilobytes
@@ -47,13 +48,13 @@ def num_group_blocks(vocab_size: int) -> int:
 
 
 class SplitOperands(NamedTuple):
-    """What the splits of a vocabulary leave behind: P splits, and of each its ``TOP_GROUPS`` best groups (T)."""
+    """The tensors that the splits of a vocabulary leave behind: P splits with ``TOP_GROUPS`` best groups (T) each."""
 
     score: Any  # [P * T, B] f32, perturbed log-mass of a group
     group: Any  # [P * T, B] i32, its absolute id
     logits: Any  # [P * T, B, GROUP_SIZE] f32
     mass: Any  # [P * T, B, 2] f32, the largest logit, and the exp-sum at temperature relative to that
-    second: Any  # [P * T, B] f32, of truncated batches: the score of the second-best group
+    second: Any  # [P * T, B] f32, in truncated batches: the score of the second-best group
     arrived: Any  # [B] i32: how many splits of a block of rows are done; zeros before and after each launch
 
 
@@ -62,7 +63,7 @@ class BufferOperands(NamedTuple):
 
     logits: Any  # [B, width] bf16 or f32
     group_max: Any  # [B, G] f32, the largest logit of each group; -inf where a screen has not read it
-    group_score: Any  # [B, G] f32, of rows that are searched, as the next
+    group_score: Any  # [B, G] f32, for rows that are searched, as the next
     group_mass: Any  # [B, G] f32, relative to group_max
     block_list: Any  # [B, 3 * blocks of groups] i32
     partial: Any  # [B, MAX_DRAW_SPLITS, PARTIALS] f32
@@ -143,7 +144,7 @@ class Workspace:
             arrived=torch.zeros(slots, dtype=torch.int32, device=device),
         )
         self._buffers: dict[torch.dtype, LogitsBuffer] = {}
-        self.last_buffer: LogitsBuffer | None = None  # of the last truncated batch
+        self.last_buffer: LogitsBuffer | None = None  # the last truncated batch's
         self._gemm: torch.Tensor | None = None
 
     @property
@@ -182,7 +183,7 @@ class Workspace:
     def logits_buffer(self, num_rows: int, spec: LogitsSpec, rounding: torch.dtype, *, edited: bool) -> LogitsBuffer:
         """Room for the logits of truncated rows; allocates for the first batch and for one larger than all before.
 
-        rounding: what the model's logits are rounded to. edited: whether they are changed after that.
+        rounding: dtype that the model's logits are rounded to. edited: whether they are changed after that.
         """
         # bfloat16 holds the logits exactly where they are bfloat16 numbers.
         exact = rounding is torch.bfloat16 and spec.softcap is None and not edited
@@ -199,7 +200,7 @@ class Workspace:
 
 
 class ScreenCounter(enum.IntEnum):
-    """What ``ScreenOperands.counters`` counts on the device, without anyone waiting for it."""
+    """The entries of ``ScreenOperands.counters``, which are counted on the device without anyone waiting."""
 
     ROW_BLOCKS = 0  # blocks of rows: each reads groups of its own
     ROWS = 1
@@ -215,18 +216,18 @@ class ScreenOperands(NamedTuple):
     hidden_scale: Any  # [B] f32, the step of a row's fixed-point hidden state
     hidden_norm: Any  # [B] f32
     hidden_error: Any  # [B] f32
-    score_hi: Any  # [G, B] f32: no score of the group is above; of truncated rows, no logit
-    threshold: Any  # [B] i32, ordered: what the best group surely reaches; of truncated rows, what matters to a top-k
-    max_logit_lo: Any  # [B, G] f32, of truncated rows, as the next three: the group's largest logit is not below
+    score_hi: Any  # [G, B] f32: no score of the group is above; in truncated rows, no logit
+    threshold: Any  # [B] i32, ordered: score that the best group surely reaches; in truncated rows, a logit
+    max_logit_lo: Any  # [B, G] f32, for truncated rows, as the next three: the group's largest logit is not below
     lse_hi: Any  # [B, G] f32, the group's log-mass at the row's temperature is not above
     lse_lo: Any  # [B, G] f32, nor below
-    id_hi: Any  # [V, B] f16, of ID_ROWS rows or fewer: no logit of the id is above
+    id_hi: Any  # [V, B] f16, for ID_ROWS rows or fewer: no logit of the id is above
     ids: Any  # [V] i32, a list of ids
     num_ids: Any  # [1] i32, its length; zero before and after each draw, as the next
     ids_arrived: Any  # [1] i32
-    best: Any  # [B] i64: ordered score of the best rescored group, and what is left of NO_GROUP beside its id
+    best: Any  # [B] i64: ordered score of the best rescored group, above NO_GROUP without its id
     candidates: Any  # [B] i32: groups that the row could take its token from
-    logits: Any  # [programs, B, GROUP_SIZE] f32, of each program's best rescored group
+    logits: Any  # [programs, B, GROUP_SIZE] f32: each program's best rescored group
     group_list: Any  # [row blocks, G] i32, the groups to rescore
     group_place: Any  # [row blocks, G] i32: where each of these is in the list
     num_flagged: Any  # [row blocks] i32, the lengths of the lists; zeros before and after each draw, as the next
@@ -300,7 +301,7 @@ class ScreenWorkspace:
             )
 
     def limbs_operand(self, config: ScreenConfig) -> torch.Tensor | TensorDescriptor:
-        """What the kernel reads the hidden states' limbs through."""
+        """The kernel's argument for the limbs of the hidden states."""
         if not config.tma:
             return self.limbs
         return descriptor(self._descriptors, self.limbs, (config.block_b * LIMBS, config.block_d))

@@ -11,6 +11,7 @@ import torch
 from .cpu_path import draws_in_host_memory, follow_drafts_on_cpu
 from .dispatch import DispatchTable
 from .head import Head, check_params, check_rows
+from .kernels.config import next_power_of_2
 from .kernels.follow_drafts import follow_drafts
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, check_tensor
 from .kernels.workspace import Workspace
@@ -272,7 +273,7 @@ def _greedy_params_for(num_rows: int, device: torch.device) -> BatchParams:
 
 def _zeros_for(num_rows: int, device: torch.device) -> torch.Tensor:
     """``num_rows`` int64 zeros or more."""
-    size = max(_MIN_ZEROS, 1 << max(0, num_rows - 1).bit_length())
+    size = max(_MIN_ZEROS, next_power_of_2(max(1, num_rows)))
     zeros = _zeros.get((device, size))
     if zeros is None:
         zeros = torch.zeros(size, dtype=torch.int64, device=device)

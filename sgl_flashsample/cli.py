@@ -1,8 +1,7 @@
 """The command line: ``sgl-flashsample serve | bench | tune | warm | trace | doctor | demo | completion``.
 
-Exit codes: 0 fine; 1 something does not work (a package that is missing, a server that does not start, a problem that
-``doctor`` found); 2 what was typed, or a file that it names, cannot be used; 130 interrupted. Each failure is one line
-on the error stream. Parsing needs the standard library alone, so that ``--help`` works wherever this is installed.
+Each failure is one line on the error stream; ``exit_codes.py`` has the codes. Parsing needs the standard library alone,
+except for ``tune``, so that ``--help`` works wherever this is installed.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
+from .exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from .files import check_writable
 
 if TYPE_CHECKING:
     from .hot_vocab import HotVocab
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-# The extra of this package that brings what a command may miss.
+# Package that a command may miss -> the extra of this package that brings it.
 _EXTRAS = {
     **dict.fromkeys(("sglang", "safetensors", "tokenizers", "transformers"), "[sglang]"),
     **dict.fromkeys(("optuna", "plotly", "rich", "scipy", "pynvml"), "[tune]"),
@@ -37,6 +36,10 @@ _EXTRAS = {
     **dict.fromkeys(("torch", "triton", "numpy", "msgspec"), ""),
 }
 
+_EPILOG = """\
+exit codes: 0 done; 1 something was found wrong, or does not work: a package that is missing, a server that does not
+start, a problem that doctor found, a stale table; 2 an argument, or what it names, cannot be used; 130 interrupted
+"""
 _SERVE_HELP = """\
 usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off] [--require]
                              --model-path MODEL [any SGLang server argument ...]
@@ -126,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         package = error.name
         if package is None or "." in package or package == __package__:
-            raise  # a part of what is installed
+            raise  # a module of an installed package
         brings = f"'.{_EXTRAS[package]}' in a checkout of sgl-flashsample" if package in _EXTRAS else f"'{package}'"
         return _fail(f"{package} is not installed: pip install {brings}", FAILED)
     except OSError as error:
@@ -158,16 +161,14 @@ def _interruptible() -> Iterator[None]:
 def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["serve"]:
         return serve(arguments[1:])  # not through argparse: SGLang's arguments are SGLang's business
-    if arguments[:1] == ["tune"]:
-        from .autotune.cli import main as tune
-
-        return tune(arguments[1:])
-    parser = _parser()
+    parser = _parser(tune=arguments[:1] == ["tune"])
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
         return bench(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "tune":
+        return options.run(options) or OK
     if options.command == "trace":
         return trace(options)
     if options.command == "warm":
@@ -193,9 +194,14 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _parser(complete: bool = False) -> Parser:
-    """complete: with the commands of ``tune``, which needs more than the standard library."""
-    parser = Parser(prog="sgl-flashsample", description="Exact fused sampling for SGLang.")
+def _parser(tune: bool = False) -> Parser:
+    """The parser of all commands. tune: with the commands of ``tune``, which needs more than the standard library."""
+    parser = Parser(
+        prog="sgl-flashsample",
+        description="Exact fused sampling for SGLang.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"sgl-flashsample {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("serve", help="start SGLang's server with the backend on")
@@ -209,11 +215,11 @@ def _parser(complete: bool = False) -> Parser:
             allow_abbrev=False,
         )
     )
-    tune = commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU")
-    if complete:
+    tables = commands.add_parser("tune", help="tuned tables: which configuration is fastest on this GPU")
+    if tune:
         from .autotune.cli import add_commands
 
-        add_commands(tune)
+        add_commands(tables)
     warm = commands.add_parser(
         "warm",
         help="compile a head's kernels into the cache, for images; needs no GPU",
@@ -224,7 +230,9 @@ def _parser(complete: bool = False) -> Parser:
     warm.add_argument("--device", metavar="NAME", help="the GPU of the servers, such as H100 (default: the one here)")
     warm.add_argument("--tuned", metavar="FILE", help="the servers' tuned table (default: the one they would find)")
     warm.add_argument("--no-screen", action="store_true", help="for servers without a screen: fewer kernels")
-    warm.add_argument("--max-rows", type=int, metavar="N", help="of the largest batch (default: what servers compile)")
+    warm.add_argument(
+        "--max-rows", type=int, metavar="N", help="rows of the largest batch (default: as servers compile)"
+    )
     _add_trace(
         commands.add_parser(
             "trace",
@@ -250,7 +258,7 @@ def _parser(complete: bool = False) -> Parser:
 
 
 def _port(text: str) -> int:
-    """The value of an option ``--port``."""
+    """The port in an option ``--port``."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 1 to 65535")
     return int(text)
@@ -259,27 +267,27 @@ def _port(text: str) -> int:
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", required=True, metavar="MODEL", help="a model's folder or a hub's name")
     for name, default, metavar, about in (
-        ("samplings", "t1,trunc,greedy", "NAMES", "with commas"),
-        ("batches", "1,8,32", "SIZES", "requests at once, with commas"),
+        ("samplings", "t1,trunc,greedy", "NAMES", "samplings, separated by commas"),
+        ("batches", "1,8,32", "SIZES", "numbers of requests at once, separated by commas"),
         ("pairs", 6, "N", "samples of each server"),
-        ("input-tokens", 32, "N", "of a prompt"),
-        ("output-tokens", 200, "N", "of an answer"),
-        ("starts", 2, "N", "of each server, where they run in turns"),
-        ("logs", ".cache/bench", "FOLDER", "of the servers"),
+        ("input-tokens", 32, "N", "tokens of a prompt"),
+        ("output-tokens", 200, "N", "tokens of an answer"),
+        ("starts", 2, "N", "starts of each server, if they run in turns"),
+        ("logs", ".cache/bench", "FOLDER", "folder for the logs of the servers"),
     ):
         about += " (default: %(default)s)"
         parser.add_argument(f"--{name}", type=type(default), default=default, metavar=metavar, help=about)
     parser.add_argument("--in-turns", action="store_true", help="do not run both servers at once, even if they fit")
     about = "also run SGLang's bench_serving against both, at this many requests per second"
     parser.add_argument("--load", type=float, metavar="RATE", help=about)
-    about = "of stock SGLang (default: what it takes by itself)"
+    about = "sampling backend of stock SGLang (default: its own choice)"
     parser.add_argument("--sampling-backend", metavar="NAME", help=about)
     parser.add_argument("--json", metavar="FILE", help="write the results, with all samples")
     parser.add_argument("--html", metavar="FILE", help="write the results as a page")
 
 
 def bench(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Compare a server with stock SGLang's. An interruption keeps what was measured. arguments: SGLang's."""
+    """Compare a server with stock SGLang's. Measurements are kept on an interruption. arguments: SGLang's."""
     names = [name.strip() for name in options.samplings.split(",")]
     try:
         batches = [int(size) for size in options.batches.split(",")]
@@ -407,10 +415,10 @@ def _check_table(file: str) -> None:
 
 
 def completion(shell: str) -> int:
-    """Print a completion script: of all commands, those of ``tune`` included."""
+    """Print a completion script for all commands, with those of ``tune``."""
     import shtab
 
-    print(shtab.complete(_parser(complete=True), shell))
+    print(shtab.complete(_parser(tune=True), shell))
     return OK
 
 
@@ -502,7 +510,7 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
 
 
 def serve(arguments: list[str]) -> int:
-    """Replace this process by SGLang's server with our backend on. Returns only when it cannot."""
+    """Replace this process by SGLang's server with our backend on. Returns only where that fails."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_SERVE_HELP)
         return OK if arguments else USAGE
@@ -544,7 +552,7 @@ def serve(arguments: list[str]) -> int:
 
 def _take(arguments: list[str], name: str, expected: str) -> tuple[str | None, list[str]]:
     """The value of the option ``name``, and the arguments without it. Raises ValueError where it has none, or is given
-    twice; expected: what it takes, in words."""
+    twice. expected: its values, in words."""
     places = [place for place, argument in enumerate(arguments) if argument.split("=")[0] == name]
     if not places:
         return None, arguments

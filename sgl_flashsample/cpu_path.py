@@ -102,7 +102,7 @@ def _make_job(
     loops: ModuleType, logits: torch.Tensor, spec: LogitsSpec, params: BatchParams, output: SampleOutput
 ) -> np.ndarray[Any, Any]:
     """A ``JOB`` of the loops, whose members have this order."""
-    rounding = logits.dtype if spec.rounding is None else spec.rounding
+    rounding = logits.dtype if spec.logits_dtype is None else spec.logits_dtype
     edits, limits = params.edits or LogitEdits(), params.truncation
     words, bools = (None, edits.mask) if edits.mask_is_bool else (edits.mask, None)
     of_ids = (edits.additive, edits.scaling, words, bools, edits.bias)

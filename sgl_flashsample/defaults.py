@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .files import read_plain
-from .kernels.config import DEFAULT_TRUNCATION, ReadConfig, ScreenConfig, TileConfig, TruncationConfig
-from .kernels.rng import GROUP_SIZE
+from .kernels.config import (
+    DEFAULT_TRUNCATION,
+    GROUP_SIZE,
+    ReadConfig,
+    ScreenConfig,
+    TileConfig,
+    TruncationConfig,
+    next_power_of_2,
+)
 from .kinds import BatchKind, Config, SamplingPath
 from .tables.schema import MAX_BYTES, Entry, Table
 
@@ -144,7 +151,7 @@ def _serving(entries: list[Entry], num_rows: int) -> Entry:
 def truncation_config(family: str, itemsize: int, vocab_size: int) -> TruncationConfig:
     """How truncated rows are drawn, whatever the batch size and the path."""
     if family == INTERPRETED:
-        block = min(max(8, 1 << max(0, vocab_size - 1).bit_length()), 2**16)
+        block = min(max(8, next_power_of_2(vocab_size)), 2**16)
         return TruncationConfig(1, 4, block, search_splits=1, search_warps=4, window=2, gather=64)
     fields = builtin_table(family, itemsize).truncation
     return TruncationConfig(**fields) if fields else DEFAULT_TRUNCATION
@@ -159,7 +166,7 @@ def _interpreted(traits: HeadTraits, path: SamplingPath, num_rows: int) -> Confi
     """Interpreted programs cost milliseconds each: as few as the interpreter's block limit of 2**20 allows."""
 
     def cover(number: int, least: int, most: int) -> int:
-        return min(max(least, 1 << max(0, number - 1).bit_length()), most)
+        return min(max(least, next_power_of_2(max(1, number))), most)
 
     if path is SamplingPath.LOGITS:
         block_b = cover(num_rows, 1, 64)

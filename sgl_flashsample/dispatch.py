@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .defaults import HeadTraits, default_config, default_config_on, truncation_config
 from .kernels.config import ScreenConfig, TruncationConfig
@@ -23,6 +23,15 @@ Tuned = Mapping[BatchKind, Mapping[int, Config]]  # batch size -> configuration
 
 # Batches up to this size are looked up by place; a larger one takes the built-in choice of its size.
 DENSE_ROWS = 512
+
+
+class Choice(NamedTuple):
+    """config: the batch's configuration. asked: the kinds whose sizes were looked up, in this order; the last one
+    decided. measured: a tuned table has this size of the last kind; else ``config`` is the built-in choice for it."""
+
+    config: Config
+    asked: tuple[BatchKind, ...]
+    measured: bool
 
 
 class DispatchTable:
@@ -52,19 +61,22 @@ class DispatchTable:
         self._measured = {
             kind: frozenset((measured or {}).get(kind, ())) | self._tuned[kind].keys() for kind in BATCH_KINDS
         }
-        self._dense = {kind: tuple(self._resolve(rows, kind) for rows in range(DENSE_ROWS + 1)) for kind in BATCH_KINDS}
+        self._dense = {
+            kind: tuple(self.choice(rows, kind).config for rows in range(DENSE_ROWS + 1)) for kind in BATCH_KINDS
+        }
         self._checked: Callable[[], LMHead | None] = lambda: None  # weak: tables outlive heads
 
-    def _resolve(self, num_rows: int, kind: BatchKind) -> Config:
-        if kind.screen and not self.screening:
-            return self._resolve(num_rows, kind.unscreened)
-        config = self._tuned[kind].get(num_rows)
-        if config is not None:
-            return config
-        default = self.default(num_rows, kind)
-        if num_rows in self._measured[kind] or kind.fallback is None or isinstance(default, ScreenConfig):
-            return default
-        return self._resolve(num_rows, kind.fallback)
+    def choice(self, num_rows: int, kind: BatchKind = PLAIN) -> Choice:
+        """The configuration of a batch, and the kinds whose sizes were looked up for it."""
+        asked = [kind if self.screening else kind.unscreened]
+        while True:
+            default = self.default(num_rows, asked[-1])
+            if num_rows > DENSE_ROWS:
+                return Choice(default, tuple(asked), measured=False)
+            measured, fallback = num_rows in self._measured[asked[-1]], asked[-1].fallback
+            if measured or fallback is None or isinstance(default, ScreenConfig):
+                return Choice(self._tuned[asked[-1]].get(num_rows, default), tuple(asked), measured)
+            asked.append(fallback)
 
     def check(self, head: LMHead) -> None:
         """Raise ValueError unless this table is for heads with the traits of ``head``."""
@@ -94,11 +106,7 @@ class DispatchTable:
 
     def is_measured(self, num_rows: int, kind: BatchKind) -> bool:
         """Whether a tuned table has decided what such a batch takes."""
-        if num_rows in self._measured[kind]:
-            return True
-        if kind.fallback is None or isinstance(self.default(num_rows, kind), ScreenConfig):
-            return False
-        return self.is_measured(num_rows, kind.fallback)
+        return self.choice(num_rows, kind).measured
 
     def takes_flashinfer(self, num_rows: int, kind: BatchKind) -> bool:
         return num_rows in self.flashinfer and kind == BatchKind(truncate=True)

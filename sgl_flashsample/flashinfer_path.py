@@ -109,7 +109,7 @@ def _model_logits(logits: torch.Tensor, spec: LogitsSpec) -> torch.Tensor:
     """``[B, V]`` float32: a GEMM's output scaled and soft-capped, rounded where the model rounds."""
     logits_f32 = logits.float()
     if spec.logit_scale is not None:
-        logits_f32 = (logits_f32 * spec.logit_scale).to(spec.rounding or logits.dtype).float()
+        logits_f32 = (logits_f32 * spec.logit_scale).to(spec.logits_dtype or logits.dtype).float()
     return logits_f32 if spec.softcap is None else torch.tanh(logits_f32 / spec.softcap) * spec.softcap
 
 

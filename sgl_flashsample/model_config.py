@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import BadFileError, one_line, read_plain
+from .kernels.config import cdiv
 from .tables.schema import HeadShape
 
 MAX_CONFIG_BYTES = 1 << 22
@@ -56,8 +57,8 @@ def shard_of(vocab: int, tp: int) -> int:
     """The rows of the weight on each of ``tp`` ranks, as SGLang divides a vocabulary; of one rank, the real ids."""
     if tp == 1:
         return vocab
-    multiple = VOCAB_MULTIPLE if -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE % tp == 0 else VOCAB_MULTIPLE * tp
-    return -(-vocab // multiple) * multiple // tp
+    multiple = VOCAB_MULTIPLE if cdiv(vocab, VOCAB_MULTIPLE) * VOCAB_MULTIPLE % tp == 0 else VOCAB_MULTIPLE * tp
+    return cdiv(vocab, multiple) * multiple // tp
 
 
 def config_file(model: str, *, download: bool = False) -> Path:

@@ -91,7 +91,7 @@ class Screen:
     def bytes_for(head: LMHead, max_rows: int) -> int:
         """``num_bytes`` of the screen of ``head``: nothing is allocated on its device."""
         like = torch.empty(head.weight.shape, dtype=head.weight.dtype, device="meta")
-        return UnwrittenScreen(LMHead(like, head.vocab_size), max_rows).num_bytes
+        return UnwrittenScreen(LMHead(like, vocab_size=head.vocab_size), max_rows).num_bytes
 
     def serves(self, head: LMHead) -> bool:
         """Whether this is a copy of what ``head`` holds, as far as PyTorch knows. Costs a step a microsecond or two."""

@@ -404,7 +404,7 @@ def _logits(hidden: torch.Tensor, head: LMHead, chunk_ids: int, perturb: float) 
                 head.weight[start : start + chunk_ids],
                 logit_scale=head.logit_scale,
                 softcap=head.softcap,
-                logits_dtype=head.logits_dtype,
+                logits_dtype=head.rounding,
                 perturb=perturb,
             )
             for start in range(0, head.vocab_size, chunk_ids)

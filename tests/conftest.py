@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -19,22 +20,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first `import triton`
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles its repetition penalty
 
-try:
-    import sgl_flashsample.kernels
-except ImportError:
-    # A bare checkout, not installed: the mapping that pyproject.toml makes for an install.
+if importlib.util.find_spec("sgl_flashsample") is None:  # a checkout that is not installed
     sys.path.insert(0, str(ROOT))
-    import sgl_flashsample
-
-    sgl_flashsample.__path__.append(str(ROOT))
 
 if torch.version.cuda is None:  # so that SGLang can be imported here
     import lab.torchvision_schemas  # noqa: F401
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    import interpreter_bf16
-    from lab import interpreter
+    from lab import interpreter, interpreter_bf16
 
     interpreter_bf16.patch()
     interpreter.patch()

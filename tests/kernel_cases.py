@@ -90,7 +90,7 @@ class Case:
     @functools.cached_property
     def raw(self) -> torch.Tensor:
         dots = self.hidden.double() @ self.head.weight.double().T
-        dtype = self.head.weight.dtype if self.head.logits_dtype is None else torch.float32
+        dtype = self.head.weight.dtype if self.head.gemm_gives_logits else torch.float32
         rows = torch.full((len(dots), dots.shape[1] + 3), float("nan"), dtype=dtype, device=dots.device)
         rows[:, : dots.shape[1]] = dots
         return rows[:, : dots.shape[1]]
@@ -103,7 +103,7 @@ class Case:
             head.weight[: head.vocab_size],
             logit_scale=head.logit_scale,
             softcap=head.softcap,
-            logits_dtype=head.logits_dtype,
+            logits_dtype=head.rounding,
         )
         return logits if self.params.edits is None else edited_ref(logits, self.params.edits, head.vocab_start)
 

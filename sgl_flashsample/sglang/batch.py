@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.launch import next_power_of_2
+from ..kernels.config import next_power_of_2
 from ..kernels.params import BatchParams, Edit, LogitEdits, Truncation
 from .arrivals import Arrivals, given_seed
 

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ..kernels.launch import cdiv
+from ..kernels.config import cdiv
 from ..kernels.merge_ranks import NUM_FIELDS, merge_records, pack_record
 from ..kernels.params import BatchParams, SampleOutput
 from ..kernels.peer_memory import PeerMemory, compile_exchanges, exchange_records, exchange_rows

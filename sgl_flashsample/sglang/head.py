@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..head import Head
-from ..kernels.launch import cdiv
+from ..kernels.config import cdiv
 from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput
 from ..kernels.rng import GROUP_SIZE

@@ -1,1 +1,1 @@
-"""Tuned tables and the built-in choices: ``schema.py`` says what one is, ``lookup.py`` finds the one that serves."""
+"""Tuned tables and the built-in choices: ``schema.py`` defines a table, ``lookup.py`` finds the one that serves."""

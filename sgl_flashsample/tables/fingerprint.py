@@ -1,4 +1,4 @@
-"""Which code of the kernels a tuned table was measured with: a hash per path, over what the device runs."""
+"""Fingerprints of the kernels that a tuned table was measured with: a hash per path, over the code of the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ LAUNCHERS = {
     SamplingPath.LOGITS: "sample_logits",
     SamplingPath.SCREENED: "screened_sample",
 }
-_IGNORED = {"ctx", "kind", "type_comment", "type_params"}  # of syntax trees: they differ between versions of Python
+_IGNORED = {
+    "ctx",
+    "kind",
+    "type_comment",
+    "type_params",
+}  # fields of syntax trees that differ between versions of Python
 
 
 @functools.cache
@@ -54,7 +59,7 @@ def _imported_from(folder: pathlib.Path, module: str) -> set[str]:
 
 
 def _is_device_code(statement: ast.stmt) -> bool:
-    """Whether a kernel may use what the statement defines."""
+    """True where a kernel may use the name that the statement defines."""
     if isinstance(statement, ast.FunctionDef):
         return any(".jit" in ast.unparse(decorator) for decorator in statement.decorator_list)
     if isinstance(statement, ast.ClassDef):
@@ -63,7 +68,7 @@ def _is_device_code(statement: ast.stmt) -> bool:
 
 
 def _canonical(node: Any) -> Any:
-    """A syntax tree as nested lists, without docstrings and without what versions of Python write differently."""
+    """A syntax tree as nested lists, without docstrings and without fields that differ between versions of Python."""
     if isinstance(node, list):
         return [_canonical(item) for item in node]
     if not isinstance(node, ast.AST):

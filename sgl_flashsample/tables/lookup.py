@@ -1,7 +1,7 @@
-"""From a head on this machine to the choices that its batches take: the tuned table that fits, on the built-in ones.
+"""The choices for the batches of a head on this machine: the tuned table that fits, on top of the built-in choices.
 
-Where tables are looked for, and how well one has to match. A table that cannot be used is a miss with one line that
-says why, never an error. Only ``resolve`` needs torch.
+This file has the places where tables are looked for, and the rules of a match. A table that cannot be used is a miss
+with one line that says why, never an error. Only ``resolve`` needs torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..defaults import SHIPPED, defaults_digest, family_of
+from ..defaults import SHIPPED, HeadTraits, defaults_digest, family_of
+from ..dispatch import DENSE_ROWS, DispatchTable
 from ..files import BadFileError, one_line, read_plain
 from ..kernels.config import (
     LIMBS,
@@ -36,13 +37,12 @@ from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, 
 if TYPE_CHECKING:
     import torch
 
-    from ..dispatch import DispatchTable
     from ..kernels.params import LMHead
 
-MAX_FILES = 1000  # of a folder that are looked at for tables of the same family
-# Versions of which another minor release may compile otherwise, or multiply otherwise: cuBLAS comes with CUDA.
+MAX_FILES = 1000  # files of a folder that are looked at for tables of the same family
+# Packages whose minor releases may compile kernels, or multiply (cuBLAS comes with CUDA), in another way.
 COMPARED = ("triton", "cuda")
-NOTED = ("torch", "driver")  # a table holds whatever these are
+NOTED = ("torch", "driver")  # versions that may differ: the table holds
 TILE_CLASSES = (16, 32, 64)  # rows of the largest batches that share a block size; larger batches are the last class
 
 
@@ -58,12 +58,13 @@ class Match(enum.StrEnum):
 
 SHIPPED_SOURCE = "shipped"
 FRESH = (Match.EXACT, Match.COMPATIBLE)  # tables whose times still hold
-EXPLAINED = (Match.OTHER_VERSIONS, Match.STALE)  # tables of which the log line says what has changed
+EXPLAINED = (Match.OTHER_VERSIONS, Match.STALE)  # the log line names the changes since the measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a table is wanted for. env, kernels: versions and, per path, fingerprints that are installed."""
+    """The device, head and versions that a table is wanted for. env: installed versions. kernels: installed
+    fingerprints per path."""
 
     device: Device
     head: HeadShape
@@ -85,9 +86,8 @@ class TableFile:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedTable:
-    """dispatch: what batches take. table_file: the tuned table that the choices come from, or None. about: the device
-    and head that a table was looked for, in words. warnings: a line for each file that is unused, or used in part only,
-    and why."""
+    """dispatch: the choices. table_file: the tuned table that they come from, or None. about: the device and head of
+    the search for a table, in words. warnings: a line for each file that is unused, or used in part only, and why."""
 
     dispatch: DispatchTable
     table_file: TableFile | None
@@ -117,7 +117,7 @@ class ResolvedTable:
         for kind in BATCH_KINDS:
             if kind.screen and str(kind) not in measured:
                 continue  # the table was measured without a screen
-            sizes = [rows for rows in range(1, 513) if not self.dispatch.is_measured(rows, kind)]
+            sizes = [rows for rows in range(1, DENSE_ROWS + 1) if not self.dispatch.is_measured(rows, kind)]
             if sizes:
                 yield f"{kind} {ranges_of(sizes)}"
 
@@ -130,8 +130,8 @@ def ranges_of(sizes: Iterable[int]) -> str:
 
 
 def load_table(file: str | os.PathLike[str]) -> tuple[Table | None, str | None]:
-    """The table in ``file``; or None and, in one line, why not. Raises nothing, and waits for nothing: what is not a
-    plain file of at most ``schema.MAX_BYTES`` bytes is not read."""
+    """The table in ``file``; or None and, in one line, why not. Raises nothing, and waits for nothing: only a plain
+    file of at most ``schema.MAX_BYTES`` bytes is read."""
     try:
         table = Table.loads(read_plain(file, MAX_BYTES))
         if table.builtin:
@@ -139,7 +139,7 @@ def load_table(file: str | os.PathLike[str]) -> tuple[Table | None, str | None]:
         return table, None
     except (BadFileError, TableError) as error:
         return None, str(error)
-    except Exception as error:  # whatever else a file may do to its reader, the server must start
+    except Exception as error:  # the server must start, whatever a file does to its reader
         return None, one_line(f"{type(error).__name__}: {error}")
 
 
@@ -185,7 +185,7 @@ def _minor(version: str | None) -> str:
 
 
 def unsupported_config(config: Config, device: Device, dtype: str, kind: BatchKind) -> str | None:
-    """Why this configuration cannot run on ``device`` whatever the compiler does; None where it may."""
+    """Why this configuration cannot run on ``device`` with any compiler; None where it may."""
     if kind.truncate and config.block_b > MAX_TRUNCATED_ROWS_PER_TILE:
         return f"block_b is {config.block_b}; expected {MAX_TRUNCATED_ROWS_PER_TILE} or fewer with a truncation"
     if isinstance(config, ScreenConfig) and not kind.screen:
@@ -211,8 +211,8 @@ def buffer_bytes(config: TileConfig | ScreenConfig, itemsize: int) -> int:
 
 def bucket_for(sizes: Iterable[int], batch: int) -> int | None:
     """The measured size that serves ``batch`` rows: the next one that is not smaller, within the same tile class and
-    not more than twice as large; None: the built-in choice does. Reading the head once more, or a tile twice as tall,
-    costs more than any tuning gains, so a measured size never serves another tile class."""
+    not more than twice as large; None where the built-in choice serves them. Reading the head once more, or a tile
+    twice as tall, costs more than any tuning gains, so a measured size never serves another tile class."""
     least = min((size for size in sizes if size >= batch), default=None)
     if least is None or least > 2 * batch or _tile_class(least) != _tile_class(batch):
         return None
@@ -228,8 +228,8 @@ def find(
 ) -> tuple[TableFile | None, list[str]]:
     """The table for ``target``, and a line for each file or folder that was named but is of no use.
 
-    ``file``, or ``FLASHSAMPLE_TUNED``, wins if it can be used at all. Of the folders (``folders``), the first that has
-    an exact or compatible table, else the first that has a stale one, else, where ``FLASHSAMPLE_ALLOW_FAMILY`` is on,
+    ``file``, or ``FLASHSAMPLE_TUNED``, wins if it can be used at all. Else the first folder (``folders``) that has an
+    exact or compatible table, else the first that has a stale one, else, where ``FLASHSAMPLE_ALLOW_FAMILY`` is on,
     one of another GPU of the same compute capability. Raises nothing.
     """
     warnings: list[str] = []
@@ -242,7 +242,7 @@ def find(
     best: TableFile | None = None
     for folder, source in folders(environ, warnings):
         for path in _candidates(folder, target, family):
-            # Who has not tuned can do nothing about a shipped table that cannot be used.
+            # No warning for a shipped table that cannot be used: the user can do nothing about it.
             table_file = _try(path, source, target, family, [] if source == SHIPPED_SOURCE else warnings)
             if table_file is not None and (best is None or _rank(table_file) < _rank(best)):
                 best = table_file
@@ -275,7 +275,7 @@ def tables_in(folder: Path) -> Iterator[tuple[Path, Table | None, str]]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """At most ``MAX_FILES`` names; none of what is no folder."""
+    """At most ``MAX_FILES`` names; none where ``folder`` is no folder."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False))
@@ -284,7 +284,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where tables of this machine are kept."""
+    """The folder where tables of this machine are kept."""
     return Path(environ.get("SGLANG_CACHE_DIR") or os.path.expanduser("~/.cache/sglang")) / "flashsample"
 
 
@@ -318,12 +318,21 @@ def _unusable(table: Table, how: Match | None, differs: tuple[str, ...], target:
         return f"{differs[0]}{allow}"
     if how in FRESH:
         return None
-    # It was measured elsewhere: its configurations ran there, and must at least be able to run here.
-    for entry in table.entries:
-        reason = unsupported_config(entry.launch, target.device, target.head.dtype, KIND_NAMES[entry.kind])
-        if reason is not None:
-            return f"it is {how}, and its configuration for {entry.kind} {entry.rows} cannot run here: {reason}"
+    # The table was measured elsewhere: its configurations ran there, and must at least be able to run here.
+    for (kind, rows), reason in unusable_sizes(table, target).items():
+        return f"it is {how}, and its configuration for {kind} {rows} cannot run here: {reason}"
     return None
+
+
+def unusable_sizes(table: Table, target: Target) -> dict[tuple[BatchKind, int], str]:
+    """The sizes whose configuration cannot run on the target's device with any compiler, and why."""
+    unusable = {}
+    for entry in table.entries:
+        kind = KIND_NAMES[entry.kind]
+        reason = unsupported_config(entry.launch, target.device, target.head.dtype, kind)
+        if reason is not None:
+            unusable[kind, entry.rows] = reason
+    return unusable
 
 
 @functools.cache
@@ -352,7 +361,7 @@ def head_shape_of(head: LMHead) -> HeadShape | None:
     weight = head.weight
     if not head.gemm_gives_logits:
         return None
-    # The last of several parts may hold fewer ids, but it takes the table of the others.
+    # The last shard may be shorter; all shards share one table.
     vocab = head.vocab_size if head.shards == 1 else weight.shape[0]
     softcap = head.softcap is not None
     return HeadShape(vocab=vocab, hidden=weight.shape[1], dtype=names[weight.dtype], tp=head.shards, softcap=softcap)
@@ -381,13 +390,10 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device:
     """The choices for ``head`` from the tuned table that fits it, or the built-in ones.
 
     Reads files: once per head, at start. file: the table to use; None for the one that ``find`` finds. device: the
-    head's when None. A table never makes this raise; warnings say what of one is not used.
+    head's when None. A table never makes this raise; warnings name its parts that are not used.
 
     Raises ValueError for a device without kernels.
     """
-    from ..defaults import HeadTraits
-    from ..dispatch import DispatchTable
-
     shape = head_shape_of(head)
     if shape is None:
         return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, "a head with logits in another dtype", ())
@@ -401,12 +407,10 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device:
     return ResolvedTable(dispatch, table_file, about, (*warnings, *more))
 
 
-def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[DispatchTable, list[str]]:
+def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tuple[DispatchTable, list[str]]:
     """The choices of a tuned table, and a warning for each reason why a part of it is unused or may be slow."""
-    from ..dispatch import DENSE_ROWS, DispatchTable
-
     warnings = []
-    # Who has not tuned is not told at every start to tune anew: of a shipped table the log line says it.
+    # No "tune again" warning for shipped tables; the log line already states the mismatch.
     shipped = table_file.source == SHIPPED_SOURCE
     if table_file.match not in FRESH and not (shipped and table_file.match in EXPLAINED):
         differs = "; ".join(table_file.differs)
@@ -419,22 +423,21 @@ def dispatch_of(table_file: TableFile, target: Target, traits: Any) -> tuple[Dis
     tuned: dict[BatchKind, dict[int, Config]] = {}
     measured: dict[BatchKind, set[int]] = {}
     flashinfer: set[int] = set()
-    unusable: set[str] = set()
+    unusable = unusable_sizes(table_file.table, target)
     for kind in BATCH_KINDS:
         sizes = table_file.table.sizes(str(kind))
         served = [(rows, bucket_for(sizes, rows)) for rows in range(1, DENSE_ROWS + 1)]
         for size in sizes:
+            if (kind, size) in unusable:
+                continue
             entry = table_file.table.entry(str(kind), size)
             rows_of_size = [rows for rows, bucket in served if bucket == size]
             if entry is not None:
-                config = entry.launch
-                if (reason := unsupported_config(config, target.device, target.head.dtype, kind)) is not None:
-                    unusable.add(f"{entry.kind} {entry.rows}: {reason}")
-                    continue
-                tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, config))
+                tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, entry.launch))
                 if entry.flashinfer and kind == BatchKind(truncate=True):
                     flashinfer.update(rows_of_size)
             measured.setdefault(kind, set()).update(rows_of_size)
     if unusable and not shipped:
-        warnings.append(f"{table_file.file}: not used, {'; '.join(sorted(unusable))[:500]}")
+        reasons = sorted(f"{kind} {rows}: {reason}" for (kind, rows), reason in unusable.items())
+        warnings.append(f"{table_file.file}: not used, {'; '.join(reasons)[:500]}")
     return DispatchTable(traits, tuned, measured, flashinfer), warnings

@@ -1,11 +1,11 @@
-"""Tuned tables, ``flashsample-tune/2``: what was measured for one device and one LM head, as JSON for people to read.
+"""Tuned tables, ``flashsample-tune/2``: measurements for one device and one LM head, as JSON that people can read.
 
 A table has one entry per batch kind and size whose fastest configuration differs from the built-in one, with its
 evidence, and one line per kind with the sizes at which measurement confirmed the built-in choice, and their times. The
 built-in choices themselves are tables of the same form (``builtin-*.json``).
 
-A table is data from elsewhere: everything in it is checked, its size, depth and numbers are bounded, and what is wrong
-is named in one line. A table decides how the work is cut, never a token. Reading one needs no torch.
+A table is data from elsewhere: everything in it is checked, its size, depth and numbers are bounded, and a fault is
+named in one line. A table decides how the work is cut, never a token. Reading one needs no torch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import msgspec
 from msgspec import Meta
 
 from ..files import BadFileError, one_line, parse_json
-from ..kernels.config import LIMBS, MAX_SPLITS, ReadConfig, ScreenConfig, TileConfig
+from ..kernels.config import LIMBS, MAX_SPLITS, ReadConfig, ScreenConfig, TileConfig, next_power_of_2
 from ..kinds import CONFIGS, KIND_NAMES, Config, SamplingPath
 
 SCHEMA = "flashsample-tune/2"
-FILE_PREFIX = "fs2,"  # of the file names of tuned tables
+FILE_PREFIX = "fs2,"  # file names of tuned tables begin with it
 MAX_BYTES = 1 << 20
 MAX_ROWS = 1 << 16
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes per element
 DTYPES = tuple(ITEMSIZE)
 MAX_NOTES = 20
-MAX_ITEMS = 4096  # of one object or list
+MAX_ITEMS = 4096  # entries of one object or list
 MAX_DEPTH = 4  # objects and lists inside each other
 MAX_TEXT = 300  # characters
 MAX_NUMBER = 1e18
@@ -54,7 +54,7 @@ MAX_OF_FIELD = {
 MAX_BLOCK = 1 << 20  # elements of one block of a Triton kernel
 MAX_PER_THREAD = 512  # elements of one block per thread: beyond, a factor of four compiles 13 times as long
 
-# How large any text, number, object or list may be: ``_check_bounds``.
+# Types of bounded fields. ``_check_bounds`` has the bounds of any text, number, object or list.
 Name = Annotated[str, Meta(min_length=1)]
 Rows = Annotated[int, Meta(ge=1, le=MAX_ROWS)]
 Microseconds = Annotated[float, Meta(ge=0.0, le=1e9)]
@@ -83,8 +83,8 @@ class Device(_Struct, frozen=True, omit_defaults=False):
 
 
 class HeadShape(_Struct, frozen=True, omit_defaults=False):
-    """vocab: ids of the head; of several ranks, rows of the weight on each. hidden: D. dtype: of the weight, one of
-    ``DTYPES``. tp: ranks that share the head. softcap: whether the logits have one."""
+    """vocab: ids of the head; with several ranks, rows of the weight on each. hidden: D. dtype: the weight's, one of
+    ``DTYPES``. tp: ranks that share the head. softcap: the logits have one."""
 
     vocab: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
     hidden: Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -98,20 +98,19 @@ class HeadShape(_Struct, frozen=True, omit_defaults=False):
 
 
 class Entry(_Struct, frozen=True):
-    """What one kind and size of batch takes, and how that was decided. Times are microseconds per call of the whole
-    path.
+    """The choice for one kind and size of batch, and its evidence. Times are microseconds per call of the whole path.
 
     kind: a ``BatchKind``. rows: the size it was measured at; in built-in choices, the largest size it serves.
     path, config: a ``SamplingPath`` and the fields of its configuration; a field that is left out has its default.
     flashinfer: batches whose caller wants the distribution alone take that path instead.
 
     us, se, n: median, its standard error, samples. default, default_us: the built-in choice and its time. gain: the
-    share of that time that is saved. tied: labels of configurations that were not slower beyond noise. checked: how
-    tokens were compared. clock_mhz: median SM clock, 0 where unknown. others: times of other paths and baselines in the
-    same race.
+    share of that time that is saved. tied: labels of configurations that were not slower beyond noise. checked: the
+    checks that it has passed. clock_mhz: median SM clock, 0 where unknown. others: times of other paths and baselines
+    in the same race.
 
-    on_request: in built-in choices, only for callers that ask for this path. min_hidden: only for heads of as many
-    columns or more.
+    In built-in choices alone: on_request: only for callers that ask for this path. min_hidden: only for heads with as
+    many columns or more.
     """
 
     kind: Name
@@ -140,8 +139,8 @@ class Entry(_Struct, frozen=True):
 
 
 class Confirmed(_Struct, frozen=True):
-    """Sizes of one kind of batch for which the built-in choice is the fastest, in the order of ``rows``, and its times;
-    gemm_us: of the vendor's GEMM alone in the same race, 0 where it did not run."""
+    """Sizes of one kind of batch for which the built-in choice is the fastest, in the order of ``rows``, and its times.
+    gemm_us: times of the vendor's GEMM alone in the same race, 0 where it did not run."""
 
     rows: Annotated[list[Rows], Meta(max_length=512)]
     us: Annotated[list[Microseconds], Meta(max_length=512)]
@@ -157,12 +156,13 @@ class Confirmed(_Struct, frozen=True):
 class Table(_Struct, frozen=True):
     """The tuned table of one device and one head, all kinds of batches in it.
 
-    builtin: of built-in choices, the device family; then there is no device and no head. itemsize: bytes per weight
-    element, of built-in choices. truncation: fields of the ``TruncationConfig`` that differ, of built-in choices.
-    defaults: digest of the built-in choices that were measured against. tool: versions of what measured it
-    ("sgl_flashsample", "noise"). env: versions of triton, torch, cuda, driver, ... measure: how. kernels: per path
-    "src" (``kernel_fingerprint``) and "space". rejected: how many configurations were not allowed to race, by reason.
-    notes: what was ignored while reading.
+    Built-in choices alone have, in the place of device and head: builtin: the device family. itemsize: bytes per weight
+    element. truncation: fields of the ``TruncationConfig`` that differ from its defaults.
+
+    defaults: digest of the built-in choices that it was measured against. tool: versions of the tuner
+    ("sgl_flashsample", "noise"). env: versions of triton, torch, cuda, driver, ... measure: the way of measuring.
+    kernels: per path "src" (``kernel_fingerprint``) and "space". rejected: number of configurations that were not
+    allowed to race, by reason. notes: parts of the file that were ignored.
     """
 
     schema: str = SCHEMA
@@ -227,7 +227,7 @@ class Table(_Struct, frozen=True):
 
 
 def file_name(device_name: str, head: HeadShape) -> str:
-    """Where the table of this device and head is looked for, in every folder."""
+    """Name of the file that is looked for in every folder, for this device and head."""
     device = re.sub(r"[^A-Za-z0-9.-]+", "_", device_name)
     softcap = ",softcap" if head.softcap else ""
     return f"{FILE_PREFIX}device={device},V={head.vocab},D={head.hidden},tp={head.tp},w={head.dtype}{softcap}.json"
@@ -291,7 +291,7 @@ def _read(data: Any) -> Table:
 
 
 def _check_bounds(where: str, value: Any, depth: int) -> None:
-    """Raise BadFileError for what is larger or deeper than anything in a table is."""
+    """Raise BadFileError for a value that is larger or deeper than any in a table."""
     if isinstance(value, dict | list):
         if depth == 0:
             raise BadFileError(f"{one_line(where)} is nested too deeply")
@@ -355,7 +355,7 @@ def _checked(where: str, entry: Entry, num_sms: int, notes: list[str]) -> Entry:
 
 
 def _blocks(launch: Config, num_sms: int) -> Iterator[tuple[str, int, int]]:
-    """Of each step: its largest block in words, the elements of that, and the warps that share it."""
+    """Yield per kernel step: description, element count and warps of its largest block."""
     steps: list[tuple[str, tuple[int, ...], int]]
     if isinstance(launch, ScreenConfig):
         steps = [("a block", (launch.block_b * LIMBS, launch.block_v, launch.block_d), launch.num_warps)]
@@ -366,7 +366,7 @@ def _blocks(launch: Config, num_sms: int) -> Iterator[tuple[str, int, int]]:
         if isinstance(launch, ReadConfig):
             splits = min(MAX_SPLITS, max(launch.min_splits, splits))
         tile = (launch.block_b, launch.block_v, *((launch.block_d,) if isinstance(launch, TileConfig) else ()))
-        reduced = (1 << max(0, splits - 1).bit_length(), launch.reduce_rows)
+        reduced = (next_power_of_2(max(1, splits)), launch.reduce_rows)
         steps = [
             ("a block", tile, launch.num_warps),
             ("a reduction", reduced, launch.num_warps if launch.one_launch else 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib.metadata
 import time
 from collections import Counter
 from pathlib import Path
@@ -41,7 +42,7 @@ QUESTIONS = ("What is the capital of France?", "Name three primary colours.", "W
 
 def run(folder: Path, port: int | None, size_name: str | None) -> None:
     """Run the demonstration. Raises ServerError, and ValueError for an unknown size. Without a GPU the environment has
-    to let SGLang serve on the CPU, as that of ``make demo`` in a checkout does."""
+    to let SGLang serve on a CPU, as that of ``make demo`` in a checkout does."""
     on_gpu = torch.cuda.is_available()
     size_name = size_name or ("small" if on_gpu else "tiny")
     if size_name not in markov.SIZES:
@@ -62,6 +63,8 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
 
     where = "GPU" if on_gpu else "CPU, kernels interpreted" if unsupported_by_machine() else "CPU"
     say(f"[2/4] sgl-flashsample serve: SGLang's server with --sampling-backend flashsample ({where})")
+    if not on_gpu and not importlib.metadata.entry_points(group="sglang.srt.platforms"):
+        say("      (SGLang finds no platform for a CPU here; `make demo` in a checkout sets one up)")
     generated = make_server(folder, size_name, size.dtype, port=port)
     servers, ours, stock = [generated], None, None
     if trained:

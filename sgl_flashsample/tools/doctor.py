@@ -110,7 +110,7 @@ def check_sglang() -> Iterator[Finding]:
 
         cuda = torch.cuda.is_available()
         advice = "find out why `import sglang.srt.layers.logits_processor` fails"
-        advice += "" if cuda else " (SGLang needs a GPU for that; `sgl-flashsample demo` works around it)"
+        advice += "" if cuda else " (SGLang needs a GPU for that; `make demo` in a checkout does without)"
         yield Finding(PROBLEM if cuda else NOTE, f"SGLang does not import here: {first_line(error)}", advice)
         return
     for reason in reasons:

@@ -112,7 +112,4 @@ def _unpermuted(weight: torch.Tensor, heads: int | None) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    if torch.version.cuda is None:
-        # PyPI's torchvision is a CUDA build, which transformers fails to import beside a CPU torch.
-        sys.modules["torchvision"] = None  # type: ignore[assignment]
     _convert(Path(sys.argv[1]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from command_line import runner_of
+from lab.simulated import measuring_on
 from tune_examples import write_device
 
-from sgl_flashsample.autotune import cli
+from sgl_flashsample import cli
 
 
 @pytest.fixture
@@ -17,5 +20,12 @@ def simulated(tmp_path):
 
 @pytest.fixture
 def command(capsys):
-    """Runs a command of ``tune``. Returns its exit code, standard output and standard error."""
-    return runner_of(cli.main, capsys)
+    """Runs a command of ``tune``. device: the file of a simulated device to measure on. Returns its exit code, standard
+    output and standard error."""
+    run = runner_of(lambda arguments: cli.main(["tune", *arguments]), capsys)
+
+    def command(*arguments: object, device: str | None = None) -> tuple[int, str, str]:
+        with measuring_on(device) if device is not None else contextlib.nullcontext():
+            return run(*arguments)
+
+    return command

@@ -6,6 +6,7 @@ import dataclasses
 
 import msgspec
 import pytest
+from lab.simulated import SimulatedWorker
 from tune_examples import (
     DEFAULT,
     ENV,
@@ -27,7 +28,6 @@ from sgl_flashsample.autotune.decide import FLASHINFER_LABEL, MAX_TRIES, Decider
 from sgl_flashsample.autotune.labels import key_of, label_of
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.autotune.race import GAIN_TOLERANCE, RECORDED_ROUNDS, gains_apart
-from sgl_flashsample.autotune.simulated import SimulatedWorker
 from sgl_flashsample.autotune.tables import check
 from sgl_flashsample.autotune.writer import TableWriter
 from sgl_flashsample.tables.lookup import load_table

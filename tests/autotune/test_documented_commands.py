@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import runner_of
+from lab.simulated import measuring_on
 
 from sgl_flashsample import cli
 
@@ -61,8 +62,9 @@ def test_a_shown_command_runs(shown, tmp_path, capsys, simulated):
     words = [str(stand_in.get(word, word)) for word in shlex.split(shown)]
     assert words[0] == "sgl-flashsample"
     if words[1:3] == ["tune", "run"]:
-        words += ["--effort", "quick", "--batch-sizes", "1", "--simulated", simulated()]
+        words += ["--effort", "quick", "--batch-sizes", "1", "--compilers", "1"]
         words += [] if "--out" in words else ["--out", str(tables)]
-    code, out, err = runner_of(cli.main, capsys)(*words[1:])
+    with measuring_on(simulated()):
+        code, out, err = runner_of(cli.main, capsys)(*words[1:])
     assert code == 0, err
     assert out

@@ -14,14 +14,14 @@ import torch
 import triton
 from tune_examples import EDIT, PLAIN, SCREENED, SCREENED_EDIT, SCREENED_GREEDY, SCREENED_TRUNCATE, TRUNCATE
 
-from sgl_flashsample.autotune import baselines, compiling, correctness, workload
+from sgl_flashsample.autotune import baselines, compiling, correctness, launcher, workload
 from sgl_flashsample.autotune.compiling import CompilingWorker
 from sgl_flashsample.autotune.correctness import CorrectnessCheck, g_test_p
 from sgl_flashsample.autotune.errors import IncorrectTokens, error_of
 from sgl_flashsample.autotune.labels import contender, kernel_kind, key_of
 from sgl_flashsample.autotune.measuring import COMPILING_LATE, MeasuringWorker
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
-from sgl_flashsample.autotune.pool import WorkerProcess, ask_once
+from sgl_flashsample.autotune.pool import WORKERS, WorkerProcess, ask_once
 from sgl_flashsample.autotune.timing import Timer, copies_needed, describe_machine, rotated
 from sgl_flashsample.autotune.workload import Workload, make_head, make_weight, weight_shape
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
@@ -118,7 +118,7 @@ def test_wrong_tokens_are_found_before_anything_is_timed(worker, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module, why", [("selfcheck", "tokens differ from the reference"), ("autotune.correctness", "fused")]
+    "module, why", [("selfcheck", "tokens differ from the reference"), ("autotune.launcher", "fused")]
 )
 def test_a_screen_that_loses_the_best_group_is_found_by_either_comparison(small, monkeypatch, module, why):
     """Two comparisons notice it: with the reference on few ids, and with the fused pass on the whole head."""
@@ -128,7 +128,7 @@ def test_a_screen_that_loses_the_best_group_is_found_by_either_comparison(small,
 
 
 def test_a_configuration_that_fails_leaves_no_scratch_to_the_next(small, monkeypatch):
-    small._screens[96] = "with a list that no launch has cleared"
+    uncleared = small._launcher.screen(SCREEN, small.few)
 
     def fails(*arguments, **options):
         raise RuntimeError("out of resource: shared memory")
@@ -136,7 +136,7 @@ def test_a_configuration_that_fails_leaves_no_scratch_to_the_next(small, monkeyp
     monkeypatch.setattr(correctness, "difference", fails)
     with pytest.raises(RuntimeError, match="out of resource"):
         small.check(TILE, PLAIN)
-    assert not small._screens
+    assert small._launcher.screen(SCREEN, small.few) is not uncleared
 
 
 def test_a_reader_that_is_wrong_for_greedy_batches_alone_is_refused(small, monkeypatch):
@@ -170,7 +170,7 @@ def test_draws_of_another_distribution_are_found(small, monkeypatch):
         output = launch(config, hidden, params, parts)
         return output._replace(token_ids=output.token_ids & ~1)
 
-    monkeypatch.setattr(correctness, "launch", even)
+    monkeypatch.setattr(launcher, "launch", even)
     assert small.g_test(WIDE_TILE, PLAIN, 2000, rows=128)[0] < 1e-4, "20 draws of each id: no cell is pooled"
 
 
@@ -454,7 +454,7 @@ def test_the_measuring_process_finds_what_a_compiling_one_has_compiled_in_whatev
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     plan = Plan(device_of(device), HeadShape(**SHAPE), EFFORTS["quick"])
     kinds = [PLAIN, SCREENED, SCREENED_TRUNCATE]
-    processes = [WorkerProcess({"worker": name}, tmp_path / name) for name in ("compiling", "measuring")]
+    processes = [WorkerProcess(getattr(WORKERS, name), tmp_path / name) for name in ("compiling", "measuring")]
     try:
         for process, op, values, order in zip(
             processes, ("compile", "trial"), ({}, {"sizes": [1]}), (kinds, kinds[::-1]), strict=True

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 
+import lab.simulated
 import msgspec
 import pytest
+from lab.simulated import workers
 from tune_examples import (
     DEFAULT,
     ENV,
@@ -24,16 +26,16 @@ from tune_examples import (
     events_of,
     simulated_device,
     tune,
+    verify,
 )
 from tuned_tables import make_entry
 
 from sgl_flashsample.autotune import pool, search
+from sgl_flashsample.autotune.decisions import decisions
 from sgl_flashsample.autotune.labels import config_of, label_of
 from sgl_flashsample.autotune.plan import Plan
 from sgl_flashsample.autotune.pool import Pool, WorkerProcess, work_until
-from sgl_flashsample.autotune.tables import decisions
 from sgl_flashsample.autotune.trials import log_of, read_events
-from sgl_flashsample.autotune.verify import verify
 from sgl_flashsample.files import hold
 from sgl_flashsample.kinds import KIND_NAMES
 from sgl_flashsample.tables.lookup import load_table
@@ -111,7 +113,7 @@ def test_a_second_run_for_the_same_table_is_refused_in_one_line_while_the_first_
 def test_a_worker_that_outlives_its_run_does_not_keep_others_from_tuning(tmp_path, simulated):
     held = hold(tmp_path / "table.lock")
     assert held is not None and hold(tmp_path / "table.lock") is None
-    worker = WorkerProcess({"worker": "simulated", "file": simulated()}, tmp_path / "log")
+    worker = WorkerProcess(workers(simulated()).measuring, tmp_path / "log")
     try:
         assert "device" in pool.ask_once(worker, {"op": "hello"}, 30.0)
         held.close()
@@ -215,9 +217,9 @@ def test_a_device_that_cannot_be_used_is_one_line(tmp_path, simulated):
 
 def test_times_that_scatter_too_much_are_a_table_and_an_exit_code(tmp_path, simulated):
     result = tune(tmp_path, simulated(noise=0.2), sizes=(1,))
-    assert (result.code, result.status) == (2, "noisy GPU") and result.path.exists()
+    assert (result.code, result.status) == (1, "noisy GPU") and result.path.exists()
     again = tune(tmp_path, simulated(noise=0.2), sizes=(1,))
-    assert (again.code, again.status) == (2, "noisy GPU"), "it is not forgotten"
+    assert (again.code, again.status) == (1, "noisy GPU"), "it is not forgotten"
     quiet = tune(tmp_path, simulated(), sizes=(1,))
     assert (quiet.code, quiet.status) == (0, "done"), "the same command measures it again"
 
@@ -234,15 +236,14 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_run_does_the_rest(tmp_path, 
     assert all(by_size[one.kind, one.rows] == one for one in decisions(result.table))
 
 
-def start(*arguments: str) -> subprocess.Popen:
-    shape = ["--vocab", "151936", "--hidden", "4096", "--effort", "quick"]
-    command = [sys.executable, "-c", "import sys; from sgl_flashsample.autotune.cli import main; sys.exit(main())"]
-    arguments = (*command, "run", *shape, *arguments)
+def start(device: str, *arguments: str) -> subprocess.Popen:
+    shape = ["--vocab", "151936", "--hidden", "4096", "--effort", "quick", "--compilers", "1"]
+    arguments = (sys.executable, lab.simulated.__file__, device, "run", *shape, *arguments)
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_run_that_is_ended_during_its_races_exits_with_130_and_says_that_its_table_can_be_used(tmp_path, simulated):
-    process = start("--simulated", simulated(seconds_per_round=0.01), "--out", str(tmp_path / "out"))
+    process = start(simulated(seconds_per_round=0.01), "--out", str(tmp_path / "out"))
     for line in process.stderr:
         if "truncate" in line:
             break
@@ -256,8 +257,7 @@ def test_a_run_that_is_ended_during_its_races_exits_with_130_and_says_that_its_t
 
 def test_a_killed_run_loses_at_most_the_race_in_flight_and_its_workers_end_with_it(tmp_path, simulated):
     sizes = ",".join(map(str, SIZES))
-    arguments = ["--batch-sizes", sizes, "--simulated", simulated(seconds_per_round=0.01)]
-    process = start(*arguments, "--out", str(tmp_path / "out"))
+    process = start(simulated(seconds_per_round=0.01), "--batch-sizes", sizes, "--out", str(tmp_path / "out"))
     for line in process.stderr:
         if "truncate" in line:
             break
@@ -332,19 +332,19 @@ def test_whatever_lies_in_the_folder_a_run_goes_on(tmp_path, simulated):
 
 
 def test_a_process_that_cannot_start_is_named_and_one_that_ends_too_often_is_given_up(tmp_path, monkeypatch):
-    process = WorkerProcess({"worker": "simulated", "file": "/nonexistent"}, tmp_path / "log")
+    process = WorkerProcess(workers("/nonexistent").measuring, tmp_path / "log")
     answers = []
 
     def job():
         answers.append((yield {"op": "hello"}, 5.0))
 
-    workers = Pool([process])
-    workers.add(job())
-    work_until([workers], lambda: bool(answers))
-    workers.end()
+    processes = Pool([process])
+    processes.add(job())
+    work_until([processes], lambda: bool(answers))
+    processes.end()
     assert "no simulated device in /nonexistent" in answers[0]["error"]["detail"]
     monkeypatch.setattr(pool, "MAX_STARTS", 1)
-    with pytest.raises(pool.PoolError, match="the simulated process ended 1 times; its output is in "):
+    with pytest.raises(pool.PoolError, match="the process of SimulatedWorker ended 1 times; its output is in "):
         process.start()
 
 
@@ -355,35 +355,35 @@ def test_verify_passes_what_is_as_recorded_and_names_what_is_not(tmp_path, simul
     recorded = {"noise": 0.002, "costs": {"gemm": {"64": 320.0}, label_of(OTHER, PLAIN): {"1": 250.0}}}
     result = tune(tmp_path, simulated(**recorded), sizes=(1, 64))
     table = result.table
-    code, line, replayed = verify(table, simulated(**recorded), Notes())
+    code, line, replayed = verify(table, simulated(**recorded))
     assert (code, len(replayed)) == (0, len(sizes_in(table))) and "none slower than the default" in line
     assert {(one.kind, one.rows) for one in replayed} == sizes_in(table), "entries and confirmed sizes"
     slower = recorded | {"model": {"us": 330.0, "rugged": 0.08}}
-    code, line, replayed = verify(table, simulated(**slower), Notes())
+    code, line, replayed = verify(table, simulated(**slower))
     assert code == 1 and "from the recorded time" in line
     confirmed = next(
         one for one in replayed if one.kind in table.confirmed and one.rows in table.confirmed[one.kind].rows
     )
     assert confirmed.off == pytest.approx(0.1, abs=0.02) and confirmed.reason
     slow = {**recorded, "costs": recorded["costs"] | {label_of(DEFAULT, PLAIN): {"1": 200.0}}}
-    code, line, _ = verify(table, simulated(**slow), Notes())
+    code, line, _ = verify(table, simulated(**slow))
     assert code == 1 and "slower than the default" in line
-    code, line, _ = verify(table, simulated(device=simulated_device()["device"] | {"name": "NVIDIA H100"}), Notes())
+    code, line, _ = verify(table, simulated(device=simulated_device()["device"] | {"name": "NVIDIA H100"}))
     assert code == 2 and "the table is for NVIDIA H200, this is NVIDIA H100" in line
 
 
 def test_verify_passes_a_device_that_is_slower_as_a_whole(tmp_path, simulated):
     """Power and heat move a large batch and the GEMM beside it alike."""
     result = tune(tmp_path, simulated(noise=0.002), sizes=(64,))
-    code, _, replayed = verify(result.table, simulated(noise=0.002, model={"us": 330.0, "rugged": 0.08}), Notes())
+    code, _, replayed = verify(result.table, simulated(noise=0.002, model={"us": 330.0, "rugged": 0.08}))
     assert code == 0 and all(one.off > 0.05 and abs(one.off_gemm) < 0.03 for one in replayed)
 
 
 def test_verify_names_what_fails_and_what_has_no_time(tmp_path, simulated):
     result = tune(tmp_path, simulated(costs={label_of(OTHER, PLAIN): {"1": 250.0}}), sizes=(1,))
     device = simulated(costs={label_of(OTHER, PLAIN): {"1": 250.0}}, faults={label_of(OTHER, PLAIN): "crash in race"})
-    _, _, replayed = verify(result.table, device, Notes())
+    _, _, replayed = verify(result.table, device)
     assert next(one.reason for one in replayed if one.kind == "plain") == "runtime: the process ended: exit code 139"
     untimed = msgspec.structs.replace(result.table, entries=[make_entry("plain", 1, OTHER)], confirmed={})
-    _, line, _ = verify(untimed, simulated(), Notes())
+    _, line, _ = verify(untimed, simulated())
     assert "the table has no time of it" in line

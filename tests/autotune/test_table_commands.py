@@ -15,11 +15,9 @@ import pytest
 from tuned_tables import H200, HEAD, make_entry, make_table
 
 import sgl_flashsample
-from sgl_flashsample.autotune import tables
 from sgl_flashsample.autotune.labels import key_of
 from sgl_flashsample.autotune.tables import check, joined
 from sgl_flashsample.defaults import HeadTraits, default_config
-from sgl_flashsample.dispatch import DENSE_ROWS
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES
 from sgl_flashsample.tables import lookup
@@ -79,14 +77,14 @@ SCREENED = msgspec.structs.replace(
 # --- all of them
 
 
-def test_they_load_neither_torch_nor_optuna_nor_plotly(file):
+def test_they_load_neither_torch_nor_triton_nor_optuna_nor_plotly(file):
     code = f"""
 import sys
-from sgl_flashsample.autotune.cli import main
+from sgl_flashsample.cli import main
 file = {str(file)!r}
 for arguments in (["show", file], ["explain", file, "--batch", "3"], ["lint", file], ["diff", file, file]):
-    assert main(arguments) == 0
-print({{"torch", "optuna", "plotly"}} & set(sys.modules))
+    assert main(["tune", *arguments]) == 0
+print({{"torch", "triton", "optuna", "plotly"}} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
@@ -240,6 +238,20 @@ def test_explain_follows_the_kinds_of_batches_with_a_screen(command, file, tmp_p
     assert "its own size, of plain (there is none of greedy+screen)" in why(file, 128, "greedy+screen")
 
 
+def test_explain_says_which_size_cannot_run_on_the_device(command, tmp_path):
+    a100 = msgspec.structs.replace(H200, name="NVIDIA A100", cc="8.0", smem_optin=166_912)
+    entries = [
+        make_entry("greedy", 16, TileConfig(16, 128, 256, 4, 4, tma=False)),  # buffers of 294,912 bytes
+        make_entry("plain", 16, READ_8, us=280.0),
+    ]
+    file = put(tmp_path / "a100", make_table(a100, entries=entries, confirmed={}, defaults=""))
+    out = command("explain", file, "--batch", 16, "--kind", "greedy")[1]
+    assert (
+        "its own size, of plain (there is none of greedy); size 16 of greedy cannot be used: its buffers take " in out
+    )
+    assert f"takes     {key_of(READ_8)}" in out
+
+
 def test_explain_prints_what_a_server_with_default_settings_takes_of_all_kinds(command, file, tmp_path):
     _, out, _ = command("explain", file, "--batch", 16)
     assert "16 rows; a server with default settings keeps no screen" in out
@@ -260,7 +272,6 @@ def test_explain_names_what_the_dispatcher_takes(command, tmp_path, table):
     file = put(tmp_path / "table", table)
     table_file = TableFile(load_table(file)[0], str(file), "the named file", Match.EXACT)
     dispatch, _ = dispatch_of(table_file, Target(H200, HEAD, {}), TRAITS)
-    assert tables.DISPATCHED_ROWS == DENSE_ROWS
     for rows in (1, 2, 3, 4, 5, 9, 16, 17, 24, 33, 64, 100, 129, 512, 513, 1024):
         explained = json.loads(command("explain", file, "--batch", rows, "--json")[1])
         takes = {batch["kind"]: batch["takes"] for batch in explained["batches"]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html.parser
-import importlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from lab.simulated import measuring_on
 from matplotlib import image
 from tune_examples import H200, HEAD, PLAIN, QUICK
 from tuned_tables import make_entry, make_table
@@ -24,12 +24,24 @@ from sgl_flashsample.autotune import cli, report
 from sgl_flashsample.autotune.decide import entry_of
 from sgl_flashsample.autotune.plan import EFFORTS, StudyKey
 from sgl_flashsample.autotune.space import FUSED
+from sgl_flashsample.cli import main
 from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import config_fields
 
 SHAPE = ("--vocab", 128_256, "--hidden", 4096)
 WRONG = "plain/fused-16x128x128-w4-s6-c1-r16-one"
+
+
+class Hidden:
+    """A finder that hides packages, as if they were not installed."""
+
+    def __init__(self, packages: list[str]) -> None:
+        self.packages = packages
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.packages:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def test_a_plan_says_what_is_tried_how_long_it_takes_and_where_a_server_looks(command, tmp_path):
@@ -79,13 +91,13 @@ def test_a_model_is_read_from_its_config(command, tmp_path):
 def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_path, simulated, monkeypatch):
     monkeypatch.chdir(tmp_path)
     device = simulated(faults={WRONG: "wrong"})
-    arguments = (*SHAPE, "--effort", "quick", "--batch-sizes", "1,64", "--simulated", device, "--out", tmp_path / "out")
-    code, out, _ = command("run", *arguments, "--json")
+    arguments = (*SHAPE, "--effort", "quick", "--batch-sizes", "1,64", "--compilers", 1, "--out", tmp_path / "out")
+    code, out, _ = command("run", *arguments, "--json", device=device)
     facts = json.loads(out)
     assert (code, facts["status"], facts["complete"]) == (0, "done", True)
-    code, out, _ = command("verify", facts["file"], "--simulated", device)
+    code, out, _ = command("verify", facts["file"], device=device)
     assert code == 0 and "none slower than the default" in out
-    sizes = json.loads(command("verify", facts["file"], "--simulated", device, "--json")[1])["sizes"]
+    sizes = json.loads(command("verify", facts["file"], "--json", device=device)[1])["sizes"]
     assert all(one["us"] > 0 and one["reason"] == "" for one in sizes) and len(sizes) == 20
     assert command("show", facts["file"])[0] == 0
     code, out, _ = command("report", facts["file"])
@@ -93,11 +105,11 @@ def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_
     assert code == 0 and page == Path(Path(facts["file"]).with_suffix(".html").name), "in the working directory"
     text = page.read_text(encoding="utf-8")
     assert_self_contained(text)
-    for part in ("NVIDIA H200", WRONG, "incorrect", "default", "gemm", "What a batch takes"):
+    for part in ("NVIDIA H200", WRONG, "incorrect", "default", "gemm", "Choices: microseconds"):
         assert part in text, part
     assert text.count("Plotly.newPlot") >= 3
-    assert "up to date" in command("run", *arguments)[1]
-    code, out, _ = command("run", *arguments, "--force")
+    assert "up to date" in command("run", *arguments, device=device)[1]
+    code, out, _ = command("run", *arguments, "--force", device=device)
     assert code == 0 and "servers take it with --tuned FILE; next: " in out
 
 
@@ -213,8 +225,8 @@ def test_a_report_in_a_browser_fits_its_window_and_shows_its_figures(tmp_path, s
 
 
 def test_a_report_knows_of_confirmed_sizes_what_the_log_says(tmp_path, simulated, command):
-    arguments = (*SHAPE, "--effort", "quick", "--batch-sizes", "64", "--simulated", simulated(), "--out", tmp_path)
-    assert command("run", *arguments)[0] == 0
+    arguments = (*SHAPE, "--effort", "quick", "--batch-sizes", "64", "--compilers", 1, "--out", tmp_path)
+    assert command("run", *arguments, device=simulated())[0] == 0
     (file,) = tmp_path.glob("fs2*.json")
     (log,) = tmp_path.glob("fs2*.trials.jsonl")
     assert len(report.page(report.Table.loads(file.read_text()), log)) > 4e6
@@ -241,7 +253,6 @@ def test_a_report_knows_of_confirmed_sizes_what_the_log_says(tmp_path, simulated
         (["run", "--vocab", "64", "--hidden", "64", "--budget", "soon"], "'soon' is no time"),
         (["run", "--vocab", "64", "--hidden", "64", "--batch-sizes", "1,x"], "no list of batch sizes"),
         (["run", "--vocab", "64", "--hidden", "64", "--gpus", "0"], "'0' is no number from 1 to 64"),
-        (["run", "--vocab", "64", "--hidden", "64", "--simulated", "/nonexistent"], "no simulated device in /nonexist"),
         (["run", "--vocab", "64", "--hidden", "64", "--out", "/dev/null"], "not a folder"),
         (["verify", "/nonexistent.json"], "No such file"),
         (["report", "/dev/null"], "not a plain file"),
@@ -265,12 +276,14 @@ def test_a_mistake_gets_one_line_and_exit_code_two(command, arguments, message):
 def test_a_run_without_a_gpu_says_so_in_one_line_and_what_needs_none(command, tmp_path):
     code, _, err = command("run", "--vocab", 640, "--hidden", 64, "--out", tmp_path / "out", "--compilers", 1)
     assert code == 2 and "no CUDA device" in err and "other commands need none" in err
-    assert "\n" not in err.strip()
+    assert err.count("\n") == 1 and not (tmp_path / "out").exists()
+    (tmp_path / "table").write_text(TABLE.dumps())
+    assert command("verify", tmp_path / "table") == (2, "", err)
 
 
 def test_help_names_every_command_and_where_servers_look_and_each_command_explains_its_options(command):
     code, out, _ = command("--help")
-    assert code == 0 and "FLASHSAMPLE_TUNED_DIR" in out and "examples:" in out
+    assert code == 0 and "FLASHSAMPLE_TUNED_DIR" in out and "examples:" in out and "exit codes: 0 done" in out
     assert all(f"\n    {name} " in out for name in cli.COMMANDS)
     words = {"show": "--json", "explain": "--vocab", "diff": "same head", "merge": "--strict", "run": "--allow-path"}
     for name in cli.COMMANDS:
@@ -281,13 +294,13 @@ def test_help_names_every_command_and_where_servers_look_and_each_command_explai
 @pytest.mark.parametrize(
     "missing, arguments, expected",
     [
-        ("rich", ["show", "FILE"], 2),
-        ("plotly", ["report", "FILE"], 2),
-        ("optuna", ["report", "FILE"], 2),
-        ("optuna", ["run", *SHAPE, "--simulated", "DEVICE"], 2),
+        ("rich", ["show", "FILE"], "missing"),
+        ("plotly", ["report", "FILE"], "missing"),
+        ("optuna", ["report", "FILE"], "missing"),
+        ("optuna", ["run", *SHAPE], "missing"),
         ("optuna,plotly,scipy", ["show", "FILE"], 0),
         ("optuna,plotly,scipy", ["plan", *SHAPE], 0),
-        ("optuna,plotly", ["verify", "FILE", "--simulated", "DEVICE"], 1),
+        ("optuna,plotly", ["verify", "FILE"], 1),
     ],
 )
 def test_without_the_extra_what_needs_none_of_it_works_and_the_rest_is_one_line(
@@ -295,19 +308,20 @@ def test_without_the_extra_what_needs_none_of_it_works_and_the_rest_is_one_line(
 ):
     file = tmp_path / TABLE.file_name
     file.write_text(make_table(device=H200, head=HEAD).dumps())
-    places = {"FILE": str(file), "DEVICE": simulated()}
-    for name in [name for name in sys.modules if name.startswith("sgl_flashsample.autotune.")]:
+    loaded = {name for name in sys.modules if name.startswith("sgl_flashsample.autotune.")}
+    for name in loaded - {"sgl_flashsample.autotune.pool"}:  # it holds the simulated device
         monkeypatch.delitem(sys.modules, name)
         monkeypatch.delattr(autotune, name.rpartition(".")[2], raising=False)
-    for name in missing.split(","):
-        for module in (name, *(loaded for loaded in sys.modules if loaded.startswith(f"{name}."))):
-            monkeypatch.setitem(sys.modules, module, None)
-    fresh = importlib.import_module("sgl_flashsample.autotune.cli")
-    code = fresh.main([places.get(word, str(word)) for word in arguments])
-    assert code == expected
-    if code == 2:
+    for name in [name for name in sys.modules if name.partition(".")[0] in missing.split(",")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Hidden(missing.split(",")), *sys.meta_path])
+    with measuring_on(simulated()):
+        code = main(["tune", *(str(file) if word == "FILE" else str(word) for word in arguments)])
+    if expected == "missing":
         advice = "pip install '.[tune]' in a checkout of sgl-flashsample"
-        assert capsys.readouterr().err == f"error: {missing} is not installed: {advice}\n"
+        assert (code, capsys.readouterr().err) == (1, f"error: {missing} is not installed: {advice}\n")
+    else:
+        assert code == expected
 
 
 def test_the_efforts_that_can_be_asked_for_are_those_that_are_planned():
@@ -317,9 +331,9 @@ def test_the_efforts_that_can_be_asked_for_are_those_that_are_planned():
 def test_a_broken_pipe_is_no_error(tmp_path):
     file = tmp_path / TABLE.file_name
     file.write_text(TABLE.dumps())
-    run = "import sys; from sgl_flashsample.autotune.cli import main; sys.exit(main(sys.argv[1:]))"
+    run = [sys.executable, "-m", "sgl_flashsample", "tune", "show", str(file)]
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-c", run, "show", str(file)], stdout=writing, stderr=subprocess.PIPE)
+    done = subprocess.run(run, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -7,12 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lab.simulated import measuring_on
+
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.autotune.run import Options, Result, run
 from sgl_flashsample.autotune.search import Context
 from sgl_flashsample.autotune.trials import log_of, read_events
+from sgl_flashsample.autotune.verify import Replayed
+from sgl_flashsample.autotune.verify import verify as replay
 from sgl_flashsample.kinds import KIND_NAMES
-from sgl_flashsample.tables.schema import Device, HeadShape
+from sgl_flashsample.tables.schema import Device, HeadShape, Table
 
 H200 = Device(name="NVIDIA H200", cc="9.0", sms=132, l2_mb=50, smem_optin=232_448)
 A100 = Device(name="NVIDIA A100-SXM4-80GB", cc="8.0", sms=108, l2_mb=40, smem_optin=166_912)
@@ -60,8 +64,14 @@ class Notes:
 
 
 def tune(folder: Path, simulated: str, notes: Notes | None = None, **options: Any) -> Result:
-    options = {"effort": "quick", "sizes": SIZES, **options}
-    return run(Options(HEAD, folder / "out", simulated=simulated, **options), notes or Notes())
+    options = {"effort": "quick", "sizes": SIZES, "compilers": 1, **options}
+    with measuring_on(simulated):
+        return run(Options(HEAD, folder / "out", **options), notes or Notes())
+
+
+def verify(table: Table, simulated: str) -> tuple[int, str, list[Replayed]]:
+    with measuring_on(simulated):
+        return replay(table, Notes())
 
 
 def events_of(result: Result, event: str) -> list[dict[str, Any]]:

@@ -153,7 +153,7 @@ def test_logits_are_rounded_as_torch_rounds_them(rounding):
     logits = bits.int().view(torch.float32)[:, None].clone()
     logits[:6] = torch.tensor([65519.0, 65520.0, -65520.0, 2.0**-25, 1.5 * 2.0**-24, -(2.0**-24)])[:, None]
     params = rows_of(logits, temperature=torch.zeros(len(logits)))
-    drawn = sample_on_cpu(logits, LogitsSpec(1, rounding=rounding), params)
+    drawn = sample_on_cpu(logits, LogitsSpec(1, logits_dtype=rounding), params)
     want = logits.to(rounding).float()[:, 0]
     want = torch.where(want > float("-inf"), want.clamp(max=LARGEST_LOGIT), float("-inf"))
     assert torch.equal(drawn.scores, want)

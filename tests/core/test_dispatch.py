@@ -78,6 +78,16 @@ def test_a_kind_that_was_not_measured_takes_what_its_fallback_takes():
         assert table.lookup(rows, kinds[name]) == wanted, (name, rows)
         assert table.is_measured(rows, kinds[name]) is measured, (name, rows)
     assert isinstance(table.lookup(1, kinds["plain+screen"]), ScreenConfig)
+    for name, rows, asked in [
+        ("greedy", 1, "greedy"),
+        ("greedy", 30, "greedy plain"),
+        ("plain+screen", 1, "plain+screen"),
+        ("greedy+screen", 17, "greedy+screen greedy plain"),
+        ("greedy+screen", 64, "greedy+screen greedy"),
+        ("greedy", DENSE_ROWS + 1, "greedy"),
+    ]:
+        assert " ".join(map(str, table.choice(rows, kinds[name]).asked)) == asked, (name, rows)
+    assert table.without_screen().choice(17, kinds["greedy+screen"]).asked == (GREEDY, PLAIN)
 
 
 def test_the_largest_screened_batch_is_known_and_whether_a_tuned_table_says_so():

@@ -87,7 +87,7 @@ def test_the_installed_kernels_fingerprints_are_of_their_device_code_alone(chang
     shutil.copytree(installed, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     for file in (tmp_path / "kernels").glob("*.py"):  # without comments, in the layout of Python's own printer
         file.write_text(ast.unparse(ast.parse(file.read_text())))
-    assert changed_paths(tmp_path / "kernels", "rng", "GROUP_SIZE = 16", "GROUP_SIZE = 32") == EVERY
-    assert changed_paths(tmp_path / "kernels", "rng", "GROUP_SIZE = 32", "GROUP_SIZE = 16") == EVERY
+    assert changed_paths(tmp_path / "kernels", "config", "GROUP_SIZE = 16", "GROUP_SIZE = 32") == EVERY
+    assert changed_paths(tmp_path / "kernels", "config", "GROUP_SIZE = 32", "GROUP_SIZE = 16") == EVERY
     assert installed_fingerprints() == fingerprints
     assert changed_paths(tmp_path / "kernels", "int8_head", "ACCUMULATION = 1.5", "ACCUMULATION = 2.5") == {"screened"}

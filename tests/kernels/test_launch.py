@@ -11,13 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_flashsample.kernels.config import cdiv, next_power_of_2
 from sgl_flashsample.kernels.launch import (
-    cdiv,
     compiling_only,
     gpu_of,
     is_compiling_only,
     launch,
-    next_power_of_2,
     resident_programs,
     supports_early_launch,
 )

@@ -24,15 +24,16 @@ CPU = torch.device("cpu")
     "options, message",
     [
         ({"vocab_size": 11}, "vocab_size is 11; expected 1 to the head's 10 rows"),
-        ({"vocab_size": -1}, "vocab_size is -1; expected 1 to"),
+        ({"vocab_size": -1}, "vocab_size is -1; expected an integer, 1 or more"),
         ({"vocab_start": 8, "shards": 2}, "vocab_start is 8; expected a multiple of 16"),
         ({"vocab_start": 2**31, "shards": 2}, "ids reach 2147483658; expected them below 2\\*\\*31"),
         ({"vocab_start": 16}, "vocab_start is 16 and shards is 1; expected 0 in a whole vocabulary"),
         ({"shards": 0}, "shards is 0; expected 1 or more"),
         ({"softcap": 0.0}, "softcap is 0.0; expected a finite number above 0, or None"),
         ({"softcap": float("nan")}, "softcap is nan; expected a finite number above 0"),
-        ({"vocab_size": "3"}, "vocab_size is '3'; expected 1 to the head's"),
+        ({"vocab_size": "3"}, "vocab_size is '3'; expected an integer, 1 or more"),
         ({"logits_dtype": torch.int8}, "logits_dtype is torch.int8; expected bfloat16, float16 or float32"),
+        ({"spec": 10}, "spec is a int; expected a LogitsSpec or None"),
         ({"weight": torch.zeros(10, 4, 2)}, r"weight is \(10, 4, 2\) .*; expected \[V, D\]"),
         ({"weight": torch.zeros(16, 10).T}, "weight has strides .*; expected rows that are contiguous"),
         (
@@ -95,7 +96,7 @@ def test_a_part_that_no_rank_can_have_is_refused_by_name(width, rank, num_ranks,
             ({"logit_scale": value}, "logit_scale is .*; expected a finite number")
             for value in (math.inf, math.nan, "2")
         ),
-        ({"rounding": torch.int8}, "rounding is torch.int8; expected bfloat16, float16 or float32"),
+        ({"logits_dtype": torch.int8}, "logits_dtype is torch.int8; expected bfloat16, float16 or float32"),
     ],
 )
 def test_bad_logits_are_refused_by_name(options, message):
@@ -238,8 +239,10 @@ def test_a_scale_that_is_an_integer_is_a_float_to_the_kernels():
 
 
 def test_a_head_says_what_its_logits_are_and_what_can_address_it():
-    head = LMHead(torch.zeros(40, 24, dtype=torch.bfloat16), 37, 32, 0.5, 20.0, torch.float32, 3)
-    assert head.spec == LogitsSpec(37, 32, 0.5, 20.0, torch.float32, 3)
+    spec = LogitsSpec(37, 32, 0.5, 20.0, torch.float32, 3)
+    head = LMHead(torch.zeros(40, 24, dtype=torch.bfloat16), spec)
+    assert head.spec == spec and LMHead(head.weight, **dataclasses.asdict(spec)).spec == spec
+    assert dataclasses.replace(head, softcap=3.0).spec == dataclasses.replace(spec, softcap=3.0)
     assert (head.spec.num_groups, head.spec.vocab_end) == (3, 69)
     assert head.rounding is torch.float32 and not head.gemm_gives_logits
     assert LMHead(head.weight).rounding is torch.bfloat16 and LMHead(head.weight).gemm_gives_logits

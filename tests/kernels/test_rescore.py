@@ -28,9 +28,16 @@ from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.kernels.int8_head import Int8Head
 from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from sgl_flashsample.kernels.reference import truncated_sample_ref
-from sgl_flashsample.kernels.rescore import RescorePass, list_groups, read_groups
+from sgl_flashsample.kernels.rescore import list_groups
 from sgl_flashsample.kernels.screen import quantize_hidden, screen_head
-from sgl_flashsample.kernels.screened_truncated import bound_truncated, draw_rescored, list_ids, verify_ids
+from sgl_flashsample.kernels.screened_truncated import (
+    RescorePass,
+    bound_truncated,
+    draw_rescored,
+    list_ids,
+    read_groups,
+    read_ids,
+)
 from sgl_flashsample.kernels.workspace import ID_ROWS, LogitsBuffer, ScreenCounter, ScreenWorkspace
 
 INF = float("inf")
@@ -299,7 +306,7 @@ def test_an_id_that_does_reach_the_threshold_brings_its_group_back(stage):
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(0))[:400].int().to(threshold.device)
     stage.workspace.operands.ids[:400], stage.workspace.operands.num_ids[:] = ids, 400
     stage.score_hi.fill_(-INF)
-    verify_ids(stage.case.hidden, stage.case.head, stage.case.params, stage.workspace, SCREEN)
+    read_ids(stage.case.hidden, stage.case.head, stage.case.params, stage.workspace, SCREEN)
     listed = torch.zeros(vocab, dtype=torch.bool, device=ids.device)
     listed[ids.long()] = True
     reaches = listed & (stage.case.edited >= threshold.double()[:, None]) & stage.case.limited[:, None]
@@ -480,7 +487,7 @@ def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(
 
 
 @pytest.mark.slow
-def test_ids_are_verified_one_by_one_and_bring_back_the_groups_that_they_reach_for(device):
+def test_ids_are_read_one_by_one_and_bring_back_the_groups_that_they_reach_for(device):
     """A batch of ID_ROWS rows reads fewer bytes of the head than a larger batch, which reads whole groups."""
     groups = []
     for num_rows in (ID_ROWS, ID_ROWS + 1):

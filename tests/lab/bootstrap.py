@@ -29,6 +29,7 @@ LOCK = ROOT / ".cache" / "setup.lock"
 CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
     Path(__file__).with_name(name) for name in ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")
 )
+TORCHVISION_SCHEMAS, CPU_PLATFORM = map(Path(__file__).with_name, ("torchvision_schemas.py", "cpu_platform.py"))
 # test-full runs these too, beside the installed ones: folder, and what is in it.
 OTHER_VERSIONS = {
     "sglang-versions/0.5.17": ["sglang==0.5.17"],
@@ -171,9 +172,36 @@ def install_other_versions():
     together(*(functools.partial(install_beside, *version) for version in OTHER_VERSIONS.items()))
 
 
+def write_site_files(gpu):
+    """Files in ``.venv`` that belong to no package.
+
+    Type checkers and editors do not run the finder of an editable install, so a path file leads them to a folder that
+    links to the package; Python does not look into that folder. Without a GPU another path file runs
+    ``torchvision_schemas.py`` at the start of each process, and ``cpu_platform.py`` is an entry point: transformers
+    imports and SGLang serves, whoever starts them.
+    """
+    if __package__:
+        from . import cpu_platform
+    else:
+        import cpu_platform
+    (site,) = (VENV / "lib").glob("python*/site-packages")
+    folder = VENV / "checkout"
+    folder.mkdir(exist_ok=True)
+    link = folder / "sgl_flashsample"
+    if not link.is_symlink():
+        link.symlink_to(os.path.relpath(str(ROOT / "sgl_flashsample"), str(folder)))
+    skip = "import sys; sys.path_importer_cache.update((path, None) for path in sys.path if path == {!r})"
+    (site / "flashsample_checkout.pth").write_text("{}\n{}\n".format(folder, skip.format(str(folder))))
+    if not gpu:
+        shutil.copy(str(TORCHVISION_SCHEMAS), str(site / "flashsample_torchvision.py"))
+        (site / "flashsample_torchvision.pth").write_text("import flashsample_torchvision\n")
+        cpu_platform.write_entry_points(site)
+
+
 def fingerprint(gpu):
     """Changes when what an environment should hold changes."""
-    files = (Path(__file__), CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, ROOT / "pyproject.toml")
+    sources = (Path(__file__), TORCHVISION_SCHEMAS, CPU_PLATFORM)
+    files = (*sources, CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES, ROOT / "pyproject.toml")
     parts = [sys.version, str(gpu), *(path.read_text(encoding="utf-8") for path in files)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -210,6 +238,7 @@ def set_up(environment):
         install(environment, gpu)
     if environment == "full" and not gpu:
         install_other_versions()
+    write_site_files(gpu)
     stamp(environment).write_text(wanted)
     say("[setup] done in {:.0f} s".format(time.monotonic() - started))
 
@@ -230,14 +259,7 @@ def lint(environment):
     for command in (["check", "."], ["format", "--check", "."]):
         if subprocess.call([str(VENV / "bin" / "ruff"), *command], cwd=str(ROOT)):
             return 1
-    # Of a copy: kernels/ and autotune/ are parts of the package only in an installation.
-    copy = ROOT / ".cache" / "types"
-    shutil.rmtree(str(copy), ignore_errors=True)
-    for folder, package in (("sgl_flashsample", ""), ("kernels", "kernels"), ("autotune", "autotune")):
-        shutil.copytree(str(ROOT / folder), str(copy / "sgl_flashsample" / package), dirs_exist_ok=True)
-    environment["MYPYPATH"] = str(copy)
-    command = [str(VENV / "bin" / "mypy"), "--config-file", str(ROOT / "pyproject.toml"), "-p", "sgl_flashsample"]
-    return subprocess.call(command, env=environment, cwd=str(copy))
+    return subprocess.call([str(VENV / "bin" / "mypy"), "-p", "sgl_flashsample"], env=environment, cwd=str(ROOT))
 
 
 def main(arguments):

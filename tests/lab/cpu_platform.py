@@ -1,8 +1,9 @@
 """SGLang on a machine without a GPU, for demonstration and tests: plain PyTorch on the CPU, rows drawn in host memory.
 
 SGLang's own CPU engine needs AMX kernels that are not on PyPI, so this adds a platform through SGLang's own
-entry point group ``sglang.srt.platforms``. It is never part of an installation: ``environment`` writes the
-entry points to a folder that only the servers it is given to have on their path.
+entry point group ``sglang.srt.platforms``. It is no part of the package. ``write_entry_points`` writes the entry points
+to a folder: ``bootstrap.py`` to that of the packages of ``.venv``, ``environment`` to one that only the servers it is
+given to have on their path.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import os
 import sys
 import types
 from pathlib import Path
-
-from sgl_flashsample.cpu_path import unsupported_by_machine
 
 _ENTRY_POINTS = """\
 [sglang.srt.platforms]
@@ -26,35 +25,50 @@ flashsample_cpu_speculation = lab.cpu_platform:prepare_speculation
 # To look for garbage among all that SGLang imports, at Python's pace, is a fifth of a server's start.
 _FEWER_COLLECTIONS = "import gc\n\ngc.set_threshold(300_000, 10, 10)\n"
 _METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
+VARIABLES = {
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request with a penalty waits for a compiler
+    "SGLANG_NATIVE_MOVE_KV_CACHE": "1",  # the other way is a kernel for GPUs
+    "OMP_NUM_THREADS": "1",  # the models are tiny: threads that wait for each other only cost
+}
+
+
+def write_entry_points(folder: Path) -> None:
+    """Let processes that have ``folder`` on their path find the platform: a distribution's metadata, and a link to this
+    package."""
+    info = folder / "flashsample_cpu_demo-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "entry_points.txt").write_text(_ENTRY_POINTS)
+    (info / "METADATA").write_text(_METADATA)
+    link = folder / f"lab-{os.getpid()}"
+    link.symlink_to(Path(__file__).resolve().parent)
+    link.replace(folder / "lab")  # also one that leads to a checkout elsewhere
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Environment variables of a server on the CPU; ``folder`` receives the files that they point to. Its rows are
     drawn in host memory, or, without Numba, by interpreted kernels."""
-    info = folder / "flashsample_cpu_demo-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "entry_points.txt").write_text(_ENTRY_POINTS)
-    (info / "METADATA").write_text(_METADATA)
-    with contextlib.suppress(FileExistsError):
-        (folder / "lab").symlink_to(Path(__file__).resolve().parent)
+    from sgl_flashsample.cpu_path import unsupported_by_machine
+
+    write_entry_points(folder)
     schemas = Path(__file__).with_name("torchvision_schemas.py").read_text()
     (folder / "sitecustomize.py").write_text(f"{schemas}\n\n{_FEWER_COLLECTIONS}")
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(path),
         "TRITON_INTERPRET": "0" if unsupported_by_machine() is None else "1",
-        "TORCHDYNAMO_DISABLE": "1",  # else the first request with a penalty waits for a compiler
         "CUDA_VISIBLE_DEVICES": "",
-        "SGLANG_NATIVE_MOVE_KV_CACHE": "1",  # the other way is a kernel for GPUs
-        "OMP_NUM_THREADS": "1",  # the models are tiny: threads that wait for each other only cost
+        **VARIABLES,
     }
 
 
 def activate() -> str:
     """Entry point: the platform class."""
-    from . import interpreter
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from . import interpreter
 
-    interpreter.patch()
+        interpreter.patch()
     return "lab.cpu_platform.NativeCpuPlatform"
 
 

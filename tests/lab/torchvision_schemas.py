@@ -1,7 +1,8 @@
 """Importing this lets its process import SGLang beside a CPU build of PyTorch.
 
-PyPI's torchvision is a CUDA build: it cannot load its library there, and then lacks two schemas. The servers of
-``cpu_platform.py`` import a copy of this file as ``sitecustomize``, so it needs nothing else.
+PyPI's torchvision is a CUDA build: it cannot load its library there, and then lacks two schemas. ``bootstrap.py`` puts
+a copy of this file into ``.venv``, and servers of ``cpu_platform.py`` import one as ``sitecustomize``, so it needs
+nothing else. The copy that a process imports first does the work.
 """
 
 from __future__ import annotations
@@ -24,4 +25,5 @@ class _TorchvisionSchemas(importlib.abc.MetaPathFinder):
         return None
 
 
-sys.meta_path.insert(0, _TorchvisionSchemas())
+if "torchvision" not in sys.modules and not any(type(one).__name__ == "_TorchvisionSchemas" for one in sys.meta_path):
+    sys.meta_path.insert(0, _TorchvisionSchemas())

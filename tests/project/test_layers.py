@@ -22,6 +22,8 @@ BELOW = {
     "sglang": {"kernels", "base", "sglang"},
     "top": {"kernels", "base", "autotune", "sglang", "top"},
 }
+UNPATCHED = ("torch", "triton", "sglang", "transformers")  # packages of others
+CHANGES = ("append", "clear", "insert", "pop", "remove", "setdefault", "update")  # methods of lists and dictionaries
 KERNELS = [path for path in SOURCES if path.parent.name == "kernels"]
 each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -133,6 +135,79 @@ def test_the_environment_variables_of_this_package_are_read_in_one_file(path):
 def test_nothing_is_unpickled_evaluated_or_listened_on(path):
     pattern = re.compile(r"\b(pickle|dill|marshal)\b|\b(eval|exec)\(|torch\.load\b|yaml\.load\b|socket\.listen")
     assert not pattern.search(path.read_text())
+
+
+def patches(source: str) -> list[str]:
+    """Lines of a source that change a module or class of another project, or how modules are found."""
+    tree = ast.parse(source)
+    foreign: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            named = {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+            foreign |= {name for name, module in named.items() if module.split(".")[0] in UNPATCHED}
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in UNPATCHED:
+            foreign |= {alias.asname or alias.name for alias in node.names}
+
+    def is_foreign(node: ast.AST) -> bool:
+        """Whether ``node`` is such a module or class, something in it, its dictionary, or a list of Python's imports.
+        ``triton.knobs`` is none: these are Triton's settings."""
+        if ast.unparse(node).startswith("triton.knobs."):
+            return False
+        while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+            if ast.unparse(node) in ("sys.modules", "sys.meta_path", "sys.path_hooks"):
+                return True
+            if isinstance(node, ast.Call):
+                if not (isinstance(node.func, ast.Name) and node.func.id == "vars" and node.args):
+                    return False
+                node = node.args[0]
+            else:
+                node = node.value
+        return isinstance(node, ast.Name) and node.id in foreign
+
+    found = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = [one for target in node.targets for one in getattr(target, "elts", [target])]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "_")]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            owner = node.func.value
+            targets = [owner] if isinstance(owner, ast.Attribute | ast.Call) else []
+        changed = any(isinstance(one, ast.Attribute | ast.Subscript | ast.Call) and is_foreign(one) for one in targets)
+        if changed:
+            found.append(ast.unparse(node).splitlines()[0])
+    return found
+
+
+@each_source
+def test_nothing_of_triton_sglang_or_torch_is_patched(path):
+    """SGLang is extended through its registry of hooks and its entry points alone."""
+    assert patches(path.read_text()) == []
+
+
+@pytest.mark.parametrize("name", ["interpreter", "cpu_platform", "torchvision_schemas"])
+def test_the_harness_of_the_tests_does_patch_and_is_found(name):
+    assert patches((ROOT / "tests" / "lab" / f"{name}.py").read_text())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.compile = None",
+        "import triton.language as tl\ntl.dtype.__eq__ = print",
+        "def f():\n    from sglang.srt import utils\n    setattr(utils, 'x', 1)",
+        "from torch import nn\nvars(nn).update(Linear=None)",
+        "import sys\nsys.modules['torchvision'] = None",
+        "import sys\nsys.modules |= {'sgl_kernel': None}",
+        "import torch\ndel torch.compile",
+        "import torch, triton\ntorch.a, triton.b = 1, 2",
+    ],
+)
+def test_each_way_to_patch_is_found(source):
+    assert len(patches(source)) == 1
 
 
 def test_rows_that_may_be_far_apart_are_addressed_in_64_bits():

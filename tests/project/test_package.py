@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,10 +15,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from lab import bootstrap
 
 from sgl_flashsample import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
+LINKS = ("sgl_flashsample/kernels", "sgl_flashsample/autotune")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("package")]
 
 
@@ -39,9 +42,9 @@ def source(tmp_path_factory) -> Path:
     """A copy of the checkout, so that no build folder appears in it."""
     folder = tmp_path_factory.mktemp("source")
     for name in run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0"):
-        if name and (ROOT / name).is_file():
+        if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink()):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((ROOT / name).read_bytes())
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     return folder
 
 
@@ -53,20 +56,61 @@ def wheel(source, tmp_path_factory) -> Path:
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "pyproject.toml"} <= names
+    assert not any(name.startswith((f"{LINKS[0]}/", f"{LINKS[1]}/")) for name in names), "the code is there twice"
     return next(folder.glob("*.whl"))
 
 
-def test_the_wheel_holds_every_module_and_table_and_nothing_but_sgl_flashsample(wheel):
+def test_the_wheel_holds_every_module_and_table_once_and_nothing_else(wheel):
+    """So ``test_layers.py``, which reads the modules of the three folders, reads all that is installed."""
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert {name.split("/")[0] for name in names} == {"sgl_flashsample"}
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    expected = [f"sgl_flashsample/tables/{path.name}" for path in (ROOT / "sgl_flashsample" / "tables").glob("*.json")]
+    assert expected
     for folder, package in (("sgl_flashsample", ""), ("kernels", "kernels/"), ("autotune", "autotune/")):
         for path in (ROOT / folder).rglob("*.py"):
-            assert f"sgl_flashsample/{package}{path.relative_to(ROOT / folder).as_posix()}" in names
-    tables = {path.name for path in (ROOT / "sgl_flashsample" / "tables").glob("*.json")}
-    assert tables and {f"sgl_flashsample/tables/{name}" for name in tables} <= names
-    assert "sgl_flashsample/py.typed" in names
-    assert all(name.endswith((".py", "py.typed", ".txt", ".json")) for name in names)
+            expected.append(f"sgl_flashsample/{package}{path.relative_to(ROOT / folder).as_posix()}")
+    assert sorted(names) == sorted([*expected, "sgl_flashsample/py.typed"])
+
+
+def test_a_checkout_that_is_not_installed_is_whole_from_any_folder(source, tmp_path):
+    """The package links to the folders beside it, as Git keeps them."""
+    for link in LINKS:
+        assert (source / link).is_symlink() and (source / link).resolve() == source / Path(link).name
+    names = ["sgl_flashsample.kernels.config", "sgl_flashsample.autotune.race", "sgl_flashsample.tools.server"]
+    code = "import importlib, sys; [print(importlib.import_module(name).__file__) for name in sys.argv[1:]]"
+    printed = run(sys.executable, "-c", code, *names, cwd=tmp_path, PYTHONPATH=str(source)).split()
+    assert printed == [f"{source}/{name.replace('.', '/')}.py" for name in names]
+
+
+CONSUMER = """\
+from sgl_flashsample import SamplingParams
+from sgl_flashsample.autotune.race import Ratio
+from sgl_flashsample.kernels.config import TileConfig
+from sgl_flashsample.tools.server import Server
+
+reveal_type(Ratio)
+reveal_type(TileConfig)
+reveal_type(Server)
+SamplingParams(topk=50)
+"""
+
+
+def test_type_checkers_find_a_checkout_from_any_folder(tmp_path, monkeypatch):
+    """mypy and pyright read path files and directories, and run no finder of imports."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path / "venv")
+    bootstrap.write_site_files(gpu=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    program = tmp_path / "project" / "consumer.py"
+    program.parent.mkdir()
+    program.write_text(CONSUMER)
+    mypy = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--python-executable", str(python)]
+    done = subprocess.run([*mypy, program.name], cwd=program.parent, capture_output=True, text=True, check=False)
+    *notes, error, _ = done.stdout.splitlines()
+    assert len(notes) == 3 and not any('"Any"' in note for note in notes), done.stdout
+    assert 'Unexpected keyword argument "topk" for "SamplingParams"' in error
+    shown = subprocess.run([python, "-c", "import sgl_flashsample"], cwd=program.parent, capture_output=True, text=True)
+    assert "No module named 'sgl_flashsample'" in shown.stderr, "Python itself goes by what is installed"
 
 
 def test_metadata_name_license_entry_points_and_light_bounded_dependencies(wheel):

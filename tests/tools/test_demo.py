@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 import re
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from lab import bootstrap
+from serving import CUDA, needs_sglang
 
 from sgl_flashsample.tools import markov, smollm2
 from sgl_flashsample.tools.server import RequestError, Server, ServerError, free_port
@@ -210,6 +213,7 @@ def test_what_is_installed_is_not_installed_again(monkeypatch, tmp_path):
     monkeypatch.setattr(bootstrap, "has_gpu", lambda: False)
     monkeypatch.setattr(bootstrap, "run", lambda what, command: (tmp_path / ".venv").mkdir(exist_ok=True))
     monkeypatch.setattr(bootstrap, "pip", pip)
+    monkeypatch.setattr(bootstrap, "write_site_files", lambda gpu: None)
     bootstrap.set_up("test")
     assert len(installed) == 4 and not any("beside it" in what for what in installed)
     installed.clear()
@@ -251,6 +255,53 @@ def test_steps_run_side_by_side_and_the_error_of_one_is_raised_when_all_have_end
     with pytest.raises(bootstrap.SetupError, match="no network"):
         bootstrap.together(fails, works)
     assert ended == [True]
+
+
+IMPORTS = """
+import site, sys
+sys.path.append(sys.argv[1])  # without its path files
+if sys.argv[2:]:
+    site.addsitedir(sys.argv[2])
+from transformers import AutoModelForCausalLM, LlamaConfig
+from sglang.srt.platforms import current_platform
+import sglang.srt.layers.logits_processor
+print(type(current_platform).__name__)
+"""
+
+
+@pytest.mark.slow
+@needs_sglang
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torchvision fits PyTorch")
+def test_the_environment_imports_transformers_and_sglang_whoever_asks(monkeypatch, tmp_path):
+    packages = tmp_path / "lib" / "python3" / "site-packages"
+    packages.mkdir(parents=True)
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path)
+    for _ in range(2):  # a second setup finds the files of the first
+        bootstrap.write_site_files(gpu=False)
+    command = [sys.executable, "-S", "-c", IMPORTS, sysconfig.get_path("purelib")]
+    without, done = (
+        subprocess.run([*command, *site], capture_output=True, text=True, check=False, cwd=tmp_path)
+        for site in ([], [str(packages)])
+    )
+    assert "torchvision::nms does not exist" in without.stderr, "the environment needs nothing of ours any more"
+    assert (done.returncode, done.stdout) == (0, "NativeCpuPlatform\n"), done.stderr
+
+
+@pytest.mark.server
+@pytest.mark.full
+@needs_sglang
+@pytest.mark.skipif(CUDA, reason="serves as any SGLang does")
+def test_the_environment_serves_with_nothing_set(tmp_path):
+    """SGLang's own command, with its own variables alone."""
+    names = {point.value for point in importlib.metadata.entry_points(group="sglang.srt.platforms")}
+    if "lab.cpu_platform:activate" not in names:
+        pytest.skip("this environment was not made by `make`")
+    markov.write(tmp_path / "model", markov.SIZES["tiny"])
+    options = {"backend": "flashsample", "log": tmp_path / "log", "environment": {"TRITON_INTERPRET": "0"}}
+    with Server.on_this_machine(tmp_path / "model", ["--dtype", "float32"], **options) as server:
+        answer = server.generate(text="a", sampling_params={"max_new_tokens": 4})
+        assert len(answer["output_ids"]) == 4
+        assert server.log_lines("fused sampling active")
 
 
 def test_two_targets_at_the_same_time_set_up_one_after_the_other(monkeypatch, tmp_path):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 
 import msgspec
 import pytest
+import torch
 from serving import needs_sglang
 from tuned_tables import H200, make_entry, table_for_this_machine
 
@@ -25,14 +28,55 @@ def no_hook_targets(monkeypatch):
     monkeypatch.setattr(versions, "HOOK_TARGETS", {})
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """Kernels are not interpreted, as on a machine of a user."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 @pytest.mark.slow
-def test_all_is_well_here(command):
+def test_all_is_well_here(command, compiled):
     done = command("doctor")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     lines = done.stdout.splitlines()
     for level, what in (("ok", "Python 3."), ("ok", "torch 2."), ("ok", "triton 3."), ("ok", "self-test: ")):
         assert any(line.startswith(f"{level:8}{what}") for line in lines)
     assert not any(line.startswith("problem") for line in lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's kernels are checked instead")
+def test_without_a_gpu_the_cpu_path_is_checked_where_numba_is_installed(compiled, monkeypatch):
+    pytest.importorskip("numba")
+    (finding,) = doctor.check_device()
+    assert finding.what == "no CUDA device: rows are drawn in host memory, by the cpu path"
+    (finding,) = doctor.check_kernels()
+    assert finding.level == "ok"
+    assert finding.what.startswith("self-test: the cpu path draws the reference's tokens (")
+    monkeypatch.setattr(cpu_path, "unsupported_by_machine", lambda: "the cpu path needs Numba")
+    assert not list(doctor.check_kernels())
+
+
+@pytest.mark.slow
+def test_triton_is_what_it_was_before_the_doctor_came(compiled):
+    code = """
+import os, sys
+import triton.language as tl
+from triton.runtime import interpreter
+
+def state():
+    names = {**vars(tl.core), **vars(tl.tensor), **vars(tl.dtype), **vars(tl.block_type), **vars(interpreter)}
+    return {name: id(one) for name, one in names.items() if callable(one)}
+
+before = state()
+from sgl_flashsample.sglang import versions
+from sgl_flashsample.tools import doctor
+versions.HOOK_TARGETS = {}  # to import SGLang for them takes long
+found = list(doctor.findings())
+assert found[-1].what.startswith("self-test: "), found
+assert state() == before and "TRITON_INTERPRET" not in os.environ and "lab" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_bare_python_is_told_what_to_install(command):

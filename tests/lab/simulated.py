@@ -1,28 +1,34 @@
-"""A simulated device instead of a GPU: the same requests, answered from a JSON file, noise and faults included.
+"""A simulated device instead of a GPU: it answers the requests of the tuner from a JSON file, with noise and faults.
 Everything but measuring is developed and tested on it.
 
+    python tests/lab/simulated.py DEVICE run ...     ``sgl-flashsample tune run ...`` over the device in the file DEVICE
+
     {"schema": "flashsample-simulated/1", "device": {...}, "env": {...}, "noise": 0.004, "seed": 0,
-     "model": {"us": 300.0, "rugged": 0.05},           times of what is not in costs; left out: such is rejected
+     "model": {"us": 300.0, "rugged": 0.05},           times of a configuration without costs; without: it is rejected
      "costs": {"plain/fused-16x128x128-w4-s6-c1": {"1": 282.0, "16": 285.5}},
      "faults": {"plain/fused-16x...": "hang" | "crash" | "illegal" | "wrong" | "biased" | a reason},
      "baselines": false, "busy": 0, "clock": 1980.0, "seconds_per_round": 0.0}
 
-The keys of costs and faults are ``labels.label_of``. Needs no torch.
+The keys of costs and faults are ``labels.label_of``. The processes that answer load no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
 import re
+import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from ..files import BadFileError, parse_json, read_plain
-from .errors import REASONS, IncorrectTokens
+from sgl_flashsample.autotune import pool
+from sgl_flashsample.autotune.errors import REASONS, IncorrectTokens
+from sgl_flashsample.files import BadFileError, parse_json, read_plain
 
 SCHEMA = "flashsample-simulated/1"
 MAX_BYTES = 1 << 26
@@ -45,6 +51,31 @@ def load(path: str) -> dict[str, Any]:
         if not isinstance(data.get(name), dict):
             raise ValueError(f"{path} has no object {name!r}")
     return data
+
+
+def workers(file: str) -> pool.Workers:
+    """Processes that answer for the device in ``file``."""
+    spec = {"worker": "lab.simulated:SimulatedWorker", "file": file}
+    return pool.Workers(measuring=spec, compiling=spec, on_gpus=False)
+
+
+@contextlib.contextmanager
+def measuring_on(file: str) -> Iterator[None]:
+    """Within this, runs and verifications of this process measure on the device in ``file``."""
+    before, pool.WORKERS = pool.WORKERS, workers(file)
+    try:
+        yield
+    finally:
+        pool.WORKERS = before
+
+
+def main(arguments: list[str]) -> int:
+    """A command of ``tune`` over the device in a file. arguments: the file, then those of ``tune``. Returns the exit
+    code."""
+    from sgl_flashsample import cli
+
+    with measuring_on(arguments[0]):
+        return cli.main(["tune", *arguments[1:]])
 
 
 class SimulatedWorker:
@@ -152,3 +183,10 @@ class SimulatedWorker:
 def _hashed(text: str) -> float:
     """A number from 0 to 1."""
     return zlib.crc32(text.encode()) / 2**32
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # of the package ``lab``, which worker processes import
+    from lab.simulated import main as run
+
+    raise SystemExit(run(sys.argv[1:]))
