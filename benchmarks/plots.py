@@ -162,8 +162,8 @@ def _figure(results: Results, kind: Kind) -> Figure:
 
 
 def summary(results: Results, ink: str) -> Figure | None:
-    """How much less time per token servers take with ours, in percent: a group of bars per model and sampling, a bar
-    per batch size. ink: the colour of all text, on a transparent ground."""
+    """The share of the time per token that servers save with ours, in percent: a group of bars per model and sampling,
+    a bar per batch size. ink: the colour of all text, on a transparent ground."""
     gains = {
         f"{model}\n{SAMPLINGS[sampling].title}": {
             batch: 100 * (1 - ours["tpot_us"] / stock["tpot_us"]) for batch, (stock, ours) in pairs.items()
