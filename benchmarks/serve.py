@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -343,29 +344,27 @@ class ModelRun:
         return step_profile.summarise(folder, PROFILED_STEPS)
 
     def run(self, sections: list[str]) -> Iterator[list[dict[str, Any]]]:
-        """The rows of one cell after the other. A server that does not start or ends is recorded."""
+        """The rows of one cell after the other. A server that does not start or ends is recorded for the sections that
+        are left."""
+        left = list(sections)
+        measured = {"repeats": self.repeats, "profile": self.profile}
         try:
             if shared := [section for section in sections if section in BACKENDS_OF]:
                 with self.servers({k: v for section in shared for k, v in BACKENDS_OF[section].items()}) as servers:
                     for section in shared:
-                        yield from self._section(section, {label: servers[label] for label in BACKENDS_OF[section]})
+                        of_section = {label: servers[label] for label in BACKENDS_OF[section]}
+                        yield from measured.get(section, functools.partial(self.compare, section))(of_section)
+                        left.remove(section)
             if "screen" in sections:
                 with self.servers(SCREENS) as servers:
                     yield from self.compare("screen", servers)
+                left.remove("screen")
             if "host" in sections:
                 yield from self.host()
         except (ServerError, OSError, TimeoutError) as error:
-            for section in sections:
+            for section in left:
                 self.result.miss(error, section=section, model=self.name, **self.about)
             print(f"logs are in {self.options.logs}", flush=True)
-
-    def _section(self, section: str, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
-        if section == "repeats":
-            yield from self.repeats(servers)
-        elif section == "profile":
-            yield from self.profile(servers)
-        else:
-            yield from self.compare(section, servers)
 
 
 # Sections that share one start of servers, and their servers, the baseline first.
