@@ -62,10 +62,10 @@ def _sampling(title: str, temperature: float = 1.0, **params: Any) -> Sampling:
     return Sampling(title, {"temperature": temperature, **params})
 
 
-_PENALTIES = {"frequency_penalty": 0.5, "repetition_penalty": 1.1}
-_BIAS = {"logit_bias": {"100": 3.0, "200": -100.0}}
-_GRAMMAR = {"json_schema": json.dumps(JSON_SCHEMA)}
-_TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
+_PENALTIES: dict[str, Any] = {"frequency_penalty": 0.5, "repetition_penalty": 1.1}
+_BIAS: dict[str, Any] = {"logit_bias": {"100": 3.0, "200": -100.0}}
+_GRAMMAR: dict[str, Any] = {"json_schema": json.dumps(JSON_SCHEMA)}
+_TRUNCATED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 _TRUNC = "temperature 0.7, top_p 0.9, top_k 50"
 SAMPLINGS: dict[str, Sampling] = {
     "t1": _sampling("temperature 1"),
