@@ -1,4 +1,4 @@
-"""What the benchmarks share: heads, entries of the registry, command lines and result files. Import it first.
+"""Shared by the benchmarks: heads, entries of the registry, command lines and result files. Import it first.
 
 With ``--dry-run`` kernels are interpreted on the CPU and shapes are small: everything runs, the times mean nothing.
 """
@@ -16,12 +16,9 @@ if "--dry-run" in sys.argv:
     interpreter.turn_on()  # before Triton is imported
 
 import argparse
-import concurrent.futures
 import dataclasses
 import datetime
-import itertools
 import json
-import multiprocessing
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -157,7 +154,7 @@ class Result:
         return int(bool(self.env["not_run"]))
 
     def _fills(self, row: dict[str, Any], gap: dict[str, Any]) -> bool:
-        """Whether ``row`` measures a cell that ``gap`` names, or one of its section."""
+        """True if ``row`` measures a cell that ``gap`` names, or one of its section."""
         fields = [field for field in self._place if field in gap or field not in self._cell]
         return "path" not in gap and bool(fields) and all(row.get(field) == gap.get(field) for field in fields)
 
@@ -166,7 +163,7 @@ class Result:
 
 
 def make_parser(description: str | None, *, needs_gpu: bool = True) -> argparse.ArgumentParser:
-    """With --out, and with --dry-run and --fast where a GPU is needed."""
+    """A parser with --out, and with --dry-run and --fast where a GPU is needed."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write, as results come")
@@ -178,31 +175,8 @@ def make_parser(description: str | None, *, needs_gpu: bool = True) -> argparse.
     return parser
 
 
-def in_processes(function: Callable[..., Any], cases: Iterable[tuple], processes: int) -> Iterator[Any]:
-    """``function(*case)`` of each case, in their order; by several processes, which share all GPUs, where more than 1.
-
-    One process often leaves a GPU idle, which waits for its launches.
-    """
-    if processes == 1:
-        yield from itertools.starmap(function, cases)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(processes, context, _take_a_gpu, (context.Value("i", 0),))
-    with pool:
-        yield from pool.map(function, *zip(*cases, strict=True))
-
-
-def _take_a_gpu(taken: Any) -> None:
-    """Makes a GPU the current one of this process, by turns. taken: how many processes have one."""
-    torch.set_num_threads(1)
-    if DEVICE.type == "cuda":
-        with taken.get_lock():
-            number, taken.value = taken.value, taken.value + 1
-        torch.cuda.set_device(number % torch.cuda.device_count())
-
-
 def new_env() -> dict[str, Any]:
-    """What the results of this run depend on."""
+    """The machine, versions, date and command that results depend on."""
     return describe_machine(DEVICE) | {"sgl_flashsample": __version__, "date": today(), "command": command_line()}
 
 
@@ -211,7 +185,7 @@ def today() -> str:
 
 
 def command_line() -> str:
-    """How this was called, without the folders of this machine."""
+    """The command of this process, without the folders of this machine."""
     return " ".join(["python", *(re.sub(r"(?<![^=:])/([^=:]*/)?", "", word) for word in sys.argv)])
 
 
@@ -257,14 +231,14 @@ def _lines(value: Any, indent: str) -> Iterator[str]:
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether ``value`` is a list of objects, or has one somewhere inside."""
+    """True if ``value`` is a list of objects, or has one somewhere inside."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(item, dict) for item in value)
     return isinstance(value, dict) and any(map(_has_rows, value.values()))
 
 
 def read_result(file: Path, made_by: str) -> dict[str, Any]:
-    """What ``write_result`` has written. Raises ValueError, in one line, for anything else."""
+    """A file of ``write_result``. Raises ValueError, in one line, for anything else."""
     try:
         data = json.loads(file.read_text())
     except OSError as error:

@@ -30,14 +30,14 @@ READ = "read"  # a kernel that reads as many bytes as the head has, and does not
 BASELINES = (baselines.GEMM, baselines.ARGMAX, baselines.MULTINOMIAL, baselines.EXPONENTIAL, baselines.FLASHINFER)
 MAX_SCREENED_ROWS = 64
 MAX_SMALL_TOP_K = 64
-EAGER = "eager"  # of a baseline that no CUDA graph can hold: it is timed with its host time
-MIN_SLOTS, SLOTS_PER_ROW = 1 << 16, 1024  # of a workspace: more than any configuration needs
+EAGER = "eager"  # mark of a baseline that no CUDA graph can hold: it is timed with its host time
+MIN_SLOTS, SLOTS_PER_ROW = 1 << 16, 1024  # sizes of a workspace: more than any configuration needs
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What is raced: paths (ours and baselines) and names of ``SAMPLINGS``. tuned: with the tuned table that a server
-    would find, not the built-in choices. compared: an older tree of the project whose paths are raced too."""
+    """A choice of contenders: paths (ours and baselines) and names of ``SAMPLINGS``. tuned: with the tuned table that a
+    server would find, not the built-in choices. compared: an older tree of the project whose paths are raced too."""
 
     paths: tuple[str, ...]
     samplings: tuple[str, ...]
@@ -98,7 +98,7 @@ class Tree:
         return self._module("dispatch").default_table(self.head)
 
     def _config(self, sampling: Sampling, rows: int, path: str | None, screened: bool) -> Any:
-        """What such a batch takes, on ``path`` if that is given."""
+        """The configuration that such a batch takes, on ``path`` if that is given."""
         kind = self._module("kinds").BatchKind(
             sampling.truncation is not None, bool(sampling.edits), sampling.temperature == 0.0, screened
         )
@@ -108,7 +108,7 @@ class Tree:
         return self._module("autotune.labels").key_of(config)
 
     def labels(self, rows: int, selection: Selection) -> tuple[str, ...]:
-        """Of all configurations that batches of ``rows`` rows are raced with."""
+        """Labels of all configurations that batches of ``rows`` rows are raced with."""
         return tuple(
             self._label(self._config(SAMPLINGS[name], rows, path if path in OURS else None, path in SCREENED))
             for name in selection.samplings
@@ -188,7 +188,7 @@ def entrants(ours: Sequence[Tree], batch: Workload, flashinfer: Any, selection: 
 
 
 def _is_unscreened(batch: Workload, sampling: Sampling, path: str) -> bool:
-    """Whether no screen serves such a batch. A truncated batch with a large top-k, or with none, is screened only where
+    """True if no screen serves such a batch. A truncated batch with a large top-k, or with none, is screened only where
     the path is given."""
     top_k = sampling.truncation[0] if sampling.truncation is not None else 1
     asks = path == SamplingPath.SCREENED or 1 <= top_k <= MAX_SMALL_TOP_K

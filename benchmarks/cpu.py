@@ -38,8 +38,8 @@ VOCABULARIES = (32768, 49152, 151936, 262144)
 BATCHES = (1, 16, 128)
 RACED = ("t1", "greedy", "k50p90")
 TOP_K, TOP_P = 50, 0.9
-COLD_BYTES = 2**27  # of all batches that take turns
-MOST_BATCHES = 16  # of a round, for batches of one row
+COLD_BYTES = 2**27  # all batches that take turns
+MOST_BATCHES = 16  # in a round, for batches of one row
 ROUNDS, LEAST_ROUNDS = 15, 4
 PATIENCE_S = 3.0  # in a cell, what has taken this long after LEAST_ROUNDS rounds is measured no more
 
@@ -130,7 +130,7 @@ def rows_of(rows: int, vocab: int, threads: int) -> list[dict[str, Any]]:
 
 
 def processor() -> str:
-    """Its model, where Linux tells it."""
+    """The model of the processor, where Linux tells it."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else []
     return models[0] if models else platform.machine()

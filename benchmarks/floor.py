@@ -1,4 +1,4 @@
-"""What the device can do at best: the speed of a kernel that only reads, and the rate of a large matrix product."""
+"""Limits of the device: the speed of a kernel that only reads, and the rate of a large matrix product."""
 
 from __future__ import annotations
 

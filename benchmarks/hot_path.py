@@ -54,7 +54,7 @@ class Kernels:
 
 
 def make_steps() -> dict[str, list[Step]]:
-    """By kind of batch and way: a step of each batch size."""
+    """A step of each batch size, by kind of batch and way."""
     shape = SHAPES[min(1, len(SHAPES) - 1)]
     tree = Tree(shape.weight(), shape.softcap, max(SIZES), tuned=True, folder=None)
     steps: dict[str, list[Step]] = {}
@@ -77,7 +77,7 @@ def captured(call: Callable[[int], Any]) -> Step:
 
 
 def count(steps: list[Step]) -> Counter[str]:
-    """What these steps have done, one after the other."""
+    """Waits, allocations, loads and calls of CUDA of these steps, one after the other."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if not DRY_RUN:
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -57,7 +57,7 @@ GPU_ARGUMENTS = (
     *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune"),
 )
 ARGUMENTS = ("--load-format", "dummy", "--random-seed", "1", "--enable-metrics", "--disable-radix-cache")
-# What requests ask for, with equal chances.
+# Samplings of requests, with equal chances.
 MIX: dict[str, Sampling] = {name: SAMPLINGS[name] for name in SERVED} | {
     "seed": Sampling("seed", {"temperature": 0.8, "sampling_seed": 7}),
     "min-p": SAMPLINGS["minp05"],
@@ -70,10 +70,10 @@ NATIVE = {"native top_logprobs"}  # rows that SGLang's sampler serves
 PROMPTS, ANSWERS = (8, 256), (8, 256)  # tokens, the fewest and the most
 STREAMED, LEFT = 20, 50  # one of so many requests
 PERCENTS = (50, 99)
-PARTS = 10  # of equally many answers, or gaps, in the order in which they ended
+PARTS = 10  # parts of a run have equally many answers, or gaps, in the order in which they ended
 LOST = "no answer"
 ANSWER_SECONDS = 180.0
-START_SECONDS = 60.0  # of the run, in which kernels are loaded and the queue fills: its times are left out
+START_SECONDS = 60.0  # kernels are loaded and the queue fills meanwhile: these times are left out
 
 
 def make_request(number: int, vocab: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def make_request(number: int, vocab: int) -> dict[str, Any]:
 
 
 class Clients:
-    """Of one server. file: where their summary is written.
+    """The clients of one server. file: where their summary is written.
 
     ends: how many requests ended in which way. seconds, gaps: of answers, and between tokens of streams.
     """
@@ -170,7 +170,7 @@ class Clients:
 
 
 def ask(port: int, vocab: int, file: Path, concurrency: int, seconds: float, every: float) -> None:
-    """In a process of its own: the clients of one server."""
+    """Run the clients of one server, in a process of its own."""
     asyncio.run(Clients(port, vocab, file).run(concurrency, seconds, every))
 
 
@@ -226,7 +226,7 @@ class Side:
         return row | {"memory": self.memory}
 
     def last_row(self) -> dict[str, Any]:
-        """With what the server says of itself in the end."""
+        """The row, with the heads, counters and failures of the server in the end."""
         row = self.row()
         if self.server.process is None or self.server.process.poll() is not None:
             return row | {"ended": self.server.last_error()}
@@ -264,7 +264,7 @@ def run_together(
 
 
 def wrong(row: dict[str, Any]) -> list[str]:
-    """What a healthy server does not do."""
+    """Findings of a row that a healthy server does not have."""
     found = [f"{count} requests: {end}" for end, count in row["ends"].items() if end not in ("answered", "left")]
     if "ended" in row:
         found.append(f"the server ended: {row['ended']}")

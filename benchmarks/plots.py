@@ -69,7 +69,7 @@ def _roof(cell: Cell, tflop_s: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One figure: a column per head, a row per mode. line: of the thin line, which ``note`` explains; None for the
+    """One figure: a column per head, a row per sampling. line: of the thin line, which ``note`` explains; None for the
     roofs. top: where the axis ends."""
 
     title: str
@@ -80,7 +80,7 @@ class Kind:
     line: Callable[[Cell], float] | None
     log_y: bool = False
     top: float | None = None
-    modes: tuple[str, ...] = tuple(SAMPLINGS)
+    samplings: tuple[str, ...] = tuple(SAMPLINGS)
 
 
 ROWS = "rows of the batch"
@@ -97,19 +97,19 @@ KINDS = {
         _rate,
         None,
         True,
-        modes=("t1",),
+        samplings=("t1",),
     ),
 }
 
 
-def _draw(axes: Axes, kind: Kind, cells: list[Cell], mode: str, tflop_s: float, shown: dict[str, Line2D]) -> None:
+def _draw(axes: Axes, kind: Kind, cells: list[Cell], sampling: str, tflop_s: float, shown: dict[str, Line2D]) -> None:
     line = [kind.line(cell) if kind.line is not None else _roof(cell, tflop_s) for cell in cells]
-    rows_of = {path: [row for cell in cells if (row := cell.row(mode, path)) is not None] for path in STYLES}
+    rows_of = {path: [row for cell in cells if (row := cell.row(sampling, path)) is not None] for path in STYLES}
     drawn_line = False
     for path, rows in rows_of.items():
         if not rows:
             continue
-        here = [cell for cell in cells if cell.row(mode, path) is not None]
+        here = [cell for cell in cells if cell.row(sampling, path) is not None]
         x, y, band = zip(*(kind.point(cell, row) for cell, row in zip(here, rows, strict=True)), strict=True)
         if not drawn_line and len(here) == len(cells):
             axes.plot(x, line, color=INK, linewidth=0.8)
@@ -132,7 +132,7 @@ def _draw(axes: Axes, kind: Kind, cells: list[Cell], mode: str, tflop_s: float, 
         axes.set_ylim(top=kind.top)
     axes.tick_params(which="both", labelsize=7)
     axes.grid(alpha=0.25, linewidth=0.5)
-    axes.set_title(f"{cells[0].head}\n{SAMPLINGS[mode].title}", fontsize=8)
+    axes.set_title(f"{cells[0].head}\n{SAMPLINGS[sampling].title}", fontsize=8)
 
 
 def _figure(results: Results, kind: Kind) -> Figure:
@@ -141,15 +141,15 @@ def _figure(results: Results, kind: Kind) -> Figure:
     heads: dict[str, list[Cell]] = {}
     for cell in sorted(results.cells, key=lambda cell: cell.batch):
         heads.setdefault(cell.head, []).append(cell)
-    modes = [mode for mode in kind.modes if any(mode in cell.samplings for cell in results.cells)]
-    figure = Figure(figsize=(1.2 + 2.6 * len(heads), 1.3 + 2.3 * len(modes)), layout="constrained")
-    grid = figure.subplots(len(modes), len(heads), squeeze=False)
+    samplings = [sampling for sampling in kind.samplings if any(sampling in cell.samplings for cell in results.cells)]
+    figure = Figure(figsize=(1.2 + 2.6 * len(heads), 1.3 + 2.3 * len(samplings)), layout="constrained")
+    grid = figure.subplots(len(samplings), len(heads), squeeze=False)
     shown: dict[str, Line2D] = {}
-    for mode, line in zip(modes, grid, strict=True):
+    for sampling, line in zip(samplings, grid, strict=True):
         for cells, axes in zip(heads.values(), line, strict=True):
-            here = [cell for cell in cells if mode in cell.samplings and cell.row(NOTHING, READ) is not None]
+            here = [cell for cell in cells if sampling in cell.samplings and cell.row(NOTHING, READ) is not None]
             if here:
-                _draw(axes, kind, here, mode, data["env"].get("matmul_tflop_s") or float("inf"), shown)
+                _draw(axes, kind, here, sampling, data["env"].get("matmul_tflop_s") or float("inf"), shown)
             else:
                 axes.set_axis_off()
     for axes in grid[-1]:
@@ -162,8 +162,8 @@ def _figure(results: Results, kind: Kind) -> Figure:
 
 
 def summary(results: Results, ink: str) -> Figure | None:
-    """How much less time per token servers take with ours, in percent: a group of bars per model and sampling, a bar
-    per batch size. ink: the colour of all text, on a transparent ground."""
+    """The share of the time per token that servers save with ours, in percent: a group of bars per model and sampling,
+    a bar per batch size. ink: the colour of all text, on a transparent ground."""
     gains = {
         f"{model}\n{SAMPLINGS[sampling].title}": {
             batch: 100 * (1 - ours["tpot_us"] / stock["tpot_us"]) for batch, (stock, ours) in pairs.items()

@@ -45,7 +45,7 @@ from sgl_flashsample.tools.samplings import SAMPLINGS
 WORKERS = 15
 PROBE = Shape(64, 151936)  # FlashInfer chooses its kernels by V
 PROBE_ROWS = 2
-MEMORY_SHARE = 0.8  # of the device's, for all processes together
+MEMORY_SHARE = 0.8  # share of the device's memory, for all processes together
 
 
 class Race:
@@ -93,7 +93,7 @@ class Race:
         return Timing.of(list(self._samples[name].values())) if name in self._samples else None
 
     def ratio(self, mine: str, theirs: str, alpha: float) -> Ratio | None:
-        """Of the rounds that both were in; None where one did not run, or with too few rounds."""
+        """The ratio in the rounds that both were in; None where one did not run, or with too few rounds."""
         rounds = sorted(self._samples.get(mine, {}).keys() & self._samples.get(theirs, {}).keys())
         one, other = ([self._samples[name][index] for index in rounds] for name in (mine, theirs))
         with contextlib.suppress(ValueError):
@@ -101,7 +101,7 @@ class Race:
         return None
 
     def floor_us(self, moved_bytes: float) -> float | None:
-        """What moving so many bytes takes at the speed of the reader."""
+        """Microseconds that moving so many bytes takes at the speed of the reader."""
         timing = self.timing(READ)
         return None if timing is None else moved_bytes * timing.us / READ_BYTES
 
@@ -124,7 +124,7 @@ class Race:
         return rows
 
     def gaps(self, cell: dict[str, Any]) -> list[dict[str, Any]]:
-        """What could not run, for ``env.not_run`` of a result file."""
+        """Contenders that could not run, for ``env.not_run`` of a result file."""
         return [cell | {"path": name, "reason": reason} for name, reason in self.failed.items()]
 
 
@@ -248,7 +248,7 @@ def _jobs(shapes: Sequence[Shape], batches: Sequence[int], selection: Selection)
 
 
 def _device_bytes(shape: Shape, rows: int) -> float:
-    """What ``_call_all`` takes, about: a head, its INT8 copies, logits and edits of every kind, workspaces."""
+    """Memory that ``_call_all`` takes, about: a head, its INT8 copies, logits and edits of every kind, workspaces."""
     return 2.2 * shape.vocab * shape.hidden * 2 + 24.0 * rows * shape.vocab + 1.5e6 * rows
 
 

@@ -10,7 +10,7 @@ exchange  microseconds of an exchange: by kernels through memory that all ranks 
           collectives, and stock SGLang's gather of the logits with their copy to float32
 soak      batches of every kind for some time: tokens of all ranks are compared after each, and with those of one rank
 
-A rank is a process, in SGLang's own groups. ``--only`` runs some sections, ``--tp`` is the number of ranks.
+A rank is a process, in SGLang's own groups; ``--tp`` is their number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sgl_flashsample.tools.server import free_port
 SECTIONS = ("tokens", "exchange", "soak")
 KINDS = ("plain", "greedy", "mask", "truncated")
 BATCHES = (1, 16, 64, 256)
-TOKENS = 200 if DRY_RUN else 500_000  # of each kind
+TOKENS = 200 if DRY_RUN else 500_000  # per kind
 TOKEN_ROWS = 5 if DRY_RUN else 256
 GATHERED = 64  # batches whose tokens are compared between the ranks at once
 CALLS, ROUNDS = (2, 2) if DRY_RUN else (50, 15)
@@ -49,7 +49,7 @@ WRITTEN_EVERY = 20.0  # seconds of the soak
 
 
 class Rank:
-    """What one process holds: the whole head, its part as a server has it, and the exchange with the others."""
+    """One process: the whole head, its part as a server has it, and the exchange with the others."""
 
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         if DRY_RUN:
@@ -95,7 +95,7 @@ class Rank:
         self.state.update(max(BATCHES))
 
     def params(self, batch: Workload, kind: str, number: int) -> BatchParams:
-        """Of a batch that all ranks make alike."""
+        """Parameters of a batch that all ranks make alike."""
         rows, vocab = batch.rows, self.whole.vocab_size
         temperature = 0.3 + torch.arange(rows, device=self.device) % 8 * 0.2
         truncation = edits = None
@@ -131,7 +131,7 @@ class Rank:
         return torch.cat(drawn)
 
     def near_ties(self, batch: Workload, params: BatchParams, rows: torch.Tensor) -> int:
-        """How many of these rows the reference cannot decide."""
+        """The number of these rows that the reference cannot decide."""
         logits = batch.hidden[rows].double() @ self.whole.weight.double().T
         if self.whole.softcap is not None:
             logits = self.whole.softcap * torch.tanh(logits / self.whole.softcap)
@@ -144,8 +144,16 @@ class Rank:
         of_rows = (params.temperature[rows], params.seed[rows], params.position[rows])
         return int(sample_ref(logits, low, high, *of_rows).near_tie.sum())
 
+    def compare(self, drawn: torch.Tensor, batch: Workload, params: BatchParams, row: dict[str, Any]) -> None:
+        """Count into ``row`` the tokens that one rank draws differently."""
+        differ = (drawn != self.draw_alone(batch, params)).nonzero().flatten()
+        row["compared"] += batch.rows
+        row["differing"] += len(differ)
+        if len(differ) and params.truncation is None:
+            row["near_ties"] += self.near_ties(batch, params, differ)
+
     def same_on_all(self, tokens: torch.Tensor) -> int:
-        """How many of the tokens differ between ranks."""
+        """The number of tokens that differ between ranks."""
         every = [torch.empty_like(tokens) for _ in range(self.group.world_size)]
         torch.distributed.all_gather(every, tokens.contiguous(), group=self.group.device_group)
         return int(sum((other != every[0]) for other in every[1:]).gt(0).sum())
@@ -167,11 +175,7 @@ def tokens(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
                 params = rank.params(batch, kind, number)
                 gathered.append(rank.draw(batch, params).token_ids)
                 if number % options.every == 0:
-                    differ = (gathered[-1] != rank.draw_alone(batch, params)).nonzero().flatten()
-                    row["compared"] += TOKEN_ROWS
-                    row["differing"] += len(differ)
-                    if len(differ) and params.truncation is None:
-                        row["near_ties"] += rank.near_ties(batch, params, differ)
+                    rank.compare(gathered[-1], batch, params, row)
                 number += 1
             row["ranks_differ"] += rank.same_on_all(torch.cat(gathered))
             row["rows"] += GATHERED * TOKEN_ROWS
@@ -179,7 +183,7 @@ def tokens(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
 
 
 def soak(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
-    """Its row every ``WRITTEN_EVERY`` seconds, and in the end."""
+    """The row of the soak every ``WRITTEN_EVERY`` seconds, and in the end."""
     choose, number, started, written = random.Random(1), 0, time.monotonic(), 0.0
     row = {"section": "soak", "seconds": 0.0, "batches": 0, "rows": 0, "ranks_differ": 0, "compared": 0}
     row |= {"differing": 0, "near_ties": 0}
@@ -193,11 +197,7 @@ def soak(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
         row["batches"] += 1
         row["rows"] += batch.rows
         if number % COMPARED_EVERY == 0:
-            differ = (drawn != rank.draw_alone(batch, params)).nonzero().flatten()
-            row["compared"] += batch.rows
-            row["differing"] += len(differ)
-            if len(differ) and params.truncation is None:
-                row["near_ties"] += rank.near_ties(batch, params, differ)
+            rank.compare(drawn, batch, params, row)
         number += 1
         # All ranks end after the same batch: the first one's clock decides.
         seconds = time.monotonic() - started
@@ -223,7 +223,7 @@ def exchange(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
         logits = rank.state.logits_of_shard(batch.hidden)
 
         def undrawn(rows: torch.Tensor, params: BatchParams, nothing: SampleOutput = nothing) -> SampleOutput:
-            """In the place of a draw, which is not of the exchange."""
+            """A stand-in for the draw, which is no part of the exchange."""
             return SampleOutput(*(None if values is None else values[: len(rows)] for values in nothing))
 
         def gathered(logits: torch.Tensor = logits) -> Any:
@@ -249,7 +249,8 @@ def exchange(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
 
 
 def microseconds(rank: Rank, call: Callable[[], Any], in_graph: bool) -> dict[str, Any]:
-    """Of one of ``CALLS`` calls in a row: the median of rounds, and half the distance between the quartiles."""
+    """Microseconds of one of ``CALLS`` calls in a row: the median of rounds, and half the distance between the
+    quartiles."""
     call()
     if rank.device.type == "cpu":
         return {"us": 0.0, "us_spread": 0.0, "in_graph": False}

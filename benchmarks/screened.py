@@ -7,8 +7,7 @@ tokens        rows of four kinds of heads, at several temperatures and truncatio
               noise; a token that differs is a near-tie where both scores agree to 1e-5
 distribution  total variation between many draws and the known distribution, beside what chance alone gives
 
-Configurations are those of the tuned table that a server would find. ``--only`` runs some of the sections and
-``--keep`` leaves the others in the file. ``--fast``: a sixteenth of the draws.
+Configurations are those of the tuned table that a server would find. ``--fast``: a sixteenth of the draws.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def make_tree(weight: torch.Tensor, rows: int, configs: dict[int, ScreenConfig])
 
 
 def counted(tree: Tree) -> dict[str, int]:
-    """What the screen has counted since the last call, and the truncated rows that were left to a search."""
+    """Counts of the screen since the last call, and of the truncated rows that were left to a search."""
     values, searched = tree.screen.counters.tolist(), int(tree.workspace.searched)
     tree.screen.counters.zero_()
     tree.workspace.searched.zero_()

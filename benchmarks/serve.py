@@ -24,16 +24,14 @@ profile  calls per decode step, stock and ours, counted in profiler traces (``st
 ``--speculation``: drafts of n-grams in both servers, ``--draft-tokens`` per step; its rows say so. With dummy weights
 they tell what a step costs, not how many drafts are accepted.
 
-``--only`` runs some of the sections, stock by default, and ``--keep`` leaves the other rows in the file. ``--fast``:
-three samplings, three batch sizes, three pairs. ``--python`` names the interpreter that has SGLang, ``--set`` changes
-its environment. The file is written after each cell; no cell begins after ``--limit``. What fails is recorded in
-``env.not_run``; logs of the servers are under ``--logs``.
+Without ``--only`` the section is stock. ``--fast``: three samplings, three batch sizes, three pairs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -73,7 +71,7 @@ from sgl_flashsample.tools.server import Server, ServerError
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
 LOAD = Load(range(1000, 100_000), seconds=0.0 if DRY_RUN else 1.0)
-HOST_TOKENS, SHORT_ANSWERS = 600, 20  # of an answer whose steps' host time is taken; answers of SHORT tokens
+HOST_TOKENS, SHORT_ANSWERS = 600, 20  # tokens of a long answer whose host time is taken; number of short answers
 REPEATS = 10
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_STEPS = 40
@@ -84,7 +82,7 @@ SERVER_ARGUMENTS = [
     *("--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
     *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune", "--disable-radix-cache"),
 ]
-# What is compared, the baseline first: {name: (--sampling-backend, environment)}
+# The servers of a comparison, the baseline first: {name: (--sampling-backend, environment)}
 Backends = dict[str, tuple[str, dict[str, str]]]
 BACKENDS: Backends = {STOCK: ("flashinfer", {}), OURS: (OURS, {})}
 ORACLES: Backends = {oracle.BACKEND: (oracle.BACKEND, {}), OURS: BACKENDS[OURS]}
@@ -105,7 +103,7 @@ def seeded(server: Server, batch: int, request: Sampling) -> list[list[int]]:
 
 
 class TakingTurns(Server):
-    """Of ``others``, none runs while this one answers. Stages of a pipeline look for work without a pause, on cores
+    """A server that stops ``others`` while it answers. Stages of a pipeline look for work without a pause, on cores
     that the measured server needs."""
 
     others: Sequence[TakingTurns] = ()
@@ -127,7 +125,7 @@ class TakingTurns(Server):
 
 
 class PretendedServer:
-    """For a dry run: answers at once."""
+    """A server for a dry run, which answers at once."""
 
     metrics_seconds = 0.0
 
@@ -164,7 +162,7 @@ class ModelRun:
 
     def __init__(self, name: str, options: Any, result: Result, started: float) -> None:
         self.name, self.options, self.result, self._started = name, options, result, started
-        # What its rows say of the servers; of one GPU and of no drafts they say nothing.
+        # Fields of its rows about the servers; none for one GPU without drafts.
         self.about = {"tp": options.tp, "pp": options.pp} if options.tp * options.pp > 1 else {}
         if options.speculation:
             self.about |= {"speculation": options.speculation, "draft_tokens": options.draft_tokens}
@@ -284,13 +282,13 @@ class ModelRun:
         return rows
 
     def _bytes_per_row(self, request: Sampling, batch: int) -> float:
-        """What a tensor-parallel rank of ours receives in a step, by the shapes of what is exchanged."""
+        """Bytes per row that a tensor-parallel rank of ours receives in a step, by the shapes that are exchanged."""
         ranks, truncated = self.options.tp, request.truncation is not None
         part = 2 * shard_of(markov.SIZES[self.name].vocab_size, ranks) if truncated else None
         return round(bytes_received(ranks, batch, part) / batch, 1)
 
     def repeats(self, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
-        """Of each cell, the verdicts of independent comparisons by the same two servers: the change of the time per
+        """Verdicts of independent comparisons by the same two servers, by cell: the change of the time per
         token and its interval, in percent, and how many of them call our server faster and slower."""
         for sampling, batch, about in self.cells("repeats", self.options.batches):
             ratios = [
@@ -336,7 +334,7 @@ class ModelRun:
                 yield [row | self._summary(label, server, sampling, batch)]
 
     def _summary(self, label: str, server: Server, sampling: str, batch: int) -> dict[str, Any]:
-        """Of a trace of decode steps; nothing in a dry run."""
+        """The summary of a trace of decode steps; nothing in a dry run."""
         if DRY_RUN:
             return {}
         folder = self.options.logs / f"{self.name}-{label.replace(' ', '-')}-trace" / f"{sampling}-{batch}"
@@ -346,32 +344,30 @@ class ModelRun:
         return step_profile.summarise(folder, PROFILED_STEPS)
 
     def run(self, sections: list[str]) -> Iterator[list[dict[str, Any]]]:
-        """The rows of one cell after the other. A server that does not start or ends is recorded."""
+        """The rows of one cell after the other. A server that does not start or ends is recorded for the sections that
+        are left."""
+        left = list(sections)
+        measured = {"repeats": self.repeats, "profile": self.profile}
         try:
             if shared := [section for section in sections if section in BACKENDS_OF]:
                 with self.servers({k: v for section in shared for k, v in BACKENDS_OF[section].items()}) as servers:
                     for section in shared:
-                        yield from self._section(section, {label: servers[label] for label in BACKENDS_OF[section]})
+                        of_section = {label: servers[label] for label in BACKENDS_OF[section]}
+                        yield from measured.get(section, functools.partial(self.compare, section))(of_section)
+                        left.remove(section)
             if "screen" in sections:
                 with self.servers(SCREENS) as servers:
                     yield from self.compare("screen", servers)
+                left.remove("screen")
             if "host" in sections:
                 yield from self.host()
         except (ServerError, OSError, TimeoutError) as error:
-            for section in sections:
+            for section in left:
                 self.result.miss(error, section=section, model=self.name, **self.about)
             print(f"logs are in {self.options.logs}", flush=True)
 
-    def _section(self, section: str, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
-        if section == "repeats":
-            yield from self.repeats(servers)
-        elif section == "profile":
-            yield from self.profile(servers)
-        else:
-            yield from self.compare(section, servers)
 
-
-# Of sections that share one start of servers: which of these they measure, the baseline first
+# Sections that share one start of servers, and their servers, the baseline first.
 BACKENDS_OF = {
     STOCK: BACKENDS,
     "graphs": GRAPHS,
@@ -384,7 +380,7 @@ SECTIONS = (*BACKENDS_OF, "screen", "host")
 
 
 def versions(python: str, variables: dict[str, str]) -> dict[str, str]:
-    """Of what the servers run, as their interpreter has them. Raises ValueError where SGLang is not there."""
+    """Versions of the servers' packages, as their interpreter has them. Raises ValueError where SGLang is not there."""
     code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
     done = subprocess.run([python, "-c", code], env=os.environ | variables, capture_output=True, text=True)
     try:
@@ -432,7 +428,7 @@ def run(options: Any, result: Result) -> int:
     result.run["sglang"] = result.env["servers"]["sglang"]
     for name in options.models:
         for rows in ModelRun(name, options, result, started).run(options.only):
-            result.add(rows)  # what ends a run leaves the file with all that it has measured
+            result.add(rows)  # now: a run that ends early leaves all that it has measured
     return result.close()
 
 

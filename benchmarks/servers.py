@@ -13,7 +13,7 @@ from sgl_flashsample.tools.server import Server
 
 
 def failures_of(server: Server) -> list[str]:
-    """What our server says of itself that a healthy one does not."""
+    """Lines of a server's log that a healthy one does not write."""
     lines = [line for line in server.log_lines('File "') if "sgl_flashsample" in line]
     lines += server.log_lines("Scheduler hit an exception") + server.log_lines("until restart")
     return lines

@@ -37,8 +37,7 @@ reference, of the logits that the target is known to have, cannot tell the two t
 by a rounding. The first token of each answer is compared with the reference itself. Ends with 1 where a difference is
 none.
 
-Runs on a CPU too, slowly, with ``--sizes tiny``. The file is written after each cell; no cell begins after ``--limit``.
-What fails is recorded in ``env.not_run``.
+Runs on a CPU too, slowly, with ``--sizes tiny``.
 """
 
 from __future__ import annotations
@@ -74,10 +73,10 @@ from sgl_flashsample.tools.server import Server, ServerError, stop_all
 
 PROMPT_TOKENS, SHORT = 32, 16
 DRAFT_LAYERS = 4
-HOT_IDS = 32_000  # of EAGLE3's draft model, of larger vocabularies
+HOT_IDS = 32_000  # ids of EAGLE3's draft model, for larger vocabularies
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 COUPLED = ("STANDALONE", "EAGLE", "NEXTN")
-EXTEND_ATTENTION = "_fwd_kernel"  # of several new tokens per row: a verification has it in each layer of the target
+EXTEND_ATTENTION = "_fwd_kernel"  # serves several new tokens per row: a verification has it in each layer of the target
 # Kernels that end a verification
 VERIFYING = ("TreeSpeculativeSampling", "VerifyTreeGreedy", "verify_tree_greedy", "follow_drafts")
 PROFILED_STEPS = 20
@@ -108,7 +107,7 @@ BACKENDS = {
 
 
 def draft_size(size: markov.Size) -> markov.Size:
-    """Of the draft model: the target's shape with few layers."""
+    """The size of the draft model: the target's shape with few layers."""
     return dataclasses.replace(size, num_hidden_layers=min(DRAFT_LAYERS, size.num_hidden_layers))
 
 
@@ -133,7 +132,7 @@ def distances(
 
 
 class Answers(NamedTuple):
-    """Of one batch of requests. verifications: of all of them; steps: of the one that needed most."""
+    """The answers of one batch of requests. verifications: of all requests; steps: of the one that needed most."""
 
     seconds: float
     tokens: list[list[int]]
@@ -219,7 +218,7 @@ def parts(events: list[dict[str, Any]], chain: int) -> dict[str, float]:
 
 
 def _busy(kernels: list[dict[str, Any]], begun: float, ended: float) -> float:
-    """How long any kernel that starts between the two times runs."""
+    """Microseconds in which a kernel runs that starts between the two times."""
     total = reached = 0.0
     for start, end in sorted((one["ts"], one["ts"] + one["dur"]) for one in kernels if begun <= one["ts"] < ended):
         total += max(0.0, end - max(start, reached))
@@ -415,7 +414,7 @@ class Run:
     def _compared(
         self, servers: dict[str, Server], target: markov.MarkovModel, temperature: float
     ) -> list[dict[str, Any]]:
-        """Of each server with drafts of ours, and, of the first tokens, of the one without."""
+        """A row for each server with drafts of ours; and for the one without, of the first tokens."""
         about = self.about | {"section": "tokens", "batch": self._largest, "temperature": temperature}
         names = [name for name in servers if name != STOCK]
         rows = {name: about | {"backend": name, **dict.fromkeys(COUNTS, 0), "differences": []} for name in names}
@@ -463,8 +462,8 @@ def _add_difference(
 def drawn(
     target: markov.MarkovModel, last: list[int], temperature: float, seeds: Sequence[int], position: int
 ) -> tuple[list[int], list[bool]]:
-    """What the float64 reference draws after each of these tokens, and whether that is a near-tie: each logit may be
-    off by a rounding of the model's dtype."""
+    """Tokens that the float64 reference draws after each of these, and whether each draw is a near-tie, where a logit
+    may be off by a rounding of the model's dtype."""
     logits = target.logits(torch.tensor(last))
     bound = logits.abs() * torch.finfo(target.head.dtype).eps + 1e-6
     temperatures = torch.full((len(last),), temperature)

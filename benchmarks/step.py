@@ -42,8 +42,7 @@ the distance between the quartiles, beside a kernel that only reads. ``--fast`` 
 one process, on the same head and batches, without the baselines. A cell that seems more than 1 % slower is raced for
 longer; the exit code is 1 where one is slower by more than that for certain.
 
-What cannot run is recorded in ``env.not_run``, with the reason. The file is written after each batch size; a run that
-has ended, or that has used up ``--limit``, goes on with ``--keep``: batch sizes that the file has are not raced again.
+A run that has ended, or has used up ``--limit``, goes on with ``--keep``: batch sizes of the file are not raced again.
 """
 FEATURES = """Times every sampling feature on this GPU beside plain sampling and the baselines; writes JSON.
 
@@ -109,7 +108,7 @@ def count_same_tokens(race: Race, lines: list[dict[str, Any]]) -> None:
 
 
 def judge(lines: list[dict[str, Any]]) -> tuple[str, bool]:
-    """What the comparison with an older tree says, and whether nothing is slower for certain."""
+    """The comparison with an older tree in words, and whether nothing is slower for certain."""
     compared = [row for row in lines if "ratio" in row]
     worst = sorted(compared, key=lambda row: -row["ratio"]["off"])
     slower = [row for row in compared if row["ratio"]["low"] > TOLERANCE]

@@ -1,4 +1,4 @@
-"""What one decode step asks of CUDA: calls per step, counted in a torch profiler trace of a server."""
+"""Calls of CUDA that one decode step makes, counted in a torch profiler trace of a server."""
 
 from __future__ import annotations
 
@@ -109,5 +109,5 @@ def _short_gaps(events: list[dict[str, Any]]) -> float:
 
 
 def correlation(event: dict[str, Any]) -> Any:
-    """What a kernel and the call that launched it have in common."""
+    """The number that a kernel and the call that launched it have in common."""
     return event.get("args", {}).get("correlation")

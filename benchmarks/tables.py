@@ -228,7 +228,7 @@ def kernels(results: Results) -> pd.DataFrame | None:
 
 
 def kernels_faster(results: Results) -> pd.DataFrame | None:
-    """Whatever draws faster than the path that a batch takes by itself, our other path among it; the worst first."""
+    """Paths that draw faster than the one that a batch takes by itself, our other path among them; the worst first."""
     lines = []
     for cell in results.cells:
         for sampling in cell.samplings:
@@ -300,11 +300,11 @@ def screened_speed(results: Results) -> pd.DataFrame | None:
     us = {(row["B"], row["profile"], row["path"], row["sampling"]): row["us"] for row in rows}
 
     def cell(row: Row) -> str:
-        fused, floor = us.get((row["B"], row["profile"], "fused", row["sampling"])), us.get(
-            (row["B"], row["profile"], READ, NOTHING)
-        )  # fmt: skip
-        over = "" if fused is None or floor is None else f"{row['us'] / fused:.3f}; {row['us'] / floor:.3f}"
-        return f"{row['us']:.0f} ({over}; {row['groups_read']})" if over else ""
+        batch = row["B"], row["profile"]
+        fused, floor = us.get((*batch, "fused", row["sampling"])), us.get((*batch, READ, NOTHING))
+        if fused is None or floor is None:
+            return ""
+        return f"{row['us']:.0f} ({row['us'] / fused:.3f}; {row['us'] / floor:.3f}; {row['groups_read']})"
 
     return wide(
         [row for row in rows if row["path"] == SCREENED],

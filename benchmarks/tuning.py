@@ -1,4 +1,4 @@
-"""What the autotuner promises, measured on this GPU: prints a table, writes JSON.
+"""The promises of the autotuner, measured on this GPU: prints a table, writes JSON.
 
     python benchmarks/run.py tuning --out benchmarks/results/h200-tuning.json
 
@@ -56,9 +56,9 @@ from sgl_flashsample.tables.schema import ITEMSIZE, HeadShape, Table
 
 BETWEEN = (*range(1, 17), 20, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 129, 200, 256, 257, 384, 511, 512)
 SWEEP_ROUNDS, REGRET_ROUNDS = 25, 60
-RACED = 32  # of a sweep, the fastest by the screening
-ALPHA = 0.05  # of everything that one section finds
-PART_SECONDS = 240.0  # of a run in a part of the space
+RACED = 32  # configurations of a sweep, the fastest by the screening
+ALPHA = 0.05  # chance that one section calls anything slower that is not
+PART_SECONDS = 240.0  # budget of a run in a part of the space
 RESERVE = 20.0  # seconds of a call that stay for ending it
 SETUP_SECONDS, EACH_SECONDS, ROUNDS_SECONDS = 30.0, 8.0, 60.0
 TUNE = [sys.executable, "-m", "sgl_flashsample.cli", "tune"]
@@ -84,7 +84,7 @@ class RaceError(SectionError):
 
 
 class PartPlan(Plan):
-    """Of a plan, one study: a plain draw on the fused path of up to 16 rows, with one shape of its loops."""
+    """One study of a plan: a plain draw on the fused path of up to 16 rows, with one shape of its loops."""
 
     STUDY = StudyKey(FUSED, PLAIN, 16)
     FIXED = {"flatten": (True,)}  # noqa: RUF012
@@ -139,7 +139,7 @@ class Setting:
             raise SectionError("out of time between two races; the next call begins the section again")
 
     def environment(self, name: str) -> dict[str, str]:
-        """With Triton's cache of the run in folder ``name``."""
+        """Variables with Triton's cache of the run in folder ``name``."""
         return {"TRITON_CACHE_DIR": str(self.folder / name / "triton")}
 
     def command(self, name: str, effort: str) -> list[str]:
@@ -154,8 +154,8 @@ class Setting:
         return TUNE if self.simulated is None else [sys.executable, str(SIMULATED_TUNER), self.simulated]
 
     def tune(self, name: str, effort: str) -> tuple[dict[str, Any], float]:
-        """What `tune run` says, and its seconds. A run that is killed by the limit is resumed by the next call. Raises
-        SectionError."""
+        """The answer of `tune run`, and its seconds. A run that is killed by the limit is resumed by the next call.
+        Raises SectionError."""
         began = time.monotonic()
         said = self.call(self.command(name, effort), name, self.folder / f"{name}.log")
         if not said.get("file"):
@@ -205,7 +205,7 @@ class Setting:
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def events(self, name: str, event: str) -> list[dict[str, Any]]:
-        """Of the log of the run in folder ``name``; none where it does not exist yet."""
+        """Events in the log of the run in folder ``name``; none where it does not exist yet."""
         logs = (self.folder / name).glob("*.trials.jsonl")
         return [line for log in logs for line in read_events(log) if line.get("event") == event]
 
@@ -241,7 +241,7 @@ class Racer:
 
 
 def dispatch_for(table: Table) -> DispatchTable:
-    """What a server with ``table`` launches."""
+    """The choices of a server with ``table``."""
     device, head = table.device, table.head
     assert device is not None and head is not None
     table_file = TableFile(table, "", "", Match.EXACT)
@@ -336,7 +336,7 @@ def regret(setting: Setting) -> dict[str, Any]:
 
 
 def _fastest(trials: list[dict[str, Any]], rows: int) -> list[dict[str, Any]]:
-    """By their screening at the size nearest to ``rows``."""
+    """The fastest trials by their screening at the size nearest to ``rows``."""
     nearest = str(min(map(int, trials[0]["us"]), key=lambda size: abs(size - rows)))
     return sorted(trials, key=lambda trial: trial["us"][nearest])[:RACED]
 

@@ -468,10 +468,18 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
         measured = [rows[0]["batch"] for rows in Run("tiny", options, result, time.monotonic()).run(["stock"])]
         return measured, [(gap["batch"], gap["reason"]) for gap in result.env["not_run"]]
 
+    def host(self):
+        raise serve.ServerError("no memory")
+
     names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "logs": tmp_path, "tp": 1, "pp": 1}
     names |= {"speculation": None, "together": False}
     assert run(60) == ([1, 4], [(8, "ServerError: out of memory")])
     assert run(0) == ([], [(size, "out of time") for size in (1, 8, 4)]), "no cell begins after the limit"
+    monkeypatch.setattr(serve.ModelRun, "host", host)
+    result = load("common").Result(tmp_path / "out.json", serve.BENCHMARKS["serve"], {})
+    options = types.SimpleNamespace(**names | {"limit": 60, "batches": [1]})
+    assert len(list(Run("tiny", options, result, time.monotonic()).run(["stock", "host"]))) == 1
+    assert [(gap["section"], gap["reason"]) for gap in result.env["not_run"]] == [("host", "ServerError: no memory")]
 
 
 ANSWERING = """
@@ -620,12 +628,6 @@ def test_a_recorded_command_has_no_folders_of_the_machine(load, monkeypatch):
     words = "/a/serve.py --out /a/b/c.json --set TUNED=/x/tables PYTHONPATH=/x/y:/z a/b --pp 2"
     monkeypatch.setattr(sys, "argv", words.split())
     assert load("common").command_line() == "python serve.py --out c.json --set TUNED=tables PYTHONPATH=y:z a/b --pp 2"
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
-    common = load("common")
-    assert list(common.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]
 
 
 # --- the registry, result files and pages

@@ -626,3 +626,9 @@ def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
         "SmallCrush: 0 of 30, 2 suspect, in 2 orders; Crush: 1 of 144, 0 suspect, in 1 order"
     )
     assert load("summary").SOAK_ALPHA == load("draws").ALPHA
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
+    programs = load("programs")
+    assert list(programs.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]

@@ -3,18 +3,23 @@ result files. Import it first: with ``--dry-run`` it turns Triton's interpreter 
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
+import multiprocessing
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+import torch  # noqa: E402
 from common import (  # noqa: E402
     DEVICE,
     DRY_RUN,
     MAX_REASON,
     command_line,
-    in_processes,
     make_parser,
     new_env,
     read_result,
@@ -37,3 +42,26 @@ __all__ = [
     "today",
     "write_result",
 ]
+
+
+def in_processes(function: Callable[..., Any], cases: Iterable[tuple], processes: int) -> Iterator[Any]:
+    """``function(*case)`` of each case, in their order; by several processes, which share all GPUs, where more than 1.
+
+    One process often leaves a GPU idle, which waits for its launches.
+    """
+    if processes == 1:
+        yield from itertools.starmap(function, cases)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(processes, context, _take_a_gpu, (context.Value("i", 0),))
+    with pool:
+        yield from pool.map(function, *zip(*cases, strict=True))
+
+
+def _take_a_gpu(taken: Any) -> None:
+    """Makes a GPU the current one of this process, by turns. taken: how many processes have one."""
+    torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        with taken.get_lock():
+            number, taken.value = taken.value, taken.value + 1
+        torch.cuda.set_device(number % torch.cuda.device_count())
