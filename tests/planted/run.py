@@ -159,8 +159,11 @@ def outcomes(copies: list[Path], chosen: list[Defect]) -> Iterator[Outcome]:
             free.put(copy)
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        for done in as_completed([pool.submit(plant_in_a_free_copy, one) for one in chosen]):
-            yield done.result()
+        try:
+            for done in as_completed([pool.submit(plant_in_a_free_copy, one) for one in chosen]):
+                yield done.result()
+        finally:  # where the run is interrupted, the defects that wait are left out
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def write(file: Path, added: dict[str, dict[str, object]]) -> None:
