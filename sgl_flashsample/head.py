@@ -34,7 +34,8 @@ class Head:
     0, allocates scratch of its own. table: the configuration of each batch; the built-in choices when None. screen: an
     INT8 copy of the head (``Screen``), from which batches without logprobs are drawn where ``table`` has that as the
     fastest; it serves nothing while it is stale or too small for the batch. searched: an existing ``[1]`` int64 counter
-    to go on with, of truncated rows that took a search.
+    to go on with, of truncated rows that took a search. announces_changes: the caller calls ``replace`` for a weight in
+    another place; a draw then does not look for one, which takes the host a microsecond.
 
     Calls share the scratch: make them on one stream of the device. Before a CUDA graph is captured, call once with a
     batch of the same size and kind: that compiles the kernels, and scratch for truncated rows grows with the first
@@ -53,6 +54,7 @@ class Head:
         screen: Screen | None = None,
         workspace: Workspace | None = None,
         searched: torch.Tensor | None = None,
+        announces_changes: bool = False,
     ) -> None:
         if max_rows < 0:
             raise ValueError(f"max_rows is {max_rows}; expected 0 or more")
@@ -60,7 +62,7 @@ class Head:
         self._parts = paths.Parts(lm_head, workspace=workspace, screen=screen)
         self.table = default_table(lm_head) if table is None else table
         self.table.check(lm_head)
-        self.max_rows, self._searched = 0, searched
+        self.max_rows, self._searched, self._announces_changes = 0, searched, announces_changes
         self._rows_workspace: Workspace | None = None
         if max_rows:
             self.grow(max_rows)
@@ -87,6 +89,8 @@ class Head:
     @property
     def lm_head(self) -> LMHead:
         """The head that is drawn from, with the weight that it has by now."""
+        if self._announces_changes:
+            return self._parts.lm_head
         lm_head = self._parts.lm_head.current
         if lm_head is not self._parts.lm_head:
             self._parts = self._parts._replace(lm_head=lm_head)

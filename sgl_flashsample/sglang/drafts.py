@@ -121,15 +121,17 @@ class Drafts:
     def _allocate(self, worker: Any) -> None:
         state = self.runtime.draft_head
         assert state is not None
-        device = state.head.lm_head.weight.device
+        lm_head, table = state.head.lm_head, state.head.table
+        device = lm_head.weight.device
         self._max_requests, self._num_nodes = worker.req_to_token_pool.size, worker.speculative_num_draft_tokens
         # A draft extend may compute all nodes of a request.
         self._max_rows = min(self._max_requests * self._num_nodes, MAX_COMPILED_ROWS)
         if state in self.runtime.heads:  # whose scratch is replaced when a batch outgrows it
-            self._head = Head(state.head.lm_head, max_rows=self._max_rows, table=state.head.table)
+            self._head = Head(lm_head, max_rows=self._max_rows, table=table, announces_changes=True)
         else:
             state.update(self._max_rows)
-            self._head = Head(state.head.lm_head, table=state.head.table, workspace=state.head.workspaces[0])
+            (workspace, *_) = state.head.workspaces
+            self._head = Head(lm_head, table=table, workspace=workspace, announces_changes=True)
         self._head.screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
         self._temperature = torch.zeros(self._max_requests, dtype=torch.float32, device=device)
         self._seed = torch.zeros(self._max_requests, dtype=torch.int64, device=device)

@@ -55,7 +55,7 @@ class HeadState:
         self._capture = capture
         self._fingerprint = self._current_fingerprint()
         self._lm_head = self._current_head()
-        self.head = Head(self._lm_head)
+        self.head = Head(self._lm_head, announces_changes=True)
         self.table_file: str | None = None
 
     def update(self, num_rows: int) -> None:
