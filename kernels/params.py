@@ -525,9 +525,10 @@ class LMHead:
         weight = self.weight if self.module is None else self.module.weight
         latest: LMHead = vars(self).get("_latest", self)
         if weight is not latest.weight or _place_of(weight) != latest._place:
-            # A new head, as descriptors are made for one place in memory. It rounds to the new dtype if this one
-            # rounds to the weight's.
-            dtype = None if self.gemm_gives_logits else self.rounding
+            # A new head, as descriptors are made for one place in memory. It rounds to the new weight's dtype if this
+            # one rounds to the old weight's, which ``self.weight`` itself may have no more.
+            _, old_dtype, *_ = self._place
+            dtype = None if self.rounding is old_dtype else self.rounding
             latest = vars(self)["_latest"] = LMHead(weight, self.spec, module=self.module, logits_dtype=dtype)
         return latest
 

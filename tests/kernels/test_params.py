@@ -259,6 +259,15 @@ def test_a_head_says_what_its_logits_are_and_what_can_address_it():
     assert head.weight_operand(dataclasses.replace(TILE, tma=False)) is head.weight
 
 
+def test_a_head_whose_weight_gets_another_dtype_rounds_to_it_unless_it_was_told_another_one():
+    module = torch.nn.Linear(24, 40, bias=False)
+    head = LMHead(module.weight, module=module, softcap=3.0)
+    told = LMHead(module.weight, module=module, logits_dtype=torch.bfloat16)
+    module.half()
+    assert head.current.rounding is torch.float16 and head.current.softcap == 3.0
+    assert told.current.rounding is torch.bfloat16
+
+
 @pytest.mark.parametrize("max_rows", [1, 15, 16, 17, 64, 100])
 def test_a_workspace_of_so_many_slots_serves_every_batch_up_to_its_size(device, max_rows):
     head = LMHead(torch.zeros(5003, 16, device=device))
