@@ -215,7 +215,7 @@ class Head:
         check_rows("logits", logits)
         check_params(params)
         lm_head = self._parts.lm_head
-        size = vocab_size or lm_head.total_ids or lm_head.vocab_size
+        size = vocab_size or lm_head.spec.total_ids or lm_head.vocab_size
         spec = LogitsSpec(size, 0, lm_head.logit_scale, lm_head.softcap)
         workspace = self._rows_workspace
         return paths.read_logits(logits, spec, params, return_logprob=return_logprob, workspace=workspace)
