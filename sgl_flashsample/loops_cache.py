@@ -29,7 +29,7 @@ def cache_folder() -> str | None:
 
 
 def can_cache() -> bool:
-    """Whether the loops can be kept on disk; if not, say so."""
+    """True if the loops can be kept on disk; else a warning is logged."""
     if cache_folder() is not None:
         return True
     logger.warning(

@@ -68,8 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported stays. And pytest-xdist marks the groups in the names of their tests: without, each worker would
-    start every server."""
+    """Imported modules stay, so their objects are frozen. pytest-xdist marks groups in the names of their tests:
+    without the marks each worker would start every server."""
     gc.freeze()
     gc.enable()
     grouped = session.items if session.config.getoption("loadgroup", False) else []
@@ -80,7 +80,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def caplog(caplog):
-    """What this package logs. Others warn once per process, in whichever test comes first."""
+    """Log records of this package alone. Others warn once per process, in whichever test comes first."""
 
     def ours(record) -> bool:
         return record.name == "sgl_flashsample"

@@ -54,8 +54,8 @@ ATTEMPTS = 3
 
 
 class Load(NamedTuple):
-    """What the requests of a cell are. ids: of the prompts, drawn at random. short, long: tokens of the two answers.
-    seconds: a sample is of as many long answers as take that long."""
+    """The requests of a cell. ids: the prompts' ids are sampled from these. short, long: lengths of the two answers in
+    tokens. seconds: a sample has as many long answers as take that long."""
 
     ids: range
     prompt_tokens: int = 32
@@ -101,7 +101,7 @@ def tpot_us(server: Server, load: Load, batch: int, request: Sampling) -> float:
 
 
 def _decoding_seconds(server: Server, load: Load, batch: int, request: Sampling) -> float:
-    """Of the tokens that a long answer has more than a short one."""
+    """The time of the tokens that a long answer has more than a short one, in seconds."""
     for _ in range(ATTEMPTS):
         short = generate(server, load, batch, request, load.short)
         seconds = generate(server, load, batch, request, load.long) - short
@@ -139,7 +139,7 @@ class Counters(NamedTuple):
 
     @classmethod
     def of(cls, server: Server, load: Load) -> Counters:
-        """Of a server with the metrics on, with COUNTERS_EVERY in its environment."""
+        """The counters of a server that has its metrics on, and COUNTERS_EVERY in its environment."""
         time.sleep(server.metrics_seconds)
         generate(server, load, 1, SAMPLINGS["greedy"], 2)
         text = server.metrics()
@@ -196,7 +196,7 @@ class Cell:
 
     @property
     def ratio(self) -> Ratio:
-        """Of the last server's time to the first one's, minus 1. Raises ValueError for fewer than two pairs of
+        """The last server's time divided by the first one's, minus 1. Raises ValueError for fewer than two pairs of
         samples, or for servers that were started in turns fewer than twice."""
         stock, ours = self.samples.values()
         if len(stock) == 1:
@@ -214,7 +214,7 @@ class Cell:
         return f"no difference (99 % interval {low:+.1f} to {high:+.1f} %)"
 
     def percentiles(self, label: str) -> list[float]:
-        """Of the microseconds between tokens; empty where none were taken."""
+        """PERCENTILES of the times between tokens, in µs; empty where none were taken."""
         gaps = sorted(self.gaps.get(label, []))
         return [gaps[min(len(gaps) - 1, len(gaps) * percent // 100)] for percent in PERCENTILES] if gaps else []
 
@@ -472,7 +472,7 @@ class Bench:
 
 
 def result(bench: Bench) -> dict[str, Any]:
-    """What is complete, for a JSON file."""
+    """The complete cells, for a JSON file."""
     options, cells = bench.options, bench.cells
     comparisons = [
         {"sampling": cell.sampling, "batch": cell.batch, "verdict": cell.verdict} | cell.ratio.rounded for cell in cells
@@ -491,13 +491,13 @@ def result(bench: Bench) -> dict[str, Any]:
 
 
 def model_name(options: Options) -> str:
-    """Of a folder its last part, so that a result names no place of the machine it was measured on."""
+    """The name of the model; for a folder its last part, so that a result names no folder of this machine."""
     folder = Path(options.model)
     return folder.resolve().name if folder.is_dir() else options.model
 
 
 def command(options: Options) -> str:
-    """What measures the same cells again."""
+    """The command that measures the same cells again."""
     load = options.load
     words = ["--model-path", model_name(options), "--samplings", ",".join(options.samplings)]
     words += ["--batches", ",".join(map(str, options.batches)), "--pairs", str(options.pairs)]
@@ -526,7 +526,7 @@ def cell_lines(cell: Cell) -> Iterator[str]:
 
 
 def load_lines(bench: Bench) -> Iterator[str]:
-    """What bench_serving said of each server."""
+    """The figures of bench_serving, one line per server."""
     for load in bench.loads:
         values = ", ".join(f"{name} {value:.4g}" for name, value in load.items() if isinstance(value, int | float))
         yield f"bench_serving, {load['backend']}: {values}"
@@ -542,7 +542,7 @@ td,th{padding:3px 8px;text-align:left;border-bottom:1px solid #8884}
 
 
 def page(bench: Bench) -> str:
-    """What is complete, as one self-contained HTML page."""
+    """The complete cells, as one self-contained HTML page."""
     longest = max((cell.timing(label).us for cell in bench.cells for label in cell.samples), default=1.0)
     rows = []
     for cell in bench.cells:

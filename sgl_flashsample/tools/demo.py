@@ -119,8 +119,8 @@ def make_server(folder: Path, model: str, dtype: str, *, stock: bool = False, po
 
 
 def trained_lines(ours: Server, stock: Server | None, tokens: int) -> list[str]:
-    """Greedy answers of the trained model, side by side: of SGLang's own sampler, in a server of its own or in ours,
-    which leaves requests for top logprobs to it; and of the fused pass."""
+    """Lines with greedy answers of the trained model, side by side: SGLang's own sampler (in a stock server, or in
+    ours, which leaves requests for top logprobs to it) and the fused pass."""
     for server in (stock or ours, ours):
         server.wait_until_ready()
     prompts = [smollm2.prompt(question) for question in QUESTIONS]

@@ -99,7 +99,7 @@ class MarkovModel:
 
     @classmethod
     def load(cls, folder: Path) -> MarkovModel:
-        """Of a folder that ``write`` made."""
+        """The model of a folder that ``write`` made."""
         from safetensors import safe_open
 
         size = Size(**json.loads((folder / "markov.json").read_text())["size"])

@@ -1,5 +1,5 @@
-"""What a long measurement does, since when, and how long the rest takes: in a terminal a bar that is drawn anew each
-second, elsewhere a line when nothing has been said for half a minute."""
+"""Progress of a long measurement: its step, the time since that began, and the time that is left. A terminal shows a
+bar that is drawn anew each second; another output gets a line when nothing was said for half a minute."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 LINE_SECONDS = 30.0
-START_SECONDS = 60.0  # of a server, until one has started
+START_SECONDS = 60.0  # that a server is expected to take, until one has started
 
 
 class Progress:
-    """A number of starts and of samples. sample_seconds: of a sample, until one is taken."""
+    """Numbers of starts and of samples. sample_seconds: the expected time of a sample, until one is taken."""
 
     def __init__(self, sample_seconds: float) -> None:
         self._bar = tqdm(unit="sample", disable=None, leave=False, bar_format="{desc} |{bar}| {elapsed}")
@@ -27,7 +27,7 @@ class Progress:
         self._over = threading.Event()
 
     def expect(self, starts: int, samples: int) -> None:
-        """What is to be done from now on."""
+        """Set the numbers of starts and of samples that are left."""
         self._starts, self._samples, self._taken = starts, samples, 0
         self._bar.reset(samples)
 
@@ -36,7 +36,7 @@ class Progress:
         self._sampled = self._since
 
     def has_started(self, seconds: float) -> None:
-        """A server has, in so many seconds."""
+        """A server has started, within ``seconds``."""
         self._starts, self._start_seconds = max(0, self._starts - 1), seconds
 
     def step(self) -> None:

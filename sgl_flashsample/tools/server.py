@@ -65,7 +65,7 @@ def free_port(other_than: int | None = None) -> int:
 
 
 def stop_all(servers: Iterable[Server]) -> None:
-    """All at the same time: SGLang looks every five seconds whether it is to stop."""
+    """Stop the servers, all at the same time: SGLang looks every five seconds whether it is to stop."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(lambda server: server.stop(), servers))
 
@@ -97,7 +97,7 @@ class Server:
         progress: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.log, self.start_seconds, self.patience, self.progress = log, start_seconds, patience, progress
-        # Whoever requires the fused pass of all servers has servers of SGLang's own beside them, to compare.
+        # Stock servers, which are started to compare, cannot meet a demand for the fused pass.
         ours = backend == "flashsample" or tuple(launcher) == SGL_FLASHSAMPLE_SERVE
         stock = {} if ours else {REQUIRE_VARIABLE: "0"}
         self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", **stock, **(environment or {})}

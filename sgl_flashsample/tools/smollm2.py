@@ -64,8 +64,8 @@ def prompt(question: str) -> str:
 
 
 def write(folder: Path) -> None:
-    """Write the checkpoint (270 MB, 15 s) unless it is there. A process of its own does it, and imports transformers
-    only there. Raises RuntimeError, in one line."""
+    """Write the checkpoint (270 MB, 15 s) unless it is there. A child process does it, so that only that
+    imports transformers. Raises RuntimeError, in one line."""
     if folder.exists():
         return
     command = [sys.executable, "-m", "sgl_flashsample.tools.smollm2", str(folder)]

@@ -66,7 +66,7 @@ class SetupError(Exception):
 
 
 def say(message):
-    print(message + "\n", end="", flush=True)  # in one piece: steps may run side by side
+    print(message + "\n", end="", flush=True)  # one write: steps may run side by side
 
 
 def has_gpu():
@@ -82,7 +82,7 @@ def run(what, command):
     say("[setup] " + what)
     LOG.parent.mkdir(parents=True, exist_ok=True)
     started, command = time.monotonic(), [str(part) for part in command]
-    with tempfile.TemporaryFile() as output:  # of its own: steps may run side by side
+    with tempfile.TemporaryFile() as output:  # one file per step: steps may run side by side
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=str(ROOT))
         reported = 0
         while process.poll() is None:
@@ -106,7 +106,8 @@ def run(what, command):
 
 
 def pip(what, *arguments):
-    """Without compiling: that takes longer than all the rest, and Python compiles what is imported when it is."""
+    """Install packages without compiling them: that takes longer than all the rest, and Python compiles a module at its
+    first import."""
     command = [VENV / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
     run(what, [*command, *arguments])
 
@@ -145,7 +146,7 @@ def install(environment, gpu):
             for one in extras[extra]
             if not one.startswith("sgl-flashsample")
         ]
-    # Before what is not pinned: pip would fetch the newest PyTorch and Triton only to find that they are.
+    # Pinned packages come first: pip would fetch the newest PyTorch and Triton only to find that they are.
     pinned = [line for line in CPU_REQUIREMENTS.read_text(encoding="utf-8").splitlines() if line[:1] not in ("", "#")]
 
     def install_sglang():

@@ -22,7 +22,7 @@ flashsample_cpu = lab.cpu_platform:activate
 flashsample_cpu_arguments = lab.cpu_platform:keep_sampling_backend
 flashsample_cpu_speculation = lab.cpu_platform:prepare_speculation
 """
-# To look for garbage among all that SGLang imports, at Python's pace, is a fifth of a server's start.
+# Garbage collections take a fifth of a server's start at Python's thresholds, because SGLang imports so much.
 _FEWER_COLLECTIONS = "import gc\n\ngc.set_threshold(300_000, 10, 10)\n"
 _METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
 VARIABLES = {

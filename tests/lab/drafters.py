@@ -29,7 +29,7 @@ def write_eagle(folder: Path, size: markov.Size, error: float = 0.4) -> None:
 
 
 def write_eagle3(folder: Path, size: markov.Size, hot_ids: int) -> None:
-    """With a vocabulary of ``hot_ids`` ids, every second one of the target's, and an LM head that knows nothing: it
+    """A draft model with a vocabulary of ``hot_ids`` ids, every second one of the target's, and a random LM head: it
     shows what drafts cost, and few are accepted."""
     generator, hidden = torch.Generator().manual_seed(7), size.hidden_size
     weights = _layer(size, inputs=2 * hidden)

@@ -182,13 +182,13 @@ def _convert_operands_quickly() -> None:
         TritonSemantic.binary_op_sanitize_overflow_impl,
     )
     integers = (tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
-    # By identity: the hash of a type costs more than all the rest.
+    # Keys are identities: the hash of a type costs more than all the rest.
     bounds = {id(one): (one.get_int_min_value(), one.get_int_max_value()) for one in integers}
     floats = {id(tl.float32), id(tl.float64)}
     kept = {id(tl.int1), *floats, *bounds}
 
     def takes_number(dtype, number) -> bool:
-        """Whether ``number``, of Python, becomes a ``dtype`` beside a tensor of that."""
+        """True if a Python ``number`` becomes a ``dtype`` beside a tensor of that dtype."""
         if number.__class__ is int:
             least, most = bounds.get(id(dtype), (-(2**63), 2**63 - 1) if id(dtype) in floats else (1, 0))
             return least <= number <= most

@@ -149,8 +149,8 @@ def patches(source: str) -> list[str]:
             foreign |= {alias.asname or alias.name for alias in node.names}
 
     def is_foreign(node: ast.AST) -> bool:
-        """Whether ``node`` is such a module or class, something in it, its dictionary, or a list of Python's imports.
-        ``triton.knobs`` is none: these are Triton's settings."""
+        """True for such a module or class, something in it, its dictionary, or a list of Python's imports.
+        ``triton.knobs`` is none of them: it holds Triton's settings."""
         if ast.unparse(node).startswith("triton.knobs."):
             return False
         while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):

@@ -1,4 +1,4 @@
-"""What an installation puts where: the wheel that the sdist gives, and an editable install."""
+"""Files of an installation: the wheel that the sdist gives, an editable install, and a checkout as it is."""
 
 from __future__ import annotations
 
