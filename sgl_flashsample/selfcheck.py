@@ -61,7 +61,7 @@ def first_ids(head: LMHead, most: int) -> LMHead:
     """``head`` cut to about ``most`` ids; its last group is as full as the whole vocabulary's, which decides how a
     reader is compiled."""
     size = min(head.vocab_size, most // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
-    return dataclasses.replace(head, weight=head.weight[:size], vocab_size=size, module=None)
+    return LMHead(head.weight[:size], head.spec, vocab_size=size)
 
 
 def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *, bool_masks: bool = False) -> None:
