@@ -125,6 +125,10 @@ def list_tables(as_json: bool = False) -> None:
         if not line["error"]
     ]
     console.print(_grid(columns, rows, ("device", "head", "effort", "kernels", "where")))
+    if not all(line["error"] or line["kernels"] for line in lines):
+        console.print(
+            "kernels others: measured with other kernels than the installed ones; used, but its times may be off"
+        )
     for line in lines:
         if line["error"]:
             console.print(f"not used: {line['file']}: {line['error']}")
@@ -190,7 +194,7 @@ def explain(
         table_file: TableFile | None = TableFile(table, file, "the named file", how, differs)
     else:
         if device_name is None or head is None:
-            raise ValueError("no table is given; expected one, or --device and a head to look for one")
+            raise ValueError("there is no GPU here; expected --device NAME and a head to look for a table, or a table")
         target = _target_named(device_name, head)
         device = target.device
         table_file, warnings = find(target)
@@ -276,7 +280,11 @@ def _explained(
             why = f"the built-in choice, the screened path: the table has nothing of {served} for it"
         return answer | _taken(choice.config, "; ".join([why, *reasons]))
     assert size is not None
-    why = "its own size" if size == rows else f"size {size}, the next one of its tile class, at most twice it"
+    why = (
+        "its own size"
+        if size == rows
+        else f"size {size}, the next measured one of its tile class, not above {2 * rows}"
+    )
     why += "" if served == kind else f", of {served} (there is none of {kind})"
     one = by_size(table)[served, size]
     evidence = {name: value for name, value in msgspec.to_builtins(one.entry).items() if name not in ("kind", "rows")}

@@ -3,10 +3,10 @@
 Every path that sees logits in tiles calls these, so that all of them draw the same token from the same logits. Blocks
 are ``[BLOCK_V, BLOCK_B]``: vocabulary ids down, rows of the batch across.
 
-A split keeps its best group per group slot of the tile, ``[NUM_GROUPS, BLOCK_B]``, in registers: no tile needs a
-reduction across warps, only the end of the program does. A plain row leaves one group per split. A truncated row leaves
-several (``num_top_groups``): a forbidden token is followed by the next, and two of the first groups are rarely in the
-same class of slots of the same split.
+A tile has ``NUM_GROUPS`` slots, one per group of 16 ids. A split keeps the best group that it has seen in each slot,
+``[NUM_GROUPS, BLOCK_B]``, in registers: no tile needs a reduction across warps, only the end of the program does. A
+plain row leaves the best of its slots per split. A truncated row needs more, because a forbidden token is followed by
+the next best: its slots are dealt into ``num_top_groups`` classes, and the best of each class is left.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
 
 without ``[B, V]`` in memory (FlashSampling paper, section 3.2; group factorization: Lemma 4.3).
 
-Two launches. ``lm_head_sample_kernel`` is a persistent GEMM with the head as its left operand: P programs (per block of
-rows) walk the vocabulary tiles, and each keeps, per row, the best perturbed group of 16 ids and that group's logits.
+Two launches, or one with ``TileConfig.one_launch``, where the last program does the work of the second.
+``lm_head_sample_kernel`` is a persistent GEMM with the head as its left operand: P programs (per block of rows) walk
+the vocabulary tiles, and each keeps, per row, the best perturbed group of 16 ids and that group's logits.
 ``reduce_splits_kernel`` takes the best of the P splits and draws the token inside its group.
 
 A truncated row also leaves its logits behind (2 bytes each where they are bf16), and ``sample_truncated`` is the second

@@ -1,11 +1,11 @@
 """The token of each row of a batch in which rows have top-k, top-p or min-p. The second launch of ``lm_head_sample``.
 
 ``truncation_math.py`` has the definition: of the allowed tokens, the one with the best score. A row with a small top-k
-is drawn from the groups of its largest logits. In other rows the allowed tokens may be many. They are those above a
-threshold that is not known, but for a given token it is easy to say whether it is allowed: count and mass of the larger
-logits. So the best candidates are taken in order of their scores from what the splits have left behind, each with a
-larger logit than the one before (a token that is not allowed excludes the smaller ones), and one pass over the row's
-logits measures all of them at once. A few programs share a row; the last one to finish adds up and decides. A row whose
+is drawn from the groups of its largest logits. In other rows the allowed tokens may be many: the logits above a
+threshold. The threshold is not known, but a given token is allowed or not by the count and the mass of the larger
+logits. So candidates are taken from the groups that the splits have left behind, best score first. A candidate that is
+not allowed rules out every smaller logit, so each next candidate has a larger one. One pass over the row's logits
+measures all candidates at once. A few programs share a row; the last one to finish adds up and decides. A row whose
 candidates are all forbidden, or not certain to be the next, is left to ``search_truncated``: its status is negative.
 """
 

@@ -1,6 +1,7 @@
 """One token per row from half the bytes: an INT8 copy of the head rules groups of ids out, the head decides the rest.
 
-The token is the one that ``lm_head_sample`` draws from the same head, for the same noise. Three launches:
+The token is the one that ``lm_head_sample`` draws from the same head, for the same noise. Three launches (four where
+``ScreenConfig.listed`` lists the groups first):
 
     quantize_hidden   hidden states in fixed point
     screen_head       bounds of the perturbed log-mass of every group of 16 ids, on the integer tensor cores

@@ -14,7 +14,7 @@ Config = TileConfig | ReadConfig | ScreenConfig  # of the fused, the logits and 
 
 
 class SamplingPath(enum.StrEnum):
-    """One way to do the last step. ``dispatch.py`` picks and runs them."""
+    """One way to do the last step. ``Head.draw`` picks one for a batch; ``paths.py`` launches it."""
 
     FUSED = "fused"  # one pass over the head
     LOGITS = "logits"  # a GEMM, then one reader of its output

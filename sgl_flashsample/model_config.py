@@ -77,7 +77,11 @@ def config_file(model: str, *, download: bool = False) -> Path:
             return Path(huggingface_hub.hf_hub_download(model, "config.json"))
         cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
     if not isinstance(cached, str):
-        where = "that could be fetched from the Hugging Face hub" if download else "in the Hugging Face cache"
+        where = (
+            "that could be fetched from the Hugging Face hub"
+            if download
+            else "in the Hugging Face cache (this command downloads nothing)"
+        )
         raise HeadError(f"{model} is neither a model's folder nor a config.json on this machine, nor a model {where}")
     return Path(cached)
 

@@ -2,7 +2,8 @@
 
 In a step and at the start (``StepHooks``):
 
-    LogitsProcessor._get_logits      carry the hidden states instead of computing logits; in a capture, one more root
+    LogitsProcessor._get_logits      carry the hidden states instead of computing logits (during a capture of the
+                                     model: ``model_graph.py``)
     ModelRunner._preprocess_logits   penalties, grammars and biases, of rows that need real logits
     ModelRunner.load_model           compile and check the kernels of the model's LM head
     SamplingBatchInfo                parameters per row, through filters and merges of the batch
@@ -129,8 +130,8 @@ class StepHooks:
     def preprocess_logits(
         self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """ModelRunner._preprocess_logits: applies penalties, grammar and bias, and needs real logits for that. Which
-        rows need real logits is known to the sampler, which is called next and does this there."""
+        """ModelRunner._preprocess_logits: applies penalties, grammar and bias to real logits. Logits that are not
+        computed yet are left alone: the sampler, which SGLang calls next, does it for the rows that need it."""
         lazy = logits_output.next_token_logits
         if isinstance(lazy, LazyLogits):
             observed = bool(args) or any(value is not None for value in kwargs.values())

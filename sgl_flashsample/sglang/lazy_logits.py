@@ -1,9 +1,9 @@
 """Logits that are not computed unless somebody reads them.
 
-``LogitsProcessor`` returns a ``LazyLogits`` instead of ``[N, V]`` logits. It is a tensor without storage
-that carries the final hidden states; it survives SGLang's CUDA-graph capture, the slices that runners take
-of it, and every rebuild of ``LogitsProcessorOutput``. Our sampler takes the hidden states out of it. Any
-PyTorch operation on it, also by code that knows nothing of us, computes the logits with SGLang's own code.
+``LogitsProcessor`` returns a ``LazyLogits`` instead of ``[N, V]`` logits. It is a tensor without storage that carries
+the final hidden states. It stays one through SGLang's CUDA-graph capture (where it carries the graph's buffer), the
+slices that runners take of it, and every rebuild of ``LogitsProcessorOutput``. Our sampler takes the hidden states out
+of it. Any PyTorch operation on it, also by code that knows nothing of us, computes the logits with SGLang's own code.
 
 One reader escapes: C code that imports it through DLPack without asking Python sees a null pointer. So it
 is always turned into a plain tensor before SGLang's sampler runs, and it says that it is not contiguous, which

@@ -204,23 +204,25 @@ def _prometheus_metrics() -> _Prometheus | None:
         return None
     labels = ["path", "reason"]
     return _Prometheus(
-        PrometheusCounter("sglang:flashsample_batches", "Batches sampled, per path and reason", labels),
-        PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", labels),
-        PrometheusCounter("sglang:flashsample_truncated_rows", "Fused rows with top-k, top-p or min-p"),
-        PrometheusCounter(
+        batches=PrometheusCounter("sglang:flashsample_batches", "Batches sampled, per path and reason", labels),
+        rows=PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", labels),
+        truncated=PrometheusCounter("sglang:flashsample_truncated_rows", "Fused rows with top-k, top-p or min-p"),
+        searched=PrometheusCounter(
             "sglang:flashsample_searched_rows", "Fused truncated rows that took a search over their logits"
         ),
-        [
+        screened=[
             PrometheusCounter(f"sglang:flashsample_screen_{counter.name.lower()}", _SCREEN_METRICS[counter])
             for counter in ScreenCounter
         ],
-        Gauge(
+        screen_paused=Gauge(
             "sglang:flashsample_screen_paused",
             "Screens that serve nothing for a while, because they have read too much of the head",
             multiprocess_mode="livesum",
         ),
-        Summary("sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"),
-        Gauge(
+        host_seconds=Summary(
+            "sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"
+        ),
+        active=Gauge(
             "sglang:flashsample_active",
             "1 where the fused pass serves, 0 where SGLang's sampler serves everything",
             multiprocess_mode="livemin",

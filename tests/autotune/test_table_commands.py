@@ -101,7 +101,10 @@ print({{"torch", "triton", "optuna", "plotly"}} & set(sys.modules))
             ["explain", "FILE", "--batch", "1", "--vocab", "8", "--hidden", "64"],
             "a table and --device or a head are given",
         ),
-        (["explain", "--batch", "1"], "no table is given; expected one, or --device and a head to look for one"),
+        (
+            ["explain", "--batch", "1"],
+            "there is no GPU here; expected --device NAME and a head to look for a table, or a table",
+        ),
         (["explain", "--batch", "1", "--device", "h200", "--vocab", "8"], "or --vocab and --hidden"),
         (["diff", "FILE", "text"], "text: it is not JSON"),
         (["diff", "FILE", "other"], "FILE is for head 128256 x 4096 bf16, tp 1, other for 8 x 8 fp32, tp 1"),
@@ -195,7 +198,7 @@ def test_text_from_a_table_is_shown_as_it_is(command, file):
     "arguments, words",
     [
         (["--batch", 4], ["4 rows, plain: its own size", f"takes     {READ}", "expected  287.5 +- 0.40 us"]),
-        (["--batch", 3], ["size 4, the next one of its tile class, at most twice it"]),
+        (["--batch", 3], ["size 4, the next measured one of its tile class, not above 6"]),
         (["--batch", 9, "--kind", "greedy"], ["size 16, the next", "of plain (there is none of greedy)"]),
         (["--batch", 5], ["built-in choice: no size from 5 to 10 in its tile class (measured: 1, 4, 16, 32, 128)"]),
         (["--batch", 500], ["built-in choice: no size from 500 to 1000", "takes     logits-"]),
