@@ -80,10 +80,8 @@ def plan(options: argparse.Namespace) -> None:
     print(f"{'study':36} {'space':>6} {'tried':>6}  timed at rows")
     for name, space, trials, probes in studies:
         print(f"{name:36} {space:6} {trials:6}  {', '.join(map(str, probes))}")
-    print(
-        compilers = f"{processes} process{'es' * (processes != 1)}"
-        print(f"{made.compiles} kernels to compile in {compilers}, {made.races} races")
-    )
+    compilers = f"{processes} process{'es' * (processes != 1)}"
+    print(f"{made.compiles} kernels to compile in {compilers}, {made.races} races")
     parts = f"start {estimate.start:.0f} s, search {estimate.search:.0f} s, races {estimate.race:.0f} s"
     print(f"about: {parts}, total {estimate.total:.0f} s")
     covered = "all of it"

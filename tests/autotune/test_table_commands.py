@@ -332,8 +332,9 @@ def test_list_prints_the_tables_of_the_lookup_order_and_says_which_files_are_non
         f"{head} full 4 3 installed {lookup.FOLDERS_VARIABLE}",
         f"{head} quick 4 3 others shipped",
     ]
-    assert lines[3].startswith(f"not used: {shipped / 'fs2,broken.json'}: ")
-    assert lines[4:] == [
+    assert lines[3].startswith("kernels others: measured with other kernels")
+    assert lines[4].startswith(f"not used: {shipped / 'fs2,broken.json'}: ")
+    assert lines[5:] == [
         f"{lookup.FOLDERS_VARIABLE}: {named}",
         f"the user's cache: {tmp_path / 'cache' / 'flashsample'}",
         f"shipped: {shipped}",
