@@ -22,18 +22,18 @@ from ..switches import TRACE_VARIABLE, text
 
 logger = logging.getLogger("sgl_flashsample")
 
+CAPACITY = 1 << 18  # ids under way, 8 bytes of pinned memory each: 500 steps of 500 rows
+LOOK_SECONDS = 0.5  # interval between two looks for ids that have arrived
+# Interval between two writes of the file, a few ms of the interpreter each, while tokens keep coming, and while not.
+WRITE_SECONDS, IDLE_SECONDS = 60.0, 5.0
 _EMPTY = torch.iinfo(torch.int64).min
 
 
 class TokenCounts:
     """Adds the tokens that are drawn from now on to the counts that ``file`` holds from earlier runs.
 
-    name: the model's. capacity: ids under way, 8 bytes of pinned memory each; the default holds 500 steps of 500 rows.
-    look_seconds: interval between two looks for ids that have arrived. write_seconds, idle_seconds: interval between
-    two writes of the file, a few ms of the interpreter each, while tokens keep coming and while they do not.
-
-    Raises ValueError where ``file`` is of another model or another process writes it, OSError where it cannot be
-    written.
+    name: the model's. Raises ValueError where ``file`` is of another model or another process writes it, OSError
+    where it cannot be written.
     """
 
     @classmethod
@@ -58,18 +58,8 @@ class TokenCounts:
             logger.warning("flashsample: drawn tokens are not counted (%s): %s", TRACE_VARIABLE, reason)
             return None
 
-    def __init__(
-        self,
-        file: Path,
-        name: str,
-        *,
-        capacity: int = 1 << 18,
-        look_seconds: float = 0.5,
-        write_seconds: float = 60.0,
-        idle_seconds: float = 5.0,
-    ) -> None:
+    def __init__(self, file: Path, name: str) -> None:
         self.file, self.name = file, name
-        self.look_seconds, self.write_seconds, self.idle_seconds = look_seconds, write_seconds, idle_seconds
         self.disabled = False
         self.dropped = 0  # ids that found no free slot
         lock_file = hold(file.with_name(f".{file.name}.lock"))
@@ -79,7 +69,7 @@ class TokenCounts:
         self._earlier = HotVocab.load(file) if os.path.lexists(file) else None
         if self._earlier is not None and name and self._earlier.name not in ("", name):
             raise ValueError(f"{file} is of {self._earlier.name}, not of {name}; expected a file for each model")
-        self._slots = torch.full((capacity,), _EMPTY, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+        self._slots = torch.full((CAPACITY,), _EMPTY, dtype=torch.int64, pin_memory=torch.cuda.is_available())
         self._added = self.counted = self._written = 0  # ids since the start; those added but not counted have slots
         self._counts = torch.zeros(0, dtype=torch.int64)  # [V], from the first step on
         self._write_time, self._write_error = time.monotonic(), ""
@@ -122,8 +112,8 @@ class TokenCounts:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(self.look_seconds):
-                wait = self.write_seconds if self._collect() else self.idle_seconds
+            while not self._stop.wait(LOOK_SECONDS):
+                wait = WRITE_SECONDS if self._collect() else IDLE_SECONDS
                 if time.monotonic() - self._write_time >= wait:
                     self._write()
             self._collect()
