@@ -428,30 +428,31 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     ids = actions.add_parser("ids", help="count ids in JSON lines, as of answers that were kept")
     show = actions.add_parser("show", help="print what the most frequent ids cover")
     merge = actions.add_parser("merge", help="add up token counts, as of several servers")
-    text.add_argument("files", nargs="*", default=["-"], metavar="FILE", help="UTF-8 text; - or none: stdin")
-    about = "a model's folder, its tokenizer.json, or a name that transformers' AutoTokenizer knows"
-    text.add_argument("--tokenizer", required=True, metavar="PATH|NAME", help=about)
-    about = "JSON lines: lists of ids, or answers with output_ids or token_ids; - or none: stdin"
-    ids.add_argument("files", nargs="*", default=["-"], metavar="FILE", help=about)
-    ids.add_argument("--model", metavar="PATH", help="the model's folder or its config.json, for V")
-    show.add_argument("files", nargs=1, metavar="HOT", help="a file of token counts")
-    merge.add_argument("files", nargs="+", metavar="HOT", help="files of token counts of one vocabulary")
-    for action, vocab in (
-        (text, "of the config.json beside the tokenizer, else all that it knows"),
-        (ids, "--model's"),
+    for action, number, name, about in (
+        (text, "*", "FILE", "UTF-8 text; - or none: stdin"),
+        (ids, "*", "FILE", "JSON lines: lists of ids, or answers with output_ids or token_ids; - or none: stdin"),
+        (show, 1, "HOT", "a file of token counts"),
+        (merge, "+", "HOT", "files of token counts of one vocabulary"),
     ):
-        action.add_argument("--vocab", type=int, metavar="V", help=f"ids of the whole LM head (default: {vocab})")
-        action.add_argument("--name", help="of the model, to be written down (default: the tokenizer's or the model's)")
-    for action in (text, ids, merge):
-        action.add_argument("-o", "--out", required=action is merge, metavar="HOT", help="the file to write")
-    for action in (text, ids, show, merge):
+        action.add_argument("files", nargs=number, default=["-"], metavar=name, help=about)
         action.add_argument("--json", action="store_true", help="print the summary as JSON")
+        if action is not show:
+            action.add_argument("-o", "--out", required=action is merge, metavar="HOT", help="the file to write")
+    about = "a model's folder, its tokenizer.json, or a name that transformers' AutoTokenizer knows"
+    text.add_argument("--tokenizer", required=True, dest="model", metavar="PATH|NAME", help=about)
+    one = ids.add_mutually_exclusive_group(required=True)
+    one.add_argument("--model", metavar="PATH", help="the model's folder or its config.json, for V")
+    one.add_argument("--vocab", type=int, metavar="V", help="ids of the whole LM head")
+    about = "ids of the whole LM head (default: of the config.json beside the tokenizer, else all that it knows)"
+    text.add_argument("--vocab", type=int, metavar="V", help=about)
+    for action in (text, ids):
+        action.add_argument("--name", help="of the model, to be written down (default: the tokenizer's or the model's)")
 
 
 def trace(options: argparse.Namespace) -> int:
     """Count tokens, or read the counts of files; write and print them. An interruption keeps what was counted."""
     from .files import write_whole
-    from .hot_vocab import HotVocab, summary, summary_lines
+    from .hot_vocab import HotVocab
 
     interrupted = False
     if options.action in ("text", "ids"):
@@ -462,10 +463,10 @@ def trace(options: argparse.Namespace) -> int:
     if out is not None and options.action != "show":
         write_whole(out, counts.dumps())
     if options.json:
-        print(json.dumps(summary(counts) | {"file": out, "interrupted": interrupted}, indent=1))
+        print(json.dumps(counts.summary() | {"file": out, "interrupted": interrupted}, indent=1))
     else:
-        print("\n".join(summary_lines(counts)))
-        print(f"{out}: {counts.digest}" if out is not None else "not written: --out names a file to write")
+        written = f"{out}: {counts.digest}" if out is not None else "not written: --out names a file to write"
+        print(*counts.lines(), written, sep="\n")
     return _fail("interrupted: what was counted until then is above", INTERRUPTED) if interrupted else OK
 
 
@@ -476,36 +477,30 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
 
     if options.out is not None:
         check_writable(options.out, "--out")  # now, not after an hour
-    if options.vocab is not None and not 1 <= options.vocab <= hot_vocab.MAX_VOCAB:
-        raise ValueError(f"--vocab is {options.vocab}; expected 1 to {hot_vocab.MAX_VOCAB} ids")
-    vocab = options.vocab
-    if options.action == "ids":
-        if (vocab is None) == (options.model is None):
-            raise ValueError("expected --model or --vocab, one of them: the number of ids")
-        vocab, model = vocab or head_of(options.model).vocab, options.model or ""
-        read = functools.partial(hot_vocab.ids_of_lines, vocab=vocab)
-    else:
-        model = options.tokenizer
-        encode, known = hot_vocab.load_tokenizer(model)
-        read = functools.partial(hot_vocab.ids_of_text, encode=encode)
-        if vocab is None:
-            path = Path(model)
-            with contextlib.suppress(HeadError):
-                vocab = head_of(str(path if path.is_dir() else path.parent)).vocab
-        if vocab is None:
+    name, vocab, encode, known = options.model or "", options.vocab, None, 1
+    path = Path(name)
+    folder = path if path.is_dir() else path.parent
+    if options.action == "text":
+        encode, known = hot_vocab.load_tokenizer(name)
+    if vocab is None:
+        try:
+            vocab = head_of(str(folder) if encode else name).vocab
+        except HeadError:
+            if encode is None:
+                raise
             vocab = known
             print(f"V is {known}, the ids that the tokenizer knows; --vocab if the LM head has more", file=sys.stderr)
-        if vocab < known:
-            raise ValueError(f"V is {vocab}; expected {known} or more, the ids that the tokenizer knows")
-    id_counts, interrupted = hot_vocab.count(options.files, vocab, read)
+    if not known <= vocab <= hot_vocab.MAX_VOCAB:
+        reason = ", the ids that the tokenizer knows," if encode else ""
+        raise ValueError(f"V is {vocab}; expected {known}{reason} to {hot_vocab.MAX_VOCAB}")
+    id_counts, interrupted = hot_vocab.count(options.files, vocab, encode)
     if not id_counts.any():
-        raise ValueError(
-            "interrupted before any token was counted" if interrupted else "the input has no tokens to count"
-        )
-    if options.name is None and model and (path := Path(model)).exists():  # a folder's name, not where it lies
-        model = (path if path.is_dir() else path.parent).resolve().name
+        reason = "interrupted before any token was counted" if interrupted else "the input has no tokens to count"
+        raise ValueError(reason)
+    if name and path.exists():  # a folder's name, not where it lies
+        name = folder.resolve().name
     origins = ", ".join("stdin" if file == hot_vocab.STDIN else Path(file).name for file in options.files)
-    name = model if options.name is None else options.name
+    name = name if options.name is None else options.name
     return hot_vocab.HotVocab.of_ids(id_counts, name, f"{options.action}: {origins}"), interrupted
 
 

@@ -22,18 +22,18 @@ from ..switches import TRACE_VARIABLE, text
 
 logger = logging.getLogger("sgl_flashsample")
 
+CAPACITY = 1 << 18  # ids under way, 8 bytes of pinned memory each: 500 steps of 500 rows
+LOOK_SECONDS = 0.5  # interval between two looks for ids that have arrived
+# Interval between two writes of the file, a few ms of the interpreter each, while tokens keep coming, and while not.
+WRITE_SECONDS, IDLE_SECONDS = 60.0, 5.0
 _EMPTY = torch.iinfo(torch.int64).min
 
 
 class TokenCounts:
     """Adds the tokens that are drawn from now on to the counts that ``file`` holds from earlier runs.
 
-    name: the model's. capacity: ids under way, 8 bytes of pinned memory each; the default holds 500 steps of 500 rows.
-    look_seconds: interval between two looks for ids that have arrived. write_seconds, idle_seconds: interval between
-    two writes of the file, a few ms of the interpreter each, while tokens keep coming and while they do not.
-
-    Raises ValueError where ``file`` is of another model or another process writes it, OSError where it cannot be
-    written.
+    name: the model's. Raises ValueError where ``file`` is of another model or another process writes it, OSError
+    where it cannot be written.
     """
 
     @classmethod
@@ -58,19 +58,9 @@ class TokenCounts:
             logger.warning("flashsample: drawn tokens are not counted (%s): %s", TRACE_VARIABLE, reason)
             return None
 
-    def __init__(
-        self,
-        file: Path,
-        name: str,
-        *,
-        capacity: int = 1 << 18,
-        look_seconds: float = 0.5,
-        write_seconds: float = 60.0,
-        idle_seconds: float = 5.0,
-    ) -> None:
+    def __init__(self, file: Path, name: str) -> None:
         self.file, self.name = file, name
-        self.look_seconds, self.write_seconds, self.idle_seconds = look_seconds, write_seconds, idle_seconds
-        self.disabled_reason: str | None = None
+        self.disabled = False
         self.dropped = 0  # ids that found no free slot
         lock_file = hold(file.with_name(f".{file.name}.lock"))
         if lock_file is None:  # among replicas with one environment, the first counts
@@ -79,31 +69,30 @@ class TokenCounts:
         self._earlier = HotVocab.load(file) if os.path.lexists(file) else None
         if self._earlier is not None and name and self._earlier.name not in ("", name):
             raise ValueError(f"{file} is of {self._earlier.name}, not of {name}; expected a file for each model")
-        self._slots = torch.full((capacity,), _EMPTY, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+        self._slots = torch.full((CAPACITY,), _EMPTY, dtype=torch.int64, pin_memory=torch.cuda.is_available())
         self._added = self.counted = self._written = 0  # ids since the start; those added but not counted have slots
-        self._counts = torch.zeros(0, dtype=torch.int64)  # [V]
+        self._counts = torch.zeros(0, dtype=torch.int64)  # [V], from the first step on
         self._write_time, self._write_error = time.monotonic(), ""
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="flashsample-token-counts", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
         logger.info("flashsample: counting the drawn tokens into %s", file)
 
     def add(self, token_ids: torch.Tensor, vocab: int) -> None:
         """Count the ids of one step (``[B]``), drawn from a vocabulary of ``vocab``. Waits for nothing; raises
         nothing."""
-        if self.disabled_reason is not None:
+        if self.disabled:
             return
         try:
             if token_ids.is_cuda and torch.cuda.is_current_stream_capturing():  # coverage: needs a GPU
                 return  # a copy in a graph would be made at every replay
-            if self._thread is None:
-                self._begin(vocab)
-            ids, capacity = token_ids.detach().reshape(-1), len(self._slots)
+            if not len(self._counts):
+                self._counts = torch.zeros(vocab, dtype=torch.int64)
+            ids, capacity = token_ids.reshape(-1), len(self._slots)
             if self._added + len(ids) - self.counted > capacity:
                 if not self.dropped:
-                    logger.warning(
-                        "flashsample: FLASHSAMPLE_TRACE cannot keep up, from now on its counts miss tokens (this line "
-                        "comes once); answers are not affected"
-                    )
+                    self._warn("cannot keep up, from now on its counts miss tokens (this line comes once)")
                 self.dropped += len(ids)
                 return
             start = self._added % capacity
@@ -118,22 +107,13 @@ class TokenCounts:
     def close(self) -> None:
         """Count and write what has arrived; let another process count into the file."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(5)
+        self._thread.join(5)
         self._lock_file.close()
-
-    def _begin(self, vocab: int) -> None:
-        if self._earlier is not None and self._earlier.vocab != vocab:
-            raise ValueError(f"{self.file} is of {self._earlier.vocab} ids, the model has {vocab}")
-        self._counts = torch.zeros(vocab, dtype=torch.int64)
-        self._thread = threading.Thread(target=self._run, name="flashsample-token-counts", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(self.look_seconds):
-                wait = self.write_seconds if self._collect() else self.idle_seconds
+            while not self._stop.wait(LOOK_SECONDS):
+                wait = WRITE_SECONDS if self._collect() else IDLE_SECONDS
                 if time.monotonic() - self._write_time >= wait:
                     self._write()
             self._collect()
@@ -143,43 +123,37 @@ class TokenCounts:
 
     def _collect(self) -> int:
         """Count the ids that have arrived, in the order of their steps. Returns how many."""
-        before, added, capacity = self.counted, self._added, len(self._slots)
-        while self.counted < added:
-            start = self.counted % capacity
-            slots = self._slots[start : start + min(added - self.counted, capacity - start)]
-            missing = (slots == _EMPTY).nonzero()
-            arrived = slots[: int(missing[0])] if len(missing) else slots
-            if not len(arrived):
-                break
-            # An id outside of the vocabulary is not counted; a sampler may give one for logits that are all NaN.
-            known = arrived[(arrived >= 0) & (arrived < len(self._counts))]
-            self._counts += torch.bincount(known, minlength=len(self._counts))
-            num_arrived = len(arrived)
-            arrived.fill_(_EMPTY)
-            self.counted += num_arrived  # only now: a step may write there again
-        return self.counted - before
+        if self.counted == self._added:
+            return 0
+        places = torch.arange(self.counted, self._added) % len(self._slots)
+        slots = self._slots[places]
+        missing = (slots == _EMPTY).nonzero()
+        arrived = slots[: int(missing[0])] if len(missing) else slots
+        # An id outside of the vocabulary is not counted; a sampler may give one for logits that are all NaN.
+        known = arrived[(arrived >= 0) & (arrived < len(self._counts))]
+        self._counts += torch.bincount(known, minlength=len(self._counts))
+        self._slots[places[: len(arrived)]] = _EMPTY
+        self.counted += len(arrived)  # only now: a step may write there again
+        return len(arrived)
 
     def _write(self) -> None:
         if self.counted == self._written:
             return
-        self._write_time, error_text = time.monotonic(), ""
+        self._write_time = time.monotonic()
         try:
             counts = HotVocab.of_ids(self._counts.numpy(), self.name, "server")
             write_whole(self.file, (counts if self._earlier is None else self._earlier.plus(counts)).dumps())
-            self._written = self.counted
+            self._written, self._write_error = self.counted, ""
         except (OSError, ValueError) as error:  # a full disk, say; it may have room at the next write
-            error_text = one_line(str(error))
-        if error_text not in ("", self._write_error):
-            logger.warning(
-                "flashsample: the counts of FLASHSAMPLE_TRACE cannot be written, the next write tries again: %s",
-                error_text,
-            )
-        self._write_error = error_text
+            reason = one_line(getattr(error, "strerror", None) or str(error))
+            if reason != self._write_error:
+                self._warn(f"cannot write {self.file}, the next write tries again: {reason}")
+            self._write_error = reason
 
     def _disable(self, error: Exception) -> None:
-        if self.disabled_reason is None:
-            self.disabled_reason = f"{type(error).__name__}: {one_line(str(error), 300)}"
-            logger.warning(
-                "flashsample: FLASHSAMPLE_TRACE counts no tokens any more, answers are not affected: %s",
-                self.disabled_reason,
-            )
+        if not self.disabled:
+            self.disabled = True
+            self._warn(f"counts no tokens any more: {type(error).__name__}: {one_line(str(error), 300)}")
+
+    def _warn(self, text: str) -> None:
+        logger.warning("flashsample: %s %s; answers are not affected", TRACE_VARIABLE, text)

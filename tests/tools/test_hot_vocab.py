@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sgl_flashsample.hot_vocab import (
-    GROUP_SIZE,
-    LINE_IDS,
-    MAX_BYTES,
-    MAX_TOKENS,
-    HotVocab,
-    HotVocabError,
-    groups_of,
-)
+from sgl_flashsample.files import BadFileError
+from sgl_flashsample.hot_vocab import GROUP_SIZE, LINE_IDS, MAX_BYTES, MAX_TOKENS, HotVocab
 
 V = 50257
 
@@ -32,6 +25,7 @@ def zipf_counts(vocab: int, seed: int = 0) -> np.ndarray:
 
 IDS = zipf_counts(V)
 PER_GROUP = np.pad(IDS, (0, -V % 16)).reshape(-1, 16).sum(1)
+replace = msgspec.structs.replace
 COUNTS = HotVocab.of_ids(IDS, "a model", "text: a.txt")
 TEXT = COUNTS.dumps()
 SMALL = HotVocab.of_ids(zipf_counts(1100), "m", "server").dumps()
@@ -68,99 +62,79 @@ def test_every_id_is_counted_in_its_group_also_in_a_ragged_last_one(vocab):
     for token in per_id.nonzero()[0]:
         want[token // 16] += per_id[token]
     assert GROUP_SIZE == 16
-    assert np.array_equal(counts.counts, want) and counts.num_groups == len(want)
-    assert (counts.counted, counts.seen) == (per_id.sum(), np.count_nonzero(want))
+    assert np.array_equal(counts.groups, want) and counts.counted == per_id.sum()
+    assert counts.summary()["groups_seen"] == np.count_nonzero(want)
 
 
-def test_the_hit_curve_is_the_share_of_the_tokens_in_the_most_frequent_groups_and_bends_down():
-    ordered = np.sort(PER_GROUP)[::-1]
-    want = [0.0, *(np.cumsum(ordered) / ordered.sum())]
-    assert COUNTS.hits.tolist() == pytest.approx(want, rel=1e-12)
-    assert COUNTS.counts[COUNTS.ranked].tolist() == ordered.tolist()
-    steps = np.diff(COUNTS.hits)
-    assert steps.min() >= 0 and np.diff(steps).max() <= 1e-15
-    equal = HotVocab.of_ids(np.bincount([0, 0, 16, 16, 40], minlength=100))
-    assert equal.ranked.tolist() == [0, 1, 2, 3, 4, 5, 6], "of equals, the lower id first"
+def test_coverage_is_the_share_of_the_tokens_in_the_most_frequent_ids_and_groups():
+    by_id, by_group = (np.cumsum(np.sort(counts)[::-1]) / IDS.sum() for counts in (IDS, PER_GROUP))
+    rows = COUNTS.summary()["coverage"]
+    assert [row["ids"] for row in rows] == [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+    for row in rows:
+        assert row["groups"] == row["ids"] // 16
+        assert row["by_id"] == pytest.approx(by_id[row["ids"] - 1], abs=1e-6)
+        assert row["by_group"] == pytest.approx(by_group[row["groups"] - 1], rel=1e-12)
+        assert row["by_id"] >= row["by_group"] - 1e-6
+    assert [row["ids"] for row in HotVocab.of_ids(np.ones(512, dtype=np.int64)).summary()["coverage"]] == [256]
 
 
-def test_single_ids_cover_at_least_what_as_many_ids_in_groups_do():
-    covered = np.cumsum(np.sort(IDS)[::-1]) / IDS.sum()
-    assert list(COUNTS.by_token) == [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
-    for size, share in COUNTS.by_token.items():
-        assert share == pytest.approx(covered[size - 1], abs=1e-6)
-        assert share >= COUNTS.hits[size // 16] - 1e-6
-
-
-def test_what_has_not_been_seen_is_estimated_from_what_was_seen_once():
+def test_the_share_of_unseen_groups_is_estimated_from_the_groups_seen_once():
     """The estimate is near the true share of the groups without a drawn token."""
     weights = 1 / np.arange(1, 2001)
     weights /= weights.sum()
     drawn = np.random.default_rng(1).choice(2000, 5000, p=weights) * 16
     counts = HotVocab.of_ids(np.bincount(drawn, minlength=32000))
-    missing = weights[counts.counts == 0].sum()
+    missing = weights[counts.groups == 0].sum()
     assert missing > 0.03
-    assert counts.unseen == pytest.approx(missing, rel=0.15)
+    assert counts.summary()["unseen"] == pytest.approx(missing, rel=0.15)
     for tokens, least in ((3, 0.3), (1, 1.0)):  # few tokens prove little
-        assert HotVocab.of_ids(np.bincount([0] * tokens, minlength=100)).unseen >= least
+        assert HotVocab.of_ids(np.bincount([0] * tokens, minlength=100)).summary()["unseen"] >= least
 
 
 def test_counts_add_up_with_their_sources_and_only_of_one_vocabulary():
     other = HotVocab.of_ids(np.bincount([5, 5, 50256], minlength=V), "another", "server")
     both = COUNTS.plus(other)
-    assert np.array_equal(both.counts, COUNTS.counts + other.counts)
+    assert np.array_equal(both.groups, COUNTS.groups + other.groups)
     assert (both.name, both.source, both.by_token) == ("a model", "text: a.txt + server", {})
     assert both.plus(other).source == both.source, "each source once"
     assert HotVocab.loads(both.dumps()).digest == both.digest
     many = both
     for place in range(60):
-        many = many.plus(dataclasses.replace(other, source=f"a long name of a file, number {place}"))
+        many = many.plus(replace(other, source=f"a long name of a file, number {place}"))
     assert HotVocab.loads(many.dumps()).source.endswith("...")
-    with pytest.raises(HotVocabError, match="one is of 50257 ids, the other of 50258"):
+    with pytest.raises(BadFileError, match="one is of 50257 ids, the other of 50258"):
         COUNTS.plus(HotVocab.of_ids(np.append(IDS, 1)))  # of as many groups
-
-
-@pytest.mark.parametrize(
-    "vocab, counts, message",
-    [
-        (0, [], "vocab is 0; expected 1 to"),
-        (33, [1, 2], "counts are of 2 groups; expected 3"),
-        (32, [5, -1], "a count is -1; expected 0 or more"),
-        (32, [0, 0], "0 tokens are counted; expected 1 to"),
-        (32, [MAX_TOKENS, 1], "9007199254740992 tokens are counted"),
-    ],
-)
-def test_counts_that_do_not_fit_are_refused(vocab, counts, message):
-    with pytest.raises(HotVocabError, match=message):
-        HotVocab(vocab, np.array(counts))
 
 
 # --- its file
 
 
 def test_what_is_written_is_read_back_and_written_the_same():
-    assert same(HotVocab.loads(TEXT), COUNTS) and HotVocab.loads(TEXT).notes == ()
+    assert same(HotVocab.loads(TEXT), COUNTS) and HotVocab.loads(TEXT).notes == []
     assert HotVocab.loads(TEXT).dumps() == TEXT
     backwards = dict(reversed(json.loads(TEXT).items()))
     assert HotVocab.loads(json.dumps(backwards)).dumps() == TEXT
 
 
 def test_a_changed_group_changes_the_line_of_its_ids_and_the_digest_and_empty_lines_are_left_out():
-    counts = COUNTS.counts.copy()
-    counts[3 * LINE_IDS // 16 + 5] += 1
-    other = dataclasses.replace(COUNTS, counts=counts).dumps()
+    groups = COUNTS.groups.copy()
+    groups[3 * LINE_IDS // 16 + 5] += 1
+    about = {"name": COUNTS.name, "source": COUNTS.source, "by_token": COUNTS.by_token}
+    other = HotVocab.of_groups(V, groups, **about).dumps()
     lines = [a.split('"')[1] for a, b in zip(TEXT.splitlines(), other.splitlines(), strict=True) if a != b]
     assert lines == ["counted", "digest", str(3 * LINE_IDS)]
     one = HotVocab.of_ids(np.bincount([5 * LINE_IDS + 17], minlength=V))
     assert list(json.loads(one.dumps())["counts"]) == [str(5 * LINE_IDS)]
-    assert HotVocab.loads(one.dumps()).counts.nonzero()[0].tolist() == [5 * LINE_IDS // 16 + 1]
-    assert dataclasses.replace(COUNTS, name="other", source="", by_token={}).digest == COUNTS.digest
-    assert dataclasses.replace(COUNTS, counts=np.roll(COUNTS.counts, 1)).digest != COUNTS.digest
+    assert HotVocab.loads(one.dumps()).groups.nonzero()[0].tolist() == [5 * LINE_IDS // 16 + 1]
+    assert HotVocab.of_groups(V, COUNTS.groups).digest == COUNTS.digest
+    assert HotVocab.of_groups(V, np.roll(COUNTS.groups, 1)).digest != COUNTS.digest
 
 
 def test_a_field_of_a_later_release_is_ignored_with_a_note():
     later = HotVocab.loads(changed("bigrams", [1, 2]))
     assert same(later, COUNTS)
-    assert later.notes == ("bigrams is not known to this release and is ignored",)
+    assert later.notes == ["bigrams is not known to this release and is ignored"]
+    assert HotVocab.loads(later.dumps()).notes == []
     assert same(HotVocab.loads(changed("schema", "flashsample-hot/2.7")), COUNTS)
 
 
@@ -169,7 +143,7 @@ def test_a_field_of_a_later_release_is_ignored_with_a_note():
     [
         ("schema", "flashsample-hot/1", "Expected `str` matching regex '^flashsample-hot/2"),
         ("schema", ..., "missing required field `schema`"),
-        ("group_size", 32, "group_size is 32; expected 16, the ids of one noise value"),
+        ("group_size", 32, "Expected `int` <= 16 - at `$.group_size`"),
         ("vocab", 0, "Expected `int` >= 1 - at `$.vocab`"),
         ("vocab", 50200, "counts.50176 has 6 counts; expected 2, and a first id that is a multiple of 1024"),
         ("counts.3072", [1], "counts.3072 has 1 counts; expected 64"),
@@ -181,7 +155,7 @@ def test_a_field_of_a_later_release_is_ignored_with_a_note():
         ("counts.3072.5", 1 << 60, "Expected `int` <= 9007199254740991"),
         ("counted", 5, "counted and digest are not those of its counts"),
         ("digest", "sha256:0", "it is damaged, or was changed by hand"),
-        ("name", "two\nlines", "expected 300 printable characters"),
+        ("name", "two\nlines", "a name is 'two\\nlines'; expected printable characters"),
         ("source", "x" * 301, "Expected `str` of length <= 300 - at `$.source`"),
         ("by_token.1e3", 0.5, "Expected `int`, got `str` - at `key` in `$.by_token`"),
         ("by_token.50258", 0.5, "by_token has 50258 ids; expected 50257 or fewer"),
@@ -189,16 +163,29 @@ def test_a_field_of_a_later_release_is_ignored_with_a_note():
     ],
 )
 def test_whatever_is_wrong_is_named_in_one_line(place, value, message):
-    with pytest.raises(HotVocabError) as caught:
+    with pytest.raises(BadFileError) as caught:
         HotVocab.loads(changed(place, value))
     assert message in str(caught.value)
     assert str(caught.value).isprintable()
 
 
-def test_counts_that_could_not_be_read_back_are_not_written():
-    for wrong in ({"name": "two\nlines"}, {"source": "x" * 301}, {"by_token": {0: 0.5}}, {"by_token": {1: 2.0}}):
-        with pytest.raises(HotVocabError):
-            dataclasses.replace(COUNTS, **wrong).dumps()
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(COUNTS, name="two\nlines"),
+        replace(COUNTS, source="x" * 301),
+        replace(COUNTS, by_token={0: 0.5}),
+        replace(COUNTS, by_token={1: 2.0}),
+        HotVocab.of_groups(0, np.array([], dtype=np.int64)),
+        HotVocab.of_groups(33, np.array([1, 2])),
+        HotVocab.of_groups(32, np.array([5, -1])),
+        HotVocab.of_groups(32, np.array([0, 0])),
+        HotVocab.of_groups(32, np.array([MAX_TOKENS, 1])),
+    ],
+)
+def test_counts_that_could_not_be_read_back_are_not_written(wrong):
+    with pytest.raises(BadFileError):
+        wrong.dumps()
 
 
 def test_a_file_that_is_none_is_named_and_nothing_is_waited_for(tmp_path):
@@ -215,7 +202,7 @@ def test_a_file_that_is_none_is_named_and_nothing_is_waited_for(tmp_path):
         (long, f"it has {MAX_BYTES + 1} bytes; expected {MAX_BYTES} or fewer"),
         (binary, "it is not UTF-8 text (byte 1)"),
     ):
-        with pytest.raises(HotVocabError) as caught:
+        with pytest.raises(BadFileError) as caught:
             HotVocab.load(file)
         assert str(caught.value) == f"{file}: {message}"
 
@@ -225,12 +212,11 @@ def in_bounds(text: str) -> bool:
     reason."""
     try:
         counts = HotVocab.loads(text)
-    except HotVocabError as error:
+    except BadFileError as error:
         assert str(error).isprintable() and 0 < len(str(error)) < 700
         return False
-    assert len(counts.counts) == groups_of(counts.vocab)
-    assert sorted(counts.ranked) == list(range(counts.num_groups))
-    assert 0 <= counts.hits[1] <= counts.hits[-1] == 1
+    assert len(counts.groups) == -(-counts.vocab // 16) and counts.groups.sum() == counts.counted >= 1
+    assert 0 <= counts.summary()["unseen"] <= 1 and all(line.isprintable() for line in counts.lines())
     assert all(0 <= share <= 1 and 1 <= ids <= counts.vocab for ids, share in counts.by_token.items())
     assert same(HotVocab.loads(counts.dumps()), counts)
     return True
@@ -239,10 +225,11 @@ def in_bounds(text: str) -> bool:
 def signed(data: Any) -> str:
     """With the sum and the digest of the changed counts, where they have one."""
     try:
-        counts = np.zeros(groups_of(data["vocab"]), dtype=np.int64)
+        groups = np.zeros(-(-data["vocab"] // 16), dtype=np.int64)
         for first, line in data["counts"].items():
-            counts[int(first) // 16 : int(first) // 16 + len(line)] = line
-        data |= {"counted": int(counts.sum()), "digest": HotVocab(data["vocab"], counts).digest}
+            groups[int(first) // 16 : int(first) // 16 + len(line)] = line
+        counts = HotVocab.of_groups(data["vocab"], groups)
+        data |= {"counted": counts.counted, "digest": counts.digest}
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError):
         pass
     return json.dumps(data)
