@@ -702,6 +702,13 @@ def test_a_result_names_what_no_run_has_measured_by_the_last_reason(make_result)
     assert gaps() == ["it ended"], "after a row of its section"
 
 
+def test_a_pair_of_times_has_the_larger_of_their_spreads(load):
+    words = load("tables").pair_words
+    stock, ours = {"tpot_us": 200.0, "spread_us": 0.25}, {"tpot_us": 100.0, "spread_us": 7.4}
+    assert words(stock, ours) == "200 → 100 (0.500; ± 7)"
+    assert words(stock, ours | {"spread_us": 0.1}) == "200 → 100 (0.500; ± 0.2)"
+
+
 def test_the_pages_say_what_the_result_files_say(load):
     report, names = load("report"), set(load("tables").SECTIONS)
     texts = {page.name if page.parent == ROOT else f"benchmarks/{page.name}": page.read_text() for page in report.PAGES}
