@@ -98,7 +98,7 @@ def test_the_constants_of_the_proof_are_no_smaller_than_the_proof_asks_for():
     assert int8_head_module.SCREEN_ROUNDING >= 2 * 12 * 2.0**-24
     assert int8_head_module.BOUND_ROUNDING >= 3 * 2.0**-24
     assert 0 < int8_head_module.MIN_SCALE <= 2.0**-64 and int8_head_module.MAX_HIDDEN == 2**15
-    # Of scores: 2**-15 and 2**-23 of the score, twice, for two values of it.
+    # The slack of a score: 2**-15 and 2**-23 of it, twice, because two values of it are compared.
     assert screen_module._SLACK.value >= 2 * 2.0**-15
     assert screen_module._RELATIVE_SLACK.value >= 2 * 2.0**-23
     # Of a float16: half a step is 2**-11 of it, 2**-25 where it is tiny. Of sums of 2**15 squares: 2**-9.

@@ -184,7 +184,7 @@ class Results:
         return [key for key in self.different() if self.cases[key]["stock"] == "pass"]
 
     def unsettled(self, tests: Container[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Those of these cases that stock alone passes and that have not been repeated."""
+        """The cases among these that stock alone passes and that have not been repeated."""
         return [key for key in self.worse() if key in tests and "passed" not in self.cases[key]]
 
     def print_table(self) -> None:

@@ -688,7 +688,7 @@ def test_of_ranks_with_the_same_batches_one_reports_them(
 
 
 def test_an_idle_server_brings_its_counters_up_to_date(server_config, prometheus, clock):
-    """Those of steps that were repeated too, which no full step has followed."""
+    """Counts of repeated steps too, also where no full step has followed them."""
     server_config.observability.enable_metrics = True
     runtime = Runtime(None)
     runtime.metrics.add_batch(Routing((None,)), 0, None)
