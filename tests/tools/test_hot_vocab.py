@@ -1,9 +1,8 @@
-"""Token counts: ranked and added up as counted, one text for one count, one line for whatever is wrong in a file."""
+"""Token counts: added up as counted, one text for one count, one line for each fault of a file."""
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import msgspec
@@ -49,7 +48,7 @@ def changed(place: str, value: Any, text: str = TEXT) -> str:
     return json.dumps(data)
 
 
-# --- what it says
+# --- counts and their summary
 
 
 @pytest.mark.parametrize("vocab", [1, 127, 129, 50257, 151936, 151937])
@@ -188,17 +187,15 @@ def test_counts_that_could_not_be_read_back_are_not_written(wrong):
         wrong.dumps()
 
 
-def test_a_file_that_is_none_is_named_and_nothing_is_waited_for(tmp_path):
-    good, pipe, long, binary = (tmp_path / name for name in ("good", "pipe", "long", "binary"))
+def test_a_file_that_cannot_be_used_is_named(tmp_path):
+    good, long, binary = (tmp_path / name for name in ("good", "long", "binary"))
     good.write_text(TEXT)
-    os.mkfifo(pipe)
     long.write_text(" " * (MAX_BYTES + 1))
     binary.write_bytes(b"{\xff}")
     assert same(HotVocab.load(good), COUNTS)
     for file, message in (
         (tmp_path / "nothing", "No such file or directory"),
         (tmp_path, "it is not a plain file"),
-        (pipe, "it is not a plain file"),
         (long, f"it has {MAX_BYTES + 1} bytes; expected {MAX_BYTES} or fewer"),
         (binary, "it is not UTF-8 text (byte 1)"),
     ):
@@ -261,8 +258,7 @@ def test_a_part_that_is_anything_else_is_refused_or_in_bounds_even_if_signed(pla
     in_bounds(signed(json.loads(text)) if sign else text)
 
 
-def test_deep_long_and_strange_texts_are_refused_in_one_line():
-    for text in ("[" * 100_000, '{"counts":' * 5000, "NaN", '{"a": 1, "a": 2}', "1" * 5000, "\ud800", "", "[1e999]"):
+def test_a_text_that_is_not_the_json_of_counts_is_refused_in_one_line():
+    for text in ("[]", "\ud800", "[1e999]", '{"counts":' * 5000, TEXT[: len(TEXT) // 2]):
         assert not in_bounds(text)
-    assert not in_bounds(TEXT.replace('"vocab"', '"name": "",\n "vocab"'))
-    assert not in_bounds(TEXT[: len(TEXT) // 2])
+    assert not in_bounds(TEXT.replace('"vocab"', '"name": "",\n "vocab"')), "a field that is there twice"

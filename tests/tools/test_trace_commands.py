@@ -213,7 +213,6 @@ def test_show_prints_what_counting_printed_and_merge_adds_up(trace):
         ("ids BINARY --vocab 8", "BINARY is not UTF-8 text"),
         ("show", "required: HOT"),
         ("show TEXT", "TEXT: it is not JSON: Expecting value"),
-        ("show nothing", "nothing: No such file or directory"),
         ("merge HOT", "required: -o/--out"),
         ("merge HOT TEXT -o c", "TEXT: it is not JSON"),
         ("merge HOT HOT8 -o c", "one is of 640 ids, the other of 8"),
