@@ -10,6 +10,7 @@ import sys
 import msgspec
 import pytest
 import torch
+import triton
 from serving import needs_sglang
 from tuned_tables import H200, make_entry, table_for_this_machine
 
@@ -30,8 +31,11 @@ def no_hook_targets(monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Kernels are not interpreted, as on a machine of a user."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    """Kernels are not interpreted, as on a machine of a user: in this process, and in those that it starts."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = False  # which sets the variable, too
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        yield
 
 
 @pytest.mark.slow
