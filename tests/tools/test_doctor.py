@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
@@ -32,9 +33,10 @@ def no_hook_targets(monkeypatch):
 @pytest.fixture
 def compiled(monkeypatch):
     """Kernels are not interpreted, as on a machine of a user: in this process, and in those that it starts."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = False  # which sets the variable, too
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        triton.knobs.runtime.interpret = False
+        os.environ.pop("TRITON_INTERPRET", None)  # the knob has set it
         yield
 
 
