@@ -54,8 +54,7 @@ class HeadState:
         self.graphs: StepGraphs | None = None
         self._capture = capture
         self._fingerprint = self._current_fingerprint()
-        self._lm_head = self._current_head()
-        self.head = Head(self._lm_head, announces_changes=True)
+        self.head = Head(self._current_head(), announces_changes=True)
         self.table_file: str | None = None
 
     def update(self, num_rows: int) -> None:
@@ -65,8 +64,7 @@ class HeadState:
         head = self.head
         if fingerprint != self._fingerprint:
             table, head.screen, self.graphs = head.table, None, None
-            self._lm_head = self._current_head()
-            head.replace(self._lm_head)
+            head.replace(self._current_head())
             if head.table is not table:
                 self.table_file = None
             self._fingerprint = fingerprint
@@ -79,7 +77,7 @@ class HeadState:
             if self.exchange is not None:
                 head.reserve_rows(cdiv(rows, self.exchange.num_ranks), self.processor.vocab_size)
         # ``head.lm_head`` would look for another weight again.
-        serving = None if self.screen is None else self.screen.serving(self._lm_head)
+        serving = None if self.screen is None else self.screen.serving(head.lm_head)
         if serving is not head.screen:
             head.screen, self.graphs = serving, None
 
