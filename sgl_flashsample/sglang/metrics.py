@@ -249,7 +249,7 @@ def _prometheus_metrics() -> _Prometheus | None:
         ),
         replayed=PrometheusCounter("sglang:flashsample_replayed_steps", "Fused steps that were replays of CUDA graphs"),
         launched=PrometheusCounter("sglang:flashsample_launched_steps", "Fused steps that were launched, but prefills"),
-        prefills=PrometheusCounter("sglang:flashsample_prefill_steps", "Fused steps of prefills, which are launched"),
+        prefills=PrometheusCounter("sglang:flashsample_prefill_steps", "Fused steps of prefills"),
         late_captures=PrometheusCounter(
             "sglang:flashsample_late_captures", "CUDA graphs that were captured while a step waited for them"
         ),

@@ -201,7 +201,7 @@ class StepGraphs:
             if not self._captures(graphs, draw):
                 return None
             self._counts.late_captures += 1
-        elif mix is not None and table is not None and len(graphs.captured) == SLOTS:
+        elif mix is not None and table is not None:
             self.ready[hidden.data_ptr(), mix] = graphs, table
         return graphs.replay_next(num_rows)
 

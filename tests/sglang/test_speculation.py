@@ -15,6 +15,7 @@ from sglang_batches import VOCAB, CountingHead, grammar, make_samplers, request
 from sgl_flashsample.api import DraftTree
 from sgl_flashsample.kernels.params import BatchParams, Truncation
 from sgl_flashsample.kernels.reference import allowed_ref
+from sgl_flashsample.sglang.head import GraphInputs
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.row_table import Reason
 from sgl_flashsample.sglang.step_graphs import PATIENCE
@@ -162,12 +163,13 @@ def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, inf
 def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_they_have(
     hooks, info_of, hidden, device, edited
 ):
-    """SGLang's graph has two rows of padding. With a bias too, which all nodes of a row share: then the requests stay,
-    as the bias of others is at another place."""
+    """SGLang's graph has two rows of padding, and a slot for each request, not for each node. With a bias too, which
+    all nodes of a row share: then the requests stay, as the bias of others is at another place."""
     parents, num_rows, steps, padding = CHAIN[:2], 3, PATIENCE + 5, 2
     head = CountingHead(device, capture=(capture := CountingCapture(device)))
     captured = hidden(num_rows * len(parents) + padding)
     states = captured[:-padding]
+    head.state.inputs = GraphInputs(*torch.zeros(2, len(captured), dtype=torch.int64, device=device))
     bias = {"logit_bias": {str(VOCAB - 1): 0.0}} if edited else {}
     settings = [SETTINGS[:num_rows]]
     if not edited:  # of the same kinds, in another order
