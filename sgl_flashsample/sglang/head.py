@@ -16,6 +16,7 @@ from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, SampleOutput
 from ..kernels.rng import GROUP_SIZE
 from ..kinds import BatchKind, SamplingPath
+from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from . import support
 from .batch import DrawKind
@@ -67,7 +68,8 @@ class HeadState:
         self._too_large: int | None = None  # rows of the smallest batch that found no memory, left to SGLang until then
         self._too_large_until = 0.0
         self._searched: DeviceCounters | None = None
-        self.graphs: StepGraphs | None = None
+        self._graphs: StepGraphs | None = None
+        self._waiting: tuple[Screen | None, StepGraphs | None] = (None, None)  # with another screen, or without one
         self.captured: dict[int, torch.Tensor] = {}
         self.was_recaptured = False
         self.rows = RowBuffers.allocate(0, lm_head.weight.device)
@@ -103,7 +105,17 @@ class HeadState:
         # ``head.lm_head`` would look for another weight again.
         serving = None if self.screen is None else self.screen.serving(head.lm_head)
         if serving is not head.screen:
-            head.screen, self.graphs = serving, None
+            # A pause begins or ends: the graphs of before wait for the next time.
+            (screen, graphs), self._waiting = self._waiting, (head.screen, self._graphs)
+            head.screen, self._graphs = serving, graphs if screen is serving else None
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        return self._graphs
+
+    @graphs.setter
+    def graphs(self, graphs: StepGraphs | None) -> None:
+        self._graphs, self._waiting = graphs, (None, None)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -274,8 +286,9 @@ class HeadState:
         if self.graphs is None:
             if self._capture is None:
                 self._capture = CudaCapture(head.lm_head.weight.device)
-            self.graphs = StepGraphs(head.workspaces, head.max_rows, self._capture, self.counts, self.copies_tokens)
-        return None if self.graphs.is_off else self.graphs
+            self._graphs = StepGraphs(head.workspaces, head.max_rows, self._capture, self.counts, self.copies_tokens)
+        assert self._graphs is not None
+        return None if self._graphs.is_off else self._graphs
 
     def fits(self, num_rows: int) -> bool:
         """No batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""

@@ -424,9 +424,7 @@ def pausing(device, clock, one_rank, monkeypatch):
     return make
 
 
-def test_no_token_and_no_graph_outlives_the_beginning_or_the_end_of_a_pause_and_the_log_tells_of_it(
-    pausing, device, clock
-):
+def test_a_pause_has_graphs_of_its_own_its_tokens_are_the_same_and_the_log_tells_of_it(pausing, device, clock):
     capture = CountingCapture()
     screened, plain = pausing(outlier_state(device, screened=True, capture=capture)), pausing(outlier_state(device))
     state, seen = screened.state, []
@@ -441,7 +439,7 @@ def test_no_token_and_no_graph_outlives_the_beginning_or_the_end_of_a_pause_and_
         *[(True, 1, False)] * 2,
         (True, 1, True),  # it pauses from the next step on
         *[(False, 2, True)] * 3,  # the graphs of before have the screen in them
-        *[(True, 3, False)] * 2,  # and those of the pause would never take the screen again
+        *[(True, 2, False)] * 2,  # and wait for it
     ]
 
 
