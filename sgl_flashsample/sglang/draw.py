@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.launch import num_binaries
 from ..kernels.params import BatchParams, Edit, LogitEdits, SampleOutput
 from .batch import BATCH_ATTRIBUTE, Batch, DrawKind
 from .head import STAGED_ROWS, HeadState
@@ -80,6 +81,13 @@ def replayed(started: float, lazy: Any, sampling_info: Any, num_positions: int) 
 
 def draw(lazy: LazyLogits, step: Step) -> SampleOutput:
     """One token per row of ``lazy.hidden``: by a CUDA graph where there is one for such a step, else by launches."""
+    known = num_binaries()
+    drawn = _draw(lazy, step)
+    lazy.source.counts.late_compiles += num_binaries() - known
+    return drawn
+
+
+def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
     state: HeadState = lazy.source
     hidden, captured, edits = lazy.hidden, lazy.captured, step.edits
     num_rows = hidden.shape[0]
@@ -182,7 +190,7 @@ def prepare_next(state: HeadState, table: RowTable) -> bool:
             if graphs.has(hidden, kind, table.lines if gathers else None):
                 continue
             try:
-                _prepare(state, graphs, hidden, kind, table if gathers else None)
+                _prepare(state, graphs, hidden, kind, table, gathers)
             except Exception as error:  # steps capture what they need
                 graphs.is_prepared = True
                 logger.warning(PREPARES_NOTHING, f"{type(error).__name__}: {error}")
@@ -194,13 +202,15 @@ def prepare_next(state: HeadState, table: RowTable) -> bool:
 
 
 def _prepare(
-    state: HeadState, graphs: StepGraphs, hidden: torch.Tensor, kind: DrawKind, table: RowTable | None
+    state: HeadState, graphs: StepGraphs, hidden: torch.Tensor, kind: DrawKind, table: RowTable, gathers: bool
 ) -> None:
     def launches() -> Launched:
-        return _launches(state, hidden, kind, None, False, table)
+        return _launches(state, hidden, kind, None, False, table if gathers else None)
 
+    nothing = torch.zeros(0, dtype=torch.int64, device=hidden.device)
+    table.gather(nothing, nothing, state.rows, rows=len(hidden))
     launches()
-    graphs.prepare(launches, hidden, kind, None if table is None else table.lines)
+    graphs.prepare(launches, hidden, kind, table.lines if gathers else None)
 
 
 def launch(

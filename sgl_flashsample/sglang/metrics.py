@@ -120,9 +120,10 @@ class Metrics:
             self._prometheus.launched.inc(counts.launched)
             self._prometheus.prefills.inc(counts.prefills)
             self._prometheus.late_captures.inc(counts.late_captures)
+            self._prometheus.late_compiles.inc(counts.late_compiles)
         self._replayed += counts.replayed
         self._launched += counts.launched
-        counts.replayed = counts.launched = counts.prefills = counts.late_captures = 0
+        counts.replayed = counts.launched = counts.prefills = counts.late_captures = counts.late_compiles = 0
 
     def add_searched(self, rows: int) -> None:
         """Count rows whose tokens took a search over their logits."""
@@ -224,6 +225,7 @@ class _Prometheus(NamedTuple):
     launched: Any
     prefills: Any
     late_captures: Any
+    late_compiles: Any
     screened: list[Any]  # by ScreenCounter
     screen_paused: Any
     host_seconds: Any
@@ -252,6 +254,9 @@ def _prometheus_metrics() -> _Prometheus | None:
         prefills=PrometheusCounter("sglang:flashsample_prefill_steps", "Fused steps of prefills"),
         late_captures=PrometheusCounter(
             "sglang:flashsample_late_captures", "CUDA graphs that were captured while a step waited for them"
+        ),
+        late_compiles=PrometheusCounter(
+            "sglang:flashsample_late_compiles", "Kernels that were compiled or loaded while a step waited for them"
         ),
         screened=[
             PrometheusCounter(f"sglang:flashsample_screen_{counter.name.lower()}", _SCREEN_METRICS[counter])

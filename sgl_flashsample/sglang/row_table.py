@@ -117,12 +117,12 @@ class RowTable:
         self._device = torch.device(device)
         self._in_host_memory = draws_in_host_memory(self._device)
         self.lines = torch.zeros(FIRST_SLOTS + 1, LINE_WORDS, dtype=torch.int32, device=self._device)
-        padding = bytearray(pack_line(0.0, 0, 0, 1.0, 0.0, 0))
-        self.lines[0] = torch.frombuffer(padding, dtype=torch.int32)
         self._places: dict[int, int] = {}  # of a slot, in the queue: its last line wins
         self._written = self._queued = 0  # places of the queue before these
         self._read = torch.cuda.Event() if self._device.type == "cuda" else None  # what has been written, was read
         self._make_queue(QUEUE)
+        padding = torch.frombuffer(bytearray(pack_line(0.0, 0, 0, 1.0, 0.0, 0)), dtype=torch.int32).view(1, -1)
+        self._write(torch.zeros(1, dtype=torch.int64, device=device), padding.to(device))  # loads the kernel, too
 
     def _make_queue(self, size: int) -> None:
         pinned = self._device.type == "cuda"
@@ -167,13 +167,16 @@ class RowTable:
             grown[: len(self.lines)] = self.lines
             self.lines = grown
         new = slice(self._written, self._queued)
-        if self._in_host_memory:
-            self.lines[self._new_slots[new]] = self._new_lines[new]
-        else:
-            write_rows(self.lines, self._new_slots[new], self._new_lines[new])
+        self._write(self._new_slots[new], self._new_lines[new])
         if self._read is not None:
             self._read.record()
         self._places, self._written = {}, self._queued
+
+    def _write(self, slots: torch.Tensor, lines: torch.Tensor) -> None:
+        if self._in_host_memory:
+            self.lines[slots] = lines
+        else:
+            write_rows(self.lines, slots, lines)
 
     def gather(self, slots: torch.Tensor, positions: torch.Tensor, out: RowBuffers, **options: Any) -> None:
         """``gather_rows`` from this table, with these options, after ``write``."""

@@ -89,12 +89,14 @@ class CudaCapture:
 
 @dataclasses.dataclass
 class StepCounts:
-    """Steps of a head, and captures that a step has waited for. launched: all that were not replayed, but prefills."""
+    """Steps of a head, and captures and kernels that a step has waited for. launched: all that were not replayed, but
+    prefills."""
 
     replayed: int = 0
     launched: int = 0
     prefills: int = 0
     late_captures: int = 0
+    late_compiles: int = 0
 
 
 class Launched(NamedTuple):

@@ -96,9 +96,9 @@ def test_prometheus_has_the_same_numbers(prometheus):
     assert [prometheus(f"{name}_rows_total") for name in ("truncated", "searched")] == [14, 3]
     assert prometheus("host_seconds_count") == 2 and prometheus("host_seconds_sum") > 0
     for _ in range(2):
-        counted.add_steps(StepCounts(replayed=30, launched=5, late_captures=2))
-    steps = ("replayed_steps_total", "launched_steps_total", "late_captures_total")
-    assert [prometheus(name) for name in steps] == [60, 10, 4]
+        counted.add_steps(StepCounts(replayed=30, launched=5, late_captures=2, late_compiles=4))
+    steps = ("replayed_steps", "launched_steps", "late_captures", "late_compiles")
+    assert [prometheus(f"{name}_total") for name in steps] == [60, 10, 4, 8]
     for paused in (True, True, False):
         counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused)
         assert prometheus("screen_paused") == paused

@@ -108,8 +108,8 @@ def test_the_last_line_of_a_slot_wins_whether_or_not_another_was_written(device)
 
 def test_each_written_slot_is_written_once(device, monkeypatch):
     """A scatter with duplicates has no order."""
-    written = note_writes(monkeypatch)
     table = RowTable(device)
+    written = note_writes(monkeypatch)
     for slot in (4, 2, 4, 8, 2):
         table.put(slot, LINE)
     assert not written, "not before the draw: another step may be under way"

@@ -890,6 +890,16 @@ def test_once_the_table_has_grown_graphs_read_the_new_one(moving):
     assert moving.step(grown, [5000, 1]) == "launched"
 
 
+def test_kernels_that_a_step_waits_for_are_counted(moving, monkeypatch):
+    loaded = iter(range(100))
+    monkeypatch.setattr(draw_module, "num_binaries", lambda: 3 * next(loaded))
+    batch = moving.batch_in([1], {})
+    for _ in range(PATIENCE + SLOTS + 3):
+        moving.step(batch, [1])
+    launches_and_replays = PATIENCE + SLOTS + 1
+    assert moving.state.counts.late_compiles == 3 * launches_and_replays, "a ready step looks at none"
+
+
 def test_graphs_that_are_captured_ahead_gather_their_rows(moving):
     while prepare_next(moving.state, moving.table):
         pass
@@ -1250,7 +1260,8 @@ def test_cuda_graphs_draw_the_tokens_of_launches(device, truncated, num_rows, pa
 def test_graphs_that_are_captured_ahead_on_a_gpu_draw_the_tokens_of_launches(device):
     state, plain = make_state(device, capture=CountingCapture(device)), make_state(device)
     state.captured = {rows: hidden_states(device, rows) for rows in (1, 4, 8)}
-    while prepare_next(state, TABLE):
+    table = RowTable(device)
+    while prepare_next(state, table):
         pass
     settle(device)
     assert state.graphs.count == SLOTS * 3 * len(COMMON_KINDS)
