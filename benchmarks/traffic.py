@@ -157,7 +157,7 @@ class ModelRun:
                 print(f"logs are in {self.options.logs}", flush=True)
 
     def _plans(self) -> list[Plan]:
-        """Those of closed loops first: they tell the rate that saturates stock."""
+        """The plans, closed loops first: they tell the rate that saturates stock."""
         closed = [Plan(s, self.ids, n) for n in self.options.clients for s in self.options.samplings]
         poisson = [Plan(s, self.ids, rate=1.0) for s in self.options.samplings]
         return closed * (CLOSED in self.options.arrivals) + poisson * (POISSON in self.options.arrivals)

@@ -41,7 +41,7 @@ class DrawKind(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Mix:
-    """What follows from the kinds of rows that a batch has, whatever their numbers. kinds: their ids. There is one
+    """The facts that follow from the kinds of rows in a batch, whatever their numbers. kinds: their ids. There is one
     object for each set of kinds."""
 
     kinds: frozenset[int]
@@ -214,7 +214,7 @@ class GrammarError(ValueError):
 
 
 class Part(NamedTuple):
-    """What some rows of a batch have. edits: that any of them has. num_masked: rows with a grammar. num_truncated: rows
+    """Facts of some rows of a batch. edits: that any of them has. num_masked: rows with a grammar. num_truncated: rows
     with top-k, top-p or min-p."""
 
     edits: Edit
@@ -265,7 +265,7 @@ class Routing:
         return Counter(("fused", "") if reason is None else ("native", reason) for reason in self.reasons)
 
     def part(self, batch: Batch) -> Part:
-        """What the fused rows of the batch have, as they were scheduled."""
+        """The facts of the fused rows of the batch, as they were scheduled."""
         if not self.native:
             return Part(batch.mix.edits, batch.num_masked, batch.num_truncated)
         if self._part is None:

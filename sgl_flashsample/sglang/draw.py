@@ -32,7 +32,7 @@ PREPARES_NOTHING = "flashsample: CUDA graphs of the sampling step are captured i
 
 
 class Step(NamedTuple):
-    """What a draw needs beside hidden states. slots: ``[B]``, the slots of the requests. positions: ``[B * nodes]``.
+    """The inputs of a draw beside hidden states. slots: ``[B]``, the slots of the requests. positions: ``[B * nodes]``.
     edits: of ``B * nodes`` rows; where they have no ``rows``, the flags are those of the requests. nodes: rows of each
     request, the nodes of its tree of drafts; None where there are no drafts, and each request has one row."""
 
@@ -138,7 +138,7 @@ def _launches(
     return_logprob: bool,
     table: RowTable | None,
 ) -> Launched:
-    """What a graph captures. table: to gather the parameters from, of the rows that SGLang's graph has."""
+    """The launches that a graph captures. table: to gather the parameters from, of the rows that SGLang's graph has."""
     rows = padded.shape[0]
     if table is not None:
         assert state.inputs is not None

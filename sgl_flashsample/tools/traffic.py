@@ -120,7 +120,7 @@ class TrafficCell:
 
 
 def verdict(ratio: Ratio | None) -> str:
-    """What a ratio of tokens per second, minus 1, and its 99 % interval say, in words."""
+    """A ratio of tokens per second, minus 1, and its 99 % interval, in words."""
     if ratio is None or ratio.high > 2 * max(1.0, ratio.off):  # two windows, or a machine that does other things
         return "too few windows to tell"
     off, low, high = (100 * value for value in (ratio.off, ratio.low, ratio.high))
@@ -219,7 +219,7 @@ class Side:
                 self._server.post("/abort_request", rid="", abort_all=True)
 
     def figures(self) -> dict[str, float | None]:
-        """Of the windows; None for what the server does not count."""
+        """The figures of the windows; None for each that the server does not count."""
         found: dict[str, float | None] = {}
         for name, (above, below, factor) in FIGURES.items():
             before = self._start if below else self._first
