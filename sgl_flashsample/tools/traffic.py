@@ -250,7 +250,7 @@ def counters(metrics: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _sides(servers: Mapping[str, Server], clients: Clients) -> Iterator[list[Side]]:
-    """Of several, each stands still until it begins: an idle server keeps a core busy. None does so afterwards."""
+    """The sides of a cell. Each of several stands still until it begins: an idle server keeps a core busy."""
     sides = [Side(label, server, clients, stops=len(servers) > 1) for label, server in servers.items()]
     try:
         for side in sides if len(sides) > 1 else ():

@@ -98,7 +98,7 @@ class Plan(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one process has seen of one server in a window. tokens: that arrived. gaps, firsts: seconds between two
+    """The view that one process has of one server in a window. tokens: that arrived. gaps, firsts: seconds between two
     chunks of a stream (a chunk with several tokens is one gap), and until the first chunk. ended, open: requests since
     the beginning, and now. failures: requests that were not answered as asked, by reason."""
 

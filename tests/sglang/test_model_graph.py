@@ -150,7 +150,7 @@ def test_it_is_added_where_a_capture_leaves_the_logits_to_us(monkeypatch, captur
 
 
 def metadata_of(mode: str) -> types.SimpleNamespace:
-    """What SGLang tells a LogitsProcessor of a forward in this mode."""
+    """The facts that SGLang tells a LogitsProcessor of a forward in this mode."""
     modes = ("decode", "extend", "target_verify", "draft_extend_v2")
     forward_mode = types.SimpleNamespace(**{f"is_{name}": lambda name=name: name == mode for name in modes})
     return types.SimpleNamespace(forward_mode=forward_mode)
