@@ -33,17 +33,25 @@ def mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P: 
 
 
 @triton.jit
+def log_mass_of(largest, log_total, inv_temperature):
+    """The two parts of a row's log-mass, as in ``SampleOutput``. log_total: the logarithm of its exp-sum at
+    temperature, relative to its largest logit."""
+    product = mul_rn(largest, inv_temperature)
+    high = tl.where(largest > float("-inf"), tl.minimum(tl.maximum(product, -LIMIT), LIMIT), largest)
+    low = tl.where(product == high, log_total + tl.fma(largest, inv_temperature, -product), 0.0)
+    return high, tl.where(largest > float("-inf"), low, 0.0)
+
+
+@triton.jit
 def store_logprob(output, rows, logit, largest, total, inv_temperature, mask):
     """The logprob of a row's token, and the row's log-mass. largest, total: the row's largest logit, and its exp-sum at
     temperature relative to that."""
     log_total = tl.log(total)
     logprob = (logit - largest) * inv_temperature - log_total
     tl.store(output.logprobs + rows, tl.where(logprob > 0.0, 0.0, logprob), mask=mask)
-    product = mul_rn(largest, inv_temperature)
-    high = tl.where(largest > float("-inf"), tl.minimum(tl.maximum(product, -LIMIT), LIMIT), largest)
-    low = tl.where(product == high, log_total + tl.fma(largest, inv_temperature, -product), 0.0)
+    high, low = log_mass_of(largest, log_total, inv_temperature)
     tl.store(output.log_mass + rows * 2, high, mask=mask)
-    tl.store(output.log_mass + rows * 2 + 1, tl.where(largest > float("-inf"), low, 0.0), mask=mask)
+    tl.store(output.log_mass + rows * 2 + 1, low, mask=mask)
 
 
 @triton.jit

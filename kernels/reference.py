@@ -10,7 +10,7 @@ import dataclasses
 import torch
 
 from .gather_rows import NO_MIN_P, NO_TOP_K
-from .params import LARGEST_LOGIT
+from .params import LARGEST_LOGIT, BatchParams
 from .rng import GROUP_SIZE, Stream, Unit
 
 _MASK32 = 0xFFFFFFFF
@@ -403,6 +403,48 @@ def gather_rows_ref(
         "position": positions,
         "edits": words[:, 6] & edits,
     }
+
+
+def log_softmax_ref(logits: torch.Tensor, temperature: torch.Tensor | None = None) -> torch.Tensor:
+    """``[B, V]`` float64 logprobs of ``[B, V]`` logits after their edits: -inf counts for NaN, the largest logit for
+    +inf; at least the smallest float32, and NaN in a row of -inf alone. temperature: ``[B]``, 1 where it is 0 or less,
+    and when None."""
+    logits = _bounded(logits)
+    if temperature is not None:
+        bounded = (
+            temperature.double()
+            .nan_to_num(nan=torch.inf)
+            .clamp(BatchParams.MIN_TEMPERATURE, BatchParams.MAX_TEMPERATURE)
+        )
+        # Relative to the largest: a quotient may be beyond what float64 holds exactly.
+        largest = logits.amax(-1, keepdim=True)
+        logits = (logits - largest) / torch.where(temperature <= 0, 1.0, bounded)[:, None]
+    return torch.log_softmax(logits, -1).clamp(min=torch.finfo(torch.float32).min)
+
+
+def top_logprobs_ref(
+    logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None, *, vocab_start: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (``[B, k]`` int64) and logprobs (``[B, k]`` float64) of the ``k`` largest of ``[B, V]`` logits after their
+    edits, of equal ones the smaller ids; V is k or more. temperature: as in ``log_softmax_ref``."""
+    ids = _bounded(logits).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return vocab_start + ids, log_softmax_ref(logits, temperature).gather(1, ids)
+
+
+def gather_logprobs_ref(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None = None, *, vocab_start: int = 0
+) -> torch.Tensor:
+    """``[B, m]`` float64 logprobs of ``[B, m]`` ids, the smallest float32 for one that ``[B, V]`` logits have no column
+    for. temperature: as in ``log_softmax_ref``."""
+    columns = ids - vocab_start
+    inside = (columns >= 0) & (columns < logits.shape[1])
+    found = log_softmax_ref(logits, temperature).gather(1, torch.where(inside, columns, 0))
+    return torch.where(inside, found, torch.finfo(torch.float32).min)
+
+
+def _bounded(logits: torch.Tensor) -> torch.Tensor:
+    logits = logits.double()
+    return torch.where(logits > -torch.inf, logits.clamp(max=LARGEST_LOGIT), -torch.inf)
 
 
 def lm_head_sample_ref(

@@ -30,6 +30,8 @@ GROUPS_PER_BLOCK = 8  # groups that the search handles as one
 MEASURED_CANDIDATES = 4  # tokens that one pass over a row's logits measures
 CANDIDATE_GROUPS = 64  # groups that these come from
 PARTIALS = 16  # numbers that each program of that pass leaves behind: two per token and three more, in a power of two
+SUMMARY_IDS = 4096  # ids whose exp-sum one program of ``summarize_logits`` leaves behind
+MAX_TOP_LOGPROBS = 128  # per row
 LISTED_GROUPS = max(MAX_DRAW_SPLITS * CANDIDATE_GROUPS, 2 * MAX_CANDIDATE_GROUPS)  # room for lists of groups, per row
 ID_ROWS = 16  # rows of the largest batch whose truncated rows have single ids looked at: 2 bytes per row and id
 
@@ -305,3 +307,40 @@ class ScreenWorkspace:
         if not config.tma:
             return self.limbs
         return descriptor(self._descriptors, self.limbs, (config.block_b * LIMBS, config.block_d))
+
+
+class LogprobWorkspace:
+    """Scratch of ``summarize_logits`` and ``top_logprobs`` for up to ``max_rows`` rows of ``vocab_size`` logits.
+
+    group_max: ``[max_rows, G]`` float32. tile_mass: ``[max_rows, T, 2]`` float32, T tiles of ``SUMMARY_IDS`` ids.
+    lists: ``[max_rows, 4, MAX_TOP_LOGPROBS]`` int32. About a quarter of a byte per logit, and 2 KiB per row.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        num_groups, num_tiles = cdiv(vocab_size, GROUP_SIZE), cdiv(vocab_size, SUMMARY_IDS)
+        self.max_rows, self.vocab_size = max_rows, vocab_size
+        self.group_max = torch.empty(max_rows, num_groups, dtype=torch.float32, device=device)
+        self.tile_mass = torch.empty(max_rows, num_tiles, 2, dtype=torch.float32, device=device)
+        self.lists = torch.empty(max_rows, 4, MAX_TOP_LOGPROBS, dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that this holds."""
+        return self.group_max.nbytes + self.tile_mass.nbytes + self.lists.nbytes
+
+    @classmethod
+    def for_rows(
+        cls, num_rows: int, vocab_size: int, device: torch.device, given: LogprobWorkspace | None
+    ) -> LogprobWorkspace:
+        """The given scratch, or new. Raises ValueError where the given one has fewer rows, another vocabulary size or
+        another device."""
+        if given is None:
+            return cls(max(1, num_rows), vocab_size, device)
+        if not isinstance(given, cls):
+            raise ValueError(f"workspace is a {type(given).__name__}; expected a LogprobWorkspace")
+        if given.lists.device != device or given.max_rows < num_rows or given.vocab_size != vocab_size:
+            raise ValueError(
+                f"workspace is for {given.max_rows} rows of {given.vocab_size} logits on {given.lists.device}; "
+                f"expected at least {num_rows} rows of {vocab_size} on {device}"
+            )
+        return given

@@ -174,8 +174,8 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
 
 
 def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The launches that exchange and merge the draws of ranks, the one that accepts drafts, and those of a table of
-    rows."""
+    """The launches that exchange and merge the draws of ranks, the one that accepts drafts, those of a table of rows,
+    and those of top logprobs and of given ids."""
     from sgl_flashsample.kernels.follow_drafts import follow_drafts
     from sgl_flashsample.kernels.merge_ranks import NUM_FIELDS, merge_records, no_record, pack_record
     from sgl_flashsample.kernels.peer_memory import PeerMemory, exchange_records, exchange_rows
@@ -198,6 +198,42 @@ def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
     tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
     yield "path of drafts", functools.partial(follow_drafts, *tables)
     yield "table of rows", functools.partial(launch_row_table, torch.device("cpu"))
+    yield from logprob_launches()
+
+
+def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The launches of top logprobs of each width and of given ids, per dtype; with edits, with a soft cap, and of a
+    vocabulary with a partial group."""
+    from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
+    from sgl_flashsample.kernels.logit_summary import LogitRows, RowSummary
+    from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitEdits
+    from sgl_flashsample.kernels.top_logprobs import WIDTHS, top_logprobs
+
+    row, of_ids = torch.zeros(2, dtype=torch.int64), torch.zeros(2, VOCAB)
+    edits = LogitEdits(of_ids, of_ids, row.new_zeros(2, VOCAB // 32, dtype=torch.int32), of_ids, row.int())
+    plain = BatchParams(torch.ones(2), row, row)
+    edited = dataclasses.replace(plain, edits=edits)
+    known = RowSummary(log_mass=torch.zeros(2, 2))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight, hidden = torch.empty(VOCAB, HIDDEN, dtype=dtype), torch.empty(2, HIDDEN, dtype=dtype)
+        logits = torch.empty(2, VOCAB, dtype=dtype)
+        features: tuple[tuple[str, dict, BatchParams], ...] = (
+            ("", {}, plain),
+            (", edits", {}, edited),
+            (", softcap", {"softcap": 50.0}, plain),
+            (", ragged", {"vocab_size": VOCAB - 1}, plain),
+        )
+        for words, options, params in features:
+            head = LMHead(weight, **options)
+            rows = LogitRows(logits, head.spec, params)
+            for width in WIDTHS:
+                yield f"{width} top logprobs, {dtype}{words}", functools.partial(top_logprobs, rows, width)
+            for lists in (1, 2):
+                ids = torch.zeros(lists, 9, dtype=torch.int64)
+                name = f"logprobs of {lists} lists of ids, {dtype}{words}"
+                yield name, functools.partial(gather_logprobs, rows, ids)
+                yield name, functools.partial(gather_logprobs, rows, ids, summary=known)
+                yield name, functools.partial(head_logprobs, hidden, head, ids, known.log_mass, params)
 
 
 def resources(capability: int, choices: str) -> list[dict]:
@@ -350,6 +386,41 @@ def launch_row_tables() -> None:
         write_rows(table, slots, at(table, offset))
 
 
+def launch_logprobs() -> None:
+    """Top logprobs and logprobs of given ids, with tensors at any address, and with numbers of every kind."""
+    from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
+    from sgl_flashsample.kernels.logit_summary import LogitRows, RowSummary
+    from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitEdits
+    from sgl_flashsample.kernels.top_logprobs import top_logprobs
+
+    changes: list[dict[str, Any]] = [{}, {"odd": True}, {"stride": 3}, {"stride": 16}, {"softcap": 30.0}]
+    changes += [{"softcap": 50.0}, {"logit_scale": 1}, {"vocab_size": 1}, {"vocab_size": 399}, {"edits": True}]
+    changes += [{"original": True}, {"counts": True}, {"dtype": torch.float32}, {"logits_dtype": torch.float32}]
+    for num_rows, change in itertools.product((1, 2, 17), [*changes, {}]):
+        LAUNCHES.now = f"logprobs of {num_rows} rows, {change}"
+        offset, dtype = int("odd" in change), change.get("dtype", torch.bfloat16)
+        options = {
+            name: change[name] for name in ("softcap", "logit_scale", "vocab_size", "logits_dtype") if name in change
+        }
+        head = LMHead(at(torch.ones(400, 64, dtype=dtype), offset, change.get("stride", 0)), **options)
+        hidden = at(torch.ones(num_rows, 64, dtype=dtype), offset, change.get("stride", 0))
+        logits = at(torch.ones(num_rows, 400, dtype=dtype), offset, change.get("stride", 0))
+        row = at(torch.ones(num_rows, dtype=torch.int64), offset)
+        edits = LogitEdits(bias=at(torch.ones(num_rows, 400), offset)) if "edits" in change else None
+        params = BatchParams(at(torch.ones(num_rows), offset), row, row, edits=edits)
+        original = "original" in change
+        rows = LogitRows(logits, head.spec, params, original)
+        counts = at(torch.ones(num_rows, dtype=torch.int32), offset) if "counts" in change else None
+        log_mass = at(torch.ones(2 * num_rows), offset).view(num_rows, 2)
+        for summary in (None, RowSummary(log_mass=log_mass)):
+            for k in (1, 5, 16, 100):
+                top_logprobs(rows, k, counts=counts, summary=summary)
+            for lists, num_ids in itertools.product({1, num_rows}, (1, 16, 130)):
+                ids = at(torch.ones(lists * num_ids, dtype=torch.int64), offset).view(lists, num_ids)
+                gather_logprobs(rows, ids, summary=summary)
+                head_logprobs(hidden, head, ids, log_mass, params, original=original)
+
+
 def keys() -> dict[str, list[str]]:
     """Runs many launches in one process, where each can meet the binaries of all earlier launches. mistaken: launches
     that got a binary that Triton would not have chosen. made: launches that compiled a binary. late: launches of
@@ -391,6 +462,7 @@ def keys() -> dict[str, list[str]]:
                 LAUNCHES.now = f"{path}, {kind}, {name}"
                 launch_variation(path, kind, config, change)
     launch_row_tables()
+    launch_logprobs()
     return {"mistaken": LAUNCHES.mistaken, "made": LAUNCHES.made, "late": late}
 
 
