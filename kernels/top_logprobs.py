@@ -46,6 +46,7 @@ WIDTHS = (8, 32, MAX_TOP_LOGPROBS)
 _NO_KEY = tl.constexpr(-(2**31))  # below that of every number
 _LOWEST = tl.constexpr(LOWEST_LOGPROB)
 _ROOM = tl.constexpr(MAX_TOP_LOGPROBS)
+_RANKED = tl.constexpr(32)  # ids that others are compared with at a time: all of them would take many registers
 
 
 class TopLogprobs(NamedTuple):
@@ -104,6 +105,13 @@ def store_first(list_ptr, entries, keys, k, threshold):
     place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     tl.store(list_ptr + place, entries, mask=chosen)
     return chosen, place
+
+
+@triton.jit
+def _listed(list_ptr, places, num, SHIFT: tl.constexpr):
+    """The logits whose bits are at some places of a list of ``num``, and their keys."""
+    logits = tl.load(list_ptr + places, mask=places < num, other=0).to(tl.float32, bitcast=True)
+    return logits, sort_keys(logits, places < num, SHIFT)
 
 
 @triton.jit(
@@ -183,13 +191,16 @@ def top_logprobs_kernel(
 
         found = offs_k < num
         ids = tl.load(list_ptr + 2 * _ROOM + offs_k, mask=found, other=0)
-        logits = tl.load(list_ptr + 3 * _ROOM + offs_k, mask=found, other=0).to(tl.float32, bitcast=True)
-        keys = sort_keys(logits, found, SHIFT)
-        # Ids ascend here: of equal keys the earlier one is before.
-        before = (keys[None, :] > keys[:, None]) | (
-            (keys[None, :] == keys[:, None]) & (offs_k[None, :] < offs_k[:, None])
-        )
-        rank = tl.sum(before.to(tl.int32), axis=1)
+        logits, keys = _listed(list_ptr + 3 * _ROOM, offs_k, num, SHIFT)
+        rank = tl.zeros([BLOCK_K], tl.int32)
+        RANKED: tl.constexpr = min(BLOCK_K, _RANKED)
+        for first in tl.range(0, num, RANKED):
+            others = first + tl.arange(0, RANKED)
+            _, other_keys = _listed(list_ptr + 3 * _ROOM, others, num, SHIFT)
+            # Ids ascend here: of equal keys the earlier one is before.
+            tied = other_keys[None, :] == keys[:, None]
+            before = (other_keys[None, :] > keys[:, None]) | (tied & (others[None, :] < offs_k[:, None]))
+            rank += tl.sum(before.to(tl.int32), axis=1)
         inv_temperature = temperature_of(temperature_ptr, row)
         if log_mass_ptr is None:
             largest, total = mass_of_tiles(tile_mass_ptr, row, num_tiles, inv_temperature, BLOCK_T)
