@@ -38,8 +38,8 @@ from .params import TRITON_DTYPES, BatchParams, FeatureOperands, LogitsSpec, che
 from .workspace import SUMMARY_IDS, LogprobWorkspace
 
 LOWEST_LOGPROB = torch.finfo(torch.float32).min  # of an id that is forbidden, as SGLang has it
-SUMMARY_WARPS = 8
 NUM_WARPS = 4  # one number for all readers of a summary: they add the masses of tiles in one order
+WIDE_WARPS = 8  # of the pass over float32, and with edits: these take more registers per logit
 _LOWEST = tl.constexpr(LOWEST_LOGPROB)
 
 
@@ -348,7 +348,7 @@ def summarize_logits(
                 "WHOLE_GROUPS": spec.vocab_size % rng.GROUP_SIZE == 0,
                 "BLOCK_V": SUMMARY_IDS,
             },
-            SUMMARY_WARPS,
+            WIDE_WARPS if rows.logits.itemsize == 4 or rows.features.edits is not None else NUM_WARPS,
             (*rows.variant, temperature is None, counts is None, maxima, masses),
         )
     return RowSummary(group_max, tile_mass)
