@@ -6,8 +6,8 @@
 Logits are those of the readers and of the fused pass: rounded, scaled, soft-capped, edited, with -inf for NaN and the
 largest number for +inf. A truncation does not count, and a greedy row has temperature 1.
 
-Tiles are the same for all batches, and so is the order of every sum, but that batches with edits have another than
-batches without: a row's log-mass, and with it each of its logprobs, does not depend on how many rows are beside it.
+Tiles are the same for all batches. The order of every sum depends on the dtype, on the alignment of rows and on whether
+the batch has edits, and on nothing else: a row's logprobs are the same, bit by bit, however many rows are beside it.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ class LogitRows:
 
     @property
     def stride(self) -> int:
-        return self.logits.stride(0) if self.num_rows > 1 else 0
+        """The distance of rows, also of a single one: another alignment is another order of sums."""
+        return self.logits.stride(0)
 
     @functools.cached_property
     def features(self) -> FeatureOperands:

@@ -46,7 +46,7 @@ WIDTHS = (8, 32, MAX_TOP_LOGPROBS)
 _NO_KEY = tl.constexpr(-(2**31))  # below that of every number
 _LOWEST = tl.constexpr(LOWEST_LOGPROB)
 _ROOM = tl.constexpr(MAX_TOP_LOGPROBS)
-_RANKED = tl.constexpr(32)  # ids that others are compared with at a time: all of them would take many registers
+_RANKED = tl.constexpr(32)  # entries that others are compared with at a time: all of them would take many registers
 
 
 class TopLogprobs(NamedTuple):
@@ -112,6 +112,33 @@ def _listed(list_ptr, places, num, SHIFT: tl.constexpr):
     """The logits whose bits are at some places of a list of ``num``, and their keys."""
     logits = tl.load(list_ptr + places, mask=places < num, other=0).to(tl.float32, bitcast=True)
     return logits, sort_keys(logits, places < num, SHIFT)
+
+
+@triton.jit
+def rank_listed(list_ptr, num, BLOCK_K: tl.constexpr, SHIFT: tl.constexpr):
+    """``[BLOCK_K]`` logits whose bits are in a list of ``num``, and how many of these are before each: larger ones, and
+    equal ones that are earlier in the list."""
+    places = tl.arange(0, BLOCK_K)
+    logits, keys = _listed(list_ptr, places, num, SHIFT)
+    rank = tl.zeros([BLOCK_K], tl.int32)
+    RANKED: tl.constexpr = min(BLOCK_K, _RANKED)
+    for first in tl.range(0, num, RANKED):
+        others = first + tl.arange(0, RANKED)
+        _, other_keys = _listed(list_ptr, others, num, SHIFT)
+        tied = other_keys[None, :] == keys[:, None]
+        before = (other_keys[None, :] > keys[:, None]) | (tied & (others[None, :] < places[:, None]))
+        rank += tl.sum(before.to(tl.int32), axis=1)
+    return logits, rank
+
+
+@triton.jit
+def store_rest(output, row, num, k, BLOCK_K: tl.constexpr):
+    """Fill the places of a row from ``num`` to ``k``."""
+    offs_k = tl.arange(0, BLOCK_K)
+    rest = (offs_k >= num) & (offs_k < k)
+    tl.store(output.token_ids + row * k + offs_k, tl.full([BLOCK_K], -1, tl.int64), mask=rest)
+    tl.store(output.logprobs + row * k + offs_k, tl.full([BLOCK_K], _LOWEST, tl.float32), mask=rest)
+    tl.store(output.logits + row * k + offs_k, tl.full([BLOCK_K], float("-inf"), tl.float32), mask=rest)
 
 
 @triton.jit(
@@ -191,16 +218,7 @@ def top_logprobs_kernel(
 
         found = offs_k < num
         ids = tl.load(list_ptr + 2 * _ROOM + offs_k, mask=found, other=0)
-        logits, keys = _listed(list_ptr + 3 * _ROOM, offs_k, num, SHIFT)
-        rank = tl.zeros([BLOCK_K], tl.int32)
-        RANKED: tl.constexpr = min(BLOCK_K, _RANKED)
-        for first in tl.range(0, num, RANKED):
-            others = first + tl.arange(0, RANKED)
-            _, other_keys = _listed(list_ptr + 3 * _ROOM, others, num, SHIFT)
-            # Ids ascend here: of equal keys the earlier one is before.
-            tied = other_keys[None, :] == keys[:, None]
-            before = (other_keys[None, :] > keys[:, None]) | (tied & (others[None, :] < offs_k[:, None]))
-            rank += tl.sum(before.to(tl.int32), axis=1)
+        logits, rank = rank_listed(list_ptr + 3 * _ROOM, num, BLOCK_K, SHIFT)
         inv_temperature = temperature_of(temperature_ptr, row)
         if log_mass_ptr is None:
             largest, total = mass_of_tiles(tile_mass_ptr, row, num_tiles, inv_temperature, BLOCK_T)
@@ -219,10 +237,7 @@ def top_logprobs_kernel(
     elif log_mass_ptr is None:
         tl.store(output.log_mass + row * 2, float("-inf"))
         tl.store(output.log_mass + row * 2 + 1, 0.0)
-    rest = (offs_k >= num) & (offs_k < k)
-    tl.store(output.token_ids + row * k + offs_k, tl.full([BLOCK_K], -1, tl.int64), mask=rest)
-    tl.store(output.logprobs + row * k + offs_k, tl.full([BLOCK_K], _LOWEST, tl.float32), mask=rest)
-    tl.store(output.logits + row * k + offs_k, tl.full([BLOCK_K], float("-inf"), tl.float32), mask=rest)
+    store_rest(output, row, num, k, BLOCK_K)
 
 
 def key_shift(rows: LogitRows) -> int:
@@ -230,6 +245,17 @@ def key_shift(rows: LogitRows) -> int:
     if rows.features.edits is not None or rows.features.softcap is not None:
         return 0
     return {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[rows.rounding]
+
+
+def width_of(k: int) -> int:
+    """The size that kernels are compiled for."""
+    return next(width for width in WIDTHS if width >= k)
+
+
+def check_k(k: int) -> None:
+    """Raise ValueError unless ``k`` ids of a row can be asked for."""
+    if not isinstance(k, int) or not 1 <= k <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"k is {k!r}; expected an integer from 1 to {MAX_TOP_LOGPROBS}")
 
 
 def top_logprobs(
@@ -244,8 +270,7 @@ def top_logprobs(
 
     Raises ValueError for a ``k`` out of its range, and for a tensor of another shape, dtype, layout or device.
     """
-    if not isinstance(k, int) or not 1 <= k <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"k is {k!r}; expected an integer from 1 to {MAX_TOP_LOGPROBS}")
+    check_k(k)
     if counts is not None:
         check_rows("counts", counts, (rows.num_rows,), torch.int32, rows.logits)
     known = rows.complete(summary, ranked=True, counts=counts)
@@ -260,7 +285,7 @@ def top_logprobs(
     constants: dict[str, Any] = {
         **mass_constants(rows),
         "BLOCK_S": num_group_blocks(spec.vocab_size),
-        "BLOCK_K": next(width for width in WIDTHS if width >= k),
+        "BLOCK_K": width_of(k),
         "SHIFT": key_shift(rows),
     }
     launch(

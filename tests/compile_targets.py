@@ -201,11 +201,24 @@ def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from logprob_launches()
 
 
+def of_ranks(num_ranks: int, num_rows: int, k: int, offset: int = 0) -> Any:
+    """Top logprobs of ranks, at addresses that are ``offset`` elements behind an aligned one."""
+    from sgl_flashsample.kernels.top_logprobs import TopLogprobs
+
+    size = num_ranks * num_rows * k
+    ids = at(torch.zeros(size, dtype=torch.int64), offset).view(num_ranks, num_rows, k)
+    logprobs, logits = (at(torch.zeros(size), offset).view(num_ranks, num_rows, k) for _ in range(2))
+    return TopLogprobs(
+        ids, logprobs, logits, at(torch.zeros(num_ranks * num_rows * 2), offset).view(num_ranks, num_rows, 2)
+    )
+
+
 def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     """The launches of top logprobs of each width and of given ids, per dtype; with edits, with a soft cap, and of a
     vocabulary with a partial group."""
     from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
     from sgl_flashsample.kernels.logit_summary import LogitRows, RowSummary
+    from sgl_flashsample.kernels.merge_top_logprobs import merge_top_logprobs
     from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitEdits
     from sgl_flashsample.kernels.top_logprobs import WIDTHS, top_logprobs
 
@@ -228,6 +241,11 @@ def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
             rows = LogitRows(logits, head.spec, params)
             for width in WIDTHS:
                 yield f"{width} top logprobs, {dtype}{words}", functools.partial(top_logprobs, rows, width)
+                if dtype is torch.bfloat16 and not words:
+                    yield (
+                        f"{width} top logprobs of 8 ranks",
+                        functools.partial(merge_top_logprobs, of_ranks(8, 2, width)),
+                    )
             for lists in (1, 2):
                 ids = torch.zeros(lists, 9, dtype=torch.int64)
                 name = f"logprobs of {lists} lists of ids, {dtype}{words}"
@@ -390,6 +408,7 @@ def launch_logprobs() -> None:
     """Top logprobs and logprobs of given ids, with tensors at any address, and with numbers of every kind."""
     from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
     from sgl_flashsample.kernels.logit_summary import LogitRows, RowSummary
+    from sgl_flashsample.kernels.merge_top_logprobs import merge_top_logprobs
     from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitEdits
     from sgl_flashsample.kernels.top_logprobs import top_logprobs
 
@@ -419,6 +438,13 @@ def launch_logprobs() -> None:
                 ids = at(torch.ones(lists * num_ids, dtype=torch.int64), offset).view(lists, num_ids)
                 gather_logprobs(rows, ids, summary=summary)
                 head_logprobs(hidden, head, ids, log_mass, params, original=original)
+
+    for num_ranks, num_rows, k, offset in itertools.product((1, 2, 3), (1, 16), (1, 5, 16), (0, 1)):
+        LAUNCHES.now = f"top logprobs of {num_ranks} ranks, {num_rows} rows, {k}, {offset}"
+        merge_top_logprobs(of_ranks(num_ranks, num_rows, k, offset))
+        merge_top_logprobs(
+            of_ranks(num_ranks, num_rows, k, offset), counts=at(torch.ones(num_rows, dtype=torch.int32), offset)
+        )
 
 
 def keys() -> dict[str, list[str]]:
