@@ -91,8 +91,8 @@ def cap_slack(capped, softcap):
 
 @triton.jit
 def bound_logits(logits, valid):
-    """Logits up to LIMIT; -inf where one is not valid, -inf or NaN."""
-    return tl.where(valid & (logits > float("-inf")), tl.minimum(logits, LIMIT), float("-inf"))
+    """Logits up to LIMIT; -inf where one is not valid. None is NaN."""
+    return tl.where(valid, tl.minimum(logits, LIMIT), float("-inf"))
 
 
 @triton.jit
@@ -107,11 +107,12 @@ def invert_temperature(temperature):
 @triton.jit
 def load_edit_flags(edits, given_edits, offs_b, mask_b):
     """``[BLOCK_B]`` int32: the ``Edit`` flags of each row, and above ``_SHIFT`` the row of the edits that it takes.
-    given_edits: ``FeatureOperands.given_edits``."""
+    Rows outside ``mask_b`` have no flag. given_edits: ``FeatureOperands.given_edits``."""
     flags = tl.zeros(offs_b.shape, tl.int32)
     if edits is not None:
+        every = tl.where(mask_b, -1, 0)
         flags += given_edits & (_PER_ROW - 1)
-        flags &= tl.load(edits.rows + offs_b, mask=mask_b & ((given_edits & _PER_ROW) != 0), other=-1)
+        flags &= tl.load(edits.rows + offs_b, mask=mask_b & ((given_edits & _PER_ROW) != 0), other=every)
         flags |= (offs_b // (given_edits >> _SHIFT)) << _SHIFT
     return flags
 
@@ -124,9 +125,10 @@ def edit_logits(
     columns,  # [BLOCK_V, 1] or [BLOCK_V, BLOCK_B] i32, absolute vocabulary ids
     flags,  # [BLOCK_B] i32, of load_edit_flags
     edits,  # EditOperands
+    groups=None,  # [BLOCK_V // GROUP_SIZE] i32, absolute group ids, where columns are all ids of these groups
 ):
     """SGLang's changes to the logits, in its order: penalties, grammar mask, bias. A row reads only what its own flags
-    ask for.
+    ask for. With ``groups``, each word of the mask is loaded once per group.
 
     The mask forbids ids, and so does a logit, a penalty or a bias that is -inf or no number. A finite bias does not,
     however far down the sum is.
@@ -141,8 +143,15 @@ def edit_logits(
     if edits.mask.dtype.element_ty == tl.int1:
         forbidden = tl.load(edits.mask + rows[None, :] * edits.mask_stride + columns, mask=read, other=0) != 0
     else:
-        read &= columns < edits.mask_words * 32
-        word = tl.load(edits.mask + rows[None, :] * edits.mask_stride + columns // 32, mask=read, other=-1)
+        if groups is None:
+            read &= columns < edits.mask_words * 32
+            word = tl.load(edits.mask + rows[None, :] * edits.mask_stride + columns // 32, mask=read, other=-1)
+        else:
+            place = groups[:, None] // (32 // rng.GROUP_SIZE)
+            read = (place < edits.mask_words) & ((flags & _MASK) != 0)[None, :]
+            word = tl.load(edits.mask + rows[None, :] * edits.mask_stride + place, mask=read, other=-1)
+            word = tl.broadcast_to(word[:, None, :], [groups.shape[0], rng.GROUP_SIZE, rows.shape[0]])
+            word = tl.reshape(word, logits.shape)
         forbidden = ((word >> (columns % 32)) & 1) == 0
     logits = tl.where(forbidden, float("-inf"), logits)
     read = valid & ((flags & _BIAS) != 0)[None, :]

@@ -227,21 +227,21 @@ def screen_head_kernel(
         dots = steps * scale[:, None] * hidden_scale[None, :]
         bound = error_bound(error, norm, hidden_norm, hidden_error)
         known = (bound < _MOST) & (tl.abs(dots) < _MOST)  # not where one is NaN
-        logits_lo = transform_logits(dots - bound, logit_scale, softcap, LOGITS_DTYPE)
-        logits_hi = transform_logits(dots + bound, logit_scale, softcap, LOGITS_DTYPE)
+        SCALED: tl.constexpr = logit_scale is not None  # 0 times what overflows is no number
+        logits_lo = transform_logits(dots - bound, logit_scale, softcap, LOGITS_DTYPE, DROP_NAN=SCALED)
+        logits_hi = transform_logits(dots + bound, logit_scale, softcap, LOGITS_DTYPE, DROP_NAN=SCALED)
         if softcap is not None:
             logits_lo -= cap_slack(logits_lo, softcap)
             logits_hi += cap_slack(logits_hi, softcap)
         logits_lo = tl.where(known, logits_lo, float("-inf"))
         logits_hi = tl.where(known, logits_hi, float("inf"))
         if BOUNDED:
-            logits_lo = bound_logits(logits_lo, valid[:, None])
-            logits_hi = bound_logits(logits_hi, valid[:, None])
+            logits_lo = bound_logits(logits_lo, True if WHOLE_GROUPS else valid[:, None])
+            logits_hi = bound_logits(logits_hi, True if WHOLE_GROUPS else valid[:, None])
         if edits is not None:
-            inside = valid[:, None] & mask_b[None, :]
             columns = (vocab_start + offs_v)[:, None]
-            logits_lo = edit_logits(logits_lo, inside, offs_b, columns, edit_flags, edits)
-            logits_hi = edit_logits(logits_hi, inside, offs_b, columns, edit_flags, edits)
+            logits_lo = edit_logits(logits_lo, valid[:, None], offs_b, columns, edit_flags, edits)
+            logits_hi = edit_logits(logits_hi, valid[:, None], offs_b, columns, edit_flags, edits)
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         groups = first // rng.GROUP_SIZE + offs_g
