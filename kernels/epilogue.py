@@ -195,6 +195,7 @@ def score_groups(
     seed,  # [NUM_GROUPS, BLOCK_B] i64
     position,  # [NUM_GROUPS, BLOCK_B] i64
     group,  # [NUM_GROUPS] i32, absolute group ids
+    noise=None,  # [NUM_GROUPS, BLOCK_B] f32, rng.exponential of these, where it is at hand
 ):
     """Perturbed log-mass of each group (its maximum on greedy rows), its mass, and its largest logit.
 
@@ -208,8 +209,9 @@ def score_groups(
     rate = inv_temperature * LOG2_E
     # Relative to the largest logit before the temperature: a product of each would be rounded at its own size.
     mass = tl.sum(tl.exp2((logits - peak[:, None, :]) * rate[None, None, :]), axis=1)
-    exponential = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
-    score, _ = perturb(peak, mass, rate[None, :], exponential)
+    if noise is None:
+        noise = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
+    score, _ = perturb(peak, mass, rate[None, :], noise)
     score = tl.where(greedy[None, :], peak, score)
     # Without a token the largest logit is -inf, and what is relative to it no number.
     none = float("-inf")

@@ -191,8 +191,12 @@ def screen_head_kernel(
     greedy, inv_temperature = invert_temperature(temperature)
     if TRUNCATE:
         truncated = mask_b & ~greedy & rows_truncated(truncation, offs_b, mask_b, vocab_size)
-    block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
-    block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
+    # A block with fewer numbers than threads would be loaded in the layout of the sums, and its noise computed there,
+    # by every lane of a group. So there are copies of the rows, a thread for each.
+    COPIES: tl.constexpr = max(1, TILE.num_warps * 32 // (NUM_GROUPS * BLOCK_B))
+    offs_c = first_row + tl.arange(0, COPIES * BLOCK_B) % BLOCK_B
+    block_offs = offs_c[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
+    block_mask = (offs_c < num_rows)[None, :] & (offs_g >= 0)[:, None]
     edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
 
     best_lower = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
@@ -256,12 +260,18 @@ def screen_head_kernel(
             tl.store(screen.id_hi + out, id_hi.to(tl.float16), mask=few & valid[:, None] & truncated[None, :])
         logits_lo = tl.reshape(logits_lo, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         logits_hi = tl.reshape(logits_hi, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
-        score_lo, _, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, seed, position, group)
-        score_hi, _, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, seed, position, group)
+        noise = None
+        if COPIES > 1:
+            noise = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
+            noise = tl.max(tl.reshape(noise, [NUM_GROUPS, COPIES, BLOCK_B]), axis=1)
+        score_lo, _, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, seed, position, group, noise)
+        score_hi, _, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, seed, position, group, noise)
         if TRUNCATE:  # log-masses, in the layout of the noise: an eighth of the work that their sums would take
-            noise = log2(rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)) * LN_2
-            lse_lo = _bounded(score_lo + noise - _slack_of(score_lo, greedy), max_lo, float("-inf"))
-            lse_hi = _bounded(score_hi + noise + _slack_of(score_hi, greedy), max_hi, float("inf"))
+            if COPIES == 1:
+                noise = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
+            log_noise = log2(noise) * LN_2
+            lse_lo = _bounded(score_lo + log_noise - _slack_of(score_lo, greedy), max_lo, float("-inf"))
+            lse_hi = _bounded(score_hi + log_noise + _slack_of(score_hi, greedy), max_hi, float("inf"))
         score_lo -= _slack_of(score_lo, greedy)
         score_hi += _slack_of(score_hi, greedy)
         # A score so large may be one of logits at their limit, or infinite, or none.

@@ -214,6 +214,7 @@ CONFIGS = {
     ],
     "screened": [
         LISTED,
+        dataclasses.replace(SCREEN, block_v=64, rescore_v=64),  # noise of fewer groups than there are threads
         dataclasses.replace(SCREEN, block_b=64),
         dataclasses.replace(SCREEN, block_b=8, block_d=32, chunk=16),
         dataclasses.replace(SCREEN, block_v=128, chunk=1000, rescore_v=128, rescore_d=16),
