@@ -36,21 +36,21 @@ def register() -> None:
 
 def make_sampler() -> Any:
     os.environ |= {SCREEN_VARIABLE: "off", STEP_GRAPHS_VARIABLE: "0"}
-    from sgl_flashsample.sglang import plugin, sampler
+    from sgl_flashsample.sglang import draw, plugin, sampler
 
     planes: dict[torch.device, DecisionPlane] = {}
 
-    def draw(state: Any, hidden: torch.Tensor, batch: Any, edits: Any, positions: Any, return_logprob: bool) -> Any:
+    def draw_in_host_memory(lazy: Any, step: Any) -> Any:
+        state, hidden = lazy.source, lazy.hidden
         if state.exchange is not None:
             raise ValueError("several ranks share the LM head; expected one")
-        state.update(len(batch))
+        state.update(len(hidden))
+        draw.gather(state, step, len(hidden))
+        params = draw.params_of(state, step.kind, step.edits, len(hidden))
         plane = planes.setdefault(hidden.device, DecisionPlane(hidden.device))
-        logits = state.head.logits(hidden)
-        return plane.draw(
-            logits, state.head.lm_head.spec, batch.params(positions.to(torch.int64), edits), return_logprob
-        )
+        return plane.draw(state.head.logits(hidden), state.head.lm_head.spec, params, step.return_logprob)
 
-    sampler.draw = draw
+    sampler.draw = draw_in_host_memory
     return plugin.make_sampler()
 
 

@@ -111,7 +111,7 @@ class Rank:
         return BatchParams(temperature, batch.seed, batch.position[number % len(batch.position)], truncation, edits)
 
     def draw(self, batch: Workload, params: BatchParams, return_logprob: bool = False) -> SampleOutput:
-        from sgl_flashsample.sglang.sampler import launch
+        from sgl_flashsample.sglang.draw import launch
 
         assert self.state.exchange is not None
         return launch(self.state, batch.hidden, params, return_logprob).out

@@ -47,6 +47,12 @@ BENCHMARKS = {
         "slowest answers",
         "two GPUs per model, SGLang; or a CPU, with `--models tiny --concurrency 64`",
     ),
+    "traffic": Entry(
+        "traffic",
+        "tokens per second of servers whose requests end and join at every step, stock and ours: closed loops, Poisson "
+        "arrivals, mixed requests, cold starts",
+        "a GPU, SGLang",
+    ),
     "speculation": Entry(
         "speculation",
         "speculative decoding in servers: tokens per second, accepted drafts and parts of a step; stock, our "

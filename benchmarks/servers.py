@@ -39,8 +39,8 @@ def server_options(parser: argparse.ArgumentParser, logs: str, memory_share: flo
 
 
 def check_server_options(options: Any) -> None:
-    """Complete ``--set``. Raises ValueError for it, or for ``--pairs``."""
-    if options.pairs < 2:
+    """Complete ``--set``. Raises ValueError for it, or for ``--pairs`` where there is that."""
+    if getattr(options, "pairs", 2) < 2:
         raise ValueError(f"--pairs is {options.pairs}; expected 2 or more")
     if any("=" not in text for text in options.set):
         raise ValueError(f"--set is {options.set}; expected NAME=VALUE")

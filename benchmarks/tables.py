@@ -498,6 +498,39 @@ def load(results: Results) -> pd.DataFrame | None:
     return listed(head, lines)
 
 
+def traffic(results: Results) -> pd.DataFrame | None:
+    """Stock and ours of each cell of moving traffic, and of the first seconds of cold servers."""
+    parts = (results.data("traffic") or {}).get("sections", {}).get("cold", {}).values()
+    cold = [row | {"cold": f", cold, first {part['seconds']:.0f} s"} for part in parts for row in part["rows"]]
+    cells: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in [*results.rows("traffic"), *cold]:
+        load = f"{row['clients']:,} clients" if row["clients"] else "80 % of saturation"
+        name = "mixed requests" if row["sampling"] == "mix" else title(row["sampling"])
+        cells.setdefault((row["model"], load + row.get("cold", ""), name), {})[row["backend"]] = row
+    head = ["stock → ours", "tokens/s", "ratio (99 % interval; windows)", "first token, ms: P50; P99"]
+    head += ["between tokens, ms: P50; P99", "host, µs per step", "replayed", "late captures, compilations"]
+    lines = []
+    for cell, sides in cells.items():
+        if len(sides) < 2:
+            continue
+        stock, ours = sides["stock"], sides["flashsample"]
+        of, low, high, windows = (ours["ratio"][name] for name in ("of", "low", "high", "windows"))
+        interval = "one of each" if low is None else f"{low:.3f} to {high:.3f}; {windows}"
+        times = [
+            "; ".join(" → ".join(_figure(row[f"{name}_p{p}"], ".1f") for row in (stock, ours)) for p in (50, 99))
+            for name in ("ttft_ms", "itl_ms")
+        ]
+        lines.append([", ".join(cell), f"{stock['tokens_s']:,.0f} → {ours['tokens_s']:,.0f}"])
+        lines[-1] += [f"{of:.3f} ({interval})", *times]
+        late = ", ".join(_figure(ours[name], ".0f") for name in ("late_captures", "late_compiles"))
+        lines[-1] += [_figure(ours["host_us"], ".0f"), _figure(ours["replayed"], ".0%"), late]
+    return listed(head, lines)
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
 # --- several GPUs, drafts, the tuner, the CPU -----------------------------------------------------------------------
 
 
@@ -726,6 +759,7 @@ SECTIONS: dict[str, Section | Picture] = {
     "serve-host": Section(serve_host, "serve", "host"),
     "serve-profile": Section(serve_profile, "serve", "profile"),
     "load": Section(load, "load"),
+    "traffic": Section(traffic, "traffic"),
     "ranks-exchange": Section(ranks_exchange, "ranks", "exchange"),
     "ranks-tokens": Section(ranks_tokens, "ranks"),
     "exchanged": Section(exchanged, "kernels"),

@@ -73,6 +73,12 @@ def launch(
     binary[(programs, 1, 1)](*arguments, *constants.values())
 
 
+def num_binaries() -> int:
+    """The kernels that this process has compiled, or loaded from Triton's cache on disk, for ``launch``. 0 in the
+    interpreter."""
+    return len(_BINARIES)
+
+
 def _prepare(kernel: Any, constants: dict[str, Any]) -> None:
     warm_cache_key(kernel)  # first: whatever remembers something by its kernel asks for the kernel's hash
     # A known binary is launched by place, not by name: in another order it would read one constant for another.

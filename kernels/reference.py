@@ -9,6 +9,7 @@ import dataclasses
 
 import torch
 
+from .gather_rows import NO_MIN_P, NO_TOP_K
 from .params import LARGEST_LOGIT
 from .rng import GROUP_SIZE, Stream, Unit
 
@@ -375,6 +376,33 @@ def follow_drafts_ref(
             fitting = [child for child in children(row, path[-1]) if drafts[row, child] == drawn[row, path[-1]]]
         paths.append(path)
     return paths
+
+
+def gather_rows_ref(
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    nodes: int = 1,
+    edits: int = 0,
+    drafts: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The rows of ``gather_rows``, ``[B * nodes]`` each, by the names of ``RowBuffers``."""
+    known = (slots >= 0) & (slots < len(table))
+    words = table[torch.where(known, slots, 0)].repeat_interleave(nodes, 0)
+    temperature, top_p, min_p = (words.view(torch.float32)[:, word] for word in (0, 4, 5))
+    top_k = words[:, 1]
+    if drafts:  # as SGLang verifies drafts: without min-p, and with top-p of what top-k has left
+        in_turn = (top_p != 1) & (top_k > 0) & (top_k < NO_TOP_K)
+        min_p = torch.where(in_turn, NO_MIN_P, 0.0)
+    return {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": (words[:, 3].long() << 32) | (words[:, 2].long() & _MASK32),
+        "position": positions,
+        "edits": words[:, 6] & edits,
+    }
 
 
 def lm_head_sample_ref(

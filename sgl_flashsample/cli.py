@@ -80,7 +80,10 @@ both the same kind of requests. Arguments that are not listed here go to both se
 not fit on the GPU they run in turns. A difference is named only where its 99 % confidence interval excludes zero.
 
 samplings: t1 (temperature 1), trunc (temperature 0.7, top_p 0.9, top_k 50), greedy, penalty, json, logprob,
-top-logprobs
+top-logprobs; with --traffic also mix: 40 % trunc, 20 % t1, 20 % greedy, 10 % penalties or bias, 10 % JSON or logprobs
+
+A batch of the same requests from start to end is measured. With --traffic, clients send requests with prompts of 32 to
+512 tokens and answers of 16 to 512, each its next one when the last is answered.
 """
 _WARM_HELP = """\
 Compiles the kernels that a server launches for a model's LM head into Triton's cache (TRITON_CACHE_DIR, else
@@ -280,6 +283,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-turns", action="store_true", help="do not run both servers at once, even if they fit")
     about = "also run SGLang's bench_serving against both, at this many requests per second"
     parser.add_argument("--load", type=float, metavar="RATE", help=about)
+    about = (
+        "instead, tokens per second of so many clients (16,64,256 by default), whose requests end and join all the time"
+    )
+    parser.add_argument("--traffic", nargs="?", const="16,64,256", metavar="CLIENTS", help=about)
+    about = "seconds of a cell of --traffic, at most (default: %(default)s)"
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
     about = "sampling backend of stock SGLang (default: its own choice)"
     parser.add_argument("--sampling-backend", metavar="NAME", help=about)
     parser.add_argument("--json", metavar="FILE", help="write the results, with all samples")
@@ -289,21 +298,25 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     """Compare a server with stock SGLang's. Measurements are kept on an interruption. arguments: SGLang's."""
     names = [name.strip() for name in options.samplings.split(",")]
+    traffic = options.traffic is not None
+    where, sizes = ("--traffic", options.traffic) if traffic else ("--batches", options.batches)
     try:
-        batches = [int(size) for size in options.batches.split(",")]
+        batches = [int(size) for size in sizes.split(",")]
     except ValueError:
-        raise ValueError(
-            f"--batches is {options.batches!r}; expected integers separated by commas, such as 1,8,32"
-        ) from None
+        raise ValueError(f"{where} is {sizes!r}; expected integers separated by commas, such as 1,8,32") from None
     for option, values, least in (
-        ("--batches", batches, 1),
+        (where, batches, 1),
         ("--pairs", [options.pairs], 2),
         ("--starts", [options.starts], 2),
         ("--input-tokens", [options.input_tokens], 1),
         ("--output-tokens", [options.output_tokens], 16),
+        ("--seconds", [options.seconds], 15),
     ):
         if min(values) < least:
-            raise ValueError(f"{option} is {min(values)}; expected {least} or more")
+            raise ValueError(f"{option} is {min(values):g}; expected {least} or more")
+    for option, given in (("--load", options.load), ("--html", options.html), ("--in-turns", options.in_turns or None)):
+        if traffic and given is not None:
+            raise ValueError(f"{option} is no option of a measurement with --traffic; leave it out")
     if options.load is not None and not options.load > 0:
         raise ValueError(f"--load is {options.load:g}; expected requests per second, above 0")
     for option in ("--host", "--port"):
@@ -316,28 +329,32 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
         raise ModuleNotFoundError(name="sglang")
     from .model_config import config_file, head_of
     from .tools import bench as benchmark
+    from .tools import traffic as moving
     from .tools.samplings import SERVED
     from .tools.server import ServerError
 
-    if unknown := sorted(set(names) - set(SERVED)):
-        known = ", ".join(SERVED)
+    served = (*SERVED, *([moving.MIX] * traffic))
+    if unknown := sorted(set(names) - set(served)):
+        known = ", ".join(served)
         raise ValueError(f"--samplings has {', '.join(unknown)}; expected some of {known}")
     vocab = head_of(str(config_file(options.model_path, download=True))).vocab
     # The first and the last ids of a vocabulary are often special tokens.
     ids = range(vocab // 10, max(vocab // 10 + 1, 9 * vocab // 10))
-    comparison = benchmark.Bench(
+    load = benchmark.Load(ids, options.input_tokens, long=options.output_tokens)
+    comparison = (moving.TrafficBench if traffic else benchmark.Bench)(
         benchmark.Options(
             model=options.model_path,
             arguments=tuple(arguments),
             samplings=tuple(names),
             batches=tuple(batches),
             pairs=options.pairs,
-            load=benchmark.Load(ids, options.input_tokens, long=options.output_tokens),
+            load=moving.load_of(ids) if traffic else load,
             logs=Path(options.logs).resolve(),
             backend=options.sampling_backend,
             in_turns=options.in_turns,
             starts=options.starts,
             rate=options.load,
+            seconds=options.seconds,
         ),
         *(None if file is None else Path(file) for file in (options.json, options.html)),
     )

@@ -22,6 +22,7 @@ import torch
 import triton
 
 from .kernels.follow_drafts import Accepted
+from .kernels.gather_rows import NO_MIN_P, NO_TOP_K, RowBuffers
 from .kernels.launch import gpu_of
 from .kernels.params import TRITON_DTYPES, BatchParams, LogitEdits, LogitsSpec, SampleOutput
 
@@ -178,3 +179,29 @@ def follow_drafts_on_cpu(
         if not goes_on.any():
             break
     return Accepted(nodes, num_tokens)
+
+
+def gather_rows_on_cpu(
+    table: torch.Tensor,  # [S, 8] int32
+    slots: torch.Tensor,  # [B] int64
+    positions: torch.Tensor,  # [B * nodes] int64
+    out: RowBuffers,
+    *,
+    nodes: int = 1,
+    drafts: bool = False,
+    edits: int = 0,
+    rows: int | None = None,
+) -> None:
+    """``gather_rows`` for a table in host memory."""
+    rows = len(positions) if rows is None else rows
+    ids = torch.where((slots >= 0) & (slots < len(table)), slots, 0).repeat_interleave(nodes)
+    lines = table[torch.nn.functional.pad(ids, (0, rows - len(ids)))]
+    positions = torch.nn.functional.pad(positions, (0, rows - len(ids)))
+    floats, words = lines.view(torch.float32), lines.view(torch.int64)
+    top_p, min_p = floats[:, 4], floats[:, 5]
+    if drafts:
+        has_both = (top_p != 1.0) & (lines[:, 1] >= 1) & (lines[:, 1] < NO_TOP_K)
+        min_p = torch.where(has_both, NO_MIN_P, 0.0)
+    columns = (floats[:, 0], lines[:, 1], top_p, min_p, words[:, 1], positions, lines[:, 6] & edits)
+    for buffer, column in zip(out.tensors, columns, strict=True):
+        buffer[:rows] = column

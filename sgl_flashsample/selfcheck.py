@@ -23,6 +23,7 @@ from .dispatch import DispatchTable, default_table, reading_table
 from .files import first_line
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.config import ReadConfig, ScreenConfig
+from .kernels.gather_rows import LINE_WORDS, RowBuffers, gather_rows, write_rows
 from .kernels.launch import compiling_only
 from .kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
 from .kernels.reference import (
@@ -65,8 +66,8 @@ def first_ids(head: LMHead, most: int) -> LMHead:
 
 
 def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *, bool_masks: bool = False) -> None:
-    """Compile the kernels that batches of 1 to ``max_rows`` rows of ``heads`` launch, whatever their features; run none
-    of them.
+    """Compile the kernels that batches of 1 to ``max_rows`` rows of ``heads`` launch, whatever their features, and
+    those that gather a batch from a table of rows; run none of them.
 
     A head with a screen is also compiled for screened batches. table: the configuration of each batch. bool_masks: also
     the kernels for grammar masks of dtype bool. A kernel that fails to compile fails again where it is launched, and is
@@ -87,6 +88,7 @@ def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *
                         launch_once(parts, config, kind, return_logprob)
                         if bool_masks and kind.edit:
                             launch_once(parts, config, kind, return_logprob, bool_mask=True)
+            launch_row_table(heads[0].lm_head.weight.device)
     except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
         logger.debug("flashsample: kernels are not compiled ahead: %s", first_line(error))
 
@@ -109,6 +111,14 @@ def launch_once(
     )
     hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
     launch(config, hidden, params, parts, return_logprob=return_logprob)
+
+
+def launch_row_table(device: torch.device) -> None:
+    """Launch the kernels that write a table of rows, and that gather a batch from it, with one row."""
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    lines = torch.zeros(1, LINE_WORDS, dtype=torch.int32, device=device)
+    write_rows(lines.clone(), slots, lines)
+    gather_rows(lines, slots, slots, RowBuffers.allocate(1, device))
 
 
 def compare_with_reference(

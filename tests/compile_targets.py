@@ -89,6 +89,7 @@ def compiled_by(name: str, launch: Callable[[], Any]) -> Iterator[Resources]:
         yield Resources(name, kernel, registers, spilled, binary.metadata.shared, loaded_arguments(binary.asm["ttir"]))
 
 
+@functools.cache  # half of the launches of a device are given a binary of another launch
 def register_usage(cubin: bytes) -> tuple[int, int]:
     """Registers, and bytes of local memory, per thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -103,6 +104,7 @@ def register_usage(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
+@functools.cache
 def loaded_arguments(ttir: str) -> list[str]:
     """The kernel arguments from whose addresses, with any offset, Triton's IR loads. Arguments of a screen have the
     names of its fields."""
@@ -144,6 +146,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
         if itemsize == 2:
             others["fp16"] = LMHead(torch.empty(VOCAB, HIDDEN, dtype=torch.float16))
         truncation = truncation_config(family, itemsize, VOCAB)
+        usual_screen = UnwrittenScreen(head, 64)  # 0.6 GB that take a while to clear
         seen: set[Any] = set()
         for entry in builtin_table(family, itemsize).entries:
             config = entry.launch
@@ -163,16 +166,20 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
                 options += [(name, other, {}) for name, other in others.items()]
             for name, some, given in options:
                 label = f"{path_of(config)}, {kind}, {dtype}, {name or 'as usual'}: {config}"
-                screen = UnwrittenScreen(some, 64) if isinstance(config, ScreenConfig) else None
+                screen = None
+                if isinstance(config, ScreenConfig):
+                    screen = usual_screen if some is head else UnwrittenScreen(some, 64)
                 parts = Parts(some, truncation, screen=screen)
                 yield label, functools.partial(launch_once, parts, config, kind, **given)
 
 
-def launches_after_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The launches that exchange and merge the draws of ranks, and the one that accepts drafts."""
+def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The launches that exchange and merge the draws of ranks, the one that accepts drafts, and those of a table of
+    rows."""
     from sgl_flashsample.kernels.follow_drafts import follow_drafts
     from sgl_flashsample.kernels.merge_ranks import NUM_FIELDS, merge_records, no_record, pack_record
     from sgl_flashsample.kernels.peer_memory import PeerMemory, exchange_records, exchange_rows
+    from sgl_flashsample.selfcheck import launch_row_table
 
     num_bytes = PeerMemory.num_bytes(2, 65, 4096, torch.bfloat16)
     # Triton sees pointers at multiples of 16, as a GPU's allocator gives them.
@@ -190,12 +197,13 @@ def launches_after_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "rows by peer memory", functools.partial(exchange_rows, memory, 1, 5)
     tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
     yield "path of drafts", functools.partial(follow_drafts, *tables)
+    yield "table of rows", functools.partial(launch_row_table, torch.device("cpu"))
 
 
 def resources(capability: int, choices: str) -> list[dict]:
     return [
         dataclasses.asdict(used)
-        for name, launch in itertools.chain(built_in_launches(capability, choices), launches_after_a_draw())
+        for name, launch in itertools.chain(built_in_launches(capability, choices), launches_beside_a_draw())
         for used in compiled_by(name, launch)
     ]
 
@@ -330,6 +338,18 @@ def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) 
         lm_head_sample(hidden, head, params, config, return_logprob=change.get("logprobs", False))
 
 
+def launch_row_tables() -> None:
+    """Gather and write with slots, positions and lines at any address, and with numbers of every kind."""
+    from sgl_flashsample.kernels.gather_rows import RowBuffers, gather_rows, write_rows
+
+    for num_rows, nodes, offset in itertools.product((1, 2, 16, 17), (1, 3, 16), (0, 1)):
+        LAUNCHES.now = f"table of {num_rows} rows, {nodes} nodes, {offset}"
+        table = torch.zeros(num_rows, 8, dtype=torch.int32)
+        slots, positions = (at(torch.zeros(rows, dtype=torch.int64), offset) for rows in (num_rows, num_rows * nodes))
+        gather_rows(table, slots, positions, RowBuffers.allocate(400, "cpu"), nodes=nodes, edits=num_rows)
+        write_rows(table, slots, at(table, offset))
+
+
 def keys() -> dict[str, list[str]]:
     """Runs many launches in one process, where each can meet the binaries of all earlier launches. mistaken: launches
     that got a binary that Triton would not have chosen. made: launches that compiled a binary. late: launches of
@@ -370,6 +390,7 @@ def keys() -> dict[str, list[str]]:
             for name, change in [("first", {}), *variations(path), ("again", {})]:
                 LAUNCHES.now = f"{path}, {kind}, {name}"
                 launch_variation(path, kind, config, change)
+    launch_row_tables()
     return {"mistaken": LAUNCHES.mistaken, "made": LAUNCHES.made, "late": late}
 
 

@@ -36,7 +36,7 @@ if INTERPRETED and not UNPATCHED:
 
 
 # Files whose tests share what takes long to make (servers, ranks, checkpoints, kernels that Triton or Numba compiles):
-# each file runs on one worker of pytest-xdist. Longest first.
+# each file runs on one worker of pytest-xdist, but for the tests marked `alone`. Longest first.
 TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_exchange.py", "test_cpu_path.py"]
 TOGETHER += ["test_compile_ahead.py", "test_trained.py", "test_ranks.py", "test_package.py"]
 TOGETHER += ["test_benchmarks_tuning.py", "test_table_fuzz.py"]
@@ -48,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: exhaustive (all combinations, releases, targets); runs only with --full")
+    config.addinivalue_line("markers", "alone: shares nothing that takes long with its file; runs on any worker")
     config.addinivalue_line("markers", "slow: takes seconds; `make test-fast` leaves it out")
 
 
@@ -58,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: place.get(item.path.name, len(place) + ("server" not in item.keywords)))
     on_gpu = torch.cuda.is_available()
     for item in items:
-        if item.path.name in place:
+        if item.path.name in place and "alone" not in item.keywords:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
         if on_gpu and "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu)  # `pytest -m gpu` runs every test that uses the device

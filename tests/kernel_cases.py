@@ -57,6 +57,13 @@ UNPATCHED = os.environ.get("UNPATCHED_INTERPRETER") == "1"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.float16 if UNPATCHED else torch.bfloat16}
 Config = TileConfig | ReadConfig | ScreenConfig
 
+
+def numbers(*values: float) -> tuple[float, ...]:
+    """Numbers that tests draw with, one after the other. Under Triton's own interpreter the first alone: a kernel takes
+    the same operations with each."""
+    return values[:1] if UNPATCHED else values
+
+
 # Interpreted, a program costs milliseconds: large tiles, few of them; several splits, so that they are joined.
 if CUDA:
     TILE = TileConfig(16, 128, 64, 4, 3)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..head import Head
+from ..kernels.gather_rows import RowBuffers
 from ..kernels.params import BatchParams
 from ..selfcheck import MAX_COMPILED_ROWS
 from ..switches import DRAFTS_VARIABLE, word
@@ -70,15 +71,14 @@ class Drafts:
         self.runtime, self.mode = runtime, mode
         self._max_requests = self._num_nodes = 0
         self._batch: Batch | None = None  # the batch whose parameters are loaded; None: all rows are greedy
-        # Graphs of SGLang's read and write these for as long as the process lives.
-        self._temperature: torch.Tensor | None = None  # [max_requests] f32
-        self._seed: torch.Tensor | None = None  # [max_requests] i64
+        # The parameters of the requests. Graphs of SGLang's read them for as long as the process lives.
+        self._rows: RowBuffers | None = None
         self._head: Head | None = None  # with scratch and a screen of its own
         self._max_rows = 0  # rows that are drawn at once
 
     def attach(self, worker: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``EagleDraftWorker.init_cuda_graphs``: the draft model is complete, and no graph is captured."""
-        if self._temperature is not None:
+        if self._rows is not None:
             return
         reason = not_coupled = None
         try:
@@ -133,24 +133,23 @@ class Drafts:
             (workspace, *_) = state.head.workspaces
             self._head = Head(lm_head, table=table, workspace=workspace, announces_changes=True)
         self._head.screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
-        self._temperature = torch.zeros(self._max_requests, dtype=torch.float32, device=device)
-        self._seed = torch.zeros(self._max_requests, dtype=torch.int64, device=device)
+        self._rows = RowBuffers.allocate(self._max_requests, device)
 
     def load(self, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. A batch that SGLang
         verifies gets greedy drafts: its coins do not know our noise."""
         if not self.runtime.draws_drafts or self.mode is not DraftMode.COUPLED:
             return
-        assert self._temperature is not None and self._seed is not None
+        assert self._rows is not None
         try:
             rows = self._rows_of(batch)
             if rows is self._batch:
                 return
             if rows is None:
-                self._temperature.zero_()
+                self._rows.temperature.zero_()
             else:
-                self._temperature[: len(rows)].copy_(rows.tensors.temperature)
-                self._seed[: len(rows)].copy_(rows.tensors.seed)
+                slots = batch.req_pool_indices[: len(rows)]
+                rows.table.gather(slots, slots, self._rows)
             self._batch = rows
         except Exception as error:
             self._stop(f"until restart, after {type(error).__name__}: {error}")
@@ -193,14 +192,15 @@ class Drafts:
 
     def _draw(self, lazy: LazyLogits, forward_batch: Any) -> torch.Tensor | None:
         """``[N]`` int64: the draft of each row; None for a pass that drafts nothing."""
-        assert self._temperature is not None and self._seed is not None and self._head is not None
+        assert self._rows is not None and self._head is not None
         hidden, num_requests = lazy.hidden, forward_batch.batch_size
         positions = target_positions(forward_batch)
         if positions is None or len(positions) != len(hidden) or not 0 < num_requests <= self._max_requests:
             return None
         requests = slice(num_requests)
         all_greedy = self.mode is DraftMode.GREEDY
-        params = BatchParams(self._temperature[requests], self._seed[requests], positions, all_greedy=all_greedy)
+        temperature, seed = self._rows.temperature[requests], self._rows.seed[requests]
+        params = BatchParams(temperature, seed, positions, all_greedy=all_greedy)
         params = params.repeated(len(hidden) // num_requests)
         state, drawn = self.runtime.draft_head, []
         assert state is not None
@@ -232,9 +232,9 @@ class Drafts:
 
     def _stop(self, reason: str) -> None:
         self.runtime.draws_drafts = False
-        if self._temperature is not None:
+        if self._rows is not None:
             with contextlib.suppress(Exception):
-                self._temperature.zero_()  # graphs that are captured already go on reading it
+                self._rows.temperature.zero_()  # graphs that are captured already go on reading it
         _announce_stock(reason)
 
 

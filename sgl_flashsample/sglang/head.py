@@ -5,25 +5,38 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..head import Head
 from ..kernels.config import cdiv
+from ..kernels.gather_rows import RowBuffers
 from ..kernels.merge_ranks import merge_records, no_record, pack_record
-from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput
+from ..kernels.params import BatchParams, LMHead, SampleOutput
 from ..kernels.rng import GROUP_SIZE
 from ..kinds import BatchKind, SamplingPath
+from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from . import support
-from .batch import Batch
+from .batch import DrawKind
 from .exchange import Exchange
 from .metrics import DeviceCounters
 from .screen_lifecycle import HeadScreen
-from .step_graphs import RETRY_SECONDS, Capture, CudaCapture, StepGraphs
+from .step_graphs import RETRY_SECONDS, Capture, CudaCapture, StepCounts, StepGraphs
 
 logger = logging.getLogger("sgl_flashsample")
+
+
+STAGED_ROWS = (1, 2, 4, 8, 16, 32)  # rows of prefills that are replayed, padded to the next
+
+
+class GraphInputs(NamedTuple):
+    """Where the graphs of SGLang's decode steps read the positions and the slots of their rows, each ``[N]`` int64 for
+    the largest graph. Padding has position 0 and slot 0."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 class HeadState:
@@ -35,8 +48,12 @@ class HeadState:
     the ranks that hold the rest; None where the head is whole. whole_rows: the kernels cannot draw from the parts of
     these ranks, so every batch is exchanged as whole rows of logits. table_file: the tuned table of ``head``, or None.
     path: the path that every batch takes after a failure. screen: the life of the screen, where the head has one.
-    use_step_graphs: steps of unchanged batches are captured as CUDA graphs. copies_tokens: each step then has tokens of
-    its own, which stay. graphs: None where there are none yet, or something that they were captured with has changed.
+    use_step_graphs: steps are captured as CUDA graphs. copies_tokens: each step then has tokens of its own, which stay.
+    graphs: None where there are none yet, or something that they were captured with has changed. captured: hidden
+    states of SGLang's graphs, by their rows. was_recaptured: SGLang has captured them once more since, elsewhere. rows:
+    the parameters of the last step's rows. inputs: what SGLang's graphs read. stages: hidden states of prefills, by
+    their rows. counts: of all steps. full_step_at: by ``time.perf_counter``, when the next step has to follow the
+    model, and the life of the screen, in full.
     """
 
     def __init__(
@@ -51,7 +68,15 @@ class HeadState:
         self._too_large: int | None = None  # rows of the smallest batch that found no memory, left to SGLang until then
         self._too_large_until = 0.0
         self._searched: DeviceCounters | None = None
-        self.graphs: StepGraphs | None = None
+        self._graphs: StepGraphs | None = None
+        self._waiting: tuple[Screen | None, StepGraphs | None] = (None, None)  # with another screen, or without one
+        self.captured: dict[int, torch.Tensor] = {}
+        self.was_recaptured = False
+        self.rows = RowBuffers.allocate(0, lm_head.weight.device)
+        self.inputs: GraphInputs | None = None
+        self.stages: dict[int, torch.Tensor] = {}
+        self.counts = StepCounts()
+        self.full_step_at = 0.0
         self._capture = capture
         self._fingerprint = self._current_fingerprint()
         self.head = Head(self._current_head(), announces_changes=True)
@@ -69,17 +94,28 @@ class HeadState:
                 self.table_file = None
             self._fingerprint = fingerprint
         if num_rows > head.max_rows:
-            # At once for all batches that kernels are compiled for: none of these allocates scratch in a step. Then a
-            # quarter more at a time: a server may climb row by row.
-            rows = max(num_rows, MAX_COMPILED_ROWS, head.max_rows * 5 // 4)
+            # At once for all batches that kernels are compiled for, and for all that SGLang has captured: none of these
+            # allocates scratch in a step. Then a quarter more at a time: a server may climb row by row.
+            rows = max(num_rows, MAX_COMPILED_ROWS, head.max_rows * 5 // 4, *self.captured)
             head.screen, self.graphs = None, None  # the scratch of a screen is for ``HeadScreen.rows``
             head.grow(rows)
+            self.rows = RowBuffers.allocate(rows, head.lm_head.weight.device)
             if self.exchange is not None:
                 head.reserve_rows(cdiv(rows, self.exchange.num_ranks), self.processor.vocab_size)
         # ``head.lm_head`` would look for another weight again.
         serving = None if self.screen is None else self.screen.serving(head.lm_head)
         if serving is not head.screen:
-            head.screen, self.graphs = serving, None
+            # A pause begins or ends: the graphs of before wait for the next time.
+            (screen, graphs), self._waiting = self._waiting, (head.screen, self._graphs)
+            head.screen, self._graphs = serving, graphs if screen is serving else None
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        return self._graphs
+
+    @graphs.setter
+    def graphs(self, graphs: StepGraphs | None) -> None:
+        self._graphs, self._waiting = graphs, (None, None)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -96,6 +132,7 @@ class HeadState:
             "table": self.table_file,
             "screen": None if screen is None else {"rows": screen.rows, "bytes": screen_bytes, "paused": screen.paused},
             "graphs": 0 if self.graphs is None else self.graphs.count,
+            "graph_bytes": 0 if self.graphs is None else self.graphs.num_bytes,
             "bytes": screen_bytes + sum(scratch.num_bytes for scratch in self.head.workspaces) + exchanged_bytes,
         }
 
@@ -214,28 +251,44 @@ class HeadState:
         vocab_size = self.processor.vocab_size
         return self.head.draw_from_logits(logits, params, vocab_size=vocab_size, return_logprob=return_logprob)
 
-    def step_graphs(self, batch: Batch, edits: LogitEdits | None, positions: torch.Tensor) -> StepGraphs | None:
-        """The CUDA graphs that may replay a step of ``batch``; None where it is to be launched, as collectives of ranks
-        are: a graph must not wait for ranks that launch what this one replays.
+    def staged(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The hidden states of a prefill, which lie elsewhere each time, copied to one place, with older ones behind
+        them up to the next of ``STAGED_ROWS``; None for more rows."""
+        rows = next((rows for rows in STAGED_ROWS if rows >= len(hidden)), None)
+        if rows is None or not self.use_step_graphs:
+            return None
+        stage = self.stage(rows)
+        stage[: len(hidden)].copy_(hidden)
+        return stage
+
+    def stage(self, rows: int) -> torch.Tensor:
+        """``[rows, D]``, for hidden states of prefills."""
+        if rows not in self.stages:
+            weight = self.head.lm_head.weight
+            self.stages[rows] = weight.new_zeros(rows, weight.shape[1])
+        return self.stages[rows]
+
+    def step_graphs(self, num_rows: int, kind: DrawKind, edited: bool) -> StepGraphs | None:
+        """The CUDA graphs that may replay a step of such a batch; None where it is to be launched, as collectives of
+        ranks are: a graph must not wait for ranks that launch what this one replays.
 
         FlashInfer allocates while it draws. In a pool that graphs share, what one of them allocated may hold the tokens
         of another: its batches are launched.
         """
-        if not self.use_step_graphs or positions.dtype is not torch.int64:
+        if not self.use_step_graphs:
             return None
-        if self.exchange is not None and self.exchange.memory_for(len(batch)) is None:
+        if self.exchange is not None and self.exchange.memory_for(num_rows) is None:
             return None
         head = self.head
-        if batch.distribution_only and head.table.flashinfer:
-            kind = BatchKind(batch.truncation is not None, edits is not None)
-            if head.table.takes_flashinfer(len(batch), kind):
-                return None
+        by_flashinfer = kind.distribution_only and head.table.flashinfer
+        if by_flashinfer and head.table.takes_flashinfer(num_rows, BatchKind(kind.truncated, edited)):
+            return None
         if self.graphs is None:
-            device = head.lm_head.weight.device
             if self._capture is None:
-                self._capture = CudaCapture(device)
-            self.graphs = StepGraphs(head.workspaces, MAX_COMPILED_ROWS, device, self._capture, self.copies_tokens)
-        return self.graphs
+                self._capture = CudaCapture(head.lm_head.weight.device)
+            self._graphs = StepGraphs(head.workspaces, head.max_rows, self._capture, self.counts, self.copies_tokens)
+        assert self._graphs is not None
+        return None if self._graphs.is_off else self._graphs
 
     def fits(self, num_rows: int) -> bool:
         """No batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""
@@ -256,6 +309,11 @@ class HeadState:
             num_rows,
             RETRY_SECONDS // 60,
         )
+
+    @property
+    def has_memory(self) -> bool:
+        """No batch has run out of memory lately."""
+        return self._too_large is None
 
     @property
     def has_screen(self) -> bool:

@@ -5,8 +5,9 @@ In a step and at the start (``StepHooks``):
     LogitsProcessor._get_logits      carry the hidden states instead of computing logits (during a capture of the
                                      model: ``model_graph.py``)
     ModelRunner._preprocess_logits   penalties, grammars and biases, of rows that need real logits
+    ModelRunner.sample               the slots of the batch's requests in SGLang's pool
     ModelRunner.load_model           compile and check the kernels of the model's LM head
-    SamplingBatchInfo                parameters per row, through filters and merges of the batch
+    SamplingBatchInfo                kinds of the rows, through filters and merges of the batch
 
 Where a request arrives: ``GrammarManager.process_req_with_grammar``, to which the scheduler hands every request before
 it waits for anything.
@@ -38,13 +39,15 @@ import contextlib
 import functools
 import logging
 import pkgutil
+import time
 from collections.abc import Callable
 from typing import Any
 
 from . import versions
-from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Batch, Reason, batch_of
+from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, batch_of
 from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
+from .row_table import Reason
 from .runtime import RankError, Runtime
 from .settings import NotActiveError, refuse_to_start
 
@@ -59,15 +62,17 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 def _guarded(hook: Callable) -> Callable:
     """An AFTER hook runs inside SGLang's scheduler, where an exception would end the server: leave the fused pass
-    instead. SGLang serves a batch that has no ``Batch``."""
+    instead. SGLang serves a batch that has no ``Batch``. Its time is counted."""
 
     @functools.wraps(hook)
     def guarded(hooks: StepHooks, result: Any, sampling_info: Any, *args: Any) -> None:
+        started = time.perf_counter()
         try:
             hook(hooks, result, sampling_info, *args)
         except Exception as error:
             setattr(sampling_info, BATCH_ATTRIBUTE, None)
             hooks.runtime.disable(f"{hook.__name__}: {type(error).__name__}: {error}")
+        hooks.runtime.metrics.scheduling_seconds += time.perf_counter() - started
 
     return guarded
 
@@ -98,12 +103,20 @@ class StepHooks:
         if state is None:
             return original(processor, hidden_states, lm_head, logits_metadata, embedding_bias, use_logits_buffer)
 
-        self.runtime.extend_model_graph()
-
         def compute(hidden: Any) -> Any:
             return original(processor, hidden, lm_head, logits_metadata, None, False)
 
-        return LazyLogits(hidden_states, processor.vocab_size, state, compute)
+        is_captured = self.runtime.captures_model(processor, state, hidden_states, logits_metadata)
+        captured, mode = hidden_states if is_captured else None, logits_metadata.forward_mode
+        prefills = mode.is_extend() and not mode.is_target_verify()
+        return LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
+
+    def sample(self, model_runner: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Before ModelRunner.sample: the slots of the rows, for the sampler, which SGLang gives the sampling info
+        alone. DP attention and beam search leave them longer than the logits."""
+        logits, info = logits_output.next_token_logits, forward_batch.sampling_info
+        if type(logits) is LazyLogits and info is not None:
+            setattr(info, SLOTS_ATTRIBUTE, forward_batch.req_pool_indices[: logits.shape[0]])
 
     def load_model(self, result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         """ModelRunner.load_model: the weights are there, graphs are not captured yet. An embedding model samples
@@ -116,7 +129,7 @@ class StepHooks:
             else:
                 replica = getattr(getattr(model_runner, "ps", None), "dp_rank", None)
                 self.runtime.arrivals.rank = replica or self.runtime.arrivals.rank
-                self.runtime.prepare_model(model_runner.model)
+                self.runtime.prepare_model(model_runner.model, model_runner)
                 if getattr(model_runner, "startup_weight_load", None) is not None:  # its weights are still to come
                     self.runtime.weights_settled = False
                     self.runtime.weights_change()
@@ -149,9 +162,10 @@ class StepHooks:
         if runtime.inactive_reason is None:
             batch = Batch.of_requests(
                 schedule_batch.reqs,
+                schedule_batch.req_pool_indices_cpu.tolist(),
+                runtime.row_table(schedule_batch.device),
                 runtime.settings.seed,
                 runtime.settings.custom_processors,
-                schedule_batch.device,
                 runtime.arrivals,
                 runtime.warn_of_request,
             )
@@ -161,7 +175,7 @@ class StepHooks:
     def filter_batch(self, result: Any, sampling_info: Any, keep_indices: Any, keep_indices_device: Any) -> None:
         batch = batch_of(sampling_info)
         if batch is not None:
-            setattr(sampling_info, BATCH_ATTRIBUTE, batch.keep(keep_indices, keep_indices_device))
+            setattr(sampling_info, BATCH_ATTRIBUTE, batch.keep(keep_indices))
 
     @_guarded
     def merge_batch(self, result: Any, sampling_info: Any, other: Any) -> None:
@@ -186,6 +200,7 @@ def install(runtime: Runtime) -> str | None:
         "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits": (hooks.get_logits, HookType.AROUND),
         f"{_RUNNER}.load_model": (hooks.load_model, HookType.AFTER),
         f"{_RUNNER}._preprocess_logits": (hooks.preprocess_logits, HookType.AROUND),
+        f"{_RUNNER}.sample": (hooks.sample, HookType.BEFORE),
         f"{_INFO}.adjusted_from_schedule_batch": (hooks.from_schedule_batch, HookType.AFTER),
         f"{_INFO}.adjusted_filter_batch": (hooks.filter_batch, HookType.AFTER),
         f"{_INFO}.adjusted_merge_batch": (hooks.merge_batch, HookType.AFTER),

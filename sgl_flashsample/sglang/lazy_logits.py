@@ -22,22 +22,33 @@ from torch.utils._pytree import tree_map_only
 class LazyLogits(torch.Tensor):
     """``[N, V]`` float32 logits in name; ``hidden`` (``[N, D]``) and how to compute them in fact.
 
-    source: opaque to this class; the sampler reads it. compute: ``hidden -> [N, V] float32``.
+    source: opaque to this class; the sampler reads it. compute: ``hidden -> [N, V] float32``. captured: the hidden
+    states of one of SGLang's CUDA graphs, of which ``hidden`` are the first rows; None outside of a graph. Each replay
+    writes them anew at the same place. prefills: they are of a prefill, which has no such graph.
     """
 
     hidden: torch.Tensor
     source: Any
+    captured: torch.Tensor | None
+    prefills: bool
     _compute: Callable[[torch.Tensor], torch.Tensor]
     _dense: torch.Tensor | None
 
     @staticmethod
     def __new__(
-        cls, hidden: torch.Tensor, width: int, source: Any, compute: Callable[[torch.Tensor], torch.Tensor]
+        cls,
+        hidden: torch.Tensor,
+        width: int,
+        source: Any,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        captured: torch.Tensor | None = None,
+        prefills: bool = False,
     ) -> LazyLogits:
         self = torch.Tensor._make_wrapper_subclass(
             cls, (hidden.shape[0], width), dtype=torch.float32, device=hidden.device
         )
         self.hidden, self.source, self._compute, self._dense = hidden, source, compute, None
+        self.captured, self.prefills = captured, prefills
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -60,12 +71,12 @@ class LazyLogits(torch.Tensor):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         if isinstance(index, slice) and index.step in (None, 1) and not self.is_dense:
-            return self._of_hidden(self.hidden[index])
+            return self._of_hidden(self.hidden[index], None if index.start else self.captured)
         return self.dense()[index]
 
-    def _of_hidden(self, hidden: torch.Tensor) -> LazyLogits:
+    def _of_hidden(self, hidden: torch.Tensor, captured: torch.Tensor | None = None) -> LazyLogits:
         """The logits of these hidden states."""
-        return LazyLogits(hidden, self.shape[1], self.source, self._compute)
+        return LazyLogits(hidden, self.shape[1], self.source, self._compute, captured, self.prefills)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -18,10 +18,12 @@ import torch
 from ..kernels.workspace import ScreenCounter
 from ..switches import LOG_SECONDS_VARIABLE, seconds
 from .batch import Routing
+from .step_graphs import StepCounts
 
 logger = logging.getLogger("sgl_flashsample")
 
 FLUSH_SECONDS = 0.5  # between two updates of Prometheus
+_FUSED = ("fused", "")
 READ_SECONDS = 1.0  # between two copies of a counter from the device: each costs the host some microseconds
 
 
@@ -36,10 +38,12 @@ class Metrics:
         self._batches: Counter[tuple[str, str]] = Counter()  # totals since the start
         self._rows: Counter[tuple[str, str]] = Counter()
         self._truncated = self._searched = 0
+        self._replayed = self._launched = 0
+        self.scheduling_seconds = 0.0  # of hooks on batches, since the last flush
         self._screened = [0] * len(ScreenCounter)
         self._paused = False
         self._host_batches, self._host_seconds = 0, 0.0
-        self._pending: dict[int, tuple[Routing, int]] = {}  # batches with this routing that are not in the totals yet
+        self._new: dict[tuple[str, str], list[int]] = {}  # batches and rows that are not in the totals yet
         self._new_host: list[float] = []  # seconds of fused batches, likewise
         self._new_truncated = 0
         self._unlogged = False  # whether the totals have grown since the last log line
@@ -51,27 +55,40 @@ class Metrics:
         """Count one batch. started: ``time.perf_counter()`` at its beginning, for batches of fused rows alone. Returns
         whether it is time for ``flush``."""
         now = time.perf_counter()
-        self.add_batches(routing, num_truncated, 1, () if started is None else (now - started,))
+        for key, rows in routing.counts.items():
+            new = self._new.get(key)
+            if new is None:
+                self._new[key] = [1, rows]
+            else:
+                new[0] += 1
+                new[1] += rows
+        self._new_truncated += num_truncated
+        if started is not None:
+            self._new_host.append(now - started)
         return now >= self.next_flush
 
-    def add_batches(self, routing: Routing, num_truncated: int, batches: int, seconds: Sequence[float]) -> None:
-        """Count batches of one routing. num_truncated: rows of each; seconds: host time of each fused batch."""
-        _, before = self._pending.get(id(routing), (routing, 0))
-        self._pending[id(routing)] = (routing, before + batches)
-        self._new_truncated += num_truncated * batches
-        self._new_host += seconds
+    def add_fused(self, rows: int, num_truncated: int, started: float) -> bool:
+        """``add_batch`` for a batch whose rows are all fused."""
+        new = self._new.get(_FUSED)
+        if new is None:
+            new = self._new[_FUSED] = [0, 0]
+        new[0] += 1
+        new[1] += rows
+        self._new_truncated += num_truncated
+        now = time.perf_counter()
+        self._new_host.append(now - started)
+        return now >= self.next_flush
 
     def flush(self) -> None:
         """Bring everything that was counted into the totals, to Prometheus and, at its interval, into the log."""
         exported = self._prometheus
-        self._unlogged = self._unlogged or bool(self._pending)
-        for routing, batches in self._pending.values():
-            for (path, reason), rows in routing.counts.items():
-                self._batches[path, reason] += batches
-                self._rows[path, reason] += rows * batches
-                if exported is not None:
-                    exported.batches.labels(path, reason).inc(batches)
-                    exported.rows.labels(path, reason).inc(rows * batches)
+        self._unlogged = self._unlogged or bool(self._new)
+        for (path, reason), (batches, rows) in self._new.items():
+            self._batches[path, reason] += batches
+            self._rows[path, reason] += rows
+            if exported is not None:
+                exported.batches.labels(path, reason).inc(batches)
+                exported.rows.labels(path, reason).inc(rows)
         self._truncated += self._new_truncated
         self._host_batches += len(self._new_host)
         self._host_seconds += sum(self._new_host)
@@ -79,7 +96,8 @@ class Metrics:
             exported.truncated.inc(self._new_truncated)
             for seconds in self._new_host:
                 exported.host_seconds.observe(seconds)
-        self._pending, self._new_host, self._new_truncated = {}, [], 0
+            exported.scheduling_seconds.inc(self.scheduling_seconds)
+        self._new, self._new_host, self._new_truncated, self.scheduling_seconds = {}, [], 0, 0.0
         now = time.perf_counter()
         self.next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
         if self._reports and self._unlogged and now - self._last_log >= self.log_seconds:
@@ -88,12 +106,24 @@ class Metrics:
 
     def is_behind(self, now: float) -> bool:
         """``flush`` has counts to show, in Prometheus or, at ``now``, in the log."""
-        return bool(self._pending) or (self._reports and self._unlogged and now - self._last_log >= self.log_seconds)
+        return bool(self._new) or (self._reports and self._unlogged and now - self._last_log >= self.log_seconds)
 
     def set_active(self, active: bool) -> None:
         """Set the gauge: the fused pass serves some head."""
         if self._prometheus is not None:
             self._prometheus.active.set(active)
+
+    def add_steps(self, counts: StepCounts) -> None:
+        """Add the steps of a head since the last call, and set ``counts`` to 0."""
+        if self._prometheus is not None:
+            self._prometheus.replayed.inc(counts.replayed)
+            self._prometheus.launched.inc(counts.launched)
+            self._prometheus.prefills.inc(counts.prefills)
+            self._prometheus.late_captures.inc(counts.late_captures)
+            self._prometheus.late_compiles.inc(counts.late_compiles)
+        self._replayed += counts.replayed
+        self._launched += counts.launched
+        counts.replayed = counts.launched = counts.prefills = counts.late_captures = counts.late_compiles = 0
 
     def add_searched(self, rows: int) -> None:
         """Count rows whose tokens took a search over their logits."""
@@ -118,7 +148,7 @@ class Metrics:
         top-p or min-p (1 by a search); SGLang's sampler (top_logprobs) 4 rows in 2 batches; screen 8 rows (6 with one
         candidate group or none), 5.0 of the head's groups read per block of rows, 0 of 2 blocks with too many
         candidates, paused; CPU time of fused sampling 41.5 us
-        per batch over 3 batches"."""
+        per batch over 3 batches; 2 of 3 decode steps by CUDA graphs"."""
         parts = []
         for path, reason in sorted(self._rows, key=lambda key: (key[0] != "fused", key)):
             label = "fused" if path == "fused" else f"SGLang's sampler ({reason})"
@@ -138,6 +168,9 @@ class Metrics:
         if self._host_batches:
             mean = self._host_seconds / self._host_batches * 1e6
             parts.append(f"CPU time of fused sampling {mean:.1f} us per batch over {self._host_batches:,} batches")
+        if self._replayed:
+            steps = self._replayed + self._launched
+            parts.append(f"{self._replayed:,} of {steps:,} decode steps by CUDA graphs")
         return f"since the start: {'; '.join(parts)}" if parts else ""
 
 
@@ -188,9 +221,15 @@ class _Prometheus(NamedTuple):
     rows: Any
     truncated: Any
     searched: Any
+    replayed: Any
+    launched: Any
+    prefills: Any
+    late_captures: Any
+    late_compiles: Any
     screened: list[Any]  # by ScreenCounter
     screen_paused: Any
     host_seconds: Any
+    scheduling_seconds: Any
     active: Any
 
 
@@ -210,6 +249,15 @@ def _prometheus_metrics() -> _Prometheus | None:
         searched=PrometheusCounter(
             "sglang:flashsample_searched_rows", "Fused truncated rows that took a search over their logits"
         ),
+        replayed=PrometheusCounter("sglang:flashsample_replayed_steps", "Fused steps that were replays of CUDA graphs"),
+        launched=PrometheusCounter("sglang:flashsample_launched_steps", "Fused steps that were launched, but prefills"),
+        prefills=PrometheusCounter("sglang:flashsample_prefill_steps", "Fused steps of prefills"),
+        late_captures=PrometheusCounter(
+            "sglang:flashsample_late_captures", "CUDA graphs that were captured while a step waited for them"
+        ),
+        late_compiles=PrometheusCounter(
+            "sglang:flashsample_late_compiles", "Kernels that were compiled or loaded while a step waited for them"
+        ),
         screened=[
             PrometheusCounter(f"sglang:flashsample_screen_{counter.name.lower()}", _SCREEN_METRICS[counter])
             for counter in ScreenCounter
@@ -221,6 +269,9 @@ def _prometheus_metrics() -> _Prometheus | None:
         ),
         host_seconds=Summary(
             "sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"
+        ),
+        scheduling_seconds=PrometheusCounter(
+            "sglang:flashsample_scheduling_seconds", "Host time of what follows batches as requests come and go"
         ),
         active=Gauge(
             "sglang:flashsample_active",

@@ -93,8 +93,10 @@ def make_sampler() -> FlashSampler:
             _runtime.inactive_reason = hooks.install_speculation(_runtime)
         if _runtime.inactive_reason is None and _runtime.settings.verifies:
             drafts.start(_runtime, hooks.install_drafts)
-        if _runtime.inactive_reason is None and _runtime.no_screen_reason is None:
-            _runtime.no_screen_reason = hooks.install_weight_hooks(_runtime)
+        if _runtime.inactive_reason is None:
+            reason = hooks.install_weight_hooks(_runtime)
+            _runtime.no_screen_reason = _runtime.no_screen_reason or reason
+            _runtime.prepares_steps = reason is None
         _runtime.agree()
         hooks.install_status_hook(lambda: _runtime.status)
         hooks.install_idle_hook(_runtime)

@@ -24,10 +24,12 @@ from ..tables.lookup import resolve
 from . import support, token_counts
 from .arrivals import Arrivals
 from .batch import Batch, Routing
+from .draw import PREPARES_NOTHING, prepare_next
 from .exchange import Exchange, RankSync
-from .head import HeadState
+from .head import GraphInputs, HeadState
 from .metrics import Metrics
 from .model_graph import ExtraRoot
+from .row_table import RowTable
 from .screen_lifecycle import HeadScreen, ScreenMode, screen_mode, unsupported_screen
 from .settings import Settings, refuse_to_start, unsupported_screens
 from .versions import sglang_version
@@ -53,7 +55,8 @@ class Runtime:
 
     Reasons in words, None while there is none: inactive_reason, why nothing is fused; no_mixing_reason, why batches in
     which some rows need SGLang's sampler are not fused; no_grammars_reason, why rows with a grammar are not fused;
-    no_screen_reason, why no head has a screen. weights_settled: no change of the weights is under way.
+    no_screen_reason, why no head has a screen. weights_settled: no change of the weights is under way. prepares_steps:
+    CUDA graphs of steps are captured while SGLang has nothing to do.
 
     Ranks that share a head make the same batches and decide all of this alike, at the start (``agree``,
     ``prepare_model``); from then on none changes it (``RankError``).
@@ -70,9 +73,11 @@ class Runtime:
         self.no_screen_reason = unsupported_screens(self.screen_mode)
         self.arrivals = Arrivals(self.settings.replica)
         self._warned_of_request = False
-        self.samplers: list[Any] = []
+        self._row_table: RowTable | None = None
+        self._model_runner: Any = None
         self._idle_reads: int | None = 0  # reads of device counters that are left; None after a failure
         self.weights_settled = True
+        self.prepares_steps = False  # once it is known that every change of weights is announced
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         self._extra_root: ExtraRoot | None = None
@@ -249,9 +254,10 @@ class Runtime:
             "draft_head": None if self._drawing_head is None else self._drawing_head.status,
         }
 
-    def prepare_model(self, model: torch.nn.Module) -> None:
+    def prepare_model(self, model: torch.nn.Module, model_runner: Any = None) -> None:
         """After the weights have loaded: compile and check the kernels, agree with the other ranks on what they serve,
         and say in one line what is active. Raises RankError after a failure that the other ranks cannot know of."""
+        self._model_runner = model_runner
         if self.inactive_reason is not None:
             return
         started = time.monotonic()
@@ -311,10 +317,43 @@ class Runtime:
             first = self.heads[0]
             self._extra_root = ExtraRoot.of_device(first.head.lm_head.weight.device, first.exchange is not None)
 
-    def extend_model_graph(self) -> None:
-        """Where SGLang captures its model into a CUDA graph, give that one more root."""
-        if self._extra_root is not None and _is_capturing():
+    @property
+    def sees_every_step(self) -> bool:
+        """Something is noted of the rows of each step."""
+        return self.settings.report_path or self.token_counts is not None
+
+    def find_inputs(self, state: HeadState, model_runner: Any) -> None:
+        """Find where the graphs of SGLang's decode steps read slots and positions, if it has them as all known versions
+        do; else each step gathers by a launch of its own."""
+        if state.inputs is not None:
+            return
+        buffers = getattr(getattr(model_runner, "decode_cuda_graph_runner", None), "buffers", None)
+        found = [getattr(buffers, name, None) for name in ("positions", "req_pool_indices")]
+        vectors = [
+            one for one in found if isinstance(one, torch.Tensor) and one.dtype is torch.int64 and one.dim() == 1
+        ]
+        if len(vectors) == 2 and min(map(len, vectors)) >= max(state.captured):
+            state.inputs = GraphInputs(*vectors)
+
+    def row_table(self, device: torch.device | str) -> RowTable:
+        """The parameters of all requests of this server."""
+        if self._row_table is None:
+            self._row_table = RowTable(device)
+        return self._row_table
+
+    def captures_model(self, processor: Any, state: HeadState, hidden: torch.Tensor, metadata: Any) -> bool:
+        """SGLang captures its model into a CUDA graph, which has ``hidden``. The graph may get one more root, and steps
+        of its size get graphs of their own when SGLang has nothing to do."""
+        if not _is_capturing():
+            return False
+        if self._extra_root is not None:
             self._extra_root.add(torch.cuda.current_stream().cuda_stream)
+        mode = metadata.forward_mode
+        if id(processor) not in self._draft_processors and (mode.is_decode() or mode.is_target_verify()):
+            # Graphs of before go later: a graph must not be destroyed during a capture.
+            state.was_recaptured = state.was_recaptured or hidden.shape[0] in state.captured
+            state.captured[hidden.shape[0]] = hidden
+        return True
 
     def _agree_on_heads(self, prepared: list[HeadState | str], failure: str | None = None) -> list[str | None]:
         """The reason that any rank has against each head. prepared: the heads of this rank, or why SGLang has to serve
@@ -517,17 +556,18 @@ class Runtime:
         self, logits_output: Any, batch: Batch | None, routing: Routing, token_ids: torch.Tensor, started: float
     ) -> None:
         """Count one batch that was served. started: ``time.perf_counter()`` at the beginning of its call."""
-        if routing.num_truncated is None:
-            routing.num_truncated = 0
-            if batch is not None and not routing.all_native:
-                of_sglang = sum(batch.rows[row].truncated for row in routing.native)
-                routing.num_truncated = batch.num_truncated - of_sglang
+        num_truncated = 0 if batch is None or routing.all_native else routing.part(batch).num_truncated
         if self.settings.report_path:
             models = logits_output.customized_info or {}
             logits_output.customized_info = {**models, "flashsample_path": list(routing.labels)}
         if self.token_counts is not None:
             self.token_counts.add(token_ids, logits_output.next_token_logits.shape[-1])
-        self._count(routing, routing.num_truncated, None if routing.native else started)
+        self._count(routing, num_truncated, None if routing.native else started)
+
+    def count_replayed(self, batch: Batch, started: float) -> None:
+        """Count one step that ``replayed`` has served."""
+        if self.metrics.add_fused(len(batch.kinds), batch.num_truncated, started):
+            self._show_counts()
 
     def _count(self, routing: Routing, num_truncated: int, started: float | None) -> None:
         if self.metrics.add_batch(routing, num_truncated, started):
@@ -536,18 +576,20 @@ class Runtime:
     def _show_counts(self) -> None:
         for state in self.heads:
             self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
+            self.metrics.add_steps(state.counts)
             if state.screen is not None:
                 self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
         self.metrics.flush()
 
     def idle(self) -> None:
-        """SGLang has nothing to do, and says so again and again: bring the counters of the last steps up to date."""
+        """SGLang has nothing to do, and says so again and again: capture a graph that steps will ask for, and bring the
+        counters of the last steps up to date."""
+        # A draw reads the weights, whose memory SGLang may have released.
+        if self.prepares_steps and self.weights_settled and self.inactive_reason is None:
+            self._prepare_steps()
         if self._idle_reads is None:
             return
         try:
-            for sampler in self.samplers:
-                if sampler.repeated is not None:
-                    sampler.repeated.count()
             now = time.perf_counter()
             if self.metrics.is_behind(now):
                 self._idle_reads = IDLE_READS
@@ -557,6 +599,18 @@ class Runtime:
         except Exception as error:  # counters are not worth a server
             self._idle_reads = None
             logger.warning("flashsample: counters of an idle server may lag: %s: %s", type(error).__name__, error)
+
+    def _prepare_steps(self) -> None:
+        """Capture the graphs of one size and kind of steps that lack them."""
+        try:
+            for state in self.heads:
+                if state.captured:
+                    self.find_inputs(state, self._model_runner)
+                    if prepare_next(state, self.row_table(state.head.lm_head.weight.device)):
+                        return
+        except Exception as error:  # steps capture what they need
+            self.prepares_steps = False
+            logger.warning(PREPARES_NOTHING, f"{type(error).__name__}: {error}")
 
 
 def _heads_of(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:

@@ -12,15 +12,14 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
-from ..kernels.params import BatchParams, LogitEdits, SampleOutput
+from ..kernels.params import SampleOutput
 from .batch import (
     BATCH_ATTRIBUTE,
-    NEED_FLAGS,
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
+    SLOTS_ATTRIBUTE,
     Batch,
     GrammarError,
-    Reason,
     Routing,
     batch_of,
     edits_of,
@@ -28,10 +27,10 @@ from .batch import (
     routing_of,
     to_device,
 )
-from .head import HeadState
+from .draw import Step, draw, replayed
 from .lazy_logits import LazyLogits, plain
+from .row_table import NEED_FLAGS, Reason
 from .runtime import Runtime
-from .step_graphs import Launched, RepeatedStep
 
 _NO_PENALIZERS = types.SimpleNamespace(is_required=False, filter=lambda keep_indices: None)
 # Lists of LogitsProcessorOutput with an entry per row. SGLang copies these tensors to the host one by one and then asks
@@ -65,17 +64,12 @@ class Unserved(Exception):
 
 
 class FlashSampler(Sampler):
-    """Serves each row from its hidden state, or through ``super()`` where there is a reason against that.
-
-    repeated: the step that the next one is compared with first, or None.
-    """
+    """Serves each row from its hidden state, or through ``super()`` where there is a reason against that."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
         self.runtime = runtime
         self.native_backend = _native_backend()
-        self.repeated: RepeatedStep | None = None
-        runtime.samplers.append(self)
 
     def forward(
         self,
@@ -87,13 +81,16 @@ class FlashSampler(Sampler):
         positions: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        started = time.perf_counter()
-        if self.repeated is not None:
-            token_ids = self.repeated.step(started, logits_output, sampling_info, return_logprob, positions, kwargs)
+        started, runtime = time.perf_counter(), self.runtime
+        if not (return_logprob or kwargs or runtime.sees_every_step or runtime.inactive_reason):
+            try:
+                token_ids = replayed(started, logits_output.next_token_logits, sampling_info, positions.shape[0])
+            except Exception as error:  # a request must not fail because a path cannot serve it
+                runtime.disable(f"{type(error).__name__}: {error}")
+                token_ids = None
             if token_ids is not None:
+                runtime.count_replayed(getattr(sampling_info, BATCH_ATTRIBUTE), started)
                 return token_ids
-            self.repeated.count()
-            self.repeated = None
         call = Call(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
         num_rows = logits_output.next_token_logits.shape[0]
@@ -111,8 +108,6 @@ class FlashSampler(Sampler):
             _compute_logits(logits_output, sampling_info, preprocess)
             token_ids = self._native(*call, **kwargs)
         self.runtime.count(logits_output, batch, routing, token_ids, started)
-        if not return_logprob:
-            self.repeated = RepeatedStep.after(self.runtime, logits_output, batch, routing, positions)
         return token_ids
 
     def compute_logprobs_only(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,7 +122,8 @@ class FlashSampler(Sampler):
             raise Unserved(Reason.INACTIVE)
         if type(lazy) is not LazyLogits or lazy.is_dense:
             raise Unserved(self._why_computed(call.logits_output))
-        if batch is None or len(batch) != num_rows:
+        slots = getattr(call.sampling_info, SLOTS_ATTRIBUTE, None)
+        if batch is None or len(batch) != num_rows or slots is None or len(slots) != num_rows:
             raise Unserved(Reason.UNKNOWN_ROWS)
         if call.positions.shape != (num_rows,):
             raise Unserved(Reason.POSITIONS)
@@ -164,9 +160,10 @@ class FlashSampler(Sampler):
         failure; ``call.logits_output`` is then unchanged."""
         runtime, lazy = self.runtime, call.logits_output.next_token_logits
         try:
-            edits = edits_of(batch, routing, call.sampling_info)
+            edits = edits_of(batch, routing, call.sampling_info, lazy.hidden.device)
+            slots = getattr(call.sampling_info, SLOTS_ATTRIBUTE)
             # Its cost hardly depends on the number of rows: drawing for all is cheaper than leaving some out.
-            out = draw(lazy.source, lazy.hidden, batch, edits, call.positions, call.return_logprob)
+            out = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob))
         except GrammarError as error:  # its rows are SGLang's from the next step on
             runtime.stop_grammars(str(error), error.everywhere)
             raise Unserved(Reason.ERROR) from None
@@ -181,7 +178,7 @@ class FlashSampler(Sampler):
         if routing.native:
             try:
                 if routing.native_rows is None:
-                    routing.native_rows = NativeRows(call.sampling_info, batch, routing)
+                    routing.native_rows = NativeRows(call.sampling_info, batch, routing, lazy.hidden.device)
                 token_ids, output = routing.native_rows.sample(self._native, preprocess, call)
                 routing.native_rows.merge(token_ids, output, out, call.logits_output)
             except Exception as error:  # SGLang refuses the batch again where the request is wrong
@@ -221,54 +218,6 @@ def guarded_routing(
         raise Unserved(Reason.ERROR) from None
 
 
-def draw(
-    state: HeadState,
-    hidden: torch.Tensor,  # [B, D]
-    batch: Batch,
-    edits: LogitEdits | None,
-    positions: torch.Tensor,  # [B]
-    return_logprob: bool,
-) -> SampleOutput:
-    """One token per row: by a CUDA graph where the batch has not changed for some steps, else by launches."""
-    state.update(len(batch))
-    graphs = state.step_graphs(batch, edits, positions)
-    if graphs is not None:
-
-        def captured(params: BatchParams) -> Launched:
-            return launch(state, hidden, params, return_logprob, retry=False)
-
-        out = graphs.step(captured, batch, hidden, edits, positions, return_logprob)
-        if out is not None:
-            return out
-    return launch(state, hidden, batch.params(positions.to(torch.int64), edits), return_logprob).out
-
-
-def launch(
-    state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool, *, retry: bool = True
-) -> Launched:
-    """One token per row, by launches. Where ranks share the head, each draws from its part, in its own way, and they
-    exchange the draws; for truncated batches they exchange whole rows of logits. retry: a draw that fails is tried in
-    another way (``HeadState.step_down``), as other ranks wait for the exchange."""
-    exchange = state.exchange
-    if exchange is not None and (params.truncation is not None or state.whole_rows):
-        scratch: list[Any] = []
-
-        def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:
-            drawn = state.sample_rows(logits, params, return_logprob)
-            scratch.extend((drawn, params))
-            return drawn
-
-        return Launched(exchange.draw_rows(state.logits_of_shard(hidden), params, draw_rows), scratch)
-    while True:
-        try:
-            drawn = state.head.draw(hidden, params, return_logprob=return_logprob, path=state.path)
-            break
-        except Exception as error:
-            if not retry or not state.step_down(error):
-                raise
-    return Launched(drawn) if exchange is None else Launched(exchange.merge(drawn), drawn)
-
-
 class NativeRows:
     """The rows of a mixed batch that need SGLang's sampler, as a separate batch.
 
@@ -279,10 +228,10 @@ class NativeRows:
     waits for the device while it separates custom logit processors. ``info`` adds what changes with every step.
     """
 
-    def __init__(self, sampling_info: Any, batch: Batch, routing: Routing) -> None:
+    def __init__(self, sampling_info: Any, batch: Batch, routing: Routing, device: torch.device) -> None:
         self.rows = routing.native
-        self.index = to_device(self.rows, torch.int64, batch.tensors.seed.device)
-        rows = [batch.rows[row] for row in self.rows]
+        self.index = to_device(self.rows, torch.int64, device)
+        rows = [batch.row(place) for place in self.rows]
         settings = copy.copy(sampling_info)
         setattr(settings, BATCH_ATTRIBUTE, None)  # our hook on the filter has nothing to follow here
         # The orchestrator is the whole batch's and filters in place; on the copies of overlap mode there is none.

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from ..kernels.follow_drafts import follow_drafts
-from ..kernels.params import LogitEdits, SampleOutput
-from ..selfcheck import MAX_COMPILED_ROWS
-from .batch import Batch, GrammarError, Reason, Routing, batch_of, edits_of_nodes
+from .batch import Batch, GrammarError, Routing, batch_of, edits_of_nodes
+from .draw import Step, draw
 from .lazy_logits import LazyLogits, plain
+from .row_table import Reason
 from .runtime import Runtime
-from .sampler import Unserved, draw, guarded_routing
+from .sampler import Unserved, guarded_routing
 
 LOGPROBS_ATTRIBUTE = "_flashsample_logprobs"  # on LogitsProcessorOutput: logprobs of the token drawn at each node
 # An argument of ``eagle_sample`` that only says how to read another one.
@@ -36,7 +36,6 @@ class SpeculationHooks:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._positions: torch.Tensor | None = None
 
     def eagle_sample(
         self,
@@ -106,8 +105,9 @@ class SpeculationHooks:
         lazy, num_nodes = logits_output.next_token_logits, verify_input.draft_token_num
         shape = (len(rows), num_nodes)
         try:
-            edits = edits_of_nodes(rows, routing, batch.sampling_info, grammar_mask, num_nodes)
-            drawn = self._draw(lazy, rows.of_nodes(num_nodes), edits, verify_input.positions, batch.return_logprob)
+            edits = edits_of_nodes(rows, routing, batch.sampling_info, grammar_mask, num_nodes, lazy.hidden.device)
+            slots, positions = batch.req_pool_indices[: len(rows)], verify_input.positions
+            drawn = draw(lazy, Step(rows, slots, positions, edits, batch.return_logprob, num_nodes))
             tables = (verify_input.draft_token, verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
             drafts, first_child, next_sibling = (one.reshape(shape).to(torch.int64).contiguous() for one in tables)
             nodes, num_tokens = follow_drafts(
@@ -127,13 +127,3 @@ class SpeculationHooks:
         if batch.return_logprob:
             setattr(logits_output, LOGPROBS_ATTRIBUTE, drawn.logprobs)
         return drawn.token_ids.to(torch.int32), num_tokens, nodes
-
-    def _draw(
-        self, lazy: LazyLogits, nodes: Batch, edits: LogitEdits | None, positions: torch.Tensor, return_logprob: bool
-    ) -> SampleOutput:
-        """The draw of each node. SGLang makes positions anew for each step; a graph reads a copy at one place."""
-        num_nodes = len(nodes)
-        if self._positions is None or len(self._positions) < num_nodes:
-            self._positions = torch.empty(max(num_nodes, MAX_COMPILED_ROWS), dtype=torch.int64, device=positions.device)
-        places = self._positions[:num_nodes].copy_(positions)
-        return draw(lazy.source, lazy.hidden, nodes, edits, places, return_logprob)

@@ -22,6 +22,7 @@ HOOK_TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": ("self",),
     "sglang.srt.model_executor.model_runner.ModelRunner._preprocess_logits": ("self", "logits_output", "sampling_info"),
+    "sglang.srt.model_executor.model_runner.ModelRunner.sample": ("self", "logits_output", "forward_batch"),
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch": (
         "self",
         "batch",

@@ -267,7 +267,7 @@ def measure(
 class Options:
     """model: a folder or a hub's name. arguments: of both servers. backend: stock's sampling backend, None for what
     SGLang takes by itself. in_turns: do not try side by side. starts: of each server where they run in turns. rate:
-    requests per second of SGLang's bench_serving, None without it."""
+    requests per second of SGLang's bench_serving, None without it. seconds: of a cell of moving traffic."""
 
     model: str
     arguments: tuple[str, ...]
@@ -280,6 +280,7 @@ class Options:
     in_turns: bool = False
     starts: int = 2
     rate: float | None = None
+    seconds: float = 60.0
 
 
 class Bench:
@@ -322,7 +323,7 @@ class Bench:
         self._progress.begin(f"starting {label}")
         began = time.monotonic()
         with self.server(label) as server:
-            for sampling in dict.fromkeys(sampling for sampling, _ in self._places):
+            for sampling in self._kinds:
                 self._progress.begin(f"{label}'s first requests of {sampling}")
                 try:  # compiles what the first such request compiles
                     generate(server, self.options.load, 2, SAMPLINGS[sampling], 4)
@@ -410,6 +411,11 @@ class Bench:
             raise ServerError(f"the servers refuse all requests; the last one: {error}")
 
     @property
+    def _kinds(self) -> list[str]:
+        """The samplings of the requests."""
+        return list(dict.fromkeys(sampling for sampling, _ in self._places))
+
+    @property
     def _places(self) -> list[tuple[str, int]]:
         """The cells that no server has refused."""
         places = itertools.product(self.options.samplings, self.options.batches)
@@ -433,11 +439,14 @@ class Bench:
             self._say(line)
         self._write()
 
+    def _result(self) -> dict[str, Any]:
+        return result(self)
+
     def _write(self) -> None:
         """Files that cannot be written now may be after the next cell: the measurement goes on."""
         self.unwritten = {}
         texts = {
-            self._json_file: lambda: json.dumps(result(self), indent=1) + "\n",
+            self._json_file: lambda: json.dumps(self._result(), indent=1) + "\n",
             self._html_file: lambda: page(self),
         }
         for file, text in texts.items():

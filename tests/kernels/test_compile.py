@@ -27,6 +27,7 @@ EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kern
 EVERYWHERE |= {"bound_truncated_kernel", "list_ids_kernel", "read_ids_kernel", "read_groups_kernel"}
 EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel", "pack_record_kernel", "merge_records_kernel"}
 EVERYWHERE |= {"exchange_records_kernel", "tell_logits_kernel", "copy_rows_kernel", "follow_drafts_kernel"}
+EVERYWHERE |= {"gather_rows_kernel", "write_rows_kernel"}
 
 
 def printed_by(*arguments: object, path: str = ""):
@@ -68,6 +69,7 @@ def test_the_first_choices_fit_an_sm90_and_spill_nothing():
 
 
 @pytest.mark.full
+@pytest.mark.alone
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_built_in_choice_with_everything_it_is_for_fits_its_device_and_spills_nothing(capability):
     """Also with logprobs, a softcap, a ragged vocabulary, fp16 and fp32."""
@@ -87,12 +89,14 @@ def oldest_triton() -> str:
 
 
 @pytest.mark.full
+@pytest.mark.alone
 def test_the_oldest_supported_triton_compiles_every_kind_and_every_built_in_configuration(oldest_triton):
     resources = printed_by("resources", 90, "--each", path=oldest_triton)
     assert {used["kernel"] for used in resources} == EVERYWHERE
 
 
 @pytest.mark.full
+@pytest.mark.alone
 def test_the_kernels_pass_their_tests_with_the_oldest_supported_triton(oldest_triton):
     """Interpreted: all that is not slow."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]

@@ -561,6 +561,67 @@ def test_servers_under_load_answer_every_request_and_their_memory_is_watched(loa
     assert ours["rows"]["fused"] > 100 and ours["heads"][0]["graphs"] == 0 and not ours["failures"]
 
 
+@no_gpu
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.full
+def test_moving_traffic_to_real_servers_has_rows_of_every_kind_of_cell(dry_run, tmp_path):
+    arguments = ("--samplings", "mix", "--arrivals", "closed", "poisson", "--logs", str(tmp_path / "logs"))
+    result = dry_run("traffic", "--only", "traffic", "cold", *arguments)
+    rows = result["rows"] + result["sections"]["cold"]["tiny"]["rows"]
+    fields = "model clients arrivals sampling backend tokens_s spread ttft_ms_p50 ttft_ms_p99 itl_ms_p50 itl_ms_p99"
+    fields = {*fields.split(), "host_us", "replayed", "late_captures", "late_compiles"}
+    assert [(row["clients"], row["arrivals"]) for row in rows] == [(4, "closed")] * 2 + [(None, "poisson")] * 2 + [
+        (4, "closed")
+    ] * 2
+    for stock, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert (stock["backend"], ours["backend"]) == ("stock", "flashsample")
+        assert stock.keys() - {"run"} == fields and ours.keys() - {"run"} == {*fields, "ratio"}
+        assert min(stock["tokens_s"], ours["tokens_s"], ours["host_us"]) > 0 and stock["host_us"] is None
+    assert [row["ratio"]["windows"] >= 4 for row in rows[1::2]] == [True, True, False]
+    assert result["env"]["poisson_requests_s"]["tiny mix"] > 0
+    late = dry_run("traffic", "--keep", "--limit", "0", *arguments)
+    assert late["rows"] == result["rows"] and late["env"]["not_run"] == [], "its cells have been measured before"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"clients": [4, 0]}, "--clients is 0; expected 1 or more"),
+        ({"window": 0.0}, "--window is 0; expected 0.1 or more"),
+        ({"seconds": 1.0, "window": 1.0}, "--seconds is 1; expected 4 or more"),
+        ({"set": ["A"]}, r"--set is \['A'\]; expected NAME=VALUE"),
+    ],
+)
+def test_options_of_moving_traffic_that_do_not_fit_are_named(load, changes, message):
+    options = types.SimpleNamespace(models=None, clients=None, samplings=None, arrivals=None, fast=False, set=[])
+    vars(options).update({"window": 3.0, "seconds": 60.0, "cold_seconds": 60.0} | changes)
+    with pytest.raises(ValueError, match=message):
+        load("traffic").prepare(options)
+
+
+def test_a_page_of_moving_traffic_has_the_interval_and_what_a_server_does_not_count(load, tmp_path):
+    figures = {name: 1.25 for name in ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")}
+    row = {"model": "m", "clients": 64, "arrivals": "closed", "sampling": "mix", "backend": "stock", "run": 0}
+    row |= figures | {"tokens_s": 1000.0, "spread": 9.0} | dict.fromkeys(("host_us", "replayed"))
+    row |= {"late_captures": None, "late_compiles": None}
+    ours = row | {"backend": "flashsample", "tokens_s": 1061.0, "itl_ms_p99": None, "host_us": 51.2, "replayed": 0.953}
+    ours |= {"late_captures": 0.0, "ratio": {"of": 1.06, "low": 1.052, "high": 1.068, "windows": 12}}
+    cold = [row, ours | {"tokens_s": 900.0, "ratio": {"of": 0.9, "low": None, "high": None, "windows": 2}}]
+    env = {"device": "H", "not_run": []}
+    data = {"env": env, "runs": [{"command": "c", "date": "d"}], "rows": [row, ours]}
+    data["sections"] = {"cold": {"m": {"seconds": 60.0, "rows": cold, "command": "c", "date": "d"}}}
+    (tmp_path / "h200-traffic.json").write_text(json.dumps(data))
+    lines = load("tables").SECTIONS["traffic"].markdown(tmp_path).splitlines()[-2:]
+    assert lines[0] == (
+        "| m, 64 clients, mixed requests | 1,000 → 1,061 | 1.060 (1.052 to 1.068; 12) | 1.2 → 1.2; 1.2 → 1.2 | "
+        "1.2 → 1.2; 1.2 → - | 51 | 95% | 0, - |"
+    )
+    assert lines[1].startswith(
+        "| m, 64 clients, cold, first 60 s, mixed requests | 1,000 → 900 | 0.900 (one of each) |"
+    )
+
+
 def test_under_load_what_a_healthy_server_does_not_do_is_named(load):
     module = load("load")
     row = {"ends": {"answered": 9, "left": 1}, "rows": {"fused": 5, "native top_logprobs": 2}, "failures": []}

@@ -11,7 +11,7 @@ import pytest
 
 from sgl_flashsample import switches
 from sgl_flashsample.kernels.workspace import ScreenCounter
-from sgl_flashsample.sglang.batch import Reason
+from sgl_flashsample.sglang.row_table import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kernels", "autotune", "benchmarks", "sgl_flashsample", "sgl_flashsample/sglang")

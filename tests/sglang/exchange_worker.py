@@ -22,6 +22,7 @@ from kernel_cases import KINDS, Case, make_case
 from sgl_flashsample import sample
 from sgl_flashsample.kernels.params import BatchParams, SampleOutput
 from sgl_flashsample.kernels.peer_memory import PeerMemory
+from sgl_flashsample.sglang.draw import launch
 from sgl_flashsample.sglang.exchange import Exchange, RankSync
 from sgl_flashsample.sglang.head import HeadState
 
@@ -68,8 +69,6 @@ def shared_memory(folder: Path, exchange: Exchange, rows: int, width: int) -> Pe
 def draw_in_group(exchange: Exchange, case: Case, multiple: int, folder: Path | None) -> list[SampleOutput]:
     """As a rank of a server: it has equally many rows of the weight as the others, a multiple of so many. folder: of
     memory that all ranks reach; None for collectives."""
-    from sgl_flashsample.sglang.sampler import launch  # which imports SGLang
-
     weight, vocab = case.head.weight, case.head.vocab_size
     width = -(-vocab // exchange.num_ranks // multiple) * multiple
     start = exchange.rank * width

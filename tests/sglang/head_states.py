@@ -14,10 +14,13 @@ import torch
 
 from sgl_flashsample.defaults import HeadTraits, default_config_on
 from sgl_flashsample.dispatch import DispatchTable
-from sgl_flashsample.kernels.params import SampleOutput
+from sgl_flashsample.kernels.gather_rows import RowBuffers
+from sgl_flashsample.kernels.params import Edit, SampleOutput
 from sgl_flashsample.kinds import BATCH_KINDS, SamplingPath
-from sgl_flashsample.sglang.batch import TOP_K_OFF, Batch
+from sgl_flashsample.sglang.batch import Batch
+from sgl_flashsample.sglang.draw import Step
 from sgl_flashsample.sglang.head import HeadState
+from sgl_flashsample.sglang.row_table import TOP_K_OFF, RowTable
 from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import HeadScreen
 from sgl_flashsample.sglang.step_graphs import CudaCapture, Launched
@@ -50,6 +53,7 @@ def request(
     mask: bool = False,
     prompt: Sequence[int] = (5, 300),
     sender: str | None = None,
+    grammar: Any = None,
     **params: Any,
 ) -> types.SimpleNamespace:
     """A request as SGLang's scheduler holds it, with sampling parameters as SGLang normalises them: greedy is
@@ -61,13 +65,34 @@ def request(
         return_sampling_mask=mask,
         origin_input_ids=list(prompt),
         http_worker_ipc=sender,
+        grammar=grammar,
     )
 
 
 def make_batch(*rows: dict[str, Any], device: torch.device = CPU) -> Batch:
-    """One request for each row, named r0, r1, ...; a row is the arguments of ``request``."""
+    """One request for each row, named r0, r1, ..., in the slots 1, 2, ... of a table of their own; a row is the
+    arguments of ``request``."""
     requests = [request(**{"rid": f"r{place}", **row}) for place, row in enumerate(rows)]
-    return Batch.of_requests(requests, 1, True, device)
+    return Batch.of_requests(requests, range(1, len(rows) + 1), RowTable(device), 1, True)
+
+
+def gathered(
+    batch: Batch, slots: Sequence[int] | None = None, device: torch.device = CPU, **options: Any
+) -> RowBuffers:
+    """The parameters that a draw of the batch gets, with every edit. slots: of its rows; when None, those of
+    ``make_batch``. options: of ``gather_rows``."""
+    indices = torch.tensor(range(1, len(batch) + 1) if slots is None else slots, dtype=torch.int64, device=device)
+    num_rows = len(indices) * options.get("nodes", 1)
+    rows = RowBuffers.allocate(options.get("rows", num_rows), device)
+    positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    batch.table.gather(indices, positions, rows, **{"edits": ~Edit(0), **options})
+    return rows
+
+
+def step_of(batch: Batch, positions: torch.Tensor, *arguments: Any, **options: Any) -> Step:
+    """A step of a batch of ``make_batch``."""
+    slots = torch.arange(1, len(batch) + 1, device=positions.device)
+    return Step(batch, slots, positions, *arguments, **options)
 
 
 def rank_batches() -> list[tuple[Batch, bool]]:

@@ -22,7 +22,18 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import conftest  # noqa: F401  the interpreter's patches
 import torch
-from head_states import CPU, RANK_ROWS, VOCAB, Model, hidden_states, make_head, pretended_sglang, rank_batches, weights
+from head_states import (
+    CPU,
+    RANK_ROWS,
+    VOCAB,
+    Model,
+    hidden_states,
+    make_head,
+    pretended_sglang,
+    rank_batches,
+    step_of,
+    weights,
+)
 
 CONFIG, MODULES = pretended_sglang()
 sys.modules.update(MODULES)
@@ -30,8 +41,10 @@ sys.modules.update(MODULES)
 from sgl_flashsample import paths, screen, selfcheck  # noqa: E402
 from sgl_flashsample.head import Head  # noqa: E402
 from sgl_flashsample.kernels.merge_ranks import merge_records  # noqa: E402
-from sgl_flashsample.sglang import exchange, head, runtime, sampler, settings, support  # noqa: E402
+from sgl_flashsample.sglang import exchange, head, runtime, settings, support  # noqa: E402
+from sgl_flashsample.sglang.draw import draw  # noqa: E402
 from sgl_flashsample.sglang.head import HeadState  # noqa: E402
+from sgl_flashsample.sglang.lazy_logits import LazyLogits  # noqa: E402
 from sgl_flashsample.sglang.runtime import Runtime  # noqa: E402
 from sgl_flashsample.sglang.screen_lifecycle import ScreenMode  # noqa: E402
 
@@ -111,12 +124,12 @@ def unmeasured_collectives() -> Iterator[None]:
 @contextlib.contextmanager
 def lost_draws(*paths: str) -> Iterator[None]:
     """Draws from the part of a rank fail on these paths; without any, on all of them."""
-    draw = Head.draw
+    of_head = Head.draw
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if not paths or str(options["path"] or "fused") in paths:
             raise RuntimeError("a fault")
-        return draw(*arguments, **options)
+        return of_head(*arguments, **options)
 
     with mock.patch.object(Head, "draw", failing):
         yield
@@ -179,9 +192,9 @@ def serve(fault: str, rank: int) -> dict[str, Any]:
 
 
 def draw_all(state: HeadState) -> list[list[int]]:
-    hidden = hidden_states(CPU, RANK_ROWS)
+    lazy = LazyLogits(hidden_states(CPU, RANK_ROWS), VOCAB, state, fails)
     return [
-        sampler.draw(state, hidden, batch, None, torch.arange(RANK_ROWS), return_logprob).token_ids.tolist()
+        draw(lazy, step_of(batch, torch.arange(RANK_ROWS), None, return_logprob)).token_ids.tolist()
         for batch, return_logprob in rank_batches()
     ]
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from head_states import VOCAB, hidden_states, make_state, serve
 
-from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Batch, batch_of
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, batch_of
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
+from sgl_flashsample.sglang.row_table import RowTable
 from sgl_flashsample.sglang.runtime import Runtime
 
 
@@ -79,7 +80,7 @@ def request(rid: str, processor: str | None = None, mask: bool = False, grammar:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     sampling_params = SamplingParams(**params)
-    tokenizer = types.SimpleNamespace(additional_stop_token_ids=None, eos_token_id=None)
+    tokenizer = types.SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)  # which SGLang 0.5.17 reads
     sampling_params.normalize(tokenizer)
     return types.SimpleNamespace(
         rid=rid,
@@ -100,6 +101,8 @@ class ScheduleBatch:
 
     def __init__(self, requests: Sequence[Any], device: torch.device | str) -> None:
         self.reqs, self.device = list(requests), str(device)
+        self.req_pool_indices_cpu = torch.arange(1, len(self.reqs) + 1)
+        self.req_pool_indices = self.req_pool_indices_cpu.to(device)
 
 
 def sampling_info(batch: ScheduleBatch) -> Any:
@@ -107,7 +110,9 @@ def sampling_info(batch: ScheduleBatch) -> Any:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
-    setattr(info, BATCH_ATTRIBUTE, Batch.of_requests(batch.reqs, 1, True, batch.device))
+    slots, table = batch.req_pool_indices_cpu.tolist(), RowTable(batch.device)
+    setattr(info, BATCH_ATTRIBUTE, Batch.of_requests(batch.reqs, slots, table, 1, True))
+    setattr(info, SLOTS_ATTRIBUTE, batch.req_pool_indices)
     grammars = [request.grammar for request in batch.reqs]
     info.grammars = grammars if any(grammars) else None
     return info
@@ -119,6 +124,7 @@ def for_forward(info: Any, overlap: bool) -> Any:
         return info
     copy = info.copy_for_forward()
     setattr(copy, BATCH_ATTRIBUTE, batch_of(info))
+    setattr(copy, SLOTS_ATTRIBUTE, getattr(info, SLOTS_ATTRIBUTE))
     return copy
 
 
@@ -132,12 +138,12 @@ class CountingHead:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return (hidden @ self.state.lm_head.weight.T)[:, :VOCAB]
 
-    def lazy(self, hidden: torch.Tensor) -> LazyLogits:
+    def lazy(self, hidden: torch.Tensor, captured: torch.Tensor | None = None) -> LazyLogits:
         def compute(hidden: torch.Tensor) -> torch.Tensor:
             self.computed.append(hidden)
             return self.logits(hidden)
 
-        return LazyLogits(hidden, VOCAB, self.state, compute)
+        return LazyLogits(hidden, VOCAB, self.state, compute, captured)
 
 
 class ModelRunner:
@@ -175,31 +181,33 @@ class ModelRunner:
 
 
 class SteadyServer:
-    """A server that draws the same batch step by step, at the same addresses. rows: the sampling parameters of each
-    request, or other arguments of ``request``. reports: whether each step reports its paths. paths: what served each
-    row of the last step, where that is reported."""
+    """A server that draws the same batch step by step, as the first rows of one of SGLang's CUDA graphs. rows: the
+    sampling parameters of each request, or other arguments of ``request``. paths: what served each row of the last
+    step. padded: rows of the graph, where these are more. captured: whether there is a graph."""
 
-    def __init__(self, device: torch.device, state: HeadState, rows: Sequence[dict], reports: bool = True) -> None:
+    captured = True
+
+    def __init__(self, device: torch.device, state: HeadState, rows: Sequence[dict], padded: int = 0) -> None:
         self.device, self.state, self.sampler = device, state, make_samplers()[0]
         self.runtime: Runtime = self.sampler.runtime
         serve(self.runtime, state)
-        self.runtime.settings.report_path = reports
         self.runner = ModelRunner(self.sampler, StepHooks(self.runtime))
         self.paths: list[str] = []
-        self.hidden = hidden_states(device, len(rows), dtype=state.head.lm_head.weight.dtype)
-        self.positions = torch.arange(len(rows), device=device)
+        self.hidden = hidden_states(device, max(padded, len(rows)), dtype=state.head.lm_head.weight.dtype)
+        self.positions = torch.arange(len(self.hidden), device=device)
         self.take(rows)
 
     def take(self, rows: Sequence[dict]) -> None:
-        """Draw another batch, of as many rows."""
+        """Draw another batch, of as many rows as the graph has, or fewer."""
         requests = [request(**{"rid": f"r{place}", **row}) for place, row in enumerate(rows)]
         self._batch = ScheduleBatch(requests, self.device)
         self.info = sampling_info(self._batch)
 
     def step(self, return_logprob: bool = False) -> list[int]:
         self.positions += 1
-        lazy = LazyLogits(self.hidden, VOCAB, self.state, self._logits)
-        tokens, output = self.runner.sample(lazy, self.info, return_logprob, positions=self.positions)
+        captured, rows = self.hidden if self.captured else None, len(self.info)
+        lazy = LazyLogits(self.hidden, VOCAB, self.state, self._logits, captured)[:rows]
+        tokens, output = self.runner.sample(lazy, self.info, return_logprob, positions=self.positions[:rows])
         self.paths = (output.customized_info or {}).get("flashsample_path", [])
         return tokens.tolist()
 

@@ -1,4 +1,5 @@
-"""One batch: parameters per row through filters and merges, who serves each row and why, seeds, and edits."""
+"""One batch: the kinds of its rows through filters and merges, who serves each row and why, seeds, and edits. The
+parameters of its requests: ``test_row_table.py``."""
 
 from __future__ import annotations
 
@@ -8,21 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from head_states import CPU, make_batch, request
+from head_states import CPU, gathered, make_batch, request
 
-from sgl_flashsample.kernels.params import Edit
+from sgl_flashsample.kernels.params import Edit, LogitEdits
 from sgl_flashsample.sglang.arrivals import Arrivals
 from sgl_flashsample.sglang.batch import (
-    TOP_K_OFF,
     Batch,
+    DrawKind,
+    Part,
     Routing,
     batch_of,
     edits_of,
     edits_of_nodes,
-    native_reason,
     routing_of,
 )
 from sgl_flashsample.sglang.hooks import StepHooks
+from sgl_flashsample.sglang.row_table import RowTable, native_reason
 
 GREEDY, TEMPERED = {"top_k": 1}, {"top_k": 1, "temperature": 0.5}
 
@@ -49,19 +51,6 @@ def test_a_custom_processor_counts_only_where_the_server_runs_them():
     assert native_reason(request(processor="x"), custom_processors=False) is None
 
 
-def test_what_a_row_asks_for_is_on_the_device_as_it_asked():
-    """SGLang sets temperature 1 for a greedy request; here greedy rows have temperature 0."""
-    row = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.25, "sampling_seed": 11}
-    tensors = make_batch(GREEDY, row).tensors
-    assert tensors.temperature.tolist() == pytest.approx([0.0, 0.7])
-    assert tensors.top_k.tolist() == [1, 5]
-    assert tensors.top_p.tolist() == pytest.approx([1.0, 0.9])
-    assert tensors.min_p.tolist() == [0.0, 0.25]
-    assert tensors.seed[1] == 11
-    dtypes = [torch.float32, torch.int64, torch.int32, torch.float32, torch.float32]
-    assert [tensor.dtype for tensor in tensors] == dtypes
-
-
 def distinct_rows(start: int, num_rows: int) -> list[dict]:
     """Rows that share no parameter."""
     return [
@@ -71,32 +60,45 @@ def distinct_rows(start: int, num_rows: int) -> list[dict]:
     ]
 
 
-def test_filters_and_merges_keep_every_row_with_all_its_parameters():
+def test_filters_and_merges_keep_the_kind_of_every_row():
     rows = distinct_rows(1, 6)
     first, second = make_batch(*rows[:4]), make_batch(*rows[4:])
-    merged = first.keep([2, 0], torch.tensor([2, 0])).followed_by(second.keep([1], torch.tensor([1])))
+    merged = first.keep([2, 0]).followed_by(second.keep([1]))
     want = make_batch(rows[2], rows[0], rows[5])
-    assert merged.rows == want.rows and len(merged) == 3
-    for name, tensor in merged.tensors._asdict().items():
-        assert torch.equal(tensor, getattr(want.tensors, name)), name
-    assert first.rows == make_batch(*rows[:4]).rows, "the batch of a forward under way does not change"
-    assert first.keep([], torch.tensor([], dtype=torch.int64)).rows == ()
+    assert merged.kinds == want.kinds and merged.rows == want.rows and len(merged) == 3
+    assert [merged.row(place) for place in range(3)] == list(want.rows)
+    assert merged.table is first.table
+    assert first.kinds == make_batch(*rows[:4]).kinds, "the batch of a forward under way does not change"
+    assert first.keep([]).rows == ()
+
+
+def scheduled(rows: list[dict], slots: list[int]) -> types.SimpleNamespace:
+    """A ``ScheduleBatch`` of SGLang's."""
+    requests = [request(**row) for row in rows]
+    return types.SimpleNamespace(reqs=requests, device=CPU, req_pool_indices_cpu=torch.tensor(slots))
 
 
 def test_our_batch_follows_sglangs_through_filters_merges_and_copies(runtime):
     hooks, rows = StepHooks(runtime), distinct_rows(1, 5)
     info, other, forward = (types.SimpleNamespace() for _ in range(3))
-    for each, its_rows in ((info, rows[:3]), (other, rows[3:])):
-        scheduled = types.SimpleNamespace(reqs=[request(**row) for row in its_rows], device=CPU)
-        hooks.from_schedule_batch(None, each, scheduled, 600)
+    hooks.from_schedule_batch(None, info, scheduled(rows[:3], [4, 2, 9]), 600)
+    hooks.from_schedule_batch(None, other, scheduled(rows[3:], [1, 7]), 600)
     hooks.filter_batch(None, info, [2, 0], torch.tensor([2, 0]))
     hooks.merge_batch(None, info, other)
     hooks.copy_for_forward(forward, info)
     batch, want = batch_of(forward), make_batch(rows[2], rows[0], *rows[3:])
-    assert batch is batch_of(info) and batch.rows == want.rows
-    assert all(map(torch.equal, batch.tensors, want.tensors))
+    assert batch is batch_of(info) and batch.kinds == want.kinds
+    got = gathered(batch, [9, 4, 1, 7])
+    assert all(map(torch.equal, got.tensors, gathered(want).tensors))
     hooks.merge_batch(None, info, types.SimpleNamespace())
     assert batch_of(info) is None, "of some of its rows nothing is known"
+
+
+def test_a_batch_whose_slots_cannot_be_read_is_sglangs_and_so_is_all_that_follows(runtime, caplog):
+    info, batch = types.SimpleNamespace(), scheduled([{}], [1])
+    del batch.req_pool_indices_cpu
+    StepHooks(runtime).from_schedule_batch(None, info, batch, 600)
+    assert batch_of(info) is None and "req_pool_indices_cpu" in runtime.inactive_reason
 
 
 def test_a_row_knows_what_sglangs_sampler_would_need_for_it_alone():
@@ -124,28 +126,31 @@ def test_a_row_knows_what_sglang_changes_in_its_logits(fields, edits):
     assert make_batch(fields).rows[0].edits == edits
 
 
+def test_a_grammar_is_an_edit_of_its_row():
+    batch = make_batch({}, {"grammar": object(), "logit_bias": {}})
+    assert [row.edits for row in batch.rows] == [Edit(0), Edit.BIAS | Edit.MASK] and batch.num_masked == 1
+
+
 def test_a_truncation_ends_with_the_last_row_that_has_one():
     batch = make_batch({}, {"top_p": 0.5, "top_k": 7}, {"min_p": 0.25}, GREEDY | {"top_p": 0.5})
-    assert batch.num_truncated == 2 and batch.truncation is not None
-    assert batch.truncation.top_k.tolist() == [TOP_K_OFF, 7, TOP_K_OFF, 1]
-    assert batch.truncation.top_p.tolist() == [1.0, 0.5, 1.0, 0.5]
-    assert batch.truncation.min_p.tolist() == [0.0, 0.0, 0.25, 0.0]
-    rest = batch.keep([0, 3], torch.tensor([0, 3]))
-    assert rest.truncation is None and rest.num_truncated == 0, "a greedy row has none"
+    assert batch.num_truncated == 2 and batch.mix.draw.truncated
+    rest = batch.keep([0, 3])
+    assert rest.num_truncated == 0 and not rest.mix.draw.truncated, "a greedy row has none"
 
 
 @pytest.mark.parametrize(
     "rows, max_top_k",
     [
         ([{"top_k": 5}, {"top_k": 33}, {}, GREEDY], 64),
-        ([{"top_k": 5}, {"top_k": 8, "top_p": 0.5}], 8),
+        ([{"top_k": 64}, {"top_k": 65, "top_p": 0.5}], 128),
+        ([{"top_k": 5}, {"top_k": 129}], None),
         ([{"top_k": 5}, {"top_p": 0.5}], None),
-        ([{"top_k": 5}, {"top_k": 8.5}], 8),  # SGLang refuses no fraction; one must not end our service
+        ([{"top_k": 5}, {"top_k": 64.5}], 64),  # SGLang refuses no fraction; one must not end our service
     ],
 )
-def test_the_largest_top_k_is_known_where_every_truncated_row_has_one(rows, max_top_k):
-    """Rounded up to a power of two: batches that differ below that share CUDA graphs."""
-    assert make_batch(*rows).truncation.max_top_k == max_top_k
+def test_the_largest_top_k_is_known_where_every_truncated_row_has_a_small_one(rows, max_top_k):
+    """Rounded up to a bound: batches that differ below that share CUDA graphs."""
+    assert make_batch(*rows).mix.draw.max_top_k == max_top_k
 
 
 @pytest.mark.parametrize(
@@ -162,12 +167,19 @@ def test_the_largest_top_k_is_known_where_every_truncated_row_has_one(rows, max_
 )
 def test_what_holds_for_the_whole_batch(rows, all_greedy, distribution_only):
     batch = make_batch(*rows)
-    assert (batch.all_greedy, batch.distribution_only) == (all_greedy, distribution_only)
-    positions = torch.arange(len(rows))
-    params = batch.params(positions, None)
-    assert (params.all_greedy, params.distribution_only) == (all_greedy, distribution_only)
-    assert (params.temperature, params.seed) == (batch.tensors.temperature, batch.tensors.seed)
-    assert params.position is positions and params.truncation is batch.truncation
+    assert (batch.mix.draw.all_greedy, batch.mix.draw.distribution_only) == (all_greedy, distribution_only)
+    assert not batch.mix.draw_of_nodes.distribution_only, "a draft is accepted where it equals the draw"
+    turned = batch.keep([*range(len(rows))][::-1] * 3)
+    assert turned.mix is batch.mix, "it depends on the kinds of rows, not on their order or number"
+
+
+def test_a_verification_of_drafts_ignores_min_p():
+    batch = make_batch({"min_p": 0.1}, {}, GREEDY)
+    assert batch.mix.draw == DrawKind(True, None, False, False)
+    assert batch.mix.draw_of_nodes == DrawKind(False, None, False, False)
+    both = make_batch({"min_p": 0.1}, {"top_k": 5, "min_p": 0.1})
+    assert both.mix.draw_of_nodes == DrawKind(True, 64, False, False)
+    assert make_batch(GREEDY, GREEDY).mix.draw_of_nodes == DrawKind(False, None, True, False)
 
 
 def test_a_tempered_greedy_row_needs_sglangs_logprob_only_beside_sampled_rows():
@@ -184,26 +196,30 @@ def seeds_of(arrivals: Arrivals, server_seed: int = 1, **params) -> list[int]:
     return [arrivals.seed_of(request(**params), server_seed) for _ in range(params["n"])]
 
 
+def seeds_drawn_with(*rows: dict) -> list[int]:
+    return gathered(make_batch(*rows)).seed.tolist()
+
+
 def samples_of(arrivals: Arrivals, *requests: Any) -> list[int]:
     return [arrivals.of(each).sample for each in requests]
 
 
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
 def test_a_request_draws_with_the_seed_that_it_gave(seed):
-    assert make_batch({"sampling_seed": seed}).tensors.seed.tolist() == [seed]
+    assert seeds_drawn_with({"sampling_seed": seed}) == [seed]
 
 
 @pytest.mark.parametrize("seed", [2**63, 2**70, -(2**63) - 1])
-def test_an_oversized_seed_still_fits_a_device_tensor(seed):
-    make_batch({"sampling_seed": seed})
+def test_an_oversized_seed_is_a_seed_of_64_bits(seed):
+    assert seeds_drawn_with({"sampling_seed": seed}) == [(seed + 2**63) % 2**64 - 2**63]
 
 
 @pytest.mark.parametrize("seed", ["x", "7", 7.0, float("nan"), [7], {"seed": 7}], ids=str)
 def test_what_is_no_integer_is_no_seed(seed):
     """SGLang 0.5.17 lets it through."""
     assert seeds_of(Arrivals(), sampling_seed=seed, n=2) == seeds_of(Arrivals(), n=2)
-    batch = make_batch({"sampling_seed": seed})
-    assert batch.tensors.seed.tolist() == make_batch({}).tensors.seed.tolist() and not batch.rows[0].seeded
+    assert seeds_drawn_with({"sampling_seed": seed}) == seeds_drawn_with({})
+    assert not make_batch({"sampling_seed": seed}).rows[0].seeded
 
 
 def test_requests_without_a_seed_have_seeds_of_their_own_whatever_their_ids():
@@ -235,8 +251,8 @@ def test_any_text_may_be_an_id():
 def test_a_request_that_cannot_be_read_is_counted():
     """A rank that can read it counts on alike."""
     arrivals, same = Arrivals(), Arrivals()
-    Batch.of_requests([types.SimpleNamespace(), request()], 1, True, CPU, arrivals)
-    Batch.of_requests([request(), request()], 1, True, CPU, same)
+    Batch.of_requests([types.SimpleNamespace(), request()], [1, 2], RowTable(CPU), 1, True, arrivals)
+    Batch.of_requests([request(), request()], [1, 2], RowTable(CPU), 1, True, same)
     assert arrivals.of(request()).number == same.of(request()).number
 
 
@@ -337,21 +353,53 @@ def test_rows_with_a_grammar_are_sglangs_once_grammars_cannot_be_fused():
 
 
 def test_a_batch_that_stays_as_it_is_has_one_routing_for_all_its_steps():
-    batch, grammars = make_batch({}, {}), [None, object()]
-    first = route(batch, grammars, (True, [0, 0], [None, [1]], False))
-    assert route(batch, [None, object()], (True, [0, 0], [None, [2]], False)) is first
+    batch, logprobs = make_batch({}, {}), (True, [0, 0], [None, [1]], False)
+    first = route(batch, [None, object()], logprobs)
+    assert route(batch, None, (True, [0, 0], [None, [2]], False)) is first
     others = [
-        route(batch, None, (True, [0, 0], [None, [1]], False)),
-        route(batch, [object(), None], (True, [0, 0], [None, [1]], False)),
-        route(batch, grammars, (True, [0, 1], [None, [1]], False)),
-        route(batch, grammars, (True, [0, 0], [None, None], False)),
-        route(batch, grammars, NO_LOGPROBS),
-        route(batch, grammars, (True, None, None, False)),
-        route(batch, grammars, (True, [0, 0], [None, [1]], False), fuse_grammars=False),
+        route(batch, [object(), None], logprobs, fuse_grammars=False),
+        route(batch, [None, object()], logprobs, fuse_grammars=False),
+        route(batch, [None, object()], (True, None, None, False), fuse_grammars=False),
+        route(batch, [None, object()], fuse_grammars=False),
+        route(batch, None, (True, [0, 1], [None, [1]], False)),
+        route(batch, None, (True, [0, 1], [None, None], False)),
+        route(make_batch({}, {}), None, logprobs),
         route(batch),
-        route(make_batch({}, {}), grammars, (True, [0, 0], [None, [1]], False)),
     ]
     assert len({id(each) for each in [first, *others]}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    "grammars, logprobs",
+    [
+        (None, NO_LOGPROBS),
+        ([None, object()], (True, [0, 0], [None, None], False)),
+        (None, (True, None, None, False)),
+        (None, (False, [0, 2], [None, [1]], True)),
+    ],
+)
+def test_a_step_in_which_every_row_is_fused_is_routed_without_a_look_at_each(monkeypatch, grammars, logprobs):
+    batch = make_batch({}, {"top_p": 0.5})
+    batch.mix.is_native, batch.mix.has_other_logprobs  # known of these kinds  # noqa: B018
+    monkeypatch.setattr(Batch, "rows", property(lambda batch: 1 / 0))
+    monkeypatch.setattr(Batch, "row", lambda batch, place: 1 / 0)
+    routing = route(batch, grammars, logprobs)
+    assert routing is batch.fused is route(batch)
+    assert not routing.native and not routing.all_native and routing.counts == {("fused", ""): 2}
+    assert routing.part(batch) == Part(Edit(0), 0, 1)
+
+
+def test_a_routing_of_fused_rows_is_that_which_a_look_at_each_row_would_make():
+    for num_rows in (0, 1, 5):
+        quick, slow = Routing.all_fused(num_rows), Routing((None,) * num_rows)
+        assert (quick.native, quick.all_native, quick.labels) == (slow.native, slow.all_native, slow.labels)
+        assert dict(quick.counts) | {("fused", ""): num_rows} == dict(slow.counts) | {("fused", ""): num_rows}
+
+
+def test_a_routing_knows_what_its_fused_rows_have():
+    batch = make_batch({"top_p": 0.5} | PENALISED, BIASED | BEAM | {"top_k": 4}, {"grammar": object()}, GREEDY)
+    assert batch.fused.part(batch) == Part(Edit.ADDITIVE | Edit.BIAS | Edit.MASK, 1, 2)
+    assert route(batch).part(batch) == Part(Edit.ADDITIVE | Edit.MASK, 1, 1), "without the beam search"
 
 
 def test_a_routing_names_what_serves_each_row_and_counts_it():
@@ -390,6 +438,12 @@ class Info:
 PENALISED, BIASED = {"frequency_penalty": 1.0}, {"logit_bias": {"3": 1.0}}
 
 
+def flags_of(batch: Batch, edits: LogitEdits) -> list[int]:
+    """The flags that the kernels see."""
+    rows = gathered(batch, edits=edits.given, nodes=edits.repeats).edits if edits.rows is None else edits.rows
+    return rows.tolist()
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 def test_edits_are_given_and_flagged_where_a_fused_row_has_them(overlap):
     grammar, info = object(), Info(2, [None, None], overlap=overlap)
@@ -400,22 +454,47 @@ def test_edits_are_given_and_flagged_where_a_fused_row_has_them(overlap):
         ([{}, BIASED], [None, grammar], Edit.MASK | Edit.BIAS, [0, Edit.MASK | Edit.BIAS]),
         ([PENALISED | BEAM, BIASED], [grammar, None], Edit.BIAS, [0, Edit.BIAS]),
     ):
+        rows = [row | {"grammar": grammar} for row, grammar in zip(rows, grammars, strict=True)]
         batch, info.grammars = make_batch(*rows), grammars
-        routing = route(batch, grammars)
-        edits = edits_of(batch, routing, info)
+        edits = edits_of(batch, route(batch, grammars), info, CPU)
         assert (edits.given if edits is not None else Edit(0)) == given
-        assert flags is None or edits.rows.tolist() == [int(flag) for flag in flags]
         if edits is not None:
-            again = edits_of(batch, routing, info)
-            assert again.rows is edits.rows, "made once for all steps of the batch"
+            assert edits.rows is None, "the table has the flags of requests"
+            served = [reason is None for reason in route(batch, grammars).reasons]
+            seen = [flag * fused for flag, fused in zip(flags_of(batch, edits), served, strict=True)]
+            assert seen == [int(flag) for flag in flags]
     assert info.grammar_mask is None and (overlap or info.acc_additive_penalties is None), "the whole batch's stay"
+
+
+@pytest.mark.parametrize(
+    "scheduled, now, given, flags",
+    [
+        ([True, False], [True, False], Edit.MASK, None),
+        ([True, False], [False, False], Edit(0), None),
+        ([True, True], [True, False], Edit.MASK, [Edit.MASK, 0]),
+        ([False, False], [True, False], Edit.MASK, [Edit.MASK, 0]),
+        ([True, False], [True, True], Edit.MASK, [Edit.MASK, Edit.MASK]),
+    ],
+)
+def test_a_grammar_that_came_or_went_after_its_request_was_scheduled_counts(scheduled, now, given, flags):
+    grammar = object()
+    batch = make_batch(*({"grammar": grammar if has else None} for has in scheduled))
+    grammars = [grammar if has else None for has in now]
+    info = Info(2, grammars)
+    edits = edits_of(batch, route(batch, grammars), info, CPU)
+    assert (edits.given if edits is not None else Edit(0)) == given
+    if given:
+        want = [Edit.MASK if has else Edit(0) for has in now]
+        assert flags_of(batch, edits) == want and info.grammar_mask is None
+        assert (edits.rows is None) == (flags is None), "the host says them only where those of the table do not hold"
+        assert edits_of(batch, route(batch, grammars), info, CPU).rows is edits.rows, "made once for all steps"
 
 
 @pytest.mark.parametrize("mask", [torch.zeros(2, 1), torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2).int()])
 def test_a_grammar_whose_mask_is_in_no_known_form_is_refused(mask):
     batch, grammars = make_batch({}, {}), [None, object()]
     with pytest.raises(ValueError, match=r"its mask is .*; expected"):
-        edits_of(batch, route(batch, grammars), Info(2, grammars, mask=mask))
+        edits_of(batch, route(batch, grammars), Info(2, grammars, mask=mask), CPU)
 
 
 # A grammar and min_new_tokens.
@@ -434,10 +513,11 @@ def words(*allowed: int) -> torch.Tensor:
 
 def contested_flags(masks: list[torch.Tensor], additive: torch.Tensor, *rows: dict) -> list[int]:
     """The flags of rows that all have a grammar."""
-    batch, grammars = make_batch(*rows), [object()] * len(rows)
+    grammars = [object()] * len(rows)
+    batch = make_batch(*(row | {"grammar": grammars[0]} for row in rows))
     info = Info(len(rows), grammars, overlap=True, mask=torch.cat(masks))
     info.acc_additive_penalties = additive
-    return edits_of(batch, route(batch, grammars), info).rows.tolist()
+    return flags_of(batch, edits_of(batch, route(batch, grammars), info, CPU))
 
 
 @pytest.mark.parametrize("allowing", [bools, words])
@@ -458,29 +538,33 @@ def test_ids_beyond_the_words_of_a_mask_are_allowed_and_may_go_on():
 
 
 def test_flags_of_contested_rows_follow_the_steps_at_one_address():
-    batch, grammars = make_batch(KEEPS_GOING, {}), [object(), None]
+    grammars = [object(), None]
+    batch = make_batch(KEEPS_GOING | {"grammar": grammars[0]}, {})
     routing, info = route(batch, grammars), Info(2, grammars, overlap=True)
     info.acc_additive_penalties = NO_STOP.repeat(2, 1)
     seen = []
     for mask in (words(STOP), words(STOP, 3)):
         info.mask = torch.cat([mask, words()])
-        rows = edits_of(batch, routing, info).rows
+        rows = edits_of(batch, routing, info, CPU).rows
         seen.append((rows.data_ptr(), rows.tolist()))
     assert [flags for _, flags in seen] == [[Edit.MASK, 0], [Edit.ADDITIVE | Edit.MASK, 0]]
     assert len({address for address, _ in seen}) == 1
 
 
 def test_a_grammar_wins_at_the_nodes_of_drafts_where_it_is_complete():
-    batch, grammars = make_batch({}, KEEPS_GOING), [None, object()]
+    grammars = [None, object()]
+    batch = make_batch({}, KEEPS_GOING | {"grammar": grammars[1]})
     routing, info = route(batch, grammars), Info(2, grammars, overlap=True)
     masks = types.SimpleNamespace(vocab_mask=torch.cat([words(0), words(0), words(STOP), words(STOP, 3)]))
     both = Edit.ADDITIVE | Edit.MASK
     info.acc_additive_penalties = None
-    assert edits_of_nodes(batch, routing, info, masks, 2).rows.tolist() == [0, 0, Edit.MASK, Edit.MASK]
+    edits = edits_of_nodes(batch, routing, info, masks, 2, CPU)
+    assert edits.rows is None and flags_of(batch, edits) == [0, 0, Edit.MASK, Edit.MASK]
     info.acc_additive_penalties = torch.cat([torch.zeros(1, 8), NO_STOP])
-    assert edits_of_nodes(batch, routing, info, masks, 2).rows.tolist() == [0, 0, Edit.MASK, both]
+    edits = edits_of_nodes(batch, routing, info, masks, 2, CPU)
+    assert edits.rows.tolist() == [0, 0, Edit.MASK, both]
 
 
 def test_a_batch_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        make_batch({}).rows = ()
+        make_batch({}).kinds = b""

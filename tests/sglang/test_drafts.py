@@ -23,12 +23,13 @@ from sgl_flashsample import sample_from_logits
 from sgl_flashsample.kernels.params import BatchParams
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, batch_of
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, DraftMode, Drafts, start
+from sgl_flashsample.sglang.draw import launch
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import plain
 from sgl_flashsample.sglang.runtime import Runtime
-from sgl_flashsample.sglang.sampler import launch
 from sgl_flashsample.tools import markov
 from sgl_flashsample.tools import server as demo_server
 
@@ -96,6 +97,7 @@ class Server:
         batch = types.SimpleNamespace(sampling_info=info, return_logprob=top_logprobs > 0, token_ids_logprobs=None)
         batch.top_logprobs_nums = [top_logprobs] * (0 if info is None else len(info))
         batch.has_grammar = grammars
+        batch.req_pool_indices = getattr(info, SLOTS_ATTRIBUTE, None)
         self.drafts.load(None, batch)
 
     def call(self, batch: types.SimpleNamespace, hidden: torch.Tensor) -> torch.Tensor:
@@ -292,7 +294,7 @@ def test_a_pass_that_drafts_nothing_is_left_alone(server, head, hidden, info_of,
     batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
     nothing = types.SimpleNamespace(next_token_logits=None)  # what an autotuner of SGLang's computes
     assert coupled.drafts.draw(None, (None, None, None, batch), {}, nothing) is None
-    want = drawn(head.logits(states[:1]), [1.0], coupled.drafts._seed[:1].tolist(), [1])
+    want = drawn(head.logits(states[:1]), [1.0], coupled.drafts._rows.seed[:1].tolist(), [1])
     assert coupled.call(batch, states[:1]).argmax(-1).tolist() == want and coupled.computed == 4 * len(states)
 
 
@@ -449,14 +451,14 @@ def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, in
         coupled.runtime.no_grammars_reason = "off"
     coupled.load(info, top_logprobs=2 if case == "top logprobs" else 0, grammars=case == "no grammars")
     assert torch.equal(coupled.call(batch, states).argmax(-1), best)
-    assert not coupled.drafts._temperature.any(), "what graphs read that were captured already"
+    assert not coupled.drafts._rows.temperature.any(), "what graphs read that were captured already"
 
 
 @needs_sglang
 def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_changes(server, hidden, info_of, device):
     coupled = server()
     drafts = coupled.drafts
-    tensors = [drafts._temperature, drafts._seed, *drafts._head.workspaces[0].splits]
+    tensors = [drafts._rows.temperature, drafts._rows.seed, *drafts._head.workspaces[0].splits]
     places = [tensor.data_ptr() for tensor in tensors]
     first, second = (
         info_of([request(str(row), temperature=t, sampling_seed=row + 5) for row in range(count)])
@@ -471,9 +473,27 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
     rows = REQUESTS * NODES
     batch = forward_batch("DRAFT_EXTEND_V2", torch.arange(rows, device=device), REQUESTS)
     coupled.call(batch, hidden(rows))
-    tensors = [drafts._temperature, drafts._seed, *drafts._head.workspaces[0].splits]
+    tensors = [drafts._rows.temperature, drafts._rows.seed, *drafts._head.workspaces[0].splits]
     assert [tensor.data_ptr() for tensor in tensors] == places
-    assert drafts._temperature[:4].tolist() == pytest.approx([0.9] * 4) and drafts._seed[:4].tolist() == [5, 6, 7, 8]
+    assert drafts._rows.temperature[:4].tolist() == pytest.approx([0.9] * 4) and drafts._rows.seed[:4].tolist() == [
+        5,
+        6,
+        7,
+        8,
+    ]
+
+
+@needs_sglang
+def test_drafts_are_drawn_with_the_parameters_of_the_requests_that_are_left_in_the_batch(server, info_of, device):
+    coupled = server()
+    info = info_of([request(str(row), temperature=0.5 + row, sampling_seed=row + 5) for row in range(4)])
+    coupled.load(info)
+    setattr(info, BATCH_ATTRIBUTE, batch_of(info).keep([3, 1]))
+    setattr(info, SLOTS_ATTRIBUTE, torch.tensor([4, 2, 9], device=device))  # SGLang's may be longer than the batch
+    coupled.load(info)
+    rows = coupled.drafts._rows
+    assert rows.temperature[:2].tolist() == [3.5, 1.5] and rows.seed[:2].tolist() == [8, 6]
+    assert coupled.runtime.draws_drafts
 
 
 @needs_sglang
@@ -644,7 +664,7 @@ def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
         coupled.load(info_of([request("1", temperature=5.0)]))
         assert torch.equal(coupled.call(batch, states), head.logits(states))
     (line,) = [record.message for record in caplog.records if "drafts are SGLang's" in record.message]
-    assert not coupled.drafts._temperature.any(), "what graphs read"
+    assert not coupled.drafts._rows.temperature.any(), "what graphs read"
     assert line.endswith("the same: until restart, after RuntimeError: no kernel")
     assert coupled.runtime.inactive_reason is None and coupled.runtime.draft_head is head.state, "its screen lives on"
 

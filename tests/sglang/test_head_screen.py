@@ -9,14 +9,15 @@ import types
 import pytest
 import torch
 from head_states import (
+    VOCAB,
     CountingCapture,
     hidden_states,
     is_serving,
-    make_batch,
     make_state,
     mixed_temperatures,
     screening_table,
     settle,
+    step_of,
     weights,
     write_unseen,
 )
@@ -40,8 +41,10 @@ from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.sglang import screen_lifecycle
+from sgl_flashsample.sglang.draw import draw
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
+from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.metrics import LOG_SECONDS_VARIABLE
 from sgl_flashsample.sglang.screen_lifecycle import (
     FIRST_PAUSE_SECONDS,
@@ -133,11 +136,10 @@ def test_a_screen_takes_no_more_than_its_share_of_the_free_memory(free_memory, m
 
 def tokens(state: HeadState, return_logprob: bool = False) -> list[int]:
     """The tokens of a batch with rows of all temperatures."""
-    from sgl_flashsample.sglang.sampler import draw
-
     device = state.head.lm_head.weight.device
-    batch, positions = mixed_temperatures(device), torch.arange(6, device=device)
-    return draw(state, hidden_states(device), batch, None, positions, return_logprob).token_ids.tolist()
+    lazy = LazyLogits(hidden_states(device), VOCAB, state, lambda hidden: pytest.fail("logits"))
+    step = step_of(mixed_temperatures(device), torch.arange(6, device=device), None, return_logprob)
+    return draw(lazy, step).token_ids.tolist()
 
 
 def screened_rows(state: HeadState) -> int:
@@ -422,24 +424,22 @@ def pausing(device, clock, one_rank, monkeypatch):
     return make
 
 
-def test_no_token_and_no_graph_outlives_the_beginning_or_the_end_of_a_pause_and_the_log_tells_of_it(
-    pausing, device, clock
-):
+def test_a_pause_has_graphs_of_its_own_its_tokens_are_the_same_and_the_log_tells_of_it(pausing, device, clock):
     capture = CountingCapture()
     screened, plain = pausing(outlier_state(device, screened=True, capture=capture)), pausing(outlier_state(device))
-    state, positions, seen = screened.state, torch.zeros(1, dtype=torch.int64), []
+    state, seen = screened.state, []
     for step in range(8):
         if step == 6:
             clock[0] += FIRST_PAUSE_SECONDS
         assert screened.step() == plain.step()
-        assert state.step_graphs(make_batch({}), None, positions) is not None
+        assert state.graphs is not None
         log = screened.runtime.metrics.summary()
         seen.append((state.head.screen is not None, capture.pools, ", paused;" in log))
     assert seen == [
         *[(True, 1, False)] * 2,
         (True, 1, True),  # it pauses from the next step on
         *[(False, 2, True)] * 3,  # the graphs of before have the screen in them
-        *[(True, 3, False)] * 2,  # and those of the pause would never take the screen again
+        *[(True, 2, False)] * 2,  # and wait for it
     ]
 
 

@@ -58,6 +58,16 @@ def test_a_slice_of_rows_stays_lazy_and_carries_those_rows(lazy, compute, hidden
     assert torch.equal(piece.dense(), hidden[index] @ WEIGHT.T)
 
 
+def test_the_first_rows_know_the_states_of_the_captured_graph_and_other_rows_do_not(hidden, compute):
+    """SGLang cuts the padding off its graph's output; a draw of the whole has these rows first."""
+    lazy = LazyLogits(hidden[:5], 50, "source", compute, hidden)
+    for index in (slice(0, 4), slice(None, 2), slice(None), slice(0, 0), slice(0, 3, 1)):
+        assert lazy[index].captured is hidden and lazy[index][:1].captured is hidden
+    for index in (slice(1, 4), slice(3, None), slice(-5, None), slice(-2, None)):
+        assert lazy[index].captured is None and lazy[index][:1].captured is None
+    assert LazyLogits(hidden, 50, "source", compute)[:2].captured is None, "no graph has them"
+
+
 READERS = {
     "argmax": lambda z: torch.argmax(z, -1),
     "method": lambda z: z.softmax(-1),

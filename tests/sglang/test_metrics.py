@@ -16,6 +16,7 @@ from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.sglang import metrics
 from sgl_flashsample.sglang.batch import Routing
 from sgl_flashsample.sglang.metrics import LOG_SECONDS_VARIABLE, DeviceCounters, Metrics
+from sgl_flashsample.sglang.step_graphs import StepCounts
 
 FUSED, MIXED = Routing((None,) * 500), Routing((None, "top_logprobs", "top_logprobs"))
 
@@ -72,6 +73,17 @@ def test_metrics_say_how_far_a_screen_could_tell():
     assert counted.summary() == f"{line}, paused"
 
 
+def test_metrics_say_how_many_steps_were_replayed():
+    counted, steps = Metrics(prometheus=False), StepCounts(launched=3)
+    counted.add_steps(steps)
+    assert counted.summary() == "", "without a replayed step, the summary does not name them"
+    for _ in range(2):
+        steps.replayed, steps.launched, steps.late_captures = 1_000, 5, 2
+        counted.add_steps(steps)
+        assert steps == StepCounts(), "nothing is added twice"
+    assert counted.summary() == "since the start: 2,000 of 2,013 decode steps by CUDA graphs"
+
+
 def test_prometheus_has_the_same_numbers(prometheus):
     counted = Metrics(prometheus=True)
     for routing in (FUSED, MIXED):
@@ -83,6 +95,10 @@ def test_prometheus_has_the_same_numbers(prometheus):
     assert [prometheus("batches_total", **each) for each in (fused, native)] == [2, 1]
     assert [prometheus(f"{name}_rows_total") for name in ("truncated", "searched")] == [14, 3]
     assert prometheus("host_seconds_count") == 2 and prometheus("host_seconds_sum") > 0
+    for _ in range(2):
+        counted.add_steps(StepCounts(replayed=30, launched=5, late_captures=2, late_compiles=4))
+    steps = ("replayed_steps", "launched_steps", "late_captures", "late_compiles")
+    assert [prometheus(f"{name}_total") for name in steps] == [60, 10, 4, 8]
     for paused in (True, True, False):
         counted.add_screened([SCREENED[counter] for counter in ScreenCounter], paused)
         assert prometheus("screen_paused") == paused

@@ -138,15 +138,49 @@ def test_without_a_cuda_driver_the_server_goes_without(gpu, monkeypatch, caplog)
 def test_it_is_added_where_a_capture_leaves_the_logits_to_us(monkeypatch, capturing, deferred, added):
     runtime = Runtime("a test")
     runtime._extra_root = root_of(driver := Driver())
-    state = types.SimpleNamespace()
+    state = types.SimpleNamespace(captured={}, was_recaptured=False)
     monkeypatch.setattr(runtime, "can_defer", lambda *_: state if deferred else None)
     monkeypatch.setattr(runtime_module, "_is_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=STREAM))
     logits = StepHooks(runtime).get_logits(
-        lambda *_: "logits", types.SimpleNamespace(vocab_size=8), torch.zeros(2, 4), None, None
+        lambda *_: "logits", types.SimpleNamespace(vocab_size=8), torch.zeros(2, 4), None, metadata_of("decode")
     )
     assert isinstance(logits, LazyLogits) is deferred
     assert len(driver.added) == added
+
+
+def metadata_of(mode: str) -> types.SimpleNamespace:
+    """The facts that SGLang tells a LogitsProcessor of a forward in this mode."""
+    modes = ("decode", "extend", "target_verify", "draft_extend_v2")
+    forward_mode = types.SimpleNamespace(**{f"is_{name}": lambda name=name: name == mode for name in modes})
+    return types.SimpleNamespace(forward_mode=forward_mode)
+
+
+@pytest.mark.parametrize(
+    "capturing, mode, draft, kept",
+    [
+        (True, "decode", False, True),
+        (True, "target_verify", False, True),
+        (False, "decode", False, False),
+        (True, "draft_extend_v2", True, False),
+        (True, "decode", True, False),
+    ],
+)
+def test_hidden_states_of_a_captured_model_are_kept_for_the_graphs_of_its_steps(
+    monkeypatch, capturing, mode, draft, kept
+):
+    """SGLang's graphs write them at the same place in each step; drafts are drawn within SGLang's graphs."""
+    runtime, processor, hidden = Runtime("a test"), types.SimpleNamespace(vocab_size=8), torch.zeros(4, 4)
+    state = types.SimpleNamespace(captured={}, was_recaptured=False)
+    if draft:
+        runtime._draft_processors.add(id(processor))
+    monkeypatch.setattr(runtime, "can_defer", lambda *_: state)
+    monkeypatch.setattr(runtime_module, "_is_capturing", lambda: capturing)
+    logits = StepHooks(runtime).get_logits(lambda *_: "logits", processor, hidden, None, metadata_of(mode))
+    assert (state.captured.get(4) is hidden) is kept and bool(state.captured) is kept
+    assert (logits.captured is hidden) is (logits[:3].captured is hidden) is capturing
+    assert logits[1:].captured is None, "they do not begin where a graph has them"
+    assert not state.was_recaptured
 
 
 @pytest.mark.gpu

@@ -17,7 +17,14 @@ from sglang_batches import for_forward, grammar, request
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_flashsample.kernels.params import SampleOutput
-from sgl_flashsample.sglang.batch import PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, Routing, batch_of, routing_of
+from sgl_flashsample.sglang.batch import (
+    PREPROCESS_ATTRIBUTE,
+    REASON_ATTRIBUTE,
+    SLOTS_ATTRIBUTE,
+    Routing,
+    batch_of,
+    routing_of,
+)
 
 pytestmark = needs_sglang
 
@@ -188,7 +195,8 @@ def test_sglangs_sampler_is_called_with_what_its_rows_asked_for_and_their_positi
     output, positions = LogitsProcessorOutput(head.lazy(states)), torch.tensor([10, 20, 30, 40], device=device)
     call = Call(output, info, True, [0, 2, 3, 1], [None, None, [6], [7]], positions)
     routing = Routing((None, "sampling_mask") * 2)
-    NativeRows(info, batch_of(info), routing).sample(lambda *arguments: calls.append(arguments), None, call)
+    rows = NativeRows(info, batch_of(info), routing, device)
+    rows.sample(lambda *arguments: calls.append(arguments), None, call)
     ((their_output, their_info, *others, their_positions),) = calls
     torch.testing.assert_close(their_output.next_token_logits, head.logits(states)[[1, 3]])
     assert len(their_info) == 2
@@ -201,7 +209,7 @@ def native_info(info, routing: Routing | None = None, return_logprob: bool = Fal
 
     batch = batch_of(info)
     routing = routing or routing_of(batch, info, return_logprob, None, None, False, True)
-    return NativeRows(info, batch, routing).info(info, return_logprob)
+    return NativeRows(info, batch, routing, info.temperatures.device).info(info, return_logprob)
 
 
 def test_the_rows_of_sglangs_sampler_are_a_batch_of_their_own(info_of, disallow):
@@ -275,7 +283,8 @@ def test_a_batch_of_one_kind_is_not_cut(runners, head, info_of, hidden, requests
     info = info_of([request(str(place), **fields) for place, fields in enumerate(requests)])
     _, output = runners[0].sample(head.lazy(hidden(2)), info)
     assert [tuple(each.shape) for each in head.computed] == ([] if shape is None else [shape])
-    assert all(routing.native_rows is None for routing in batch_of(info).routings.values())
+    batch = batch_of(info)
+    assert all(routing.native_rows is None for routing in (batch.fused, *batch.routings.values()))
     assert not hasattr(output, PREPROCESS_ATTRIBUTE), "done, or not needed"
 
 
@@ -325,6 +334,15 @@ def test_a_request_that_cannot_be_read_is_sglangs_as_it_asks_and_the_rows_beside
     got, output = runners[0].sample(head.lazy(states), info_of(rows()))
     assert output.customized_info == {"flashsample_path": ["fused", "native:unreadable", "fused"]}
     assert got.tolist() == [alone.item(), *head.logits(states[1:]).argmax(-1).tolist()]
+
+
+@pytest.mark.parametrize("slots", [None, [1], [1, 2, 3]])
+def test_rows_whose_slots_are_not_known_are_sglangs(runners, head, info_of, hidden, slots):
+    info, states = info_of([request("a", **GREEDY), request("b", **GREEDY)]), hidden(2)
+    setattr(info, SLOTS_ATTRIBUTE, slots and torch.tensor(slots))
+    got, output = runners[0].sample(head.lazy(states), info)
+    assert output.customized_info == {"flashsample_path": ["native:unknown_rows"] * 2}
+    assert got.tolist() == head.logits(states).argmax(-1).tolist()
 
 
 def test_a_grammar_of_an_unknown_kind_is_sglangs_from_the_next_step_on_with_one_warning(

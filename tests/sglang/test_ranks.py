@@ -18,16 +18,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_states import CPU, RANK_ROWS, CountingCapture, Model, hidden_states, make_state, rank_batches, serve
+from head_states import (
+    CPU,
+    RANK_ROWS,
+    VOCAB,
+    CountingCapture,
+    Model,
+    hidden_states,
+    make_state,
+    rank_batches,
+    serve,
+    step_of,
+)
 from serving import needs_sglang
 from sglang_batches import request
 
 from sgl_flashsample.kernels.params import SampleOutput
+from sgl_flashsample.kinds import SamplingPath
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
+from sgl_flashsample.sglang.draw import draw
 from sgl_flashsample.sglang.exchange import RankSync
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
+from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.runtime import RankError, Runtime
 from sgl_flashsample.sglang.step_graphs import PATIENCE
 from sgl_flashsample.tools.server import free_port
@@ -102,9 +116,9 @@ def test_without_a_fault_both_ranks_draw_the_tokens_of_one_rank_with_the_seed_of
     assert first == second and first["reason"] is None and first["screen"] and first["seed"] == 1234
     assert first["memory"]
     assert first["gathered"] == [[1, 320]], "SGLang's own gather has connected the ranks before any step"
-    state = make_state(torch.device("cpu"))
-    hidden, positions = hidden_states(torch.device("cpu"), RANK_ROWS), torch.arange(RANK_ROWS)
-    drawn = [state.head.draw(hidden, batch.params(positions, None), path="logits") for batch, _ in rank_batches()]
+    state = make_state(CPU)
+    lazy, state.path = lazy_of(state), SamplingPath.LOGITS
+    drawn = [draw(lazy, step_of(batch, torch.arange(RANK_ROWS), None, False)) for batch, _ in rank_batches()]
     assert first["tokens"] == [out.token_ids.tolist() for out in drawn]
 
 
@@ -325,34 +339,34 @@ def test_a_rank_without_memory_in_a_step_ends_instead_of_leaving_the_others_alon
 
 def test_steps_of_ranks_without_common_memory_are_launched():
     """A graph must not hold a collective: it would wait for ranks that launch what this one replays."""
-    state, batch, positions = make_state(CPU, capture=CountingCapture()), rank_batches()[0][0], torch.arange(RANK_ROWS)
+    state, kind = make_state(CPU, capture=CountingCapture()), rank_batches()[0][0].mix.draw
     state.update(RANK_ROWS)
     for memory in (None, object()):
         state.exchange = types.SimpleNamespace(memory_for=lambda num_rows, memory=memory: memory)
-        assert (state.step_graphs(batch, None, positions) is None) is (memory is None)
+        assert (state.step_graphs(RANK_ROWS, kind, edited=False) is None) is (memory is None)
 
 
-@needs_sglang
+def lazy_of(state: HeadState) -> LazyLogits:
+    """The logits of a step in one of SGLang's CUDA graphs."""
+    hidden = hidden_states(CPU, RANK_ROWS)
+    return LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), hidden)
+
+
 def test_each_step_is_exchanged_whether_launched_or_replayed():
-    from sgl_flashsample.sglang import sampler
-
     state, merged = make_state(CPU, capture=CountingCapture()), []
     exchange = types.SimpleNamespace(memory_for=lambda num_rows: "memory", num_ranks=1, rank=0)
     exchange.merge = lambda drawn: merged.append(drawn) or drawn
     state.exchange, steps = exchange, 12
-    hidden, batch, positions = hidden_states(CPU, RANK_ROWS), rank_batches()[0][0], torch.arange(RANK_ROWS)
+    lazy, step = lazy_of(state), step_of(rank_batches()[0][0], torch.arange(RANK_ROWS), None, False)
     for _ in range(steps):
-        sampler.draw(state, hidden, batch, None, positions, return_logprob=False)
+        draw(lazy, step)
     replays = state._capture.replays
     assert replays and len(merged) == steps + len(state._capture.graphs), "a capture here draws once more than on a GPU"
 
 
-@needs_sglang
 @pytest.mark.parametrize("kind", ["plain", "truncated"])
 def test_what_a_rank_draws_before_the_exchange_lives_as_long_as_the_graph_that_writes_there(kind):
     """Else it would lie where the tokens of another graph are."""
-    from sgl_flashsample.sglang import sampler
-
     state, drawn = make_state(CPU, capture=CountingCapture()), []
 
     def merge(out: SampleOutput) -> SampleOutput:
@@ -362,16 +376,13 @@ def test_what_a_rank_draws_before_the_exchange_lives_as_long_as_the_graph_that_w
     memory = types.SimpleNamespace(own_logits=torch.empty(RANK_ROWS, len(state.lm_head.weight)))
     exchange = types.SimpleNamespace(memory_for=lambda num_rows: memory, num_ranks=1, rank=0, merge=merge)
     exchange.draw_rows = lambda logits, params, draw: merge(draw(logits, params))
-    hidden, positions, batch = (
-        hidden_states(CPU, RANK_ROWS),
-        torch.arange(RANK_ROWS),
-        rank_batches()[kind == "truncated"],
-    )
+    batch, _ = rank_batches()[kind == "truncated"]
+    lazy, step = lazy_of(state), step_of(batch, torch.arange(RANK_ROWS), None, False)
     state.update(RANK_ROWS)
     state.exchange = exchange
-    for _ in range(2 * PATIENCE):
+    for _ in range(PATIENCE + 1):
         drawn.clear()
-        sampler.draw(state, hidden, batch[0], None, positions, return_logprob=False)
+        draw(lazy, step)
     (graph,) = state._capture.graphs
     gc.collect()
     assert graph.capture.replays == 1

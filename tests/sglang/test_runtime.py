@@ -16,7 +16,18 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from head_states import Model, Processor, hidden_states, make_batch, make_head, make_state, serve, weights
+from head_states import (
+    CPU,
+    CountingCapture,
+    Model,
+    Processor,
+    hidden_states,
+    make_batch,
+    make_head,
+    make_state,
+    serve,
+    weights,
+)
 from serving import needs_sglang
 from sglang_batches import ModelRunner, SteadyServer, request
 from tuned_tables import table_for_this_machine
@@ -32,13 +43,14 @@ from sgl_flashsample.sglang import hooks, metrics, plugin, support
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
+from sgl_flashsample.sglang.draw import COMMON_KINDS
 from sgl_flashsample.sglang.exchange import Exchange
-from sgl_flashsample.sglang.head import HeadState
+from sgl_flashsample.sglang.head import STAGED_ROWS, HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
 from sgl_flashsample.sglang.settings import REPORT_PATH_VARIABLE, REQUIRE_VARIABLE, NotActiveError
-from sgl_flashsample.sglang.step_graphs import RETRY_SECONDS
+from sgl_flashsample.sglang.step_graphs import RETRY_SECONDS, SLOTS, StepCounts
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import Entry
 
@@ -632,7 +644,7 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
     (head,), _ = status.pop("heads"), status.pop("draft_head")
     assert status == {"active": True, "reason": None, "version": __version__, "noise": NOISE_ABI}
     shape = {"vocab_size": 100, "ranks": 1, "hidden_size": 16, "dtype": "float32"}
-    shape |= {"table": str(file), "screen": None, "graphs": 0}
+    shape |= {"table": str(file), "screen": None, "graphs": 0, "graph_bytes": 0}
     assert head == shape | {"bytes": state.head.workspaces[0].num_bytes}
     starting.disable("a kernel failed")
     assert (starting.status["active"], starting.status["reason"]) == (False, "a kernel failed")
@@ -688,18 +700,17 @@ def test_of_ranks_with_the_same_batches_one_reports_them(
 
 
 def test_an_idle_server_brings_its_counters_up_to_date(server_config, prometheus, clock):
-    """Counts of repeated steps too, also where no full step has followed them."""
     server_config.observability.enable_metrics = True
-    runtime = Runtime(None)
-    runtime.metrics.add_batch(Routing((None,)), 0, None)
-    repeated = types.SimpleNamespace(count=lambda: runtime.metrics.add_batches(Routing((None,)), 0, 7, ()))
-    runtime.samplers = [types.SimpleNamespace(repeated=None), types.SimpleNamespace(repeated=repeated)]
+    runtime, state = Runtime(None), make_state(CPU)
+    serve(runtime, state)
+    runtime.metrics.add_batch(Routing((None,) * 8), 0, None)
+    state.counts.replayed = 1
     runtime.idle()
     assert not prometheus("rows_total", path="fused", reason=""), "as seldom as in steps"
-    runtime.samplers.pop()
     clock[0] += metrics.FLUSH_SECONDS
     runtime.idle()
     assert prometheus("rows_total", path="fused", reason="") == 8
+    assert prometheus("replayed_steps_total") == 1 and state.counts == StepCounts()
 
 
 def test_an_idle_server_reads_what_its_devices_have_counted_and_then_nothing_more(server_config, clock):
@@ -728,11 +739,65 @@ def test_the_log_line_of_an_idle_server_comes_at_its_interval_and_once(server_co
 
 def test_a_failure_while_idle_costs_the_counters_and_not_the_server(server_config, caplog):
     runtime = Runtime(None)
-    runtime.samplers.append(None)
+    runtime.metrics = None
     for _ in range(3):
         runtime.idle()
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("flashsample: counters of an idle server may lag: AttributeError: ")
+
+
+@pytest.fixture
+def preparing(server_config) -> tuple[Runtime, HeadState]:
+    """A server that captures graphs of steps ahead, and its head, whose model SGLang has captured for 2 rows."""
+    runtime, state = Runtime(None), make_state(CPU, capture=CountingCapture())
+    serve(runtime, state)
+    state.captured[2] = hidden_states(CPU, 2)
+    runtime.prepares_steps = True
+    return runtime, state
+
+
+def test_an_idle_server_captures_the_graphs_of_steps_ahead(preparing):
+    runtime, state = preparing
+    graphs = len(COMMON_KINDS) * (1 + len(STAGED_ROWS))
+    for _ in range(graphs):
+        runtime.idle()
+    assert state.graphs.count == SLOTS * graphs
+    runtime.idle()
+    assert state.graphs.count == SLOTS * graphs and state.graphs.is_prepared
+    assert runtime.status["heads"][0]["graphs"] == state.graphs.count
+
+
+@pytest.mark.parametrize("reason", ["weights released", "weights may be released unannounced", "off"])
+def test_an_idle_server_draws_nothing_where_weights_may_be_gone_or_the_fused_pass_is_off(preparing, reason):
+    """SGLang releases the memory of weights while it has nothing to do."""
+    runtime, state = preparing
+    if reason == "weights released":
+        runtime.weights_settled = False
+    elif reason == "off":
+        runtime.disable("a kernel failed")
+    else:
+        runtime.prepares_steps = Runtime(None).prepares_steps
+    runtime.idle()
+    assert state.graphs is None
+    if reason == "weights released":
+        runtime.weights_settled = True
+        runtime.idle()
+        assert state.graphs.count == SLOTS
+
+
+def test_a_failure_while_graphs_are_captured_ahead_costs_these_and_not_the_server(preparing, monkeypatch, caplog):
+    runtime, state = preparing
+
+    def no_memory(num_rows: int) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(state, "update", no_memory)
+    for _ in range(3):
+        runtime.idle()
+    (line,) = [record.message for record in caplog.records]
+    assert line == (
+        "flashsample: CUDA graphs of the sampling step are captured in steps, not ahead: OutOfMemoryError: no memory"
+    )
 
 
 def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(server_config, prometheus):
@@ -1000,21 +1065,6 @@ def test_a_screen_that_finds_no_memory_leaves_the_head_without_one(starting, dev
     assert line.endswith("small batches), same tokens: OutOfMemoryError: no memory")
 
 
-@pytest.mark.parametrize("wanted", [True, False], ids=["a hook does not land", "no screen is wanted"])
-def test_a_server_without_hooks_of_weight_changes_has_no_screen(server_config, monkeypatch, wanted):
-    module = types.ModuleType("sampler")
-    module.FlashSampler = lambda runtime: runtime
-    monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
-    monkeypatch.setenv(SCREEN_VARIABLE, "on" if wanted else "off")
-    monkeypatch.setattr(plugin, "_runtime", None)
-    monkeypatch.setattr(plugin.versions, "unsupported_version", lambda version: None)
-    monkeypatch.setattr(hooks, "install", lambda runtime: None)
-    monkeypatch.setattr(hooks, "install_weight_hooks", lambda runtime: "SGLang did not apply the hook on X")
-    made = plugin.make_sampler()
-    assert plugin.make_sampler() is made and made.inactive_reason is None
-    assert made.no_screen_reason == ("SGLang did not apply the hook on X" if wanted else "FLASHSAMPLE_SCREEN is off")
-
-
 @pytest.fixture
 def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]]]:
     """Makes the sampler of a server; returns its runtime and which hooks were installed, in their order. reasons: why
@@ -1037,6 +1087,15 @@ def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]
     return start
 
 
+@pytest.mark.parametrize("wanted", [True, False], ids=["a hook does not land", "no screen is wanted"])
+def test_a_server_without_hooks_of_weight_changes_has_no_screen(starts, monkeypatch, wanted):
+    monkeypatch.setenv(SCREEN_VARIABLE, "on" if wanted else "off")
+    made, _ = starts(install_weight_hooks="SGLang did not apply the hook on X")
+    assert plugin.make_sampler() is made and made.inactive_reason is None
+    assert made.no_screen_reason == ("SGLang did not apply the hook on X" if wanted else "FLASHSAMPLE_SCREEN is off")
+    assert not made.prepares_steps, "it would draw with weights that are released"
+
+
 def test_a_server_is_told_once_of_a_variable_that_does_not_exist(starts, monkeypatch, caplog):
     monkeypatch.setenv("FLASHSAMPLE_TUNDE", "1")
     starts()
@@ -1057,8 +1116,13 @@ def test_a_server_with_drafts_gets_the_hooks_of_their_verification_and_of_couple
     assert installed == [*step, *drafts, "install_weight_hooks", None]
 
 
-def test_a_server_without_drafts_gets_the_hooks_of_a_step_and_of_weight_changes(starts):
-    assert starts()[1] == ["install", "install_arrival_hook", "install_weight_hooks", None]
+@pytest.mark.parametrize("screen", ["on", "off"])
+def test_a_server_without_drafts_gets_the_hooks_of_a_step_and_of_weight_changes(starts, monkeypatch, screen):
+    """With or without a screen: graphs that are captured ahead draw with the weights."""
+    monkeypatch.setenv(SCREEN_VARIABLE, screen)
+    runtime, installed = starts()
+    assert installed == ["install", "install_arrival_hook", "install_weight_hooks", None]
+    assert runtime.prepares_steps and (runtime.no_screen_reason is None) is (screen == "on")
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE", "DFLASH"])
@@ -1413,7 +1477,8 @@ def test_logits_that_sglang_has_preprocessed_are_sampled_as_they_are(runners, he
 
 def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_scheduler(runtime):
     info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: "something"})
-    broken = types.SimpleNamespace(reqs=None, device="cpu")  # an SGLang that is not the one we know
+    slots = torch.arange(1, 3)
+    broken = types.SimpleNamespace(reqs=None, device="cpu", req_pool_indices_cpu=slots)  # not the SGLang that we know
     StepHooks(runtime).from_schedule_batch(None, info, broken, 100)
     assert getattr(info, BATCH_ATTRIBUTE) is None
     assert "from_schedule_batch: TypeError" in runtime.inactive_reason
@@ -1421,7 +1486,8 @@ def test_a_failing_hook_leaves_the_batch_to_sglang_instead_of_ending_the_schedul
 
 def test_a_request_that_cannot_be_read_is_one_warning_and_nothing_is_off(runtime, caplog):
     info = types.SimpleNamespace()
-    batch = types.SimpleNamespace(reqs=[object()] * 2, device="cpu")  # without the attributes that we read
+    requests = [object()] * 2  # without the attributes that we read
+    batch = types.SimpleNamespace(reqs=requests, device="cpu", req_pool_indices_cpu=torch.arange(1, 3))
     for _ in range(2):
         StepHooks(runtime).from_schedule_batch(None, info, batch, 100)
         assert [row.reason for row in getattr(info, BATCH_ATTRIBUTE).rows] == [Reason.UNREADABLE] * 2
@@ -1467,8 +1533,10 @@ def test_logits_that_were_left_for_later_are_sglangs_own_whoever_reads_them(runt
         assert bias is None and use_buffer is False
         return hidden @ lm_head.weight.T
 
-    logits = StepHooks(runtime).get_logits(original, state.processor, hidden, state.lm_head, "metadata")
-    assert torch.equal(logits.dense(), hidden @ state.lm_head.weight.T)
+    mode = types.SimpleNamespace(is_extend=lambda: True, is_target_verify=lambda: False)
+    metadata = types.SimpleNamespace(forward_mode=mode)
+    logits = StepHooks(runtime).get_logits(original, state.processor, hidden, state.lm_head, metadata)
+    assert logits.prefills and torch.equal(logits.dense(), hidden @ state.lm_head.weight.T)
 
 
 def test_once_the_fused_pass_is_off_new_batches_and_plain_logits_are_left_as_they_are(runtime):

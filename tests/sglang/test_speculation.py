@@ -15,8 +15,9 @@ from sglang_batches import VOCAB, CountingHead, grammar, make_samplers, request
 from sgl_flashsample.api import DraftTree
 from sgl_flashsample.kernels.params import BatchParams, Truncation
 from sgl_flashsample.kernels.reference import allowed_ref
-from sgl_flashsample.sglang.batch import Reason
+from sgl_flashsample.sglang.head import GraphInputs
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
+from sgl_flashsample.sglang.row_table import Reason
 from sgl_flashsample.sglang.step_graphs import PATIENCE
 
 CHAIN, TREE = [-1, 0, 1, 2], [-1, 0, 0, 1, 2, 2, 5]
@@ -66,6 +67,7 @@ def verification(info, lazy: LazyLogits, parents: list[int], drafts: torch.Tenso
     )
     batch = types.SimpleNamespace(
         seq_lens=torch.full((num_rows,), 7, device=device),
+        req_pool_indices=torch.arange(1, num_rows + 3, device=device),  # SGLang's may be longer than the batch
         sampling_info=info,
         return_logprob=False,
         top_logprobs_nums=None,
@@ -158,27 +160,38 @@ def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, inf
 
 @needs_sglang
 @pytest.mark.parametrize("edited", [False, True])
-def test_steps_of_an_unchanged_batch_are_replayed_wherever_their_positions_are(hooks, info_of, hidden, device, edited):
-    """With a bias too, which all nodes of a row share."""
-    parents, settings, steps = CHAIN[:2], SETTINGS[:3], 2 * PATIENCE + 3
+def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_they_have(
+    hooks, info_of, hidden, device, edited
+):
+    """SGLang's graph has two rows of padding, and a slot for each request, not for each node. With a bias too, which
+    all nodes of a row share: then the requests stay, as the bias of others is at another place."""
+    parents, num_rows, steps, padding = CHAIN[:2], 3, PATIENCE + 5, 2
     head = CountingHead(device, capture=(capture := CountingCapture(device)))
-    states = hidden(len(settings) * len(parents))
+    captured = hidden(num_rows * len(parents) + padding)
+    states = captured[:-padding]
+    head.state.inputs = GraphInputs(*torch.zeros(2, len(captured), dtype=torch.int64, device=device))
     bias = {"logit_bias": {str(VOCAB - 1): 0.0}} if edited else {}
-    info = info_of([request(str(row), **one, **bias) for row, one in enumerate(settings)])
-    depth = DraftTree.from_parents(parents, states.device).depth.repeat(len(settings))
+    settings = [SETTINGS[:num_rows]]
+    if not edited:  # of the same kinds, in another order
+        settings.append([{"temperature": 0.4, "top_k": 20, "sampling_seed": 8}, SETTINGS[0], SETTINGS[1]])
+    infos = [info_of([request(str(row), **one, **bias) for row, one in enumerate(each)]) for each in settings]
+    depth = DraftTree.from_parents(parents, states.device).depth.repeat(num_rows)
     kept = []  # else the next step's positions would be at the same place
     for step in range(steps):
         kept.append(positions := 7 + 2 * step + depth)
-        drawn = draws(head, states, len(parents), positions, settings)
+        turn = step % len(settings)
+        drawn = draws(head, states, len(parents), positions, settings[turn])
         drafts = good_drafts(drawn.token_ids, parents, seed=step)
-        verify_input, batch, output = verification(info, head.lazy(states), parents, drafts, return_logprob=True)
+        lazy = head.lazy(captured, captured)[:-padding]
+        verify_input, batch, output = verification(infos[turn], lazy, parents, drafts, return_logprob=True)
         verify_input.positions = positions
         predict, _, accepted = hooks.eagle_sample(Original(), verify_input, batch, output)
         assert torch.equal(predict.long(), drawn.token_ids)
         hooks.compute_logprobs(None, batch, output, predict, accept_index=accepted)
         want = drawn.logprobs[accepted.clamp(min=0).long()]
         torch.testing.assert_close(output.next_token_logprobs, want, rtol=1e-5, atol=1e-5)
-    assert capture.replays == steps - (2 * PATIENCE - 1)
+    assert capture.replays == head.state.counts.replayed == steps - PATIENCE
+    assert (head.state.counts.launched, head.state.counts.late_captures) == (PATIENCE, 2)
 
 
 @needs_sglang

@@ -1,5 +1,5 @@
-"""Steps of an unchanged batch are replayed as CUDA graphs: which steps are replayed, what a replay reads and writes.
-Each change is noticed at the next step."""
+"""Steps are replayed as CUDA graphs: which steps are, what a replay reads and writes, and what is captured ahead. Each
+change is noticed at the next step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import random
 import re
+import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from head_states import (
     CPU,
+    VOCAB,
     CountingCapture,
     Processor,
     dtype_on,
@@ -24,6 +28,9 @@ from head_states import (
     make_head,
     make_state,
     mixed_temperatures,
+    request,
+    settle,
+    step_of,
     weights,
 )
 from serving import needs_sglang
@@ -33,19 +40,24 @@ from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.params import BatchParams, Edit, LogitEdits, LogitsSpec, SampleOutput
 from sgl_flashsample.kernels.workspace import ScreenCounter, Workspace
+from sgl_flashsample.sglang import draw as draw_module
 from sgl_flashsample.sglang import head, step_graphs
-from sgl_flashsample.sglang.batch import Batch
-from sgl_flashsample.sglang.head import HeadState
-from sgl_flashsample.sglang.step_graphs import PATIENCE, RETRY_SECONDS, SLOTS, Launched, StepGraphs
+from sgl_flashsample.sglang import runtime as runtime_module
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Batch, DrawKind
+from sgl_flashsample.sglang.draw import COMMON_KINDS, Step, draw, prepare_next, replayed
+from sgl_flashsample.sglang.head import GraphInputs, HeadState
+from sgl_flashsample.sglang.lazy_logits import LazyLogits
+from sgl_flashsample.sglang.row_table import TOP_K_BOUNDS, RowTable
+from sgl_flashsample.sglang.step_graphs import PATIENCE, RETRY_SECONDS, SLOTS, Launched, StepCounts, StepGraphs
 
-WARM_UP = 2 * PATIENCE - 1  # steps of one batch at one place before the first that is replayed
-SETTLED = WARM_UP + SLOTS + 1  # steps until all that come are replayed
+SETTLED = PATIENCE + SLOTS  # steps of a kind until both of its graphs are there
+GREEDY, PLAIN_KIND, SMALL_TOP_K, ANY_TRUNCATION = COMMON_KINDS
 
 
 def read_all(hidden: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
-    """ "Tokens" that depend on everything that a draw reads."""
+    """ "Tokens" that depend on everything that a draw reads, but whether a batch needs its distribution alone."""
     columns = [hidden[:, 0], params.temperature, params.seed, params.position]
-    flags: list[object] = [params.all_greedy, params.distribution_only, return_logprob]
+    flags: list[object] = [params.all_greedy, return_logprob]
     if params.truncation is not None:
         columns += [params.truncation.top_k, params.truncation.top_p, params.truncation.min_p]
         flags.append(params.truncation.max_top_k)
@@ -56,49 +68,65 @@ def read_all(hidden: torch.Tensor, params: BatchParams, return_logprob: bool) ->
     digest = torch.full((len(hidden),), hash(tuple(flags)) % 2**31)
     for column in columns:
         digest = digest * 1_000_003 + column.double().view(torch.int64)
-    return SampleOutput(digest, None, torch.zeros(len(hidden)))
+    return SampleOutput(digest, digest.float() if return_logprob else None, torch.zeros(len(hidden)))
 
 
-@dataclasses.dataclass
-class Step:
-    """The arguments of one step."""
+def reading_state(**options: Any) -> HeadState:
+    """A head whose draws are ``read_all``."""
+    state = make_state(CPU, **options)
+    state.head.draw = lambda hidden, params, *, return_logprob, path: read_all(hidden, params, return_logprob)
+    return state
 
-    batch: Batch
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    edits: LogitEdits | None = None
-    return_logprob: bool = False
 
-    @property
-    def launched(self) -> torch.Tensor:
-        """The tokens that launches draw."""
-        return read_all(self.hidden, self.batch.params(self.positions, self.edits), self.return_logprob).token_ids
+def lazy_of(state: HeadState, captured: torch.Tensor, num_rows: int, is_captured: bool = True) -> LazyLogits:
+    """The logits of the first rows of hidden states of one of SGLang's CUDA graphs."""
+    whole = LazyLogits(captured, VOCAB, state, lambda hidden: pytest.fail("logits"), captured if is_captured else None)
+    return whole[:num_rows]
+
+
+TABLE = RowTable(CPU)
+
+
+@pytest.fixture(autouse=True)
+def no_prefills(monkeypatch, request) -> None:
+    """Hidden states of prefills have no places, but in tests of prefills."""
+    if "prefill" not in request.node.name:
+        for module in (draw_module, head):
+            monkeypatch.setattr(module, "STAGED_ROWS", ())
 
 
 class Drawing:
-    """Step graphs of ``read_all``. Every replay is compared with launches."""
+    """Steps of a head with graphs. Each is compared with the same step of a head without."""
 
-    def __init__(self, capture: CountingCapture | None = None, max_rows: int = 4, copies_tokens: bool = False) -> None:
-        self.graphs = StepGraphs([Workspace(1, CPU)], max_rows, CPU, capture or CountingCapture(), copies_tokens)
+    def __init__(self, capture: CountingCapture | None = None, copies_tokens: bool = False) -> None:
+        self.capture = CountingCapture() if capture is None else capture
+        self.state, self._launching = reading_state(capture=self.capture), reading_state()
+        self.state.copies_tokens = copies_tokens
 
-    def step(self, step: Step) -> torch.Tensor | None:
-        """The tokens of a replay; None where the step is to be launched."""
-        hidden, return_logprob = step.hidden, step.return_logprob
-        out = self.graphs.step(
-            lambda params: Launched(read_all(hidden, params, return_logprob)),
-            step.batch,
-            hidden,
-            step.edits,
-            step.positions,
-            return_logprob,
-        )
-        if out is None:
-            return None
-        assert torch.equal(out.token_ids, step.launched)
-        return out.token_ids
+    @property
+    def counts(self) -> StepCounts:
+        return self.state.counts
 
-    def replays(self, step: Step, count: int) -> list[bool]:
-        return [self.step(step) is not None for _ in range(count)]
+    @property
+    def graphs(self) -> StepGraphs:
+        assert self.state.graphs is not None
+        return self.state.graphs
+
+    def step(self, captured: torch.Tensor, step: Step, is_captured: bool = True) -> SampleOutput | None:
+        """The draw of a replay, of hidden states in one of SGLang's graphs; None where the step was launched."""
+        num_rows = len(step.positions)
+        launched = draw(lazy_of(self._launching, captured, num_rows, False), step)
+        before = self.counts.replayed, self.counts.launched
+        out = draw(lazy_of(self.state, captured, num_rows, is_captured), step)
+        assert torch.equal(out.token_ids, launched.token_ids)
+        assert step.return_logprob is (out.logprobs is not None)
+        assert out.logprobs is None or torch.equal(out.logprobs, launched.logprobs)
+        replayed, launched = self.counts.replayed - before[0], self.counts.launched - before[1]
+        assert replayed + launched == 1, "each step is counted once"
+        return out if replayed else None
+
+    def replays(self, captured: torch.Tensor, step: Step, count: int = 1) -> list[bool]:
+        return [self.step(captured, step) is not None for _ in range(count)]
 
 
 PLAIN = [{"temperature": 1.5, "sampling_seed": 1}, {"temperature": 0.5, "sampling_seed": 2}]
@@ -108,8 +136,13 @@ TRUNCATED = [
 ]
 
 
-def make_step(rows=PLAIN, **changes) -> Step:
-    return Step(make_batch(*rows), torch.zeros(len(rows), 4), torch.zeros(len(rows), dtype=torch.int64), **changes)
+def make_step(rows: Sequence[dict] = tuple(PLAIN), edits: LogitEdits | None = None, logprob: bool = False) -> Step:
+    return step_of(make_batch(*rows), torch.arange(len(rows)), edits, logprob)
+
+
+def hidden_of(num_rows: int, seed: int = 5) -> torch.Tensor:
+    """The hidden states of one of SGLang's graphs."""
+    return hidden_states(CPU, num_rows, seed)
 
 
 def mask_of(num_words: int, value: int = 0) -> torch.Tensor:
@@ -126,161 +159,290 @@ def make_edits(num_rows: int = 2) -> LogitEdits:
     )
 
 
-def test_a_batch_is_replayed_once_it_has_stayed_as_it_is():
-    assert Drawing().replays(make_step(), SETTLED) == [False] * WARM_UP + [True] * (SETTLED - WARM_UP)
+def test_steps_of_a_kind_are_replayed_once_there_have_been_some_and_all_are_counted():
+    drawing, hidden, step = Drawing(), hidden_of(2), make_step()
+    assert drawing.replays(hidden, step, SETTLED + 3) == [False] * PATIENCE + [True] * (SLOTS + 3)
+    assert drawing.counts == StepCounts(replayed=SLOTS + 3, launched=PATIENCE, late_captures=SLOTS)
+    assert drawing.graphs.count == SLOTS, "as /server_info says"
 
 
 def test_a_replay_reads_this_steps_hidden_states_and_positions():
-    drawing, step = Drawing(), make_step()
-    drawing.replays(step, SETTLED)
+    drawing, hidden, step = Drawing(), hidden_of(2), make_step()
+    drawing.replays(hidden, step, SETTLED)
     for number in range(5):
-        step.hidden[:, 0], step.positions[:] = number, torch.tensor([number, 2 * number])
-        assert drawing.step(step) is not None
+        hidden[:, 0], step.positions[:] = number, torch.tensor([number, 2 * number])
+        assert drawing.step(hidden, step) is not None
+        moved = step._replace(positions=torch.tensor([7, number]))
+        assert drawing.step(hidden, moved) is not None, "SGLang may have them at another place"
 
 
 @pytest.mark.parametrize("parameter", ["temperature", "sampling_seed", "top_k", "top_p", "min_p", "all"])
-def test_another_batch_at_the_same_place_is_replayed_with_its_own_parameters(parameter):
-    drawing, step = Drawing(), make_step(TRUNCATED)
-    drawing.replays(step, SETTLED)
+def test_another_batch_of_the_same_kind_is_replayed_at_once_with_its_own_parameters(parameter):
+    drawing, hidden = Drawing(), hidden_of(2)
+    drawing.replays(hidden, make_step(TRUNCATED), SETTLED)
     others = {"temperature": 0.25, "sampling_seed": 9, "top_k": 5, "top_p": 0.125, "min_p": 0.125}
     changes = others if parameter == "all" else {parameter: others[parameter]}
-    step.batch = make_batch(TRUNCATED[0], TRUNCATED[1] | changes)
-    assert drawing.replays(step, PATIENCE) == [False] * (PATIENCE - 1) + [True]
+    assert drawing.step(hidden, make_step([TRUNCATED[0], TRUNCATED[1] | changes])) is not None
+
+
+def test_seedless_rows_do_not_take_graphs_of_their_own():
+    """FlashInfer may draw them otherwise; where it does not, they are drawn as seeded rows are."""
+    drawing, hidden = Drawing(), hidden_of(2)
+    seedless = [{"top_p": 0.5}, {"top_p": 0.75}]
+    drawing.replays(hidden, make_step(seedless), SETTLED)
+    assert drawing.step(hidden, make_step([seedless[0], {"top_p": 0.5, "sampling_seed": 3}])) is not None
+
+
+def test_a_batch_that_changes_at_every_step_is_replayed_at_every_step():
+    """Requests come and go, in any order of any slots, in the sizes that one of SGLang's graphs serves."""
+    rng, drawing, hidden = random.Random(3), Drawing(), hidden_of(8)
+    everyone = make_batch(*({"temperature": 0.25 * place, "sampling_seed": place} for place in range(1, 33)))
+    running = list(range(6))
+    drawing.replays(hidden, make_step([*PLAIN, *PLAIN, *PLAIN]), PATIENCE)
+    for number in range(60):
+        waiting = [place for place in range(32) if place not in running]
+        kept = rng.sample(running, rng.randint(1, len(running)))  # finished requests leave
+        running = kept + rng.sample(waiting, rng.randint(0, 8 - len(kept)))  # others join
+        batch = everyone.keep(kept).followed_by(everyone.keep(running[len(kept) :]))
+        slots, positions = torch.tensor(running) + 1, torch.randint(0, 1000, (len(running),))
+        hidden[:, 0] = number
+        assert drawing.step(hidden, Step(batch, slots, positions, None, False)) is not None
+    assert drawing.counts.late_captures == drawing.graphs.count == SLOTS
+
+
+def test_a_request_that_takes_the_slot_of_one_that_has_left_is_drawn_with_its_own_parameters():
+    drawing, hidden, first = Drawing(), hidden_of(2), make_step()
+    drawing.replays(hidden, first, SETTLED)
+    first.batch.table.put(2, (0.125, 1 << 30, 77, 1.0, 0.0, 0))
+    assert drawing.step(hidden, first) is not None
+    rows = drawing.state.rows
+    assert rows.temperature[:2].tolist() == [1.5, 0.125] and rows.seed[1] == 77, "what the graphs read"
+
+
+def test_rows_behind_the_batch_are_drawn_greedily_and_left_out():
+    drawing, hidden, full = Drawing(), hidden_of(4), make_step([*PLAIN, *PLAIN])
+    full.positions.add_(5)
+    drawing.replays(hidden, full, SETTLED)
+    fewer = make_step(PLAIN[1:])
+    out = drawing.step(hidden, fewer)
+    assert out is not None and len(out.token_ids) == 1
+    (drawn,) = [graph.out.token_ids for graph in drawing.capture.graphs if graph.out.token_ids[0] == out.token_ids]
+    nothing = BatchParams(torch.zeros(3), *torch.zeros(2, 3, dtype=torch.int64))
+    assert torch.equal(drawn[1:], read_all(hidden[1:], nothing, False).token_ids)
+
+
+@pytest.mark.parametrize("logprob", [False, True])
+def test_every_size_of_a_graph_draws_the_tokens_of_launches(logprob):
+    drawing, hidden = Drawing(), hidden_of(5)
+    for num_rows in (5, 4, 3, 2, 1, 2, 5, 1, 3, 5):
+        step = make_step([*PLAIN, *PLAIN, *PLAIN][:num_rows], logprob=logprob)
+        drawing.replays(hidden, step, 2)
+    assert drawing.counts.replayed == 20 - PATIENCE and drawing.graphs.count == SLOTS
 
 
 @pytest.mark.parametrize(("copies_tokens", "steps"), [(False, 2), (True, 8)])
-def test_tokens_outlive_the_next_step_and_copies_of_them_all(copies_tokens, steps):
+@pytest.mark.parametrize("num_rows", [2, 4])
+def test_tokens_outlive_the_next_step_and_copies_of_them_all(copies_tokens, steps, num_rows):
     """SGLang has them on the host before it launches the second next; a pipeline sends them later."""
-    drawing, step = Drawing(copies_tokens=copies_tokens), make_step(return_logprob=True)
-    drawing.replays(step, WARM_UP)
+    drawing, hidden = Drawing(copies_tokens=copies_tokens), hidden_of(4)
+    step = make_step([*PLAIN, *PLAIN][:num_rows], logprob=True)
+    drawing.replays(hidden, step, PATIENCE)
     results = []
     for number in range(8):
         step.positions[:] = number
-        results.append((drawing.step(step), step.launched))
-        for tokens, drawn in results[-steps:]:
-            assert torch.equal(tokens, drawn)
-    assert drawing.graphs.count == 2, "one per slot, as /server_info says"
+        out = drawing.step(hidden, step)
+        results.append((out, out.token_ids.clone(), out.logprobs.clone()))
+        for kept, token_ids, logprobs in results[-steps:]:
+            assert torch.equal(kept.token_ids, token_ids) and torch.equal(kept.logprobs, logprobs)
 
 
-def test_batches_that_take_turns_are_launched():
-    drawing, first = Drawing(), make_step()
-    second = dataclasses.replace(first, batch=make_batch(*PLAIN))
-    for _ in range(4 * WARM_UP):
-        assert drawing.step(first) is drawing.step(second) is None
+@pytest.mark.parametrize("places", [1, 2])
+def test_micro_batches_that_take_turns_are_both_replayed(places):
+    """In one of SGLang's graphs, or each in another; neither writes to the tokens of the other's last step."""
+    drawing, batches = Drawing(), [make_step(), make_step([{"temperature": 2.0}, {"temperature": 3.0}])]
+    hidden = [hidden_of(2), hidden_of(2 * places)][:places]
+    last: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number in range(4 * SETTLED):
+        for turn, step in enumerate(batches):
+            step.positions[:] = number
+            out = drawing.step(hidden[turn % places], step)
+            if out is not None:
+                last.append((out.token_ids, out.token_ids.clone()))
+            for kept, drawn in last[-2:]:
+                assert torch.equal(kept, drawn)
+    assert drawing.counts.launched == places * PATIENCE
 
 
-def of(*rows):
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_step_outside_of_sglangs_graphs_is_launched(edited):
+    """Eager steps have their hidden states anywhere."""
+    drawing, hidden = Drawing(), hidden_of(2)
+    step = make_step(edits=make_edits() if edited else None)
+    assert all(drawing.step(hidden, step, is_captured=False) is None for _ in range(3 * SETTLED))
+    assert drawing.counts.launched == 3 * SETTLED and not drawing.capture.graphs
+    assert all(drawing.replays(hidden, step, SETTLED)[PATIENCE:])
+    assert drawing.step(hidden, step, is_captured=False) is None, "at the place where a graph has them"
+
+
+def of(*rows: dict) -> Callable:
     """Another batch at the same place."""
-    return lambda step: {"batch": make_batch(*rows)}
+    return lambda hidden, step: (hidden, step._replace(batch=make_batch(*rows)))
 
 
-def moved(name: str):
+def with_edits(change: Callable[[LogitEdits], LogitEdits | None]) -> Callable:
+    return lambda hidden, step: (hidden, step._replace(edits=change(step.edits)))
+
+
+def moved(name: str) -> Callable:
     """The same batch with an edit at another address."""
-    return lambda step: {"edits": dataclasses.replace(step.edits, **{name: getattr(step.edits, name).clone()})}
+    return with_edits(lambda edits: dataclasses.replace(edits, **{name: getattr(edits, name).clone()}))
 
 
-SEEDLESS = [{"top_p": 0.5}, {"top_p": 0.75}]  # only their distribution matters
 UNBOUNDED = [{"sampling_seed": 1, "top_p": 0.5}, {"sampling_seed": 2, "min_p": 0.5}]  # no top-k is known
-OTHERS = {
+LARGER, LARGEST = TOP_K_BOUNDS[0] + 1, TOP_K_BOUNDS[-1] + 1
+OTHERS: dict[str, tuple[list[dict], Callable]] = {
     "greedy": (PLAIN, of({"top_k": 1}, {"top_k": 1})),
     "truncated": (PLAIN, of(*UNBOUNDED)),
     "not truncated": (UNBOUNDED, of(*PLAIN)),
-    "seeded": (SEEDLESS, of(SEEDLESS[0], {"top_p": 0.75, "sampling_seed": 3})),
-    "larger top-k": (TRUNCATED, of(TRUNCATED[0], TRUNCATED[1] | {"top_k": 9})),
+    "larger top-k": (TRUNCATED, of(TRUNCATED[0], TRUNCATED[1] | {"top_k": LARGER})),
+    "largest top-k": (TRUNCATED, of(TRUNCATED[0], TRUNCATED[1] | {"top_k": LARGEST})),
     "top-k of no bound": (TRUNCATED, of(TRUNCATED[0], {"top_p": 0.5})),
-    "hidden states": (PLAIN, lambda step: {"hidden": step.hidden.clone()}),
-    "positions": (PLAIN, lambda step: {"positions": step.positions.clone()}),
-    "logprobs": (PLAIN, lambda step: {"return_logprob": True}),
-    "no edits": (PLAIN, lambda step: {"edits": None}),
-    "an edit less": (PLAIN, lambda step: {"edits": dataclasses.replace(step.edits, scaling=None)}),
-    "a mask of other words": (PLAIN, lambda step: {"edits": dataclasses.replace(step.edits, mask=mask_of(2))}),
-    **{name: (PLAIN, moved(name)) for name in ("additive", "scaling", "bias", "rows")},
+    "another size": (PLAIN, lambda hidden, step: (hidden._base, step)),
+    "hidden states": (PLAIN, lambda hidden, step: (hidden.clone(), step)),
+    "logprobs": (PLAIN, lambda hidden, step: (hidden, step._replace(return_logprob=True))),
+}
+OTHER_EDITS: dict[str, Callable] = {
+    "no edits": with_edits(lambda edits: None),
+    "an edit less": with_edits(lambda edits: dataclasses.replace(edits, scaling=None)),
+    "a mask of other words": with_edits(lambda edits: dataclasses.replace(edits, mask=mask_of(2))),
+    "flags of the requests": with_edits(lambda edits: dataclasses.replace(edits, rows=None)),
+    **{name: moved(name) for name in ("additive", "scaling", "bias", "rows")},
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_step_of_another_kind_or_at_another_place_has_graphs_of_its_own(name):
+def test_a_step_of_another_kind_or_size_has_graphs_of_its_own(name):
     rows, change = OTHERS[name]
-    drawing, first = Drawing(), make_step(rows, edits=make_edits())
-    drawing.replays(first, SETTLED)
-    other = dataclasses.replace(first, **change(first))
-    launched = WARM_UP if other.batch is not first.batch else PATIENCE
-    assert drawing.replays(other, launched + 1) == [False] * launched + [True]
+    drawing, hidden, step = Drawing(), hidden_of(4)[:2], make_step(rows)  # SGLang's graphs share their memory
+    drawing.replays(hidden, step, SETTLED)
+    assert drawing.replays(*change(hidden, step), SETTLED) == [False] * PATIENCE + [True] * SLOTS
+    assert drawing.step(hidden, step) is not None, "those of before are still there"
 
 
-def test_rows_that_have_left_have_left_the_graphs():
-    drawing, step = Drawing(), make_step([*PLAIN, *PLAIN])
-    drawing.replays(step, SETTLED)
-    fewer = Step(make_batch(*PLAIN), step.hidden[:2], step.positions[:2])
-    assert drawing.replays(fewer, WARM_UP + 1) == [False] * WARM_UP + [True]
+@pytest.mark.parametrize("name", OTHER_EDITS)
+def test_a_step_with_edits_at_another_place_has_graphs_of_its_own(name):
+    drawing, hidden, step = Drawing(), hidden_of(2), make_step(edits=make_edits())
+    drawing.replays(hidden, step, SETTLED)
+    assert drawing.replays(*OTHER_EDITS[name](hidden, step), SETTLED) == [False] * PATIENCE + [True] * SLOTS
+    assert drawing.step(hidden, step) is not None, "those of before are still there"
 
 
 def test_edits_are_read_where_this_step_has_them():
-    drawing, step = Drawing(), make_step()
+    drawing, hidden, step = Drawing(), hidden_of(2), make_step()
     places = [make_edits(), make_edits()]  # a step's penalties are made anew, where those of the last but one were
     replayed = []
-    for number in range(2 * SETTLED):
-        step.edits = places[number % 2]
-        for edit in (step.edits.additive, step.edits.scaling, step.edits.mask, step.edits.bias, step.edits.rows):
+    for number in range(2 * SETTLED + 4):
+        edits = places[number % 2]
+        for edit in (edits.additive, edits.scaling, edits.mask, edits.bias, edits.rows):
             edit.fill_(number)
-        replayed.append(drawing.step(step) is not None)
+        replayed.append(drawing.step(hidden, step._replace(edits=edits)) is not None)
     assert all(replayed[-4:])
 
 
 def test_a_mask_is_read_wherever_this_step_has_it():
     """A grammar's mask is made anew for every step."""
-    drawing, step, kept = Drawing(), make_step(edits=make_edits()), []
-    for number in range(SETTLED):
+    drawing, hidden, step, kept = Drawing(), hidden_of(2), make_step(edits=make_edits()), []
+    for number in range(SETTLED + 4):
         kept.append(step.edits.mask)  # so that no two masks share a place
-        step.edits = dataclasses.replace(step.edits, mask=mask_of(1, number))
-        assert (drawing.step(step) is not None) is (number >= WARM_UP)
+        step = step._replace(edits=dataclasses.replace(step.edits, mask=mask_of(1, number)))
+        assert (drawing.step(hidden, step) is not None) is (number >= PATIENCE)
 
 
-def test_a_batch_larger_than_the_buffers_is_launched():
-    assert not any(Drawing(max_rows=1).replays(make_step(), 3 * WARM_UP))
+def test_edits_without_flags_per_row_have_those_of_the_requests_of_this_step():
+    drawing, hidden = Drawing(), hidden_of(2)
+    edits = LogitEdits(additive=torch.zeros(2, 8), bias=torch.zeros(2, 8))
+    drawing.replays(hidden, make_step([{"frequency_penalty": 1.0}] * 2, edits), SETTLED)
+    others = make_step([{"logit_bias": {"3": 1.0}}, {}], edits)
+    assert drawing.step(hidden, others) is not None
+    assert drawing.state.rows.edits[:2].tolist() == [Edit.BIAS, 0]
 
 
-def test_graphs_that_are_not_used_make_room(monkeypatch):
-    monkeypatch.setattr(step_graphs, "MAX_GRAPH_KEYS", 2)
-    drawing, step = Drawing(), make_step()
-    places = [dataclasses.replace(step, positions=step.positions.clone()) for _ in range(3)]
+def test_a_step_with_edits_draws_the_rows_of_its_batch_alone():
+    """There are no edits for padding. A batch of another size has graphs of its own."""
+    drawing, hidden = Drawing(), hidden_of(4)
+    edited = make_step(edits=make_edits())
+    assert drawing.replays(hidden, edited, SETTLED) == [False] * PATIENCE + [True] * SLOTS
+    assert {len(graph.out.token_ids) for graph in drawing.capture.graphs} == {2}
+    fewer = make_step(PLAIN[:1], edits=make_edits(1))
+    assert drawing.replays(hidden, fewer, SETTLED) == [False] * PATIENCE + [True] * SLOTS
+
+
+def test_graphs_with_edits_that_are_not_used_make_room_and_those_without_edits_stay(monkeypatch):
+    monkeypatch.setattr(step_graphs, "MAX_EDITED_KEYS", 2)
+    drawing, hidden, plain = Drawing(), hidden_of(2), make_step()
+    drawing.replays(hidden, plain, SETTLED)
+    places = [make_step(edits=make_edits()) for _ in range(3)]
     for place in (0, 1, 0, 2):
-        drawing.replays(places[place], WARM_UP + 1)
-    assert drawing.step(places[0]) is not None
-    assert drawing.step(places[1]) is None
+        drawing.replays(hidden, places[place], SETTLED)
+    assert drawing.graphs.count == 3 * SLOTS
+    assert drawing.step(hidden, places[0]) is not None and drawing.step(hidden, plain) is not None
+    assert drawing.step(hidden, places[1]) is None
+
+
+def test_there_is_no_bound_for_graphs_without_edits(monkeypatch):
+    """Their number is that of SGLang's own graphs, times that of the kinds."""
+    monkeypatch.setattr(step_graphs, "MAX_EDITED_KEYS", 1)
+    drawing, step = Drawing(), make_step()
+    places = [hidden_of(num_rows) for num_rows in (2, 3, 4)]
+    for hidden in places:
+        drawing.replays(hidden, step, SETTLED)
+    assert all(drawing.step(hidden, step) is not None for hidden in places)
+
+
+def test_after_a_larger_batch_the_graphs_are_of_the_new_buffers():
+    drawing, hidden, step = Drawing(), hidden_of(2), make_step()
+    drawing.replays(hidden, step, SETTLED)
+    rows = drawing.state.rows
+    drawing.state.update(rows.capacity + 1)
+    assert drawing.state.rows is not rows
+    assert drawing.replays(hidden, step, SETTLED) == [False] * PATIENCE + [True] * SLOTS
 
 
 def test_after_a_capture_that_fails_steps_are_launched_and_it_is_said_once(clock, caplog):
     capture = CountingCapture()
     capture.fails, drawing = True, Drawing(capture)
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
-        assert not any(drawing.replays(make_step(), 3 * WARM_UP))
+        assert not any(drawing.replays(hidden_of(2), make_step(), 3 * SETTLED))
     assert [record.message for record in caplog.records] == [
         "flashsample: CUDA graphs of the sampling step are off for 5 minutes, SGLang's own stay on; same tokens, more "
         "CPU time per step: RuntimeError: no memory for a graph"
     ]
+    assert drawing.counts == StepCounts(launched=3 * SETTLED)
 
 
 def test_a_failed_capture_is_tried_again_after_some_minutes_in_a_pool_of_its_own(clock):
     """Others may have taken the memory for a moment."""
-    capture, step = CountingCapture(), make_step()
+    capture, hidden, step = CountingCapture(), hidden_of(2), make_step()
     drawing = Drawing(capture)
     capture.fails = True
-    drawing.replays(step, WARM_UP + 1)
+    drawing.replays(hidden, step, SETTLED)
     capture.fails = False
     clock[0] += RETRY_SECONDS - 1
-    assert not any(drawing.replays(step, 2 * SETTLED))
+    assert not any(drawing.replays(hidden, step, 2 * SETTLED))
     clock[0] += 1
-    assert drawing.replays(step, WARM_UP + 1)[-1] and capture.pools == 2
+    assert drawing.replays(hidden, step, SETTLED)[-1] and capture.pools == 2
 
 
-def test_a_failed_capture_gives_the_memory_of_the_graphs_back(clock):
-    capture, step = CountingCapture(), make_step()
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_failed_capture_gives_the_memory_of_the_graphs_back(clock, edited):
+    capture, hidden, step = CountingCapture(), hidden_of(2), make_step()
     drawing = Drawing(capture)
-    drawing.replays(step, SETTLED)
-    assert drawing.graphs.count == SLOTS
+    drawing.replays(hidden, step, SETTLED)
+    drawing.replays(hidden, make_step(edits=make_edits()), SETTLED)
+    assert drawing.graphs.count == 2 * SLOTS
     capture.fails = True
-    drawing.replays(dataclasses.replace(step, hidden=step.hidden.clone()), WARM_UP + 1)
+    another = make_step(edits=make_edits() if edited else None, logprob=True)
+    drawing.replays(hidden, another, SETTLED)
     assert drawing.graphs.count == 0
 
 
@@ -349,17 +511,23 @@ def test_no_garbage_is_collected_during_a_capture(capturing, collects):
         (gc.enable if before else gc.disable)()
 
 
+def replay_once(graphs: StepGraphs, launches: Callable[[], Launched], hidden: torch.Tensor) -> None:
+    """Steps of a plain batch until the first that is replayed."""
+    for _ in range(PATIENCE + 1):
+        out = graphs.step(launches, hidden, len(hidden), PLAIN_KIND, None, False)
+    assert out is not None
+
+
 def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
     """A larger batch replaces the buffer of the workspace."""
-    workspace, spec, step = Workspace(1, CPU), LogitsSpec(32), make_step(TRUNCATED)
-    graphs = StepGraphs([workspace], 4, CPU, CountingCapture())
+    workspace, spec, hidden = Workspace(1, CPU), LogitsSpec(32), hidden_of(2)
+    graphs = StepGraphs([workspace], 4, CountingCapture(), StepCounts())
 
-    def draw(params: BatchParams) -> Launched:
+    def launches() -> Launched:
         workspace.logits_buffer(2, spec, torch.float32, edited=False)
-        return Launched(read_all(step.hidden, params, False))
+        return Launched(SampleOutput.empty(2, CPU, False))
 
-    for _ in range(WARM_UP + 1):
-        graphs.step(draw, step.batch, step.hidden, None, step.positions, False)
+    replay_once(graphs, launches, hidden)
     written = weakref.ref(workspace.last_buffer)
     workspace.logits_buffer(64, spec, torch.float32, edited=False)
     gc.collect()
@@ -371,16 +539,15 @@ def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
 
 def test_what_a_graph_writes_to_lives_as_long_as_the_graph():
     """Else it would lie where the tokens of another graph are."""
-    step, kept = make_step(), []
-    graphs = StepGraphs([Workspace(1, CPU)], 4, CPU, CountingCapture())
+    kept: list[weakref.ref] = []
+    graphs = StepGraphs([Workspace(1, CPU)], 4, CountingCapture(), StepCounts())
 
-    def draw(params: BatchParams) -> Launched:
+    def launches() -> Launched:
         scratch = torch.zeros(2)
         kept.append(weakref.ref(scratch))
-        return Launched(read_all(step.hidden, params, False), scratch)
+        return Launched(SampleOutput.empty(2, CPU, False), scratch)
 
-    for _ in range(WARM_UP + 1):
-        graphs.step(draw, step.batch, step.hidden, None, step.positions, False)
+    replay_once(graphs, launches, hidden_of(2))
     gc.collect()
     assert kept[0]() is not None
     del graphs
@@ -388,7 +555,172 @@ def test_what_a_graph_writes_to_lives_as_long_as_the_graph():
     assert kept[0]() is None
 
 
+# Graphs that are captured ahead.
+
+ROWS_OF_KINDS: dict[DrawKind, list[dict]] = {
+    GREEDY: [{"top_k": 1}, {"top_k": 1}],
+    PLAIN_KIND: PLAIN,
+    SMALL_TOP_K: TRUNCATED,
+    ANY_TRUNCATION: UNBOUNDED,
+}
+
+
+@dataclasses.dataclass
+class Ahead:
+    """A head of a server that has captured its model for 2, 4 and 3 rows, and what was captured for its steps: the rows
+    and the kind of each, in order."""
+
+    drawing: Drawing
+    captured: list[tuple[int, DrawKind]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        state = self.drawing.state
+        state.captured = {rows: hidden_of(rows) for rows in (2, 4, 3)}
+        draw_rows = state.head.draw
+
+        def noting(hidden: torch.Tensor, params: BatchParams, **options: Any) -> SampleOutput:
+            truncation = params.truncation
+            kind = DrawKind(
+                truncation is not None,
+                None if truncation is None else truncation.max_top_k,
+                params.all_greedy,
+                params.distribution_only,
+            )
+            self.captured.append((len(hidden), kind))
+            return draw_rows(hidden, params, **options)
+
+        state.head.draw = noting
+
+    def idle(self) -> None:
+        """Until nothing is left to do."""
+        for _ in range(100):
+            if not prepare_next(self.drawing.state, TABLE):
+                return
+        pytest.fail("there is always more to do")
+
+
+@pytest.fixture
+def ahead() -> Ahead:
+    return Ahead(Drawing())
+
+
+def test_graphs_of_common_kinds_are_captured_ahead_the_largest_size_first_one_kind_at_a_time(ahead):
+    """Smaller ones find the memory of larger ones. A request that arrives waits for one kind at most."""
+    assert prepare_next(ahead.drawing.state, TABLE)
+    assert ahead.captured == [(4, GREEDY)] * (1 + SLOTS), "a draw compiles what is missing"
+    ahead.idle()
+    each = [(rows, kind) for rows in (4, 3, 2) for kind in COMMON_KINDS]
+    assert ahead.captured == [one for one in each for _ in range(1 + SLOTS)]
+    assert ahead.drawing.graphs.count == SLOTS * len(each)
+    ahead.idle()
+    assert len(ahead.captured) == (1 + SLOTS) * len(each), "once"
+
+
+@pytest.mark.parametrize("kind", COMMON_KINDS)
+def test_a_step_whose_graphs_were_captured_ahead_is_replayed_at_once(ahead, kind):
+    ahead.idle()
+    rows = ROWS_OF_KINDS[kind]
+    assert make_step(rows).kind == kind
+    for size in (2, 3, 4):
+        assert ahead.drawing.replays(ahead.drawing.state.captured[size], make_step(rows), 3) == [True] * 3
+    assert ahead.drawing.counts == StepCounts(replayed=9)
+
+
+def test_steps_beside_captures_ahead_keep_their_graphs(ahead):
+    """Steps that came first may have captured one graph of a kind, or both."""
+    hidden = ahead.drawing.state.captured[3]
+    ahead.drawing.replays(hidden, make_step(), PATIENCE + 1)
+    ahead.idle()
+    assert ahead.drawing.graphs.count == SLOTS * len(COMMON_KINDS) * 3
+    assert ahead.drawing.replays(hidden, make_step(), 3) == [True] * 3
+    assert ahead.drawing.counts.late_captures == 1
+
+
+def test_other_kinds_are_captured_in_steps(ahead):
+    ahead.idle()
+    for step in (make_step(logprob=True), make_step(edits=make_edits())):
+        assert not ahead.drawing.step(ahead.drawing.state.captured[2], step)
+
+
+def test_captures_ahead_stop_at_their_share_of_memory(ahead, monkeypatch):
+    """The graphs of each kind take a third of it, and a byte more."""
+    third, graphs = draw_module.MAX_PREPARED_BYTES // 3 + 1, ahead.drawing.capture.graphs
+    monkeypatch.setattr(step_graphs, "_free_bytes", lambda device: (1 << 40) - third * (len(graphs) // SLOTS))
+    ahead.idle()
+    assert list(dict.fromkeys(ahead.captured)) == [(4, kind) for kind in COMMON_KINDS[:3]]
+    assert ahead.drawing.state.status["graph_bytes"] == 3 * third
+    assert not prepare_next(ahead.drawing.state, TABLE)
+    assert ahead.drawing.step(ahead.drawing.state.captured[4], make_step(TRUNCATED)) is not None
+
+
+@pytest.mark.parametrize("reason", ["an exchange", "no graphs", "no model captured"])
+def test_nothing_is_captured_ahead_where_it_must_not_be(ahead, reason):
+    """An exchange takes all ranks, and others may have something to do."""
+    state = ahead.drawing.state
+    if reason == "an exchange":
+        state.exchange = types.SimpleNamespace(memory_for=lambda num_rows: "memory")
+    elif reason == "no graphs":
+        state.use_step_graphs = False
+    else:
+        state.captured.clear()
+    assert not prepare_next(state, TABLE) and not ahead.captured
+
+
+def test_where_a_draw_fails_ahead_steps_capture_what_they_need_and_it_is_said_once(ahead, monkeypatch, caplog):
+    state = ahead.drawing.state
+    with monkeypatch.context() as failing:
+        failing.setattr(state.head, "draw", lambda *arguments, **options: 1 / 0)
+        assert not any(prepare_next(state, TABLE) for _ in range(3))
+    assert [record.message for record in caplog.records] == [
+        "flashsample: CUDA graphs of the sampling step are captured in steps, not ahead: ZeroDivisionError: division "
+        "by zero"
+    ]
+    assert not prepare_next(state, TABLE)
+    assert ahead.drawing.replays(state.captured[2], make_step(), SETTLED) == [False] * PATIENCE + [True] * SLOTS
+
+
+def test_a_capture_that_fails_ahead_is_tried_again_after_some_minutes(ahead, clock):
+    state, capture = ahead.drawing.state, ahead.drawing.capture
+    capture.fails = True
+    prepare_next(state, TABLE)
+    assert not prepare_next(state, TABLE) and not capture.graphs
+    capture.fails = False
+    clock[0] += RETRY_SECONDS
+    ahead.idle()
+    assert ahead.drawing.graphs.count == SLOTS * len(COMMON_KINDS) * 3
+
+
+def test_after_a_change_of_the_head_its_graphs_are_captured_ahead_again(ahead):
+    state = ahead.drawing.state
+    ahead.idle()
+    state.lm_head.weight = state.lm_head.weight.clone()
+    ahead.captured.clear()
+    ahead.idle()
+    assert len(ahead.captured) == (1 + SLOTS) * len(COMMON_KINDS) * 3
+
+
+def test_after_sglang_has_captured_its_model_anew_graphs_are_captured_for_the_new_places_alone(
+    ahead, runtime, monkeypatch
+):
+    state = ahead.drawing.state
+    monkeypatch.setattr(runtime_module, "_is_capturing", lambda: True)
+    metadata = types.SimpleNamespace(forward_mode=types.SimpleNamespace(is_decode=lambda: True))
+    ahead.idle()
+    before, places = ahead.drawing.graphs, {rows: hidden_of(rows) for rows in (2, 4, 3)}
+    for hidden in places.values():
+        runtime.captures_model(state.processor, state, hidden, metadata)
+    assert ahead.drawing.graphs is before, "a graph must not be destroyed during a capture"
+    ahead.idle()
+    assert ahead.drawing.graphs is not before
+    assert ahead.drawing.graphs.count == SLOTS * len(COMMON_KINDS) * 3
+    assert all(ahead.drawing.step(hidden, make_step()) is not None for hidden in places.values())
+
+
 # Of a head.
+
+
+def has_graphs(state: HeadState, *rows: dict, edited: bool = False) -> bool:
+    return state.step_graphs(len(rows), make_step(rows).kind, edited) is not None
 
 
 def test_all_graphs_of_a_head_are_captured_on_one_stream_each_set_in_a_pool_of_its_own(device):
@@ -397,20 +729,18 @@ def test_all_graphs_of_a_head_are_captured_on_one_stream_each_set_in_a_pool_of_i
     state = make_state(device, screened=True, capture=capture)
     for rebuilt in range(1, 6):
         state.update(2)
-        assert state.step_graphs(make_batch({}), None, torch.zeros(1, dtype=torch.int64)) is not None
+        assert has_graphs(state, {})
         assert capture.pools == rebuilt
         state.weights_change()
         state.renew_screen()
 
 
-def test_only_steps_that_a_graph_can_repeat_have_graphs(device):
+def test_a_head_whose_steps_are_not_to_be_captured_has_no_graphs(device):
     state = make_state(device, capture=CountingCapture())
     state.update(2)
-    batch, positions = make_batch({}, {}), torch.zeros(2, dtype=torch.int64)
-    assert state.step_graphs(batch, None, positions) is not None
-    assert state.step_graphs(batch, None, positions.int()) is None, "a copy of them would be made in every step"
+    assert has_graphs(state, {}, {})
     state.use_step_graphs = False
-    assert state.step_graphs(batch, None, positions) is None
+    assert not has_graphs(state, {}, {})
 
 
 def test_a_head_captures_by_itself_where_nobody_says_how(device, monkeypatch):
@@ -418,8 +748,8 @@ def test_a_head_captures_by_itself_where_nobody_says_how(device, monkeypatch):
     state = make_state(device)
     state.use_step_graphs = True
     state.update(1)
-    graphs = state.step_graphs(make_batch({}), None, torch.zeros(1, dtype=torch.int64))
-    assert graphs is state.step_graphs(make_batch({}), None, torch.zeros(1, dtype=torch.int64)) is not None
+    graphs = state.step_graphs(1, PLAIN_KIND, edited=False)
+    assert graphs is state.step_graphs(1, GREEDY, edited=True) is not None
 
 
 def test_batches_that_flashinfer_draws_have_no_graphs(device):
@@ -428,18 +758,13 @@ def test_batches_that_flashinfer_draws_have_no_graphs(device):
     state = make_state(device, capture=CountingCapture())
     state.head.table = DispatchTable(HeadTraits.of(state.head.lm_head), flashinfer=[2])
     state.update(3)
-    positions = torch.zeros(3, dtype=torch.int64)
-
-    def has_graphs(*rows, edits=None) -> bool:
-        return state.step_graphs(make_batch(*rows), edits, positions[: len(rows)]) is not None
-
     truncated, seeded = {"top_p": 0.5}, {"top_p": 0.5, "sampling_seed": 1}
-    assert not has_graphs(truncated, truncated)
-    assert has_graphs(truncated, truncated, truncated), "a size that does not take FlashInfer"
-    assert has_graphs(truncated, seeded) and has_graphs(truncated, {}), "FlashInfer would draw other tokens"
-    assert has_graphs(truncated, truncated, edits=make_edits())
+    assert not has_graphs(state, truncated, truncated)
+    assert has_graphs(state, truncated, truncated, truncated), "a size that does not take FlashInfer"
+    assert has_graphs(state, truncated, seeded) and has_graphs(state, truncated, {}), "it would draw other tokens"
+    assert has_graphs(state, truncated, truncated, edited=True)
     state.head.table = DispatchTable(HeadTraits.of(state.head.lm_head))
-    assert has_graphs(truncated, truncated)
+    assert has_graphs(state, truncated, truncated)
 
 
 # In a server.
@@ -449,16 +774,187 @@ KINDS = {
     "truncated": [{"temperature": 0.7, "top_p": 0.9, "top_k": 5}] * 2,
     "greedy": [{"temperature": 0.0}] * 2,
 }
-SOON = 1 + SLOTS  # steps until all that come are replayed, where patience is short
+SOON = 1 + SLOTS  # steps until both graphs of a kind are there, where patience is short
+
+
+# Places that SGLang's graphs read, and the short way.
+
+
+class Moving:
+    """Decode steps in one of SGLang's graphs, which has the positions and slots of its rows at one place. Each step is
+    compared with the same step of a head without graphs."""
+
+    def __init__(self, padded: int = 4) -> None:
+        self.capture, self.padded = CountingCapture(), padded
+        self.state, self._launching = reading_state(capture=self.capture), reading_state()
+        self.hidden = hidden_of(padded)
+        self.state.captured[padded] = self.hidden
+        self.state.inputs = GraphInputs(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
+        self.table = RowTable(CPU)
+        self.number = 0
+
+    def batch_in(self, slots: Sequence[int], *rows: dict) -> Batch:
+        requests = [request(**row) for row in rows]
+        return Batch.of_requests(requests, slots, self.table, 1, True)
+
+    def step(self, batch: Batch, slots: Sequence[int], *, short: bool = True, **info: Any) -> str:
+        """How the step was served: "ready", "replayed" or "launched". info: attributes of SGLang's sampling info."""
+        num_rows, self.number = len(batch), self.number + 1
+        positions = torch.arange(num_rows) + self.number
+        self.state.inputs.positions.zero_()
+        self.state.inputs.slots.zero_()
+        self.state.inputs.positions[:num_rows], self.state.inputs.slots[:num_rows] = positions, torch.tensor(slots)
+        step = Step(batch, torch.tensor(slots), positions, None, False)
+        launched = draw(lazy_of(self._launching, self.hidden, num_rows, False), step)
+        lazy = lazy_of(self.state, self.hidden, num_rows)
+        sampling_info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None} | info)
+        tokens = replayed(time.perf_counter(), lazy, sampling_info, num_rows) if short else None
+        how, before = "ready", self.state.counts.replayed
+        if tokens is None:
+            tokens = draw(lazy, step).token_ids
+            how = "replayed" if self.state.counts.replayed > before else "launched"
+        assert torch.equal(tokens, launched.token_ids)
+        return how
+
+
+@pytest.fixture
+def moving(monkeypatch) -> Moving:
+    monkeypatch.setattr(draw_module, "FULL_STEP_SECONDS", 1000.0)
+    return Moving()
+
+
+WARM = ["launched"] * PATIENCE + ["replayed"] * SLOTS
+
+
+def test_a_graph_gathers_the_rows_of_this_step_whichever_requests_they_are(moving):
+    """One leaves and one joins at each step, in a slot that was used before."""
+    served = []
+    for number in range(12):
+        slots = [1 + number % 5, 1 + (number + 2) % 5, 1 + (number + 3) % 5][: 2 + number % 2]
+        rows = [{"temperature": 0.5 + number + slot, "sampling_seed": number * slot} for slot in slots]
+        served.append(moving.step(moving.batch_in(slots, *rows), slots))
+    assert served == [*WARM, "replayed", *["ready"] * 5]
+    assert moving.capture.replays == 8
+
+
+def warm(moving: Moving) -> tuple[Batch, list[int]]:
+    batch, slots = moving.batch_in([3, 1], {}, {"temperature": 0.5}), [3, 1]
+    assert [moving.step(batch, slots) for _ in range(PATIENCE + SLOTS + 2)][-1] == "ready"
+    return batch, slots
+
+
+NOT_READY: dict[str, Callable[[Moving, Batch], dict[str, Any]]] = {
+    "grammars": lambda moving, batch: {"grammars": [None, "a grammar"]},
+    "a batch that is not known": lambda moving, batch: {BATCH_ATTRIBUTE: None},
+    "rows that are not known": lambda moving, batch: {BATCH_ATTRIBUTE: moving.batch_in([3], {})},
+    "other kinds of rows": lambda moving, batch: {BATCH_ATTRIBUTE: moving.batch_in([3, 1], {}, {"top_p": 0.5})},
+    "a table that has grown": lambda moving, batch: {BATCH_ATTRIBUTE: moving.batch_in([5000, 1], {}, {})},
+    "weights": lambda moving, batch: vars(moving.state.processor).update(logit_scale=0.5) or {},
+    "graphs that have gone": lambda moving, batch: setattr(moving.state, "graphs", None) or {},
+    "a lack of memory": lambda moving, batch: moving.state.out_of_memory(99) or {},
+    "a while": lambda moving, batch: setattr(moving.state, "full_step_at", 0.0) or {},
+}
+
+
+@pytest.mark.parametrize("name", NOT_READY)
+def test_what_may_have_changed_is_looked_at_in_full(moving, name):
+    batch, _ = warm(moving)
+    info = {BATCH_ATTRIBUTE: batch, "grammars": None}
+    lazy = lazy_of(moving.state, moving.hidden, 2)
+    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), 2) is not None
+    info |= NOT_READY[name](moving, batch) or {}
+    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), 2) is None
+
+
+@pytest.mark.parametrize("name", ["logits that were read", "no graph of SGLang's", "plain logits", "positions"])
+def test_other_logits_have_no_short_way(moving, name):
+    batch, _ = warm(moving)
+    lazy: Any = lazy_of(moving.state, moving.hidden, 2, is_captured=name != "no graph of SGLang's")
+    if name == "logits that were read":
+        lazy._dense = torch.zeros(2, VOCAB)
+    if name == "plain logits":
+        lazy = torch.zeros(2, VOCAB)
+    info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None})
+    assert replayed(time.perf_counter(), lazy, info, 3 if name == "positions" else 2) is None
+
+
+@pytest.mark.parametrize("rows", [[{"logit_bias": {}}] * 2, [{}, {"beam_width": 2}]], ids=["edits", "SGLang's rows"])
+def test_batches_that_need_more_than_a_draw_have_no_short_way(moving, rows):
+    batch = moving.batch_in([1, 2], *rows)
+    assert "ready" not in [moving.step(batch, [1, 2]) for _ in range(SETTLED + 4)]
+
+
+def test_once_the_table_has_grown_graphs_read_the_new_one(moving):
+    warm(moving)
+    grown = moving.batch_in([5000, 1], {}, {"temperature": 0.5})
+    assert moving.step(grown, [5000, 1]) == "launched"
+
+
+def test_kernels_that_a_step_waits_for_are_counted(moving, monkeypatch):
+    loaded = iter(range(100))
+    monkeypatch.setattr(draw_module, "num_binaries", lambda: 3 * next(loaded))
+    batch = moving.batch_in([1], {})
+    for _ in range(PATIENCE + SLOTS + 3):
+        moving.step(batch, [1])
+    launches_and_replays = PATIENCE + SLOTS + 1
+    assert moving.state.counts.late_compiles == 3 * launches_and_replays, "a ready step looks at none"
+
+
+def test_graphs_that_are_captured_ahead_gather_their_rows(moving):
+    while prepare_next(moving.state, moving.table):
+        pass
+    batch = moving.batch_in([2, 5, 1], {}, {"temperature": 3.0}, {"top_k": 1})
+    assert [moving.step(batch, [2, 5, 1]) for _ in range(4)] == ["replayed", "ready", "ready", "ready"]
+
+
+def prefill(state: HeadState, hidden: torch.Tensor, step: Step) -> SampleOutput:
+    return draw(LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), prefills=True), step)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 32])
+def test_prefills_are_replayed_from_a_place_of_their_own(num_rows):
+    capture = CountingCapture()
+    state, launching = reading_state(capture=capture), reading_state()
+    state.inputs = GraphInputs(*torch.ones(2, 64, dtype=torch.int64))  # of decode steps
+    for number in range(SETTLED):
+        hidden = hidden_states(CPU, num_rows, seed=number)  # elsewhere each time
+        step = make_step([{"temperature": 1.0 + number, "sampling_seed": row} for row in range(num_rows)])
+        assert torch.equal(prefill(state, hidden, step).token_ids, prefill(launching, hidden, step).token_ids)
+    assert capture.replays == SETTLED - PATIENCE
+    assert state.counts == StepCounts(prefills=SETTLED, late_captures=SLOTS)
+
+
+@pytest.mark.parametrize("case", ["33 rows", "a bias"])
+def test_large_prefills_and_edited_ones_are_launched(case):
+    num_rows, capture = 33 if case == "33 rows" else 2, CountingCapture()
+    state, edits = reading_state(capture=capture), make_edits() if case == "a bias" else None
+    for _ in range(SETTLED):
+        prefill(state, hidden_states(CPU, num_rows), make_step([{}] * num_rows, edits))
+    assert not capture.graphs
+
+
+def test_graphs_of_prefills_are_captured_ahead():
+    capture = CountingCapture()
+    state, launching = reading_state(capture=capture), reading_state()
+    state.captured = {4: hidden_of(4)}
+    while prepare_next(state, TABLE):
+        pass
+    step, hidden = make_step(), hidden_states(CPU, 2)
+    assert torch.equal(prefill(state, hidden, step).token_ids, prefill(launching, hidden, step).token_ids)
+    assert capture.replays == 1 and state.counts.late_captures == 0
 
 
 class Pair:
-    """A server that replays and one that launches."""
+    """A server that replays and one that launches. padded: rows of SGLang's graph."""
 
-    def __init__(self, device, capture, rows, screened: bool, reports: bool) -> None:
+    def __init__(self, device: torch.device, capture: CountingCapture, rows: list[dict], screened: bool) -> None:
         self.capture = capture
-        self.replaying = SteadyServer(device, make_state(device, screened=screened, capture=capture), rows, reports)
-        self.launching = SteadyServer(device, make_state(device, screened=screened), rows, reports)
+        self.replaying = SteadyServer(device, make_state(device, screened=screened, capture=capture), rows, PADDED)
+        self.launching = SteadyServer(device, make_state(device, screened=screened), rows, PADDED)
+
+    @property
+    def both(self) -> tuple[SteadyServer, SteadyServer]:
+        return self.replaying, self.launching
 
     def settle(self) -> None:
         """Step one server until its steps are replays. The other server skips these steps without drawing."""
@@ -467,48 +963,36 @@ class Pair:
         self.launching.positions += SOON
         assert self.capture.replays == SLOTS
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the next step may be a repeated one."""
-        return self.replaying.sampler.repeated is not None
-
-    def step_tokens(self, **arguments) -> bool:
-        """One step of both, which must draw the same. Whether it was replayed."""
+    def step(self, **arguments: Any) -> bool:
+        """One step of both, which must draw the same on the same paths. Whether it was replayed."""
         before = self.capture.replays
         assert self.replaying.step(**arguments) == self.launching.step(**arguments)
+        assert self.replaying.paths == self.launching.paths
         return self.capture.replays > before
 
-    def step(self, **arguments) -> bool:
-        """The same, on the same paths."""
-        replayed = self.step_tokens(**arguments)
-        assert self.replaying.paths == self.launching.paths
-        return replayed
+
+PADDED = 3
 
 
 @pytest.fixture
 def pair(device, one_rank, monkeypatch):
     monkeypatch.setattr(step_graphs, "PATIENCE", 1)
-    monkeypatch.setattr(step_graphs, "FULL_STEP_SECONDS", 1000.0)
 
-    def make(kind: str = "plain", screened: bool = True, repeated: bool = True) -> Pair:
-        """repeated: replayed steps may be repeated; else they report their paths, and none is."""
-        return Pair(device, CountingCapture(device), KINDS[kind], screened, reports=not repeated)
+    def make(kind: str = "plain", screened: bool = True) -> Pair:
+        return Pair(device, CountingCapture(device), KINDS[kind], screened)
 
     return make
-
-
-repeated_or_not = pytest.mark.parametrize("repeated", [False, True], ids=["in full", "repeated"])
 
 
 @needs_sglang
 @pytest.mark.parametrize("screened", [False, True], ids=["no screen", "screen"])
 @pytest.mark.parametrize("kind", KINDS)
-@repeated_or_not
-def test_replayed_steps_draw_what_launches_draw(pair, kind, screened, repeated):
-    both = pair(kind, screened, repeated)
+def test_replayed_steps_draw_what_launches_draw(pair, kind, screened):
+    both = pair(kind, screened)
     both.settle()
+    assert both.replaying.paths == ["fused"] * 2
     for _ in range(SLOTS):
-        assert both.repeats == repeated and both.step()
+        assert both.step()
 
 
 CHANGES: dict[str, Callable[[SteadyServer], object]] = {
@@ -525,47 +1009,52 @@ CHANGES: dict[str, Callable[[SteadyServer], object]] = {
     "logit scale": lambda server: vars(server.state.processor).update(logit_scale=0.1),
     "larger workspace": lambda server: server.state.update(600),
     "other hidden states": lambda server: vars(server).update(hidden=-server.hidden),
-    "other positions": lambda server: vars(server).update(positions=server.positions + 100),
-    "positions of another dtype": lambda server: vars(server).update(positions=server.positions.int() + 100),
+    "hidden states outside of a graph": lambda server: vars(server).update(captured=False),
     "a grammar": lambda server: vars(server.info).update(grammars=[None, grammar(3)]),
     "a bias": lambda server: server.take([{"temperature": 1.0, "logit_bias": {"3": 300.0}}] * 2),
+    "another kind": lambda server: server.take(KINDS["truncated"]),
 }
 
 
 @needs_sglang
 @pytest.mark.parametrize("name", CHANGES)
-@repeated_or_not
-def test_a_change_is_noticed_at_the_next_step(pair, name, repeated):
-    both = pair(screened=name.startswith(("weight", "screen")), repeated=repeated)
+def test_a_change_is_noticed_at_the_next_step(pair, name):
+    both = pair(screened=name.startswith(("weight", "screen")))
     both.settle()
-    for server in (both.replaying, both.launching):
+    for server in both.both:
         CHANGES[name](server)
     assert not both.step(), "drawn with a graph of before"
 
 
+MOVES: dict[str, Callable[[SteadyServer], object]] = {
+    "other positions": lambda server: vars(server).update(positions=server.positions + 100),
+    "positions of another dtype": lambda server: vars(server).update(positions=server.positions.int() + 100),
+    "other requests": lambda server: server.take([{"rid": f"new {row}", "temperature": 5.0} for row in range(2)]),
+    "a request less": lambda server: server.take([{"rid": "new", "temperature": 5.0}]),
+    "a request more": lambda server: server.take([{"rid": f"new {row}", "temperature": 5.0} for row in range(3)]),
+    "a greedy one beside": lambda server: server.take([{"temperature": 0.0}, {"temperature": 1.0}]),
+}
+
+
 @needs_sglang
-@pytest.mark.parametrize("kind", ["plain", "truncated"])
-@repeated_or_not
-def test_another_batch_at_the_same_place_draws_its_own_tokens_from_the_next_step_on(pair, repeated, kind):
-    both = pair(screened=False, repeated=repeated)
+@pytest.mark.parametrize("name", MOVES)
+def test_another_batch_of_the_same_kind_and_size_is_replayed_from_its_first_step_on(pair, name):
+    both = pair(screened=False)
     both.settle()
-    limits = {"top_k": 3} if kind == "truncated" else {}
-    for server in (both.replaying, both.launching):
-        server.take([{"rid": f"another {row}", "temperature": 5.0} | limits for row in range(2)])
-    for _ in range(SOON + 1):
-        both.step()
+    for server in both.both:
+        MOVES[name](server)
+    assert all(both.step() for _ in range(SLOTS + 1))
 
 
 @needs_sglang
 def test_a_batch_that_is_launched_is_not_drawn_from_the_graphs_of_one_that_lay_there(pair):
     """Of FlashInfer's batches: the smallest top-p leaves one token, so that its own noise decides nothing."""
     both = pair()
-    servers = (both.replaying, both.launching)
-    for server in servers:
-        server.state.head.table = DispatchTable(HeadTraits.of(server.state.head.lm_head), flashinfer=[2])
+    for server in both.both:
+        server.state.head.table = DispatchTable(HeadTraits.of(server.state.head.lm_head), flashinfer=[2, PADDED])
     both.settle()
     assert both.step()
-    for server in servers:
+    for server in both.both:
         server.take([{"temperature": 1.0, "top_p": 1e-6}] * 2)
     assert not any(both.step() for _ in range(SOON + SLOTS))
 
@@ -575,16 +1064,12 @@ def test_once_a_capture_has_failed_nothing_is_replayed(pair):
     both = pair()
     both.settle()
     both.capture.fails = True
-    here = [server.positions for server in (both.replaying, both.launching)]
-    for server in (both.replaying, both.launching):
-        server.positions = server.positions.clone()
-    assert not any(both.step() for _ in range(SOON)), "at another place: captured anew, in vain"
-    for server, positions in zip((both.replaying, both.launching), here, strict=True):
-        server.positions = positions.add_(100)
-    assert not any(both.step() for _ in range(SOON)), "the same batch at the place of before"
-    for server in (both.replaying, both.launching):
+    for server in both.both:
         server.take(KINDS["greedy"])
-    assert not any(both.step() for _ in range(SOON)), "another batch there"
+    assert not any(both.step() for _ in range(SOON)), "of another kind: captured anew, in vain"
+    for server in both.both:
+        server.take(KINDS["plain"])
+    assert not any(both.step() for _ in range(SOON)), "of the kind of before"
 
 
 @needs_sglang
@@ -597,76 +1082,97 @@ def test_steps_with_logprobs_are_drawn_with_them_and_others_go_on(pair):
 
 @needs_sglang
 @pytest.mark.parametrize("kind", ["plain", "truncated"])
-@repeated_or_not
-def test_every_step_is_counted_once_whether_launched_or_replayed(pair, kind, repeated):
-    both = pair(kind, screened=False, repeated=repeated)
+def test_every_step_is_counted_once_whether_launched_or_replayed(pair, kind):
+    both = pair(kind, screened=False)
     both.settle()
-    metrics, steps = both.replaying.runtime.metrics, SOON + 4
+    server, steps = both.replaying, SOON + 4
     for _ in range(3):
-        both.replaying.step()
-    both.replaying.step(return_logprob=True)  # in full
+        server.step()
+    server.step(return_logprob=True)  # launched
     for _ in range(2):
-        metrics.flush()  # nothing twice
+        server.runtime._show_counts()  # nothing twice
     truncated = f", {2 * steps} of the rows with top-k, top-p or min-p (0 by a search)" if kind == "truncated" else ""
-    assert metrics.summary().startswith(f"since the start: fused {2 * steps} rows in {steps} batches{truncated}; ")
-    assert re.search(rf"; CPU time of fused sampling [\d.]+ us per batch over {steps} batches$", metrics.summary())
+    summary = server.runtime.metrics.summary()
+    assert summary.startswith(f"since the start: fused {2 * steps} rows in {steps} batches{truncated}; ")
+    host = rf"; CPU time of fused sampling [\d.]+ us per batch over {steps} batches"
+    assert re.search(rf"{host}; {SLOTS + 3} of {steps} decode steps by CUDA graphs$", summary)
 
 
-@needs_sglang
-def test_after_a_while_a_step_is_served_in_full(pair, monkeypatch):
-    """Counters, the log and a screen's pause have waited for it."""
-    both = pair(screened=False)
-    both.settle()
-    assert both.repeats
-    monkeypatch.setattr(step_graphs, "FULL_STEP_SECONDS", 0.0)
-    both.step(return_logprob=True)
-    metrics = both.replaying.runtime.metrics
-    for steps in range(1, 4):
-        assert both.step() and both.repeats
-        metrics.flush()
-        assert f"in {SOON + 1 + steps} batches" in metrics.summary()
+@pytest.fixture
+def short(pair, monkeypatch) -> Callable[[str], Pair]:
+    """A pair whose replaying server takes the short way from its next step on."""
+    monkeypatch.setattr(draw_module, "FULL_STEP_SECONDS", 1000.0)
 
-
-@needs_sglang
-@pytest.mark.parametrize("name", ["counted tokens", "penalties", "reported paths"])
-def test_what_must_be_seen_of_every_step_is_not_repeated(pair, name):
-    both = pair(screened=False, repeated=name != "reported paths")
-    if name == "counted tokens":
-        both.replaying.runtime.token_counts = types.SimpleNamespace(add=lambda *tokens: None)
-    if name == "penalties":
-        both.replaying.take([{"frequency_penalty": 0.5}] * 2)
-    for _ in range(SETTLED):
+    def make(kind: str) -> Pair:
+        both = pair(kind, screened=False)
+        runtime, state, device = both.replaying.runtime, both.replaying.state, both.replaying.device
+        runtime.settings = dataclasses.replace(runtime.settings, report_path=False)
+        state.inputs = GraphInputs(both.replaying.positions, torch.tensor([1, 2, 0], device=device))
+        both.settle()
         both.replaying.step()
-        assert not both.repeats
-    assert both.capture.replays or name == "penalties", "their tensors move with each step"
+        both.launching.step()
+        assert state.graphs.ready
+        return both
+
+    return make
 
 
 @needs_sglang
-@repeated_or_not
-def test_a_replay_that_fails_leaves_this_step_and_all_others_to_sglang(pair, caplog, repeated):
-    both = pair("greedy", screened=False, repeated=repeated)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_the_short_way_draw_what_launches_draw_and_are_counted_once(short, kind):
+    both = short(kind)
+    server, steps = both.replaying, SOON + 4
+    server.state.step_graphs = lambda *arguments, **options: pytest.fail("looked at in full")
+    for _ in range(3):
+        assert server.step() == both.launching.step()
+    server.runtime._show_counts()
+    truncated = f", {2 * steps} of the rows with top-k, top-p or min-p (0 by a search)" if kind == "truncated" else ""
+    summary = server.runtime.metrics.summary()
+    assert summary.startswith(f"since the start: fused {2 * steps} rows in {steps} batches{truncated}; ")
+    assert summary.endswith(f"{SLOTS + 4} of {steps} decode steps by CUDA graphs")
+
+
+@needs_sglang
+def test_tokens_of_replayed_steps_are_counted(short):
+    """They are not on the short way."""
+    server, counted = short("plain").replaying, []
+    server.runtime.token_counts = types.SimpleNamespace(add=lambda tokens, vocab: counted.append(tokens.tolist()))
+    assert [server.step() for _ in range(3)] == counted
+
+
+@needs_sglang
+def test_a_replay_that_fails_leaves_this_step_and_all_others_to_sglang(pair, caplog):
+    both = pair("greedy", screened=False)
     both.settle()
 
-    def fails():
+    def fails() -> None:
         raise RuntimeError("no such graph")
 
     for graph in both.capture.graphs:
         graph.replay = fails
-    server, greedy = both.replaying, both.launching
+    server, greedy = both.both
     assert server.step() == greedy.step()
-    assert repeated or server.paths == ["native:error"] * 2
+    assert server.paths == ["native:error"] * 2
     assert server.step() == greedy.step()
-    assert repeated or server.paths == ["native:inactive"] * 2
-    assert server.runtime.inactive_reason == "RuntimeError: no such graph" and not both.repeats
+    assert server.paths == ["native:inactive"] * 2
+    assert server.runtime.inactive_reason == "RuntimeError: no such graph"
 
 
 @needs_sglang
-@repeated_or_not
-def test_once_the_fused_pass_is_off_no_step_is_replayed(pair, repeated):
-    both = pair("greedy", screened=False, repeated=repeated)
-    both.settle()
+def test_a_replay_of_the_short_way_that_fails_leaves_this_step_and_all_others_to_sglang(short):
+    both = short("greedy")
+    for graph in both.capture.graphs:
+        graph.replay = lambda: 1 / 0
+    assert both.replaying.step() == both.launching.step()
+    assert both.replaying.runtime.inactive_reason == "ZeroDivisionError: division by zero"
+
+
+@needs_sglang
+def test_once_the_fused_pass_is_off_no_step_is_replayed(short):
+    both = short("greedy")
+    replays = both.capture.replays
     both.replaying.runtime.disable("elsewhere, something failed")
-    assert not both.step_tokens()
+    assert both.replaying.step() == both.launching.step() and both.capture.replays == replays
 
 
 # On a GPU.
@@ -711,14 +1217,12 @@ def test_a_capture_that_cuda_gives_up_leaves_pytorchs_allocator_as_it_was(device
 
 
 @pytest.mark.gpu
-@needs_sglang
 @pytest.mark.parametrize("edited", [False, True], ids=["as they are", "edited"])
 @pytest.mark.parametrize("truncated", [False, True], ids=["plain", "truncated"])
-@pytest.mark.parametrize("num_rows", [1, 3, 64, 200])
-def test_cuda_graphs_draw_the_tokens_of_launches(device, truncated, num_rows, edited):
-    """200 rows take the GEMM, 64 the fused pass."""
-    from sgl_flashsample.sglang.sampler import draw
-
+@pytest.mark.parametrize("num_rows, padded", [(1, 1), (3, 4), (64, 64), (150, 200)])
+def test_cuda_graphs_draw_the_tokens_of_launches(device, truncated, num_rows, padded, edited):
+    """200 rows take the GEMM, 64 the fused pass. Requests change places at every step. It is compared with
+    launches of as many rows: a GEMM of another size rounds otherwise."""
     torch.manual_seed(0)
     vocab = 50_257
     lm_head = make_head((torch.randn(vocab, 256, device=device) / 8).bfloat16())
@@ -727,30 +1231,50 @@ def test_cuda_graphs_draw_the_tokens_of_launches(device, truncated, num_rows, ed
     launching = HeadState(Processor(vocab_size=vocab), lm_head)
     replaying.use_step_graphs = True
     row = {"top_k": 20, "top_p": 0.9} if truncated else {}
-    batch = make_batch(*({"sampling_seed": seed} | row for seed in range(num_rows)), device=device)
-    hidden = torch.randn(num_rows, 256, device=device).bfloat16()
-    positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    batch = make_batch(*({"sampling_seed": seed} | row for seed in range(padded)), {"top_k": 1}, device=device)
+    hidden = torch.randn(padded, 256, device=device).bfloat16()
     additive = torch.zeros(num_rows, vocab, device=device)
-    kinds = torch.full((num_rows,), int(Edit.ADDITIVE | Edit.MASK), dtype=torch.int32, device=device)
+    flags = torch.full((num_rows,), int(Edit.ADDITIVE | Edit.MASK), dtype=torch.int32, device=device)
     masks = []  # all kept: each is at a place of its own, as a grammar's are
-    for step in range(SETTLED + 2 * SLOTS):
+
+    def drawn(state: HeadState, places: list[int], position: int, edits: LogitEdits | None) -> SampleOutput:
+        slots = torch.tensor(places, device=device) + 1
+        step = Step(batch.keep(places), slots, torch.full_like(slots, position), edits, True)
+        return draw(lazy_of(state, hidden, len(places), state is replaying), step)
+
+    for number in range(SETTLED + 2 * SLOTS):
         masks.append(torch.randint(-(2**31), 2**31, (num_rows, vocab // 32 + 1), dtype=torch.int32, device=device))
-        edits = LogitEdits(additive=additive, mask=masks[-1], rows=kinds)
-        hidden.copy_(torch.randn(num_rows, 256, device=device))
+        edits = LogitEdits(additive=additive, mask=masks[-1], rows=flags) if edited else None
+        hidden.copy_(torch.randn(padded, 256, device=device))
         additive.copy_(torch.randn(num_rows, vocab, device=device))
-        positions.fill_(step)
-        arguments = (hidden, batch, edits if edited else None, positions, True)
-        replayed, launched = draw(replaying, *arguments), draw(launching, *arguments)
-        assert torch.equal(replayed.token_ids, launched.token_ids)
-        assert torch.equal(replayed.logprobs, launched.logprobs)
-    assert capture.replays == SETTLED + 2 * SLOTS - WARM_UP
+        places = torch.randperm(padded)[:num_rows].tolist()
+        replayed = drawn(replaying, places, number, edits)
+        padding = 0 if edited or number < PATIENCE else padded - num_rows
+        launched = drawn(launching, places + [padded] * padding, number, edits)
+        assert torch.equal(replayed.token_ids, launched.token_ids[:num_rows])
+        assert torch.equal(replayed.logprobs, launched.logprobs[:num_rows])
+    assert capture.replays == SLOTS + 2 * SLOTS
 
 
 @pytest.mark.gpu
-@needs_sglang
-def test_cuda_graphs_follow_the_weights_that_a_screen_serves(device):
-    from sgl_flashsample.sglang.sampler import draw
+def test_graphs_that_are_captured_ahead_on_a_gpu_draw_the_tokens_of_launches(device):
+    state, plain = make_state(device, capture=CountingCapture(device)), make_state(device)
+    state.captured = {rows: hidden_states(device, rows) for rows in (1, 4, 8)}
+    table = RowTable(device)
+    while prepare_next(state, table):
+        pass
+    settle(device)
+    assert state.graphs.count == SLOTS * 3 * len(COMMON_KINDS)
+    for rows in [[{"top_k": 1}], [{"temperature": 0.7}] * 3, [{"top_p": 0.9}] * 7, [{"top_k": 5}] * 8]:
+        hidden = state.captured[next(size for size in (1, 4, 8) if size >= len(rows))]
+        step = step_of(make_batch(*rows, device=device), torch.arange(len(rows), device=device), None, False)
+        drawn = draw(lazy_of(state, hidden, len(rows)), step).token_ids
+        assert torch.equal(drawn, draw(lazy_of(plain, hidden, len(rows), False), step).token_ids)
+    assert state.counts == StepCounts(replayed=4)
 
+
+@pytest.mark.gpu
+def test_cuda_graphs_follow_the_weights_that_a_screen_serves(device):
     capture = CountingCapture(device)
     state, plain = make_state(device, screened=True, capture=capture), make_state(device)
     batch, hidden = mixed_temperatures(device), hidden_states(device)
@@ -761,12 +1285,13 @@ def test_cuda_graphs_follow_the_weights_that_a_screen_serves(device):
             changed.lm_head.weight.data.copy_(weights(device, seed))
             changed.renew_screen()
         before = capture.replays
-        for step in range(SETTLED):
+        for number in range(SETTLED):
             hidden.copy_(torch.randn(hidden.shape, device=device).to(dtype_on(device)))
-            positions.fill_(step)
-            replayed = draw(state, hidden, batch, None, positions, False).token_ids
-            assert torch.equal(replayed, draw(plain, hidden, batch, None, positions, False).token_ids)
-        assert capture.replays == before + SETTLED - WARM_UP
+            positions.fill_(number)
+            step = step_of(batch, positions, None, False)
+            replayed = draw(lazy_of(state, hidden, 6), step).token_ids
+            assert torch.equal(replayed, draw(lazy_of(plain, hidden, 6, False), step).token_ids)
+        assert capture.replays == before + SLOTS
     assert state.head.screen.counters[ScreenCounter.ROWS] == 3 * 6 * SETTLED, "a replay counts too"
 
 
@@ -775,19 +1300,19 @@ def test_rebuilding_graphs_takes_no_more_streams(device):
     state = make_state(device, screened=True)
     state.use_step_graphs = True
     streams = set()
-    batch, hidden = make_batch({}, {}, device=device), hidden_states(device, 2)
-    positions = torch.zeros(2, dtype=torch.int64, device=device)
+    step, hidden = make_step(), hidden_states(device, 2)
+    seed = torch.arange(2, device=device)
 
-    def draw(params: BatchParams) -> Launched:
+    def launches() -> Launched:
         streams.add(torch.cuda.current_stream(device).cuda_stream)
-        return Launched(SampleOutput(params.seed + params.position, None, params.temperature * 1))
+        return Launched(SampleOutput(seed + 1, None, seed.float()))
 
     for _ in range(40):
         state.update(2)
-        graphs = state.step_graphs(batch, None, positions)
-        for _ in range(WARM_UP + 1):
-            out = graphs.step(draw, batch, hidden, None, positions, False)
-        assert torch.equal(out.token_ids, batch.tensors.seed + positions)
+        graphs = state.step_graphs(2, step.kind, edited=False)
+        for _ in range(PATIENCE + 1):
+            out = graphs.step(launches, hidden, 2, step.kind, None, False)
+        assert torch.equal(out.token_ids, seed + 1)
         state.weights_change()
         state.renew_screen()
     assert len(streams) == 1

@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from head_states import CPU, hidden_states, is_serving, make_state, request, serve, weights, write_unseen
+from head_states import CPU, gathered, hidden_states, is_serving, make_state, request, serve, weights, write_unseen
 from serving import needs_sglang, version_path
 
 from sgl_flashsample.screen import Screen
@@ -19,6 +19,7 @@ from sgl_flashsample.sglang import hooks, versions
 from sgl_flashsample.sglang.batch import Batch
 from sgl_flashsample.sglang.drafts import DraftMode, Drafts
 from sgl_flashsample.sglang.hooks import MANAGER, READING_METHODS, UPDATER, WRITING_METHODS, StepHooks, WeightHooks
+from sgl_flashsample.sglang.row_table import RowTable
 from sgl_flashsample.sglang.runtime import Runtime
 
 
@@ -161,7 +162,7 @@ def test_weights_that_sglang_writes_in_a_step_are_copied_by_the_next_prefill(run
 
 
 def test_weights_that_load_after_the_start_are_copied_then(runtime, state, monkeypatch):
-    monkeypatch.setattr(runtime, "prepare_model", lambda model: None)
+    monkeypatch.setattr(runtime, "prepare_model", lambda *models: None)
     runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=None, startup_weight_load=object())
     StepHooks(runtime).load_model(None, runner)
     step(runtime, state, "extend")
@@ -234,7 +235,7 @@ def test_every_target_of_this_sglang_is_known():
     methods = {target.rpartition(".")[2] for target in targets}
     sessions = set() if versions.sglang_version() == "0.5.17" else SESSIONS
     assert methods >= WRITING_METHODS[MANAGER][0] | WRITING_METHODS[UPDATER][0] | sessions
-    assert [versions.unsupported_target(target) for target in versions.HOOK_TARGETS] == [None] * 7
+    assert [versions.unsupported_target(target) for target in versions.HOOK_TARGETS] == [None] * 8
     assert versions.unsupported_target(hooks.ARRIVAL_TARGET, ("self", "req")) is None
 
 
@@ -375,8 +376,9 @@ def test_a_sample_that_is_aborted_while_it_waits_was_counted_when_it_arrived(reg
     samples = [request(sampling_seed=5, n=2) for _ in range(4)]
     for each in [types.SimpleNamespace(), *samples]:  # SGLang serves also what we cannot read
         assert arrive(None, each) is None
-    batch = Batch.of_requests([samples[0], *samples[2:]], 1, True, CPU, runtime.arrivals)
-    assert batch.tensors.seed[0] == batch.tensors.seed[1] == 5 != batch.tensors.seed[2]
+    batch = Batch.of_requests([samples[0], *samples[2:]], [1, 2, 3], RowTable(CPU), 1, True, runtime.arrivals)
+    first, third, fourth = gathered(batch).seed.tolist()
+    assert first == third == 5 != fourth
 
 
 def test_an_sglang_whose_requests_cannot_be_numbered_at_their_arrival_is_a_warning(registry, runtime, caplog):

@@ -1,0 +1,239 @@
+"""The draw of one step: parameters gathered from the table of requests, then a replayed CUDA graph or launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.launch import num_binaries
+from ..kernels.params import BatchParams, Edit, LogitEdits, SampleOutput
+from .batch import BATCH_ATTRIBUTE, Batch, DrawKind
+from .head import STAGED_ROWS, HeadState
+from .lazy_logits import LazyLogits
+from .row_table import TOP_K_BOUNDS, RowTable
+from .step_graphs import Launched, StepGraphs
+
+logger = logging.getLogger("sgl_flashsample")
+
+# The kinds whose graphs are captured ahead: greedy, plain, truncated with a small top-k, truncated by anything else.
+COMMON_KINDS = (
+    DrawKind(False, None, True, False),
+    DrawKind(False, None, False, False),
+    DrawKind(True, TOP_K_BOUNDS[0], False, False),
+    DrawKind(True, None, False, False),
+)
+FULL_STEP_SECONDS = 0.05  # between two steps that follow the model and the life of the screen
+MAX_PREPARED_BYTES = 100 << 20  # device memory that graphs captured ahead may take
+PREPARES_NOTHING = "flashsample: CUDA graphs of the sampling step are captured in steps, not ahead: %s"
+
+
+class Step(NamedTuple):
+    """The inputs of a draw beside hidden states. slots: ``[B]``, the slots of the requests. positions: ``[B * nodes]``.
+    edits: of ``B * nodes`` rows; where they have no ``rows``, the flags are those of the requests. nodes: rows of each
+    request, the nodes of its tree of drafts; None where there are no drafts, and each request has one row."""
+
+    batch: Batch
+    slots: torch.Tensor
+    positions: torch.Tensor
+    edits: LogitEdits | None
+    return_logprob: bool
+    nodes: int | None = None
+
+    @property
+    def kind(self) -> DrawKind:
+        return self.batch.mix.draw if self.nodes is None else self.batch.mix.draw_of_nodes
+
+
+def replayed(started: float, lazy: Any, sampling_info: Any, num_positions: int) -> torch.Tensor | None:
+    """The tokens of a step without logprobs whose like has been replayed before, found in one function: between two
+    steps the host does much else, and what a step looks at is no longer in its caches. None where ``draw`` has to serve
+    it, as it does once in ``FULL_STEP_SECONDS``."""
+    batch = getattr(sampling_info, BATCH_ATTRIBUTE, None)
+    if type(lazy) is not LazyLogits or lazy.captured is None or batch is None or sampling_info.grammars:
+        return None
+    state, num_rows = lazy.source, lazy.hidden.shape[0]
+    graphs = state.graphs
+    if (
+        graphs is None
+        or started > state.full_step_at
+        or len(batch.kinds) != num_rows
+        or num_positions != num_rows
+        or lazy.is_dense
+        or not state.has_memory
+        or not state.is_current()
+    ):
+        return None
+    ready = graphs.ready.get((lazy.captured.data_ptr(), batch.mix))
+    if ready is None:
+        return None
+    batch.table.write()
+    keyed, table = ready
+    if table is not batch.table.lines:
+        return None
+    tokens = keyed.replay_next(num_rows).token_ids
+    state.counts.replayed += 1
+    return tokens
+
+
+def draw(lazy: LazyLogits, step: Step) -> SampleOutput:
+    """One token per row of ``lazy.hidden``: by a CUDA graph where there is one for such a step, else by launches."""
+    known = num_binaries()
+    drawn = _draw(lazy, step)
+    lazy.source.counts.late_compiles += num_binaries() - known
+    return drawn
+
+
+def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
+    state: HeadState = lazy.source
+    hidden, captured, edits = lazy.hidden, lazy.captured, step.edits
+    num_rows = hidden.shape[0]
+    if captured is None and lazy.prefills and edits is None:
+        captured = state.staged(hidden)
+    # A graph draws all rows of SGLang's, padding too. With edits it is of this batch: these have no rows for padding.
+    padded = hidden if captured is None or edits is not None else captured
+    state.update(padded.shape[0])
+    state.full_step_at = time.perf_counter() + FULL_STEP_SECONDS
+    state.counts.prefills += lazy.prefills
+    table = step.batch.table
+    table.write()
+    graphs = None if captured is None else state.step_graphs(padded.shape[0], step.kind, edits is not None)
+    gathers = graphs is not None and edits is None and step.nodes is None and not lazy.prefills
+    gathers = gathers and state.inputs is not None
+    if graphs is not None and edits is not None and edits.mask is not None:
+        edits = dataclasses.replace(edits, mask=graphs.load_mask(edits.mask))
+        step = step._replace(edits=edits)
+    if not gathers:
+        gather(state, step, num_rows if graphs is None else padded.shape[0])
+    if graphs is not None:
+        # The batch is drawn with its noise, whatever FlashInfer could do.
+        kind, mix = step.kind._replace(distribution_only=False), step.batch.mix
+        out = graphs.step(
+            lambda: _launches(state, padded, kind, edits, step.return_logprob, table if gathers else None),
+            padded,
+            num_rows,
+            kind,
+            edits,
+            step.return_logprob,
+            table.lines if gathers else None,
+            mix if not (mix.is_native or mix.edits or step.return_logprob) else None,
+        )
+        if out is not None:
+            state.counts.replayed += not lazy.prefills
+            return out
+        if gathers:
+            gather(state, step, num_rows)
+    state.counts.launched += not lazy.prefills
+    return launch(state, hidden, params_of(state, step.kind, edits, num_rows), step.return_logprob).out
+
+
+def _launches(
+    state: HeadState,
+    padded: torch.Tensor,
+    kind: DrawKind,
+    edits: LogitEdits | None,
+    return_logprob: bool,
+    table: RowTable | None,
+) -> Launched:
+    """The launches that a graph captures. table: to gather the parameters from, of the rows that SGLang's graph has."""
+    rows = padded.shape[0]
+    if table is not None:
+        assert state.inputs is not None
+        table.gather(state.inputs.slots[:rows], state.inputs.positions[:rows], state.rows)
+    return launch(state, padded, params_of(state, kind, edits, rows), return_logprob, retry=False)
+
+
+def gather(state: HeadState, step: Step, rows: int) -> None:
+    """Bring the parameters of the step into the buffers of ``state``, and greedy rows behind them up to ``rows``."""
+    device = state.rows.temperature.device
+    # SGLang has both so already, with exceptions.
+    slots, positions = (
+        indices.to(device, torch.int64, non_blocking=True).contiguous() for indices in (step.slots, step.positions)
+    )
+    edits = Edit(0) if step.edits is None else step.edits.given
+    nodes, drafts = step.nodes or 1, step.nodes is not None
+    step.batch.table.gather(slots, positions, state.rows, nodes=nodes, drafts=drafts, edits=edits, rows=rows)
+
+
+def params_of(state: HeadState, kind: DrawKind, edits: LogitEdits | None, rows: int) -> BatchParams:
+    """The parameters of the first rows of the buffers."""
+    return state.rows.params(
+        rows,
+        truncated=kind.truncated,
+        max_top_k=kind.max_top_k,
+        greedy=kind.all_greedy,
+        edits=edits,
+        distribution_only=kind.distribution_only,
+    )
+
+
+def prepare_next(state: HeadState, table: RowTable) -> bool:
+    """Capture, outside of steps, the graphs of one size and kind that steps will ask for. Draws once, which compiles
+    what is missing. Returns whether there may be more to do."""
+    if state.was_recaptured:
+        state.was_recaptured, state.graphs = False, None
+    if not state.use_step_graphs or state.exchange is not None or not state.captured:  # an exchange takes all ranks
+        return False
+    if state.graphs is not None and state.graphs.is_prepared and state.is_current():
+        return False
+    sizes = [(state.captured[rows], state.inputs is not None) for rows in state.captured]
+    sizes += [(state.stage(rows), False) for rows in STAGED_ROWS]
+    for hidden, gathers in sorted(sizes, key=lambda size: -len(size[0])):  # smaller ones find the memory of larger ones
+        for kind in COMMON_KINDS:
+            state.update(len(hidden))
+            graphs = state.step_graphs(len(hidden), kind, edited=False)
+            if graphs is None:
+                return False
+            if graphs.has(hidden, kind, table.lines if gathers else None):
+                continue
+            try:
+                _prepare(state, graphs, hidden, kind, table, gathers)
+            except Exception as error:  # steps capture what they need
+                graphs.is_prepared = True
+                logger.warning(PREPARES_NOTHING, f"{type(error).__name__}: {error}")
+            graphs.is_prepared = graphs.is_prepared or graphs.num_bytes > MAX_PREPARED_BYTES
+            return not (graphs.is_prepared or graphs.is_off)
+    assert state.graphs is not None
+    state.graphs.is_prepared = True
+    return False
+
+
+def _prepare(
+    state: HeadState, graphs: StepGraphs, hidden: torch.Tensor, kind: DrawKind, table: RowTable, gathers: bool
+) -> None:
+    def launches() -> Launched:
+        return _launches(state, hidden, kind, None, False, table if gathers else None)
+
+    nothing = torch.zeros(0, dtype=torch.int64, device=hidden.device)
+    table.gather(nothing, nothing, state.rows, rows=len(hidden))
+    launches()
+    graphs.prepare(launches, hidden, kind, table.lines if gathers else None)
+
+
+def launch(
+    state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool, *, retry: bool = True
+) -> Launched:
+    """One token per row, by launches. Where ranks share the head, each draws from its part, in its own way, and they
+    exchange the draws; for truncated batches they exchange whole rows of logits. retry: a draw that fails is tried in
+    another way (``HeadState.step_down``), as other ranks wait for the exchange."""
+    exchange = state.exchange
+    if exchange is not None and (params.truncation is not None or state.whole_rows):
+        scratch: list[Any] = []
+
+        def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:
+            drawn = state.sample_rows(logits, params, return_logprob)
+            scratch.extend((drawn, params))
+            return drawn
+
+        return Launched(exchange.draw_rows(state.logits_of_shard(hidden), params, draw_rows), scratch)
+    while True:
+        try:
+            drawn = state.head.draw(hidden, params, return_logprob=return_logprob, path=state.path)
+            break
+        except Exception as error:
+            if not retry or not state.step_down(error):
+                raise
+    return Launched(drawn) if exchange is None else Launched(exchange.merge(drawn), drawn)

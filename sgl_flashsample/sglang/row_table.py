@@ -1,0 +1,245 @@
+"""The sampling parameters of all requests of a server in one table on the device, and their kinds on the host.
+
+SGLang gives each request a slot of its pool while it runs, and every batch carries the slots of its rows on the device.
+So the line of a request is written once, when it is scheduled, and a filter or a merge of a batch moves nothing.
+
+Lines are queued on the host and written at the next draw, on the stream of that draw. The scheduling of a step may run
+beside the draw of the step before: a write there could reach a row of the slot's last owner.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cpu_path import draws_in_host_memory, gather_rows_on_cpu
+from ..kernels.gather_rows import LINE_WORDS, RowBuffers, gather_rows, pack_line, write_rows
+from ..kernels.params import Edit
+from .arrivals import Arrivals, given_seed
+
+logger = logging.getLogger("sgl_flashsample")
+
+# Attributes of SGLang's SamplingBatchInfo: whether its sampler has to truncate.
+NEED_FLAGS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
+TOP_K_OFF = 1 << 30  # SGLang's TOP_K_ALL
+# Bounds of top-k that batches are told apart by: the path of a batch depends on whether its largest top-k is small.
+TOP_K_BOUNDS = (64, 128)
+FIRST_SLOTS = 4096  # SGLang's default for the largest number of requests; the table grows where there are more
+QUEUE = 8192  # lines that may be queued until their memory is used again
+MAX_KINDS = 256  # a kind is one byte of a batch
+
+
+class Row(NamedTuple):
+    """The kind of a request: what the host has to know of a row. Requests of one kind share one object.
+
+    reason: why it needs SGLang's sampler, or None. tempered: greedy with a temperature other than 1, which SGLang
+    applies to its logprob only beside sampled rows. needs: ``NEED_FLAGS`` of this request alone. edits: what SGLang
+    changes in its logits. seeded: it is drawn, and gave a seed, which must give the same tokens each time. top_k: the
+    smallest of ``TOP_K_BOUNDS`` that its top-k does not exceed, else ``TOP_K_OFF``. keeps_going: it has
+    ``min_new_tokens`` and a grammar.
+    """
+
+    reason: Reason | None
+    greedy: bool
+    tempered: bool
+    needs: tuple[bool, bool, bool]
+    edits: Edit
+    seeded: bool
+    top_k: int
+    keeps_going: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        """The row has top-k, top-p or min-p; a greedy row has none."""
+        return any(self.needs) and not self.greedy
+
+
+class Reason(enum.StrEnum):
+    """Why a row takes SGLang's sampler: the label ``reason`` of the metrics. README.md of this folder says what each
+    means."""
+
+    # Reasons of a request.
+    CUSTOM_LOGIT_PROCESSOR = "custom_logit_processor"
+    SAMPLING_MASK = "sampling_mask"
+    BEAM_SEARCH = "beam_search"
+    UNREADABLE = "unreadable"
+    TOP_LOGPROBS = "top_logprobs"
+    TOKEN_IDS_LOGPROBS = "token_ids_logprobs"
+    ORIGINAL_LOGPROBS = "original_logprobs"
+    GREEDY_LOGPROB_AT_TEMPERATURE = "greedy_logprob_at_temperature"
+    # Reasons of a batch.
+    INPUT_LOGPROBS = "input_logprobs"
+    LOGITS_COMPUTED = "logits_computed"
+    SAMPLING_OBSERVER = "sampling_observer"
+    UNKNOWN_ROWS = "unknown_rows"
+    POSITIONS = "positions"
+    UNKNOWN_ARGUMENT = "unknown_argument"
+    OUT_OF_MEMORY = "out_of_memory"
+    # Reasons of a server.
+    INACTIVE = "inactive"
+    GRAMMAR = "grammar"
+    ERROR = "error"
+
+
+# The kind of a request that cannot be read.
+UNREADABLE = Row(
+    Reason.UNREADABLE, False, False, needs=(True, True, True), edits=Edit(0), seeded=False, top_k=TOP_K_OFF
+)
+
+ROWS: list[Row] = [UNREADABLE]  # the kinds met so far, by id
+_IDS: dict[Row, int] = {UNREADABLE: 0}
+
+
+def id_of(row: Row) -> int:
+    """The id of a kind, below ``MAX_KINDS``. A kind beyond these is served as one that cannot be read: by SGLang."""
+    kind = _IDS.get(row)
+    if kind is None:
+        if len(ROWS) == MAX_KINDS:
+            return _IDS[UNREADABLE]
+        kind = _IDS[row] = len(ROWS)
+        ROWS.append(row)
+    return kind
+
+
+class RowTable:
+    """``[slots, LINE_WORDS]`` int32 lines on the device, by slot. Line 0 belongs to no request: SGLang gives slot 0 to
+    none. It is greedy and has no edits.
+
+    ``put`` from any stream; ``write`` and ``gather`` on the stream that draws. Queued lines lie in host memory that the
+    kernel which writes them reads, one after the other up to its end.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._in_host_memory = draws_in_host_memory(self._device)
+        self.lines = torch.zeros(FIRST_SLOTS + 1, LINE_WORDS, dtype=torch.int32, device=self._device)
+        self._places: dict[int, int] = {}  # of a slot, in the queue: its last line wins
+        self._written = self._queued = 0  # places of the queue before these
+        self._read = torch.cuda.Event() if self._device.type == "cuda" else None  # what has been written, was read
+        self._make_queue(QUEUE)
+        padding = torch.frombuffer(bytearray(pack_line(0.0, 0, 0, 1.0, 0.0, 0)), dtype=torch.int32).view(1, -1)
+        self._write(torch.zeros(1, dtype=torch.int64, device=device), padding.to(device))  # loads the kernel, too
+
+    def _make_queue(self, size: int) -> None:
+        pinned = self._device.type == "cuda"
+        self._new_lines = torch.zeros(size, LINE_WORDS, dtype=torch.int32, pin_memory=pinned)
+        self._new_slots = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self._line_bytes = memoryview(self._new_lines.numpy().data).cast("B")
+        self._slot_values = self._new_slots.numpy()
+
+    def put(self, slot: int, values: tuple[float, int, int, float, float, int]) -> None:
+        """Queue the line of a request: temperature, top_k, seed, top_p, min_p, ``Edit`` flags. Raises ValueError for a
+        slot that no request has, and for a value that a line cannot hold."""
+        if slot < 1:
+            raise ValueError(f"slot is {slot}; expected 1 or more")
+        line = pack_line(*values)
+        place = self._places.get(slot)
+        if place is None:
+            if self._queued == len(self._new_slots):
+                self._make_room()
+            place = self._places[slot] = self._queued
+            self._slot_values[place] = slot
+            self._queued += 1
+        self._line_bytes[len(line) * place : len(line) * (place + 1)] = line
+
+    def _make_room(self) -> None:
+        """Begin the queue anew, twice as large where all of it is still to be written."""
+        waiting = slice(self._written, self._queued)
+        lines, slots = self._new_lines[waiting].clone(), self._new_slots[waiting].clone()
+        if self._read is not None:
+            self._read.synchronize()  # of lines that were written thousands of requests ago
+        if self._written == 0:
+            self._make_queue(2 * len(self._new_slots))
+        self._new_lines[: len(lines)], self._new_slots[: len(slots)] = lines, slots
+        self._places = {slot: place for place, slot in enumerate(slots.tolist())}
+        self._written, self._queued = 0, len(slots)
+
+    def write(self) -> None:
+        """Write every queued line to the table, on the current stream."""
+        if not self._places:
+            return
+        if (largest := max(self._places)) >= len(self.lines):
+            grown = self.lines.new_zeros(max(largest + 1, 2 * len(self.lines)), LINE_WORDS)
+            grown[: len(self.lines)] = self.lines
+            self.lines = grown
+        new = slice(self._written, self._queued)
+        self._write(self._new_slots[new], self._new_lines[new])
+        if self._read is not None:
+            self._read.record()
+        self._places, self._written = {}, self._queued
+
+    def _write(self, slots: torch.Tensor, lines: torch.Tensor) -> None:
+        if self._in_host_memory:
+            self.lines[slots] = lines
+        else:
+            write_rows(self.lines, slots, lines)
+
+    def gather(self, slots: torch.Tensor, positions: torch.Tensor, out: RowBuffers, **options: Any) -> None:
+        """``gather_rows`` from this table, with these options, after ``write``."""
+        self.write()
+        gather = gather_rows_on_cpu if self._in_host_memory else gather_rows
+        gather(self.lines, slots, positions, out, **options)
+
+
+def read_requests(
+    requests: Sequence[Any],
+    slots: Sequence[int],
+    table: RowTable,
+    server_seed: int,
+    custom_processors: bool,
+    arrivals: Arrivals,
+    unreadable: Callable[[Exception], None],
+) -> bytes:
+    """The kinds of SGLang's ``Req`` objects; their lines are queued for ``slots``. A request that cannot be read here,
+    though SGLang serves it, is a row of SGLang's sampler; ``unreadable`` gets the error."""
+    kinds = bytearray()
+    for request, slot in zip(requests, slots, strict=True):
+        try:
+            seed = arrivals.seed_of(request, server_seed)  # first: it numbers a request that cannot be read as well
+            row, params = _row_of(request, custom_processors), request.sampling_params
+            temperature = 0.0 if row.greedy else float(params.temperature)
+            table.put(slot, (temperature, int(params.top_k), seed, float(params.top_p), float(params.min_p), row.edits))
+            kinds.append(id_of(row))
+        except Exception as error:
+            kinds.append(id_of(UNREADABLE))  # without a line: nothing that is drawn from it is used
+            unreadable(error)
+    return bytes(kinds)
+
+
+def _row_of(request: Any, custom_processors: bool) -> Row:
+    params = request.sampling_params
+    greedy = params.top_k <= 1  # SGLang turns temperature 0 into top_k 1, and treats every top_k 1 as greedy
+    edits = Edit(0)
+    if params.frequency_penalty != 0 or params.presence_penalty != 0 or params.min_new_tokens > 0:
+        edits |= Edit.ADDITIVE
+    if params.repetition_penalty != 1:
+        edits |= Edit.SCALING
+    if params.logit_bias is not None:
+        edits |= Edit.BIAS
+    if getattr(request, "grammar", None) is not None:
+        edits |= Edit.MASK
+    return Row(
+        reason=native_reason(request, custom_processors),
+        greedy=greedy,
+        tempered=greedy and params.temperature != 1.0,
+        needs=(params.top_p != 1.0, params.top_k != TOP_K_OFF, params.min_p > 0),
+        edits=edits,
+        seeded=given_seed(params) is not None and not greedy,
+        # SGLang lets a fraction through, and drops it.
+        top_k=next((bound for bound in TOP_K_BOUNDS if int(params.top_k) <= bound), TOP_K_OFF),
+        keeps_going=params.min_new_tokens > 0 and bool(edits & Edit.MASK),
+    )
+
+
+def native_reason(request: Any, custom_processors: bool) -> Reason | None:
+    """Why this request needs SGLang's sampler, the first that applies; None when fused."""
+    params = request.sampling_params
+    if custom_processors and request.custom_logit_processor:
+        return Reason.CUSTOM_LOGIT_PROCESSOR
+    if getattr(request, "return_sampling_mask", False):
+        return Reason.SAMPLING_MASK
+    return Reason.BEAM_SEARCH if (getattr(params, "beam_width", None) or 1) > 1 else None

@@ -1,0 +1,353 @@
+"""Tokens per second of servers whose batches change at every step: stock SGLang and ours, in turns.
+
+Both servers run, but one at a time: while one answers, the processes of the other are stopped (SIGSTOP), in the middle
+of their requests, and go on later as if no time had passed. So a window measures a server that is under way: nothing
+fills or drains. Windows are taken in the order stock, ours, ours, stock. Clients are processes of their own, on cores
+that no server uses (``traffic_client.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import __version__
+from ..autotune.race import Ratio
+from ..autotune.timing import Timing, describe_machine
+from .bench import ALPHA, OURS, PERCENTILES, STOCK, Bench, Load, model_name
+from .samplings import SAMPLINGS
+from .server import Server, ServerError
+from .traffic_client import ANSWERS, MIX, PROMPTS, Clients, Plan, Report, kinds_of
+
+# Figures of a row, by the names of our metrics without their prefix: the increase of the first ones during the windows
+# over that of the second ones, times a factor; or their increase since the first request of the cell.
+PREFIX = "sglang:flashsample_"
+FIGURES = {
+    "host_us": (("host_seconds_sum", "scheduling_seconds_total"), ("host_seconds_count",), 1e6),
+    "replayed": (("replayed_steps_total",), ("replayed_steps_total", "launched_steps_total"), 1.0),
+    "late_captures": (("late_captures_total",), None, 1.0),
+    "late_compiles": (("late_compiles_total",), None, 1.0),
+}
+WINDOW, SETTLE = 3.0, 0.5  # seconds; of a window, and after a server goes on until its window begins
+DECIDED = 0.02  # width of the interval of the ratio at which a cell ends: a difference of 2 % is decided
+LEAST_PAIRS = 4
+FILL = 2.0  # seconds, at least, until a server's first window
+KV_TOKENS = (sum(PROMPTS) + sum(ANSWERS)) // 2 + 16  # of a request, on average and at its end
+CLIENTS_PER_PROCESS = 64
+
+
+class Window(NamedTuple):
+    """tokens_s: output tokens that arrived, per second. gaps, firsts: PERCENTILES in ms of the times between two chunks
+    of a stream and until the first chunk; empty without one."""
+
+    tokens_s: float
+    gaps: tuple[float, ...]
+    firsts: tuple[float, ...]
+
+    @classmethod
+    def of(cls, reports: Iterable[Report], seconds: float) -> Window:
+        reports = list(reports)
+        gaps, firsts = (
+            [one for r in reports for one in values(r)] for values in (lambda r: r.gaps, lambda r: r.firsts)
+        )
+        return cls(sum(r.tokens for r in reports) / seconds, _percentiles(gaps), _percentiles(firsts))
+
+
+def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
+    return tuple(1e3 * float(value) for value in np.percentile(seconds, PERCENTILES)) if seconds else ()
+
+
+@dataclasses.dataclass
+class TrafficCell:
+    """One plan, measured. windows, figures: by server's name, stock first; in_turns: not in pairs."""
+
+    plan: Plan
+    windows: dict[str, list[Window]]
+    figures: dict[str, dict[str, float | None]]
+    in_turns: bool = False
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """Tokens per second of ours over stock's, minus 1; None with fewer than two windows of each."""
+        stock, ours = ([window.tokens_s for window in windows] for windows in self.windows.values())
+        pairs = min(len(stock), len(ours))
+        if pairs < 2 or min(*stock, *ours) <= 0:
+            return None
+        return (Ratio.unpaired if self.in_turns else Ratio.paired)(ours[:pairs], stock[:pairs], ALPHA)
+
+    @property
+    def decided(self) -> bool:
+        """The interval is narrow enough, wherever it lies: to stop for where it lies would favour a difference."""
+        enough = min(map(len, self.windows.values())) >= LEAST_PAIRS
+        return enough and (ratio := self.ratio) is not None and ratio.high - ratio.low <= DECIDED
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For a result file, one per server: medians of its windows. spread: half the distance of the quartiles. ratio:
+        of tokens per second, with the bounds of its 99 % interval; None where there is one window of each."""
+        rows: list[dict[str, Any]] = []
+        for label, windows in self.windows.items():
+            timing = Timing.of([window.tokens_s for window in windows])
+            row: dict[str, Any] = {"clients": self.plan.clients or None, "arrivals": self.plan.arrivals}
+            row |= {"sampling": self.plan.sampling, "backend": label}
+            row |= {"tokens_s": round(timing.us, 1), "spread": round(timing.spread, 1)}
+            for name, values in (("ttft_ms", [w.firsts for w in windows]), ("itl_ms", [w.gaps for w in windows])):
+                for place, percent in enumerate(PERCENTILES):
+                    seen = [each[place] for each in values if each]
+                    row[f"{name}_p{percent}"] = round(statistics.median(seen), 3) if seen else None
+            rows.append(row | self.figures.get(label, dict.fromkeys(FIGURES)))
+        of, low, high = rows[1]["tokens_s"] / max(1e-9, rows[0]["tokens_s"]), None, None
+        if (ratio := self.ratio) is not None:
+            of, low, high = (1 + ratio.off, *(round(1 + bound, 4) for bound in (ratio.low, ratio.high)))
+        windows_of_both = sum(map(len, self.windows.values()))
+        rows[1]["ratio"] = {"of": round(of, 4), "low": low, "high": high, "windows": windows_of_both}
+        return rows
+
+    def line(self) -> str:
+        stock, ours = (statistics.median(window.tokens_s for window in windows) for windows in self.windows.values())
+        windows = sum(map(len, self.windows.values()))
+        return f"{stock:.0f} -> {ours:.0f} tokens/s: {verdict(self.ratio)}, {windows} windows"
+
+
+def verdict(ratio: Ratio | None) -> str:
+    """A ratio of tokens per second, minus 1, and its 99 % interval, in words."""
+    if ratio is None or ratio.high > 2 * max(1.0, ratio.off):  # two windows, or a machine that does other things
+        return "too few windows to tell"
+    off, low, high = (100 * value for value in (ratio.off, ratio.low, ratio.high))
+    if low > 0:
+        return f"faster by {off:.1f} % ({low:.1f} to {high:.1f})"
+    if high < 0:
+        return f"slower by {-off:.1f} % ({-high:.1f} to {-low:.1f})"
+    return f"no difference larger than {max(-low, high):.1f} %"
+
+
+def split_cores() -> tuple[list[int], list[int]]:
+    """The cores of servers and those of clients, a quarter of this process's; all of both where there is one."""
+    cores = sorted(os.sched_getaffinity(0))
+    clients = max(1, len(cores) // 4)
+    return cores[:-clients] or cores, cores[-clients:]
+
+
+@contextlib.contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that are started within the block run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def processes_of(clients: int, cores: Sequence[int]) -> int:
+    """How many processes send the requests of so many clients."""
+    return max(1, min(len(cores), -(-clients // CLIENTS_PER_PROCESS)))
+
+
+# --- one server ------------------------------------------------------------------------------------------------------
+
+
+class Side:
+    """One server and the requests to it. stops: it stands still unless it is measured."""
+
+    def __init__(self, label: str, server: Server, clients: Clients, stops: bool) -> None:
+        self.label, self._server, self._clients, self._stops = label, server, clients, stops
+        self._first = self._start = self._last = dict[str, float]()  # counters before the first request and window
+        self._begun = False
+
+    def begin(self, plan: Plan) -> None:
+        self._signal(signal.SIGCONT)
+        self._first = self._start = self._last = counters(self._server.metrics())
+        self._clients.tell("begin", self.label, self._server.port, plan)
+        self._begun = True
+
+    def fill(self, most: float) -> None:
+        """Wait until as many requests have ended as are open, for ``most`` seconds at most."""
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < most:
+            time.sleep(min(0.25, most))
+            reports = self._report(0.0, 0.0)
+            if waited >= FILL and sum(r.ended for r in reports) >= sum(r.open for r in reports) > 0:
+                break
+        self._start = self._last = counters(self._server.metrics())
+
+    def window(self, seconds: float, settle: float = SETTLE) -> Window:
+        """Raises ServerError for a request that was not answered as asked."""
+        start = time.monotonic() + settle
+        time.sleep(settle + seconds)
+        window = Window.of(self._report(start, start + seconds), seconds)
+        self._last = counters(self._server.metrics())
+        return window
+
+    def _report(self, start: float, end: float) -> list[Report]:
+        try:
+            reports = self._clients.tell("report", self.label, start, end)
+        except (EOFError, OSError) as error:
+            raise ServerError(f"a client process has ended: {error}") from error
+        for failure, count in (pair for report in reports for pair in report.failures.items()):
+            if self._server.process is not None and (code := self._server.process.poll()) is not None:
+                raise ServerError(f"{self.label} ended with code {code}: {self._server.last_error()}")
+            raise ServerError(f"{count} requests to {self.label}: {failure}")
+        return reports
+
+    def pause(self) -> None:
+        if self._stops:
+            self._clients.tell("pause", self.label)
+            self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self._stops:
+            self._signal(signal.SIGCONT)
+            self._clients.tell("resume", self.label)
+
+    def end(self) -> None:
+        """Leave the requests, and let the server forget them."""
+        self._signal(signal.SIGCONT)
+        if self._begun:
+            with contextlib.suppress(OSError, EOFError, ServerError):
+                self._clients.tell("end", self.label)
+                self._server.post("/abort_request", rid="", abort_all=True)
+
+    def figures(self) -> dict[str, float | None]:
+        """The figures of the windows; None for each that the server does not count."""
+        found: dict[str, float | None] = {}
+        for name, (above, below, factor) in FIGURES.items():
+            before = self._start if below else self._first
+            increase, steps = (
+                sum(self._last.get(one, 0.0) - before.get(one, 0.0) for one in names)
+                for names in (above, below or above)
+            )
+            counted = {*above, *(below or ())} <= self._last.keys() and (below is None or steps > 0)
+            found[name] = round(factor * increase / (steps if below else 1.0), 3) if counted else None
+        return found
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._server.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._server.process.pid, number)
+
+
+def counters(metrics: str) -> dict[str, float]:
+    """Our metrics in the text of /metrics, without their prefix, summed over their labels."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(rf"^{PREFIX}(\w+)(?:\{{[^}}]*\}})? (\S+)$", metrics, re.M):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+# --- a cell ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _sides(servers: Mapping[str, Server], clients: Clients) -> Iterator[list[Side]]:
+    """The sides of a cell. Each of several stands still until it begins: an idle server keeps a core busy."""
+    sides = [Side(label, server, clients, stops=len(servers) > 1) for label, server in servers.items()]
+    try:
+        for side in sides if len(sides) > 1 else ():
+            side._signal(signal.SIGSTOP)
+        yield sides
+    finally:
+        for side in sides:
+            side.end()
+
+
+def measure(
+    servers: Mapping[str, Server],
+    clients: Clients,
+    plan: Plan,
+    seconds: float,
+    *,
+    window: float = WINDOW,
+    step: Callable[[TrafficCell, float], Any] = lambda cell, left: None,
+) -> TrafficCell:
+    """A cell of two servers, the baseline first, or of one. It ends when it is decided, and after ``seconds`` at the
+    latest, but with two pairs. step: called after each pair with the seconds that are left. Raises ServerError."""
+    ends = time.monotonic() + seconds
+    cell = TrafficCell(plan, {label: [] for label in servers}, {})
+    with _sides(servers, clients) as sides:
+        for side in sides:
+            side.begin(plan)
+            side.fill(seconds / 4)
+            side.pause()
+        for pair in itertools.count(1):
+            for side in sides if pair % 2 else reversed(sides):
+                side.resume()
+                cell.windows[side.label].append(side.window(window))
+                side.pause()
+            cell.figures = {side.label: side.figures() for side in sides}
+            left = ends - time.monotonic()
+            step(cell, left)
+            if pair >= 2 and (left < len(sides) * (window + SETTLE) or (len(sides) > 1 and cell.decided)):
+                return cell
+    raise AssertionError
+
+
+def measure_first(servers: Mapping[str, Server], clients: Clients, plan: Plan, seconds: float) -> TrafficCell:
+    """The first ``seconds`` of the traffic of each server, one after the other."""
+    cell = TrafficCell(plan, {}, {})
+    with _sides(servers, clients) as sides:
+        for side in sides:
+            side.begin(plan)
+            cell.windows[side.label] = [side.window(seconds, settle=0.0)]
+            cell.figures[side.label] = side.figures()
+            side.pause()
+    return cell
+
+
+# --- sgl-flashsample bench --traffic ---------------------------------------------------------------------------------
+
+
+class TrafficBench(Bench):
+    """``sgl-flashsample bench --traffic``: both servers side by side, a cell per sampling (the mix may be one) and
+    number of clients, which ``options.batches`` has."""
+
+    rows: list[dict[str, Any]]
+
+    def _compare(self) -> None:
+        places, seconds = list(itertools.product(self.options.samplings, self.options.batches)), self.options.seconds
+        self.rows = []
+        servers, mine = split_cores()
+        self._progress.expect(2, 0)
+        with contextlib.ExitStack() as stack:
+            with on_cores(servers):
+                running = {label: stack.enter_context(self.started(label)) for label in (STOCK, OURS)}
+            clients = stack.enter_context(Clients(processes_of(max(self.options.batches), mine), mine))
+            self._say(
+                f"{self.options.model}: stock SGLang -> flashsample, moving traffic, up to {seconds:.0f} s per cell"
+            )
+            for place, (sampling, number) in enumerate(places, 1):
+                title = f"{'mixed requests' if sampling == MIX else SAMPLINGS[sampling].title}; {number} clients"
+                step = functools.partial(self._show, title, seconds * (len(places) - place))
+                self._progress.begin(title)
+                cell = measure(running, clients, Plan(sampling, self.options.load.ids, number), seconds, step=step)
+                self.rows += cell.rows()
+                between = (f"p{p} {' -> '.join(str(row[f'itl_ms_p{p}']) for row in cell.rows())}" for p in PERCENTILES)
+                self._say(f"{title}:\n    {cell.line()}\n    between tokens, ms: {', '.join(between)}")
+                self._write()
+
+    @property
+    def _kinds(self) -> list[str]:
+        return list(dict.fromkeys(kind for sampling in self.options.samplings for kind in kinds_of(sampling)))
+
+    def _show(self, title: str, after: float, cell: TrafficCell, left: float) -> None:
+        self._progress.begin(f"{title}: {verdict(cell.ratio)}, at most {max(0.0, left) + after:.0f} s left")
+
+    def _result(self) -> dict[str, Any]:
+        env = describe_machine(self.device) | {"sgl_flashsample": __version__, "date": time.strftime("%Y-%m-%d")}
+        about = {"model": model_name(self.options), "arguments": self.options.arguments}
+        return {"env": env | about | {"seconds": self.options.seconds}, "rows": self.rows}
+
+
+def load_of(ids: range) -> Load:
+    """The load by which ``Bench`` bounds the KV cache of its servers."""
+    return Load(ids, prompt_tokens=KV_TOKENS - ANSWERS[0] - 64, long=ANSWERS[0])

@@ -1,0 +1,305 @@
+"""Moving traffic: which requests are sent, what a window counts, and what is called a difference."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+from serving import CUDA, needs_sglang
+
+from sgl_flashsample.tools import markov
+from sgl_flashsample.tools.bench import OURS, STOCK
+from sgl_flashsample.tools.server import Server, ServerError
+
+pytest.importorskip("aiohttp")
+
+from sgl_flashsample.tools import traffic
+from sgl_flashsample.tools.samplings import SAMPLINGS
+from sgl_flashsample.tools.traffic_client import ANSWERS, MIX, PROMPTS, Clients, Plan, Report
+
+LAB = Path(__file__).resolve().parents[1] / "lab"
+IDS = range(100, 900)
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_depends_on_its_plan_and_number_alone():
+    """In whatever order, and in whatever process, they are asked for."""
+    numbers = list(range(200))
+    one = {number: Plan(MIX, IDS, 8).request(number) for number in numbers}
+    assert {number: Plan(MIX, IDS, 8).request(number) for number in reversed(numbers)} == one
+    assert len({json.dumps(body) for body in one.values()}) == len(numbers)
+    assert Plan(MIX, IDS, 8, seed=2).request(0) != one[0]
+    code = (
+        "import json, sys\nfrom sgl_flashsample.tools.traffic_client import Plan\n"
+        "print(json.dumps([Plan('mix', range(100, 900), 8).request(n) for n in range(200)]))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed) == list(one.values())
+
+
+def test_the_mix_has_the_stated_shares_and_seeds_in_half():
+    plan = Plan(MIX, IDS)
+    kinds = Counter(plan.kind(number) for number in range(4000))
+    shares = {"trunc": 0.4, "t1": 0.2, "greedy": 0.2, "penalty": 0.05, "bias": 0.05, "json": 0.05, "logprob": 0.05}
+    assert kinds == {(kind, seeded): 4000 * share / 2 for kind, share in shares.items() for seeded in (False, True)}
+    for number in range(200):
+        body, (kind, seeded) = plan.request(number), plan.kind(number)
+        asked = SAMPLINGS[kind]
+        assert asked.params.items() <= body["sampling_params"].items() and asked.fields.items() <= body.items()
+        assert ("sampling_seed" in body["sampling_params"]) is seeded
+
+
+def test_lengths_are_uniform_and_a_clients_first_answer_is_cut():
+    bodies = [Plan("t1", IDS).request(number) for number in range(3000)]
+    for lengths, (least, most) in (
+        ([len(body["input_ids"]) for body in bodies], PROMPTS),
+        ([body["sampling_params"]["max_new_tokens"] for body in bodies], ANSWERS),
+    ):
+        assert min(lengths) >= least and max(lengths) <= most
+        assert scipy.stats.kstest(lengths, scipy.stats.uniform(least, most - least).cdf).pvalue > 1e-3
+    assert all(token in IDS for body in bodies for token in body["input_ids"])
+    cut = [Plan("t1", IDS, clients=2000).request(n)["sampling_params"]["max_new_tokens"] for n in range(3000)]
+    whole = [body["sampling_params"]["max_new_tokens"] for body in bodies]
+    assert cut[2000:] == whole[2000:] and all(1 <= a <= b for a, b in zip(cut, whole, strict=True))
+    assert np.mean(cut[:2000]) == pytest.approx(np.mean(whole) / 2, rel=0.05)
+
+
+def test_arrivals_are_a_poisson_process_of_the_rate():
+    plan, parts = Plan("t1", IDS, rate=50.0), 3
+    arrivals = sorted(
+        at
+        for part in range(parts)
+        for at in itertools.accumulate(plan.wait(n, parts) for n in range(part, 9000, parts))
+    )
+    waits = np.diff(arrivals[:8000])
+    assert scipy.stats.kstest(waits, scipy.stats.expon(scale=1 / 50).cdf).pvalue > 1e-3
+
+
+# --- what is called a difference --------------------------------------------------------------------------------------
+
+
+def cell_of(stock: list[float], ours: list[float], **options) -> traffic.TrafficCell:
+    windows = {
+        label: [traffic.Window(speed, (), ()) for speed in speeds] for label, speeds in ((STOCK, stock), (OURS, ours))
+    }
+    return traffic.TrafficCell(Plan("t1", IDS, 4), windows, {}, **options)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_the_interval_is_that_of_the_t_distribution(in_turns):
+    r = random.Random(3)
+    stock = [1000 * math.exp(r.gauss(0, 0.03)) for _ in range(9)]
+    ours = [1.06 * speed * math.exp(r.gauss(0, 0.01)) for speed in stock]
+    cell = cell_of(stock, ours, in_turns=in_turns)
+    logs = np.log(ours), np.log(stock)
+    test = scipy.stats.ttest_ind(*logs) if in_turns else scipy.stats.ttest_rel(*logs)
+    low, high = (math.exp(bound) for bound in test.confidence_interval(0.99))
+    row = cell.rows()[1]
+    assert (row["ratio"]["low"], row["ratio"]["high"]) == pytest.approx((low, high), abs=1e-4)
+    assert row["ratio"]["of"] == pytest.approx(math.exp(np.mean(logs[0]) - np.mean(logs[1])), abs=1e-4)
+    assert row["ratio"]["windows"] == 18 and row["tokens_s"] == pytest.approx(np.median(ours), abs=0.1)
+    assert cell.decided is (high - low <= 0.02)
+
+
+def test_equal_servers_are_called_different_as_often_as_stated():
+    """A cell that ends as soon as it is decided, 2,000 times: the rate of 1 % has a standard error of 0.2 %."""
+    r, different = random.Random(5), 0
+    for _ in range(2000):
+        stock, ours = ([math.exp(r.gauss(0, 0.01)) for _ in range(12)] for _ in range(2))
+        for pairs in range(4, 13):
+            cell = cell_of(stock[:pairs], ours[:pairs])
+            if cell.decided:
+                break
+        different += not cell.ratio.low <= 0 <= cell.ratio.high
+    assert different <= 2000 * 0.02
+
+
+def test_a_verdict_is_in_plain_words():
+    def ratio(off: float, low: float, high: float) -> traffic.Ratio:
+        return traffic.Ratio(off, 0.0, low, high)
+
+    assert traffic.verdict(ratio(0.06, 0.04, 0.08)) == "faster by 6.0 % (4.0 to 8.0)"
+    assert traffic.verdict(ratio(-0.06, -0.08, -0.04)) == "slower by 6.0 % (4.0 to 8.0)"
+    assert traffic.verdict(ratio(0.001, -0.012, 0.009)) == "no difference larger than 1.2 %"
+    assert traffic.verdict(cell_of([900.0], [1000.0]).ratio) == "too few windows to tell"
+
+
+def test_a_window_counts_tokens_and_has_the_percentiles_of_what_all_processes_saw():
+    gaps = [[0.001 * place for place in range(1, 61)], [0.001 * place for place in range(61, 101)]]
+    window = traffic.Window.of([Report(60, gaps[0], [0.5], 0, 0, {}), Report(40, gaps[1], [], 0, 0, {})], 2.0)
+    assert window.tokens_s == 50 and window.firsts == (500.0, 500.0)
+    assert window.gaps == pytest.approx(tuple(np.percentile([*gaps[0], *gaps[1]], (50, 99)) * 1e3))
+
+
+# --- windows of servers -----------------------------------------------------------------------------------------------
+
+# Answers a token per request and step, in chunks of the interval that the request asks for; --short: a token less. It
+# counts steps, and under two labels how often its metrics are read.
+ANSWERING = """
+import asyncio, json, sys
+from aiohttp import web
+option = lambda name: sys.argv[sys.argv.index(name) + 1]
+step, steps, reads = float(option("--step")), 0, 0
+
+async def generate(request):
+    global steps
+    params = (await request.json())["sampling_params"]
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for count in range(1, params["max_new_tokens"] + 1 - ("--short" in sys.argv)):
+        await tick.wait()
+        steps += 1
+        if count % params["stream_interval"] == (params["stream_interval"] > 1) or count == params["max_new_tokens"]:
+            line = "data: " + json.dumps({"meta_info": {"completion_tokens": count}}) + "\\n\\n"
+            await response.write(line.encode())
+    await response.write(b"data: [DONE]\\n\\n")
+    return response
+
+async def metrics(request):
+    global reads
+    reads += request.path == "/metrics"
+    counted = {"host_seconds_sum": steps * 4e-5, "scheduling_seconds_total": steps * 1e-5, "host_seconds_count": steps}
+    counted |= {"replayed_steps_total": steps * 3, "launched_steps_total": steps}
+    counted |= {f'late_captures_total{{kind="{kind}"}}': reads for kind in "ab"}
+    lines = [f"sglang:flashsample_{name} {value}\\n" for name, value in counted.items()]
+    return web.Response(text="".join(lines) if "--counts" in sys.argv else "")
+
+async def run():
+    global tick
+    tick = asyncio.Event()
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/health", metrics)
+    app.router.add_post("/abort_request", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", int(option("--port"))).start()
+    due = asyncio.get_running_loop().time()
+    while True:
+        due = max(due + step, asyncio.get_running_loop().time())
+        await asyncio.sleep(due - asyncio.get_running_loop().time())
+        tick.set(); tick.clear()
+
+asyncio.run(run())
+"""
+
+
+@pytest.fixture
+def answering(tmp_path):
+    """Makes a server that takes so many seconds for a step."""
+
+    def make(name: str, step: float, *options: str) -> Server:
+        launcher = (sys.executable, "-c", ANSWERING)
+        return Server("m", ["--step", str(step), *options], backend=None, log=tmp_path / name, launcher=launcher)
+
+    return make
+
+
+@pytest.fixture
+def shorter(monkeypatch):
+    """No second is spent on what only real servers need."""
+    monkeypatch.setattr(traffic, "SETTLE", 0.1)
+    monkeypatch.setattr(traffic, "FILL", 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan("t1", IDS, clients=8), Plan(MIX, IDS, rate=4.0)], ids=["closed", "poisson"])
+def test_a_window_measures_one_server_while_the_other_one_stands_still(answering, shorter, monkeypatch, plan):
+    """Servers with known steps of 20 and 16 ms: their speeds, gaps and counters come out, and no request is lost."""
+    standing: list[set[str]] = []
+
+    def state(server: Server) -> str:
+        return Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    with answering("a", 0.020) as stock, answering("b", 0.016, "--counts") as ours, Clients(2, None) as clients:
+        watched = traffic.Side.window
+
+        def window(side: traffic.Side, *values: float) -> traffic.Window:
+            time.sleep(0.02)
+            standing.append(
+                {name for name, server in ((STOCK, stock), (OURS, ours)) if state(server) == "T"} | {side.label}
+            )
+            return watched(side, *values)
+
+        monkeypatch.setattr(traffic.Side, "window", window)
+        cell = traffic.measure({STOCK: stock, OURS: ours}, clients, plan, 4.0, window=0.4)
+        assert state(stock) != "T" != state(ours), "afterwards none does"
+    assert len(standing) >= 4 and all(one == {STOCK, OURS} for one in standing)
+    rows = cell.rows()
+    if plan.clients:
+        assert all(0.1 < row["tokens_s"] * step / 8 < 1.1 for row, step in zip(rows, (0.020, 0.016), strict=True))
+    # A busy machine makes a step longer, never shorter.
+    assert all(0.9 < row["itl_ms_p50"] / step < 9.0 for row, step in zip(rows, (20.0, 16.0), strict=True))
+    assert rows[0]["host_us"] is None and rows[1]["host_us"] == pytest.approx(50.0)
+    assert rows[1]["late_captures"] == 2 * (1 + len(cell.windows[OURS]))
+    assert rows[1]["replayed"] == 0.75 and rows[1]["late_compiles"] is None
+
+
+@pytest.mark.slow
+def test_an_answer_that_is_too_short_ends_the_cell(answering, shorter):
+    refused = pytest.raises(ServerError, match=r"requests to stock: \d+ tokens; expected \d+")
+    with answering("a", 0.001, "--short") as server, Clients(1, None) as clients, refused:
+        traffic.measure({STOCK: server}, clients, Plan("t1", IDS, 4), 2.0, window=0.2)
+
+
+def test_clients_and_servers_share_no_core(monkeypatch):
+    for cores, expected in (
+        ({0}, ([0], [0])),
+        ({2, 5}, ([2], [5])),
+        (set(range(16)), ([*range(12)], [12, 13, 14, 15])),
+    ):
+        monkeypatch.setattr("os.sched_getaffinity", lambda process, cores=cores: cores)
+        assert traffic.split_cores() == expected
+    assert [traffic.processes_of(clients, range(4)) for clients in (1, 64, 65, 1024)] == [1, 1, 2, 4]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--traffic", "16,x"], "--traffic is '16,x'; expected integers separated by commas, such as 1,8,32"),
+        (["--traffic", "0"], "--traffic is 0; expected 1 or more"),
+        (["--traffic", "--seconds", "1"], "--seconds is 1; expected 15 or more"),
+        (["--traffic", "--in-turns"], "--in-turns is no option of a measurement with --traffic; leave it out"),
+        (["--traffic", "--html", "b.html"], "--html is no option of a measurement with --traffic; leave it out"),
+        (["--samplings", "mix"], "--samplings has mix; expected some of t1, trunc, greedy, "),
+        (["--traffic", "--samplings", "mix,t2"], "--samplings has t2; expected some of t1, trunc, greedy, "),
+    ],
+)
+@needs_sglang
+def test_what_cannot_be_measured_is_one_line(run, arguments, message):
+    code, _, err = run("bench", "--model-path", "nowhere", *arguments)
+    assert code == 2
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.full
+def test_two_real_servers_are_compared_under_moving_traffic(tmp_path):
+    markov.write(tmp_path / "model", markov.SIZES["tiny"])
+    changes = ["--traffic", "4", "--samplings", "mix", "--seconds", "15", "--json", "b.json", "--logs", "logs"]
+    servers = ["--dtype", "float32", "--random-seed", "1", *(["--mem-fraction-static", "0.3"] if CUDA else [])]
+    command = [sys.executable, str(LAB), "bench", "--model-path", str(tmp_path / "model"), *changes, *servers]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "mixed requests; 4 clients:\n" in done.stdout and " tokens/s: " in done.stdout
+    stock, ours = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert min(stock["tokens_s"], ours["tokens_s"]) > 0 and ours["ratio"]["windows"] >= 4
+    assert ours["host_us"] > 0 and stock["host_us"] is None
