@@ -23,7 +23,7 @@ from .dispatch import DispatchTable, default_table, reading_table
 from .files import first_line
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.config import ReadConfig, ScreenConfig
-from .kernels.gather_rows import LINE_WORDS, RowBuffers, gather_rows, write_rows
+from .kernels.gather_rows import LINE_WORDS, RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
 from .kernels.launch import compiling_only
 from .kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
 from .kernels.reference import (
@@ -88,7 +88,7 @@ def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *
                         launch_once(parts, config, kind, return_logprob)
                         if bool_masks and kind.edit:
                             launch_once(parts, config, kind, return_logprob, bool_mask=True)
-            launch_row_table(heads[0].lm_head.weight.device)
+            launch_row_table(heads[0].lm_head.weight)
     except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
         logger.debug("flashsample: kernels are not compiled ahead: %s", first_line(error))
 
@@ -113,12 +113,16 @@ def launch_once(
     launch(config, hidden, params, parts, return_logprob=return_logprob)
 
 
-def launch_row_table(device: torch.device) -> None:
-    """Launch the kernels that write a table of rows, and that gather a batch from it, with one row."""
+def launch_row_table(weight: torch.Tensor) -> None:
+    """Launch the kernels that write a table of rows, and that gather a batch from it, with one row. weight: ``[V, D]``;
+    the hidden states are like its rows."""
+    device = weight.device
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     lines = torch.zeros(1, LINE_WORDS, dtype=torch.int32, device=device)
     write_rows(lines.clone(), slots, lines)
-    gather_rows(lines, slots, slots, RowBuffers.allocate(1, device))
+    out = RowBuffers.allocate(1, device)
+    gather_rows(lines, slots, slots, out)
+    stage_rows(StagedBatch(device), lines, weight.new_zeros(1, weight.shape[1]), out)
 
 
 def compare_with_reference(

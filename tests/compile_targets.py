@@ -197,7 +197,7 @@ def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "rows by peer memory", functools.partial(exchange_rows, memory, 1, 5)
     tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
     yield "path of drafts", functools.partial(follow_drafts, *tables)
-    yield "table of rows", functools.partial(launch_row_table, torch.device("cpu"))
+    yield "table of rows", functools.partial(launch_row_table, torch.zeros(16, 64, dtype=torch.bfloat16))
 
 
 def resources(capability: int, choices: str) -> list[dict]:
@@ -339,9 +339,13 @@ def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) 
 
 
 def launch_row_tables() -> None:
-    """Gather and write with slots, positions and lines at any address, and with numbers of every kind."""
-    from sgl_flashsample.kernels.gather_rows import RowBuffers, gather_rows, write_rows
+    """Stage, and gather and write with slots, positions and lines at any address, and with numbers of every kind."""
+    from sgl_flashsample.kernels.gather_rows import RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
 
+    for num_rows, width, dtype in itertools.product((1, 2, 17), (1, 24, 64), (torch.bfloat16, torch.float32)):
+        LAUNCHES.now = f"stage of {num_rows} rows, {width} columns, {dtype}"
+        stage, out = torch.zeros(num_rows, width, dtype=dtype), RowBuffers.allocate(32, "cpu")
+        stage_rows(StagedBatch(stage.device), torch.zeros(num_rows, 8, dtype=torch.int32), stage, out)
     for num_rows, nodes, offset in itertools.product((1, 2, 16, 17), (1, 3, 16), (0, 1)):
         LAUNCHES.now = f"table of {num_rows} rows, {nodes} nodes, {offset}"
         table = torch.zeros(num_rows, 8, dtype=torch.int32)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..kernels.gather_rows import StagedBatch
 from ..kernels.params import LogitEdits, SampleOutput
 from ..kernels.workspace import Workspace
 from .batch import DrawKind, Mix
@@ -107,21 +108,29 @@ class Launched(NamedTuple):
     scratch: Any = None
 
 
+# Makes the launches of a graph. Takes where the graph finds its next batch; None where they do not ask.
+Draw = Callable[[StagedBatch | None], Launched]
+
+
 class _Captured(NamedTuple):
     graph: Graph
     out: SampleOutput
     holds: Any  # scratch that its launches write to
 
 
-class _KeyedGraphs:
-    """The graphs of one key. copies_tokens: see ``StepGraphs``. waiting: steps before the next capture. slot: the place
-    of the next graph."""
+class KeyedGraphs:
+    """The graphs of one key. copies_tokens: see ``StepGraphs``. batches: where each graph finds its next batch; empty
+    where the launches do not ask. waiting: steps before the next capture. slot: the place of the next graph."""
 
-    def __init__(self, copies_tokens: bool) -> None:
-        self._copies_tokens = copies_tokens
+    def __init__(self, copies_tokens: bool, batches: Sequence[StagedBatch] = ()) -> None:
+        self._copies_tokens, self.batches = copies_tokens, batches
         self.waiting = PATIENCE
         self.captured: list[_Captured] = []
         self.slot = 0
+
+    @property
+    def next_batch(self) -> StagedBatch:
+        return self.batches[self.slot]
 
     def replay_next(self, num_rows: int) -> SampleOutput:
         captured = self.captured[self.slot]
@@ -166,9 +175,9 @@ class StepGraphs:
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._off_until: float | None = None
         self.is_prepared, self.num_bytes = False, 0
-        self.ready: dict[tuple[int, Mix], tuple[_KeyedGraphs, torch.Tensor]] = {}
-        self._graphs: dict[tuple[Hashable, ...], _KeyedGraphs] = {}
-        self._edited: collections.OrderedDict[tuple[Hashable, ...], _KeyedGraphs] = collections.OrderedDict()
+        self.ready: dict[tuple[int, Mix], tuple[KeyedGraphs, torch.Tensor]] = {}
+        self._graphs: dict[tuple[Hashable, ...], KeyedGraphs] = {}
+        self._edited: collections.OrderedDict[tuple[Hashable, ...], KeyedGraphs] = collections.OrderedDict()
 
     @property
     def is_off(self) -> bool:
@@ -180,22 +189,23 @@ class StepGraphs:
         self._off_until, self._pool = None, self._capture.new_pool()
         return False
 
-    def step(
+    def find(
         self,
-        draw: Callable[[], Launched],
+        draw: Draw,
         hidden: torch.Tensor,  # [P, D]
-        num_rows: int,
         kind: DrawKind,
         edits: LogitEdits | None,
         return_logprob: bool,
         table: torch.Tensor | None = None,
         mix: Mix | None = None,
-    ) -> SampleOutput | None:
-        """The tokens of the first ``num_rows`` of P rows; None where the caller has to launch the step. draw: makes the
-        launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until ``SLOTS`` steps
-        later. table: what the launches gather the parameters from; None where the caller has gathered them. mix: the
-        next steps of these kinds of rows are ``ready``."""
-        graphs = self._graphs_of(hidden, kind, edits, return_logprob, table)
+        staged: bool = False,
+    ) -> KeyedGraphs | None:
+        """The graphs to replay, after a capture where one is due; None where the caller has to launch the step. draw:
+        makes the launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until
+        ``SLOTS`` steps later. table: what the launches gather the parameters from; None where the caller has gathered
+        them. mix: the next steps of these kinds of rows are ``ready``. staged: the launches bring the batch, which
+        ``KeyedGraphs.next_batch`` has to be told before each replay, to ``hidden``."""
+        graphs = self._graphs_of(hidden, kind, edits, return_logprob, table, staged)
         if graphs.waiting:
             graphs.waiting -= 1
             return None
@@ -205,17 +215,17 @@ class StepGraphs:
             self._counts.late_captures += 1
         elif mix is not None and table is not None:
             self.ready[hidden.data_ptr(), mix] = graphs, table
-        return graphs.replay_next(num_rows)
+        return graphs
 
-    def has(self, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None) -> bool:
+    def has(self, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool) -> bool:
         """The graphs of such steps, without edits and logprobs, are there."""
-        return len(self._graphs_of(hidden, kind, None, False, table).captured) == SLOTS
+        return len(self._graphs_of(hidden, kind, None, False, table, staged).captured) == SLOTS
 
     def prepare(
-        self, draw: Callable[[], Launched], hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None
+        self, draw: Draw, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool
     ) -> None:
         """Capture the graphs of such steps ahead."""
-        graphs, free = self._graphs_of(hidden, kind, None, False, table), _free_bytes(hidden.device)
+        graphs, free = self._graphs_of(hidden, kind, None, False, table, staged), _free_bytes(hidden.device)
         graphs.waiting = 0
         while len(graphs.captured) < SLOTS and self._captures(graphs, draw):
             pass
@@ -228,27 +238,30 @@ class StepGraphs:
         edits: LogitEdits | None,
         return_logprob: bool,
         table: torch.Tensor | None,
-    ) -> _KeyedGraphs:
+        staged: bool,
+    ) -> KeyedGraphs:
         place = None if table is None else table.data_ptr()
         key: tuple[Hashable, ...] = (hidden.data_ptr(), hidden.shape[0], kind, return_logprob, place)
         if edits is None:
             graphs = self._graphs.get(key)
             if graphs is None:
-                graphs = self._graphs[key] = _KeyedGraphs(self._copies_tokens)
+                batches = [StagedBatch(hidden.device) for _ in range(SLOTS)] if staged else []
+                graphs = self._graphs[key] = KeyedGraphs(self._copies_tokens, batches)
             return graphs
         key = (*key, *_places(edits))
         graphs = self._edited.get(key)
         if graphs is None:
             if len(self._edited) == MAX_EDITED_KEYS:
                 self._edited.popitem(last=False)
-            graphs = self._edited[key] = _KeyedGraphs(self._copies_tokens)
+            graphs = self._edited[key] = KeyedGraphs(self._copies_tokens)
         self._edited.move_to_end(key)
         return graphs
 
-    def _captures(self, graphs: _KeyedGraphs, draw: Callable[[], Launched]) -> bool:
+    def _captures(self, graphs: KeyedGraphs, draw: Draw) -> bool:
         """Capture the next graph of these. False after a failure."""
+        batch = graphs.batches[len(graphs.captured)] if graphs.batches else None
         try:
-            graph, (out, scratch) = self._capture(draw, self._pool)
+            graph, (out, scratch) = self._capture(lambda: draw(batch), self._pool)
         except Exception as error:  # a step must not fail because it cannot be captured
             self._give_up(f"{type(error).__name__}: {error}")
             return False

@@ -43,7 +43,7 @@ from sgl_flashsample.kernels.workspace import ScreenCounter, Workspace
 from sgl_flashsample.sglang import draw as draw_module
 from sgl_flashsample.sglang import head, step_graphs
 from sgl_flashsample.sglang import runtime as runtime_module
-from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Batch, DrawKind
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, DrawKind
 from sgl_flashsample.sglang.draw import COMMON_KINDS, Step, draw, prepare_next, replayed
 from sgl_flashsample.sglang.head import GraphInputs, HeadState
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
@@ -511,11 +511,12 @@ def test_no_garbage_is_collected_during_a_capture(capturing, collects):
         (gc.enable if before else gc.disable)()
 
 
-def replay_once(graphs: StepGraphs, launches: Callable[[], Launched], hidden: torch.Tensor) -> None:
+def replay_once(graphs: StepGraphs, launches: Callable[..., Launched], hidden: torch.Tensor) -> SampleOutput:
     """Steps of a plain batch until the first that is replayed."""
     for _ in range(PATIENCE + 1):
-        out = graphs.step(launches, hidden, len(hidden), PLAIN_KIND, None, False)
-    assert out is not None
+        keyed = graphs.find(launches, hidden, PLAIN_KIND, None, False)
+    assert keyed is not None
+    return keyed.replay_next(len(hidden))
 
 
 def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
@@ -523,7 +524,7 @@ def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
     workspace, spec, hidden = Workspace(1, CPU), LogitsSpec(32), hidden_of(2)
     graphs = StepGraphs([workspace], 4, CountingCapture(), StepCounts())
 
-    def launches() -> Launched:
+    def launches(batch: object) -> Launched:
         workspace.logits_buffer(2, spec, torch.float32, edited=False)
         return Launched(SampleOutput.empty(2, CPU, False))
 
@@ -542,7 +543,7 @@ def test_what_a_graph_writes_to_lives_as_long_as_the_graph():
     kept: list[weakref.ref] = []
     graphs = StepGraphs([Workspace(1, CPU)], 4, CountingCapture(), StepCounts())
 
-    def launches() -> Launched:
+    def launches(batch: object) -> Launched:
         scratch = torch.zeros(2)
         kept.append(weakref.ref(scratch))
         return Launched(SampleOutput.empty(2, CPU, False), scratch)
@@ -808,7 +809,7 @@ class Moving:
         launched = draw(lazy_of(self._launching, self.hidden, num_rows, False), step)
         lazy = lazy_of(self.state, self.hidden, num_rows)
         sampling_info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None} | info)
-        tokens = replayed(time.perf_counter(), lazy, sampling_info, num_rows) if short else None
+        tokens = replayed(time.perf_counter(), lazy, sampling_info, positions) if short else None
         how, before = "ready", self.state.counts.replayed
         if tokens is None:
             tokens = draw(lazy, step).token_ids
@@ -861,9 +862,9 @@ def test_what_may_have_changed_is_looked_at_in_full(moving, name):
     batch, _ = warm(moving)
     info = {BATCH_ATTRIBUTE: batch, "grammars": None}
     lazy = lazy_of(moving.state, moving.hidden, 2)
-    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), 2) is not None
+    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2)) is not None
     info |= NOT_READY[name](moving, batch) or {}
-    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), 2) is None
+    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2)) is None
 
 
 @pytest.mark.parametrize("name", ["logits that were read", "no graph of SGLang's", "plain logits", "positions"])
@@ -875,7 +876,7 @@ def test_other_logits_have_no_short_way(moving, name):
     if name == "plain logits":
         lazy = torch.zeros(2, VOCAB)
     info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None})
-    assert replayed(time.perf_counter(), lazy, info, 3 if name == "positions" else 2) is None
+    assert replayed(time.perf_counter(), lazy, info, torch.arange(3 if name == "positions" else 2)) is None
 
 
 @pytest.mark.parametrize("rows", [[{"logit_bias": {}}] * 2, [{}, {"beam_width": 2}]], ids=["edits", "SGLang's rows"])
@@ -907,41 +908,98 @@ def test_graphs_that_are_captured_ahead_gather_their_rows(moving):
     assert [moving.step(batch, [2, 5, 1]) for _ in range(4)] == ["replayed", "ready", "ready", "ready"]
 
 
-def prefill(state: HeadState, hidden: torch.Tensor, step: Step) -> SampleOutput:
-    return draw(LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), prefills=True), step)
+class Prefills:
+    """Prefills of new requests in slots from 1 on, whose hidden states are elsewhere each time. Each is compared with
+    the same step of a head without graphs."""
+
+    def __init__(self, **options: Any) -> None:
+        self.capture, self.table = CountingCapture(), RowTable(CPU)
+        self.state, self._launching = reading_state(capture=self.capture), reading_state()
+        vars(self.state).update(options)
+        self.number = 0
+
+    def step(self, num_rows: int, edits: LogitEdits | None = None, first_slot: int = 1, **change: Any) -> str:
+        """How the prefill was served: "ready", "replayed" or "launched". change: how its tensors are."""
+        self.number += 1
+        rows = [request(temperature=0.5 + self.number, sampling_seed=row) for row in range(num_rows)]
+        slots = torch.arange(first_slot, first_slot + num_rows)
+        batch = Batch.of_requests(rows, slots.tolist(), self.table, 1, True)
+        hidden = change.get("hidden", lambda same: same)(hidden_states(CPU, num_rows, seed=self.number))
+        slots, positions = (change.get(name, lambda same: same)(slots) for name in ("slots", "positions"))
+        step = Step(batch, slots, positions, edits, False)
+        replays = self.capture.replays
+        lazy = LazyLogits(hidden, VOCAB, self.state, lambda hidden: pytest.fail("logits"), prefills=True)
+        info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, SLOTS_ATTRIBUTE: slots, "grammars": None})
+        tokens = None if edits is not None else replayed(time.perf_counter(), lazy, info, positions)
+        how = "ready"
+        if tokens is None:
+            tokens = draw(lazy, step).token_ids
+            how = "replayed" if self.capture.replays > replays else "launched"
+        lazy = LazyLogits(hidden, VOCAB, self._launching, lambda hidden: pytest.fail("logits"), prefills=True)
+        assert torch.equal(tokens, draw(lazy, step).token_ids)
+        assert self.state.counts.prefills == self.number and self.state.counts.launched == 0
+        return how
+
+
+@pytest.fixture
+def prefills(monkeypatch) -> Prefills:
+    monkeypatch.setattr(draw_module, "FULL_STEP_SECONDS", 1000.0)
+    return Prefills()
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 32])
-def test_prefills_are_replayed_from_a_place_of_their_own(num_rows):
-    capture = CountingCapture()
-    state, launching = reading_state(capture=capture), reading_state()
-    state.inputs = GraphInputs(*torch.ones(2, 64, dtype=torch.int64))  # of decode steps
-    for number in range(SETTLED):
-        hidden = hidden_states(CPU, num_rows, seed=number)  # elsewhere each time
-        step = make_step([{"temperature": 1.0 + number, "sampling_seed": row} for row in range(num_rows)])
-        assert torch.equal(prefill(state, hidden, step).token_ids, prefill(launching, hidden, step).token_ids)
-    assert capture.replays == SETTLED - PATIENCE
-    assert state.counts == StepCounts(prefills=SETTLED, late_captures=SLOTS)
+def test_prefills_are_replayed_from_a_place_of_their_own(prefills, num_rows):
+    prefills.state.inputs = GraphInputs(*torch.ones(2, 64, dtype=torch.int64))  # of decode steps
+    served = [prefills.step(num_rows) for _ in range(SETTLED + 4)]
+    assert served == [*WARM, "replayed", *["ready"] * 3]
+    assert prefills.state.counts.late_captures == SLOTS
 
 
-@pytest.mark.parametrize("case", ["33 rows", "a bias"])
-def test_large_prefills_and_edited_ones_are_launched(case):
-    num_rows, capture = 33 if case == "33 rows" else 2, CountingCapture()
-    state, edits = reading_state(capture=capture), make_edits() if case == "a bias" else None
-    for _ in range(SETTLED):
-        prefill(state, hidden_states(CPU, num_rows), make_step([{}] * num_rows, edits))
-    assert not capture.graphs
+def test_the_graph_of_a_prefill_writes_the_lines_of_requests_that_are_in_other_batches(prefills):
+    for _ in range(SETTLED + 1):
+        prefills.step(2)
+    Batch.of_requests([request(top_k=7)], [50], prefills.table, 1, True)
+    assert prefills.step(2) == "ready"
+    assert prefills.table.lines[50, 1] == 7
 
 
-def test_graphs_of_prefills_are_captured_ahead():
-    capture = CountingCapture()
-    state, launching = reading_state(capture=capture), reading_state()
-    state.captured = {4: hidden_of(4)}
-    while prepare_next(state, TABLE):
+PLACES = {
+    "strided hidden states": {"hidden": lambda hidden: torch.cat([hidden, hidden], 1)[:, : hidden.shape[1]]},
+    "hidden states at an odd address": {
+        "hidden": lambda hidden: torch.cat([hidden.new_zeros(1), hidden.flatten()])[1:].view(hidden.shape)
+    },
+    "slots of 32 bits": {"slots": torch.Tensor.int},
+    "strided positions": {"positions": lambda positions: positions.repeat_interleave(2)[::2]},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_prefills_whose_tensors_the_graph_cannot_read_are_launched(prefills, place):
+    assert [prefills.step(2) for _ in range(SETTLED + 2)][-1] == "ready"
+    assert prefills.step(2, **PLACES[place]) == "launched"
+    assert prefills.step(2) == "ready"
+
+
+def test_a_prefill_in_a_slot_beyond_the_table_is_drawn_from_a_larger_table(prefills):
+    assert [prefills.step(2) for _ in range(SETTLED + 2)][-1] == "ready"
+    assert prefills.step(2, first_slot=9000) == "launched"
+    assert [prefills.step(2) for _ in range(SETTLED + 2)][-1] == "ready"
+
+
+@pytest.mark.parametrize("case", ["33 rows", "a bias", "a pipeline"])
+def test_large_prefills_edited_ones_and_those_of_pipelines_are_launched(prefills, case):
+    num_rows = 33 if case == "33 rows" else 2
+    prefills.state.copies_tokens = case == "a pipeline"
+    edits = make_edits() if case == "a bias" else None
+    assert {prefills.step(num_rows, edits) for _ in range(SETTLED + 2)} == {"launched"}
+
+
+def test_graphs_of_prefills_are_captured_ahead(prefills):
+    prefills.state.captured = {4: hidden_of(4)}
+    while prepare_next(prefills.state, prefills.table):
         pass
-    step, hidden = make_step(), hidden_states(CPU, 2)
-    assert torch.equal(prefill(state, hidden, step).token_ids, prefill(launching, hidden, step).token_ids)
-    assert capture.replays == 1 and state.counts.late_captures == 0
+    assert [prefills.step(2), prefills.step(2)] == ["replayed", "ready"]
+    assert prefills.state.counts.late_captures == 0
 
 
 class Pair:
@@ -1303,16 +1361,14 @@ def test_rebuilding_graphs_takes_no_more_streams(device):
     step, hidden = make_step(), hidden_states(device, 2)
     seed = torch.arange(2, device=device)
 
-    def launches() -> Launched:
+    def launches(batch: object) -> Launched:
         streams.add(torch.cuda.current_stream(device).cuda_stream)
         return Launched(SampleOutput(seed + 1, None, seed.float()))
 
     for _ in range(40):
         state.update(2)
         graphs = state.step_graphs(2, step.kind, edited=False)
-        for _ in range(PATIENCE + 1):
-            out = graphs.step(launches, hidden, 2, step.kind, None, False)
-        assert torch.equal(out.token_ids, seed + 1)
+        assert torch.equal(replay_once(graphs, launches, hidden).token_ids, seed + 1)
         state.weights_change()
         state.renew_screen()
     assert len(streams) == 1
