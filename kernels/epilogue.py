@@ -118,6 +118,14 @@ def load_edit_flags(edits, given_edits, offs_b, mask_b):
 
 
 @triton.jit
+def _place(given, places, which: tl.constexpr):
+    """``given``, a pointer to float32, or in its place the address that ``places`` has, which is not 0."""
+    address = tl.load(places + which)
+    address = tl.where(address == 0, given.to(tl.int64), address)
+    return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit
 def edit_logits(
     logits,  # [BLOCK_V, BLOCK_B] f32
     valid,  # [BLOCK_V, BLOCK_B] bool
@@ -135,9 +143,13 @@ def edit_logits(
     """
     edit_rows = (flags >> _SHIFT)[None, :]
     read = valid & ((flags & _ADDITIVE) != 0)[None, :]
-    logits += tl.load(edits.additive + edit_rows * edits.additive_stride + columns, mask=read, other=0.0)
+    logits += tl.load(
+        _place(edits.additive, edits.places, 0) + edit_rows * edits.additive_stride + columns, mask=read, other=0.0
+    )
     read = valid & ((flags & _SCALING) != 0)[None, :]
-    scale = tl.load(edits.scaling + edit_rows * edits.scaling_stride + columns, mask=read, other=1.0)
+    scale = tl.load(
+        _place(edits.scaling, edits.places, 1) + edit_rows * edits.scaling_stride + columns, mask=read, other=1.0
+    )
     logits = tl.where(logits < 0, logits * scale, tl.div_rn(logits, scale))
     read = valid & ((flags & _MASK) != 0)[None, :]
     if edits.mask.dtype.element_ty == tl.int1:
@@ -155,7 +167,7 @@ def edit_logits(
         forbidden = ((word >> (columns % 32)) & 1) == 0
     logits = tl.where(forbidden, float("-inf"), logits)
     read = valid & ((flags & _BIAS) != 0)[None, :]
-    bias = tl.load(edits.bias + edit_rows * edits.bias_stride + columns, mask=read, other=0.0)
+    bias = tl.load(_place(edits.bias, edits.places, 2) + edit_rows * edits.bias_stride + columns, mask=read, other=0.0)
     # Computed here from two values at hand: a flag kept from the first load on would take a register per logit.
     allowed = (logits > float("-inf")) & (bias > float("-inf"))
     return tl.where(allowed, tl.minimum(tl.maximum(logits + bias, -LIMIT), LIMIT), float("-inf"))

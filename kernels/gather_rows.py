@@ -124,7 +124,7 @@ class RowBuffers:
             views = self._views[rows] = tuple(tensor[:rows] for tensor in self.tensors)
         temperature, top_k, top_p, min_p, seed, position, flags = views
         if edits is not None and edits.rows is None:
-            edits = LogitEdits(edits.additive, edits.scaling, edits.mask, edits.bias, flags, edits.repeats)
+            edits = dataclasses.replace(edits, rows=flags)
         truncation = Truncation(top_k, top_p, min_p, max_top_k) if truncated else None
         return BatchParams(temperature, seed, position, truncation, edits, greedy, distribution_only)
 

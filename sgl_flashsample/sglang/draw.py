@@ -16,7 +16,7 @@ from .batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, DrawKind
 from .head import STAGED_ROWS, HeadState
 from .lazy_logits import LazyLogits
 from .row_table import TOP_K_BOUNDS, RowTable
-from .step_graphs import Launched, StepGraphs
+from .step_graphs import EditPlaces, Launched, NextBatch, StepGraphs, can_be_captured
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -121,8 +121,9 @@ def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
         captured = state.stage_for(num_rows)
         staged = captured is not None and _is_staged(captured, hidden, step.slots, step.positions)
         captured = captured if staged else None
-    # A graph draws all rows of SGLang's, padding too. With edits it is of this batch: these have no rows for padding.
-    padded = hidden if captured is None or edits is not None else captured
+    if edits is not None and (state.copies_tokens or not can_be_captured(edits, num_rows)):
+        captured = None
+    padded = hidden if captured is None else captured  # a graph draws all rows of SGLang's, padding too
     state.update(padded.shape[0])
     state.full_step_at = time.perf_counter() + FULL_STEP_SECONDS
     state.counts.prefills += lazy.prefills
@@ -133,9 +134,8 @@ def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
     keyed, gathers = None, staged
     if graphs is not None:
         if edits is not None and edits.mask is not None:
-            edits = dataclasses.replace(edits, mask=graphs.load_mask(edits.mask))
-            step = step._replace(edits=edits)
-        gathers = staged or (edits is None and step.nodes is None and not lazy.prefills and state.inputs is not None)
+            edits = dataclasses.replace(edits, mask=graphs.load_mask(edits.mask, len(padded)))
+        gathers = staged or (step.nodes is None and not lazy.prefills and state.inputs is not None)
         # The batch is drawn with its noise, whatever FlashInfer could do.
         kind, mix = step.kind._replace(distribution_only=False), step.batch.mix
         keyed = graphs.find(
@@ -151,13 +151,15 @@ def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
     if keyed is None:
         gather(state, step, num_rows)
         state.counts.launched += not lazy.prefills
-        return launch(state, hidden, params_of(state, step.kind, edits, num_rows), step.return_logprob).out
+        return launch(state, hidden, params_of(state, step.kind, step.edits, num_rows), step.return_logprob).out
     if staged:
         table.hand_over(keyed.next_batch, hidden, step.slots, step.positions)
     elif gathers:
         table.write()
     else:
-        gather(state, step, padded.shape[0])
+        gather(state, step, len(padded))
+    if edits is not None:
+        keyed.next_batch.set(edits)
     state.counts.replayed += not lazy.prefills
     return keyed.replay_next(num_rows)
 
@@ -169,16 +171,21 @@ def _launches(
     edits: LogitEdits | None,
     return_logprob: bool,
     table: RowTable | None,
-    batch: StagedBatch | None = None,
+    batch: NextBatch | None = None,
 ) -> Launched:
     """The launches that a graph captures. table: to gather the parameters from, of the rows that SGLang's graph has, or
-    those of ``batch``, whose hidden states are brought to ``padded``."""
+    of those that ``batch`` brings to ``padded``. edits: their tensors are those of ``batch``."""
     rows = padded.shape[0]
-    if table is not None and batch is not None:
+    if isinstance(batch, EditPlaces):
+        assert edits is not None
+        batch.load()
+        edits = dataclasses.replace(edits, places=batch.places)
+    if table is not None and isinstance(batch, StagedBatch):
         table.stage(batch, padded, state.rows)
     elif table is not None:
         assert state.inputs is not None
-        table.gather(state.inputs.slots[:rows], state.inputs.positions[:rows], state.rows)
+        given = Edit(0) if edits is None else edits.given
+        table.gather(state.inputs.slots[:rows], state.inputs.positions[:rows], state.rows, edits=given)
     return launch(state, padded, params_of(state, kind, edits, rows), return_logprob, retry=False)
 
 
@@ -246,7 +253,7 @@ def _prepare(
     gathers: bool,
     staged: bool,
 ) -> None:
-    def launches(batch: StagedBatch | None) -> Launched:
+    def launches(batch: NextBatch | None) -> Launched:
         return _launches(state, hidden, kind, None, False, table if gathers else None, batch)
 
     nothing = torch.zeros(0, dtype=torch.int64, device=hidden.device)

@@ -275,7 +275,8 @@ def _prometheus_metrics() -> _Prometheus | None:
             "sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"
         ),
         scheduling_seconds=PrometheusCounter(
-            "sglang:flashsample_scheduling_seconds", "Host time outside of the sampler: batches that change, and counters"
+            "sglang:flashsample_scheduling_seconds",
+            "Host time outside of the sampler: batches that change, and counters",
         ),
         active=Gauge(
             "sglang:flashsample_active",

@@ -4,6 +4,7 @@ change is noticed at the next step."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import logging
@@ -62,13 +63,28 @@ def read_all(hidden: torch.Tensor, params: BatchParams, return_logprob: bool) ->
         columns += [params.truncation.top_k, params.truncation.top_p, params.truncation.min_p]
         flags.append(params.truncation.max_top_k)
     if params.edits is not None:
-        edits = params.edits
-        columns += [edit[:, 0] for edit in (edits.additive, edits.scaling, edits.mask, edits.bias) if edit is not None]
-        columns += [] if edits.rows is None else [edits.rows]
+        for flag, column in zip(Edit, first_columns(params.edits, len(hidden)), strict=True):
+            if column is not None:
+                flagged = (params.edits.rows & flag) != 0
+                columns += [flagged, torch.where(flagged, column, 0)]
     digest = torch.full((len(hidden),), hash(tuple(flags)) % 2**31)
     for column in columns:
         digest = digest * 1_000_003 + column.double().view(torch.int64)
     return SampleOutput(digest, digest.float() if return_logprob else None, torch.zeros(len(hidden)))
+
+
+def first_columns(edits: LogitEdits, num_rows: int) -> list[torch.Tensor | None]:
+    """The first value of each row of the edits, where a kernel finds it; nothing for rows behind them."""
+    columns: list[torch.Tensor | None] = []
+    places = [0, 0, 0, 0] if edits.places is None else edits.places.tolist()
+    places.insert(2, 0)  # a mask has none
+    for tensor, place in zip((edits.additive, edits.scaling, edits.mask, edits.bias), places, strict=False):
+        if tensor is not None and place:
+            memory = (ctypes.c_float * tensor.numel()).from_address(place)
+            tensor = torch.frombuffer(memory, dtype=torch.float32).view(tensor.shape)
+        column = None if tensor is None else tensor[:, 0].float()
+        columns.append(None if column is None else torch.nn.functional.pad(column, (0, num_rows - len(column))))
+    return columns
 
 
 def reading_state(**options: Any) -> HeadState:
@@ -155,8 +171,16 @@ def make_edits(num_rows: int = 2) -> LogitEdits:
         scaling=torch.ones(num_rows, 8),
         mask=torch.zeros(num_rows, 1, dtype=torch.int32),
         bias=torch.zeros(num_rows, 8),
-        rows=torch.zeros(num_rows, dtype=torch.int32),
     )
+
+
+EDITED = {"frequency_penalty": 1.0, "repetition_penalty": 1.1, "logit_bias": {}, "grammar": "a grammar"}
+
+
+def edited_step(edits: LogitEdits | None = None, **options: Any) -> Step:
+    """Rows with every edit."""
+    edits = make_edits() if edits is None else edits
+    return make_step([row | EDITED for row in PLAIN], edits, **options)
 
 
 def test_steps_of_a_kind_are_replayed_once_there_have_been_some_and_all_are_counted():
@@ -277,7 +301,7 @@ def test_micro_batches_that_take_turns_are_both_replayed(places):
 def test_a_step_outside_of_sglangs_graphs_is_launched(edited):
     """Eager steps have their hidden states anywhere."""
     drawing, hidden = Drawing(), hidden_of(2)
-    step = make_step(edits=make_edits() if edited else None)
+    step = edited_step() if edited else make_step()
     assert all(drawing.step(hidden, step, is_captured=False) is None for _ in range(3 * SETTLED))
     assert drawing.counts.launched == 3 * SETTLED and not drawing.capture.graphs
     assert all(drawing.replays(hidden, step, SETTLED)[PATIENCE:])
@@ -291,11 +315,6 @@ def of(*rows: dict) -> Callable:
 
 def with_edits(change: Callable[[LogitEdits], LogitEdits | None]) -> Callable:
     return lambda hidden, step: (hidden, step._replace(edits=change(step.edits)))
-
-
-def moved(name: str) -> Callable:
-    """The same batch with an edit at another address."""
-    return with_edits(lambda edits: dataclasses.replace(edits, **{name: getattr(edits, name).clone()}))
 
 
 UNBOUNDED = [{"sampling_seed": 1, "top_p": 0.5}, {"sampling_seed": 2, "min_p": 0.5}]  # no top-k is known
@@ -315,8 +334,7 @@ OTHER_EDITS: dict[str, Callable] = {
     "no edits": with_edits(lambda edits: None),
     "an edit less": with_edits(lambda edits: dataclasses.replace(edits, scaling=None)),
     "a mask of other words": with_edits(lambda edits: dataclasses.replace(edits, mask=mask_of(2))),
-    "flags of the requests": with_edits(lambda edits: dataclasses.replace(edits, rows=None)),
-    **{name: moved(name) for name in ("additive", "scaling", "bias", "rows")},
+    "rows that are further apart": with_edits(lambda edits: dataclasses.replace(edits, bias=torch.zeros(2, 12)[:, :8])),
 }
 
 
@@ -330,32 +348,43 @@ def test_a_step_of_another_kind_or_size_has_graphs_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", OTHER_EDITS)
-def test_a_step_with_edits_at_another_place_has_graphs_of_its_own(name):
-    drawing, hidden, step = Drawing(), hidden_of(2), make_step(edits=make_edits())
+def test_a_step_with_edits_of_another_layout_has_graphs_of_its_own(name):
+    drawing, hidden, step = Drawing(), hidden_of(2), edited_step()
     drawing.replays(hidden, step, SETTLED)
     assert drawing.replays(*OTHER_EDITS[name](hidden, step), SETTLED) == [False] * PATIENCE + [True] * SLOTS
     assert drawing.step(hidden, step) is not None, "those of before are still there"
 
 
-def test_edits_are_read_where_this_step_has_them():
-    drawing, hidden, step = Drawing(), hidden_of(2), make_step()
-    places = [make_edits(), make_edits()]  # a step's penalties are made anew, where those of the last but one were
-    replayed = []
-    for number in range(2 * SETTLED + 4):
-        edits = places[number % 2]
-        for edit in (edits.additive, edits.scaling, edits.mask, edits.bias, edits.rows):
-            edit.fill_(number)
-        replayed.append(drawing.step(hidden, step._replace(edits=edits)) is not None)
-    assert all(replayed[-4:])
-
-
-def test_a_mask_is_read_wherever_this_step_has_it():
-    """A grammar's mask is made anew for every step."""
-    drawing, hidden, step, kept = Drawing(), hidden_of(2), make_step(edits=make_edits()), []
+def test_edits_are_read_wherever_this_step_has_them():
+    """Penalties and masks are made anew for every step."""
+    drawing, hidden, kept = Drawing(), hidden_of(2), []
     for number in range(SETTLED + 4):
-        kept.append(step.edits.mask)  # so that no two masks share a place
-        step = step._replace(edits=dataclasses.replace(step.edits, mask=mask_of(1, number)))
-        assert (drawing.step(hidden, step) is not None) is (number >= PATIENCE)
+        edits = make_edits()
+        kept.append(edits)  # so that no two steps share a place
+        for edit in (edits.additive, edits.scaling, edits.mask, edits.bias):
+            edit.fill_(number)
+        assert (drawing.step(hidden, edited_step(edits)) is not None) is (number >= PATIENCE)
+
+
+EAGER_EDITS: dict[str, Callable[[LogitEdits], LogitEdits]] = {
+    "flags of their own": lambda edits: dataclasses.replace(edits, rows=torch.full((2,), 3, dtype=torch.int32)),
+    "an odd address": lambda edits: dataclasses.replace(edits, bias=torch.zeros(17)[1:].view(2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", EAGER_EDITS)
+def test_edits_that_a_graph_cannot_be_told_are_launched(name):
+    drawing, hidden, step = Drawing(), hidden_of(2), edited_step()
+    drawing.replays(hidden, step, SETTLED)
+    changed = step._replace(edits=EAGER_EDITS[name](step.edits))
+    assert drawing.replays(hidden, changed, SETTLED) == [False] * SETTLED
+    assert drawing.step(hidden, step) is not None
+
+
+def test_edited_steps_of_a_pipeline_are_launched():
+    """A graph would be told the next batch before it has run."""
+    drawing = Drawing(copies_tokens=True)
+    assert drawing.replays(hidden_of(2), edited_step(), SETTLED) == [False] * SETTLED
 
 
 def test_edits_without_flags_per_row_have_those_of_the_requests_of_this_step():
@@ -367,36 +396,11 @@ def test_edits_without_flags_per_row_have_those_of_the_requests_of_this_step():
     assert drawing.state.rows.edits[:2].tolist() == [Edit.BIAS, 0]
 
 
-def test_a_step_with_edits_draws_the_rows_of_its_batch_alone():
-    """There are no edits for padding. A batch of another size has graphs of its own."""
-    drawing, hidden = Drawing(), hidden_of(4)
-    edited = make_step(edits=make_edits())
-    assert drawing.replays(hidden, edited, SETTLED) == [False] * PATIENCE + [True] * SLOTS
-    assert {len(graph.out.token_ids) for graph in drawing.capture.graphs} == {2}
-    fewer = make_step(PLAIN[:1], edits=make_edits(1))
-    assert drawing.replays(hidden, fewer, SETTLED) == [False] * PATIENCE + [True] * SLOTS
-
-
-def test_graphs_with_edits_that_are_not_used_make_room_and_those_without_edits_stay(monkeypatch):
-    monkeypatch.setattr(step_graphs, "MAX_EDITED_KEYS", 2)
-    drawing, hidden, plain = Drawing(), hidden_of(2), make_step()
-    drawing.replays(hidden, plain, SETTLED)
-    places = [make_step(edits=make_edits()) for _ in range(3)]
-    for place in (0, 1, 0, 2):
-        drawing.replays(hidden, places[place], SETTLED)
-    assert drawing.graphs.count == 3 * SLOTS
-    assert drawing.step(hidden, places[0]) is not None and drawing.step(hidden, plain) is not None
-    assert drawing.step(hidden, places[1]) is None
-
-
-def test_there_is_no_bound_for_graphs_without_edits(monkeypatch):
-    """Their number is that of SGLang's own graphs, times that of the kinds."""
-    monkeypatch.setattr(step_graphs, "MAX_EDITED_KEYS", 1)
-    drawing, step = Drawing(), make_step()
-    places = [hidden_of(num_rows) for num_rows in (2, 3, 4)]
-    for hidden in places:
-        drawing.replays(hidden, step, SETTLED)
-    assert all(drawing.step(hidden, step) is not None for hidden in places)
+def test_padding_has_no_edits():
+    drawing, hidden, step = Drawing(), hidden_of(4), edited_step()
+    assert drawing.replays(hidden, step, SETTLED) == [False] * PATIENCE + [True] * SLOTS
+    assert drawing.state.rows.edits[:4].tolist() == [15, 15, 0, 0]
+    assert {len(graph.out.token_ids) for graph in drawing.capture.graphs} == {4}
 
 
 def test_after_a_larger_batch_the_graphs_are_of_the_new_buffers():
@@ -438,10 +442,10 @@ def test_a_failed_capture_gives_the_memory_of_the_graphs_back(clock, edited):
     capture, hidden, step = CountingCapture(), hidden_of(2), make_step()
     drawing = Drawing(capture)
     drawing.replays(hidden, step, SETTLED)
-    drawing.replays(hidden, make_step(edits=make_edits()), SETTLED)
+    drawing.replays(hidden, edited_step(), SETTLED)
     assert drawing.graphs.count == 2 * SLOTS
     capture.fails = True
-    another = make_step(edits=make_edits() if edited else None, logprob=True)
+    another = edited_step(logprob=True) if edited else make_step(logprob=True)
     drawing.replays(hidden, another, SETTLED)
     assert drawing.graphs.count == 0
 
@@ -639,7 +643,7 @@ def test_steps_beside_captures_ahead_keep_their_graphs(ahead):
 
 def test_other_kinds_are_captured_in_steps(ahead):
     ahead.idle()
-    for step in (make_step(logprob=True), make_step(edits=make_edits())):
+    for step in (make_step(logprob=True), edited_step()):
         assert not ahead.drawing.step(ahead.drawing.state.captured[2], step)
 
 
@@ -1274,6 +1278,11 @@ def test_a_capture_that_cuda_gives_up_leaves_pytorchs_allocator_as_it_was(device
     assert added.sum().item() == 1024, "the next capture is one again"
 
 
+def padded_with(edits: LogitEdits, rows: int) -> LogitEdits:
+    additive, mask = (torch.nn.functional.pad(tensor, (0, 0, 0, rows)) for tensor in (edits.additive, edits.mask))
+    return LogitEdits(additive, mask=mask)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("edited", [False, True], ids=["as they are", "edited"])
 @pytest.mark.parametrize("truncated", [False, True], ids=["plain", "truncated"])
@@ -1289,11 +1298,10 @@ def test_cuda_graphs_draw_the_tokens_of_launches(device, truncated, num_rows, pa
     launching = HeadState(Processor(vocab_size=vocab), lm_head)
     replaying.use_step_graphs = True
     row = {"top_k": 20, "top_p": 0.9} if truncated else {}
+    row |= {"frequency_penalty": 1.0, "grammar": "a grammar"} if edited else {}
     batch = make_batch(*({"sampling_seed": seed} | row for seed in range(padded)), {"top_k": 1}, device=device)
     hidden = torch.randn(padded, 256, device=device).bfloat16()
-    additive = torch.zeros(num_rows, vocab, device=device)
-    flags = torch.full((num_rows,), int(Edit.ADDITIVE | Edit.MASK), dtype=torch.int32, device=device)
-    masks = []  # all kept: each is at a place of its own, as a grammar's are
+    kept = []  # so that each is at a place of its own
 
     def drawn(state: HeadState, places: list[int], position: int, edits: LogitEdits | None) -> SampleOutput:
         slots = torch.tensor(places, device=device) + 1
@@ -1301,14 +1309,14 @@ def test_cuda_graphs_draw_the_tokens_of_launches(device, truncated, num_rows, pa
         return draw(lazy_of(state, hidden, len(places), state is replaying), step)
 
     for number in range(SETTLED + 2 * SLOTS):
-        masks.append(torch.randint(-(2**31), 2**31, (num_rows, vocab // 32 + 1), dtype=torch.int32, device=device))
-        edits = LogitEdits(additive=additive, mask=masks[-1], rows=flags) if edited else None
+        mask = torch.randint(-(2**31), 2**31, (num_rows, vocab // 32 + 1), dtype=torch.int32, device=device)
+        kept.append(LogitEdits(torch.randn(num_rows, vocab, device=device), mask=mask))
+        edits = kept[-1] if edited else None
         hidden.copy_(torch.randn(padded, 256, device=device))
-        additive.copy_(torch.randn(num_rows, vocab, device=device))
         places = torch.randperm(padded)[:num_rows].tolist()
         replayed = drawn(replaying, places, number, edits)
-        padding = 0 if edited or number < PATIENCE else padded - num_rows
-        launched = drawn(launching, places + [padded] * padding, number, edits)
+        padding = 0 if number < PATIENCE else padded - num_rows
+        launched = drawn(launching, places + [padded] * padding, number, edits and padded_with(edits, padding))
         assert torch.equal(replayed.token_ids, launched.token_ids[:num_rows])
         assert torch.equal(replayed.logprobs, launched.logprobs[:num_rows])
     assert capture.replays == SLOTS + 2 * SLOTS
