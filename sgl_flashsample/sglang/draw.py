@@ -27,7 +27,7 @@ COMMON_KINDS = (
     DrawKind(True, TOP_K_BOUNDS[0], False, False),
     DrawKind(True, None, False, False),
 )
-FULL_STEP_SECONDS = 0.1  # between two steps that follow the model and the life of the screen
+FULL_STEP_SECONDS = 0.5  # between two steps that follow the model and the life of the screen
 MAX_PREPARED_BYTES = 100 << 20  # device memory that graphs captured ahead may take
 PREPARES_NOTHING = "flashsample: CUDA graphs of the sampling step are captured in steps, not ahead: %s"
 

@@ -22,7 +22,7 @@ from .step_graphs import StepCounts
 
 logger = logging.getLogger("sgl_flashsample")
 
-FLUSH_SECONDS = 0.5  # between two updates of Prometheus
+FLUSH_SECONDS = 1.0  # between two updates of Prometheus
 _FUSED = ("fused", "")
 READ_SECONDS = 1.0  # between two copies of a counter from the device: each costs the host some microseconds
 
@@ -95,7 +95,8 @@ class Metrics:
         self._host_batches += self._new_batches
         self._host_seconds += self._new_seconds
         if exported is not None:
-            exported.truncated.inc(self._new_truncated)
+            if self._new_truncated:
+                exported.truncated.inc(self._new_truncated)
             # What `observe` does for one batch: a call for each of some hundred batches would hold up a step.
             exported.host_seconds._count.inc(self._new_batches)
             exported.host_seconds._sum.inc(self._new_seconds)
@@ -119,12 +120,9 @@ class Metrics:
 
     def add_steps(self, counts: StepCounts) -> None:
         """Add the steps of a head since the last call, and set ``counts`` to 0."""
-        if self._prometheus is not None:
-            self._prometheus.replayed.inc(counts.replayed)
-            self._prometheus.launched.inc(counts.launched)
-            self._prometheus.prefills.inc(counts.prefills)
-            self._prometheus.late_captures.inc(counts.late_captures)
-            self._prometheus.late_compiles.inc(counts.late_compiles)
+        for name, count in vars(counts).items() if self._prometheus is not None else ():
+            if count:  # each call costs some microseconds of a step
+                getattr(self._prometheus, name).inc(count)
         self._replayed += counts.replayed
         self._launched += counts.launched
         counts.replayed = counts.launched = counts.prefills = counts.late_captures = counts.late_compiles = 0
@@ -144,7 +142,7 @@ class Metrics:
                 self._prometheus.screen_paused.set(paused)
         for counter in ScreenCounter if any(counted) else ():
             self._screened[counter] += counted[counter]
-            if self._prometheus is not None:
+            if self._prometheus is not None and counted[counter]:
                 self._prometheus.screened[counter].inc(counted[counter])
 
     def summary(self) -> str:

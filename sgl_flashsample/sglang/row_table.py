@@ -31,6 +31,7 @@ TOP_K_BOUNDS = (64, 128)
 FIRST_SLOTS = 4096  # SGLang's default for the largest number of requests; the table grows where there are more
 QUEUE = 8192  # lines that may be queued until their memory is used again
 MAX_KINDS = 256  # a kind is one byte of a batch
+MAX_FACTS = 4096
 
 
 class Row(NamedTuple):
@@ -92,6 +93,7 @@ UNREADABLE = Row(
 
 ROWS: list[Row] = [UNREADABLE]  # the kinds met so far, by id
 _IDS: dict[Row, int] = {UNREADABLE: 0}
+_KINDS: dict[tuple, int] = {}  # ids by the facts of a request
 
 
 def id_of(row: Row) -> int:
@@ -219,14 +221,40 @@ def read_requests(
     for request, slot in zip(requests, slots, strict=True):
         try:
             seed = arrivals.seed_of(request, server_seed)  # first: it numbers a request that cannot be read as well
-            row, params = _row_of(request, custom_processors), request.sampling_params
+            kind, params = _kind_of(request, custom_processors), request.sampling_params
+            row = ROWS[kind]
             temperature = 0.0 if row.greedy else float(params.temperature)
             table.put(slot, (temperature, int(params.top_k), seed, float(params.top_p), float(params.min_p), row.edits))
-            kinds.append(id_of(row))
+            kinds.append(kind)
         except Exception as error:
             kinds.append(id_of(UNREADABLE))  # without a line: nothing that is drawn from it is used
             unreadable(error)
     return bytes(kinds)
+
+
+def _kind_of(request: Any, custom_processors: bool) -> int:
+    """The id of the kind of a request. Requests come at almost every step: the facts that ``_row_of`` looks at lead to
+    the id of the last request like it."""
+    params = request.sampling_params
+    facts = (
+        params.top_k,
+        params.temperature == 1.0,
+        params.top_p == 1.0,
+        params.min_p > 0,
+        params.frequency_penalty == 0 and params.presence_penalty == 0,
+        params.min_new_tokens > 0,
+        params.repetition_penalty == 1,
+        params.logit_bias is None,
+        getattr(request, "grammar", None) is None,
+        given_seed(params) is None,
+        native_reason(request, custom_processors),
+    )
+    kind = _KINDS.get(facts)
+    if kind is None:
+        if len(_KINDS) == MAX_FACTS:
+            _KINDS.clear()
+        kind = _KINDS[facts] = id_of(_row_of(request, custom_processors))
+    return kind
 
 
 def _row_of(request: Any, custom_processors: bool) -> Row:

@@ -36,6 +36,7 @@ def no_kinds(monkeypatch) -> None:
     monkeypatch.setattr(row_table, "ROWS", rows)
     monkeypatch.setattr(batch_module, "ROWS", rows)
     monkeypatch.setattr(row_table, "_IDS", {UNREADABLE: 0})
+    monkeypatch.setattr(row_table, "_KINDS", {})
     monkeypatch.setattr(batch_module, "_MIXES", {})
 
 
