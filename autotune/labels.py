@@ -87,7 +87,8 @@ def label_of(config: Config, kind: BatchKind) -> str:
 def kernel_kind(kind: BatchKind, path: str) -> BatchKind:
     """The kind of batch whose kernels ``kind`` has on this path; a study is of one such kind. Greedy batches have the
     kernels of plain ones, and a screen makes a difference on the screened path alone."""
-    return kind._replace(greedy=False, screen=kind.screen and path == SamplingPath.SCREENED)
+    kind = kind._replace(greedy=False)
+    return kind if path == SamplingPath.SCREENED else kind.unscreened
 
 
 def config_of(path: str, fields: dict[str, Any]) -> Config:

@@ -113,10 +113,10 @@ class Cell:
     def samplings(self) -> list[str]:
         return list(dict.fromkeys(sampling for sampling, _ in self.rows if sampling != NOTHING))
 
-    def picked(self, sampling: str, *, screen: bool = False) -> Row | None:
-        """The row of the path that a batch takes by itself. screen: where its head has one, if that is the screened
-        path."""
-        paths = (SCREENED,) if screen else OURS
+    def picked(self, sampling: str, *, screened: bool = False) -> Row | None:
+        """The row of the path that a batch takes by itself. screened: where its head has a screen, if that is the
+        screened path."""
+        paths = (SCREENED,) if screened else OURS
         rows = [row for path in paths if (row := self.row(sampling, path)) is not None and row.get("picked")]
         return rows[0] if rows else None
 
@@ -213,7 +213,7 @@ def kernels(results: Results) -> pd.DataFrame | None:
         plain, floor, gemm = cell.picked("t1"), cell.floor, cell.us(NOTHING, GEMM)
         if plain is None or floor is None or gemm is None:
             continue
-        us, screened, baseline = plain["us"], cell.picked("t1", screen=True), cell.fastest_baseline("t1")
+        us, screened, baseline = plain["us"], cell.picked("t1", screened=True), cell.fastest_baseline("t1")
         line = [f"{cell.head}, {cell.batch}", f"{floor:.0f}", f"{gemm:.0f}"]
         line.append(f"{us:.0f} ({us / floor:.3f}; {us / gemm:.3f}; {plain['path']})")
         line.append("" if screened is None else f"{screened['us']:.0f} ({screened['us'] / floor:.3f})")
@@ -680,7 +680,7 @@ def summary_kernels(results: Results) -> pd.DataFrame | None:
                 taken, other = cell.picked(sampling), cell.fastest_baseline(sampling)
                 both = taken is not None and other is not None
                 line.append(pair_words(other, taken, "us", "us_spread") if both else "")
-            screened = cell.picked("t1", screen=True)
+            screened = cell.picked("t1", screened=True)
             lines.append([*line, "" if screened is None else f"{screened['us']:.0f} ± {_short(screened['us_spread'])}"])
     return listed(head, lines)
 

@@ -99,7 +99,7 @@ def sample_from_logits(
     check_params(params)
     size = logits.shape[-1] if vocab_size is None else vocab_size
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap, shards=shards)
-    return read_logits(logits, spec, params, return_logprob=return_logprob, workspace=workspace)
+    return read_logits(logits, spec, params, workspace, return_logprob=return_logprob)
 
 
 def argmax(

@@ -404,7 +404,7 @@ def warm(options: argparse.Namespace) -> int:
             head,
             device,
             file=options.tuned,
-            screen=not options.no_screen,
+            screened=not options.no_screen,
             max_rows=options.max_rows or MAX_COMPILED_ROWS,
             step=bar.update,
         )

@@ -122,7 +122,8 @@ def default_config_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kin
     """The built-in configuration of a batch of ``num_rows`` rows on this path."""
     if traits.family == INTERPRETED:
         return _interpreted(traits, path, num_rows)
-    kind = kind._replace(greedy=kind.greedy and path is SamplingPath.LOGITS, screen=path is SamplingPath.SCREENED)
+    kind = kind.screened if path is SamplingPath.SCREENED else kind.unscreened
+    kind = kind._replace(greedy=kind.greedy and path is SamplingPath.LOGITS)
     entries = _entries(traits, kind, path)
     has_fallback = kind.fallback is not None and path is not SamplingPath.SCREENED
     if has_fallback and (not entries or entries[-1].rows < num_rows):

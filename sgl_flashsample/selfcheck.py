@@ -124,11 +124,11 @@ def launch_row_table(device: torch.device) -> None:
 def compare_with_reference(
     head: LMHead,
     max_rows: int,
-    chunk_ids: int = CHUNK_IDS,
-    *,
-    bool_masks: bool = False,
     table: DispatchTable | None = None,
     screen: Screen | None = None,
+    *,
+    chunk_ids: int = CHUNK_IDS,
+    bool_masks: bool = False,
 ) -> str | None:
     """Draw with every tile and every reader that batches of up to ``max_rows`` rows take (of ``table``, built in when
     None), whatever their features, on the first ids of ``head``. screen: of ``head``; also with every configuration of
@@ -138,7 +138,7 @@ def compare_with_reference(
     Returns None when every token is the reference's (near-ties excepted), else what differed.
     """
     table = table or default_table(head)
-    check = _Check(Parts.of(head, table, screen), max_rows, chunk_ids, bool_masks, table)
+    check = _Check(head, max_rows, table, screen, chunk_ids, bool_masks)
     used = table.configs_up_to(max_rows, screened=screen is not None)
     return next(filter(None, (check.compare(*one) for one in used)), None)
 
@@ -159,7 +159,7 @@ def compare_rows_with_reference(
     generator = torch.Generator(device).manual_seed(1)
     weight = torch.randn(width, NARROW, generator=generator, device=device).to(dtype)
     head = LMHead(weight, vocab_size=vocab_size, logit_scale=logit_scale, softcap=softcap)
-    return compare_with_reference(head, max_rows, bool_masks=bool_masks, table=reading_table(HeadTraits.of(head)))
+    return compare_with_reference(head, max_rows, reading_table(HeadTraits.of(head)), bool_masks=bool_masks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,9 +178,9 @@ def refuse_wrong(
     head: LMHead,
     max_rows: int,
     table: DispatchTable,
+    screen: Screen | None = None,
     *,
     bool_masks: bool = False,
-    screen: Screen | None = None,
 ) -> Checked:
     """``compare_with_reference`` for each configuration by itself: one from a tuned table that fails, or that does not
     compile, gives its batches back to the built-in choice, which is checked in turn. Where a built-in one of the
@@ -193,7 +193,7 @@ def refuse_wrong(
         used = [one for one in every if (one[0].launched(one[2]), one[2]) not in verified]
         if not used:
             return Checked(table, None, tuple(refused), unscreened)
-        check = _Check(Parts.of(head, table, screen), max_rows, CHUNK_IDS, bool_masks, table)
+        check = _Check(head, max_rows, table, screen, CHUNK_IDS, bool_masks)
         for kind, num_rows, config in used:
             reason = check.compare_or_error(kind, num_rows, config)
             if reason is None:
@@ -239,25 +239,23 @@ class _Check:
 
     def __init__(
         self,
-        parts: Parts,
+        head: LMHead,
         max_rows: int,
+        table: DispatchTable,
+        screen: Screen | None,
         chunk_ids: int,
         bool_masks: bool,
-        table: DispatchTable,
     ) -> None:
-        self.head, self.parts, self.chunk_ids, self.table = parts.lm_head, parts, chunk_ids, table
-        self.shortened = parts._replace(lm_head=first_ids(self.head, MAX_IDS), screen=None)
-        self.screen_error = "no screen"
-        if parts.screen is not None and (screened_rows := table.screened_rows(max_rows)):
+        self.head, self.chunk_ids, self.table = head, chunk_ids, table
+        shortened, copy, self.screen_error = first_ids(head, MAX_IDS), None, "no screen"
+        if screen is not None and (screened_rows := table.screened_rows(max_rows)):
             try:
-                rows = max(screened_rows, CHECKED_ROWS)
-                screen = Screen(self.shortened.lm_head, rows, announces_writes=True)
-                self.shortened = self.shortened._replace(screen=screen)
+                copy = Screen(shortened, max(screened_rows, CHECKED_ROWS), announces_writes=True)
             except Exception as error:  # memory for a second copy, or what else a starting server may lack
                 self.screen_error = first_line(error)
-        if self.shortened.screen is None:
-            parts = parts._replace(screen=None)
-        compile_ahead([parts, self.shortened], max_rows, table, bool_masks=bool_masks)
+        self.shortened = Parts.of(shortened, copy, table)
+        self.parts = Parts.of(head, screen if copy is not None else None, table)
+        compile_ahead([self.parts, self.shortened], max_rows, table, bool_masks=bool_masks)
 
     def compare(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
         if kind.truncate and self.head.shards > 1:
@@ -332,7 +330,7 @@ def difference(expected: Expectation, config: Config, parts: Parts, *, return_lo
     head; a workspace is made for the draw."""
     head, params, num_rows = expected.head, expected.params, len(expected.hidden)
     workspace = Workspace(slots_for(config, head, num_rows), expected.hidden.device)
-    parts = parts._replace(workspace=workspace)
+    parts = Parts(head, parts.truncation_config, workspace, parts.screen)
     token = launch(config, expected.hidden, params, parts, return_logprob=return_logprob).token_ids
     want = expected.want
     if params.truncation is not None and draws_in_host_memory(expected.hidden.device):

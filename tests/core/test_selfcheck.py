@@ -85,7 +85,7 @@ def broken(monkeypatch):
 def test_right_kernels_pass_whatever_the_head_and_the_chunk_of_the_reference(normal_weight, options, chunk, config):
     head = LMHead(normal_weight, **options)
     table = table_of(head, UNSCREENED, {1: config})
-    assert selfcheck.compare_with_reference(head, 1, chunk, table=table, screen=Screen(head, 1)) is None
+    assert selfcheck.compare_with_reference(head, 1, table, Screen(head, 1), chunk_ids=chunk) is None
 
 
 @pytest.mark.parametrize(
