@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .defaults import HeadTraits, default_config, default_config_on, truncation_config
 from .kernels.config import ScreenConfig, TruncationConfig
@@ -153,16 +153,9 @@ class DispatchTable:
         """The same with nothing on the screened path."""
         return self._replaced(screening=False)
 
-    def _replaced(
-        self, tuned: Tuned | None = None, flashinfer: Collection[int] | None = None, screening: bool | None = None
-    ) -> DispatchTable:
-        return DispatchTable(
-            self.traits,
-            self._tuned if tuned is None else tuned,
-            self._measured,
-            self.flashinfer if flashinfer is None else flashinfer,
-            screening=self.screening if screening is None else screening,
-        )
+    def _replaced(self, **changes: Any) -> DispatchTable:
+        same = {"tuned": self._tuned, "flashinfer": self.flashinfer, "screening": self.screening}
+        return DispatchTable(self.traits, measured=self._measured, **(same | changes))
 
 
 @functools.lru_cache(maxsize=256)
