@@ -245,12 +245,6 @@ class Ratio:
         half = t_quantile(1 - alpha / 2, dof) * error
         return cls(math.expm1(mean), error, math.expm1(mean - half), math.expm1(mean + half))
 
-    def against(self, band: float) -> str:
-        """Place of the interval: "inside" the band around zero, "outside", or "open" where it crosses the edge."""
-        if -band <= self.low and self.high <= band:
-            return "inside"
-        return "outside" if self.low > band or self.high < -band else "open"
-
     @property
     def rounded(self) -> dict[str, float]:
         return {name: round(value, 5) for name, value in dataclasses.asdict(self).items()}

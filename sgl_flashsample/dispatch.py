@@ -154,7 +154,7 @@ class DispatchTable:
         return self._replaced(screening=False)
 
     def _replaced(self, **changes: Any) -> DispatchTable:
-        same = {"tuned": self._tuned, "flashinfer": self.flashinfer, "screening": self.screening}
+        same: dict[str, Any] = {"tuned": self._tuned, "flashinfer": self.flashinfer, "screening": self.screening}
         return DispatchTable(self.traits, measured=self._measured, **(same | changes))
 
 
