@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from common import DRY_RUN, Benchmark, Result
-from lab.simulated import measuring_on
+from lab.simulated import EXAMPLE, measuring_on
 from lab.simulated import workers as workers_of
 
 from sgl_flashsample.autotune import pool
@@ -63,16 +63,6 @@ RESERVE = 20.0  # seconds of a call that stay for ending it
 SETUP_SECONDS, EACH_SECONDS, ROUNDS_SECONDS = 30.0, 8.0, 60.0
 TUNE = [sys.executable, "-m", "sgl_flashsample.cli", "tune"]
 SIMULATED_TUNER = Path(__file__).resolve().parents[1] / "tests" / "lab" / "simulated.py"
-# For a dry run: times of a model, noise and all.
-SIMULATED = {
-    "schema": "flashsample-simulated/1",
-    "device": {"name": "NVIDIA H200", "cc": "9.0", "sms": 132, "l2_mb": 50, "smem_optin": 232448},
-    "env": {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
-    "noise": 0.003,
-    "model": {"us": 300.0, "rugged": 0.2},
-    "costs": {"gemm": {"64": 320.0}},
-    "seconds_per_round": 0.002,
-}
 
 
 class SectionError(RuntimeError):
@@ -461,7 +451,7 @@ def measure(options: Any, result: Result) -> int:
     if DRY_RUN:
         options.work = Path(tempfile.mkdtemp(prefix="flashsample-tuning-"))
         simulated = str(options.work / "device.json")
-        Path(simulated).write_text(json.dumps(SIMULATED))
+        Path(simulated).write_text(json.dumps(EXAMPLE))
     for head in options.heads:
         name = f"{head.vocab}x{head.hidden}"
         given = {field: getattr(options, field) for field in ("efforts", "effort", "sizes", "between", "table")}

@@ -176,35 +176,20 @@ class Sampler:
         check_rows("hidden", hidden)
         if position is not None:
             _check_numbers("position", position, lambda x: _is_int64(x) and x >= 0, "an int64, 0 or more")
-        with self._lock:
-            return self._draw(hidden, params, position, edits, return_logprob)
-
-    def _draw(
-        self,
-        hidden: torch.Tensor,
-        params: SamplingParams,
-        position: int | Sequence[int] | torch.Tensor | None,
-        edits: LogitEdits | None,
-        return_logprob: bool,
-    ) -> SampleOutput:
         num_rows = hidden.shape[0]
-        if num_rows > self.head.max_rows:
-            self.head.grow(num_rows)
-        rows = self._rows
-        if rows is None or rows.params is not params or len(rows.seed) != num_rows:
-            rows = self._rows = self._rows_of(params, num_rows)
-        if position is None:
-            position = self.calls
-            self.calls += 1
-        batch = BatchParams(
-            rows.temperature,
-            rows.seed,
-            _tensor("position", position, num_rows, torch.int64, self.head.lm_head.weight.device),
-            rows.truncation,
-            edits,
-            params.all_greedy,
-        )
-        return self.head.draw(hidden, batch, return_logprob=return_logprob)
+        with self._lock:
+            if num_rows > self.head.max_rows:
+                self.head.grow(num_rows)
+            rows = self._rows
+            if rows is None or rows.params is not params or len(rows.seed) != num_rows:
+                rows = self._rows = self._rows_of(params, num_rows)
+            if position is None:
+                position = self.calls
+                self.calls += 1
+            positions = _tensor("position", position, num_rows, torch.int64, self.head.lm_head.weight.device)
+            greedy = params.all_greedy
+            batch = BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits, greedy)
+            return self.head.draw(hidden, batch, return_logprob=return_logprob)
 
     def _rows_of(self, params: SamplingParams, num_rows: int) -> _Rows:
         device = self.head.lm_head.weight.device

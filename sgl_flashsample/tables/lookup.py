@@ -32,7 +32,7 @@ from ..kernels.config import (
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config
 from ..switches import FAMILY_VARIABLE, FILE_VARIABLE, FOLDERS_VARIABLE, switch, text
 from .fingerprint import installed_fingerprints
-from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, TableError, file_name
+from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, file_name
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ def load_table(file: str | os.PathLike[str]) -> tuple[Table | None, str | None]:
         if table.builtin:
             return None, "it holds built-in choices, not tuned ones"
         return table, None
-    except (BadFileError, TableError) as error:
+    except BadFileError as error:
         return None, str(error)
     except Exception as error:  # the server must start, whatever a file does to its reader
         return None, one_line(f"{type(error).__name__}: {error}")

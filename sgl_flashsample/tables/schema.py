@@ -63,10 +63,6 @@ Facts = Annotated[dict[str, Any], Meta(max_length=64)]
 Texts = Annotated[dict[str, str], Meta(max_length=64)]
 
 
-class TableError(ValueError):
-    """A table that cannot be read or written; the message is one line that names what is wrong."""
-
-
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pass
 
@@ -185,16 +181,14 @@ class Table(_Struct, frozen=True):
 
     @classmethod
     def loads(cls, text: str) -> Table:
-        """The table that ``text`` holds. Raises TableError."""
+        """The table that ``text`` holds. Raises BadFileError."""
         try:
             return _read(parse_json(text, MAX_BYTES))
-        except BadFileError as error:
-            raise TableError(str(error)) from None
         except msgspec.ValidationError as error:
-            raise TableError(one_line(str(error), 300)) from None
+            raise BadFileError(one_line(str(error), 300)) from None
 
     def dumps(self) -> str:
-        """The table's one text: an entry per line, by kind and size. Raises TableError where ``loads`` would."""
+        """The table's one text: an entry per line, by kind and size. Raises BadFileError where ``loads`` would."""
         entries = [
             msgspec.structs.replace(entry, others=dict(sorted(entry.others.items())))
             for entry in sorted(self.entries, key=lambda entry: (entry.kind, entry.rows, entry.path, entry.min_hidden))
@@ -203,7 +197,7 @@ class Table(_Struct, frozen=True):
             data = msgspec.to_builtins(msgspec.structs.replace(self, entries=entries, notes=[]))
             text = "{\n" + ",\n".join(_sections({"schema": SCHEMA} | data)) + "\n}\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise TableError(f"the table cannot be written: {one_line(str(error))}") from None
+            raise BadFileError(f"the table cannot be written: {one_line(str(error))}") from None
         Table.loads(text)
         return text
 

@@ -44,7 +44,7 @@ def tuned(tuning, tmp_path_factory) -> Path:
 
 
 def write_device(tuning, folder: Path, **changes) -> None:
-    (folder / "device.json").write_text(json.dumps(tuning.SIMULATED | changes))
+    (folder / "device.json").write_text(json.dumps(tuning.EXAMPLE | changes))
 
 
 def setting(tuning, folder: Path, **changes):
