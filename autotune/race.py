@@ -108,7 +108,9 @@ def judge(
     rounds, counts = len(clocks), kept_rounds(clocks)
     kept = {c.name: [v for v, counted in zip(samples[c.name], counts, strict=False) if counted] for c in candidates}
     running = [c for c in candidates if len(samples[c.name]) == rounds]
-    leader = min(running, key=lambda c: (_leading(kept, c.name, running), c.preference)).name
+    common = min(len(kept[c.name]) for c in running)  # rounds that all who are running have in common
+    log_times = {c.name: robust_mean([math.log(v) for v in kept[c.name][:common]])[0] for c in running}
+    leader = min(running, key=lambda c: (log_times[c.name], c.preference)).name
     tests = policy.looks * max(1, len(candidates) - 1)
     standings = {
         c.name: _standing(kept[c.name], kept[leader], policy.alpha / tests) for c in candidates if kept[c.name]
@@ -155,12 +157,6 @@ def _choose(
         if gain.low > math.log1p(policy.min_gain):
             return candidate.name, math.expm1(gain.ratio), math.expm1(gain.low)
     return default, 0.0, 0.0
-
-
-def _leading(kept: Mapping[str, Sequence[float]], name: str, running: Sequence[Candidate]) -> float:
-    """Mean log-time over the rounds that all who are running have in common."""
-    n = min(len(kept[c.name]) for c in running)
-    return robust_mean([math.log(v) for v in kept[name][:n]])[0]
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:

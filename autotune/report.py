@@ -88,6 +88,10 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
     shares = [place / len(paths) for place in range(len(paths) + 1)]
     scale = [[share, colour] for place, colour in enumerate(COLOURS.values()) for share in shares[place : place + 2]]
 
+    def text_of(one: Decision) -> str:
+        ratio = baseline_ratio(one.entry)
+        return f"{one.us:.0f}" if ratio is None else f"{one.us:.0f}<br>{ratio:.2f}x"
+
     def cells(value: Callable[[Decision], Any]) -> list[list[Any]]:
         places = [[by_place.get((kind, size)) for size in rows] for kind in kinds]
         return [[None if one is None else value(one) for one in line] for line in places]
@@ -96,7 +100,7 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
         x=[str(size) for size in rows],
         y=kinds,
         z=cells(lambda one: paths.index(one.entry.path) + 0.5),
-        text=[[text or "" for text in line] for line in cells(_heatmap_text)],
+        text=[[text or "" for text in line] for line in cells(text_of)],
         customdata=cells(lambda one: one.takes),
         hovertemplate="%{y}, %{x} rows: %{text} us<br>%{customdata}<extra></extra>",
         texttemplate="%{text}",
@@ -110,11 +114,6 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
     title = "Choices: microseconds, and the time of the fastest GEMM with a sampler over them"
     figure = go.Figure(heatmap).update_layout(title=title, xaxis_title="rows of the batch")
     return _sized(figure, height=130 + 42 * len(kinds))
-
-
-def _heatmap_text(one: Decision) -> str:
-    ratio = baseline_ratio(one.entry)
-    return f"{one.us:.0f}" if ratio is None else f"{one.us:.0f}<br>{ratio:.2f}x"
 
 
 def ratios(sizes: Sequence[Decision]) -> go.Figure:

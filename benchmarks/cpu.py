@@ -32,6 +32,7 @@ from lab import torchvision_schemas  # noqa: F401
 from sgl_flashsample import BatchParams
 from sgl_flashsample.autotune.timing import rotated
 from sgl_flashsample.cpu_path import sample_on_cpu
+from sgl_flashsample.kernels.config import cdiv
 from sgl_flashsample.kernels.params import LogitsSpec, Truncation
 
 VOCABULARIES = (32768, 49152, 151936, 262144)
@@ -101,7 +102,7 @@ def of_sglang(name: str, rows: int) -> Callable[[torch.Tensor], object]:
 
 def rows_of(rows: int, vocab: int, threads: int) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
-    batches = make_logits(rows, vocab, max(2, -(-COLD_BYTES // (rows * vocab * 4))))
+    batches = make_logits(rows, vocab, max(2, cdiv(COLD_BYTES, rows * vocab * 4)))
     calls = {(name, "cpu"): ours(name, rows, vocab) for name in RACED}
     calls |= {(name, "torch"): of_torch(name) for name in RACED}
     if importlib.util.find_spec("sglang") is not None:

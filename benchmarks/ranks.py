@@ -32,8 +32,9 @@ from contenders import full
 from sgl_flashsample import Head, LMHead
 from sgl_flashsample.autotune.timing import MAX_CALLS
 from sgl_flashsample.autotune.workload import Workload
+from sgl_flashsample.kernels.config import cdiv
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput, Truncation
-from sgl_flashsample.kernels.reference import sample_ref
+from sgl_flashsample.kernels.reference import sample_ref, transform_ref
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.tools.server import free_port
 
@@ -106,7 +107,7 @@ class Rank:
             truncation = Truncation(top_k, full(batch, 0.9), full(batch, 0.0), 50)
         if kind == "mask":
             generator = torch.Generator(self.device).manual_seed(number)
-            words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator, device=self.device)
+            words = torch.randint(-(2**31), 2**31, (rows, cdiv(vocab, 32)), generator=generator, device=self.device)
             edits = LogitEdits(mask=words.to(torch.int32))
         return BatchParams(temperature, batch.seed, batch.position[number % len(batch.position)], truncation, edits)
 
@@ -123,7 +124,7 @@ class Rank:
         logits = self.state.logits_of_shard(batch.hidden).contiguous()
         parts = [torch.empty_like(logits) for _ in range(self.group.world_size)]
         torch.distributed.all_gather(parts, logits, group=self.group.device_group)
-        whole, share = torch.cat(parts, 1), -(-batch.rows // self.group.world_size)  # its workspace is for so many rows
+        whole, share = torch.cat(parts, 1), cdiv(batch.rows, self.group.world_size)  # its workspace is for so many rows
         drawn = [
             self.state.sample_rows(whole[start : start + share], params.rows(start, start + share), False).token_ids
             for start in range(0, batch.rows, share)
@@ -133,8 +134,7 @@ class Rank:
     def near_ties(self, batch: Workload, params: BatchParams, rows: torch.Tensor) -> int:
         """The number of these rows that the reference cannot decide."""
         logits = batch.hidden[rows].double() @ self.whole.weight.double().T
-        if self.whole.softcap is not None:
-            logits = self.whole.softcap * torch.tanh(logits / self.whole.softcap)
+        logits = transform_ref(logits, torch.float64, softcap=self.whole.softcap)
         error_bound = logits.abs() * torch.finfo(batch.hidden.dtype).eps + 1e-6
         if params.edits is not None and params.edits.mask is not None:
             words = params.edits.mask[rows].repeat_interleave(32, 1)[:, : logits.shape[1]]
@@ -219,7 +219,7 @@ def exchange(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
         batch = Workload(rank.whole, size, "typical")
         drawn = rank.draw(batch, rank.params(batch, "plain", 0))
         greedy = BatchParams(torch.zeros(size, device=rank.device), batch.seed, batch.position[0])
-        nothing = SampleOutput.empty(-(-size // rank.group.world_size), rank.device, False)
+        nothing = SampleOutput.empty(cdiv(size, rank.group.world_size), rank.device, False)
         logits = rank.state.logits_of_shard(batch.hidden)
 
         def undrawn(rows: torch.Tensor, params: BatchParams, nothing: SampleOutput = nothing) -> SampleOutput:

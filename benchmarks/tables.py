@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from step_profile import SYNCHRONISING
 
+from sgl_flashsample.kernels.config import cdiv
 from sgl_flashsample.tools.samplings import SAMPLINGS
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -542,7 +543,7 @@ def exchanged(results: Results) -> pd.DataFrame | None:
     lines = []
     for ranks in (2, 4, 8, 16):
         width, others = cell.vocab / ranks, ranks - 1
-        each = -(-cell.batch // ranks)
+        each = cdiv(cell.batch, ranks)
         stock, records = cell.batch * others * width * 2, cell.batch * others * 20
         whole_rows = records + others * each * width * 2
         received = [f"{count / 1e6:.3g}" for count in (stock, records, whole_rows)]
