@@ -120,9 +120,9 @@ def _refusal_of(event: dict[str, Any]) -> tuple[Config, BatchKind, str, str]:
 
 
 def recorded_names(verdict: Verdict, configs: dict[str, Config], default: str, baselines: list[str]) -> list[str]:
-    """The names whose times a table records: the winner, the default, the best of each other path and the baselines,
-    side by side in the rounds in which ``verify`` will take them again. Race samples are not reused: the contenders
-    differ, and power and clock differ with them."""
+    """The names whose times a table records: the winner, the built-in choice, the best of each other path and the
+    baselines, side by side in the rounds in which ``verify`` will take them again. Race samples are not reused: the
+    contenders differ, and power and clock differ with them."""
     best: dict[str, str] = {}
     for key in sorted(configs.keys() & verdict.standings.keys(), key=lambda key: verdict.standings[key].us):
         best.setdefault(path_of(configs[key]), key)
@@ -206,12 +206,12 @@ class Decider:
     def _neighbour(self, kind: BatchKind, rows: int) -> Config | None:
         """The choice of the next smaller size."""
         smaller = [other for other in self._decided(kind) if other < rows]
-        return self._decided(kind)[max(smaller)].launch if smaller else None
+        return self._decided(kind)[max(smaller)].configuration if smaller else None
 
     def _unscreened(self, kind: BatchKind, rows: int) -> Config:
         """The choice of such a batch without a screen, as far as that is decided."""
         decided = self._decided(kind.unscreened).get(rows)
-        return decided.launch if decided is not None else self.context.plan.default(rows, kind.unscreened)
+        return decided.configuration if decided is not None else self.context.plan.default(rows, kind.unscreened)
 
     def _decide(self, kind: BatchKind, rows: int) -> Steps:
         finalists = self.finalists(rows, kind)
@@ -357,7 +357,8 @@ class Decider:
             entry=msgspec.to_builtins(entry),
         )
         self.writer.write()
-        gain = "the default stays" if self.writer.is_default(entry) else f"{entry.gain:.1%} less than the default"
+        gain = f"{entry.gain:.1%} less than the built-in choice"
+        gain = "the built-in choice stays" if self.writer.is_default(entry) else gain
         self.context.note(
             f"{entry.kind:13} {entry.rows:4} rows: {entry.us:8.1f} us  {outcome.verdict.winner}  ({gain})"
         )
@@ -371,10 +372,10 @@ class Decider:
             rows = midpoint(small.rows, large.rows)
             if rows is None or self.context.left() <= 0 or rows in raced:
                 continue
-            served = large.launch
-            if small.launch == served == plan.default(rows, kind):
+            served = large.configuration
+            if small.configuration == served == plan.default(rows, kind):
                 continue
-            outcome = yield from self._race(kind, rows, [served, small.launch])
+            outcome = yield from self._race(kind, rows, [served, small.configuration])
             if outcome is None or key_of(served) not in outcome.verdict.standings:
                 continue
             verdict = outcome.verdict

@@ -87,7 +87,7 @@ def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
         for rows in table.sizes(str(kind)):
             entry = table.entry(str(kind), rows)
             if entry is not None:
-                yield Decision(entry, False, entry.launch)
+                yield Decision(entry, False, entry.configuration)
                 continue
             us, gemm = times[rows]
             config = builtin_config(*device_and_head(table), rows, kind)

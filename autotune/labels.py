@@ -55,11 +55,6 @@ _WORDS = {("flatten", False): "nested", ("tma", False): "pointers", ("hidden_tma
 _WORDS |= {("rows_first", True): "rows", ("one_launch", True): "one"}
 
 
-def head_line(head: HeadShape) -> str:
-    softcap = ", softcap" if head.softcap else ""
-    return f"{head.vocab} x {head.hidden} {head.dtype}, tp {head.tp}{softcap}"
-
-
 def key_of(config: Config) -> str:
     """The name of a configuration, unique among all: path, tile, warps (w), stages (s), programs per multiprocessor
     (c), then the fields that are not at their defaults."""

@@ -38,7 +38,7 @@ BASELINES = [path for path in PATHS if path not in (*OURS, SCREENED, GEMM)]
 TUNING = {
     "runs": "a run, and a second one",
     "regret": "the search's choice over the best of a sweep",
-    "sweep": "between the measured sizes, against the default",
+    "sweep": "between the measured sizes, against the built-in choice",
     "replay": "measured again in a fresh process",
 }
 EXCHANGED = (151936, 4096, 64)  # V, D, B of the table

@@ -381,7 +381,7 @@ def sweep(setting: Setting) -> dict[str, Any]:
     slow = ", ".join(f"{one['kind']} {one['batch']} by {one['off']:.1%}" for one in raced if one["slower"]) or "none"
     ratios = [1 + one["off"] for one in raced]
     times = f" and take {min(ratios):.3f} to {max(ratios):.3f} of its time" if ratios else ""
-    summary = f"{len(raced)} of {len(tried)} places differ from the default{times}; slower beyond noise: {slow}"
+    summary = f"{len(raced)} of {len(tried)} places differ from the built-in choice{times}; slower beyond noise: {slow}"
     return {
         "summary": summary + (f"; {len(failed)} could not be raced" if failed else ""),
         "table": path.name,

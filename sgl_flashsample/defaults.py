@@ -92,7 +92,7 @@ def builtin_table(family: str, itemsize: int) -> Table:
 def defaults_digest(family: str, itemsize: int) -> str:
     """Changes with every built-in choice of the family: what a tuned table was measured against."""
     table = builtin_table(family, itemsize)
-    lines = sorted(repr((e.kind, e.rows, e.launch, e.on_request, e.min_hidden)) for e in table.entries)
+    lines = sorted(repr((e.kind, e.rows, e.configuration, e.on_request, e.min_hidden)) for e in table.entries)
     text = "\n".join([*lines, repr(sorted(table.truncation.items()))])
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -114,7 +114,7 @@ def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config
     entry = _serving(entries, num_rows)
     if entry.path == SamplingPath.LOGITS and not traits.has_gemm:
         return default_config_on(traits, SamplingPath.FUSED, num_rows, kind)
-    return entry.launch
+    return entry.configuration
 
 
 @functools.lru_cache(maxsize=4096)
@@ -128,7 +128,7 @@ def default_config_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kin
     has_fallback = kind.fallback is not None and path is not SamplingPath.SCREENED
     if has_fallback and (not entries or entries[-1].rows < num_rows):
         return default_config_on(traits, path, num_rows, kind.fallback)
-    return _serving(entries, num_rows).launch
+    return _serving(entries, num_rows).configuration
 
 
 def _entries(traits: HeadTraits, kind: BatchKind, path: SamplingPath | None = None) -> list[Entry]:
@@ -160,7 +160,7 @@ def truncation_config(family: str, itemsize: int, vocab_size: int) -> Truncation
 
 def all_configs(family: str, itemsize: int) -> list[Config]:
     """Every built-in configuration of a family, whatever it is for: places for a search to start."""
-    return list(dict.fromkeys(entry.launch for entry in builtin_table(family, itemsize).entries))
+    return list(dict.fromkeys(entry.configuration for entry in builtin_table(family, itemsize).entries))
 
 
 def _interpreted(traits: HeadTraits, path: SamplingPath, num_rows: int) -> Config:

@@ -149,7 +149,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
         usual_screen = UnwrittenScreen(head, 64)  # 0.6 GB that take a while to clear
         seen: set[Any] = set()
         for entry in builtin_table(family, itemsize).entries:
-            config = entry.launch
+            config = entry.configuration
             kind = KIND_NAMES[entry.kind].launched(config)
             wanted = {(kind, config)} if full else {(kind, path_of(config))} | (set() if first else {config})
             if wanted <= seen or (first and kind.truncate and not kind.edit):

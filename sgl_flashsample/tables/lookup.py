@@ -148,7 +148,7 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
     theirs, ours = table.device, target.device
     assert theirs is not None and table.head is not None
     if table.head != target.head:
-        return None, (f"it is for {_head(table.head)}, not {_head(target.head)}",)
+        return None, (f"it is for head {table.head}; expected {target.head}",)
     if theirs.cc != ours.cc:
         return None, (f"it is for {theirs.name}, not {ours.name}",)
     if (theirs.name, theirs.sms) != (ours.name, ours.sms):
@@ -172,11 +172,6 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
     if other:
         return Match.OTHER_VERSIONS, tuple(other)
     return (Match.COMPATIBLE if changed else Match.EXACT), tuple(changed)
-
-
-def _head(head: HeadShape) -> str:
-    softcap = " with softcap" if head.softcap else ""
-    return f"{head.vocab} x {head.hidden} {head.dtype} tp {head.tp}{softcap}"
 
 
 def _minor(version: str | None) -> str:
@@ -329,7 +324,7 @@ def unusable_sizes(table: Table, target: Target) -> dict[tuple[BatchKind, int], 
     unusable = {}
     for entry in table.entries:
         kind = KIND_NAMES[entry.kind]
-        reason = unsupported_config(entry.launch, target.device, target.head.dtype, kind)
+        reason = unsupported_config(entry.configuration, target.device, target.head.dtype, kind)
         if reason is not None:
             unusable[kind, entry.rows] = reason
     return unusable
@@ -433,7 +428,7 @@ def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tu
             entry = table_file.table.entry(str(kind), size)
             rows_of_size = [rows for rows, bucket in served if bucket == size]
             if entry is not None:
-                tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, entry.launch))
+                tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, entry.configuration))
                 if entry.flashinfer and kind == BatchKind(truncate=True):
                     flashinfer.update(rows_of_size)
             measured.setdefault(kind, set()).update(rows_of_size)

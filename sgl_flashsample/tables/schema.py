@@ -88,6 +88,10 @@ class HeadShape(_Struct, frozen=True, omit_defaults=False):
     tp: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     softcap: bool = False
 
+    def __str__(self) -> str:
+        """ "151936 x 4096 bf16, tp 1"."""
+        return f"{self.vocab} x {self.hidden} {self.dtype}, tp {self.tp}{', softcap' if self.softcap else ''}"
+
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype is {one_line(ascii(self.dtype))}; expected one of {', '.join(DTYPES)}")
@@ -128,7 +132,7 @@ class Entry(_Struct, frozen=True):
     min_hidden: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
 
     @property
-    def launch(self) -> Config:
+    def configuration(self) -> Config:
         """The configuration. Raises ValueError for a field out of range, KeyError for an unknown path."""
         config: dict[str, Any] = self.config
         return CONFIGS[SamplingPath(self.path)](**config)
@@ -336,10 +340,10 @@ def _checked(where: str, entry: Entry, num_sms: int, notes: list[str]) -> Entry:
     known = {name: entry.config[name] for name in types if name in entry.config}
     entry = msgspec.structs.replace(entry, config=known)
     try:
-        launch = entry.launch
+        config = entry.configuration
     except (TypeError, ValueError) as error:
         raise BadFileError(f"{where}.config: {one_line(str(error))}") from None
-    for what, size, warps in _blocks(launch, num_sms):
+    for what, size, warps in _blocks(config, num_sms):
         most = min(MAX_BLOCK, MAX_PER_THREAD * 32 * warps)
         if size > most:
             raise BadFileError(
@@ -348,22 +352,22 @@ def _checked(where: str, entry: Entry, num_sms: int, notes: list[str]) -> Entry:
     return entry
 
 
-def _blocks(launch: Config, num_sms: int) -> Iterator[tuple[str, int, int]]:
+def _blocks(config: Config, num_sms: int) -> Iterator[tuple[str, int, int]]:
     """Yield per kernel step: description, element count and warps of its largest block."""
     steps: list[tuple[str, tuple[int, ...], int]]
-    if isinstance(launch, ScreenConfig):
-        steps = [("a block", (launch.block_b * LIMBS, launch.block_v, launch.block_d), launch.num_warps)]
-        rescored = (launch.block_b, launch.rescore_v, launch.rescore_d)
-        steps += [("a block", sides, launch.rescore_warps) for sides in (rescored, (launch.chunk, launch.block_b))]
+    if isinstance(config, ScreenConfig):
+        steps = [("a block", (config.block_b * LIMBS, config.block_v, config.block_d), config.num_warps)]
+        rescored = (config.block_b, config.rescore_v, config.rescore_d)
+        steps += [("a block", sides, config.rescore_warps) for sides in (rescored, (config.chunk, config.block_b))]
     else:
-        splits = num_sms * launch.ctas_per_sm
-        if isinstance(launch, ReadConfig):
-            splits = min(MAX_SPLITS, max(launch.min_splits, splits))
-        tile = (launch.block_b, launch.block_v, *((launch.block_d,) if isinstance(launch, TileConfig) else ()))
-        reduced = (next_power_of_2(max(1, splits)), launch.reduce_rows)
+        splits = num_sms * config.ctas_per_sm
+        if isinstance(config, ReadConfig):
+            splits = min(MAX_SPLITS, max(config.min_splits, splits))
+        tile = (config.block_b, config.block_v, *((config.block_d,) if isinstance(config, TileConfig) else ()))
+        reduced = (next_power_of_2(max(1, splits)), config.reduce_rows)
         steps = [
-            ("a block", tile, launch.num_warps),
-            ("a reduction", reduced, launch.num_warps if launch.one_launch else 1),
+            ("a block", tile, config.num_warps),
+            ("a reduction", reduced, config.num_warps if config.one_launch else 1),
         ]
     for what, sides, warps in steps:
         second, largest = sorted(sides)[-2:]

@@ -113,7 +113,7 @@ def test_any_table_survives_the_round_trip(table):
     assert Table.loads(text) == table and Table.loads(text).dumps() == text
     assert sum(line.startswith('  {"kind"') for line in text.splitlines()) == len(table.entries)
     for entry in table.entries:
-        assert config_fields(entry.launch) == entry.config
+        assert config_fields(entry.configuration) == entry.config
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_a_table_is_read_as_it_was_written_and_launches_what_its_entries_say(tun
     assert setting(tuning, tuned, table=path).wanted() == (table, path, "given")
     dispatch = tuning.dispatch_for(table)
     assert table.entries and all(
-        dispatch.lookup(entry.rows, KIND_NAMES[entry.kind]) == entry.launch for entry in table.entries
+        dispatch.lookup(entry.rows, KIND_NAMES[entry.kind]) == entry.configuration for entry in table.entries
     )
     assert tuning.places(table) == {(KIND_NAMES[kind], rows) for kind in table.kinds for rows in table.sizes(kind)}
 
