@@ -83,8 +83,8 @@ def sample_from_logits(
             rows start at multiples of 16 elements.
         params: per-row temperature, seed and position; edits and truncation as in ``sample``.
         vocab_size: columns from here on are padding, never read or drawn (default V).
-        vocab_start: absolute id of column 0, a multiple of 16, where the columns are one of ``shards`` parts of the
-            vocabulary.
+        vocab_start: absolute id of column 0, a multiple of 16, where the columns are one of ``shards`` shards of
+            the vocabulary.
         logit_scale, softcap: ``softcap * tanh(logit_scale * logits / softcap)`` first, as far as set.
         return_logprob: also compute the token's log-probability.
         workspace: scratch to reuse, ``Workspace(512 * B, device)`` for any batch of up to B rows; allocated when None.

@@ -59,7 +59,7 @@ _ADDITIVE, _SCALING, _MASK, _BIAS = (int(flag) for flag in Edit)
 # The series of tanh in ``epilogue.soft_cap``, and up to which share of the cap it is taken.
 _TANH3, _TANH5, _TANH7, _TANH9 = (np.float32(x) for x in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
 _SERIES_UP_TO = np.float32(0.25)
-# What logits are rounded to.
+# Types that logits are rounded to.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 _FLOAT = ir.FloatType()
@@ -125,7 +125,7 @@ def _splat(builder, value):
 
 @intrinsic
 def _any_above(_context, row, _place, _limit):
-    """Whether any of the 16 words from ``place`` on is above ``limit``; a NaN is not."""
+    """True if any of the 16 words from ``place`` on is above ``limit``; a NaN is not."""
 
     def generate(context, builder, signature, args):
         logits = _load_group(context, builder, signature, args[:2])
@@ -291,7 +291,7 @@ def _group_score(largest, relative, rate):
 
 @_compiled()
 def _is_below(bits, best):
-    """Whether a group whose score in bits, before its rounding, is at most ``bits`` surely scores less than ``best``.
+    """True if a group whose score in bits, before its rounding, is at most ``bits`` surely scores less than ``best``.
     Huge scores have the order of the logits and not their distances: of those it is not known."""
     score = bits / _LOG2_E
     return abs(best) < _HUGE_SCORE / _LOG2_E and score + abs(score) * _RELATIVE < best
@@ -350,7 +350,7 @@ def _mass_of_row(row, vocab_size, largest, temperature):
 
 @_compiled()
 def _limit_logits(bounds, limit, per_bit, needed):
-    """What a logit of each group must exceed for the group's score to exceed ``limit`` bits."""
+    """Numbers that a logit of each group must exceed for the group's score to exceed ``limit`` bits."""
     for i in range(bounds.size):
         x = (limit - bounds[i]) * per_bit
         needed[i] = x - abs(x) * _RELATIVE

@@ -196,7 +196,7 @@ class Head:
         return None if screen.serves(self._parts.lm_head) else "the screen is not of what the head holds now"
 
     def _has_small_top_k(self, params: BatchParams) -> bool:
-        """Whether every truncated row has a top-k that the screened path can serve. A row with a larger one would read
+        """True if every truncated row has a top-k that the screened path can serve. A row with a larger one would read
         the whole head after the screen."""
         if params.truncation is None:
             return True
@@ -213,8 +213,8 @@ class Head:
     ) -> SampleOutput:
         """Draw from whole rows of the head's logits, before its scale and softcap: ``[B, vocab_size]`` or wider.
 
-        vocab_size: of the whole vocabulary; when None, of all parts of the head (``LMHead.of_rank``). Raises ValueError
-        as ``draw``.
+        vocab_size: ids of the whole vocabulary; when None, of all shards of the head (``LMHead.of_rank``). Raises
+        ValueError as ``draw``.
         """
         check_rows("logits", logits)
         check_params(params)

@@ -50,7 +50,8 @@ def _is_int64(number: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """What the rows of a batch ask for: each one number for all rows, a sequence with one per row, or a ``[B]`` tensor.
+    """Parameters of the rows of a batch: each is one number for all rows, a sequence with one per row, or a ``[B]``
+    tensor.
 
     temperature: 0 is greedy, else 1e-6 to 1e30. top_k: that many tokens; 0 or less is off. top_p: in (0, 1], 1 is off.
     min_p: in [0, 1], 0 is off. What each allows is in ``Truncation``. seed: any int64; of one number, the rows get it
@@ -83,7 +84,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether any row may have a top-k, top-p or min-p."""
+        """True if any row may have a top-k, top-p or min-p."""
         return any(not all(is_off(number) for number in _numbers(getattr(self, name))) for name, is_off in _OFF.items())
 
     @property
@@ -94,7 +95,7 @@ class SamplingParams:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether every temperature is known to be 0."""
+        """True if every temperature is known to be 0."""
         return all(number == 0 for number in _numbers(self.temperature))
 
 

@@ -84,7 +84,7 @@ _warned: set[str] = set()  # lines that this process has said
 
 
 def switch(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Whether a switch is on; None where nothing is said of one whose default depends on the server."""
+    """True if a switch is on; None where nothing is said of one whose default depends on the server."""
     return _value(name, environ)
 
 

@@ -92,7 +92,7 @@ def head():
     scope="module", params=[300, pytest.param(10_000, marks=pytest.mark.full)], ids=["300 variants", "10,000 variants"]
 )
 def accepted(request, head, tmp_path_factory) -> list[ResolvedTable]:
-    """What is left of the variants: the different tables that are used."""
+    """The rest of the variants: the different tables that are used."""
     folder, shape = tmp_path_factory.mktemp("fuzz"), lookup.head_shape_of(head)
     target = Target(lookup.device_of(head.weight.device), shape, lookup.environment())
     text = table_for_this_machine(head.weight.device, shape).dumps()

@@ -206,7 +206,7 @@ def test_a_folder_that_was_named_and_is_not_there_is_said_and_the_others_are_sea
     assert lookup.user_folder({}) == Path("/home/me/.cache/sglang/flashsample"), "SGLang's own"
 
 
-# What else may be in the place of a table.
+# Things that may be in the place of a table.
 
 
 def huge(path):
@@ -256,7 +256,7 @@ def test_whatever_reading_raises_is_a_miss(tmp_path, monkeypatch):
     assert load_table(path) == (None, "Permission denied")
 
 
-# What batches take then.
+# Configurations that batches take then.
 
 
 def own_table(head: LMHead, **changes):
