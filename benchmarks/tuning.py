@@ -89,7 +89,7 @@ class PartPlan(Plan):
         return [self.STUDY]
 
     def space(self, key: StudyKey) -> Space:
-        return Part(**{field.name: getattr(super(PartPlan, self).space(key), field.name) for field in FIELDS})
+        return Part(self.limits, key.path, key.block_b, key.kind.truncate, key.kind.edit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +99,6 @@ class Part(Space):
     @functools.cached_property
     def axes(self) -> dict[str, tuple[Any, ...]]:
         return {**super().axes, **PartPlan.FIXED}
-
-
-FIELDS = dataclasses.fields(Space)
 
 
 @dataclasses.dataclass(frozen=True)

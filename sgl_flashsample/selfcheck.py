@@ -187,17 +187,20 @@ def refuse_wrong(
     screened path fails, nothing is screened. Any other built-in one that fails is a reason not to serve."""
     refused: list[str] = []
     unscreened: str | None = None
-    verified: set[tuple[BatchKind, Config]] = set()
+    checked: set[tuple[BatchKind, Config]] = set()
     while True:
         every = table.configs_up_to(max_rows, screened=screen is not None)
-        used = [one for one in every if (one[0].launched(one[2]), one[2]) not in verified]
+        used = [one for one in every if (one[0].launched(one[2]), one[2]) not in checked]
         if not used:
             return Checked(table, None, tuple(refused), unscreened)
         check = _Check(head, max_rows, table, screen, CHUNK_IDS, bool_masks)
         for kind, num_rows, config in used:
-            reason = check.compare_or_error(kind, num_rows, config)
+            try:
+                reason = check.compare(kind, num_rows, config)
+            except Exception as error:  # whatever a compiler or a device makes of a configuration
+                reason = f"{first_line(error)} with {config} ({kind})"
             if reason is None:
-                verified.add((kind.launched(config), config))
+                checked.add((kind.launched(config), config))
             elif table.lookup(num_rows, kind) != config:
                 continue  # already taken out, by a refusal for another kind
             elif config != table.default(num_rows, kind):
@@ -275,12 +278,6 @@ class _Check:
             for return_logprob in logprobs:
                 launch_once(self.parts, config, kind, return_logprob)
         return None
-
-    def compare_or_error(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
-        try:
-            return self.compare(kind, num_rows, config)
-        except Exception as error:  # whatever a compiler or a device makes of a configuration
-            return f"{first_line(error)} with {config} ({kind})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -296,26 +296,17 @@ def _candidates(folder: Path, target: Target, family: bool) -> Iterator[Path]:
 
 def _try(path: Path, source: str, target: Target, family: bool, warnings: list[str]) -> TableFile | None:
     table, reason = load_table(path)
-    if table is None:
-        warnings.append(f"{one_line(str(path), 300)}: {reason}")
-        return None
-    how, differs = match(table, target)
-    reason = _unusable(table, how, differs, target, family)
-    if how is None or reason is not None:
-        warnings.append(f"{one_line(str(path), 300)}: {reason}")
-        return None
-    return TableFile(table, str(path), source, how, differs)
-
-
-def _unusable(table: Table, how: Match | None, differs: tuple[str, ...], target: Target, family: bool) -> str | None:
-    if how is None or (how is Match.FAMILY and not family):
-        allow = f" ({FAMILY_VARIABLE}=1 allows it)" if how is Match.FAMILY else ""
-        return f"{differs[0]}{allow}"
-    if how in FRESH:
-        return None
-    # The table was measured elsewhere: its configurations ran there, and must at least be able to run here.
-    for (kind, rows), reason in unusable_sizes(table, target).items():
-        return f"it is {how}, and its configuration for {kind} {rows} cannot run here: {reason}"
+    if table is not None:
+        how, differs = match(table, target)
+        if how is None or (how is Match.FAMILY and not family):
+            reason = differs[0] + (f" ({FAMILY_VARIABLE}=1 allows it)" if how is Match.FAMILY else "")
+        elif how not in FRESH and (unusable := unusable_sizes(table, target)):
+            # The table was measured elsewhere: its configurations ran there, and must at least be able to run here.
+            (kind, rows), why = next(iter(unusable.items()))
+            reason = f"it is {how}, and its configuration for {kind} {rows} cannot run here: {why}"
+        else:
+            return TableFile(table, str(path), source, how, differs)
+    warnings.append(f"{one_line(str(path), 300)}: {reason}")
     return None
 
 
