@@ -197,11 +197,17 @@ def unsupported_config(config: Config, device: Device, dtype: str, kind: BatchKi
 def buffer_bytes(config: TileConfig | ScreenConfig, itemsize: int) -> int:
     """Shared memory of the pipeline of one program, of the launch that has the larger one. itemsize: bytes per element
     of the head."""
+    first, rescoring = stage_bytes(config, itemsize)
+    return max(config.stages * first, getattr(config, "rescore_stages", 0) * rescoring)
+
+
+def stage_bytes(config: TileConfig | ScreenConfig, itemsize: int) -> tuple[int, int]:
+    """Shared memory of one stage of the pipeline: of the fused pass, 0; of the pass over a screen, whose elements are
+    bytes, and of its rescoring."""
     if isinstance(config, TileConfig):
-        return config.stages * (config.block_v + config.block_b) * config.block_d * itemsize
-    screening = config.stages * (config.block_v + config.block_b * LIMBS) * config.block_d
+        return (config.block_v + config.block_b) * config.block_d * itemsize, 0
     rescored = (config.rescore_v + max(MIN_RESCORED_ROWS, config.block_b)) * config.rescore_d
-    return max(screening, config.rescore_stages * rescored * itemsize)
+    return (config.block_v + config.block_b * LIMBS) * config.block_d, rescored * itemsize
 
 
 def bucket_for(sizes: Iterable[int], batch: int) -> int | None:
