@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import statistics
 import sys
 import time
 import types
@@ -30,7 +29,7 @@ from common import DRY_RUN, SHAPES, Benchmark, Result, reason_of
 from contenders import full
 
 from sgl_flashsample import Head, LMHead
-from sgl_flashsample.autotune.timing import MAX_CALLS
+from sgl_flashsample.autotune.timing import MAX_CALLS, Timing
 from sgl_flashsample.autotune.workload import Workload
 from sgl_flashsample.kernels.config import cdiv
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput, Truncation
@@ -274,8 +273,8 @@ def microseconds(rank: Rank, call: Callable[[], Any], in_graph: bool) -> dict[st
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    low, middle, high = statistics.quantiles(times[2:], n=4)
-    return {"us": round(middle, 2), "us_spread": round((high - low) / 2, 2), "in_graph": in_graph}
+    timing = Timing.of(times[2:])
+    return {"us": round(timing.us, 2), "us_spread": round(timing.spread, 2), "in_graph": in_graph}
 
 
 def work(number: int, port: int, options: Any, answers: Any) -> None:

@@ -39,6 +39,7 @@ from lab.simulated import workers as workers_of
 
 from sgl_flashsample.autotune import pool
 from sgl_flashsample.autotune.cli import sizes_of
+from sgl_flashsample.autotune.decisions import device_and_head, traits_of
 from sgl_flashsample.autotune.labels import config_of, key_of, setup_request
 from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, ask_once, visible_gpu
@@ -48,11 +49,10 @@ from sgl_flashsample.autotune.run import Options
 from sgl_flashsample.autotune.run import run as tune
 from sgl_flashsample.autotune.space import FUSED, Space
 from sgl_flashsample.autotune.trials import read_events
-from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config
 from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
-from sgl_flashsample.tables.schema import ITEMSIZE, HeadShape, Table
+from sgl_flashsample.tables.schema import HeadShape, Table
 
 BETWEEN = (*range(1, 17), 20, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 129, 200, 256, 257, 384, 511, 512)
 SWEEP_ROUNDS, REGRET_ROUNDS = 25, 60
@@ -229,12 +229,10 @@ class Racer:
 
 def dispatch_for(table: Table) -> DispatchTable:
     """The choices of a server with ``table``."""
-    device, head = table.device, table.head
-    assert device is not None and head is not None
-    table_file = TableFile(table, "", "", Match.EXACT)
-    plan = Plan(device, head, EFFORTS["full"])
-    traits = HeadTraits(plan.family, ITEMSIZE[head.dtype], head.vocab, head.hidden)
-    return dispatch_of(table_file, Target(device, head, {}), traits)[0]
+    device, head = device_and_head(table)
+    traits = traits_of(device, head)
+    assert traits is not None
+    return dispatch_of(TableFile(table, "", "", Match.EXACT), Target(device, head, {}), traits)[0]
 
 
 def places(table: Table) -> set[tuple[BatchKind, int]]:
@@ -293,9 +291,8 @@ def regret(setting: Setting) -> dict[str, Any]:
     """The sweep ranks all of the part by its screening; the fastest of them and the search's choice then race."""
     chosen = _tune_part(setting, "part-search", "full")
     _tune_part(setting, "part-sweep", "exhaustive")
-    device, head, kind = chosen.device, chosen.head, PartPlan.STUDY.kind
-    assert device is not None and head is not None
-    space = PartPlan(device, head, EFFORTS["full"]).space(PartPlan.STUDY)
+    kind = PartPlan.STUDY.kind
+    space = PartPlan(*device_and_head(chosen), EFFORTS["full"]).space(PartPlan.STUDY)
     trials = setting.events("part-sweep", "trial")
     timed = [trial for trial in trials if trial["us"]]
     dispatch, sizes = dispatch_for(chosen), []
