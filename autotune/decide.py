@@ -52,8 +52,6 @@ TRUNCATE = BatchKind(truncate=True)
 FLASHINFER = SamplingPath.FLASHINFER
 FLASHINFER_LABEL = f"{TRUNCATE}/{FLASHINFER}"
 
-# A reason not to choose a configuration: one of ``errors.REASONS``, and one line.
-Refusal = tuple[str, str]
 # A generator that yields requests like a job, and returns something.
 Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
 

@@ -3,7 +3,7 @@ exchange per step?
 
     python benchmarks/run.py ranks --out benchmarks/results/h200x2-ranks.json
 
-tokens    rows drawn by all ranks, each from its part: tokens of all ranks are compared, and of each ``--every``-th
+tokens    rows drawn by all ranks, each from its shard: tokens of all ranks are compared, and of each ``--every``-th
           batch with those of one rank with the whole head; a row that differs is a near-tie where the reference cannot
           tell its two best scores apart
 exchange  microseconds of an exchange: by kernels through memory that all ranks reach (replayed from a CUDA graph), by
@@ -49,7 +49,7 @@ WRITTEN_EVERY = 20.0  # seconds of the soak
 
 
 class Rank:
-    """One process: the whole head, its part as a server has it, and the exchange with the others."""
+    """One process: the whole head, its shard as a server has it, and the exchange with the others."""
 
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         if DRY_RUN:
@@ -87,9 +87,9 @@ class Rank:
             use_fp32_lm_head=False,
             use_attn_tp_group=False,
         )
-        part = types.SimpleNamespace(weight=padded[rank * width : (rank + 1) * width].clone())
+        shard = types.SimpleNamespace(weight=padded[rank * width : (rank + 1) * width].clone())
         del padded
-        self.state = HeadState(processor, part, exchange=Exchange(self.group))
+        self.state = HeadState(processor, shard, exchange=Exchange(self.group))
         wrong = self.state.check_exchange()
         assert wrong is None, wrong
         self.state.update(max(BATCHES))
@@ -121,9 +121,12 @@ class Rank:
         if params.truncation is None:
             return self.alone.draw(batch.hidden, params).token_ids
         logits = self.state.logits_of_shard(batch.hidden).contiguous()
-        parts = [torch.empty_like(logits) for _ in range(self.group.world_size)]
-        torch.distributed.all_gather(parts, logits, group=self.group.device_group)
-        whole, share = torch.cat(parts, 1), cdiv(batch.rows, self.group.world_size)  # its workspace is for so many rows
+        shards = [torch.empty_like(logits) for _ in range(self.group.world_size)]
+        torch.distributed.all_gather(shards, logits, group=self.group.device_group)
+        whole, share = (
+            torch.cat(shards, 1),
+            cdiv(batch.rows, self.group.world_size),
+        )  # its workspace is for so many rows
         drawn = [
             self.state.sample_rows(whole[start : start + share], params.rows(start, start + share), False).token_ids
             for start in range(0, batch.rows, share)

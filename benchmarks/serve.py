@@ -252,8 +252,8 @@ class ModelRun:
     def _bytes_per_row(self, request: Sampling, batch: int) -> float:
         """Bytes per row that a tensor-parallel rank of ours receives in a step, by the shapes that are exchanged."""
         ranks, truncated = self.options.tp, request.truncation is not None
-        part = 2 * shard_of(markov.SIZES[self.name].vocab_size, ranks) if truncated else None
-        return round(bytes_received(ranks, batch, part) / batch, 1)
+        shard = 2 * shard_of(markov.SIZES[self.name].vocab_size, ranks) if truncated else None
+        return round(bytes_received(ranks, batch, shard) / batch, 1)
 
     def repeats(self, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
         """Verdicts of independent comparisons by the same two servers, by cell: the change of the time per

@@ -102,10 +102,7 @@ def sample_from_logits(
     return read_logits(logits, spec, params, workspace, return_logprob=return_logprob)
 
 
-def argmax(
-    hidden: torch.Tensor,
-    lm_head: torch.Tensor | LMHead | Head,
-) -> torch.Tensor:
+def argmax(hidden: torch.Tensor, lm_head: torch.Tensor | LMHead | Head) -> torch.Tensor:
     """The first id with the largest logit: ``torch.argmax(logits, -1)``, for the logits of ``sample``, which are not
     written to memory.
 
