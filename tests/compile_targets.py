@@ -149,7 +149,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
         usual_screen = UnwrittenScreen(head, 64)  # 0.6 GB that take a while to clear
         seen: set[Any] = set()
         for entry in builtin_table(family, itemsize).entries:
-            config = entry.launch
+            config = entry.configuration
             kind = KIND_NAMES[entry.kind].launched(config)
             wanted = {(kind, config)} if full else {(kind, path_of(config))} | (set() if first else {config})
             if wanted <= seen or (first and kind.truncate and not kind.edit):
@@ -382,7 +382,7 @@ def keys() -> dict[str, list[str]]:
     for kind, path, vocab in itertools.product(kinds, configs, (368, 367)):
         head = LMHead(torch.ones(400, 64, dtype=torch.bfloat16), vocab_size=vocab)
         LAUNCHES.now = "ahead"
-        launch_once(Parts.of(head, table, UnwrittenScreen(head, 1)), configs[path][0], KIND_NAMES[kind])
+        launch_once(Parts.of(head, UnwrittenScreen(head, 1), table), configs[path][0], KIND_NAMES[kind])
         for num_rows, odd in ((1, ""), (2, ""), (16, "temperature"), (17, "position")):
             LAUNCHES.now = f"{path}, {kind}, {vocab} ids, {num_rows} rows"
             change = {"num_rows": num_rows, "odd": odd, "head": {"vocab_size": vocab}}
