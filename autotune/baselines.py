@@ -112,27 +112,6 @@ def import_flashinfer() -> Any:
     return flashinfer.sampling
 
 
-def compile_flashinfer(device: torch.device) -> None:
-    """Compile the FlashInfer kernels that will be timed: a minute the first time on a machine. Raises what its import
-    raises."""
-    weight = torch.randn(1024, 16, device=device)
-    batch = BaselineBatch(
-        hidden=torch.randn(2, 16, device=device),
-        weights=[weight],
-        softcap=None,
-        temperature=torch.ones(2, device=device),
-        top_k=torch.full((2,), 50, dtype=torch.int32, device=device),
-        top_p=torch.full((2,), 0.9, device=device),
-        seed=torch.tensor([1], device=device),
-        offset=torch.zeros(1, 1, dtype=torch.int64, device=device),
-    )
-    for baseline in baselines(batch, flashinfer=import_flashinfer()):
-        if baseline.name == FLASHINFER:
-            baseline.call(0)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class _Gemm:
     """The GEMM of one batch, and the buffers that it writes to."""
 

@@ -96,7 +96,7 @@ class CompilingWorker:
                 for head in heads:
                     screen = self._screen_of(head) if isinstance(config, ScreenConfig) else None
                     for each in checked_kinds(config, kind):
-                        launch_once(Parts.of(head, screen=screen), config, each)
+                        launch_once(Parts.of(head, screen), config, each)
 
     def _screen_of(self, head: LMHead) -> Screen:
         if head.vocab_size not in self._screens:

@@ -17,7 +17,6 @@ from ..kernels.config import GROUP_SIZE, ReadConfig, ScreenConfig, TileConfig, c
 from ..kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from ..kernels.reference import allowed_ref, transform_ref
 from ..kinds import BatchKind, Config, SamplingPath, path_of
-from ..paths import Parts
 from ..selfcheck import MAX_IDS, Expectation, difference, edits_of_every_kind, expect, first_ids
 from .errors import IncorrectTokens
 from .labels import kernel_kind
@@ -74,8 +73,7 @@ class CorrectnessCheck:
             few = self.many if each.truncate else self.few
             for head, rows in ((self.many, block_b - 3), (few, block_b + 1)):
                 expected = self._expect(head, rows, each, reads=isinstance(config, ReadConfig))
-                parts = Parts.of(head, screen=self._launcher.screen(config, head))
-                reason = difference(expected, config, parts)
+                reason = difference(expected, config, self._launcher.parts(config, head, rows))
                 if reason is not None:
                     raise IncorrectTokens(reason)
         if isinstance(config, ScreenConfig):

@@ -52,8 +52,6 @@ TRUNCATE = BatchKind(truncate=True)
 FLASHINFER = SamplingPath.FLASHINFER
 FLASHINFER_LABEL = f"{TRUNCATE}/{FLASHINFER}"
 
-# A reason not to choose a configuration: one of ``errors.REASONS``, and one line.
-Refusal = tuple[str, str]
 # A generator that yields requests like a job, and returns something.
 Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
 
@@ -106,12 +104,6 @@ class Outcome:
             others={name: round(median, 3) for name, median in others.items()},
         )
 
-    @property
-    def agrees(self) -> bool:
-        """True where the recorded times give the gain that the paired rounds of the race gave."""
-        entry = self.entry()
-        return gains_apart(entry.gain, entry.us, entry.default_us) <= GAIN_TOLERANCE
-
 
 def entry_of(event: dict[str, Any]) -> Entry:
     """The entry of a "decided" event. Raises ValueError or KeyError."""
@@ -126,9 +118,9 @@ def _refusal_of(event: dict[str, Any]) -> tuple[Config, BatchKind, str, str]:
 
 
 def recorded_names(verdict: Verdict, configs: dict[str, Config], default: str, baselines: list[str]) -> list[str]:
-    """The names whose times a table records: the winner, the default, the best of each other path and the baselines,
-    side by side in the rounds in which ``verify`` will take them again. Race samples are not reused: the contenders
-    differ, and power and clock differ with them."""
+    """The names whose times a table records: the winner, the built-in choice, the best of each other path and the
+    baselines, side by side in the rounds in which ``verify`` will take them again. Race samples are not reused: the
+    contenders differ, and power and clock differ with them."""
     best: dict[str, str] = {}
     for key in sorted(configs.keys() & verdict.standings.keys(), key=lambda key: verdict.standings[key].us):
         best.setdefault(path_of(configs[key]), key)
@@ -212,17 +204,12 @@ class Decider:
     def _neighbour(self, kind: BatchKind, rows: int) -> Config | None:
         """The choice of the next smaller size."""
         smaller = [other for other in self._decided(kind) if other < rows]
-        return self._decided(kind)[max(smaller)].launch if smaller else None
+        return self._decided(kind)[max(smaller)].configuration if smaller else None
 
     def _unscreened(self, kind: BatchKind, rows: int) -> Config:
         """The choice of such a batch without a screen, as far as that is decided."""
         decided = self._decided(kind.unscreened).get(rows)
-        return decided.launch if decided is not None else self.context.plan.default(rows, kind.unscreened)
-
-    def _allotment(self) -> float:
-        """Seconds for one race: an equal share of the time that is left."""
-        undecided = max(1, self.context.plan.races - self.done)
-        return len(self.context.gpus.processes) * max(0.0, self.context.left()) / undecided
+        return decided.configuration if decided is not None else self.context.plan.default(rows, kind.unscreened)
 
     def _decide(self, kind: BatchKind, rows: int) -> Steps:
         finalists = self.finalists(rows, kind)
@@ -265,14 +252,18 @@ class Decider:
 
     def _race(self, kind: BatchKind, rows: int, finalists: list[Config]) -> Steps:
         """The outcome; None where no race came about."""
-        plan, began, allotted = self.context.plan, time.monotonic(), self._allotment()
+        plan, began = self.context.plan, time.monotonic()
+        # Seconds: an equal share of the time that is left.
+        allotted = len(self.context.gpus.processes) * max(0.0, self.context.left()) / max(1, plan.races - self.done)
         default, neighbour = plan.default(rows, kind), self._neighbour(kind, rows)
         entered = [default, *finalists, *([neighbour] if neighbour is not None else [])]
         if kind.screen:  # a screen must beat this choice to earn its memory
             entered.append(self._unscreened(kind, rows))
         configs = {key_of(config): config for config in entered if not self._is_refused(config, kind)}
         others = baseline_names(kind, flashinfer=self.flashinfer())
-        if self._may_take_flashinfer(kind):
+        # Only a whole vocabulary is truncated: a shard has no such batches.
+        allowed = self.writer.flashinfer and self.flashinfer() and FLASHINFER_LABEL not in self.context.rejected
+        if allowed and kind == TRUNCATE:
             others.append(FLASHINFER.value)
         for tries in range(1, MAX_TRIES + 1):
             if not configs:
@@ -299,7 +290,9 @@ class Decider:
                     if beside.get(FLASHINFER):
                         winner = race.samples[verdict.winner]
                         outcome.flashinfer = certainly_faster(beside[FLASHINFER], winner, race.clocks, race.policy)
-                    if tries == MAX_TRIES or self.context.left() <= 0 or outcome.agrees:
+                    entry = outcome.entry()  # the gain by the recorded times, and by the paired rounds of the race
+                    agrees = gains_apart(entry.gain, entry.us, entry.default_us) <= GAIN_TOLERANCE
+                    if tries == MAX_TRIES or self.context.left() <= 0 or agrees:
                         return outcome
                     failed, began = "its times contradict its rounds", time.monotonic()
                 else:
@@ -352,11 +345,6 @@ class Decider:
     def _is_refused(self, config: Config, kind: BatchKind) -> bool:
         return label_of(config, kind) in self.context.rejected
 
-    def _may_take_flashinfer(self, kind: BatchKind) -> bool:
-        """Only a whole vocabulary is truncated: a shard has no such batches."""
-        allowed = self.writer.flashinfer and self.flashinfer() and FLASHINFER_LABEL not in self.context.rejected
-        return allowed and kind == TRUNCATE
-
     def _write(self, outcome: Outcome) -> None:
         entry = outcome.entry()
         self.writer.add(entry)
@@ -367,7 +355,8 @@ class Decider:
             entry=msgspec.to_builtins(entry),
         )
         self.writer.write()
-        gain = "the default stays" if self.writer.is_default(entry) else f"{entry.gain:.1%} less than the default"
+        gain = f"{entry.gain:.1%} less than the built-in choice"
+        gain = "the built-in choice stays" if self.writer.is_default(entry) else gain
         self.context.note(
             f"{entry.kind:13} {entry.rows:4} rows: {entry.us:8.1f} us  {outcome.verdict.winner}  ({gain})"
         )
@@ -376,14 +365,15 @@ class Decider:
         """Race between two sizes: a batch there takes the choice of the larger one, which must not cost much."""
         plan = self.context.plan
         decided = [entry for rows, entry in sorted(self._decided(kind).items()) if rows in plan.sizes_of(kind)]
+        raced = {event.get("rows") for event in self.context.log.of("transfer") if event.get("kind") == str(kind)}
         for small, large in itertools.pairwise(decided):
             rows = midpoint(small.rows, large.rows)
-            if rows is None or self.context.left() <= 0 or self._is_transferred(kind, rows):
+            if rows is None or self.context.left() <= 0 or rows in raced:
                 continue
-            served = large.launch
-            if small.launch == served == plan.default(rows, kind):
+            served = large.configuration
+            if small.configuration == served == plan.default(rows, kind):
                 continue
-            outcome = yield from self._race(kind, rows, [served, small.launch])
+            outcome = yield from self._race(kind, rows, [served, small.configuration])
             if outcome is None or key_of(served) not in outcome.verdict.standings:
                 continue
             verdict = outcome.verdict
@@ -395,7 +385,3 @@ class Decider:
             self.context.log.add("transfer", kind=str(kind), rows=rows, regret=round(regret, 5), inserted=insert)
             if insert and (yield from self._passes(outcome)):
                 self._write(outcome)
-
-    def _is_transferred(self, kind: BatchKind, rows: int) -> bool:
-        seen = {(event.get("kind"), event.get("rows")) for event in self.context.log.of("transfer")}
-        return (str(kind), rows) in seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -87,7 +87,7 @@ def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
         for rows in table.sizes(str(kind)):
             entry = table.entry(str(kind), rows)
             if entry is not None:
-                yield Decision(entry, False, entry.launch)
+                yield Decision(entry, False, entry.configuration)
                 continue
             us, gemm = times[rows]
             config = builtin_config(*device_and_head(table), rows, kind)
@@ -111,13 +111,11 @@ def stored(chosen: Iterable[Decision]) -> dict[str, Any]:
             confirmed.setdefault(one.entry.kind, []).append(one)
         else:
             entries.append(one.entry)
-    return {"entries": entries, "confirmed": {kind: _confirmed(sizes) for kind, sizes in confirmed.items()}}
-
-
-def _confirmed(sizes: Sequence[Decision]) -> Confirmed:
-    gemm_us = [one.gemm_us for one in sizes]
-    times = {"us": [one.us for one in sizes], "gemm_us": gemm_us if any(gemm_us) else []}
-    return Confirmed(rows=[one.rows for one in sizes], **times)
+    of_kinds = {}
+    for kind, sizes in confirmed.items():
+        rows, us, gemm_us = ([getattr(one, name) for one in sizes] for name in ("rows", "us", "gemm_us"))
+        of_kinds[kind] = Confirmed(rows=rows, us=us, gemm_us=gemm_us if any(gemm_us) else [])
+    return {"entries": entries, "confirmed": of_kinds}
 
 
 def device_and_head(table: Table) -> tuple[Device, HeadShape]:

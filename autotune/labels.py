@@ -55,11 +55,6 @@ _WORDS = {("flatten", False): "nested", ("tma", False): "pointers", ("hidden_tma
 _WORDS |= {("rows_first", True): "rows", ("one_launch", True): "one"}
 
 
-def head_line(head: HeadShape) -> str:
-    softcap = ", softcap" if head.softcap else ""
-    return f"{head.vocab} x {head.hidden} {head.dtype}, tp {head.tp}{softcap}"
-
-
 def key_of(config: Config) -> str:
     """The name of a configuration, unique among all: path, tile, warps (w), stages (s), programs per multiprocessor
     (c), then the fields that are not at their defaults."""
@@ -87,7 +82,8 @@ def label_of(config: Config, kind: BatchKind) -> str:
 def kernel_kind(kind: BatchKind, path: str) -> BatchKind:
     """The kind of batch whose kernels ``kind`` has on this path; a study is of one such kind. Greedy batches have the
     kernels of plain ones, and a screen makes a difference on the screened path alone."""
-    return kind._replace(greedy=False, screen=kind.screen and path == SamplingPath.SCREENED)
+    kind = kind._replace(greedy=False)
+    return kind if path == SamplingPath.SCREENED else kind.unscreened
 
 
 def config_of(path: str, fields: dict[str, Any]) -> Config:

@@ -27,7 +27,7 @@ class Launcher:
         slots = slots_for(config, head, rows) if config is not None else 1
         if slots > self._workspace.slots:
             self._workspace = Workspace(slots, head.weight.device)
-        return Parts.of(head, screen=self.screen(config, head))._replace(workspace=self._workspace)
+        return Parts.of(head, self.screen(config, head), None, self._workspace)
 
     def drop_screens(self) -> None:
         """Make new screens for later launches: one whose launch has failed may be left uncleared."""

@@ -17,10 +17,10 @@ import triton
 
 from .. import __version__
 from ..kernels.params import LMHead
-from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath
+from ..kinds import KIND_NAMES, PLAIN, BatchKind, Config, SamplingPath
 from ..tables.lookup import device_of, environment
 from ..tables.schema import HeadShape
-from .baselines import baseline_call, compile_flashinfer
+from .baselines import FLASHINFER, baseline_call, baselines, import_flashinfer
 from .correctness import CorrectnessCheck
 from .errors import error_of
 from .labels import config_of
@@ -141,10 +141,15 @@ class MeasuringWorker:
         return {"samples": rounds.samples, "clocks": rounds.clocks}
 
     def _baselines(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import FlashInfer and compile the kernels that will be raced. Returns whether it can be raced."""
+        """Import FlashInfer and compile the kernels that will be raced: a minute the first time on a machine. Returns
+        whether it can be raced."""
         if self.device.type != "cuda":
             return {"available": False, "detail": "no CUDA device"}
-        compile_flashinfer(self.device)
+        head = LMHead(torch.randn(1024, 16, device=self.device))
+        for one in baselines(Workload(head, 2).for_baselines([head], PLAIN), flashinfer=import_flashinfer()):
+            if one.name == FLASHINFER:
+                one.call(0)
+        torch.cuda.synchronize(self.device)
         return {"available": True}
 
     def _workload(self, rows: int) -> Workload:

@@ -254,13 +254,11 @@ class Plan:
     def races(self) -> int:
         return sum(len(self.sizes_of(kind)) for kind in self.kinds)
 
-    def _compile_seconds(self, key: StudyKey) -> float:
-        kernels = SCREEN_KERNELS if key.path == SCREENED else 1.0
-        return self.trials(key) * COMPILE_SECONDS[key.kind.edit] * kernels
-
     def estimate(self, processes: int) -> Estimate:
         """Estimate the time of a run. processes: so many compile."""
-        compiling = sum(map(self._compile_seconds, self.studies)) / max(1, processes)
+        kernels = {SCREENED: SCREEN_KERNELS}
+        each = (self.trials(key) * COMPILE_SECONDS[key.kind.edit] * kernels.get(key.path, 1.0) for key in self.studies)
+        compiling = sum(each) / max(1, processes)
         sample = max(1e-3, self.head.vocab * self.head.hidden * self.itemsize / BYTES_PER_SECOND)
         rounds = (self.effort.policy.least + self.effort.policy.most) / 2
         racing = self.races * (RACE_SECONDS + rounds * sample * (3 + 2 * self.effort.finalists))

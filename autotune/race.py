@@ -5,7 +5,7 @@ The log-ratios to the leader within each round are judged. A candidate leaves on
 its ratio lies beyond the tie band (t intervals, Bonferroni over looks and candidates). The race ends when one is left,
 when every ratio is known to ``Policy.error``, or after ``Policy.most`` rounds.
 
-A fixed order decides among candidates that equal the leader, so that two runs agree; and the built-in default is left
+A fixed order decides among candidates that equal the leader, so that two runs agree; and the built-in choice is left
 only for a gain that is certain.
 """
 
@@ -28,8 +28,8 @@ RECORDED_ROUNDS = 9  # rounds in which the times of a table are taken, and by `v
 class Policy:
     """least, step, most: rounds before the first look, between looks, and in all. error: standard error of the
     log-ratios at which a race ends. tie, tie_us: times this close are equal, relative or in microseconds, the larger.
-    min_gain: lower bound of a gain over the default's time. alpha: chance of any wrong elimination, and of leaving the
-    default for less than ``min_gain``.
+    min_gain: lower bound of a gain over the built-in choice's time. alpha: chance of any wrong elimination, and of
+    leaving the built-in choice for less than ``min_gain``.
     """
 
     least: int = 6
@@ -68,7 +68,7 @@ class Standing:
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """alive: candidates that go on, in the order given. winner, tied: the choice, and its equals.
-    gain, gain_low: the winner's over the default, 0.02 is 2 %; and its lower bound."""
+    gain, gain_low: the winner's over the built-in choice, 0.02 is 2 %; and its lower bound."""
 
     alive: tuple[str, ...]
     done: bool
@@ -80,7 +80,7 @@ class Verdict:
 
 
 def preference_of(is_default: bool, is_neighbour: bool, shared_bytes: int, stages: int, config: Sequence) -> tuple:
-    """The fixed order among equals: the default, a neighbouring size's choice, less shared memory, fewer stages."""
+    """The order among equals: the built-in choice, a neighbouring size's choice, less shared memory, fewer stages."""
     return (not is_default, not is_neighbour, shared_bytes, stages, tuple(map(str, config)))
 
 
@@ -108,7 +108,9 @@ def judge(
     rounds, counts = len(clocks), kept_rounds(clocks)
     kept = {c.name: [v for v, counted in zip(samples[c.name], counts, strict=False) if counted] for c in candidates}
     running = [c for c in candidates if len(samples[c.name]) == rounds]
-    leader = min(running, key=lambda c: (_leading(kept, c.name, running), c.preference)).name
+    common = min(len(kept[c.name]) for c in running)  # rounds that all who are running have in common
+    log_times = {c.name: robust_mean([math.log(v) for v in kept[c.name][:common]])[0] for c in running}
+    leader = min(running, key=lambda c: (log_times[c.name], c.preference)).name
     tests = policy.looks * max(1, len(candidates) - 1)
     standings = {
         c.name: _standing(kept[c.name], kept[leader], policy.alpha / tests) for c in candidates if kept[c.name]
@@ -122,7 +124,7 @@ def judge(
     # band.
     ties = [c for c in running if c.name in alive and (standings[c.name].ratio <= band or standings[c.name].low <= 0.0)]
     winner, gain, gain_low = _choose(ties, kept, default, policy)
-    # More rounds may still show that the default is certainly slower, or that a candidate that seems slower is.
+    # More rounds may still show that the built-in choice is certainly slower, or that a candidate that seems slower is.
     doubtful = (winner == default and standings[winner].ratio > band) or any(
         standings[c.name].ratio > band for c in ties
     )
@@ -143,7 +145,7 @@ def certainly_faster(mine: Sequence[float], than: Sequence[float], clocks: Seque
 def _choose(
     ties: list[Candidate], kept: Mapping[str, Sequence[float]], default: str | None, policy: Policy
 ) -> tuple[str, float, float]:
-    """The winner among ``ties``, its gain over the default and the gain's lower bound."""
+    """The winner among ``ties``, its gain over the built-in choice and the gain's lower bound."""
     by_preference = sorted(ties, key=lambda c: c.preference)
     if default is None or not kept.get(default):
         return by_preference[0].name, 0.0, 0.0
@@ -155,12 +157,6 @@ def _choose(
         if gain.low > math.log1p(policy.min_gain):
             return candidate.name, math.expm1(gain.ratio), math.expm1(gain.low)
     return default, 0.0, 0.0
-
-
-def _leading(kept: Mapping[str, Sequence[float]], name: str, running: Sequence[Candidate]) -> float:
-    """Mean log-time over the rounds that all who are running have in common."""
-    n = min(len(kept[c.name]) for c in running)
-    return robust_mean([math.log(v) for v in kept[name][:n]])[0]
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -245,12 +241,6 @@ class Ratio:
         half = t_quantile(1 - alpha / 2, dof) * error
         return cls(math.expm1(mean), error, math.expm1(mean - half), math.expm1(mean + half))
 
-    def against(self, band: float) -> str:
-        """Place of the interval: "inside" the band around zero, "outside", or "open" where it crosses the edge."""
-        if -band <= self.low and self.high <= band:
-            return "inside"
-        return "outside" if self.low > band or self.high < -band else "open"
-
     @property
     def rounded(self) -> dict[str, float]:
         return {name: round(value, 5) for name, value in dataclasses.asdict(self).items()}
@@ -284,5 +274,5 @@ class Race:
 
 def gains_apart(gain: float, us: float, default_us: float) -> float:
     """Distance of the gain of paired rounds and that of the two medians. A device that changes in the middle of a race
-    pulls them apart, and then neither is known. 0 where there is no default."""
+    pulls them apart, and then neither is known. 0 where no built-in choice ran."""
     return abs(gain - (1 - us / default_us)) if default_us > 0 else 0.0

@@ -19,7 +19,7 @@ from ..tables.schema import ITEMSIZE, Entry, Table
 from .baselines import ARGMAX, EXPONENTIAL, FLASHINFER, MULTINOMIAL
 from .decide import entry_of
 from .decisions import CONFIDENT, Decision, baseline_ratio, decisions, device_and_head, screen_cost
-from .labels import GEMM, config_of, head_line, key_of
+from .labels import GEMM, config_of, key_of
 from .plan import EFFORTS, Plan
 from .study import STARTUP, finished_study
 from .trials import read_events, recalled
@@ -31,10 +31,10 @@ COLOURS = {
     "flashinfer": "#e08214",
     "built-in": "#777777",
 }
-TAKEN = "choice"
+TAKEN, BUILT_IN = "choice", "built-in choice"
 LINES = {
     TAKEN: "#d62728",
-    "default": "#999999",
+    BUILT_IN: "#999999",
     **COLOURS,
     ARGMAX: "#9467bd",
     MULTINOMIAL: "#8c564b",
@@ -88,6 +88,10 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
     shares = [place / len(paths) for place in range(len(paths) + 1)]
     scale = [[share, colour] for place, colour in enumerate(COLOURS.values()) for share in shares[place : place + 2]]
 
+    def text_of(one: Decision) -> str:
+        ratio = baseline_ratio(one.entry)
+        return f"{one.us:.0f}" if ratio is None else f"{one.us:.0f}<br>{ratio:.2f}x"
+
     def cells(value: Callable[[Decision], Any]) -> list[list[Any]]:
         places = [[by_place.get((kind, size)) for size in rows] for kind in kinds]
         return [[None if one is None else value(one) for one in line] for line in places]
@@ -96,9 +100,9 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
         x=[str(size) for size in rows],
         y=kinds,
         z=cells(lambda one: paths.index(one.entry.path) + 0.5),
-        text=[[text or "" for text in line] for line in cells(_heatmap_text)],
+        text=[[text or "" for text in line] for line in cells(text_of)],
         customdata=cells(lambda one: one.takes),
-        hovertemplate="%{y}, %{x} rows: %{text} us<br>%{customdata}<extra></extra>",
+        hovertemplate="%{y}, %{x} rows: %{text} µs<br>%{customdata}<extra></extra>",
         texttemplate="%{text}",
         zmin=0,
         zmax=len(paths),
@@ -112,11 +116,6 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
     return _sized(figure, height=130 + 42 * len(kinds))
 
 
-def _heatmap_text(one: Decision) -> str:
-    ratio = baseline_ratio(one.entry)
-    return f"{one.us:.0f}" if ratio is None else f"{one.us:.0f}<br>{ratio:.2f}x"
-
-
 def ratios(sizes: Sequence[Decision]) -> go.Figure:
     """Times over that of the GEMM alone, by batch size, of one kind of batch at a time: the choice, the built-in
     choice, other paths and baselines."""
@@ -126,7 +125,7 @@ def ratios(sizes: Sequence[Decision]) -> go.Figure:
         series: dict[str, dict[int, float]] = collections.defaultdict(dict)
         for one in sizes:
             if one.kind == kind and one.gemm_us:
-                times = {**one.entry.others, "default": one.entry.default_us, TAKEN: one.us}
+                times = {**one.entry.others, BUILT_IN: one.entry.default_us, TAKEN: one.us}
                 for name, us in times.items():
                     series[name] |= {one.rows: us / one.gemm_us} if us else {}
         for name, by_rows in series.items():
@@ -140,7 +139,7 @@ def ratios(sizes: Sequence[Decision]) -> go.Figure:
                 line={
                     "color": LINES.get(name, "#777777"),
                     "width": 5 if name == TAKEN else 1.5,
-                    "dash": "dash" if name in (GEMM, "default") else None,
+                    "dash": "dash" if name in (GEMM, BUILT_IN) else None,
                 },
             )
     buttons = [
@@ -210,7 +209,7 @@ def _summary(table: Table, sizes: Sequence[Decision]) -> str:
     state = "" if provenance.get("complete") is True else " The run was not finished."
     trials, seconds = (provenance.get(name, "?") for name in ("trials", "seconds"))
     effort = f"Effort {table.effort}, {trials} configurations tried, {seconds} s."
-    title = f"{device.name}, LM head {head_line(head)}"
+    title = f"{device.name}, LM head {head}"
     first_paragraph = f"<p><b>{_text(first.strip())}</b></p>" if first else ""
     return (
         f"<h1>{_text(title)}</h1>{first_paragraph}{_screen_summary(table, sizes)}"
@@ -249,19 +248,19 @@ def _kind_section(kind: BatchKind, sizes: Sequence[Decision]) -> str:
     rows = [
         {
             "rows": one.rows,
-            "us": f"{one.us:.1f} ± {CONFIDENT * one.entry.se:.1f}",
-            "default": f"{one.entry.default_us:.1f}" if one.entry.default_us else "",
+            "µs": f"{one.us:.1f} ± {CONFIDENT * one.entry.se:.1f}",
+            "built-in choice, µs": f"{one.entry.default_us:.1f}" if one.entry.default_us else "",
             "gain": f"{one.entry.gain:.1%}" if one.entry.gain else "",
             "takes": one.takes,
             "as good": len(one.entry.tied),
-            "others, us": ", ".join(f"{name} {us:.1f}" for name, us in one.entry.others.items()),
+            "others, µs": ", ".join(f"{name} {us:.1f}" for name, us in one.entry.others.items()),
             "gain of the screen": screen_gain(one.entry),
             "checked": one.entry.checked,
             "rounds": one.entry.n or "",
         }
         for one in sizes
     ]
-    grid = _grid(rows, ("takes", "others, us", "checked"))
+    grid = _grid(rows, ("takes", "others, µs", "checked"))
     return f"<details><summary>{kind}</summary><div class=scroll>{grid}</div></details>"
 
 

@@ -322,4 +322,4 @@ def _winners_elsewhere(folder: Path, device: Device, head: HeadShape) -> Iterato
             continue
         theirs, their_head = device_and_head(table)
         if (theirs.cc, their_head.dtype) == (device.cc, head.dtype):
-            yield from (entry.launch for entry in table.entries)
+            yield from (entry.configuration for entry in table.entries)

@@ -15,8 +15,9 @@ import itertools
 import json
 from typing import Any
 
-from ..kernels.config import LIMBS, MIN_RESCORED_ROWS, ReadConfig, ScreenConfig, TileConfig, next_power_of_2
+from ..kernels.config import LIMBS, ReadConfig, ScreenConfig, TileConfig, next_power_of_2
 from ..kinds import CONFIGS, BatchKind, Config, SamplingPath
+from ..tables.lookup import stage_bytes
 
 FUSED, LOGITS, SCREENED = SamplingPath.FUSED, SamplingPath.LOGITS, SamplingPath.SCREENED
 
@@ -130,17 +131,12 @@ class Limits:
     chunk: int
 
     def deepest(self, config: TileConfig | ScreenConfig) -> TileConfig | ScreenConfig:
-        """``config`` with its pipelines shortened to what fits in shared memory, to 1 stage at least. The elements of a
-        screen are bytes."""
-        shared, itemsize = self.shared_memory, self.itemsize
+        """``config`` with its pipelines shortened to what fits in shared memory, to 1 stage at least."""
+        shared, (first, rescoring) = self.shared_memory, stage_bytes(config, self.itemsize)
         if isinstance(config, ScreenConfig):
-            step = (config.block_v + config.block_b * LIMBS) * config.block_d
-            rescored = (config.rescore_v + max(MIN_RESCORED_ROWS, config.block_b)) * config.rescore_d * itemsize
-            stages = min(MAX_RESCORE_STAGES, config.rescore_stages, (shared - EPILOGUE_BYTES) // rescored)
+            stages = min(MAX_RESCORE_STAGES, config.rescore_stages, (shared - EPILOGUE_BYTES) // rescoring)
             config = dataclasses.replace(config, rescore_stages=max(1, stages))
-        else:
-            step = (config.block_v + config.block_b) * config.block_d * itemsize
-        stages = min(config.stages, (shared // config.ctas_per_sm - EPILOGUE_BYTES) // step)
+        stages = min(config.stages, (shared // config.ctas_per_sm - EPILOGUE_BYTES) // first)
         return dataclasses.replace(config, stages=max(1, stages))
 
 

@@ -57,7 +57,7 @@ from .decisions import (
     traits_of,
     why_apart,
 )
-from .labels import head_line, key_of, known_device
+from .labels import key_of, known_device
 from .race import GAIN_TOLERANCE, gains_apart
 
 
@@ -110,7 +110,7 @@ def list_tables(as_json: bool = False) -> None:
             if table is not None:
                 device, head = device_and_head(table)
                 confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
-                line |= {"device": device.name, "head": head_line(head), "effort": table.effort}
+                line |= {"device": device.name, "head": str(head), "effort": table.effort}
                 line |= {"choices": len(table.entries), "confirmed": confirmed, "kernels": same_kernels(table)}
             lines.append(line)
     if as_json:
@@ -144,7 +144,7 @@ def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
         print(json.dumps(answer | {"table": json.loads(table.dumps())}, indent=2))
         return
     device, head = device_and_head(table)
-    console.print(f"{device.name} (compute capability {device.cc}, {device.sms} SMs), head {head_line(head)}")
+    console.print(f"{device.name} (compute capability {device.cc}, {device.sms} SMs), head {head}")
     versions = ", ".join(f"{name} {version}" for name, version in (table.tool | table.env).items())
     console.print(f"effort {table.effort}; {versions}")
     console.print(f"kernels: {'as installed here' if same_kernels(table) else 'not those installed here (stale)'}")
@@ -152,7 +152,7 @@ def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
     for line in (screen_line(table), *(f"note: {note}" for note in table.notes)):
         if line:
             console.print(line)
-    columns = ("rows", "us", "+-", "default", "gain", "takes", "tied", "others")
+    columns = ("rows", "us", "+-", "built-in", "gain", "takes", "tied", "others")
     for name in [str(each) for each in BATCH_KINDS if str(each) in table.kinds and kind in (None, str(each))]:
         lines = [_shown(one) for one in decisions(table) if str(one.kind) == name]
         console.print(f"\n{name}")
@@ -221,7 +221,7 @@ def explain(
     else:
         because = f": {'; '.join(table_file.differs)}" if table_file.differs else ""
         console.print(f"table     {table_file.file} ({table_file.match}{because}; {table_file.source})")
-    console.print(f"for       {device.name}, head {head_line(head)}")
+    console.print(f"for       {device.name}, head {head}")
     if kind is not None:
         _print_batch(console, batches[0])
         return
@@ -310,7 +310,7 @@ def _print_batch(console: Console, answer: dict[str, Any]) -> None:
         console.print(f"expected  {answer['us']:.1f}{noise}")
     if answer.get("default"):
         gain = answer.get("gain", 0.0)
-        console.print(f"default   {answer.get('default_us', 0.0):.1f} us ({answer['default']}); gain {gain:.1%}")
+        console.print(f"built-in  {answer.get('default_us', 0.0):.1f} us ({answer['default']}); gain {gain:.1%}")
     if answer.get("tied"):
         console.print(f"tied      {'; '.join(answer['tied'])}")
     if answer.get("others"):
@@ -328,8 +328,7 @@ def _paired(a: Table, b: Table) -> Iterator[tuple[BatchKind, int, Decision | Non
 
 def _require_same_head(a: Table, b: Table, file_a: str, file_b: str) -> None:
     if a.head != b.head:
-        heads = [head_line(device_and_head(table)[1]) for table in (a, b)]
-        raise ValueError(f"{file_a} is for head {heads[0]}, {file_b} for {heads[1]}")
+        raise ValueError(f"{file_a} is for head {a.head}, {file_b} for {b.head}")
 
 
 def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -> int:
@@ -476,7 +475,7 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
         yield "it has no sizes"
     for entry in table.entries:
         kind, place = KIND_NAMES[entry.kind], f"{entry.kind} {entry.rows}"
-        config, key = entry.launch, key_of(entry.launch)
+        config, key = entry.configuration, key_of(entry.configuration)
         if (reason := unsupported_config(config, device, head.dtype, kind)) is not None:
             yield f"{place} takes {key}, which cannot run: {reason}"
         if entry.n < 2:
@@ -500,7 +499,7 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
 
 def _stale(table: Table) -> Iterator[str]:
     installed = installed_fingerprints()
-    measured = {path_of(entry.launch).value for entry in table.entries} | table.kernels.keys()
+    measured = {path_of(entry.configuration).value for entry in table.entries} | table.kernels.keys()
     for path in sorted(measured & {path.value for path in SamplingPath}):
         if table.kernels.get(path, {}).get("src") != installed.get(path):
             yield f"the kernels of {path} have changed since it was measured"

@@ -181,10 +181,11 @@ class Timer:
 
 
 def rotated(names: Sequence[str], index: int) -> list[str]:
-    """The order of round ``index``: each name is first in turn, and runs after another one than before."""
-    place = index % max(1, len(names))
+    """The order of round ``index``: each name is first in turn. Every other round is reversed: else a name would run
+    after the same one in all rounds but one, and be timed with what that leaves behind."""
+    place = index // 2 % max(1, len(names))
     turned = [*names[place:], *names[:place]]
-    return turned if (index // max(1, len(names))) % 2 == 0 else turned[::-1]
+    return turned if index % 2 == 0 else turned[::-1]
 
 
 def copies_needed(weight: torch.Tensor, l2_bytes: int | None = None) -> int:

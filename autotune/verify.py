@@ -51,7 +51,7 @@ class Replayed:
         if self.error:
             return self.error
         if self.slower > SLOWER:
-            return f"at least {self.slower:.1%} slower than the default"
+            return f"at least {self.slower:.1%} slower than the built-in choice"
         if min(abs(self.off), abs(self.off_gemm)) <= WITHIN:
             return ""
         return f"{self.off:+.1%} from the recorded time, {self.off_gemm:+.1%} beside its GEMM"
@@ -87,7 +87,7 @@ def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
     if wrong:
         first = f"{wrong[0].kind} {wrong[0].rows}: {wrong[0].reason}"
         return FAILED, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}", replayed
-    line = f"{len(replayed)} batch sizes as recorded (within {WITHIN:.0%}), none slower than the default"
+    line = f"{len(replayed)} batch sizes as recorded (within {WITHIN:.0%}), none slower than the built-in choice"
     return OK, line, replayed
 
 

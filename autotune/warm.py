@@ -44,13 +44,13 @@ def warm(
     device: Device,
     *,
     file: str | None = None,
-    screen: bool = True,
+    screened: bool = True,
     max_rows: int = MAX_COMPILED_ROWS,
     step: Callable[[], Any] = lambda: None,
 ) -> Warmed:
     """Compile for ``device``, which need not be here. The process can launch nothing afterwards.
 
-    file: the tuned table, None for the one that a server finds. screen: also the kernels of screened
+    file: the tuned table, None for the one that a server finds. screened: also the kernels of screened
     batches, where the table takes that path. max_rows: rows of the largest batch. step: called after each kernel.
     """
     major, minor = map(int, device.cc.split("."))
@@ -60,10 +60,8 @@ def warm(
     resolved = resolve(head, file=file, device=device)
     heads = [head, first_ids(head, MAX_IDS)]
     table = resolved.dispatch
-    screened = table.screened_rows(max_rows) if screen else 0
-    parts = [
-        Parts.of(one, table, UnwrittenScreen(one, max(screened, CHECKED_ROWS)) if screened else None) for one in heads
-    ]
+    rows = table.screened_rows(max_rows) if screened else 0
+    parts = [Parts.of(one, UnwrittenScreen(one, max(rows, CHECKED_ROWS)) if rows else None, table) for one in heads]
     counts = [0, 0]
 
     def listen(*, cache_hit: bool, **about: Any) -> None:

@@ -84,11 +84,11 @@ class TableWriter:
 
     def is_default(self, entry: Entry) -> bool:
         """True where the decision is the built-in choice."""
-        return not entry.flashinfer and entry.launch == self.plan.default(entry.rows, KIND_NAMES[entry.kind])
+        return not entry.flashinfer and entry.configuration == self.plan.default(entry.rows, KIND_NAMES[entry.kind])
 
     def table(self) -> Table:
         decided = {
-            (kind, rows): Decision(entry, self.is_default(entry), entry.launch)
+            (kind, rows): Decision(entry, self.is_default(entry), entry.configuration)
             for kind, entries in self.decided.items()
             for rows, entry in entries.items()
         }

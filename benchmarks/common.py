@@ -85,8 +85,16 @@ class Benchmark:
     needs_gpu: bool = True
 
     def parser(self, name: str) -> argparse.ArgumentParser:
-        parser = make_parser(self.about, needs_gpu=self.needs_gpu)
-        parser.prog = f"run.py {name}"
+        """--out and --keep; --dry-run and --fast where a GPU is needed; ``--only``, and the options of its own."""
+        lines_stay = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(prog=f"run.py {name}", description=self.about, formatter_class=lines_stay)
+        parser.allow_abbrev = False
+        parser.add_argument("--out", type=Path, required=True, help="the JSON file to write, as results come")
+        if self.needs_gpu:
+            parser.add_argument("--fast", action="store_true", help="a part of the cells, in about a third of the time")
+            parser.add_argument("--dry-run", action="store_true", help="small shapes, interpreted; needs no GPU")
+            if not DRY_RUN and DEVICE.type != "cuda" and "-h" not in sys.argv and "--help" not in sys.argv:
+                parser.error("no CUDA device; --dry-run works without one")
         parser.add_argument("--keep", action="store_true", help="keep the file's results of what is not measured now")
         if self.sections:
             default = list(self.default or self.sections)
@@ -107,8 +115,9 @@ class Result:
         self.file, self._place, self._cell = file, benchmark.place, benchmark.cell
         self._sections = benchmark.sections
         self.before: dict[str, Any] = kept.get("env", {})
-        self.env = new_env() | {"not_run": list(self.before.get("not_run", []))}
-        self.run = {"date": today(), "command": command_line()}
+        self.run = {"date": datetime.date.today().isoformat(), "command": command_line()}
+        self.env: dict[str, Any] = describe_machine(DEVICE) | {"sgl_flashsample": __version__} | self.run
+        self.env["not_run"] = list(self.before.get("not_run", []))
         self.data: dict[str, Any] = kept | {"env": self.env, "runs": [*kept.get("runs", []), self.run]}
         if kept and (device := self.before.get("device")) != self.env["device"]:
             raise ValueError(f"{file} is of {device}; expected {self.env['device']}")
@@ -160,28 +169,6 @@ class Result:
 
     def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(row.get, self._place))
-
-
-def make_parser(description: str | None, *, needs_gpu: bool = True) -> argparse.ArgumentParser:
-    """A parser with --out, and with --dry-run and --fast where a GPU is needed."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.allow_abbrev = False
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write, as results come")
-    if needs_gpu:
-        parser.add_argument("--fast", action="store_true", help="a part of the cells, in about a third of the time")
-        parser.add_argument("--dry-run", action="store_true", help="small shapes, interpreted; needs no GPU")
-        if not DRY_RUN and DEVICE.type != "cuda" and "-h" not in sys.argv and "--help" not in sys.argv:
-            parser.error("no CUDA device; --dry-run works without one")
-    return parser
-
-
-def new_env() -> dict[str, Any]:
-    """The machine, versions, date and command that results depend on."""
-    return describe_machine(DEVICE) | {"sgl_flashsample": __version__, "date": today(), "command": command_line()}
-
-
-def today() -> str:
-    return datetime.date.today().isoformat()
 
 
 def command_line() -> str:

@@ -85,9 +85,7 @@ class Tree:
     def drawer(self, screened: bool) -> Callable[..., Any]:
         """``Head.draw``, with the screen or without it."""
         parts = {"table": self.table, "workspace": self.workspace, "screen": self.screen if screened else None}
-        if hasattr(self._api, "Head"):
-            return self._api.Head(self.head, **parts).draw
-        return functools.partial(self._api.sample, lm_head=self.head, **parts)  # a tree without ``Head``
+        return self._api.Head(self.head, **parts).draw
 
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self._api.__name__}.{name}")

@@ -18,7 +18,6 @@ import importlib.util
 import os
 import platform
 import re
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +29,9 @@ from common import Benchmark, Result, print_rows
 from lab import torchvision_schemas  # noqa: F401
 
 from sgl_flashsample import BatchParams
-from sgl_flashsample.autotune.timing import rotated
+from sgl_flashsample.autotune.timing import Timing, rotated
 from sgl_flashsample.cpu_path import sample_on_cpu
+from sgl_flashsample.kernels.config import cdiv
 from sgl_flashsample.kernels.params import LogitsSpec, Truncation
 
 VOCABULARIES = (32768, 49152, 151936, 262144)
@@ -101,7 +101,7 @@ def of_sglang(name: str, rows: int) -> Callable[[torch.Tensor], object]:
 
 def rows_of(rows: int, vocab: int, threads: int) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
-    batches = make_logits(rows, vocab, max(2, -(-COLD_BYTES // (rows * vocab * 4))))
+    batches = make_logits(rows, vocab, max(2, cdiv(COLD_BYTES, rows * vocab * 4)))
     calls = {(name, "cpu"): ours(name, rows, vocab) for name in RACED}
     calls |= {(name, "torch"): of_torch(name) for name in RACED}
     if importlib.util.find_spec("sglang") is not None:
@@ -121,11 +121,8 @@ def rows_of(rows: int, vocab: int, threads: int) -> list[dict[str, Any]]:
                 samples[key].append((time.perf_counter() - begin) / per_round * 1e6)
     results = []
     for (name, path), values in samples.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        results.append(
-            {"V": vocab, "B": rows, "sampling": name, "threads": threads, "path": path, "form": "float32"}
-            | {"us": round(median, 1), "us_spread": round((high - low) / 2, 1)}
-        )
+        timing, row = Timing.of(values), {"V": vocab, "B": rows, "sampling": name, "threads": threads, "path": path}
+        results.append(row | {"form": "float32", "us": round(timing.us, 1), "us_spread": round(timing.spread, 1)})
     return results
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
@@ -35,10 +34,6 @@ def _read_call(words: torch.Tensor, programs_per_sm: int, block: int, num_warps:
     )
 
 
-def _at_any_step(call: Callable[[], object], step: int) -> object:
-    return call()
-
-
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
     """reader: reads ``READ_BYTES``, the fastest of several kernels; None without a GPU."""
@@ -68,7 +63,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     timer = Timer(device)
     timer.warm_up(lambda step: torch.mm(left, right, out=product))
     calls = {**readers, "matmul": lambda: torch.mm(left, right, out=product)}
-    timings = timer.race({name: functools.partial(_at_any_step, call) for name, call in calls.items()}, rounds=7)
+    timings = timer.race({name: lambda step, call=call: call() for name, call in calls.items()}, rounds=7)
     name = min(readers, key=lambda reader: timings[reader].us)
     rate = 2 * MATMUL**3 / timings["matmul"].us / 1e6
     print(f"read {READ_BYTES / timings[name].us / 1e6:.3f} TB/s ({name}); matmul {rate:.0f} TFLOP/s", flush=True)

@@ -29,6 +29,7 @@ from step_profile import ALLOCATING, SYNCHRONISING
 from triton import knobs
 
 from sgl_flashsample.autotune.workload import Workload
+from sgl_flashsample.kernels.config import cdiv
 
 SIZES = (1, 3) if DRY_RUN else (1, 3, 17, 64)
 STEPS = 20 if DRY_RUN else 10_000
@@ -112,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: Any, result: Result) -> int:
     steps, choose = make_steps(), random.Random(0)
     for kind, calls in steps.items():
-        found, left = Counter[str](), -(-options.steps // len(steps))
+        found, left = Counter[str](), cdiv(options.steps, len(steps))
         row = {"kind": kind, "steps": left}
         while left:
             part = min(PART, left)

@@ -3,7 +3,7 @@ exchange per step?
 
     python benchmarks/run.py ranks --out benchmarks/results/h200x2-ranks.json
 
-tokens    rows drawn by all ranks, each from its part: tokens of all ranks are compared, and of each ``--every``-th
+tokens    rows drawn by all ranks, each from its shard: tokens of all ranks are compared, and of each ``--every``-th
           batch with those of one rank with the whole head; a row that differs is a near-tie where the reference cannot
           tell its two best scores apart
 exchange  microseconds of an exchange: by kernels through memory that all ranks reach (replayed from a CUDA graph), by
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import statistics
 import sys
 import time
 import types
@@ -30,10 +29,11 @@ from common import DRY_RUN, SHAPES, Benchmark, Result, reason_of
 from contenders import full
 
 from sgl_flashsample import Head, LMHead
-from sgl_flashsample.autotune.timing import MAX_CALLS
+from sgl_flashsample.autotune.timing import MAX_CALLS, Timing
 from sgl_flashsample.autotune.workload import Workload
+from sgl_flashsample.kernels.config import cdiv
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput, Truncation
-from sgl_flashsample.kernels.reference import sample_ref
+from sgl_flashsample.kernels.reference import sample_ref, transform_ref
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.tools.server import free_port
 
@@ -49,7 +49,7 @@ WRITTEN_EVERY = 20.0  # seconds of the soak
 
 
 class Rank:
-    """One process: the whole head, its part as a server has it, and the exchange with the others."""
+    """One process: the whole head, its shard as a server has it, and the exchange with the others."""
 
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         if DRY_RUN:
@@ -87,9 +87,9 @@ class Rank:
             use_fp32_lm_head=False,
             use_attn_tp_group=False,
         )
-        part = types.SimpleNamespace(weight=padded[rank * width : (rank + 1) * width].clone())
+        shard = types.SimpleNamespace(weight=padded[rank * width : (rank + 1) * width].clone())
         del padded
-        self.state = HeadState(processor, part, exchange=Exchange(self.group))
+        self.state = HeadState(processor, shard, exchange=Exchange(self.group))
         wrong = self.state.check_exchange()
         assert wrong is None, wrong
         self.state.update(max(BATCHES))
@@ -106,7 +106,7 @@ class Rank:
             truncation = Truncation(top_k, full(batch, 0.9), full(batch, 0.0), 50)
         if kind == "mask":
             generator = torch.Generator(self.device).manual_seed(number)
-            words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator, device=self.device)
+            words = torch.randint(-(2**31), 2**31, (rows, cdiv(vocab, 32)), generator=generator, device=self.device)
             edits = LogitEdits(mask=words.to(torch.int32))
         return BatchParams(temperature, batch.seed, batch.position[number % len(batch.position)], truncation, edits)
 
@@ -121,9 +121,12 @@ class Rank:
         if params.truncation is None:
             return self.alone.draw(batch.hidden, params).token_ids
         logits = self.state.logits_of_shard(batch.hidden).contiguous()
-        parts = [torch.empty_like(logits) for _ in range(self.group.world_size)]
-        torch.distributed.all_gather(parts, logits, group=self.group.device_group)
-        whole, share = torch.cat(parts, 1), -(-batch.rows // self.group.world_size)  # its workspace is for so many rows
+        shards = [torch.empty_like(logits) for _ in range(self.group.world_size)]
+        torch.distributed.all_gather(shards, logits, group=self.group.device_group)
+        whole, share = (
+            torch.cat(shards, 1),
+            cdiv(batch.rows, self.group.world_size),
+        )  # its workspace is for so many rows
         drawn = [
             self.state.sample_rows(whole[start : start + share], params.rows(start, start + share), False).token_ids
             for start in range(0, batch.rows, share)
@@ -133,8 +136,7 @@ class Rank:
     def near_ties(self, batch: Workload, params: BatchParams, rows: torch.Tensor) -> int:
         """The number of these rows that the reference cannot decide."""
         logits = batch.hidden[rows].double() @ self.whole.weight.double().T
-        if self.whole.softcap is not None:
-            logits = self.whole.softcap * torch.tanh(logits / self.whole.softcap)
+        logits = transform_ref(logits, torch.float64, softcap=self.whole.softcap)
         error_bound = logits.abs() * torch.finfo(batch.hidden.dtype).eps + 1e-6
         if params.edits is not None and params.edits.mask is not None:
             words = params.edits.mask[rows].repeat_interleave(32, 1)[:, : logits.shape[1]]
@@ -219,7 +221,7 @@ def exchange(rank: Rank, options: Any) -> Iterator[list[dict[str, Any]]]:
         batch = Workload(rank.whole, size, "typical")
         drawn = rank.draw(batch, rank.params(batch, "plain", 0))
         greedy = BatchParams(torch.zeros(size, device=rank.device), batch.seed, batch.position[0])
-        nothing = SampleOutput.empty(-(-size // rank.group.world_size), rank.device, False)
+        nothing = SampleOutput.empty(cdiv(size, rank.group.world_size), rank.device, False)
         logits = rank.state.logits_of_shard(batch.hidden)
 
         def undrawn(rows: torch.Tensor, params: BatchParams, nothing: SampleOutput = nothing) -> SampleOutput:
@@ -274,8 +276,8 @@ def microseconds(rank: Rank, call: Callable[[], Any], in_graph: bool) -> dict[st
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    low, middle, high = statistics.quantiles(times[2:], n=4)
-    return {"us": round(middle, 2), "us_spread": round((high - low) / 2, 2), "in_graph": in_graph}
+    timing = Timing.of(times[2:])
+    return {"us": round(timing.us, 2), "us_spread": round(timing.spread, 2), "in_graph": in_graph}
 
 
 def work(number: int, port: int, options: Any, answers: Any) -> None:

@@ -12,13 +12,10 @@ Configurations are those of the tuned table that a server would find. ``--fast``
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +26,7 @@ from racing import Race, Session
 from sgl_flashsample import BatchParams, SampleOutput, SamplingPath, Truncation
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.workload import Workload
-from sgl_flashsample.dispatch import DispatchTable
-from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.kernels.workspace import ScreenCounter
-from sgl_flashsample.kinds import BATCH_KINDS
 
 BATCHES = (3,) if DRY_RUN else (1, 8, 16, 32)
 ROUNDS = 1 if DRY_RUN else 11
@@ -48,13 +42,8 @@ DRAWS, DRAWS_PER_CALL = (16, 16) if DRY_RUN else (10_000_000, 4096)
 NEAR = 1e-5
 
 
-def make_tree(weight: torch.Tensor, rows: int, configs: dict[int, ScreenConfig]) -> Tree:
-    """configs: of the screened path, by number of rows, in place of the table's."""
-    tree = Tree(weight, None, rows, tuned=True, folder=None)
-    if configs:
-        tuned = {kind: configs for kind in BATCH_KINDS if kind.screen}
-        tree.table = DispatchTable(tree.table.traits, tuned)
-    return tree
+def make_tree(weight: torch.Tensor, rows: int) -> Tree:
+    return Tree(weight, None, rows, tuned=True, folder=None)
 
 
 def counted(tree: Tree) -> dict[str, int]:
@@ -81,11 +70,11 @@ def add_counters(tree: Tree, race: Race, rows: list[dict[str, Any]]) -> None:
             row |= {"groups_read": counts["groups"], "rows_left": counts["searched"]}
 
 
-def speed(configs: dict[int, ScreenConfig], options: Any) -> dict[str, Any]:
+def speed(options: Any) -> dict[str, Any]:
     shape, rows, env = SHAPES[0], list[dict[str, Any]](), dict[str, Any]()
     selection = Selection((FUSED, SCREENED, baselines.GEMM, baselines.FLASHINFER), TIMED, tuned=True)
     session = Session([shape], BATCHES, selection, env)
-    tree = make_tree(shape.weight(), max(BATCHES), configs)
+    tree = make_tree(shape.weight(), max(BATCHES))
     for size in BATCHES:
         for profile in TIMED_PROFILES:
             batch, cell = Workload(tree.head, size, profile), {"B": size, "profile": profile}
@@ -136,7 +125,7 @@ def _heavy_tailed(vocab: int, hidden: int) -> tuple[torch.Tensor, Hidden]:
 HEADS = {"random": _random, "peaked": _peaked, "flat": _flat, "heavy-tailed": _heavy_tailed}
 
 
-def tokens(configs: dict[int, ScreenConfig], options: Any) -> dict[str, Any]:
+def tokens(options: Any) -> dict[str, Any]:
     hidden_size, vocab = TOKENS_SHAPE
     size = ROWS_PER_CALL
     cells = [(value, False) for value in TEMPERATURES] + [(value, True) for value in TRUNCATED_TEMPERATURES]
@@ -148,7 +137,7 @@ def tokens(configs: dict[int, ScreenConfig], options: Any) -> dict[str, Any]:
     rows = []
     for kind, make in HEADS.items():
         weight, hidden_states = make(vocab, hidden_size)
-        tree = make_tree(weight, size, configs)
+        tree = make_tree(weight, size)
         for value, truncated in cells:
             temperature = torch.full((size,), value, device=DEVICE)
             different, apart, left = (torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in range(3))
@@ -180,14 +169,14 @@ def tokens(configs: dict[int, ScreenConfig], options: Any) -> dict[str, Any]:
     return {"D": hidden_size, "V": vocab, "rows": rows}
 
 
-def distribution(configs: dict[int, ScreenConfig], options: Any) -> dict[str, Any]:
+def distribution(options: Any) -> dict[str, Any]:
     """Every row has the logits of one column of the head, which no sum rounds: the distribution is known exactly."""
     hidden_size, vocab = DISTRIBUTION_SHAPE
     size = DRAWS_PER_CALL
     calls = math.ceil(DRAWS / size / (16 if options.fast else 1))
     weight = _random_weight(vocab, hidden_size)
     weight[:, 0] = torch.randn(vocab, device=DEVICE).to(DTYPE)
-    tree = make_tree(weight, size, configs)
+    tree = make_tree(weight, size)
     tree.screened_rows = size
     hidden = torch.zeros(size, hidden_size, dtype=DTYPE, device=DEVICE)
     hidden[:, 0] = 1.0
@@ -214,19 +203,13 @@ def distribution(configs: dict[int, ScreenConfig], options: Any) -> dict[str, An
 SECTIONS = {"speed": speed, "tokens": tokens, "distribution": distribution}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configs", type=Path, help="JSON of screened configurations, {rows: {field: value}}")
-
-
 def measure(options: Any, result: Result) -> int:
-    given = json.loads(options.configs.read_text()) if options.configs is not None else {}
-    configs = {int(rows): ScreenConfig(**fields) for rows, fields in given.items()}
     for name in options.only:
         began = time.monotonic()
         torch.manual_seed(0)
         print(name, flush=True)
         try:
-            section = SECTIONS[name](configs, options)
+            section = SECTIONS[name](options)
         except Exception as error:  # the next one may do
             result.miss(error, section=name)
             continue
@@ -234,4 +217,4 @@ def measure(options: Any, result: Result) -> int:
     return result.close()
 
 
-BENCHMARKS = {"screened": Benchmark(__doc__, measure, add_options, sections=tuple(SECTIONS))}
+BENCHMARKS = {"screened": Benchmark(__doc__, measure, sections=tuple(SECTIONS))}

@@ -49,6 +49,7 @@ import decision_plane
 import oracle
 import step_profile
 from common import DRY_RUN, Benchmark, Result
+from lab.servers import PretendedServer
 from servers import check_server_options, server_options
 
 from sgl_flashsample.model_config import shard_of
@@ -124,39 +125,6 @@ class TakingTurns(Server):
                 os.killpg(self.process.pid, number)
 
 
-class PretendedServer:
-    """A server for a dry run, which answers at once."""
-
-    metrics_seconds = 0.0
-
-    def __init__(self, log: Path) -> None:
-        self.log, self.steps = log, 0
-
-    start = wait_until_ready = stop = lambda self: None
-
-    def log_text(self) -> str:
-        return f"max_total_num_tokens={CACHE_TOKENS}"
-
-    def generate(self, *, input_ids: list, sampling_params: Any, **fields: Any) -> list[dict[str, Any]]:
-        params = sampling_params if isinstance(sampling_params, dict) else sampling_params[0]
-        self.steps += params["max_new_tokens"]
-        time.sleep(2e-5 * params["max_new_tokens"])
-        return [{"output_ids": [0] * params["max_new_tokens"]} for _ in input_ids]
-
-    def stream(self, *, sampling_params: dict[str, Any], **fields: Any) -> Iterator[dict[str, Any]]:
-        for tokens in range(sampling_params["max_new_tokens"]):
-            time.sleep(2e-5)
-            yield {"output_ids": [0] * (tokens + 1)}
-
-    def get(self, path: str) -> dict[str, Any]:
-        return {"internal_states": [{"flashsample": {"active": True}}]}
-
-    def metrics(self) -> str:
-        rows = f'sglang:flashsample_rows_total{{path="fused",reason=""}} {self.steps}\n'
-        seconds = f"sglang:flashsample_host_seconds_sum {self.steps * 40e-6}\n"
-        return f"{rows}sglang:flashsample_host_seconds_count {self.steps}\n{seconds}"
-
-
 class ModelRun:
     """The servers of one model, and the requests to them."""
 
@@ -203,7 +171,7 @@ class ModelRun:
 
     def make_server(self, model: Path, backend: str, variables: dict[str, str], log: Path) -> Any:
         if DRY_RUN:
-            return PretendedServer(log)
+            return PretendedServer(log, CACHE_TOKENS)
         arguments = ["--mem-fraction-static", str(self.options.memory_share)]
         if self.options.tp * self.options.pp > 1:
             arguments += ["--tp-size", str(self.options.tp), "--pp-size", str(self.options.pp)]
@@ -284,8 +252,8 @@ class ModelRun:
     def _bytes_per_row(self, request: Sampling, batch: int) -> float:
         """Bytes per row that a tensor-parallel rank of ours receives in a step, by the shapes that are exchanged."""
         ranks, truncated = self.options.tp, request.truncation is not None
-        part = 2 * shard_of(markov.SIZES[self.name].vocab_size, ranks) if truncated else None
-        return round(bytes_received(ranks, batch, part) / batch, 1)
+        shard = 2 * shard_of(markov.SIZES[self.name].vocab_size, ranks) if truncated else None
+        return round(bytes_received(ranks, batch, shard) / batch, 1)
 
     def repeats(self, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
         """Verdicts of independent comparisons by the same two servers, by cell: the change of the time per

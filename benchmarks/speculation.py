@@ -106,11 +106,6 @@ BACKENDS = {
 }
 
 
-def draft_size(size: markov.Size) -> markov.Size:
-    """The size of the draft model: the target's shape with few layers."""
-    return dataclasses.replace(size, num_hidden_layers=min(DRAFT_LAYERS, size.num_hidden_layers))
-
-
 # --- what is known --------------------------------------------------------------------------------------------------
 
 
@@ -314,7 +309,9 @@ class Run:
             return drafters.write_mtp(self._target_folder, self.size), None
         draft = None
         if self.algorithm == "STANDALONE":
-            draft = markov.write(self._draft_folder, draft_size(self.size), error=self.error)
+            layers = min(DRAFT_LAYERS, self.size.num_hidden_layers)
+            size = dataclasses.replace(self.size, num_hidden_layers=layers)  # the target's shape with few layers
+            draft = markov.write(self._draft_folder, size, error=self.error)
         elif self.algorithm == "EAGLE":
             drafters.write_eagle(self._draft_folder, self.size)
         elif self.algorithm == "EAGLE3":

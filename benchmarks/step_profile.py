@@ -9,9 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sgl_flashsample.tools.server import Server
+if TYPE_CHECKING:
+    from sgl_flashsample.tools.server import Server
 
 PREFILL_SECONDS = 0.3  # then only decode steps are left to be profiled
 MOST_ANSWERS = 10  # that one trace is taken of

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from step_profile import SYNCHRONISING
 
+from sgl_flashsample.kernels.config import cdiv
 from sgl_flashsample.tools.samplings import SAMPLINGS
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -37,7 +38,7 @@ BASELINES = [path for path in PATHS if path not in (*OURS, SCREENED, GEMM)]
 TUNING = {
     "runs": "a run, and a second one",
     "regret": "the search's choice over the best of a sweep",
-    "sweep": "between the measured sizes, against the default",
+    "sweep": "between the measured sizes, against the built-in choice",
     "replay": "measured again in a fresh process",
 }
 EXCHANGED = (151936, 4096, 64)  # V, D, B of the table
@@ -113,10 +114,10 @@ class Cell:
     def samplings(self) -> list[str]:
         return list(dict.fromkeys(sampling for sampling, _ in self.rows if sampling != NOTHING))
 
-    def picked(self, sampling: str, *, screen: bool = False) -> Row | None:
-        """The row of the path that a batch takes by itself. screen: where its head has one, if that is the screened
-        path."""
-        paths = (SCREENED,) if screen else OURS
+    def picked(self, sampling: str, *, screened: bool = False) -> Row | None:
+        """The row of the path that a batch takes by itself. screened: where its head has a screen, if that is the
+        screened path."""
+        paths = (SCREENED,) if screened else OURS
         rows = [row for path in paths if (row := self.row(sampling, path)) is not None and row.get("picked")]
         return rows[0] if rows else None
 
@@ -213,7 +214,7 @@ def kernels(results: Results) -> pd.DataFrame | None:
         plain, floor, gemm = cell.picked("t1"), cell.floor, cell.us(NOTHING, GEMM)
         if plain is None or floor is None or gemm is None:
             continue
-        us, screened, baseline = plain["us"], cell.picked("t1", screen=True), cell.fastest_baseline("t1")
+        us, screened, baseline = plain["us"], cell.picked("t1", screened=True), cell.fastest_baseline("t1")
         line = [f"{cell.head}, {cell.batch}", f"{floor:.0f}", f"{gemm:.0f}"]
         line.append(f"{us:.0f} ({us / floor:.3f}; {us / gemm:.3f}; {plain['path']})")
         line.append("" if screened is None else f"{screened['us']:.0f} ({screened['us'] / floor:.3f})")
@@ -542,7 +543,7 @@ def exchanged(results: Results) -> pd.DataFrame | None:
     lines = []
     for ranks in (2, 4, 8, 16):
         width, others = cell.vocab / ranks, ranks - 1
-        each = -(-cell.batch // ranks)
+        each = cdiv(cell.batch, ranks)
         stock, records = cell.batch * others * width * 2, cell.batch * others * 20
         whole_rows = records + others * each * width * 2
         received = [f"{count / 1e6:.3g}" for count in (stock, records, whole_rows)]
@@ -680,7 +681,7 @@ def summary_kernels(results: Results) -> pd.DataFrame | None:
                 taken, other = cell.picked(sampling), cell.fastest_baseline(sampling)
                 both = taken is not None and other is not None
                 line.append(pair_words(other, taken, "us", "us_spread") if both else "")
-            screened = cell.picked("t1", screen=True)
+            screened = cell.picked("t1", screened=True)
             lines.append([*line, "" if screened is None else f"{screened['us']:.0f} ± {_short(screened['us_spread'])}"])
     return listed(head, lines)
 

@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from common import DRY_RUN, Benchmark, Result
-from lab.simulated import measuring_on
+from lab.simulated import EXAMPLE, measuring_on
 from lab.simulated import workers as workers_of
 
 from sgl_flashsample.autotune import pool
 from sgl_flashsample.autotune.cli import sizes_of
+from sgl_flashsample.autotune.decisions import device_and_head, traits_of
 from sgl_flashsample.autotune.labels import config_of, key_of, setup_request
 from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, ask_once, visible_gpu
@@ -48,11 +49,10 @@ from sgl_flashsample.autotune.run import Options
 from sgl_flashsample.autotune.run import run as tune
 from sgl_flashsample.autotune.space import FUSED, Space
 from sgl_flashsample.autotune.trials import read_events
-from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config
 from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
-from sgl_flashsample.tables.schema import ITEMSIZE, HeadShape, Table
+from sgl_flashsample.tables.schema import HeadShape, Table
 
 BETWEEN = (*range(1, 17), 20, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 129, 200, 256, 257, 384, 511, 512)
 SWEEP_ROUNDS, REGRET_ROUNDS = 25, 60
@@ -63,16 +63,6 @@ RESERVE = 20.0  # seconds of a call that stay for ending it
 SETUP_SECONDS, EACH_SECONDS, ROUNDS_SECONDS = 30.0, 8.0, 60.0
 TUNE = [sys.executable, "-m", "sgl_flashsample.cli", "tune"]
 SIMULATED_TUNER = Path(__file__).resolve().parents[1] / "tests" / "lab" / "simulated.py"
-# For a dry run: times of a model, noise and all.
-SIMULATED = {
-    "schema": "flashsample-simulated/1",
-    "device": {"name": "NVIDIA H200", "cc": "9.0", "sms": 132, "l2_mb": 50, "smem_optin": 232448},
-    "env": {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
-    "noise": 0.003,
-    "model": {"us": 300.0, "rugged": 0.2},
-    "costs": {"gemm": {"64": 320.0}},
-    "seconds_per_round": 0.002,
-}
 
 
 class SectionError(RuntimeError):
@@ -99,7 +89,7 @@ class PartPlan(Plan):
         return [self.STUDY]
 
     def space(self, key: StudyKey) -> Space:
-        return Part(**{field.name: getattr(super(PartPlan, self).space(key), field.name) for field in FIELDS})
+        return Part(self.limits, key.path, key.block_b, key.kind.truncate, key.kind.edit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +99,6 @@ class Part(Space):
     @functools.cached_property
     def axes(self) -> dict[str, tuple[Any, ...]]:
         return {**super().axes, **PartPlan.FIXED}
-
-
-FIELDS = dataclasses.fields(Space)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,12 +229,10 @@ class Racer:
 
 def dispatch_for(table: Table) -> DispatchTable:
     """The choices of a server with ``table``."""
-    device, head = table.device, table.head
-    assert device is not None and head is not None
-    table_file = TableFile(table, "", "", Match.EXACT)
-    plan = Plan(device, head, EFFORTS["full"])
-    traits = HeadTraits(plan.family, ITEMSIZE[head.dtype], head.vocab, head.hidden)
-    return dispatch_of(table_file, Target(device, head, {}), traits)[0]
+    device, head = device_and_head(table)
+    traits = traits_of(device, head)
+    assert traits is not None
+    return dispatch_of(TableFile(table, "", "", Match.EXACT), Target(device, head, {}), traits)[0]
 
 
 def places(table: Table) -> set[tuple[BatchKind, int]]:
@@ -306,9 +291,8 @@ def regret(setting: Setting) -> dict[str, Any]:
     """The sweep ranks all of the part by its screening; the fastest of them and the search's choice then race."""
     chosen = _tune_part(setting, "part-search", "full")
     _tune_part(setting, "part-sweep", "exhaustive")
-    device, head, kind = chosen.device, chosen.head, PartPlan.STUDY.kind
-    assert device is not None and head is not None
-    space = PartPlan(device, head, EFFORTS["full"]).space(PartPlan.STUDY)
+    kind = PartPlan.STUDY.kind
+    space = PartPlan(*device_and_head(chosen), EFFORTS["full"]).space(PartPlan.STUDY)
     trials = setting.events("part-sweep", "trial")
     timed = [trial for trial in trials if trial["us"]]
     dispatch, sizes = dispatch_for(chosen), []
@@ -391,7 +375,7 @@ def sweep(setting: Setting) -> dict[str, Any]:
     slow = ", ".join(f"{one['kind']} {one['batch']} by {one['off']:.1%}" for one in raced if one["slower"]) or "none"
     ratios = [1 + one["off"] for one in raced]
     times = f" and take {min(ratios):.3f} to {max(ratios):.3f} of its time" if ratios else ""
-    summary = f"{len(raced)} of {len(tried)} places differ from the default{times}; slower beyond noise: {slow}"
+    summary = f"{len(raced)} of {len(tried)} places differ from the built-in choice{times}; slower beyond noise: {slow}"
     return {
         "summary": summary + (f"; {len(failed)} could not be raced" if failed else ""),
         "table": path.name,
@@ -461,7 +445,7 @@ def measure(options: Any, result: Result) -> int:
     if DRY_RUN:
         options.work = Path(tempfile.mkdtemp(prefix="flashsample-tuning-"))
         simulated = str(options.work / "device.json")
-        Path(simulated).write_text(json.dumps(SIMULATED))
+        Path(simulated).write_text(json.dumps(EXAMPLE))
     for head in options.heads:
         name = f"{head.vocab}x{head.hidden}"
         given = {field: getattr(options, field) for field in ("efforts", "effort", "sizes", "between", "table")}

@@ -148,6 +148,7 @@ class ScreenTile:
     stages: int
     flatten: bool
     tma: bool
+    num_warps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +210,8 @@ class ScreenConfig:
 
     @functools.cached_property
     def screen_tile(self) -> ScreenTile:
-        return ScreenTile(self.block_b, self.block_v, self.block_d, self.stages, self.flatten, self.tma)
+        sides = self.block_b, self.block_v, self.block_d
+        return ScreenTile(*sides, self.stages, self.flatten, self.tma, self.num_warps)
 
     @functools.cached_property
     def rescore_tile(self) -> RescoreTile:

@@ -91,8 +91,8 @@ def cap_slack(capped, softcap):
 
 @triton.jit
 def bound_logits(logits, valid):
-    """Logits up to LIMIT; -inf where one is not valid, -inf or NaN."""
-    return tl.where(valid & (logits > float("-inf")), tl.minimum(logits, LIMIT), float("-inf"))
+    """Logits up to LIMIT; -inf where one is not valid. None is NaN."""
+    return tl.where(valid, tl.minimum(logits, LIMIT), float("-inf"))
 
 
 @triton.jit
@@ -107,13 +107,22 @@ def invert_temperature(temperature):
 @triton.jit
 def load_edit_flags(edits, given_edits, offs_b, mask_b):
     """``[BLOCK_B]`` int32: the ``Edit`` flags of each row, and above ``_SHIFT`` the row of the edits that it takes.
-    given_edits: ``FeatureOperands.given_edits``."""
+    Rows outside ``mask_b`` have no flag. given_edits: ``FeatureOperands.given_edits``."""
     flags = tl.zeros(offs_b.shape, tl.int32)
     if edits is not None:
+        every = tl.where(mask_b, -1, 0)
         flags += given_edits & (_PER_ROW - 1)
-        flags &= tl.load(edits.rows + offs_b, mask=mask_b & ((given_edits & _PER_ROW) != 0), other=-1)
+        flags &= tl.load(edits.rows + offs_b, mask=mask_b & ((given_edits & _PER_ROW) != 0), other=every)
         flags |= (offs_b // (given_edits >> _SHIFT)) << _SHIFT
     return flags
+
+
+@triton.jit
+def _place(given, places, which: tl.constexpr):
+    """``given``, a pointer to float32, or in its place the address that ``places`` has, which is not 0."""
+    address = tl.load(places + which)
+    address = tl.where(address == 0, given.to(tl.int64), address)
+    return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit
@@ -124,29 +133,41 @@ def edit_logits(
     columns,  # [BLOCK_V, 1] or [BLOCK_V, BLOCK_B] i32, absolute vocabulary ids
     flags,  # [BLOCK_B] i32, of load_edit_flags
     edits,  # EditOperands
+    groups=None,  # [BLOCK_V // GROUP_SIZE] i32, absolute group ids, where columns are all ids of these groups
 ):
     """SGLang's changes to the logits, in its order: penalties, grammar mask, bias. A row reads only what its own flags
-    ask for.
+    ask for. With ``groups``, each word of the mask is loaded once per group.
 
     The mask forbids ids, and so does a logit, a penalty or a bias that is -inf or no number. A finite bias does not,
     however far down the sum is.
     """
     edit_rows = (flags >> _SHIFT)[None, :]
     read = valid & ((flags & _ADDITIVE) != 0)[None, :]
-    logits += tl.load(edits.additive + edit_rows * edits.additive_stride + columns, mask=read, other=0.0)
+    logits += tl.load(
+        _place(edits.additive, edits.places, 0) + edit_rows * edits.additive_stride + columns, mask=read, other=0.0
+    )
     read = valid & ((flags & _SCALING) != 0)[None, :]
-    scale = tl.load(edits.scaling + edit_rows * edits.scaling_stride + columns, mask=read, other=1.0)
+    scale = tl.load(
+        _place(edits.scaling, edits.places, 1) + edit_rows * edits.scaling_stride + columns, mask=read, other=1.0
+    )
     logits = tl.where(logits < 0, logits * scale, tl.div_rn(logits, scale))
     read = valid & ((flags & _MASK) != 0)[None, :]
     if edits.mask.dtype.element_ty == tl.int1:
         forbidden = tl.load(edits.mask + rows[None, :] * edits.mask_stride + columns, mask=read, other=0) != 0
     else:
-        read &= columns < edits.mask_words * 32
-        word = tl.load(edits.mask + rows[None, :] * edits.mask_stride + columns // 32, mask=read, other=-1)
+        if groups is None:
+            read &= columns < edits.mask_words * 32
+            word = tl.load(edits.mask + rows[None, :] * edits.mask_stride + columns // 32, mask=read, other=-1)
+        else:
+            place = groups[:, None] // (32 // rng.GROUP_SIZE)
+            read = (place < edits.mask_words) & ((flags & _MASK) != 0)[None, :]
+            word = tl.load(edits.mask + rows[None, :] * edits.mask_stride + place, mask=read, other=-1)
+            word = tl.broadcast_to(word[:, None, :], [groups.shape[0], rng.GROUP_SIZE, rows.shape[0]])
+            word = tl.reshape(word, logits.shape)
         forbidden = ((word >> (columns % 32)) & 1) == 0
     logits = tl.where(forbidden, float("-inf"), logits)
     read = valid & ((flags & _BIAS) != 0)[None, :]
-    bias = tl.load(edits.bias + edit_rows * edits.bias_stride + columns, mask=read, other=0.0)
+    bias = tl.load(_place(edits.bias, edits.places, 2) + edit_rows * edits.bias_stride + columns, mask=read, other=0.0)
     # Computed here from two values at hand: a flag kept from the first load on would take a register per logit.
     allowed = (logits > float("-inf")) & (bias > float("-inf"))
     return tl.where(allowed, tl.minimum(tl.maximum(logits + bias, -LIMIT), LIMIT), float("-inf"))
@@ -186,6 +207,7 @@ def score_groups(
     seed,  # [NUM_GROUPS, BLOCK_B] i64
     position,  # [NUM_GROUPS, BLOCK_B] i64
     group,  # [NUM_GROUPS] i32, absolute group ids
+    noise=None,  # [NUM_GROUPS, BLOCK_B] f32, rng.exponential of these, where it is at hand
 ):
     """Perturbed log-mass of each group (its maximum on greedy rows), its mass, and its largest logit.
 
@@ -199,8 +221,9 @@ def score_groups(
     rate = inv_temperature * LOG2_E
     # Relative to the largest logit before the temperature: a product of each would be rounded at its own size.
     mass = tl.sum(tl.exp2((logits - peak[:, None, :]) * rate[None, None, :]), axis=1)
-    exponential = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
-    score, _ = perturb(peak, mass, rate[None, :], exponential)
+    if noise is None:
+        noise = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
+    score, _ = perturb(peak, mass, rate[None, :], noise)
     score = tl.where(greedy[None, :], peak, score)
     # Without a token the largest logit is -inf, and what is relative to it no number.
     none = float("-inf")

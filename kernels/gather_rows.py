@@ -32,6 +32,7 @@ LINE_WORDS = 8
 NO_MIN_P = 1e-37
 NO_TOP_K = 1 << 30  # from here on a top-k is off in any vocabulary
 ROWS_PER_PROGRAM = 32  # one per thread
+STAGED_COLUMNS, STAGE_WARPS = 2048, 4  # of a row of hidden states at a time: 16 values per thread
 
 _LINE = struct.Struct("=fiqffi4x")
 _FIELDS = (("temperature", "f"), ("top_k", "i"), ("seed", "q"), ("top_p", "f"), ("min_p", "f"), ("edits", "i"))
@@ -123,36 +124,31 @@ class RowBuffers:
             views = self._views[rows] = tuple(tensor[:rows] for tensor in self.tensors)
         temperature, top_k, top_p, min_p, seed, position, flags = views
         if edits is not None and edits.rows is None:
-            edits = LogitEdits(edits.additive, edits.scaling, edits.mask, edits.bias, flags, edits.repeats)
+            edits = dataclasses.replace(edits, rows=flags)
         truncation = Truncation(top_k, top_p, min_p, max_top_k) if truncated else None
         return BatchParams(temperature, seed, position, truncation, edits, greedy, distribution_only)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_written", "num_slots", "nodes", "drafts", "given"],
-    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
-)
-def gather_rows_kernel(
-    table_ptr,  # [S, 8] i32
-    slots_ptr,  # [B] i64
-    positions_ptr,  # [B * nodes] i64
-    temperature_ptr,  # [B * nodes] f32, out, and so the rest
-    top_k_ptr,  # i32
-    top_p_ptr,  # f32
-    min_p_ptr,  # f32
-    seed_ptr,  # i64
-    position_ptr,  # i64
-    edits_ptr,  # i32
-    num_rows,  # B * nodes
+@triton.jit
+def _gather(
+    rows,  # [BLOCK_R] i32
+    table_ptr,
+    slots_ptr,
+    positions_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    position_ptr,
+    edits_ptr,
+    num_rows,
     num_written,
     num_slots,
     nodes,
     drafts,
     given,
-    # constexpr
-    BLOCK_R: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = rows < num_rows
     position = tl.load(positions_ptr + rows, mask=inside, other=0)
     slot = tl.load(slots_ptr + rows // nodes, mask=inside, other=0)
@@ -180,6 +176,61 @@ def gather_rows_kernel(
     tl.store(edits_ptr + rows, tail.to(tl.int32) & given, mask=written)
 
 
+@triton.jit
+def _write(table_ptr, slots_ptr, lines_ptr, places, num_lines, num_slots, WORDS: tl.constexpr):
+    slot = tl.load(slots_ptr + places, mask=places < num_lines, other=-1)
+    words = tl.arange(0, WORDS)[None, :]
+    mask = ((slot >= 0) & (slot < num_slots))[:, None]
+    line = tl.load(lines_ptr + places[:, None] * WORDS + words, mask=mask)
+    tl.store(table_ptr + slot[:, None] * WORDS + words, line, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_written", "num_slots", "nodes", "drafts", "given"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
+)
+def gather_rows_kernel(
+    table_ptr,  # [S, 8] i32
+    slots_ptr,  # [B] i64
+    positions_ptr,  # [B * nodes] i64
+    temperature_ptr,  # [B * nodes] f32, out, and so the rest
+    top_k_ptr,  # i32
+    top_p_ptr,  # f32
+    min_p_ptr,  # f32
+    seed_ptr,  # i64
+    position_ptr,  # i64
+    edits_ptr,  # i32
+    num_rows,  # B * nodes
+    num_written,
+    num_slots,
+    nodes,
+    drafts,
+    given,
+    # constexpr
+    BLOCK_R: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    _gather(
+        rows,
+        table_ptr,
+        slots_ptr,
+        positions_ptr,
+        temperature_ptr,
+        top_k_ptr,
+        top_p_ptr,
+        min_p_ptr,
+        seed_ptr,
+        position_ptr,
+        edits_ptr,
+        num_rows,
+        num_written,
+        num_slots,
+        nodes,
+        drafts,
+        given,
+    )
+
+
 @triton.jit(do_not_specialize=["num_lines", "num_slots"], do_not_specialize_on_alignment=["slots_ptr", "lines_ptr"])
 def write_rows_kernel(
     table_ptr,  # [S, 8] i32, out
@@ -192,11 +243,66 @@ def write_rows_kernel(
     WORDS: tl.constexpr,
 ):
     places = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    slot = tl.load(slots_ptr + places, mask=places < num_lines, other=-1)
-    words = tl.arange(0, WORDS)[None, :]
-    mask = ((slot >= 0) & (slot < num_slots))[:, None]
-    line = tl.load(lines_ptr + places[:, None] * WORDS + words, mask=mask)
-    tl.store(table_ptr + slot[:, None] * WORDS + words, line, mask=mask)
+    _write(table_ptr, slots_ptr, lines_ptr, places, num_lines, num_slots, WORDS)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_staged"])
+def stage_rows_kernel(
+    batch_ptr,  # [8] i64: ``StagedBatch``
+    table_ptr,  # [S, 8] i32
+    stage_ptr,  # [R, D], out
+    temperature_ptr,  # [R] f32, out, and so the rest
+    top_k_ptr,  # i32
+    top_p_ptr,  # f32
+    min_p_ptr,  # f32
+    seed_ptr,  # i64
+    position_ptr,  # i64
+    edits_ptr,  # i32
+    num_slots,
+    num_staged,  # R
+    width,  # D
+    # constexpr
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Program 0 writes the new lines and gathers the parameters, each of the others copies one row of hidden states."""
+    num_rows = tl.load(batch_ptr).to(tl.int32)
+    if tl.program_id(0) == 0:
+        num_lines = tl.load(batch_ptr + 4).to(tl.int32)
+        new_slots = tl.load(batch_ptr + 5).to(tl.pointer_type(tl.int64))
+        new_lines = tl.load(batch_ptr + 6).to(tl.pointer_type(tl.int32))
+        for start in range(0, num_lines, BLOCK_R):
+            _write(table_ptr, new_slots, new_lines, start + tl.arange(0, BLOCK_R), num_lines, num_slots, WORDS)
+        tl.debug_barrier()  # lines that were written are gathered by other threads
+        _gather(
+            tl.arange(0, BLOCK_R),
+            table_ptr,
+            tl.load(batch_ptr + 2).to(tl.pointer_type(tl.int64)),
+            tl.load(batch_ptr + 3).to(tl.pointer_type(tl.int64)),
+            temperature_ptr,
+            top_k_ptr,
+            top_p_ptr,
+            min_p_ptr,
+            seed_ptr,
+            position_ptr,
+            edits_ptr,
+            num_rows,
+            num_staged,
+            num_slots,
+            1,
+            0,
+            0,
+        )
+    else:
+        row = tl.program_id(0) - 1
+        if row < num_rows:
+            hidden = tl.load(batch_ptr + 1).to(tl.pointer_type(stage_ptr.dtype.element_ty))
+            hidden = tl.multiple_of(hidden, 16) + row * width
+            for start in range(0, width, BLOCK_D):
+                column = start + tl.arange(0, BLOCK_D)
+                values = tl.load(hidden + column, mask=column < width)
+                tl.store(stage_ptr + row * width + column, values, mask=column < width)
 
 
 def gather_rows(
@@ -281,6 +387,75 @@ def write_rows(table: torch.Tensor, slots: torch.Tensor, lines: torch.Tensor) ->
         {"BLOCK_R": ROWS_PER_PROGRAM, "WORDS": LINE_WORDS},
         1,
         (table.device.index,),
+    )
+
+
+class StagedBatch:
+    """The batch that ``stage_rows`` reads, as words in host memory: a captured graph with that launch is told its next
+    batch by ``set``. The words must stay as they are until the graph has run.
+
+    words: ``[8]`` int64, pinned where the device is a GPU: rows; addresses of the hidden states, slots and positions;
+    the number of new lines; addresses of their slots and of the lines.
+    """
+
+    _WORDS = struct.Struct("=7q8x")
+
+    def __init__(self, device: torch.device) -> None:
+        self.words = torch.zeros(self._WORDS.size // 8, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._bytes = memoryview(self.words.numpy().data).cast("B")
+
+    def set(
+        self,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        new: tuple[int, int, int] = (0, 0, 0),
+    ) -> None:
+        """The next batch. hidden: ``[B, D]``, of the stage's dtype, D and device. slots, positions: ``[B]`` int64. All
+        three must stay until the launch has ended. new: the number of new lines, the address of their slots (``[N]``
+        int64) and that of the lines (``[N, 8]`` int32), in memory that the device reads.
+
+        Raises ValueError for another shape, dtype or layout.
+        """
+        rows, place = hidden.shape[0], hidden.data_ptr()
+        for name, indices in (("slots", slots), ("positions", positions)):
+            if indices.dtype is not torch.int64 or indices.shape != (rows,) or not indices.is_contiguous():
+                check_tensor(name, indices, (rows,), torch.int64, hidden)
+        if not hidden.is_contiguous() or place % 16:
+            raise ValueError(
+                f"hidden has strides {hidden.stride()} at address {place}; expected it contiguous, at a multiple of 16"
+            )
+        self._WORDS.pack_into(self._bytes, 0, rows, place, slots.data_ptr(), positions.data_ptr(), *new)
+
+
+def stage_rows(batch: StagedBatch, table: torch.Tensor, stage: torch.Tensor, out: RowBuffers) -> None:
+    """Bring the batch to places that captured graphs read, in one launch: its new lines into the table, its hidden
+    states into the first rows of the stage, and the parameters of its rows, from their lines, into ``out``, with line 0
+    behind them up to R rows. Later rows of the stage are not touched.
+
+    table: ``[S, 8]`` int32. stage: ``[R, D]``, R at most 32; the batch has no more rows. Edits are left out.
+
+    Raises ValueError for another shape, dtype, layout or device, and where ``out`` has fewer rows.
+    """
+    _check_table(table)
+    rows, width = stage.shape
+    is_placed = stage.is_contiguous() and stage.data_ptr() % 16 == 0 and stage.device == table.device
+    if not 1 <= rows <= ROWS_PER_PROGRAM or not is_placed:
+        raise ValueError(
+            f"stage is {tuple(stage.shape)} with strides {stage.stride()} at address {stage.data_ptr()} on "
+            f"{stage.device}; expected contiguous [1 to {ROWS_PER_PROGRAM}, D] on {table.device}, at a multiple of 16"
+        )
+    if rows > out.capacity or out.temperature.device != table.device:
+        raise ValueError(
+            f"out has {out.capacity} rows on {out.temperature.device}; expected {rows} or more on {table.device}"
+        )
+    launch(
+        stage_rows_kernel,
+        1 + rows,
+        (batch.words, table, stage, *out.tensors, table.shape[0], rows, width),
+        {"BLOCK_R": ROWS_PER_PROGRAM, "BLOCK_D": STAGED_COLUMNS, "WORDS": LINE_WORDS},
+        STAGE_WARPS,
+        (table.device.index, stage.dtype, width % 16 == 0, width == 1),
     )
 
 

@@ -27,7 +27,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import rng
 from .config import DEFAULT_TRUNCATION, TileConfig, TruncationConfig, cdiv
 from .epilogue import (
-    LIMIT,
     add_tile,
     best_of_slots,
     bound_logits,
@@ -114,6 +113,9 @@ def lm_head_sample_kernel(
         keep = flags_as_bits(truncated & ~greedy & mask_b, BLOCK_B)
         buffer_width = num_groups * rng.GROUP_SIZE
     edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+    # Multiples of 16 to the compiler: a thread loads the edits of neighbouring ids together.
+    first_column = vocab_start // rng.GROUP_SIZE * rng.GROUP_SIZE
+    end = vocab_size // rng.GROUP_SIZE * rng.GROUP_SIZE if WHOLE_GROUPS else vocab_size
 
     state = start_split(split, NUM_GROUPS, BLOCK_B)
     best_logits = tl.full([NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)  # in registers, beside it
@@ -144,14 +146,13 @@ def lm_head_sample_kernel(
 
         # On an H200, pairs are faster for plain batches, slower with a truncation, and the same with edits.
         IN_PAIRS: tl.constexpr = edits is None and not TRUNCATE
-        logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, IN_PAIRS, DROP_NAN=not BOUNDED)
-        if BOUNDED:
-            logits = bound_logits(logits, (offs_v < vocab_size)[:, None])
-        elif KEEP_MASS:
-            logits = tl.minimum(logits, LIMIT)
+        logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, IN_PAIRS, DROP_NAN=True)
+        if BOUNDED or KEEP_MASS:  # of whole groups, score_groups knows which ones are valid
+            logits = bound_logits(logits, True if WHOLE_GROUPS else (offs_v < vocab_size)[:, None])
         if edits is not None:
-            valid = (offs_v < vocab_size)[:, None] & mask_b[None, :]
-            logits = edit_logits(logits, valid, offs_b, (vocab_start + offs_v)[:, None], edit_flags, edits)
+            columns = (first_column + offs_v)[:, None]
+            groups = (vocab_start + first) // rng.GROUP_SIZE + offs_g
+            logits = edit_logits(logits, (offs_v < end)[:, None], offs_b, columns, edit_flags, edits, groups)
         if TRUNCATE:
             tl.store(
                 buffer.logits + offs_b[None, :] * buffer_width + offs_v[:, None],

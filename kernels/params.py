@@ -105,6 +105,7 @@ class EditOperands(NamedTuple):
     scaling: Any
     mask: Any
     bias: Any
+    places: Any
     additive_stride: int
     scaling_stride: int
     mask_stride: int
@@ -125,6 +126,10 @@ class LogitEdits:
         A row without a flag reads nothing.
     repeats: so many rows in a row share a row of ``additive``, ``scaling`` and ``bias``, which then have
         ``B / repeats`` rows, as the nodes of a tree of drafts do; ``mask`` and ``rows`` have B.
+    places: ``[3]`` int64, the addresses of ``additive``, ``scaling`` and ``bias`` when a kernel runs, for launches that
+        a graph captures: it is told the tensors of each replay there. They are multiples of 16, and 0 for a tensor
+        that is not given; those that are given say only how far rows are apart, and may have fewer. A row beyond those
+        of a replay must have no flag.
     """
 
     additive: torch.Tensor | None = None
@@ -133,6 +138,7 @@ class LogitEdits:
     bias: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     repeats: int = 1
+    places: torch.Tensor | None = None
 
     def repeated(self, times: int, num_rows: int) -> LogitEdits:
         """The edits of a batch with each row ``times`` times in a row, which makes ``num_rows``. A tensor with so many
@@ -160,8 +166,21 @@ class LogitEdits:
             whole = tensor[start // repeats : cdiv(stop, repeats)].repeat_interleave(repeats, 0)
             return whole[start - first : stop - first]
 
+        if self.places is not None:
+            return self._placed_part(start, cut(self.mask), cut(self.rows))
         additive, scaling, bias = (cut(tensor, self.repeats) for tensor in (self.additive, self.scaling, self.bias))
         return LogitEdits(additive, scaling, cut(self.mask), bias, cut(self.rows))
+
+    def _placed_part(self, start: int, mask: torch.Tensor | None, rows: torch.Tensor | None) -> LogitEdits:
+        """The edits of the rows from ``start`` on, whose addresses follow from ``places`` when a kernel runs."""
+        assert self.places is not None
+        if start % self.repeats:
+            raise ValueError(f"start is {start}; expected a multiple of repeats, {self.repeats}, with places")
+        places = self.places.clone()
+        for place, tensor in zip(places, (self.additive, self.scaling, self.bias), strict=True):
+            if tensor is not None:
+                place += start // self.repeats * tensor.stride(0) * tensor.element_size()
+        return dataclasses.replace(self, mask=mask, rows=rows, places=places)
 
     @property
     def given(self) -> Edit:
@@ -192,6 +211,7 @@ class LogitEdits:
             strides.append(columns if tensor is None else given.stride(0))
         words = cdiv(width, 32) if self.mask is None else self.mask.shape[1]
         pointers.insert(0, integers if self.rows is None else _aligned(self.rows))
+        pointers.append(_no_places(floats.device) if self.places is None else self.places)
         variant = (
             self.mask_is_bool,
             *((size == 1, size % 16 == 0, size < 2**31) for size in (*strides, words)),
@@ -212,6 +232,8 @@ class LogitEdits:
         ):
             if tensor is None:
                 continue
+            if self.places is not None and dtype is torch.float32:
+                rows = tensor.shape[0]
             columns = tensor.shape[-1] if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 else 0
             check_tensor(name, tensor, (rows, columns if dtype is torch.int32 else max(width, columns)), dtype, like)
             if (rows - 1) * tensor.stride(0) + columns >= 2**31:  # places are int32 in kernels
@@ -220,6 +242,13 @@ class LogitEdits:
                 )
         if self.rows is not None:
             check_tensor("rows", self.rows, (num_rows,), torch.int32, like)
+        if self.places is not None:
+            check_tensor("places", self.places, (3,), torch.int64, like)
+
+
+@functools.cache
+def _no_places(device: torch.device) -> torch.Tensor:
+    return torch.zeros(3, dtype=torch.int64, device=device)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

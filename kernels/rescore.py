@@ -187,7 +187,7 @@ def logits_of_ids(
         blk_w = tl.load(row_ptrs + (d + offs_d)[None, :], mask=valid[:, None] & mask_d[None, :], other=0.0)
         blk_h = tl.load(hidden_ptrs + d, mask=mask_b[None, :] & mask_d[:, None], other=0.0)
         acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
-    logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE)
+    logits = transform_logits(acc, logit_scale, softcap, LOGITS_DTYPE, DROP_NAN=True)
     logits = bound_logits(logits, valid[:, None])
     if edits is not None:
         inside = valid[:, None] & mask_b[None, :]

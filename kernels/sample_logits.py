@@ -20,7 +20,6 @@ import triton.language as tl
 from . import rng
 from .config import DEFAULT_TRUNCATION, MAX_SPLITS, ReadConfig, TruncationConfig, cdiv
 from .epilogue import (
-    LIMIT,
     add_tile,
     best_of_slots,
     bound_logits,
@@ -36,6 +35,7 @@ from .epilogue import (
     store_split,
     transform_logits,
 )
+from .intrinsics import drop_nan
 from .launch import launch, resident_programs
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_if_last
@@ -116,23 +116,21 @@ def sample_logits_kernel(
                 raw = tl.where(in_rest[:, None], rest, raw)
         # A softcap keeps the order: without noise, the largest of a group decides, and it alone is capped below.
         capped = None if ALL_GREEDY else softcap
-        logits = transform_logits(raw, logit_scale, capped, LOGITS_DTYPE, DROP_NAN=not (BOUNDED or ALL_GREEDY))
+        logits = transform_logits(raw, logit_scale, capped, LOGITS_DTYPE, DROP_NAN=BOUNDED or not ALL_GREEDY)
         logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         in_vocab = first + offs_g * rng.GROUP_SIZE < vocab_size
-        if BOUNDED:
+        if BOUNDED or KEEP_MASS:  # of whole groups, score_groups knows which ones are valid
             ids = first + offs_g[:, None] * rng.GROUP_SIZE + offs_i[None, :]
-            valid = in_vocab[:, None, None] if WHOLE_GROUPS else (ids < vocab_size)[:, :, None]
-            logits = bound_logits(logits, valid)
-        elif KEEP_MASS:
-            logits = tl.minimum(logits, LIMIT)
+            logits = bound_logits(logits, True if WHOLE_GROUPS else (ids < vocab_size)[:, :, None])
         if edits is not None:
             logits = edit_logits(
                 tl.reshape(logits, [BLOCK_V, BLOCK_B]),
-                (offs_v < vocab_size)[:, None] & mask_b[None, :],
+                (offs_v < (whole if WHOLE_GROUPS else vocab_size))[:, None],
                 offs_b,
-                (vocab_start + offs_v)[:, None],
+                (vocab_start // rng.GROUP_SIZE * rng.GROUP_SIZE + offs_v)[:, None],
                 edit_flags,
                 edits,
+                (vocab_start + first) // rng.GROUP_SIZE + offs_g,
             )
             logits = tl.reshape(logits, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         if TRUNCATE:
@@ -145,7 +143,7 @@ def sample_logits_kernel(
             score = tl.max(logits, axis=1)
             if softcap is not None:
                 score = soft_cap(score, softcap)
-            score = bound_logits(score, in_vocab[:, None])
+            score = bound_logits(drop_nan(score), in_vocab[:, None])
             mass, peak = score, score
         else:
             group = (vocab_start + first) // rng.GROUP_SIZE + offs_g
@@ -160,7 +158,7 @@ def sample_logits_kernel(
     columns = tl.reshape(columns, [TOP_GROUPS * rng.GROUP_SIZE, BLOCK_B])
     inside = (columns < vocab_size) & mask_b[None, :]
     top_logits = tl.load(raw_rows + columns, mask=inside, other=0.0)
-    top_logits = transform_logits(top_logits, logit_scale, softcap, LOGITS_DTYPE)
+    top_logits = transform_logits(top_logits, logit_scale, softcap, LOGITS_DTYPE, DROP_NAN=True)
     top_logits = bound_logits(top_logits, inside)
     if edits is not None:
         top_logits = edit_logits(top_logits, inside, offs_b, vocab_start + columns, edit_flags, edits)

@@ -191,8 +191,12 @@ def screen_head_kernel(
     greedy, inv_temperature = invert_temperature(temperature)
     if TRUNCATE:
         truncated = mask_b & ~greedy & rows_truncated(truncation, offs_b, mask_b, vocab_size)
-    block_offs = offs_b[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
-    block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
+    # A block with fewer numbers than threads would be loaded in the layout of the sums, and its noise computed there,
+    # by every lane of a group. So there are copies of the rows, a thread for each.
+    COPIES: tl.constexpr = max(1, TILE.num_warps * 32 // (NUM_GROUPS * BLOCK_B))
+    offs_c = first_row + tl.arange(0, COPIES * BLOCK_B) % BLOCK_B
+    block_offs = offs_c[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
+    block_mask = (offs_c < num_rows)[None, :] & (offs_g >= 0)[:, None]
     edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
 
     best_lower = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
@@ -227,21 +231,21 @@ def screen_head_kernel(
         dots = steps * scale[:, None] * hidden_scale[None, :]
         bound = error_bound(error, norm, hidden_norm, hidden_error)
         known = (bound < _MOST) & (tl.abs(dots) < _MOST)  # not where one is NaN
-        logits_lo = transform_logits(dots - bound, logit_scale, softcap, LOGITS_DTYPE)
-        logits_hi = transform_logits(dots + bound, logit_scale, softcap, LOGITS_DTYPE)
+        SCALED: tl.constexpr = logit_scale is not None  # 0 times what overflows is no number
+        logits_lo = transform_logits(dots - bound, logit_scale, softcap, LOGITS_DTYPE, DROP_NAN=SCALED)
+        logits_hi = transform_logits(dots + bound, logit_scale, softcap, LOGITS_DTYPE, DROP_NAN=SCALED)
         if softcap is not None:
             logits_lo -= cap_slack(logits_lo, softcap)
             logits_hi += cap_slack(logits_hi, softcap)
         logits_lo = tl.where(known, logits_lo, float("-inf"))
         logits_hi = tl.where(known, logits_hi, float("inf"))
         if BOUNDED:
-            logits_lo = bound_logits(logits_lo, valid[:, None])
-            logits_hi = bound_logits(logits_hi, valid[:, None])
+            logits_lo = bound_logits(logits_lo, True if WHOLE_GROUPS else valid[:, None])
+            logits_hi = bound_logits(logits_hi, True if WHOLE_GROUPS else valid[:, None])
         if edits is not None:
-            inside = valid[:, None] & mask_b[None, :]
             columns = (vocab_start + offs_v)[:, None]
-            logits_lo = edit_logits(logits_lo, inside, offs_b, columns, edit_flags, edits)
-            logits_hi = edit_logits(logits_hi, inside, offs_b, columns, edit_flags, edits)
+            logits_lo = edit_logits(logits_lo, valid[:, None], offs_b, columns, edit_flags, edits)
+            logits_hi = edit_logits(logits_hi, valid[:, None], offs_b, columns, edit_flags, edits)
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         groups = first // rng.GROUP_SIZE + offs_g
@@ -256,12 +260,18 @@ def screen_head_kernel(
             tl.store(screen.id_hi + out, id_hi.to(tl.float16), mask=few & valid[:, None] & truncated[None, :])
         logits_lo = tl.reshape(logits_lo, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
         logits_hi = tl.reshape(logits_hi, [NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B])
-        score_lo, _, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, seed, position, group)
-        score_hi, _, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, seed, position, group)
+        noise = None
+        if COPIES > 1:
+            noise = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
+            noise = tl.max(tl.reshape(noise, [NUM_GROUPS, COPIES, BLOCK_B]), axis=1)
+        score_lo, _, max_lo = score_groups(logits_lo, in_vocab, inv_temperature, greedy, seed, position, group, noise)
+        score_hi, _, max_hi = score_groups(logits_hi, in_vocab, inv_temperature, greedy, seed, position, group, noise)
         if TRUNCATE:  # log-masses, in the layout of the noise: an eighth of the work that their sums would take
-            noise = log2(rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)) * LN_2
-            lse_lo = _bounded(score_lo + noise - _slack_of(score_lo, greedy), max_lo, float("-inf"))
-            lse_hi = _bounded(score_hi + noise + _slack_of(score_hi, greedy), max_hi, float("inf"))
+            if COPIES == 1:
+                noise = rng.exponential(seed, position, group[:, None], rng.SAMPLE, rng.GROUP)
+            log_noise = log2(noise) * LN_2
+            lse_lo = _bounded(score_lo + log_noise - _slack_of(score_lo, greedy), max_lo, float("-inf"))
+            lse_hi = _bounded(score_hi + log_noise + _slack_of(score_hi, greedy), max_hi, float("inf"))
         score_lo -= _slack_of(score_lo, greedy)
         score_hi += _slack_of(score_hi, greedy)
         # A score so large may be one of logits at their limit, or infinite, or none.

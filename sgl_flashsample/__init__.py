@@ -26,22 +26,10 @@ if TYPE_CHECKING:
     from .sampler import Sampler, SamplingParams
 
 _HOMES = {
-    "argmax": ".api",
-    "sample": ".api",
-    "sample_from_logits": ".api",
-    "Head": ".head",
-    "BatchParams": ".kernels.params",
-    "LMHead": ".kernels.params",
-    "LogitEdits": ".kernels.params",
-    "SampleOutput": ".kernels.params",
-    "Truncation": ".kernels.params",
-    "NOISE_ABI": ".kernels.rng",
-    "SamplingPath": ".kinds",
-    "Sampler": ".sampler",
-    "SamplingParams": ".sampler",
-    "DraftTree": ".api",
-    "VerifyOutput": ".api",
-    "verify": ".api",
+    **dict.fromkeys(("DraftTree", "VerifyOutput", "argmax", "sample", "sample_from_logits", "verify"), ".api"),
+    **dict.fromkeys(("BatchParams", "LMHead", "LogitEdits", "SampleOutput", "Truncation"), ".kernels.params"),
+    **dict.fromkeys(("Sampler", "SamplingParams"), ".sampler"),
+    **{"Head": ".head", "NOISE_ABI": ".kernels.rng", "SamplingPath": ".kinds"},
 }
 
 __all__ = [

@@ -83,8 +83,8 @@ def sample_from_logits(
             rows start at multiples of 16 elements.
         params: per-row temperature, seed and position; edits and truncation as in ``sample``.
         vocab_size: columns from here on are padding, never read or drawn (default V).
-        vocab_start: absolute id of column 0, a multiple of 16, where the columns are one of ``shards`` parts of the
-            vocabulary.
+        vocab_start: absolute id of column 0, a multiple of 16, where the columns are one of ``shards`` shards of
+            the vocabulary.
         logit_scale, softcap: ``softcap * tanh(logit_scale * logits / softcap)`` first, as far as set.
         return_logprob: also compute the token's log-probability.
         workspace: scratch to reuse, ``Workspace(512 * B, device)`` for any batch of up to B rows; allocated when None.
@@ -99,13 +99,10 @@ def sample_from_logits(
     check_params(params)
     size = logits.shape[-1] if vocab_size is None else vocab_size
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap, shards=shards)
-    return read_logits(logits, spec, params, return_logprob=return_logprob, workspace=workspace)
+    return read_logits(logits, spec, params, workspace, return_logprob=return_logprob)
 
 
-def argmax(
-    hidden: torch.Tensor,
-    lm_head: torch.Tensor | LMHead | Head,
-) -> torch.Tensor:
+def argmax(hidden: torch.Tensor, lm_head: torch.Tensor | LMHead | Head) -> torch.Tensor:
     """The first id with the largest logit: ``torch.argmax(logits, -1)``, for the logits of ``sample``, which are not
     written to memory.
 

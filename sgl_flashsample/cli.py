@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -107,7 +107,10 @@ text, where there are none: `text corpus.txt --tokenizer /models/Qwen3-8B -o hot
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for a usage error."""
+    """One line for a usage error; the lines of a description stay as they are."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"error: {message} (see `{self.prog} --help`)\n")
@@ -170,23 +173,23 @@ def _run(arguments: list[str]) -> int:
         return bench(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if options.command == "tune":
-        return options.run(options) or OK
-    if options.command == "trace":
-        return trace(options)
-    if options.command == "warm":
-        return warm(options)
-    if options.command == "completion":
-        return completion(options.shell)
-    if options.command == "doctor":
-        from .tools.doctor import run
+    return options.run(options) or OK
 
-        return FAILED if run(as_json=options.json) else OK
-    from .tools.demo import run as demo
+
+def doctor(options: argparse.Namespace) -> int:
+    """Check this machine."""
+    from .tools.doctor import run
+
+    return FAILED if run(as_json=options.json) else OK
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Serve a generated checkpoint."""
+    from .tools.demo import run
     from .tools.server import ServerError
 
     try:
-        demo(Path(options.folder).resolve(), options.port, options.size)
+        run(Path(options.folder).resolve(), options.port, options.size)
     except ServerError as error:
         return _fail(str(error), FAILED)
     return OK
@@ -199,14 +202,15 @@ def _fail(message: str, code: int) -> int:
 
 def _parser(tune: bool = False) -> Parser:
     """The parser of all commands. tune: with the commands of ``tune``, which needs more than the standard library."""
-    parser = Parser(
-        prog="sgl-flashsample",
-        description="Exact fused sampling for SGLang.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="sgl-flashsample", description="Exact fused sampling for SGLang.", epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"sgl-flashsample {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], about: str, **options: Any) -> Parser:
+        added = commands.add_parser(name, help=about, **options)
+        added.set_defaults(run=run)
+        return added
+
     commands.add_parser("serve", help="start SGLang's server with the backend on")
     _add_bench(
         commands.add_parser(
@@ -214,7 +218,6 @@ def _parser(tune: bool = False) -> Parser:
             help="measure a model's server, stock and with the backend on",
             usage="sgl-flashsample bench --model-path MODEL [option ...] [any SGLang server argument ...]",
             description=_BENCH_HELP,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
     )
@@ -223,40 +226,25 @@ def _parser(tune: bool = False) -> Parser:
         from .autotune.cli import add_commands
 
         add_commands(tables)
-    warm = commands.add_parser(
-        "warm",
-        help="compile a head's kernels into the cache, for images; needs no GPU",
-        description=_WARM_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    warm.add_argument("model", metavar="MODEL", help="a model's folder, its config.json or a hub's name")
-    warm.add_argument("--device", metavar="NAME", help="the GPU of the servers, such as H100 (default: the one here)")
-    warm.add_argument("--tuned", metavar="FILE", help="the servers' tuned table (default: the one they would find)")
-    warm.add_argument("--no-screen", action="store_true", help="for servers without a screen: fewer kernels")
-    warm.add_argument(
-        "--max-rows", type=int, metavar="N", help="rows of the largest batch (default: as servers compile)"
-    )
-    _add_trace(
-        commands.add_parser(
-            "trace",
-            help="token counts: which ids carry most of a model's traffic",
-            epilog=_TRACE_HELP,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-    )
-    doctor = commands.add_parser("doctor", help="check this machine: versions, GPU, hooks, a self-test of the kernels")
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    completion = commands.add_parser(
-        "completion",
-        help="print a script that completes commands in a shell",
-        description=_COMPLETION_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
-    demo = commands.add_parser("demo", help="serve a generated checkpoint, send requests, show the path of each")
-    demo.add_argument("--port", type=_port, help="port of the server (default: a free one)")
-    demo.add_argument("--size", help="size of the checkpoint (default: small on a GPU, tiny without)")
-    demo.add_argument("--folder", default=".cache/demo", help="checkpoint and log (default: %(default)s)")
+    about = "compile a head's kernels into the cache, for images; needs no GPU"
+    added = command("warm", warm, about, description=_WARM_HELP)
+    added.add_argument("model", metavar="MODEL", help="a model's folder, its config.json or a hub's name")
+    added.add_argument("--device", metavar="NAME", help="the GPU of the servers, such as H100 (default: the one here)")
+    added.add_argument("--tuned", metavar="FILE", help="the servers' tuned table (default: the one they would find)")
+    added.add_argument("--no-screen", action="store_true", help="for servers without a screen: fewer kernels")
+    about = "rows of the largest batch (default: as servers compile)"
+    added.add_argument("--max-rows", type=int, metavar="N", help=about)
+    about = "token counts: which ids carry most of a model's traffic"
+    _add_trace(command("trace", trace, about, epilog=_TRACE_HELP))
+    added = command("doctor", doctor, "check this machine: versions, GPU, hooks, a self-test of the kernels")
+    added.add_argument("--json", action="store_true", help="print the findings as JSON")
+    about = "print a script that completes commands in a shell"
+    added = command("completion", completion, about, description=_COMPLETION_HELP)
+    added.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    added = command("demo", demo, "serve a generated checkpoint, send requests, show the path of each")
+    added.add_argument("--port", type=_port, help="port of the server (default: a free one)")
+    added.add_argument("--size", help="size of the checkpoint (default: small on a GPU, tiny without)")
+    added.add_argument("--folder", default=".cache/demo", help="checkpoint and log (default: %(default)s)")
     return parser
 
 
@@ -404,7 +392,7 @@ def warm(options: argparse.Namespace) -> int:
             head,
             device,
             file=options.tuned,
-            screen=not options.no_screen,
+            screened=not options.no_screen,
             max_rows=options.max_rows or MAX_COMPILED_ROWS,
             step=bar.update,
         )
@@ -431,11 +419,11 @@ def _check_table(file: str) -> None:
         raise ValueError(f"--tuned is {file}, which is no tuned table: {reason}")
 
 
-def completion(shell: str) -> int:
+def completion(options: argparse.Namespace) -> int:
     """Print a completion script for all commands, with those of ``tune``."""
     import shtab
 
-    print(shtab.complete(_parser(tune=True), shell))
+    print(shtab.complete(_parser(tune=True), options.shell))
     return OK
 
 

@@ -59,7 +59,7 @@ _ADDITIVE, _SCALING, _MASK, _BIAS = (int(flag) for flag in Edit)
 # The series of tanh in ``epilogue.soft_cap``, and up to which share of the cap it is taken.
 _TANH3, _TANH5, _TANH7, _TANH9 = (np.float32(x) for x in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
 _SERIES_UP_TO = np.float32(0.25)
-# What logits are rounded to.
+# Types that logits are rounded to.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 _FLOAT = ir.FloatType()
@@ -125,7 +125,7 @@ def _splat(builder, value):
 
 @intrinsic
 def _any_above(_context, row, _place, _limit):
-    """Whether any of the 16 words from ``place`` on is above ``limit``; a NaN is not."""
+    """True if any of the 16 words from ``place`` on is above ``limit``; a NaN is not."""
 
     def generate(context, builder, signature, args):
         logits = _load_group(context, builder, signature, args[:2])
@@ -291,7 +291,7 @@ def _group_score(largest, relative, rate):
 
 @_compiled()
 def _is_below(bits, best):
-    """Whether a group whose score in bits, before its rounding, is at most ``bits`` surely scores less than ``best``.
+    """True if a group whose score in bits, before its rounding, is at most ``bits`` surely scores less than ``best``.
     Huge scores have the order of the logits and not their distances: of those it is not known."""
     score = bits / _LOG2_E
     return abs(best) < _HUGE_SCORE / _LOG2_E and score + abs(score) * _RELATIVE < best
@@ -350,7 +350,7 @@ def _mass_of_row(row, vocab_size, largest, temperature):
 
 @_compiled()
 def _limit_logits(bounds, limit, per_bit, needed):
-    """What a logit of each group must exceed for the group's score to exceed ``limit`` bits."""
+    """Numbers that a logit of each group must exceed for the group's score to exceed ``limit`` bits."""
     for i in range(bounds.size):
         x = (limit - bounds[i]) * per_bit
         needed[i] = x - abs(x) * _RELATIVE
@@ -459,25 +459,11 @@ def _ordered(value):
 
 
 @_compiled()
-def _limit_of(
-    row,
-    vocab_size,
-    largest,
-    rate,
-    bound,
-    top_k,
-    mass,
-    maxima,
-    block_maxima,
-    values,
-    weights,
-    listed,
-    logits,
-    counts,
-    masses,
-):
+def _limit_of(row, vocab_size, largest, rate, bound, top_k, mass, scratch, ids):
     """``_smallest_allowed`` of the logits that reach ``bound``. Returns it, the weight above it, and how many groups
     are listed: those that may hold an allowed logit."""
+    maxima, block_maxima, values, weights, _, _, logits, masses = scratch
+    listed, counts = ids
     count = 0
     for block in range(block_maxima.size):
         if block_maxima[block] >= bound:
@@ -510,28 +496,22 @@ def _draw_truncated(
     top_k,  # above vocab_size where there is none
     top_p,
     min_p,
-    maxima,
-    block_maxima,
-    values,
-    weights,
-    listed,
-    bounds,
-    logits,
-    counts,
-    masses,
+    scratch,
+    ids,
 ):
     """Column, logit and score of a row with limits and at least one token."""
+    maxima, block_maxima, values, weights, bounds, _, logits, masses = scratch
+    listed, counts = ids
     rate = _rate_of(temperature)
     floor = _LOWEST
     if min_p > 0:
         floor = min(largest, np.float32(float(largest) + math.log(min(min_p, 1.0)) * temperature))
-    scratch = maxima, block_maxima, values, weights, listed, logits, counts, masses
     use_k, use_p = top_k <= vocab_size, top_p < 1
     # With min-p, top-p is of what top-k has left.
     sequential = min_p > 0 and use_k and use_p
     if use_k and (sequential or not use_p or total == 0):
         lowest = _LOWEST if sequential else floor
-        bound, above, num_listed = _limit_of(row, vocab_size, largest, rate, lowest, top_k, math.inf, *scratch)
+        bound, above, num_listed = _limit_of(row, vocab_size, largest, rate, lowest, top_k, math.inf, scratch, ids)
         if use_p and not sequential:
             # The largest logits of all groups are a part of the mass. Where top-p rules out nothing of that part, it
             # rules out nothing of the row, whose mass takes as long as all else together.
@@ -547,7 +527,7 @@ def _draw_truncated(
     elif use_p:
         if total == 0:
             total = _mass_of_row(row, vocab_size, largest, temperature)
-        bound, _, num_listed = _limit_of(row, vocab_size, largest, rate, floor, top_k, top_p * total, *scratch)
+        bound, _, num_listed = _limit_of(row, vocab_size, largest, rate, floor, top_k, top_p * total, scratch, ids)
     else:
         bound, num_listed = floor, _list_groups(maxima, block_maxima, floor, listed)
     bound = max(bound, floor)
@@ -697,8 +677,7 @@ def _draw_row(
     row, vocab_size, first_group, temperature, position, seed, top_k, top_p, min_p, want_mass, scratch, ids, outputs, b
 ):
     """One token, and what ``outputs`` hold of it at ``b``."""
-    maxima, block_maxima, values, weights, bounds, needed, logits, masses = scratch
-    groups, counts = ids
+    maxima, block_maxima, _, _, bounds, needed, logits, _ = scratch
     tokens, scores, logprobs, log_masses = outputs
     greedy = temperature <= 0
     temperature = 1.0 if greedy else max(temperature, _COLDEST) if temperature < _HOTTEST else _HOTTEST
@@ -715,30 +694,13 @@ def _draw_row(
     elif limited:
         column, logit, score = 0, _NONE, _NONE
         if largest > _NONE:
+            most = top_k if use_k else vocab_size + 1
             column, logit, score = _draw_truncated(
-                row,
-                vocab_size,
-                largest,
-                total,
-                temperature,
-                position,
-                seed,
-                top_k if use_k else vocab_size + 1,
-                top_p,
-                min_p,
-                maxima,
-                block_maxima,
-                values,
-                weights,
-                groups,
-                bounds,
-                logits,
-                counts,
-                masses,
+                row, vocab_size, largest, total, temperature, position, seed, most, top_p, min_p, scratch, ids
             )
     else:
         column, logit, score = _draw_plain(
-            row, vocab_size, first_group, temperature, position, seed, groups, bounds, needed, logits
+            row, vocab_size, first_group, temperature, position, seed, ids[0], bounds, needed, logits
         )
     tokens[b] = first_group * GROUP_SIZE + column
     scores[b] = score

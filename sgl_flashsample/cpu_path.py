@@ -34,7 +34,7 @@ _INSTALL = "pip install '.[cpu]' in a checkout of sgl-flashsample"
 
 
 def draws_in_host_memory(device: torch.device) -> bool:
-    """Whether rows on ``device`` are drawn here: on a CPU, unless Triton's interpreter runs the kernels there."""
+    """True if rows on ``device`` are drawn here: on a CPU, unless Triton's interpreter runs the kernels there."""
     return device.type == "cpu" and gpu_of(device) is None and not triton.knobs.runtime.interpret
 
 

@@ -92,7 +92,7 @@ def builtin_table(family: str, itemsize: int) -> Table:
 def defaults_digest(family: str, itemsize: int) -> str:
     """Changes with every built-in choice of the family: what a tuned table was measured against."""
     table = builtin_table(family, itemsize)
-    lines = sorted(repr((e.kind, e.rows, e.launch, e.on_request, e.min_hidden)) for e in table.entries)
+    lines = sorted(repr((e.kind, e.rows, e.configuration, e.on_request, e.min_hidden)) for e in table.entries)
     text = "\n".join([*lines, repr(sorted(table.truncation.items()))])
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -108,13 +108,10 @@ def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config
         elif traits.vocab_size * traits.hidden_size > MAX_INTERPRETED_WEIGHTS and traits.has_gemm:
             path = SamplingPath.LOGITS
         return _interpreted(traits, path, num_rows)
-    entries = _entries(traits, kind)
-    if kind.fallback is not None and (not entries or entries[-1].rows < num_rows):
-        return default_config(traits, num_rows, kind.fallback)
-    entry = _serving(entries, num_rows)
+    entry = _serving(traits, num_rows, kind)
     if entry.path == SamplingPath.LOGITS and not traits.has_gemm:
         return default_config_on(traits, SamplingPath.FUSED, num_rows, kind)
-    return entry.launch
+    return entry.configuration
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,16 +119,14 @@ def default_config_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kin
     """The built-in configuration of a batch of ``num_rows`` rows on this path."""
     if traits.family == INTERPRETED:
         return _interpreted(traits, path, num_rows)
-    kind = kind._replace(greedy=kind.greedy and path is SamplingPath.LOGITS, screen=path is SamplingPath.SCREENED)
-    entries = _entries(traits, kind, path)
-    has_fallback = kind.fallback is not None and path is not SamplingPath.SCREENED
-    if has_fallback and (not entries or entries[-1].rows < num_rows):
-        return default_config_on(traits, path, num_rows, kind.fallback)
-    return _serving(entries, num_rows).launch
+    kind = kind.screened if path is SamplingPath.SCREENED else kind.unscreened
+    kind = kind._replace(greedy=kind.greedy and path is SamplingPath.LOGITS)
+    return _serving(traits, num_rows, kind, path).configuration
 
 
-def _entries(traits: HeadTraits, kind: BatchKind, path: SamplingPath | None = None) -> list[Entry]:
-    """The entries for such batches and this head by size. path: None for the fastest one."""
+def _serving(traits: HeadTraits, num_rows: int, kind: BatchKind, path: SamplingPath | None = None) -> Entry:
+    """The entry of the smallest size that is not smaller, of this kind or of its fallback; else the last one. path:
+    None for the fastest one."""
     name = str(kind)
     entries = [
         entry
@@ -140,11 +135,10 @@ def _entries(traits: HeadTraits, kind: BatchKind, path: SamplingPath | None = No
         and (not entry.on_request if path is None else entry.path == path)
         and traits.hidden_size >= entry.min_hidden
     ]
-    return sorted(entries, key=lambda entry: entry.rows)
-
-
-def _serving(entries: list[Entry], num_rows: int) -> Entry:
-    """The entry of the smallest size that is not smaller, else the last one."""
+    entries.sort(key=lambda entry: entry.rows)
+    fallback = kind.fallback if path is not SamplingPath.SCREENED else None
+    if fallback is not None and (not entries or entries[-1].rows < num_rows):
+        return _serving(traits, num_rows, fallback, path)
     return next((entry for entry in entries if entry.rows >= num_rows), entries[-1])
 
 
@@ -159,7 +153,7 @@ def truncation_config(family: str, itemsize: int, vocab_size: int) -> Truncation
 
 def all_configs(family: str, itemsize: int) -> list[Config]:
     """Every built-in configuration of a family, whatever it is for: places for a search to start."""
-    return list(dict.fromkeys(entry.launch for entry in builtin_table(family, itemsize).entries))
+    return list(dict.fromkeys(entry.configuration for entry in builtin_table(family, itemsize).entries))
 
 
 def _interpreted(traits: HeadTraits, path: SamplingPath, num_rows: int) -> Config:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .defaults import HeadTraits, default_config, default_config_on, truncation_config
 from .kernels.config import ScreenConfig, TruncationConfig
@@ -38,7 +38,7 @@ class DispatchTable:
     """Which configuration batches of one head take: the built-in choices, or a tuned table on top of them. Immutable;
     resolved once, for every batch size that a server is prepared for.
 
-    tuned: what differs from the built-in choices. measured: sizes that a tuned table has decided, for the built-in
+    tuned: choices other than the built-in ones. measured: sizes that a tuned table has decided, for the built-in
     choice or another. A greedy batch that was not measured takes what a plain one takes; a batch with a screen that was
     not measured takes the screened path if that is its built-in choice, else what it would take without a screen.
     flashinfer: sizes of truncated batches that take the flashinfer path where their caller wants the distribution
@@ -91,8 +91,8 @@ class DispatchTable:
         return truncation_config(self.traits.family, self.traits.itemsize, self.traits.vocab_size)
 
     def lookup(self, num_rows: int, kind: BatchKind = PLAIN) -> Config:
-        """What a batch takes: a tile of the fused path, a reader of the logits path or, for a kind with a screen, what
-        the screened path launches."""
+        """The configuration of a batch: a tile of the fused path, a reader of the logits path or, for a kind with a
+        screen, one of the screened path."""
         return self._dense[kind][num_rows] if num_rows <= DENSE_ROWS else self.default(num_rows, kind)
 
     def lookup_on(self, path: SamplingPath, num_rows: int, kind: BatchKind = PLAIN) -> Config:
@@ -101,11 +101,11 @@ class DispatchTable:
         return config if path_of(config) is path else default_config_on(self.traits, path, num_rows, kind)
 
     def default(self, num_rows: int, kind: BatchKind = PLAIN) -> Config:
-        """What a batch would take without a tuned table."""
+        """The configuration that a batch would take without a tuned table."""
         return default_config(self.traits, num_rows, kind if self.screening else kind.unscreened)
 
     def is_measured(self, num_rows: int, kind: BatchKind) -> bool:
-        """Whether a tuned table has decided what such a batch takes."""
+        """True if a tuned table has decided what such a batch takes."""
         return self.choice(num_rows, kind).measured
 
     def takes_flashinfer(self, num_rows: int, kind: BatchKind) -> bool:
@@ -123,8 +123,8 @@ class DispatchTable:
         return 0
 
     def configs_up_to(self, max_rows: int, *, screened: bool = False) -> Iterator[tuple[BatchKind, int, Config]]:
-        """What batches of 1 to ``max_rows`` rows take, with a batch size that takes it. Kinds that launch the same
-        kernels are listed once. screened: also of batches whose head has a screen."""
+        """Configurations of batches of 1 to ``max_rows`` rows, each with a batch size that takes it. Kinds that launch
+        the same kernels are listed once. screened: also of batches whose head has a screen."""
         seen: set[tuple[BatchKind, Config]] = set()
         for kind in BATCH_KINDS:
             if kind.screen and not screened:
@@ -153,16 +153,9 @@ class DispatchTable:
         """The same with nothing on the screened path."""
         return self._replaced(screening=False)
 
-    def _replaced(
-        self, tuned: Tuned | None = None, flashinfer: Collection[int] | None = None, screening: bool | None = None
-    ) -> DispatchTable:
-        return DispatchTable(
-            self.traits,
-            self._tuned if tuned is None else tuned,
-            self._measured,
-            self.flashinfer if flashinfer is None else flashinfer,
-            screening=self.screening if screening is None else screening,
-        )
+    def _replaced(self, **changes: Any) -> DispatchTable:
+        same: dict[str, Any] = {"tuned": self._tuned, "flashinfer": self.flashinfer, "screening": self.screening}
+        return DispatchTable(self.traits, measured=self._measured, **(same | changes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -177,7 +170,7 @@ def default_table(head: LMHead) -> DispatchTable:
 
 @functools.lru_cache(maxsize=256)
 def reading_table(traits: HeadTraits) -> DispatchTable:
-    """What ``api.sample_from_logits`` takes: of each kind and size, the built-in choice for logits in memory."""
+    """The choices of ``api.sample_from_logits``: for each kind and size, the built-in one for logits in memory."""
     traits = traits._replace(hidden_size=0, has_gemm=True)
     sizes = range(1, DENSE_ROWS + 1)
     kinds = [kind for kind in BATCH_KINDS if not kind.screen]

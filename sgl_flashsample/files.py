@@ -40,7 +40,7 @@ def read_plain(file: str | os.PathLike[str], max_bytes: int) -> str:
 
 
 def read_bytes(file: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """What is in ``file``. Raises BadFileError, and waits for nothing: what is not a plain file of at most
+    """The bytes of ``file``. Raises BadFileError, and waits for nothing: what is not a plain file of at most
     ``max_bytes`` bytes is not read."""
     try:
         status = os.stat(file)

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, check_tensor
+from .files import first_line
+from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -77,10 +78,7 @@ def draw_with_flashinfer(
     num_rows, size, truncation = logits.shape[0], spec.vocab_size, params.truncation
     if truncation is None:
         raise ValueError("truncation is None; expected top-k and top-p of every row")
-    check_tensor("temperature", params.temperature, (num_rows,), torch.float32, logits)
-    check_tensor("seed", params.seed, (num_rows,), torch.int64, logits)
-    check_tensor("position", params.position, (num_rows,), torch.int64, logits)
-    truncation.check(num_rows, logits)
+    params.check("logits", logits, spec)
     if num_rows == 0:
         return SampleOutput.empty(0, logits.device, False)
     try:
@@ -94,8 +92,7 @@ def draw_with_flashinfer(
             offset=torch.add(_first_offset(logits.device), params.position[:1], alpha=DRAWS_PER_CALL),
         )
     except Exception as error:  # its import looks for compilers and GPUs, its first call compiles
-        line = (str(error).splitlines() or [""])[0]
-        raise FlashInferError(f"{type(error).__name__}: {line}") from error
+        raise FlashInferError(first_line(error)) from error
     return SampleOutput(token.long(), None, torch.zeros_like(params.temperature))
 
 

@@ -59,9 +59,9 @@ class Head:
         if max_rows < 0:
             raise ValueError(f"max_rows is {max_rows}; expected 0 or more")
         lm_head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
-        self._parts = paths.Parts(lm_head, workspace=workspace, screen=screen)
-        self.table = default_table(lm_head) if table is None else table
-        self.table.check(lm_head)
+        self._table = default_table(lm_head) if table is None else table
+        self._table.check(lm_head)
+        self._parts = paths.Parts.of(lm_head, screen, self._table, workspace)
         self.max_rows, self._searched, self._announces_changes = 0, searched, announces_changes
         self._rows_workspace: Workspace | None = None
         if max_rows:
@@ -163,7 +163,7 @@ class Head:
                 except FlashInferError as error:  # a request must not fail because a path cannot serve it
                     give_up(error)
             if self._has_small_top_k(params) and self._unsupported_by_screen(num_rows, return_logprob) is None:
-                kind = kind._replace(screen=True)
+                kind = kind.screened
             config = table.lookup(num_rows, kind)
             return paths.launch(config, hidden, params, self._parts, return_logprob=return_logprob)
 
@@ -176,7 +176,7 @@ class Head:
         if path is SamplingPath.FLASHINFER:
             reason = unsupported_batch(lm_head, params, return_logprob)
         elif path is SamplingPath.SCREENED:
-            reason, kind = self._unsupported_by_screen(num_rows, return_logprob), kind._replace(screen=True)
+            reason, kind = self._unsupported_by_screen(num_rows, return_logprob), kind.screened
         if reason is not None:
             raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {reason}")
         if path is SamplingPath.FLASHINFER:
@@ -196,7 +196,7 @@ class Head:
         return None if screen.serves(self._parts.lm_head) else "the screen is not of what the head holds now"
 
     def _has_small_top_k(self, params: BatchParams) -> bool:
-        """Whether every truncated row has a top-k that the screened path can serve. A row with a larger one would read
+        """True if every truncated row has a top-k that the screened path can serve. A row with a larger one would read
         the whole head after the screen."""
         if params.truncation is None:
             return True
@@ -213,16 +213,15 @@ class Head:
     ) -> SampleOutput:
         """Draw from whole rows of the head's logits, before its scale and softcap: ``[B, vocab_size]`` or wider.
 
-        vocab_size: of the whole vocabulary; when None, of all parts of the head (``LMHead.of_rank``). Raises ValueError
-        as ``draw``.
+        vocab_size: ids of the whole vocabulary; when None, of all shards of the head (``LMHead.of_rank``). Raises
+        ValueError as ``draw``.
         """
         check_rows("logits", logits)
         check_params(params)
         lm_head = self._parts.lm_head
         size = vocab_size or lm_head.spec.total_ids or lm_head.vocab_size
         spec = LogitsSpec(size, 0, lm_head.logit_scale, lm_head.softcap)
-        workspace = self._rows_workspace
-        return paths.read_logits(logits, spec, params, return_logprob=return_logprob, workspace=workspace)
+        return paths.read_logits(logits, spec, params, self._rows_workspace, return_logprob=return_logprob)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """``hidden @ weight.T``, ``[B, V]``, padding included, before scale, softcap and edits: in ``out``, else in
@@ -235,7 +234,7 @@ class Head:
         is wrong: such batches get the built-in choice, and a wrong screen is dropped. bool_masks: also with grammar
         masks of dtype bool. Compiles the kernels, allocates and waits: at start. A ``reason`` in the result says that
         the head must not be used."""
-        checked = selfcheck.refuse_wrong(self.lm_head, max_rows, self.table, bool_masks=bool_masks, screen=self.screen)
+        checked = selfcheck.refuse_wrong(self.lm_head, max_rows, self.table, self.screen, bool_masks=bool_masks)
         self.table = checked.table
         if checked.unscreened is not None:
             self.screen = None

@@ -27,7 +27,7 @@ import numpy as np
 from msgspec import Meta
 
 from .files import BadFileError, one_line, parse_json, read_plain
-from .kernels.rng import GROUP_SIZE
+from .kernels.config import GROUP_SIZE, cdiv
 
 SCHEMA = "flashsample-hot/2"
 MAX_BYTES = 4 << 20
@@ -87,7 +87,7 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     @functools.cached_property
     def groups(self) -> np.ndarray:
         """``[G]`` int64, tokens per group."""
-        groups = np.zeros(-(-self.vocab // GROUP_SIZE), dtype=np.int64)
+        groups = np.zeros(cdiv(self.vocab, GROUP_SIZE), dtype=np.int64)
         for first, line in self.counts.items():
             part = groups[first // GROUP_SIZE :][:LINE_GROUPS]
             if first % LINE_IDS or len(part) != len(line):

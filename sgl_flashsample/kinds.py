@@ -70,8 +70,12 @@ class BatchKind(NamedTuple):
         """The kind whose entries serve where a table has none for this one: a batch with a screen is served as without
         it, a greedy one as a plain one. None for the other kinds."""
         if self.screen:
-            return self._replace(screen=False)
+            return self.unscreened
         return self._replace(greedy=False) if self.greedy else None
+
+    @property
+    def screened(self) -> BatchKind:
+        return self._replace(screen=True)
 
     @property
     def unscreened(self) -> BatchKind:
@@ -83,7 +87,7 @@ class BatchKind(NamedTuple):
         if isinstance(config, ScreenConfig):
             return self._replace(greedy=False)
         if isinstance(config, TileConfig):
-            return self._replace(greedy=False, screen=False)
+            return self.unscreened._replace(greedy=False)
         return self.unscreened
 
 
@@ -97,6 +101,6 @@ _UNSCREENED = tuple(
         (False, False, True),
     )
 )
-BATCH_KINDS = (*_UNSCREENED, *(kind._replace(screen=True) for kind in _UNSCREENED))
+BATCH_KINDS = (*_UNSCREENED, *(kind.screened for kind in _UNSCREENED))
 KIND_NAMES = {str(kind): kind for kind in BATCH_KINDS}
 PLAIN = BATCH_KINDS[0]

@@ -37,10 +37,16 @@ class Parts(NamedTuple):
     screen: Screen | None = None
 
     @classmethod
-    def of(cls, lm_head: LMHead, table: DispatchTable | None = None, screen: Screen | None = None) -> Parts:
+    def of(
+        cls,
+        lm_head: LMHead,
+        screen: Screen | None = None,
+        table: DispatchTable | None = None,
+        workspace: Workspace | None = None,
+    ) -> Parts:
         """With the truncation of ``table``; of the built-in choices when None."""
         table = default_table(lm_head) if table is None else table
-        return cls(lm_head, table.truncation_config, screen=screen)
+        return cls(lm_head, table.truncation_config, workspace, screen)
 
 
 def launch(
@@ -103,9 +109,9 @@ def read_logits(
     logits: torch.Tensor,  # [B, V] or wider
     spec: LogitsSpec,
     params: BatchParams,
+    workspace: Workspace | None,
     *,
     return_logprob: bool = False,
-    workspace: Workspace | None = None,
 ) -> SampleOutput:
     """Draw one token per row of logits that are in memory, as the built-in choice for them says."""
     if draws_in_host_memory(logits.device):

@@ -50,7 +50,8 @@ def _is_int64(number: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """What the rows of a batch ask for: each one number for all rows, a sequence with one per row, or a ``[B]`` tensor.
+    """Parameters of the rows of a batch: each is one number for all rows, a sequence with one per row, or a ``[B]``
+    tensor.
 
     temperature: 0 is greedy, else 1e-6 to 1e30. top_k: that many tokens; 0 or less is off. top_p: in (0, 1], 1 is off.
     min_p: in [0, 1], 0 is off. What each allows is in ``Truncation``. seed: any int64; of one number, the rows get it
@@ -83,7 +84,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether any row may have a top-k, top-p or min-p."""
+        """True if any row may have a top-k, top-p or min-p."""
         return any(not all(is_off(number) for number in _numbers(getattr(self, name))) for name, is_off in _OFF.items())
 
     @property
@@ -94,7 +95,7 @@ class SamplingParams:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether every temperature is known to be 0."""
+        """True if every temperature is known to be 0."""
         return all(number == 0 for number in _numbers(self.temperature))
 
 
@@ -176,35 +177,20 @@ class Sampler:
         check_rows("hidden", hidden)
         if position is not None:
             _check_numbers("position", position, lambda x: _is_int64(x) and x >= 0, "an int64, 0 or more")
-        with self._lock:
-            return self._draw(hidden, params, position, edits, return_logprob)
-
-    def _draw(
-        self,
-        hidden: torch.Tensor,
-        params: SamplingParams,
-        position: int | Sequence[int] | torch.Tensor | None,
-        edits: LogitEdits | None,
-        return_logprob: bool,
-    ) -> SampleOutput:
         num_rows = hidden.shape[0]
-        if num_rows > self.head.max_rows:
-            self.head.grow(num_rows)
-        rows = self._rows
-        if rows is None or rows.params is not params or len(rows.seed) != num_rows:
-            rows = self._rows = self._rows_of(params, num_rows)
-        if position is None:
-            position = self.calls
-            self.calls += 1
-        batch = BatchParams(
-            rows.temperature,
-            rows.seed,
-            _tensor("position", position, num_rows, torch.int64, self.head.lm_head.weight.device),
-            rows.truncation,
-            edits,
-            params.all_greedy,
-        )
-        return self.head.draw(hidden, batch, return_logprob=return_logprob)
+        with self._lock:
+            if num_rows > self.head.max_rows:
+                self.head.grow(num_rows)
+            rows = self._rows
+            if rows is None or rows.params is not params or len(rows.seed) != num_rows:
+                rows = self._rows = self._rows_of(params, num_rows)
+            if position is None:
+                position = self.calls
+                self.calls += 1
+            positions = _tensor("position", position, num_rows, torch.int64, self.head.lm_head.weight.device)
+            greedy = params.all_greedy
+            batch = BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits, greedy)
+            return self.head.draw(hidden, batch, return_logprob=return_logprob)
 
     def _rows_of(self, params: SamplingParams, num_rows: int) -> _Rows:
         device = self.head.lm_head.weight.device

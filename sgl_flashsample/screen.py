@@ -1,4 +1,4 @@
-"""What the screened path needs beside the head: its INT8 copy, and the scratch of its launches."""
+"""The needs of the screened path beside the head: its INT8 copy, and the scratch of its launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .kernels.workspace import ScreenWorkspace
 
 @dataclasses.dataclass
 class _State:
-    """Of a copy, whoever reads it."""
+    """The state of a copy, whoever reads it."""
 
     valid: bool = True
     closed: bool = False
@@ -94,7 +94,7 @@ class Screen:
         return UnwrittenScreen(LMHead(like, vocab_size=head.vocab_size), max_rows).num_bytes
 
     def serves(self, head: LMHead) -> bool:
-        """Whether this is a copy of what ``head`` holds, as far as PyTorch knows. Costs a step a microsecond or two."""
+        """True if this is a copy of what ``head`` holds, as far as PyTorch knows. Costs a step a microsecond or two."""
         if self.closed or not self._state.valid:
             return False
         return self._layout == _layout_of(head) and not self.int8_head.is_stale(head) and unsupported_head(head) is None

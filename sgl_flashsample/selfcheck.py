@@ -19,11 +19,11 @@ import triton
 
 from .cpu_path import draws_in_host_memory
 from .defaults import HeadTraits
-from .dispatch import DispatchTable, default_table, reading_table
+from .dispatch import DispatchTable, reading_table
 from .files import first_line
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.config import ReadConfig, ScreenConfig
-from .kernels.gather_rows import LINE_WORDS, RowBuffers, gather_rows, write_rows
+from .kernels.gather_rows import LINE_WORDS, RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
 from .kernels.launch import compiling_only
 from .kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
 from .kernels.reference import (
@@ -88,7 +88,7 @@ def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *
                         launch_once(parts, config, kind, return_logprob)
                         if bool_masks and kind.edit:
                             launch_once(parts, config, kind, return_logprob, bool_mask=True)
-            launch_row_table(heads[0].lm_head.weight.device)
+            launch_row_table(heads[0].lm_head.weight)
     except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
         logger.debug("flashsample: kernels are not compiled ahead: %s", first_line(error))
 
@@ -113,34 +113,16 @@ def launch_once(
     launch(config, hidden, params, parts, return_logprob=return_logprob)
 
 
-def launch_row_table(device: torch.device) -> None:
-    """Launch the kernels that write a table of rows, and that gather a batch from it, with one row."""
+def launch_row_table(weight: torch.Tensor) -> None:
+    """Launch the kernels that write a table of rows, and that gather a batch from it, with one row. weight: ``[V, D]``;
+    the hidden states are like its rows."""
+    device = weight.device
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     lines = torch.zeros(1, LINE_WORDS, dtype=torch.int32, device=device)
     write_rows(lines.clone(), slots, lines)
-    gather_rows(lines, slots, slots, RowBuffers.allocate(1, device))
-
-
-def compare_with_reference(
-    head: LMHead,
-    max_rows: int,
-    chunk_ids: int = CHUNK_IDS,
-    *,
-    bool_masks: bool = False,
-    table: DispatchTable | None = None,
-    screen: Screen | None = None,
-) -> str | None:
-    """Draw with every tile and every reader that batches of up to ``max_rows`` rows take (of ``table``, built in when
-    None), whatever their features, on the first ids of ``head``. screen: of ``head``; also with every configuration of
-    the screened path, on a copy of these ids.
-
-    Compiles each kernel that such batches need, with ``bool_masks`` also those for grammar masks of dtype bool.
-    Returns None when every token is the reference's (near-ties excepted), else what differed.
-    """
-    table = table or default_table(head)
-    check = _Check(Parts.of(head, table, screen), max_rows, chunk_ids, bool_masks, table)
-    used = table.configs_up_to(max_rows, screened=screen is not None)
-    return next(filter(None, (check.compare(*one) for one in used)), None)
+    out = RowBuffers.allocate(1, device)
+    gather_rows(lines, slots, slots, out)
+    stage_rows(StagedBatch(device), lines, weight.new_zeros(1, weight.shape[1]), out)
 
 
 def compare_rows_with_reference(
@@ -154,12 +136,12 @@ def compare_rows_with_reference(
     softcap: float | None = None,
     bool_masks: bool = False,
 ) -> str | None:
-    """``compare_with_reference`` for ``api.sample_from_logits`` of ``[B, width]`` logits: what ranks that share a head
-    draw whole rows with."""
+    """The first difference from the reference in draws of ``api.sample_from_logits`` from ``[B, width]`` logits, by
+    which ranks that share a head draw whole rows; None without one."""
     generator = torch.Generator(device).manual_seed(1)
     weight = torch.randn(width, NARROW, generator=generator, device=device).to(dtype)
     head = LMHead(weight, vocab_size=vocab_size, logit_scale=logit_scale, softcap=softcap)
-    return compare_with_reference(head, max_rows, bool_masks=bool_masks, table=reading_table(HeadTraits.of(head)))
+    return refuse_wrong(head, max_rows, reading_table(HeadTraits.of(head)), bool_masks=bool_masks).fault
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,31 +155,44 @@ class Checked:
     refused: tuple[str, ...]
     unscreened: str | None = None
 
+    @property
+    def fault(self) -> str | None:
+        """The first difference from the reference; None without one."""
+        return next(iter(self.refused), None) or self.unscreened or self.reason
+
 
 def refuse_wrong(
     head: LMHead,
     max_rows: int,
     table: DispatchTable,
+    screen: Screen | None = None,
     *,
     bool_masks: bool = False,
-    screen: Screen | None = None,
 ) -> Checked:
-    """``compare_with_reference`` for each configuration by itself: one from a tuned table that fails, or that does not
-    compile, gives its batches back to the built-in choice, which is checked in turn. Where a built-in one of the
-    screened path fails, nothing is screened. Any other built-in one that fails is a reason not to serve."""
+    """Draw with every configuration that batches of up to ``max_rows`` rows take in ``table``, whatever their features,
+    on the first ids of ``head``, and compare each token with the reference's (near-ties excepted). screen: of ``head``;
+    also with those of the screened path, on a copy of these ids. Compiles each kernel that such batches need, with
+    ``bool_masks`` also those for grammar masks of dtype bool.
+
+    A configuration from a tuned table that fails, or that does not compile, gives its batches back to the built-in
+    choice, which is checked in turn. Where a built-in one of the screened path fails, nothing is screened. Any other
+    built-in one that fails is a reason not to serve."""
     refused: list[str] = []
     unscreened: str | None = None
-    verified: set[tuple[BatchKind, Config]] = set()
+    checked: set[tuple[BatchKind, Config]] = set()
     while True:
         every = table.configs_up_to(max_rows, screened=screen is not None)
-        used = [one for one in every if (one[0].launched(one[2]), one[2]) not in verified]
+        used = [one for one in every if (one[0].launched(one[2]), one[2]) not in checked]
         if not used:
             return Checked(table, None, tuple(refused), unscreened)
-        check = _Check(Parts.of(head, table, screen), max_rows, CHUNK_IDS, bool_masks, table)
+        check = _Check(head, max_rows, table, screen, bool_masks)
         for kind, num_rows, config in used:
-            reason = check.compare_or_error(kind, num_rows, config)
+            try:
+                reason = check.compare(kind, num_rows, config)
+            except Exception as error:  # whatever a compiler or a device makes of a configuration
+                reason = f"{first_line(error)} with {config} ({kind})"
             if reason is None:
-                verified.add((kind.launched(config), config))
+                checked.add((kind.launched(config), config))
             elif table.lookup(num_rows, kind) != config:
                 continue  # already taken out, by a refusal for another kind
             elif config != table.default(num_rows, kind):
@@ -214,7 +209,7 @@ def unsupported_by_flashinfer(head: LMHead) -> str | None:
     if head.shards > 1 or not head.gemm_gives_logits:
         return "it needs a whole vocabulary, and logits of the weight's dtype"
     num_rows = 8
-    raw = compute_logits(_hidden(head, num_rows, CHUNK_IDS), head, Workspace(1, head.weight.device))
+    raw = compute_logits(_hidden(head, num_rows), head, Workspace(1, head.weight.device))
     row = torch.arange(num_rows, device=raw.device)
     temperature = 0.5 + row % 4 * 0.5
     limits = Truncation(20 + row.int(), torch.where(row % 2 == 0, 0.95, 1.0), torch.zeros_like(temperature))
@@ -238,26 +233,18 @@ class _Check:
     """Kernels of ``head`` compiled together, then checked one by one."""
 
     def __init__(
-        self,
-        parts: Parts,
-        max_rows: int,
-        chunk_ids: int,
-        bool_masks: bool,
-        table: DispatchTable,
+        self, head: LMHead, max_rows: int, table: DispatchTable, screen: Screen | None, bool_masks: bool
     ) -> None:
-        self.head, self.parts, self.chunk_ids, self.table = parts.lm_head, parts, chunk_ids, table
-        self.shortened = parts._replace(lm_head=first_ids(self.head, MAX_IDS), screen=None)
-        self.screen_error = "no screen"
-        if parts.screen is not None and (screened_rows := table.screened_rows(max_rows)):
+        self.head, self.table = head, table
+        shortened, copy, self.screen_error = first_ids(head, MAX_IDS), None, "no screen"
+        if screen is not None and (screened_rows := table.screened_rows(max_rows)):
             try:
-                rows = max(screened_rows, CHECKED_ROWS)
-                screen = Screen(self.shortened.lm_head, rows, announces_writes=True)
-                self.shortened = self.shortened._replace(screen=screen)
+                copy = Screen(shortened, max(screened_rows, CHECKED_ROWS), announces_writes=True)
             except Exception as error:  # memory for a second copy, or what else a starting server may lack
                 self.screen_error = first_line(error)
-        if self.shortened.screen is None:
-            parts = parts._replace(screen=None)
-        compile_ahead([parts, self.shortened], max_rows, table, bool_masks=bool_masks)
+        self.shortened = Parts.of(shortened, copy, table)
+        self.parts = Parts.of(head, screen if copy is not None else None, table)
+        compile_ahead([self.parts, self.shortened], max_rows, table, bool_masks=bool_masks)
 
     def compare(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
         if kind.truncate and self.head.shards > 1:
@@ -266,7 +253,7 @@ class _Check:
             return f"{self.screen_error} with {config} ({kind})"
         reads = isinstance(config, ReadConfig) or draws_in_host_memory(self.head.weight.device)
         rows, size = max(num_rows, CHECKED_ROWS), self.shortened.lm_head.vocab_size
-        expected = expect(self.shortened.lm_head, rows, kind, reads=reads, chunk_ids=self.chunk_ids)
+        expected = expect(self.shortened.lm_head, rows, kind, reads=reads)
         logprobs = (False,) if kind.screen else (False, True)  # a batch that asks for logprobs is one without a screen
         for return_logprob in logprobs:
             reason = difference(expected, config, self.shortened, return_logprob=return_logprob)
@@ -277,12 +264,6 @@ class _Check:
             for return_logprob in logprobs:
                 launch_once(self.parts, config, kind, return_logprob)
         return None
-
-    def compare_or_error(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
-        try:
-            return self.compare(kind, num_rows, config)
-        except Exception as error:  # whatever a compiler or a device makes of a configuration
-            return f"{first_line(error)} with {config} ({kind})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,9 +280,9 @@ class Expectation:
     want: Reference
 
 
-def expect(head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool, chunk_ids: int = CHUNK_IDS) -> Expectation:
+def expect(head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool) -> Expectation:
     """reads: from logits that a GEMM has written, as ``ReadConfig`` does."""
-    hidden = _hidden(head, num_rows, chunk_ids)
+    hidden = _hidden(head, num_rows)
     row = torch.arange(num_rows, device=hidden.device)
     temperature = torch.where(row % 3 == (1 if kind.truncate else 0), 0.0, 0.5 + row % 4 * 0.5)
     if kind.greedy:
@@ -313,7 +294,7 @@ def expect(head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool, chunk_i
         low, high = logits - error_bound, logits + error_bound
     else:
         error = accumulation_error(head.weight.shape[1])
-        low, logits, high = (_logits(hidden, head, chunk_ids, sign * error) for sign in (-1, 0, 1))
+        low, logits, high = (_logits(hidden, head, sign * error) for sign in (-1, 0, 1))
     edits = None
     if kind.edit:
         edits, edited = edits_of_every_kind(row, head)
@@ -332,7 +313,7 @@ def difference(expected: Expectation, config: Config, parts: Parts, *, return_lo
     head; a workspace is made for the draw."""
     head, params, num_rows = expected.head, expected.params, len(expected.hidden)
     workspace = Workspace(slots_for(config, head, num_rows), expected.hidden.device)
-    parts = parts._replace(workspace=workspace)
+    parts = Parts(head, parts.truncation_config, workspace, parts.screen)
     token = launch(config, expected.hidden, params, parts, return_logprob=return_logprob).token_ids
     want = expected.want
     if params.truncation is not None and draws_in_host_memory(expected.hidden.device):
@@ -397,27 +378,27 @@ def pack_bits(allowed: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
-def _hidden(head: LMHead, num_rows: int, chunk_ids: int) -> torch.Tensor:
+def _hidden(head: LMHead, num_rows: int) -> torch.Tensor:
     """Hidden states that give logits of a usual size."""
     weight = head.weight
     generator = torch.Generator(weight.device).manual_seed(1)
-    spread = weight[:chunk_ids].float().norm(dim=1).mean().clamp(min=1e-6)
+    spread = weight[:CHUNK_IDS].float().norm(dim=1).mean().clamp(min=1e-6)
     hidden = torch.randn(num_rows, weight.shape[1], generator=generator, device=weight.device)
     return (hidden * (3.0 / spread)).to(weight.dtype)
 
 
-def _logits(hidden: torch.Tensor, head: LMHead, chunk_ids: int, perturb: float) -> torch.Tensor:
+def _logits(hidden: torch.Tensor, head: LMHead, perturb: float) -> torch.Tensor:
     return torch.cat(
         [
             logits_ref(
                 hidden,
-                head.weight[start : start + chunk_ids],
+                head.weight[start : start + CHUNK_IDS],
                 logit_scale=head.logit_scale,
                 softcap=head.softcap,
                 logits_dtype=head.rounding,
                 perturb=perturb,
             )
-            for start in range(0, head.vocab_size, chunk_ids)
+            for start in range(0, head.vocab_size, CHUNK_IDS)
         ],
         dim=1,
     )

@@ -84,7 +84,7 @@ _warned: set[str] = set()  # lines that this process has said
 
 
 def switch(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Whether a switch is on; None where nothing is said of one whose default depends on the server."""
+    """True if a switch is on; None where nothing is said of one whose default depends on the server."""
     return _value(name, environ)
 
 
@@ -123,13 +123,10 @@ def _value(name: str, environ: Mapping[str, str]) -> Any:
         return variable.parse(given if variable is _TEXT else given.strip())
     except (KeyError, ValueError):
         default = variable.default
-        unset = "it counts as not set" if default in (None, "") else f"using {_in_words(default)}"
+        in_words = default if isinstance(default, str) else f"{default or 0:g}"
+        unset = "it counts as not set" if default in (None, "") else f"using {in_words}"
         _warn(f"{name} is {given!r}; expected {variable.expected}; {unset}")
         return default
-
-
-def _in_words(default: Any) -> str:
-    return f"{default:g}" if not isinstance(default, str) else default
 
 
 def _warn(line: str) -> None:

@@ -149,7 +149,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
         usual_screen = UnwrittenScreen(head, 64)  # 0.6 GB that take a while to clear
         seen: set[Any] = set()
         for entry in builtin_table(family, itemsize).entries:
-            config = entry.launch
+            config = entry.configuration
             kind = KIND_NAMES[entry.kind].launched(config)
             wanted = {(kind, config)} if full else {(kind, path_of(config))} | (set() if first else {config})
             if wanted <= seen or (first and kind.truncate and not kind.edit):
@@ -197,7 +197,7 @@ def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "rows by peer memory", functools.partial(exchange_rows, memory, 1, 5)
     tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
     yield "path of drafts", functools.partial(follow_drafts, *tables)
-    yield "table of rows", functools.partial(launch_row_table, torch.device("cpu"))
+    yield "table of rows", functools.partial(launch_row_table, torch.zeros(16, 64, dtype=torch.bfloat16))
     yield from logprob_launches()
 
 
@@ -393,9 +393,13 @@ def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) 
 
 
 def launch_row_tables() -> None:
-    """Gather and write with slots, positions and lines at any address, and with numbers of every kind."""
-    from sgl_flashsample.kernels.gather_rows import RowBuffers, gather_rows, write_rows
+    """Stage, and gather and write with slots, positions and lines at any address, and with numbers of every kind."""
+    from sgl_flashsample.kernels.gather_rows import RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
 
+    for num_rows, width, dtype in itertools.product((1, 2, 17), (1, 24, 64), (torch.bfloat16, torch.float32)):
+        LAUNCHES.now = f"stage of {num_rows} rows, {width} columns, {dtype}"
+        stage, out = torch.zeros(num_rows, width, dtype=dtype), RowBuffers.allocate(32, "cpu")
+        stage_rows(StagedBatch(stage.device), torch.zeros(num_rows, 8, dtype=torch.int32), stage, out)
     for num_rows, nodes, offset in itertools.product((1, 2, 16, 17), (1, 3, 16), (0, 1)):
         LAUNCHES.now = f"table of {num_rows} rows, {nodes} nodes, {offset}"
         table = torch.zeros(num_rows, 8, dtype=torch.int32)
@@ -475,7 +479,7 @@ def keys() -> dict[str, list[str]]:
     for kind, path, vocab in itertools.product(kinds, configs, (368, 367)):
         head = LMHead(torch.ones(400, 64, dtype=torch.bfloat16), vocab_size=vocab)
         LAUNCHES.now = "ahead"
-        launch_once(Parts.of(head, table, UnwrittenScreen(head, 1)), configs[path][0], KIND_NAMES[kind])
+        launch_once(Parts.of(head, UnwrittenScreen(head, 1), table), configs[path][0], KIND_NAMES[kind])
         for num_rows, odd in ((1, ""), (2, ""), (16, "temperature"), (17, "position")):
             LAUNCHES.now = f"{path}, {kind}, {vocab} ids, {num_rows} rows"
             change = {"num_rows": num_rows, "odd": odd, "head": {"vocab_size": vocab}}

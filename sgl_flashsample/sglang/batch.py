@@ -188,10 +188,15 @@ class Batch:
 
     def keep(self, indices: Sequence[int]) -> Batch:
         """The rows at ``indices``, in that order."""
-        return Batch(bytes(map(self.kinds.__getitem__, indices)), self.table)
+        if len(indices) < 2:  # an itemgetter of one index returns no tuple
+            return Batch(bytes(self.kinds[index] for index in indices), self.table)
+        return Batch(bytes(operator.itemgetter(*indices)(self.kinds)), self.table)
 
     def followed_by(self, other: Batch) -> Batch:
-        return Batch(self.kinds + other.kinds, self.table)
+        both = Batch(self.kinds + other.kinds, self.table)
+        # Known from the parts, without a look at the rows.
+        vars(both)["mix"] = self.mix if self.mix is other.mix else _mix_of(self.mix.kinds | other.mix.kinds)
+        return both
 
 
 def batch_of(sampling_info: Any) -> Batch | None:

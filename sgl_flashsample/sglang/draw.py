@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.gather_rows import StagedBatch
 from ..kernels.launch import num_binaries
 from ..kernels.params import BatchParams, Edit, LogitEdits, SampleOutput
-from .batch import BATCH_ATTRIBUTE, Batch, DrawKind
+from .batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, DrawKind
 from .head import STAGED_ROWS, HeadState
 from .lazy_logits import LazyLogits
 from .row_table import TOP_K_BOUNDS, RowTable
-from .step_graphs import Launched, StepGraphs
+from .step_graphs import EditPlaces, Launched, NextBatch, StepGraphs, can_be_captured
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -26,7 +27,7 @@ COMMON_KINDS = (
     DrawKind(True, TOP_K_BOUNDS[0], False, False),
     DrawKind(True, None, False, False),
 )
-FULL_STEP_SECONDS = 0.05  # between two steps that follow the model and the life of the screen
+FULL_STEP_SECONDS = 0.5  # between two steps that follow the model and the life of the screen
 MAX_PREPARED_BYTES = 100 << 20  # device memory that graphs captured ahead may take
 PREPARES_NOTHING = "flashsample: CUDA graphs of the sampling step are captured in steps, not ahead: %s"
 
@@ -48,35 +49,59 @@ class Step(NamedTuple):
         return self.batch.mix.draw if self.nodes is None else self.batch.mix.draw_of_nodes
 
 
-def replayed(started: float, lazy: Any, sampling_info: Any, num_positions: int) -> torch.Tensor | None:
+def replayed(started: float, lazy: Any, sampling_info: Any, positions: torch.Tensor) -> torch.Tensor | None:
     """The tokens of a step without logprobs whose like has been replayed before, found in one function: between two
     steps the host does much else, and what a step looks at is no longer in its caches. None where ``draw`` has to serve
     it, as it does once in ``FULL_STEP_SECONDS``."""
     batch = getattr(sampling_info, BATCH_ATTRIBUTE, None)
-    if type(lazy) is not LazyLogits or lazy.captured is None or batch is None or sampling_info.grammars:
+    if type(lazy) is not LazyLogits or batch is None or sampling_info.grammars:
         return None
-    state, num_rows = lazy.source, lazy.hidden.shape[0]
-    graphs = state.graphs
+    state, hidden, captured = lazy.source, lazy.hidden, lazy.captured
+    graphs, num_rows = state.graphs, hidden.shape[0]
     if (
         graphs is None
         or started > state.full_step_at
         or len(batch.kinds) != num_rows
-        or num_positions != num_rows
+        or positions.shape[0] != num_rows
         or lazy.is_dense
         or not state.has_memory
         or not state.is_current()
     ):
         return None
-    ready = graphs.ready.get((lazy.captured.data_ptr(), batch.mix))
+    if captured is None:
+        captured = state.stage_for(num_rows) if lazy.prefills else None
+        if captured is None:
+            return None
+    ready = graphs.ready.get((captured.data_ptr(), batch.mix))
     if ready is None:
         return None
-    batch.table.write()
-    keyed, table = ready
-    if table is not batch.table.lines:
+    keyed, lines = ready
+    table = batch.table
+    if lines is not table.lines or table.is_too_small:
         return None
-    tokens = keyed.replay_next(num_rows).token_ids
-    state.counts.replayed += 1
-    return tokens
+    if keyed.batches:
+        slots = getattr(sampling_info, SLOTS_ATTRIBUTE)
+        if not _is_staged(captured, hidden, slots, positions):
+            return None
+        table.hand_over(keyed.next_batch, hidden, slots, positions)
+        state.counts.prefills += 1
+    else:
+        table.write()
+        state.counts.replayed += 1
+    return keyed.replay_next(num_rows).token_ids
+
+
+def _is_staged(stage: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> bool:
+    """The kernel that brings a batch to its stage reads such tensors."""
+    return (
+        hidden.dtype is stage.dtype
+        and slots.shape == positions.shape
+        and slots.dtype is positions.dtype is torch.int64
+        and slots.is_contiguous()
+        and positions.is_contiguous()
+        and hidden.is_contiguous()
+        and hidden.data_ptr() % 16 == 0
+    )
 
 
 def draw(lazy: LazyLogits, step: Step) -> SampleOutput:
@@ -91,43 +116,52 @@ def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
     state: HeadState = lazy.source
     hidden, captured, edits = lazy.hidden, lazy.captured, step.edits
     num_rows = hidden.shape[0]
-    if captured is None and lazy.prefills and edits is None:
-        captured = state.staged(hidden)
-    # A graph draws all rows of SGLang's, padding too. With edits it is of this batch: these have no rows for padding.
-    padded = hidden if captured is None or edits is not None else captured
+    staged = captured is None and lazy.prefills and edits is None and step.nodes is None
+    if staged:
+        captured = state.stage_for(num_rows)
+        staged = captured is not None and _is_staged(captured, hidden, step.slots, step.positions)
+        captured = captured if staged else None
+    if edits is not None and (state.copies_tokens or not can_be_captured(edits, num_rows)):
+        captured = None
+    padded = hidden if captured is None else captured  # a graph draws all rows of SGLang's, padding too
     state.update(padded.shape[0])
     state.full_step_at = time.perf_counter() + FULL_STEP_SECONDS
     state.counts.prefills += lazy.prefills
     table = step.batch.table
-    table.write()
+    if table.is_too_small:
+        table.write()
     graphs = None if captured is None else state.step_graphs(padded.shape[0], step.kind, edits is not None)
-    gathers = graphs is not None and edits is None and step.nodes is None and not lazy.prefills
-    gathers = gathers and state.inputs is not None
-    if graphs is not None and edits is not None and edits.mask is not None:
-        edits = dataclasses.replace(edits, mask=graphs.load_mask(edits.mask))
-        step = step._replace(edits=edits)
-    if not gathers:
-        gather(state, step, num_rows if graphs is None else padded.shape[0])
+    keyed, gathers = None, staged
     if graphs is not None:
+        if edits is not None and edits.mask is not None:
+            edits = dataclasses.replace(edits, mask=graphs.load_mask(edits.mask, len(padded)))
+        gathers = staged or (step.nodes is None and not lazy.prefills and state.inputs is not None)
         # The batch is drawn with its noise, whatever FlashInfer could do.
         kind, mix = step.kind._replace(distribution_only=False), step.batch.mix
-        out = graphs.step(
-            lambda: _launches(state, padded, kind, edits, step.return_logprob, table if gathers else None),
+        keyed = graphs.find(
+            lambda batch: _launches(state, padded, kind, edits, step.return_logprob, table if gathers else None, batch),
             padded,
-            num_rows,
             kind,
             edits,
             step.return_logprob,
             table.lines if gathers else None,
             mix if not (mix.is_native or mix.edits or step.return_logprob) else None,
+            staged,
         )
-        if out is not None:
-            state.counts.replayed += not lazy.prefills
-            return out
-        if gathers:
-            gather(state, step, num_rows)
-    state.counts.launched += not lazy.prefills
-    return launch(state, hidden, params_of(state, step.kind, edits, num_rows), step.return_logprob).out
+    if keyed is None:
+        gather(state, step, num_rows)
+        state.counts.launched += not lazy.prefills
+        return launch(state, hidden, params_of(state, step.kind, step.edits, num_rows), step.return_logprob).out
+    if staged:
+        table.hand_over(keyed.next_batch, hidden, step.slots, step.positions)
+    elif gathers:
+        table.write()
+    else:
+        gather(state, step, len(padded))
+    if edits is not None:
+        keyed.next_batch.set(edits)
+    state.counts.replayed += not lazy.prefills
+    return keyed.replay_next(num_rows)
 
 
 def _launches(
@@ -137,12 +171,21 @@ def _launches(
     edits: LogitEdits | None,
     return_logprob: bool,
     table: RowTable | None,
+    batch: NextBatch | None = None,
 ) -> Launched:
-    """The launches that a graph captures. table: to gather the parameters from, of the rows that SGLang's graph has."""
+    """The launches that a graph captures. table: to gather the parameters from, of the rows that SGLang's graph has, or
+    of those that ``batch`` brings to ``padded``. edits: their tensors are those of ``batch``."""
     rows = padded.shape[0]
-    if table is not None:
+    if isinstance(batch, EditPlaces):
+        assert edits is not None
+        batch.load()
+        edits = dataclasses.replace(edits, places=batch.places)
+    if table is not None and isinstance(batch, StagedBatch):
+        table.stage(batch, padded, state.rows)
+    elif table is not None:
         assert state.inputs is not None
-        table.gather(state.inputs.slots[:rows], state.inputs.positions[:rows], state.rows)
+        given = Edit(0) if edits is None else edits.given
+        table.gather(state.inputs.slots[:rows], state.inputs.positions[:rows], state.rows, edits=given)
     return launch(state, padded, params_of(state, kind, edits, rows), return_logprob, retry=False)
 
 
@@ -179,18 +222,18 @@ def prepare_next(state: HeadState, table: RowTable) -> bool:
         return False
     if state.graphs is not None and state.graphs.is_prepared and state.is_current():
         return False
-    sizes = [(state.captured[rows], state.inputs is not None) for rows in state.captured]
-    sizes += [(state.stage(rows), False) for rows in STAGED_ROWS]
-    for hidden, gathers in sorted(sizes, key=lambda size: -len(size[0])):  # smaller ones find the memory of larger ones
+    sizes = [(state.captured[rows], state.inputs is not None, False) for rows in state.captured]
+    sizes += [(stage, True, True) for rows in STAGED_ROWS if (stage := state.stage_for(rows)) is not None]
+    for hidden, gathers, staged in sorted(sizes, key=lambda size: -len(size[0])):  # smaller ones find memory of larger
         for kind in COMMON_KINDS:
             state.update(len(hidden))
             graphs = state.step_graphs(len(hidden), kind, edited=False)
             if graphs is None:
                 return False
-            if graphs.has(hidden, kind, table.lines if gathers else None):
+            if graphs.has(hidden, kind, table.lines if gathers else None, staged):
                 continue
             try:
-                _prepare(state, graphs, hidden, kind, table, gathers)
+                _prepare(state, graphs, hidden, kind, table, gathers, staged)
             except Exception as error:  # steps capture what they need
                 graphs.is_prepared = True
                 logger.warning(PREPARES_NOTHING, f"{type(error).__name__}: {error}")
@@ -202,15 +245,21 @@ def prepare_next(state: HeadState, table: RowTable) -> bool:
 
 
 def _prepare(
-    state: HeadState, graphs: StepGraphs, hidden: torch.Tensor, kind: DrawKind, table: RowTable, gathers: bool
+    state: HeadState,
+    graphs: StepGraphs,
+    hidden: torch.Tensor,
+    kind: DrawKind,
+    table: RowTable,
+    gathers: bool,
+    staged: bool,
 ) -> None:
-    def launches() -> Launched:
-        return _launches(state, hidden, kind, None, False, table if gathers else None)
+    def launches(batch: NextBatch | None) -> Launched:
+        return _launches(state, hidden, kind, None, False, table if gathers else None, batch)
 
     nothing = torch.zeros(0, dtype=torch.int64, device=hidden.device)
     table.gather(nothing, nothing, state.rows, rows=len(hidden))
-    launches()
-    graphs.prepare(launches, hidden, kind, table.lines if gathers else None)
+    launches(StagedBatch(hidden.device) if staged else None)
+    graphs.prepare(launches, hidden, kind, table.lines if gathers else None, staged)
 
 
 def launch(

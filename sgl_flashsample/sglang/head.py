@@ -251,22 +251,21 @@ class HeadState:
         vocab_size = self.processor.vocab_size
         return self.head.draw_from_logits(logits, params, vocab_size=vocab_size, return_logprob=return_logprob)
 
-    def staged(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The hidden states of a prefill, which lie elsewhere each time, copied to one place, with older ones behind
-        them up to the next of ``STAGED_ROWS``; None for more rows."""
-        rows = next((rows for rows in STAGED_ROWS if rows >= len(hidden)), None)
-        if rows is None or not self.use_step_graphs:
+    def stage_for(self, num_rows: int) -> torch.Tensor | None:
+        """The stage that a prefill of so many rows is replayed on; None where it is to be launched: a prefill of more
+        rows, and one of a pipeline, whose batch may be overwritten before it has run."""
+        if not self.use_step_graphs or self.copies_tokens:
             return None
-        stage = self.stage(rows)
-        stage[: len(hidden)].copy_(hidden)
-        return stage
+        rows = next((rows for rows in STAGED_ROWS if rows >= num_rows), None)
+        return None if rows is None else self.stage(rows)
 
     def stage(self, rows: int) -> torch.Tensor:
-        """``[rows, D]``, for hidden states of prefills."""
-        if rows not in self.stages:
+        """``[rows, D]``, where graphs of prefills bring their hidden states, which lie elsewhere each time."""
+        stage = self.stages.get(rows)
+        if stage is None:
             weight = self.head.lm_head.weight
-            self.stages[rows] = weight.new_zeros(rows, weight.shape[1])
-        return self.stages[rows]
+            stage = self.stages[rows] = weight.new_zeros(rows, weight.shape[1])
+        return stage
 
     def step_graphs(self, num_rows: int, kind: DrawKind, edited: bool) -> StepGraphs | None:
         """The CUDA graphs that may replay a step of such a batch; None where it is to be launched, as collectives of

@@ -94,7 +94,7 @@ class StepHooks:
         use_logits_buffer: bool = True,
     ) -> Any:
         """LogitsProcessor._get_logits: carry the hidden states instead of computing logits."""
-        state = None
+        started, state = time.perf_counter(), None
         if embedding_bias is None:
             try:
                 state = self.runtime.can_defer(processor, hidden_states, lm_head, logits_metadata)
@@ -109,14 +109,18 @@ class StepHooks:
         is_captured = self.runtime.captures_model(processor, state, hidden_states, logits_metadata)
         captured, mode = hidden_states if is_captured else None, logits_metadata.forward_mode
         prefills = mode.is_extend() and not mode.is_target_verify()
-        return LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
+        lazy = LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
+        self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+        return lazy
 
     def sample(self, model_runner: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ModelRunner.sample: the slots of the rows, for the sampler, which SGLang gives the sampling info
         alone. DP attention and beam search leave them longer than the logits."""
-        logits, info = logits_output.next_token_logits, forward_batch.sampling_info
+        started, logits, info = time.perf_counter(), logits_output.next_token_logits, forward_batch.sampling_info
         if type(logits) is LazyLogits and info is not None:
-            setattr(info, SLOTS_ATTRIBUTE, forward_batch.req_pool_indices[: logits.shape[0]])
+            slots, num_rows = forward_batch.req_pool_indices, logits.shape[0]
+            setattr(info, SLOTS_ATTRIBUTE, slots if len(slots) == num_rows else slots[:num_rows])
+            self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
 
     def load_model(self, result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         """ModelRunner.load_model: the weights are there, graphs are not captured yet. An embedding model samples
@@ -145,12 +149,13 @@ class StepHooks:
     ) -> Any:
         """ModelRunner._preprocess_logits: applies penalties, grammar and bias to real logits. Logits that are not
         computed yet are left alone: the sampler, which SGLang calls next, does it for the rows that need it."""
-        lazy = logits_output.next_token_logits
+        started, lazy = time.perf_counter(), logits_output.next_token_logits
         if isinstance(lazy, LazyLogits):
             observed = bool(args) or any(value is not None for value in kwargs.values())
             if not observed and not lazy.is_dense:
                 sampling_info.grammar_mask = None  # a mask that a departed request left behind
                 setattr(logits_output, PREPROCESS_ATTRIBUTE, functools.partial(original, model_runner))
+                self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
                 return None
             setattr(logits_output, REASON_ATTRIBUTE, Reason.SAMPLING_OBSERVER if observed else Reason.LOGITS_COMPUTED)
             logits_output.next_token_logits = plain(lazy)

@@ -22,7 +22,7 @@ from .step_graphs import StepCounts
 
 logger = logging.getLogger("sgl_flashsample")
 
-FLUSH_SECONDS = 0.5  # between two updates of Prometheus
+FLUSH_SECONDS = 1.0  # between two updates of Prometheus
 _FUSED = ("fused", "")
 READ_SECONDS = 1.0  # between two copies of a counter from the device: each costs the host some microseconds
 
@@ -39,12 +39,12 @@ class Metrics:
         self._rows: Counter[tuple[str, str]] = Counter()
         self._truncated = self._searched = 0
         self._replayed = self._launched = 0
-        self.scheduling_seconds = 0.0  # of hooks on batches, since the last flush
+        self.scheduling_seconds = 0.0  # of hooks outside of the sampler, and of the last flush
         self._screened = [0] * len(ScreenCounter)
         self._paused = False
         self._host_batches, self._host_seconds = 0, 0.0
         self._new: dict[tuple[str, str], list[int]] = {}  # batches and rows that are not in the totals yet
-        self._new_host: list[float] = []  # seconds of fused batches, likewise
+        self._new_batches, self._new_seconds = 0, 0.0  # of fused rows alone, likewise
         self._new_truncated = 0
         self._unlogged = False  # whether the totals have grown since the last log line
         self._last_log = time.perf_counter()
@@ -64,7 +64,8 @@ class Metrics:
                 new[1] += rows
         self._new_truncated += num_truncated
         if started is not None:
-            self._new_host.append(now - started)
+            self._new_batches += 1
+            self._new_seconds += now - started
         return now >= self.next_flush
 
     def add_fused(self, rows: int, num_truncated: int, started: float) -> bool:
@@ -76,7 +77,8 @@ class Metrics:
         new[1] += rows
         self._new_truncated += num_truncated
         now = time.perf_counter()
-        self._new_host.append(now - started)
+        self._new_batches += 1
+        self._new_seconds += now - started
         return now >= self.next_flush
 
     def flush(self) -> None:
@@ -90,14 +92,17 @@ class Metrics:
                 exported.batches.labels(path, reason).inc(batches)
                 exported.rows.labels(path, reason).inc(rows)
         self._truncated += self._new_truncated
-        self._host_batches += len(self._new_host)
-        self._host_seconds += sum(self._new_host)
+        self._host_batches += self._new_batches
+        self._host_seconds += self._new_seconds
         if exported is not None:
-            exported.truncated.inc(self._new_truncated)
-            for seconds in self._new_host:
-                exported.host_seconds.observe(seconds)
+            if self._new_truncated:
+                exported.truncated.inc(self._new_truncated)
+            # What `observe` does for one batch: a call for each of some hundred batches would hold up a step.
+            exported.host_seconds._count.inc(self._new_batches)
+            exported.host_seconds._sum.inc(self._new_seconds)
             exported.scheduling_seconds.inc(self.scheduling_seconds)
-        self._new, self._new_host, self._new_truncated, self.scheduling_seconds = {}, [], 0, 0.0
+        self._new, self._new_truncated, self.scheduling_seconds = {}, 0, 0.0
+        self._new_batches, self._new_seconds = 0, 0.0
         now = time.perf_counter()
         self.next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
         if self._reports and self._unlogged and now - self._last_log >= self.log_seconds:
@@ -115,12 +120,9 @@ class Metrics:
 
     def add_steps(self, counts: StepCounts) -> None:
         """Add the steps of a head since the last call, and set ``counts`` to 0."""
-        if self._prometheus is not None:
-            self._prometheus.replayed.inc(counts.replayed)
-            self._prometheus.launched.inc(counts.launched)
-            self._prometheus.prefills.inc(counts.prefills)
-            self._prometheus.late_captures.inc(counts.late_captures)
-            self._prometheus.late_compiles.inc(counts.late_compiles)
+        for name, count in vars(counts).items() if self._prometheus is not None else ():
+            if count:  # each call costs some microseconds of a step
+                getattr(self._prometheus, name).inc(count)
         self._replayed += counts.replayed
         self._launched += counts.launched
         counts.replayed = counts.launched = counts.prefills = counts.late_captures = counts.late_compiles = 0
@@ -140,7 +142,7 @@ class Metrics:
                 self._prometheus.screen_paused.set(paused)
         for counter in ScreenCounter if any(counted) else ():
             self._screened[counter] += counted[counter]
-            if self._prometheus is not None:
+            if self._prometheus is not None and counted[counter]:
                 self._prometheus.screened[counter].inc(counted[counter])
 
     def summary(self) -> str:
@@ -271,7 +273,8 @@ def _prometheus_metrics() -> _Prometheus | None:
             "sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"
         ),
         scheduling_seconds=PrometheusCounter(
-            "sglang:flashsample_scheduling_seconds", "Host time of what follows batches as requests come and go"
+            "sglang:flashsample_scheduling_seconds",
+            "Host time outside of the sampler: batches that change, and counters",
         ),
         active=Gauge(
             "sglang:flashsample_active",

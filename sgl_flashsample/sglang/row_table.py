@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cpu_path import draws_in_host_memory, gather_rows_on_cpu
-from ..kernels.gather_rows import LINE_WORDS, RowBuffers, gather_rows, pack_line, write_rows
+from ..kernels.gather_rows import LINE_WORDS, RowBuffers, StagedBatch, gather_rows, pack_line, stage_rows, write_rows
 from ..kernels.params import Edit
 from .arrivals import Arrivals, given_seed
 
@@ -31,6 +31,7 @@ TOP_K_BOUNDS = (64, 128)
 FIRST_SLOTS = 4096  # SGLang's default for the largest number of requests; the table grows where there are more
 QUEUE = 8192  # lines that may be queued until their memory is used again
 MAX_KINDS = 256  # a kind is one byte of a batch
+MAX_FACTS = 4096
 
 
 class Row(NamedTuple):
@@ -92,6 +93,7 @@ UNREADABLE = Row(
 
 ROWS: list[Row] = [UNREADABLE]  # the kinds met so far, by id
 _IDS: dict[Row, int] = {UNREADABLE: 0}
+_KINDS: dict[tuple, int] = {}  # ids by the facts of a request
 
 
 def id_of(row: Row) -> int:
@@ -109,8 +111,8 @@ class RowTable:
     """``[slots, LINE_WORDS]`` int32 lines on the device, by slot. Line 0 belongs to no request: SGLang gives slot 0 to
     none. It is greedy and has no edits.
 
-    ``put`` from any stream; ``write`` and ``gather`` on the stream that draws. Queued lines lie in host memory that the
-    kernel which writes them reads, one after the other up to its end.
+    ``put`` from any stream; ``write``, ``gather`` and graphs with ``stage`` on the stream that draws. Queued lines lie
+    in host memory that the kernel which writes them reads, one after the other up to its end.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -119,7 +121,7 @@ class RowTable:
         self.lines = torch.zeros(FIRST_SLOTS + 1, LINE_WORDS, dtype=torch.int32, device=self._device)
         self._places: dict[int, int] = {}  # of a slot, in the queue: its last line wins
         self._written = self._queued = 0  # places of the queue before these
-        self._read = torch.cuda.Event() if self._device.type == "cuda" else None  # what has been written, was read
+        self._largest_slot = 0  # that was ever queued
         self._make_queue(QUEUE)
         padding = torch.frombuffer(bytearray(pack_line(0.0, 0, 0, 1.0, 0.0, 0)), dtype=torch.int32).view(1, -1)
         self._write(torch.zeros(1, dtype=torch.int64, device=device), padding.to(device))  # loads the kernel, too
@@ -130,6 +132,7 @@ class RowTable:
         self._new_slots = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
         self._line_bytes = memoryview(self._new_lines.numpy().data).cast("B")
         self._slot_values = self._new_slots.numpy()
+        self._addresses = self._new_slots.data_ptr(), self._new_lines.data_ptr()
 
     def put(self, slot: int, values: tuple[float, int, int, float, float, int]) -> None:
         """Queue the line of a request: temperature, top_k, seed, top_p, min_p, ``Edit`` flags. Raises ValueError for a
@@ -144,14 +147,17 @@ class RowTable:
             place = self._places[slot] = self._queued
             self._slot_values[place] = slot
             self._queued += 1
+            self._largest_slot = max(self._largest_slot, slot)
         self._line_bytes[len(line) * place : len(line) * (place + 1)] = line
 
     def _make_room(self) -> None:
         """Begin the queue anew, twice as large where all of it is still to be written."""
         waiting = slice(self._written, self._queued)
         lines, slots = self._new_lines[waiting].clone(), self._new_slots[waiting].clone()
-        if self._read is not None:
-            self._read.synchronize()  # of lines that were written thousands of requests ago
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(
+                self._device
+            )  # once in thousands of requests: all lines that were written, were read
         if self._written == 0:
             self._make_queue(2 * len(self._new_slots))
         self._new_lines[: len(lines)], self._new_slots[: len(slots)] = lines, slots
@@ -162,15 +168,30 @@ class RowTable:
         """Write every queued line to the table, on the current stream."""
         if not self._places:
             return
-        if (largest := max(self._places)) >= len(self.lines):
-            grown = self.lines.new_zeros(max(largest + 1, 2 * len(self.lines)), LINE_WORDS)
+        if self.is_too_small:
+            grown = self.lines.new_zeros(max(self._largest_slot + 1, 2 * len(self.lines)), LINE_WORDS)
             grown[: len(self.lines)] = self.lines
             self.lines = grown
         new = slice(self._written, self._queued)
         self._write(self._new_slots[new], self._new_lines[new])
-        if self._read is not None:
-            self._read.record()
         self._places, self._written = {}, self._queued
+
+    @property
+    def is_too_small(self) -> bool:
+        """The next ``write`` makes a larger table."""
+        return self._largest_slot >= len(self.lines)
+
+    def hand_over(self, batch: StagedBatch, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Tell a graph that was captured with ``stage`` its next batch. It writes every queued line, as ``write`` does;
+        not where the table ``is_too_small``."""
+        slots_address, lines_address = self._addresses
+        first, lines = self._written, self._queued - self._written
+        batch.set(hidden, slots, positions, (lines, slots_address + 8 * first, lines_address + 4 * LINE_WORDS * first))
+        self._places, self._written = {}, self._queued
+
+    def stage(self, batch: StagedBatch, stage: torch.Tensor, out: RowBuffers) -> None:
+        """``stage_rows`` into this table."""
+        stage_rows(batch, self.lines, stage, out)
 
     def _write(self, slots: torch.Tensor, lines: torch.Tensor) -> None:
         if self._in_host_memory:
@@ -200,14 +221,40 @@ def read_requests(
     for request, slot in zip(requests, slots, strict=True):
         try:
             seed = arrivals.seed_of(request, server_seed)  # first: it numbers a request that cannot be read as well
-            row, params = _row_of(request, custom_processors), request.sampling_params
+            kind, params = _kind_of(request, custom_processors), request.sampling_params
+            row = ROWS[kind]
             temperature = 0.0 if row.greedy else float(params.temperature)
             table.put(slot, (temperature, int(params.top_k), seed, float(params.top_p), float(params.min_p), row.edits))
-            kinds.append(id_of(row))
+            kinds.append(kind)
         except Exception as error:
             kinds.append(id_of(UNREADABLE))  # without a line: nothing that is drawn from it is used
             unreadable(error)
     return bytes(kinds)
+
+
+def _kind_of(request: Any, custom_processors: bool) -> int:
+    """The id of the kind of a request. Requests come at almost every step: the facts that ``_row_of`` looks at lead to
+    the id of the last request like it."""
+    params = request.sampling_params
+    facts = (
+        params.top_k,
+        params.temperature == 1.0,
+        params.top_p == 1.0,
+        params.min_p > 0,
+        params.frequency_penalty == 0 and params.presence_penalty == 0,
+        params.min_new_tokens > 0,
+        params.repetition_penalty == 1,
+        params.logit_bias is None,
+        getattr(request, "grammar", None) is None,
+        given_seed(params) is None,
+        native_reason(request, custom_processors),
+    )
+    kind = _KINDS.get(facts)
+    if kind is None:
+        if len(_KINDS) == MAX_FACTS:
+            _KINDS.clear()
+        kind = _KINDS[facts] = id_of(_row_of(request, custom_processors))
+    return kind
 
 
 def _row_of(request: Any, custom_processors: bool) -> Row:

@@ -574,12 +574,14 @@ class Runtime:
             self._show_counts()
 
     def _show_counts(self) -> None:
+        started = time.perf_counter()
         for state in self.heads:
             self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
             self.metrics.add_steps(state.counts)
             if state.screen is not None:
                 self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
         self.metrics.flush()
+        self.metrics.scheduling_seconds += time.perf_counter() - started
 
     def idle(self) -> None:
         """SGLang has nothing to do, and says so again and again: capture a graph that steps will ask for, and bring the

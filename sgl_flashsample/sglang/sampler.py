@@ -84,7 +84,7 @@ class FlashSampler(Sampler):
         started, runtime = time.perf_counter(), self.runtime
         if not (return_logprob or kwargs or runtime.sees_every_step or runtime.inactive_reason):
             try:
-                token_ids = replayed(started, logits_output.next_token_logits, sampling_info, positions.shape[0])
+                token_ids = replayed(started, logits_output.next_token_logits, sampling_info, positions)
             except Exception as error:  # a request must not fail because a path cannot serve it
                 runtime.disable(f"{type(error).__name__}: {error}")
                 token_ids = None

@@ -8,7 +8,6 @@ left out.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..kernels.gather_rows import StagedBatch
 from ..kernels.params import LogitEdits, SampleOutput
 from ..kernels.workspace import Workspace
 from .batch import DrawKind, Mix
@@ -27,7 +27,6 @@ logger = logging.getLogger("sgl_flashsample")
 
 SLOTS = 2  # graphs per key, replayed in turn
 PATIENCE = 4  # steps with equal keys before one is captured: a capture takes longer than a draw
-MAX_EDITED_KEYS = 64  # of steps with edits, whose places change; the least recently used one is dropped
 RETRY_SECONDS = 300.0  # after a lack of memory or a failed capture, until the next try
 
 
@@ -87,6 +86,29 @@ class CudaCapture:
             torch._C._cuda_releasePool(index, pool)
 
 
+class EditPlaces:
+    """Where a graph finds the penalties and the bias of its next batch. They must stay until the graph has run.
+
+    places: ``LogitEdits.places``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._words = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._values = self._words.numpy()
+        self.places = torch.zeros(3, dtype=torch.int64, device=device)
+
+    def set(self, edits: LogitEdits) -> None:
+        for which, tensor in enumerate((edits.additive, edits.scaling, edits.bias)):
+            self._values[which] = 0 if tensor is None else tensor.data_ptr()
+
+    def load(self) -> None:
+        """Bring the addresses to ``places``: the first launch of the graph."""
+        self.places.copy_(self._words, non_blocking=True)
+
+
+NextBatch = StagedBatch | EditPlaces
+
+
 @dataclasses.dataclass
 class StepCounts:
     """Steps of a head, and captures and kernels that a step has waited for. launched: all that were not replayed, but
@@ -107,21 +129,30 @@ class Launched(NamedTuple):
     scratch: Any = None
 
 
+# Makes the launches of a graph. Takes where the graph finds its next batch; None where they do not ask.
+Draw = Callable[[NextBatch | None], Launched]
+
+
 class _Captured(NamedTuple):
     graph: Graph
     out: SampleOutput
     holds: Any  # scratch that its launches write to
 
 
-class _KeyedGraphs:
-    """The graphs of one key. copies_tokens: see ``StepGraphs``. waiting: steps before the next capture. slot: the place
-    of the next graph."""
+class KeyedGraphs:
+    """The graphs of one key. copies_tokens: see ``StepGraphs``. batches: where each graph finds its next batch; empty
+    where the launches do not ask. waiting: steps before the next capture. slot: the place of the next graph."""
 
-    def __init__(self, copies_tokens: bool) -> None:
-        self._copies_tokens = copies_tokens
+    def __init__(self, copies_tokens: bool, batches: Sequence[NextBatch] = ()) -> None:
+        self._copies_tokens, self.batches = copies_tokens, batches
         self.waiting = PATIENCE
         self.captured: list[_Captured] = []
         self.slot = 0
+
+    @property
+    def next_batch(self) -> Any:
+        """What the next graph has to be told: its ``StagedBatch`` or its ``EditPlaces``."""
+        return self.batches[self.slot]
 
     def replay_next(self, num_rows: int) -> SampleOutput:
         captured = self.captured[self.slot]
@@ -138,12 +169,12 @@ class _KeyedGraphs:
 class StepGraphs:
     """The draws of steps, as CUDA graphs: a step then costs the host one launch, however many kernels it takes.
 
-    A graph reads and writes fixed addresses: the hidden states of one of SGLang's own graphs, the parameters of the
-    rows in buffers, and edits. Penalties and bias come at a few addresses in turn, which are part of the key of a
-    graph. The mask of a grammar is made anew for every step, at any address: it is copied to a buffer that all graphs
-    read. The tokens of a graph are overwritten ``SLOTS`` steps later: SGLang copies the tokens of a step to the host
-    before it launches the step after the next. A pipeline sends them to its first stage later than that: with
-    ``copies_tokens`` a step returns a copy of its tokens and logprobs.
+    A graph reads and writes fixed addresses: the hidden states of one of SGLang's own graphs, and the parameters of the
+    rows in buffers. Penalties and bias are anywhere: a graph is told their addresses. So is the mask of a grammar,
+    which is small: it is copied to a buffer that all graphs read. The tokens of a graph are overwritten ``SLOTS`` steps
+    later: SGLang copies the tokens of a step to the host before it launches the step after the next, and what a graph
+    is told is overwritten no earlier. A pipeline sends tokens to its first stage later than that: with
+    ``copies_tokens`` a step returns a copy of its tokens and logprobs, and no graph is told anything.
 
     ready: graphs that can be replayed without another look, by the place of the hidden states and the kinds of rows;
     and the table of requests that they read.
@@ -166,9 +197,8 @@ class StepGraphs:
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._off_until: float | None = None
         self.is_prepared, self.num_bytes = False, 0
-        self.ready: dict[tuple[int, Mix], tuple[_KeyedGraphs, torch.Tensor]] = {}
-        self._graphs: dict[tuple[Hashable, ...], _KeyedGraphs] = {}
-        self._edited: collections.OrderedDict[tuple[Hashable, ...], _KeyedGraphs] = collections.OrderedDict()
+        self.ready: dict[tuple[int, Mix], tuple[KeyedGraphs, torch.Tensor]] = {}
+        self._graphs: dict[tuple[Hashable, ...], KeyedGraphs] = {}
 
     @property
     def is_off(self) -> bool:
@@ -180,22 +210,23 @@ class StepGraphs:
         self._off_until, self._pool = None, self._capture.new_pool()
         return False
 
-    def step(
+    def find(
         self,
-        draw: Callable[[], Launched],
+        draw: Draw,
         hidden: torch.Tensor,  # [P, D]
-        num_rows: int,
         kind: DrawKind,
         edits: LogitEdits | None,
         return_logprob: bool,
         table: torch.Tensor | None = None,
         mix: Mix | None = None,
-    ) -> SampleOutput | None:
-        """The tokens of the first ``num_rows`` of P rows; None where the caller has to launch the step. draw: makes the
-        launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until ``SLOTS`` steps
-        later. table: what the launches gather the parameters from; None where the caller has gathered them. mix: the
-        next steps of these kinds of rows are ``ready``."""
-        graphs = self._graphs_of(hidden, kind, edits, return_logprob, table)
+        staged: bool = False,
+    ) -> KeyedGraphs | None:
+        """The graphs to replay, after a capture where one is due; None where the caller has to launch the step. draw:
+        makes the launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until
+        ``SLOTS`` steps later. table: what the launches gather the parameters from; None where the caller has gathered
+        them. mix: the next steps of these kinds of rows are ``ready``. staged: the launches bring the batch, which
+        ``KeyedGraphs.next_batch`` has to be told before each replay, to ``hidden``."""
+        graphs = self._graphs_of(hidden, kind, edits, return_logprob, table, staged)
         if graphs.waiting:
             graphs.waiting -= 1
             return None
@@ -205,17 +236,17 @@ class StepGraphs:
             self._counts.late_captures += 1
         elif mix is not None and table is not None:
             self.ready[hidden.data_ptr(), mix] = graphs, table
-        return graphs.replay_next(num_rows)
+        return graphs
 
-    def has(self, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None) -> bool:
+    def has(self, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool) -> bool:
         """The graphs of such steps, without edits and logprobs, are there."""
-        return len(self._graphs_of(hidden, kind, None, False, table).captured) == SLOTS
+        return len(self._graphs_of(hidden, kind, None, False, table, staged).captured) == SLOTS
 
     def prepare(
-        self, draw: Callable[[], Launched], hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None
+        self, draw: Draw, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool
     ) -> None:
         """Capture the graphs of such steps ahead."""
-        graphs, free = self._graphs_of(hidden, kind, None, False, table), _free_bytes(hidden.device)
+        graphs, free = self._graphs_of(hidden, kind, None, False, table, staged), _free_bytes(hidden.device)
         graphs.waiting = 0
         while len(graphs.captured) < SLOTS and self._captures(graphs, draw):
             pass
@@ -228,27 +259,24 @@ class StepGraphs:
         edits: LogitEdits | None,
         return_logprob: bool,
         table: torch.Tensor | None,
-    ) -> _KeyedGraphs:
+        staged: bool,
+    ) -> KeyedGraphs:
         place = None if table is None else table.data_ptr()
-        key: tuple[Hashable, ...] = (hidden.data_ptr(), hidden.shape[0], kind, return_logprob, place)
-        if edits is None:
-            graphs = self._graphs.get(key)
-            if graphs is None:
-                graphs = self._graphs[key] = _KeyedGraphs(self._copies_tokens)
-            return graphs
-        key = (*key, *_places(edits))
-        graphs = self._edited.get(key)
+        layout = None if edits is None else _layout(edits)
+        key = (hidden.data_ptr(), hidden.shape[0], kind, return_logprob, place, layout)
+        graphs = self._graphs.get(key)
         if graphs is None:
-            if len(self._edited) == MAX_EDITED_KEYS:
-                self._edited.popitem(last=False)
-            graphs = self._edited[key] = _KeyedGraphs(self._copies_tokens)
-        self._edited.move_to_end(key)
+            batches: list[NextBatch] = []
+            if staged or edits is not None:
+                batches = [(StagedBatch if staged else EditPlaces)(hidden.device) for _ in range(SLOTS)]
+            graphs = self._graphs[key] = KeyedGraphs(self._copies_tokens, batches)
         return graphs
 
-    def _captures(self, graphs: _KeyedGraphs, draw: Callable[[], Launched]) -> bool:
+    def _captures(self, graphs: KeyedGraphs, draw: Draw) -> bool:
         """Capture the next graph of these. False after a failure."""
+        batch = graphs.batches[len(graphs.captured)] if graphs.batches else None
         try:
-            graph, (out, scratch) = self._capture(draw, self._pool)
+            graph, (out, scratch) = self._capture(lambda: draw(batch), self._pool)
         except Exception as error:  # a step must not fail because it cannot be captured
             self._give_up(f"{type(error).__name__}: {error}")
             return False
@@ -260,7 +288,6 @@ class StepGraphs:
         """Launch all steps for ``RETRY_SECONDS``, give the memory of the graphs back, and say why."""
         self._off_until = time.monotonic() + RETRY_SECONDS
         self._graphs.clear()
-        self._edited.clear()
         self.ready.clear()
         logger.warning(
             "flashsample: CUDA graphs of the sampling step are off for %d minutes, SGLang's own stay on; same tokens, "
@@ -272,25 +299,38 @@ class StepGraphs:
     @property
     def count(self) -> int:
         """The number of graphs."""
-        return sum(len(graphs.captured) for graphs in (*self._graphs.values(), *self._edited.values()))
+        return sum(len(graphs.captured) for graphs in self._graphs.values())
 
-    def load_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """Copy the mask of this step to where the graphs read it."""
-        num_rows, width = mask.shape
+    def load_mask(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Copy the mask of this step to where the graphs read it: the first ``num_rows`` rows there, of which the last
+        ones may be older."""
+        rows, width = mask.shape
         buffer = self._masks.get((width, mask.dtype))
         if buffer is None:
-            buffer = self._masks[width, mask.dtype] = mask.new_empty(self._max_rows, width)
-        return buffer[:num_rows].copy_(mask)
+            buffer = self._masks[width, mask.dtype] = mask.new_zeros(self._max_rows, width)
+        buffer[:rows].copy_(mask)
+        return buffer[:num_rows]
 
 
 def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def _places(edits: LogitEdits) -> tuple[Hashable, ...]:
-    """The key of edits in a captured graph: address, shape, strides and dtype of each tensor, and repeats."""
-    tensors = (edits.additive, edits.scaling, edits.mask, edits.bias, edits.rows)
-    return edits.repeats, *(
-        None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+def can_be_captured(edits: LogitEdits, num_rows: int) -> bool:
+    """A graph can be told the tensors of such edits of ``num_rows`` rows: their flags are those of the table, and each
+    tensor has its rows where kernels expect them."""
+    tensors = [tensor for tensor in (edits.additive, edits.scaling, edits.bias) if tensor is not None]
+    return edits.rows is None and all(
+        tensor.shape[0] * edits.repeats == num_rows
+        and tensor.dtype is torch.float32
+        and tensor.stride(1) == 1
+        and tensor.data_ptr() % 16 == 0
         for tensor in tensors
     )
+
+
+def _layout(edits: LogitEdits) -> tuple[Hashable, ...]:
+    """The facts of edits that the launches of a graph depend on."""
+    tensors = (edits.additive, edits.scaling, edits.bias)
+    mask = None if edits.mask is None else (edits.mask.shape[1], edits.mask.dtype)
+    return edits.repeats, mask, *(None if tensor is None else (tensor.shape[1], tensor.stride(0)) for tensor in tensors)

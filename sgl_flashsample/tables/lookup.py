@@ -32,7 +32,7 @@ from ..kernels.config import (
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config
 from ..switches import FAMILY_VARIABLE, FILE_VARIABLE, FOLDERS_VARIABLE, switch, text
 from .fingerprint import installed_fingerprints
-from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, TableError, file_name
+from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, file_name
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ def load_table(file: str | os.PathLike[str]) -> tuple[Table | None, str | None]:
         if table.builtin:
             return None, "it holds built-in choices, not tuned ones"
         return table, None
-    except (BadFileError, TableError) as error:
+    except BadFileError as error:
         return None, str(error)
     except Exception as error:  # the server must start, whatever a file does to its reader
         return None, one_line(f"{type(error).__name__}: {error}")
@@ -148,7 +148,7 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
     theirs, ours = table.device, target.device
     assert theirs is not None and table.head is not None
     if table.head != target.head:
-        return None, (f"it is for {_head(table.head)}, not {_head(target.head)}",)
+        return None, (f"it is for head {table.head}; expected {target.head}",)
     if theirs.cc != ours.cc:
         return None, (f"it is for {theirs.name}, not {ours.name}",)
     if (theirs.name, theirs.sms) != (ours.name, ours.sms):
@@ -174,11 +174,6 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
     return (Match.COMPATIBLE if changed else Match.EXACT), tuple(changed)
 
 
-def _head(head: HeadShape) -> str:
-    softcap = " with softcap" if head.softcap else ""
-    return f"{head.vocab} x {head.hidden} {head.dtype} tp {head.tp}{softcap}"
-
-
 def _minor(version: str | None) -> str:
     """ "2.11.0+cu130" -> "2.11"."""
     return ".".join((version or "").partition("+")[0].split(".")[:2])
@@ -202,11 +197,17 @@ def unsupported_config(config: Config, device: Device, dtype: str, kind: BatchKi
 def buffer_bytes(config: TileConfig | ScreenConfig, itemsize: int) -> int:
     """Shared memory of the pipeline of one program, of the launch that has the larger one. itemsize: bytes per element
     of the head."""
+    first, rescoring = stage_bytes(config, itemsize)
+    return max(config.stages * first, getattr(config, "rescore_stages", 0) * rescoring)
+
+
+def stage_bytes(config: TileConfig | ScreenConfig, itemsize: int) -> tuple[int, int]:
+    """Shared memory of one stage of the pipeline: of the fused pass, 0; of the pass over a screen, whose elements are
+    bytes, and of its rescoring."""
     if isinstance(config, TileConfig):
-        return config.stages * (config.block_v + config.block_b) * config.block_d * itemsize
-    screening = config.stages * (config.block_v + config.block_b * LIMBS) * config.block_d
+        return (config.block_v + config.block_b) * config.block_d * itemsize, 0
     rescored = (config.rescore_v + max(MIN_RESCORED_ROWS, config.block_b)) * config.rescore_d
-    return max(screening, config.rescore_stages * rescored * itemsize)
+    return (config.block_v + config.block_b * LIMBS) * config.block_d, rescored * itemsize
 
 
 def bucket_for(sizes: Iterable[int], batch: int) -> int | None:
@@ -301,26 +302,17 @@ def _candidates(folder: Path, target: Target, family: bool) -> Iterator[Path]:
 
 def _try(path: Path, source: str, target: Target, family: bool, warnings: list[str]) -> TableFile | None:
     table, reason = load_table(path)
-    if table is None:
-        warnings.append(f"{one_line(str(path), 300)}: {reason}")
-        return None
-    how, differs = match(table, target)
-    reason = _unusable(table, how, differs, target, family)
-    if how is None or reason is not None:
-        warnings.append(f"{one_line(str(path), 300)}: {reason}")
-        return None
-    return TableFile(table, str(path), source, how, differs)
-
-
-def _unusable(table: Table, how: Match | None, differs: tuple[str, ...], target: Target, family: bool) -> str | None:
-    if how is None or (how is Match.FAMILY and not family):
-        allow = f" ({FAMILY_VARIABLE}=1 allows it)" if how is Match.FAMILY else ""
-        return f"{differs[0]}{allow}"
-    if how in FRESH:
-        return None
-    # The table was measured elsewhere: its configurations ran there, and must at least be able to run here.
-    for (kind, rows), reason in unusable_sizes(table, target).items():
-        return f"it is {how}, and its configuration for {kind} {rows} cannot run here: {reason}"
+    if table is not None:
+        how, differs = match(table, target)
+        if how is None or (how is Match.FAMILY and not family):
+            reason = differs[0] + (f" ({FAMILY_VARIABLE}=1 allows it)" if how is Match.FAMILY else "")
+        elif how not in FRESH and (unusable := unusable_sizes(table, target)):
+            # The table was measured elsewhere: its configurations ran there, and must at least be able to run here.
+            (kind, rows), why = next(iter(unusable.items()))
+            reason = f"it is {how}, and its configuration for {kind} {rows} cannot run here: {why}"
+        else:
+            return TableFile(table, str(path), source, how, differs)
+    warnings.append(f"{one_line(str(path), 300)}: {reason}")
     return None
 
 
@@ -329,7 +321,7 @@ def unusable_sizes(table: Table, target: Target) -> dict[tuple[BatchKind, int], 
     unusable = {}
     for entry in table.entries:
         kind = KIND_NAMES[entry.kind]
-        reason = unsupported_config(entry.launch, target.device, target.head.dtype, kind)
+        reason = unsupported_config(entry.configuration, target.device, target.head.dtype, kind)
         if reason is not None:
             unusable[kind, entry.rows] = reason
     return unusable
@@ -433,7 +425,7 @@ def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tu
             entry = table_file.table.entry(str(kind), size)
             rows_of_size = [rows for rows, bucket in served if bucket == size]
             if entry is not None:
-                tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, entry.launch))
+                tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, entry.configuration))
                 if entry.flashinfer and kind == BatchKind(truncate=True):
                     flashinfer.update(rows_of_size)
             measured.setdefault(kind, set()).update(rows_of_size)

@@ -63,10 +63,6 @@ Facts = Annotated[dict[str, Any], Meta(max_length=64)]
 Texts = Annotated[dict[str, str], Meta(max_length=64)]
 
 
-class TableError(ValueError):
-    """A table that cannot be read or written; the message is one line that names what is wrong."""
-
-
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pass
 
@@ -91,6 +87,10 @@ class HeadShape(_Struct, frozen=True, omit_defaults=False):
     dtype: str
     tp: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     softcap: bool = False
+
+    def __str__(self) -> str:
+        """ "151936 x 4096 bf16, tp 1"."""
+        return f"{self.vocab} x {self.hidden} {self.dtype}, tp {self.tp}{', softcap' if self.softcap else ''}"
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
@@ -132,7 +132,7 @@ class Entry(_Struct, frozen=True):
     min_hidden: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
 
     @property
-    def launch(self) -> Config:
+    def configuration(self) -> Config:
         """The configuration. Raises ValueError for a field out of range, KeyError for an unknown path."""
         config: dict[str, Any] = self.config
         return CONFIGS[SamplingPath(self.path)](**config)
@@ -185,16 +185,14 @@ class Table(_Struct, frozen=True):
 
     @classmethod
     def loads(cls, text: str) -> Table:
-        """The table that ``text`` holds. Raises TableError."""
+        """The table that ``text`` holds. Raises BadFileError."""
         try:
             return _read(parse_json(text, MAX_BYTES))
-        except BadFileError as error:
-            raise TableError(str(error)) from None
         except msgspec.ValidationError as error:
-            raise TableError(one_line(str(error), 300)) from None
+            raise BadFileError(one_line(str(error), 300)) from None
 
     def dumps(self) -> str:
-        """The table's one text: an entry per line, by kind and size. Raises TableError where ``loads`` would."""
+        """The table's one text: an entry per line, by kind and size. Raises BadFileError where ``loads`` would."""
         entries = [
             msgspec.structs.replace(entry, others=dict(sorted(entry.others.items())))
             for entry in sorted(self.entries, key=lambda entry: (entry.kind, entry.rows, entry.path, entry.min_hidden))
@@ -203,7 +201,7 @@ class Table(_Struct, frozen=True):
             data = msgspec.to_builtins(msgspec.structs.replace(self, entries=entries, notes=[]))
             text = "{\n" + ",\n".join(_sections({"schema": SCHEMA} | data)) + "\n}\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise TableError(f"the table cannot be written: {one_line(str(error))}") from None
+            raise BadFileError(f"the table cannot be written: {one_line(str(error))}") from None
         Table.loads(text)
         return text
 
@@ -342,10 +340,10 @@ def _checked(where: str, entry: Entry, num_sms: int, notes: list[str]) -> Entry:
     known = {name: entry.config[name] for name in types if name in entry.config}
     entry = msgspec.structs.replace(entry, config=known)
     try:
-        launch = entry.launch
+        config = entry.configuration
     except (TypeError, ValueError) as error:
         raise BadFileError(f"{where}.config: {one_line(str(error))}") from None
-    for what, size, warps in _blocks(launch, num_sms):
+    for what, size, warps in _blocks(config, num_sms):
         most = min(MAX_BLOCK, MAX_PER_THREAD * 32 * warps)
         if size > most:
             raise BadFileError(
@@ -354,22 +352,22 @@ def _checked(where: str, entry: Entry, num_sms: int, notes: list[str]) -> Entry:
     return entry
 
 
-def _blocks(launch: Config, num_sms: int) -> Iterator[tuple[str, int, int]]:
+def _blocks(config: Config, num_sms: int) -> Iterator[tuple[str, int, int]]:
     """Yield per kernel step: description, element count and warps of its largest block."""
     steps: list[tuple[str, tuple[int, ...], int]]
-    if isinstance(launch, ScreenConfig):
-        steps = [("a block", (launch.block_b * LIMBS, launch.block_v, launch.block_d), launch.num_warps)]
-        rescored = (launch.block_b, launch.rescore_v, launch.rescore_d)
-        steps += [("a block", sides, launch.rescore_warps) for sides in (rescored, (launch.chunk, launch.block_b))]
+    if isinstance(config, ScreenConfig):
+        steps = [("a block", (config.block_b * LIMBS, config.block_v, config.block_d), config.num_warps)]
+        rescored = (config.block_b, config.rescore_v, config.rescore_d)
+        steps += [("a block", sides, config.rescore_warps) for sides in (rescored, (config.chunk, config.block_b))]
     else:
-        splits = num_sms * launch.ctas_per_sm
-        if isinstance(launch, ReadConfig):
-            splits = min(MAX_SPLITS, max(launch.min_splits, splits))
-        tile = (launch.block_b, launch.block_v, *((launch.block_d,) if isinstance(launch, TileConfig) else ()))
-        reduced = (next_power_of_2(max(1, splits)), launch.reduce_rows)
+        splits = num_sms * config.ctas_per_sm
+        if isinstance(config, ReadConfig):
+            splits = min(MAX_SPLITS, max(config.min_splits, splits))
+        tile = (config.block_b, config.block_v, *((config.block_d,) if isinstance(config, TileConfig) else ()))
+        reduced = (next_power_of_2(max(1, splits)), config.reduce_rows)
         steps = [
-            ("a block", tile, launch.num_warps),
-            ("a reduction", reduced, launch.num_warps if launch.one_launch else 1),
+            ("a block", tile, config.num_warps),
+            ("a reduction", reduced, config.num_warps if config.one_launch else 1),
         ]
     for what, sides, warps in steps:
         second, largest = sorted(sides)[-2:]

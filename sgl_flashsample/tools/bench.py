@@ -565,7 +565,7 @@ def page(bench: Bench) -> str:
         texts = (SAMPLINGS[cell.sampling].title, cell.batch, " → ".join(between), cell.verdict, paths)
         columns = "".join(f"<td>{html.escape(str(text))}</td>" for text in texts)
         rows.append(f"<tr>{columns}<td class=bars>{bars}</td></tr>")
-    names = ("sampling", "batch", "us per token", "change", "served by", "time per token")
+    names = ("sampling", "batch", "µs per token", "change", "served by", "time per token")
     head, title = "".join(f"<th>{name}</th>" for name in names), html.escape(heading(bench))
     loads = "".join(f"<p>{html.escape(line)}</p>" for line in load_lines(bench))
     return (

@@ -179,7 +179,7 @@ def check_kernels() -> Iterator[Finding]:
     from ..cpu_path import draws_in_host_memory, unsupported_by_machine
     from ..dispatch import default_table
     from ..kernels.params import LMHead
-    from ..selfcheck import compare_with_reference
+    from ..selfcheck import refuse_wrong
 
     started, cuda = time.monotonic(), torch.cuda.is_available()
     in_host_memory = draws_in_host_memory(torch.device("cuda" if cuda else "cpu"))
@@ -189,11 +189,12 @@ def check_kernels() -> Iterator[Finding]:
     shape, dtype, rows = ((40_000, 1024), torch.bfloat16, 512) if cuda else ((2600, 64), torch.float32, 32)
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     head = LMHead(weight.cuda() if cuda else weight)
-    if reason := compare_with_reference(head, rows):
+    table = default_table(head)
+    if reason := refuse_wrong(head, rows, table).fault:
         advice = "report this with the lines above; SGLang's sampler would serve"
         yield Finding(PROBLEM, f"self-test: {reason}", advice)
         return
-    configs = {config for _, _, config in default_table(head).configs_up_to(rows)}
+    configs = {config for _, _, config in table.configs_up_to(rows)}
     checked = "the cpu path draws" if in_host_memory else f"{len(configs)} configurations draw"
     yield Finding(OK, f"self-test: {checked} the reference's tokens ({time.monotonic() - started:.1f} s)")
 

@@ -23,7 +23,6 @@ import torch
 from ..switches import REQUIRE_VARIABLE
 
 SGLANG_LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
-SGLANG_SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 SGL_FLASHSAMPLE_SERVE = (sys.executable, "-m", "sgl_flashsample.cli", "serve")
 CPU_ARGUMENTS = (
     # SGLang takes memory that other processes fill while it loads for its own weights. --max-total-tokens alone bounds
@@ -212,10 +211,6 @@ class Server:
             for line in response:
                 if line.startswith(b"data:") and b"[DONE]" not in line:
                     yield json.loads(line[len(b"data:") :])
-
-    def chat(self, **fields: Any) -> Any:
-        """POST /v1/chat/completions."""
-        return self.post("/v1/chat/completions", model="default", **fields)
 
     def profile(self, folder: Path, steps: int, shapes: bool = False) -> None:
         """Write a trace of the next ``steps`` forward passes to ``folder``, with the shapes of arguments if asked

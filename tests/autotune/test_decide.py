@@ -73,7 +73,7 @@ def test_the_fastest_is_stored_with_its_evidence_and_a_size_that_keeps_the_defau
     costs |= {"gemm": {"64": 320.0}, label_of(DEFAULT, PLAIN): {"1": 300.0}}
     decided = Decided(tmp_path, [PLAIN], [OTHER], sizes=(1, 64), costs=costs)
     (entry,), confirmed = decided.table.entries, decided.table.confirmed["plain"]
-    assert entry.launch == OTHER and (entry.kind, entry.rows, entry.default) == ("plain", 1, key_of(DEFAULT))
+    assert entry.configuration == OTHER and (entry.kind, entry.rows, entry.default) == ("plain", 1, key_of(DEFAULT))
     assert entry.us == pytest.approx(250.0, rel=0.01) and entry.gain == pytest.approx(1 / 6, abs=0.02)
     assert entry.n == RECORDED_ROUNDS and 0 < entry.se < 2.5 and entry.clock_mhz == 1980.0
     assert entry.checked == "tokens, g-test" and set(entry.others) == {"gemm", "gemm+flashinfer"}
@@ -87,7 +87,7 @@ def test_what_loses_its_g_test_is_refused_and_the_next_best_takes_its_place(tmp_
     third = next(c for c in QUICK.space(QUICK.studies[0]).first() if c not in (OTHER, DEFAULT))
     costs = {label_of(OTHER, PLAIN): {"1": 200.0}, label_of(third, PLAIN): {"1": 250.0}}
     decided = Decided(tmp_path, [PLAIN, GREEDY], [OTHER, third], costs=costs, faults={label_of(OTHER, PLAIN): "biased"})
-    assert [entry.launch for entry in decided.table.entries] == [third, third]
+    assert [entry.configuration for entry in decided.table.entries] == [third, third]
     assert decided.table.rejected == {"incorrect": 1}
     tested = [request["label"] for request in decided.asked if request["op"] == "gtest"]
     assert tested == [label_of(OTHER, PLAIN), label_of(third, PLAIN)], "greedy batches have the kernels of plain ones"
@@ -101,7 +101,7 @@ def test_what_fails_in_a_race_is_left_out_and_a_default_that_does_is_a_failure(t
 
     decided = Decided(tmp_path, [PLAIN], [OTHER], alter=fail)
     (entry,) = decided.table.entries
-    assert entry.launch == OTHER and entry.default == "" and entry.gain == 0.0
+    assert entry.configuration == OTHER and entry.default == "" and entry.gain == 0.0
     assert decided.context.failed_defaults == [f"{label_of(DEFAULT, PLAIN)}: shared_memory: too much"]
     again = Decided(tmp_path, [GREEDY], [OTHER], log=decided.context.log.events)
     assert again.context.failed_defaults == decided.context.failed_defaults, "a later run knows"
@@ -120,7 +120,7 @@ def test_a_g_test_that_could_not_be_made_is_made_again(tmp_path):
         return answer
 
     decided = Decided(tmp_path, [PLAIN], [OTHER], alter=alter, costs={label_of(OTHER, PLAIN): {"1": 250.0}})
-    assert failed and decided.table.entry("plain", 1).launch == OTHER and decided.table.rejected == {}
+    assert failed and decided.table.entry("plain", 1).configuration == OTHER and decided.table.rejected == {}
 
 
 def test_a_g_test_that_can_never_be_made_refuses_for_its_own_reason_and_only_this_run(tmp_path):
@@ -130,7 +130,7 @@ def test_a_g_test_that_can_never_be_made_refuses_for_its_own_reason_and_only_thi
     decided = Decided(tmp_path, [PLAIN], [OTHER], alter=alter, costs={label_of(DEFAULT, PLAIN): {"1": 250.0}})
     (event,) = decided.context.log.of("refused")
     assert (event["reason"], event["detail"]) == ("runtime", "the G-test could not be made: the process ended")
-    assert decided.table.rejected == {"runtime": 1} and decided.table.entry("plain", 1).launch == OTHER
+    assert decided.table.rejected == {"runtime": 1} and decided.table.entry("plain", 1).configuration == OTHER
     again = Decided(
         tmp_path, [PLAIN], [OTHER], log=decided.context.log.events, costs={label_of(DEFAULT, PLAIN): {"1": 250.0}}
     )
@@ -153,7 +153,7 @@ def test_a_race_whose_times_contradict_its_rounds_is_run_again(tmp_path, contrad
     decided = Decided(tmp_path, [PLAIN], [OTHER], alter=alter, costs=costs)
     (entry,) = decided.table.entries
     repeats = [line for line in decided.notes if "its times contradict its rounds; again" in line]
-    assert entry.launch == OTHER and len(repeats) == len(races) - 1 == min(contradicting, MAX_TRIES - 1)
+    assert entry.configuration == OTHER and len(repeats) == len(races) - 1 == min(contradicting, MAX_TRIES - 1)
     assert (gains_apart(entry.gain, entry.us, entry.default_us) <= GAIN_TOLERANCE) == (contradicting == 1)
     errors, _, _ = check(str(decided.path))
     assert any("its times give" in error for error in errors) == (contradicting > 1), "it is not published unseen"
@@ -174,7 +174,7 @@ def test_with_a_screen_what_is_fastest_without_one_races_too(tmp_path):
     costs[label_of(screened, SCREENED)] = {"1": 400.0}
     decided = Decided(tmp_path, [PLAIN, SCREENED], [], costs=costs | {label_of(DEFAULT, PLAIN): {"1": 250.0}})
     entry = decided.table.entry("plain+screen", 1)
-    assert entry.launch == DEFAULT and entry.others["screened"] == pytest.approx(400.0, rel=0.02)
+    assert entry.configuration == DEFAULT and entry.others["screened"] == pytest.approx(400.0, rel=0.02)
     assert decided.table.measure["screen"] == Plan(H200, HEAD, QUICK.effort, (1,)).screen
 
 
@@ -186,7 +186,7 @@ def test_flashinfer_is_chosen_only_where_it_was_allowed_is_certainly_faster_and_
     decided = Decided(tmp_path, [TRUNCATE, PLAIN], flashinfer=True, **device)
     table = decided.table
     chosen = [entry for entry in table.entries if entry.flashinfer]
-    assert [(entry.kind, entry.launch) for entry in chosen] == (
+    assert [(entry.kind, entry.configuration) for entry in chosen] == (
         [("truncate", QUICK.default(1, TRUNCATE))] if taken and not fault else []
     )
     assert table.measure["allowed"] == "flashinfer"

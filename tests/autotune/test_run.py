@@ -57,7 +57,7 @@ def test_a_run_finds_the_fastest_and_a_second_one_does_nothing(tmp_path, simulat
     assert result.path.name == "fs2,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=bf16.json"
     table, _ = load_table(result.path)
     assert table == result.table and not table.notes and sizes_in(table) == PLANNED
-    assert table.entry("plain", 1).launch == table.entry("greedy", 1).launch == OTHER
+    assert table.entry("plain", 1).configuration == table.entry("greedy", 1).configuration == OTHER
     assert table.provenance["complete"] is True and table.effort == "quick"
     assert f"{len(table.entries)} of {len(PLANNED)} improved, by up to" in result.message
     before = result.path.stat().st_mtime_ns
@@ -301,7 +301,7 @@ def test_several_gpus_share_the_work_and_find_the_same(tmp_path, simulated):
     device = simulated(costs={label_of(OTHER, PLAIN): {"1": 250.0}})
     result = tune(tmp_path, device, gpus=3, sizes=(1, 64))
     assert result.status == "done" and result.table.provenance["gpus"] == 3
-    assert result.table.entry("plain", 1).launch == OTHER
+    assert result.table.entry("plain", 1).configuration == OTHER
     assert len(list((tmp_path / "out" / "logs").glob("worker-*.log"))) == 3
 
 
@@ -356,7 +356,7 @@ def test_verify_passes_what_is_as_recorded_and_names_what_is_not(tmp_path, simul
     result = tune(tmp_path, simulated(**recorded), sizes=(1, 64))
     table = result.table
     code, line, replayed = verify(table, simulated(**recorded))
-    assert (code, len(replayed)) == (0, len(sizes_in(table))) and "none slower than the default" in line
+    assert (code, len(replayed)) == (0, len(sizes_in(table))) and "none slower than the built-in choice" in line
     assert {(one.kind, one.rows) for one in replayed} == sizes_in(table), "entries and confirmed sizes"
     slower = recorded | {"model": {"us": 330.0, "rugged": 0.08}}
     code, line, replayed = verify(table, simulated(**slower))
@@ -367,7 +367,7 @@ def test_verify_passes_what_is_as_recorded_and_names_what_is_not(tmp_path, simul
     assert confirmed.off == pytest.approx(0.1, abs=0.02) and confirmed.reason
     slow = {**recorded, "costs": recorded["costs"] | {label_of(DEFAULT, PLAIN): {"1": 200.0}}}
     code, line, _ = verify(table, simulated(**slow))
-    assert code == 1 and "slower than the default" in line
+    assert code == 1 and "slower than the built-in choice" in line
     code, line, _ = verify(table, simulated(device=simulated_device()["device"] | {"name": "NVIDIA H100"}))
     assert code == 2 and "the table is for NVIDIA H200, this is NVIDIA H100" in line
 

@@ -122,7 +122,7 @@ def test_the_fastest_of_each_launch_are_put_together_where_times_add_up(block_b,
 
     study = Study(space, space.first(), FULL.cap(key))
     finish(study, lambda config: us(space.launches(config)))
-    # What the last trials have taught cannot be put together any more.
+    # Launches that only the last trials had cannot be put together any more.
     firsts, seconds = zip(*map(space.launches, list(study.trials)[:-3]), strict=True)
     pairs = [pair for pair in itertools.product(firsts, seconds) if space.of_launches(pair) is not None]
     assert len(study.trials) == FULL.cap(key) < len(space.points) / 8

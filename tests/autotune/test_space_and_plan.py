@@ -1,4 +1,4 @@
-"""What a search may try, what it tries first, and what a run will do for a head."""
+"""Configurations that a search may try, those that it tries first, and the plan of a run for a head."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_text_from_a_table_is_shown_as_it_is(command, file):
         (
             ["--batch", 16, "--kind", "edit+truncate"],
             [
-                *("default   360.0 us (fused-16); gain 7.0%", "tied      fused-32", "checked   tokens, G-test"),
+                *("built-in  360.0 us (fused-16); gain 7.0%", "tied      fused-32", "checked   tokens, G-test"),
                 *("others    gemm+flashinfer 420.0 us", "150 samples, 1965 MHz"),
             ],
         ),

@@ -96,7 +96,7 @@ def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_
     facts = json.loads(out)
     assert (code, facts["status"], facts["complete"]) == (0, "done", True)
     code, out, _ = command("verify", facts["file"], device=device)
-    assert code == 0 and "none slower than the default" in out
+    assert code == 0 and "none slower than the built-in choice" in out
     sizes = json.loads(command("verify", facts["file"], "--json", device=device)[1])["sizes"]
     assert all(one["us"] > 0 and one["reason"] == "" for one in sizes) and len(sizes) == 20
     assert command("show", facts["file"])[0] == 0

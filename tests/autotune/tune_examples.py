@@ -1,4 +1,4 @@
-"""What the tests of the autotuner share: plans for an H200, simulated devices, and a run's parts without processes."""
+"""Shared by the tests of the autotuner: plans for an H200, simulated devices, and a run's parts without processes."""
 
 from __future__ import annotations
 

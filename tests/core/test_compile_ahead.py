@@ -26,7 +26,7 @@ except ImportError:
 from sgl_flashsample import BatchParams, Head, LMHead, LogitEdits, Truncation, paths, sample, selfcheck
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.dispatch import default_table
-from sgl_flashsample.kernels.gather_rows import RowBuffers, gather_rows, write_rows
+from sgl_flashsample.kernels.gather_rows import RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
 from sgl_flashsample.kernels.launch import Gpu, compiling_only, pretend_gpu
 
 together = threading.Barrier(2)
@@ -86,7 +86,9 @@ for how in ("ahead", "never", "no bool masks", "no screen", "broken", "another t
             for rows in (1, 9, 65):
                 slots, lines = moved(torch.ones(rows, dtype=torch.int64)), torch.ones(rows, 8, dtype=torch.int32)
                 write_rows(lines.clone(), slots, moved(lines))
-                gather_rows(lines, slots, slots, RowBuffers.allocate(rows, "cpu"), edits=rows)
+                out = RowBuffers.allocate(max(rows, 32), "cpu")
+                gather_rows(lines, slots, slots, out, edits=rows)
+                stage_rows(StagedBatch(lines.device), lines, head.weight[: min(rows, 32)], out)
     except RuntimeError as error:
         asked.append(str(error))
     results[how] = ahead, asked, log.getvalue()

@@ -69,7 +69,7 @@ def test_a_file_of_built_in_choices_is_a_table_and_no_tuned_one(family, itemsize
     assert load_table(file) == (None, "it holds built-in choices, not tuned ones")
     assert set(table.kinds) <= set(KIND_NAMES)
     configs = all_configs(family, itemsize)
-    assert len(configs) == len(set(configs)) and set(configs) == {entry.launch for entry in table.entries}
+    assert len(configs) == len(set(configs)) and set(configs) == {entry.configuration for entry in table.entries}
 
 
 def test_editing_one_line_changes_what_one_size_of_batch_takes_and_nothing_else(builtin_files):

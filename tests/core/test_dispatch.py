@@ -34,7 +34,7 @@ def head(device):
     return example(device).head
 
 
-# What a table answers.
+# Answers of a table.
 
 
 def test_a_size_of_the_table_takes_its_configuration_and_every_other_one_the_built_in_choice():

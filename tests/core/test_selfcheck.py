@@ -82,10 +82,13 @@ def broken(monkeypatch):
     ],
     ids=["whole", "padded", "softcap", "softcap, read", "shard"],
 )
-def test_right_kernels_pass_whatever_the_head_and_the_chunk_of_the_reference(normal_weight, options, chunk, config):
+def test_right_kernels_pass_whatever_the_head_and_the_chunk_of_the_reference(
+    normal_weight, monkeypatch, options, chunk, config
+):
+    monkeypatch.setattr(selfcheck, "CHUNK_IDS", chunk)
     head = LMHead(normal_weight, **options)
     table = table_of(head, UNSCREENED, {1: config})
-    assert selfcheck.compare_with_reference(head, 1, chunk, table=table, screen=Screen(head, 1)) is None
+    assert selfcheck.refuse_wrong(head, 1, table, Screen(head, 1)).fault is None
 
 
 @pytest.mark.parametrize(
@@ -113,11 +116,12 @@ def test_whole_rows_of_logits_are_checked_as_sample_from_logits_draws_them(devic
 def test_right_kernels_pass_at_every_size_of_batch(normal_weight):
     head = LMHead(normal_weight)
     table = table_of(head, UNSCREENED, dict(enumerate((TILE, READ, WIDE, LONG), 1)))
-    assert selfcheck.compare_with_reference(head, 70, table=table, screen=Screen(head, 40)) is None
+    assert selfcheck.refuse_wrong(head, 70, table, Screen(head, 40)).fault is None
 
 
 def test_a_dead_head_of_zeros_does_not_stop_a_server(device):
-    assert selfcheck.compare_with_reference(LMHead(torch.zeros(700, 48, device=device)), 4) is None
+    head = LMHead(torch.zeros(700, 48, device=device))
+    assert selfcheck.refuse_wrong(head, 4, default_table(head)).fault is None
 
 
 def test_every_choice_of_every_kind_is_drawn_with_as_batches_draw(head, monkeypatch):
@@ -134,7 +138,7 @@ def test_every_choice_of_every_kind_is_drawn_with_as_batches_draw(head, monkeypa
     monkeypatch.setattr(selfcheck, "compile_ahead", lambda *arguments, **keywords: None)
     monkeypatch.setattr(selfcheck, "MAX_IDS", 128)
     table, wanted = table_of(head, UNSCREENED, {1: TILE, 2: READ}), set()
-    assert selfcheck.compare_with_reference(head, 2, table=table, screen=Screen(head, 2)) is None
+    assert selfcheck.refuse_wrong(head, 2, table, Screen(head, 2)).fault is None
     fewest_ids = 128 + VOCAB % 16  # the last group is as full as the whole vocabulary's
     for kind in BATCH_KINDS:
         for rows in (1, 2):
@@ -168,9 +172,7 @@ def test_kernels_with_another_noise_are_caught_on_every_path(head, broken, path,
 def test_a_launch_that_draws_another_token_is_named_with_its_configuration_and_its_kind(head, broken, path, kind):
     config = ON_PATH[path]
     broken(config, kinds=[kind])
-    reason = selfcheck.compare_with_reference(
-        head, 3, table=table_of(head, [kind], {3: config}), screen=screen_for(kind, head, 3)
-    )
+    reason = selfcheck.refuse_wrong(head, 3, table_of(head, [kind], {3: config}), screen_for(kind, head, 3)).fault
     assert f"tokens differ from the reference with {config} ({kind})" in reason
 
 
@@ -178,9 +180,9 @@ def test_a_launch_that_draws_another_token_is_named_with_its_configuration_and_i
 def test_a_launch_that_leaves_another_logit_to_a_truncation_is_named(head, broken, path):
     kind = KIND_NAMES["truncate"]._replace(screen=path == "screened")
     broken(ON_PATH[path], how="logit")
-    reason = selfcheck.compare_with_reference(
-        head, 1, table=table_of(head, [kind], {1: ON_PATH[path]}), screen=screen_for(kind, head, 1)
-    )
+    reason = selfcheck.refuse_wrong(
+        head, 1, table_of(head, [kind], {1: ON_PATH[path]}), screen_for(kind, head, 1)
+    ).fault
     assert reason.startswith("logits of 1 of 4 rows differ from the reference with")
 
 
@@ -329,4 +331,4 @@ def test_the_check_compiles_nothing_that_was_not_compiled_ahead(device, monkeypa
     selfcheck.compile_ahead([Parts.of(head), Parts.of(short)], 65, default_table(head))
     assert compiled
     compiled.clear()
-    assert selfcheck.compare_with_reference(head, 65) is None and compiled == []
+    assert selfcheck.refuse_wrong(head, 65, default_table(head)).fault is None and compiled == []

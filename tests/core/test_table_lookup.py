@@ -88,8 +88,8 @@ KERNELS_CHANGED = "the kernels have changed since"
         ({"device": H100}, Match.FAMILY, "it is for NVIDIA H100 80GB HBM3 (132 SMs), not NVIDIA H200"),
         ({"device": replace(H200, sms=66)}, Match.FAMILY, "(66 SMs), not NVIDIA H200 (132 SMs)"),
         ({"device": A100}, None, "it is for NVIDIA A100, not NVIDIA H200"),
-        ({"head": replace(HEAD, tp=2)}, None, "it is for 128256 x 4096 bf16 tp 2, not 128256 x 4096"),
-        ({"head": replace(HEAD, softcap=True)}, None, "bf16 tp 1 with softcap, not"),
+        ({"head": replace(HEAD, tp=2)}, None, "it is for head 128256 x 4096 bf16, tp 2; expected 128256 x 4096"),
+        ({"head": replace(HEAD, softcap=True)}, None, "bf16, tp 1, softcap; expected"),
     ],
 )
 def test_a_table_is_exact_compatible_stale_of_the_family_or_a_miss(changes, wanted, reason):
@@ -206,7 +206,7 @@ def test_a_folder_that_was_named_and_is_not_there_is_said_and_the_others_are_sea
     assert lookup.user_folder({}) == Path("/home/me/.cache/sglang/flashsample"), "SGLang's own"
 
 
-# What else may be in the place of a table.
+# Things that may be in the place of a table.
 
 
 def huge(path):
@@ -227,7 +227,7 @@ BAD = {
     "binary": (lambda path: path.write_bytes(b"\x7fELF\xff\xfe"), "it is not UTF-8 text (byte 4)"),
     "another's JSON": (lambda path: path.write_text('{"16": {"BLOCK_SIZE_M": 16}}'), "schema is None"),
     "half of it": (lambda path: path.write_text(TABLE.dumps()[:900]), "it is not JSON"),
-    "another head's": (lambda path: path.write_text(OTHER_HEAD), "it is for 8 x 8 bf16"),
+    "another head's": (lambda path: path.write_text(OTHER_HEAD), "it is for head 8 x 8 bf16"),
     "built-in choices": (lambda path: path.write_text(BUILT_IN), "it holds built-in choices, not tuned ones"),
 }
 
@@ -256,7 +256,7 @@ def test_whatever_reading_raises_is_a_miss(tmp_path, monkeypatch):
     assert load_table(path) == (None, "Permission denied")
 
 
-# What batches take then.
+# Configurations that batches take then.
 
 
 def own_table(head: LMHead, **changes):
@@ -388,7 +388,7 @@ def test_a_tuned_table_of_this_machine_draws_the_references_tokens(device, head,
             params = take(case.params, torch.arange(entry.rows))
             drawn = Head(case.head, table=resolved.dispatch).draw(case.hidden[: entry.rows], params)
             assert_reference(drawn.token_ids, case)
-            assert launched.pop() == entry.launch
+            assert launched.pop() == entry.configuration
 
 
 def test_a_gpu_is_what_its_driver_says_with_its_l2_cache_in_mib(monkeypatch):

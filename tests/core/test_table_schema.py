@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tuned_tables import H200, HEAD, make_entry, make_table
 
+from sgl_flashsample.files import BadFileError
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kinds import CONFIGS, KIND_NAMES
 from sgl_flashsample.tables.schema import (
@@ -23,7 +24,6 @@ from sgl_flashsample.tables.schema import (
     Confirmed,
     HeadShape,
     Table,
-    TableError,
     config_fields,
     file_name,
 )
@@ -113,7 +113,7 @@ def test_any_table_survives_the_round_trip(table):
     assert Table.loads(text) == table and Table.loads(text).dumps() == text
     assert sum(line.startswith('  {"kind"') for line in text.splitlines()) == len(table.entries)
     for entry in table.entries:
-        assert config_fields(entry.launch) == entry.config
+        assert config_fields(entry.configuration) == entry.config
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ WRONG = [
 
 @pytest.mark.parametrize("place, value, message", WRONG, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_is_wrong_is_named_in_one_line(place, value, message):
-    with pytest.raises(TableError) as caught:
+    with pytest.raises(BadFileError) as caught:
         Table.loads(changed(place, value))
     said = str(caught.value)
     assert message in said and said.isprintable() and len(said) < 400
@@ -218,7 +218,7 @@ def test_what_is_wrong_is_named_in_one_line(place, value, message):
     ids=range(7),
 )
 def test_a_text_that_is_no_table_is_refused_in_one_line(text, message):
-    with pytest.raises(TableError) as caught:
+    with pytest.raises(BadFileError) as caught:
         Table.loads(text)
     assert str(caught.value).startswith(message)
 
@@ -240,7 +240,7 @@ def test_a_block_has_no_more_elements_per_thread_than_compile_in_time(path, conf
     data = json.loads(TEXT)
     data["entries"][1] |= {"kind": "plain+screen", "path": path, "config": config}
     with pytest.raises(
-        TableError, match=r"^entries\[1\].config has a block of \d+ elements for \d warps; expected \d+ or fewer"
+        BadFileError, match=r"^entries\[1\].config has a block of \d+ elements for \d warps; expected \d+ or fewer"
     ):
         Table.loads(json.dumps(data))
     config["rescore_warps" if {"rescore_v", "chunk"} & config.keys() else "num_warps"] = warps
@@ -258,7 +258,7 @@ def test_a_block_has_no_more_elements_per_thread_than_compile_in_time(path, conf
 def test_a_reduction_has_no_more_elements_per_thread_than_compile_in_time(path, config):
     data = json.loads(TEXT)
     data["entries"][1] |= {"path": path, "config": config | {"reduce_rows": 256}}
-    with pytest.raises(TableError, match=r"^entries\[1\].config.*reduc"):
+    with pytest.raises(BadFileError, match=r"^entries\[1\].config.*reduc"):
         Table.loads(json.dumps(data))
 
 
@@ -299,7 +299,7 @@ def test_a_table_that_could_not_be_read_back_is_not_written():
         ({"entries": [make_entry("plain", 0, reader)]}, r"\$.entries\[0\].rows"),
         ({"entries": [make_entry("plain", n, reader, checked="x" * 300) for n in range(1, 4000)]}, "longer"),
     ):
-        with pytest.raises(TableError, match=message):
+        with pytest.raises(BadFileError, match=message):
             make_table(**wrong).dumps()
 
 

@@ -232,6 +232,7 @@ CONFIGS = {
     ],
     "screened": [
         LISTED,
+        dataclasses.replace(SCREEN, block_v=64, rescore_v=64),  # noise of fewer groups than there are threads
         dataclasses.replace(SCREEN, block_b=64),
         dataclasses.replace(SCREEN, block_b=8, block_d=32, chunk=16),
         dataclasses.replace(SCREEN, block_v=128, chunk=1000, rescore_v=128, rescore_d=16),
@@ -746,6 +747,23 @@ def test_rows_that_share_a_row_of_edits_draw_as_if_each_had_its_own(device, path
         assert cut.repeats == 1
         for name in ("additive", "scaling", "mask", "bias", "rows"):
             assert torch.equal(getattr(cut, name), getattr(whole, name)[start:stop]), name
+
+
+@on_every_path
+def test_edits_are_read_at_the_places_that_a_kernel_finds_when_it_runs(device, path):
+    """What was given says only how far rows are apart. Rows behind those of the edits have no flag. Parts of the batch
+    too."""
+    case = make_case(17, 300, device)
+    edits = mixed_edits(17, 300, device)
+    edits.rows[15:] = 0
+    tensors = [getattr(edits, name)[:15] for name in ("additive", "scaling", "bias")]
+    given = [torch.full_like(tensor, float("nan"))[:1] for tensor in tensors]
+    places = torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
+    placed = LogitEdits(given[0], given[1], edits.mask, given[2], edits.rows, places=places)
+    whole = draw(path, case.with_params(edits=edits))
+    assert_same(draw(path, case.with_params(edits=placed)), whole)
+    part = dataclasses.replace(case, hidden=case.hidden[4:], params=case.with_params(edits=placed).params.rows(4, 17))
+    assert torch.equal(draw(path, part).token_ids, whole.token_ids[4:])
 
 
 @pytest.mark.parametrize("words", [0, 1, 3, 9, 12])

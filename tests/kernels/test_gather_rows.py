@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from sgl_flashsample.cpu_path import gather_rows_on_cpu
-from sgl_flashsample.kernels.gather_rows import NO_MIN_P, RowBuffers, gather_rows, pack_line, write_rows
+from sgl_flashsample.kernels.gather_rows import (
+    NO_MIN_P,
+    RowBuffers,
+    StagedBatch,
+    gather_rows,
+    pack_line,
+    stage_rows,
+    write_rows,
+)
 from sgl_flashsample.kernels.params import Edit, LogitEdits
 from sgl_flashsample.kernels.reference import gather_rows_ref
 
@@ -315,3 +323,65 @@ def test_a_captured_gather_reads_what_is_written_later(device):
         graph.replay()
         assert out.seed.tolist() == [request[4], 0, request[4]]
         assert out.position.tolist() == [7, 8, 9]
+
+
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "num_rows, staged, num_lines, width", [(0, 1, 0, 8), (1, 1, 1, 5), (3, 4, 70, 33), (32, 32, 2, 2056)]
+)
+def test_a_staged_batch_has_its_new_lines_its_hidden_states_and_its_parameters(
+    device, num_rows, staged, num_lines, width, dtype
+):
+    g = torch.Generator().manual_seed(num_rows)
+    table = torch.randint(0, 2**31 - 1, (90, 8), generator=g, dtype=torch.int32)
+    new_slots = pinned(torch.randperm(90, generator=g)[:num_lines], device)
+    new_lines = pinned(torch.randint(0, 2**31 - 1, (num_lines, 8), generator=g, dtype=torch.int32), device)
+    slots = torch.cat([new_slots, torch.tensor([7, 99, -1])])[:num_rows]
+    slots = torch.cat([slots, torch.arange(1, 1 + num_rows - len(slots))]).to(device)
+    positions = torch.arange(num_rows, device=device) + 2**33
+    hidden = torch.randn(num_rows, width, generator=g).to(device, dtype)
+    stage, out = torch.full((staged, width), 9, dtype=dtype, device=device), dirty(40, device)
+    batch, lines = StagedBatch(device), table.to(device)
+    batch.set(hidden, slots, positions, (num_lines, new_slots.data_ptr(), new_lines.data_ptr()))
+    stage_rows(batch, lines, stage, out)
+
+    table[new_slots] = new_lines
+    assert torch.equal(lines.cpu(), table)
+    assert torch.equal(stage[:num_rows], hidden) and (stage[num_rows:] == 9).all()
+    nothing = torch.zeros(staged - num_rows, dtype=torch.int64, device=device)
+    expected = gather_rows_ref(lines, torch.cat([slots, nothing]), torch.cat([positions, nothing]))
+    for name in PARAMETERS:
+        got = bits(getattr(out, name))
+        assert got == [*bits(expected[name]), *bits(getattr(dirty(40 - staged, device), name))], name
+
+
+HIDDEN, INDICES = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"slots": INDICES.int()}, "slots"),
+        ({"slots": INDICES[:1]}, "slots"),
+        ({"positions": torch.zeros(4, dtype=torch.int64)[::2]}, "positions"),
+        ({"hidden": torch.zeros(8, 2).T}, "hidden has strides"),
+        ({"hidden": torch.zeros(20)[1:17].view(2, 8)}, "a multiple of 16"),
+    ],
+)
+def test_a_batch_that_the_kernel_cannot_read_is_refused_by_name(changed, message):
+    batch = {"hidden": HIDDEN, "slots": INDICES, "positions": INDICES} | changed
+    with pytest.raises(ValueError, match=message):
+        StagedBatch(torch.device("cpu")).set(**batch)
+
+
+@pytest.mark.parametrize(
+    "rows, columns, capacity, message", [(33, 8, 40, "stage is"), (0, 8, 40, "stage is"), (4, 8, 3, "out has")]
+)
+def test_a_stage_of_another_size_is_refused_by_name(rows, columns, capacity, message):
+    batch, out = StagedBatch(torch.device("cpu")), RowBuffers.allocate(capacity, "cpu")
+    with pytest.raises(ValueError, match=message):
+        stage_rows(batch, torch.zeros(2, 8, dtype=torch.int32), torch.zeros(rows, columns), out)

@@ -1,8 +1,10 @@
-"""SGLang servers on this machine: on its GPU, else on the pretended platform of ``cpu_platform.py``."""
+"""SGLang servers on this machine: on its GPU, else on the pretended platform of ``cpu_platform.py``; and a pretended
+server for dry runs of benchmarks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,3 +28,36 @@ def server_on_this_machine(
     return Server.on_this_machine(
         model, arguments, log=log, environment={**pretended, **(environment or {})}, **options
     )
+
+
+class PretendedServer:
+    """A server for a dry run, which answers at once. capacity: tokens of its KV cache."""
+
+    metrics_seconds = 0.0
+
+    def __init__(self, log: Path, capacity: int) -> None:
+        self.log, self.capacity, self.steps = log, capacity, 0
+
+    start = wait_until_ready = stop = lambda self: None
+
+    def log_text(self) -> str:
+        return f"max_total_num_tokens={self.capacity}"
+
+    def generate(self, *, input_ids: list, sampling_params: Any, **fields: Any) -> list[dict[str, Any]]:
+        params = sampling_params if isinstance(sampling_params, dict) else sampling_params[0]
+        self.steps += params["max_new_tokens"]
+        time.sleep(2e-5 * params["max_new_tokens"])
+        return [{"output_ids": [0] * params["max_new_tokens"]} for _ in input_ids]
+
+    def stream(self, *, sampling_params: dict[str, Any], **fields: Any) -> Iterator[dict[str, Any]]:
+        for tokens in range(sampling_params["max_new_tokens"]):
+            time.sleep(2e-5)
+            yield {"output_ids": [0] * (tokens + 1)}
+
+    def get(self, path: str) -> dict[str, Any]:
+        return {"internal_states": [{"flashsample": {"active": True}}]}
+
+    def metrics(self) -> str:
+        rows = f'sglang:flashsample_rows_total{{path="fused",reason=""}} {self.steps}\n'
+        seconds = f"sglang:flashsample_host_seconds_sum {self.steps * 40e-6}\n"
+        return f"{rows}sglang:flashsample_host_seconds_count {self.steps}\n{seconds}"

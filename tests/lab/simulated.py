@@ -33,6 +33,16 @@ from sgl_flashsample.files import BadFileError, parse_json, read_plain
 SCHEMA = "flashsample-simulated/1"
 MAX_BYTES = 1 << 26
 NOISE = 0.004
+# Times of a model, noise and all.
+EXAMPLE: dict[str, Any] = {
+    "schema": SCHEMA,
+    "device": {"name": "NVIDIA H200", "cc": "9.0", "sms": 132, "l2_mb": 50, "smem_optin": 232448},
+    "env": {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
+    "noise": 0.003,
+    "model": {"us": 300.0, "rugged": 0.2},
+    "costs": {"gemm": {"64": 320.0}},
+    "seconds_per_round": 0.002,
+}
 
 COMPILING_FAULTS = ("compile", "shared_memory", "registers", "slow_compile")
 TRIAL_FAULTS = ("hang", "crash", "illegal", "wrong", "runtime", "timeout")

@@ -460,7 +460,7 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
             return super().generate(input_ids=input_ids, sampling_params=sampling_params, **fields)
 
     class Run(serve.ModelRun):
-        make_server = staticmethod(lambda model, backend, variables, log: Failing(log))
+        make_server = staticmethod(lambda model, backend, variables, log: Failing(log, serve.CACHE_TOKENS))
 
     def run(limit: float) -> tuple[list[int], list[tuple[int, str]]]:
         options = types.SimpleNamespace(**names | {"limit": limit})

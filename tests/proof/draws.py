@@ -432,7 +432,7 @@ def count_rows(paths: Paths, cases: dict[str, Case]) -> Iterator[Result]:
 def shipped_configs() -> list[Config]:
     """The configurations of all tables, each once."""
     tables = [Table.loads(file.read_text()) for file in TABLES.glob("*.json")]
-    return sorted({entry.launch for table in tables for entry in table.entries}, key=repr)
+    return sorted({entry.configuration for table in tables for entry in table.entries}, key=repr)
 
 
 def fits(config: Config, kind: str) -> bool:

@@ -146,15 +146,15 @@ def test_metrics_reach_the_log_once_per_interval_and_prometheus_more_often(monke
     counted = Metrics(prometheus=False)
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         flushed = []
-        for _ in range(80):
-            clock[0] += 0.25
+        for _ in range(40):
+            clock[0] += 0.5
             flushed.append(counted.add_batch(FUSED, 0, None))
             if flushed[-1]:
                 counted.flush()
-    assert flushed == [False, True] * 40 and metrics.FLUSH_SECONDS == 0.5
+    assert flushed == [False, True] * 20 and metrics.FLUSH_SECONDS == 1.0
     assert [record.message for record in caplog.records] == [
+        "flashsample: since the start: fused 10,000 rows in 20 batches",
         "flashsample: since the start: fused 20,000 rows in 40 batches",
-        "flashsample: since the start: fused 40,000 rows in 80 batches",
     ]
 
 

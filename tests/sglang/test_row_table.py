@@ -36,6 +36,7 @@ def no_kinds(monkeypatch) -> None:
     monkeypatch.setattr(row_table, "ROWS", rows)
     monkeypatch.setattr(batch_module, "ROWS", rows)
     monkeypatch.setattr(row_table, "_IDS", {UNREADABLE: 0})
+    monkeypatch.setattr(row_table, "_KINDS", {})
     monkeypatch.setattr(batch_module, "_MIXES", {})
 
 
@@ -139,17 +140,26 @@ def test_the_table_grows_and_keeps_its_lines(device, monkeypatch):
         assert [row[0] for row in read(table, slots, device)] == want, "a slot without a line is a greedy row"
 
 
-def test_a_full_queue_begins_anew_once_its_lines_were_read(monkeypatch):
-    """The device reads written lines where they are queued."""
+@pytest.mark.parametrize("queue", [4, 5, 64])
+def test_a_full_queue_begins_anew_and_loses_no_line(monkeypatch, device, queue):
+    monkeypatch.setattr(row_table, "QUEUE", queue)
+    table = RowTable(device)
+    for slot in range(1, 33):
+        table.put(slot, (0.5 + slot, *LINE[1:]))
+        if slot % 10 == 3:
+            table.write()
+    assert [row[0] for row in read(table, list(range(1, 33)), device)] == [0.5 + slot for slot in range(1, 33)]
+
+
+@pytest.mark.gpu
+def test_a_queue_is_written_over_once_the_device_has_read_it(monkeypatch, device):
     monkeypatch.setattr(row_table, "QUEUE", 4)
-    table, waits = RowTable(CPU), []
-    table._read = types.SimpleNamespace(record=int, synchronize=lambda: waits.append(table._new_slots.tolist()))
+    table = RowTable(device)
+    torch.cuda._sleep(200_000_000)  # the device is behind
     for slot in range(1, 13):
         table.put(slot, (0.5 + slot, *LINE[1:]))
-        if slot == 3:
-            table.write()
-    assert waits == [[1, 2, 3, 4], [4, 5, 6, 7], [4, 5, 6, 7, 8, 9, 10, 11]]
-    assert [row[0] for row in read(table, list(range(1, 13)))] == [0.5 + slot for slot in range(1, 13)]
+        table.write()
+    assert [row[0] for row in read(table, list(range(1, 13)), device)] == [0.5 + slot for slot in range(1, 13)]
 
 
 @pytest.mark.parametrize("slot", [0, -1])

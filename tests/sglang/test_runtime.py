@@ -912,7 +912,7 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
         selfcheck,
         "difference",
         lambda expected, config, *parts, **options: (
-            "off" if config == entry.launch else differ(expected, config, *parts, **options)
+            "off" if config == entry.configuration else differ(expected, config, *parts, **options)
         ),
     )
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
@@ -922,7 +922,7 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
         "flashsample: 1 tuned configurations failed the self-check at start and are not used; their batch sizes use "
         "built-in ones, which passed it: off with "
     )
-    assert str(entry.launch) in warning
+    assert str(entry.configuration) in warning
     dispatch = state.head.table
     assert dispatch.lookup(4) == default_table(state.head.lm_head).lookup(4) and dispatch.is_measured(2, PLAIN)
     assert starting.inactive_reason is None

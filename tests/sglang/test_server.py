@@ -13,6 +13,7 @@ import math
 import random
 import re
 import runpy
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -29,7 +30,7 @@ from sgl_flashsample.hot_vocab import HotVocab
 from sgl_flashsample.kernels.reference import allowed_ref
 from sgl_flashsample.tables.schema import HeadShape
 from sgl_flashsample.tools import markov
-from sgl_flashsample.tools.server import SGLANG_SERVE, Server, ServerError, stop_all
+from sgl_flashsample.tools.server import Server, ServerError, stop_all
 
 pytestmark = [needs_sglang, pytest.mark.server, *([pytest.mark.gpu] if CUDA else [])]
 
@@ -559,7 +560,8 @@ def test_truncated_rows_and_those_of_them_that_were_searched_are_in_the_log_and_
 
 
 def test_chat_completions_are_served(ours):
-    answer = ours.chat(messages=[{"role": "user", "content": "hi"}], temperature=1.0, max_tokens=5)
+    asked = {"model": "default", "messages": [{"role": "user", "content": "hi"}]}
+    answer = ours.post("/v1/chat/completions", **asked, temperature=1.0, max_tokens=5)
     assert answer["usage"]["completion_tokens"] >= 1
 
 
@@ -601,7 +603,7 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
         name=size_name,
         arguments=arguments,
         first_on_path=version_path(version) if version else None,
-        launcher=SGLANG_SERVE,
+        launcher=(str(Path(sys.executable).with_name("sglang")), "serve"),
     )
     with server:
         (active,) = server.log_lines("fused sampling active")

@@ -4,6 +4,7 @@ change is noticed at the next step."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import logging
@@ -43,7 +44,7 @@ from sgl_flashsample.kernels.workspace import ScreenCounter, Workspace
 from sgl_flashsample.sglang import draw as draw_module
 from sgl_flashsample.sglang import head, step_graphs
 from sgl_flashsample.sglang import runtime as runtime_module
-from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Batch, DrawKind
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, DrawKind
 from sgl_flashsample.sglang.draw import COMMON_KINDS, Step, draw, prepare_next, replayed
 from sgl_flashsample.sglang.head import GraphInputs, HeadState
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
@@ -62,13 +63,28 @@ def read_all(hidden: torch.Tensor, params: BatchParams, return_logprob: bool) ->
         columns += [params.truncation.top_k, params.truncation.top_p, params.truncation.min_p]
         flags.append(params.truncation.max_top_k)
     if params.edits is not None:
-        edits = params.edits
-        columns += [edit[:, 0] for edit in (edits.additive, edits.scaling, edits.mask, edits.bias) if edit is not None]
-        columns += [] if edits.rows is None else [edits.rows]
+        for flag, column in zip(Edit, first_columns(params.edits, len(hidden)), strict=True):
+            if column is not None:
+                flagged = (params.edits.rows & flag) != 0
+                columns += [flagged, torch.where(flagged, column, 0)]
     digest = torch.full((len(hidden),), hash(tuple(flags)) % 2**31)
     for column in columns:
         digest = digest * 1_000_003 + column.double().view(torch.int64)
     return SampleOutput(digest, digest.float() if return_logprob else None, torch.zeros(len(hidden)))
+
+
+def first_columns(edits: LogitEdits, num_rows: int) -> list[torch.Tensor | None]:
+    """The first value of each row of the edits, where a kernel finds it; nothing for rows behind them."""
+    columns: list[torch.Tensor | None] = []
+    places = [0, 0, 0, 0] if edits.places is None else edits.places.tolist()
+    places.insert(2, 0)  # a mask has none
+    for tensor, place in zip((edits.additive, edits.scaling, edits.mask, edits.bias), places, strict=False):
+        if tensor is not None and place:
+            memory = (ctypes.c_float * tensor.numel()).from_address(place)
+            tensor = torch.frombuffer(memory, dtype=torch.float32).view(tensor.shape)
+        column = None if tensor is None else tensor[:, 0].float()
+        columns.append(None if column is None else torch.nn.functional.pad(column, (0, num_rows - len(column))))
+    return columns
 
 
 def reading_state(**options: Any) -> HeadState:
@@ -155,8 +171,16 @@ def make_edits(num_rows: int = 2) -> LogitEdits:
         scaling=torch.ones(num_rows, 8),
         mask=torch.zeros(num_rows, 1, dtype=torch.int32),
         bias=torch.zeros(num_rows, 8),
-        rows=torch.zeros(num_rows, dtype=torch.int32),
     )
+
+
+EDITED = {"frequency_penalty": 1.0, "repetition_penalty": 1.1, "logit_bias": {}, "grammar": "a grammar"}
+
+
+def edited_step(edits: LogitEdits | None = None, **options: Any) -> Step:
+    """Rows with every edit."""
+    edits = make_edits() if edits is None else edits
+    return make_step([row | EDITED for row in PLAIN], edits, **options)
 
 
 def test_steps_of_a_kind_are_replayed_once_there_have_been_some_and_all_are_counted():
@@ -277,7 +301,7 @@ def test_micro_batches_that_take_turns_are_both_replayed(places):
 def test_a_step_outside_of_sglangs_graphs_is_launched(edited):
     """Eager steps have their hidden states anywhere."""
     drawing, hidden = Drawing(), hidden_of(2)
-    step = make_step(edits=make_edits() if edited else None)
+    step = edited_step() if edited else make_step()
     assert all(drawing.step(hidden, step, is_captured=False) is None for _ in range(3 * SETTLED))
     assert drawing.counts.launched == 3 * SETTLED and not drawing.capture.graphs
     assert all(drawing.replays(hidden, step, SETTLED)[PATIENCE:])
@@ -291,11 +315,6 @@ def of(*rows: dict) -> Callable:
 
 def with_edits(change: Callable[[LogitEdits], LogitEdits | None]) -> Callable:
     return lambda hidden, step: (hidden, step._replace(edits=change(step.edits)))
-
-
-def moved(name: str) -> Callable:
-    """The same batch with an edit at another address."""
-    return with_edits(lambda edits: dataclasses.replace(edits, **{name: getattr(edits, name).clone()}))
 
 
 UNBOUNDED = [{"sampling_seed": 1, "top_p": 0.5}, {"sampling_seed": 2, "min_p": 0.5}]  # no top-k is known
@@ -315,8 +334,7 @@ OTHER_EDITS: dict[str, Callable] = {
     "no edits": with_edits(lambda edits: None),
     "an edit less": with_edits(lambda edits: dataclasses.replace(edits, scaling=None)),
     "a mask of other words": with_edits(lambda edits: dataclasses.replace(edits, mask=mask_of(2))),
-    "flags of the requests": with_edits(lambda edits: dataclasses.replace(edits, rows=None)),
-    **{name: moved(name) for name in ("additive", "scaling", "bias", "rows")},
+    "rows that are further apart": with_edits(lambda edits: dataclasses.replace(edits, bias=torch.zeros(2, 12)[:, :8])),
 }
 
 
@@ -330,32 +348,43 @@ def test_a_step_of_another_kind_or_size_has_graphs_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", OTHER_EDITS)
-def test_a_step_with_edits_at_another_place_has_graphs_of_its_own(name):
-    drawing, hidden, step = Drawing(), hidden_of(2), make_step(edits=make_edits())
+def test_a_step_with_edits_of_another_layout_has_graphs_of_its_own(name):
+    drawing, hidden, step = Drawing(), hidden_of(2), edited_step()
     drawing.replays(hidden, step, SETTLED)
     assert drawing.replays(*OTHER_EDITS[name](hidden, step), SETTLED) == [False] * PATIENCE + [True] * SLOTS
     assert drawing.step(hidden, step) is not None, "those of before are still there"
 
 
-def test_edits_are_read_where_this_step_has_them():
-    drawing, hidden, step = Drawing(), hidden_of(2), make_step()
-    places = [make_edits(), make_edits()]  # a step's penalties are made anew, where those of the last but one were
-    replayed = []
-    for number in range(2 * SETTLED + 4):
-        edits = places[number % 2]
-        for edit in (edits.additive, edits.scaling, edits.mask, edits.bias, edits.rows):
-            edit.fill_(number)
-        replayed.append(drawing.step(hidden, step._replace(edits=edits)) is not None)
-    assert all(replayed[-4:])
-
-
-def test_a_mask_is_read_wherever_this_step_has_it():
-    """A grammar's mask is made anew for every step."""
-    drawing, hidden, step, kept = Drawing(), hidden_of(2), make_step(edits=make_edits()), []
+def test_edits_are_read_wherever_this_step_has_them():
+    """Penalties and masks are made anew for every step."""
+    drawing, hidden, kept = Drawing(), hidden_of(2), []
     for number in range(SETTLED + 4):
-        kept.append(step.edits.mask)  # so that no two masks share a place
-        step = step._replace(edits=dataclasses.replace(step.edits, mask=mask_of(1, number)))
-        assert (drawing.step(hidden, step) is not None) is (number >= PATIENCE)
+        edits = make_edits()
+        kept.append(edits)  # so that no two steps share a place
+        for edit in (edits.additive, edits.scaling, edits.mask, edits.bias):
+            edit.fill_(number)
+        assert (drawing.step(hidden, edited_step(edits)) is not None) is (number >= PATIENCE)
+
+
+EAGER_EDITS: dict[str, Callable[[LogitEdits], LogitEdits]] = {
+    "flags of their own": lambda edits: dataclasses.replace(edits, rows=torch.full((2,), 3, dtype=torch.int32)),
+    "an odd address": lambda edits: dataclasses.replace(edits, bias=torch.zeros(17)[1:].view(2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", EAGER_EDITS)
+def test_edits_that_a_graph_cannot_be_told_are_launched(name):
+    drawing, hidden, step = Drawing(), hidden_of(2), edited_step()
+    drawing.replays(hidden, step, SETTLED)
+    changed = step._replace(edits=EAGER_EDITS[name](step.edits))
+    assert drawing.replays(hidden, changed, SETTLED) == [False] * SETTLED
+    assert drawing.step(hidden, step) is not None
+
+
+def test_edited_steps_of_a_pipeline_are_launched():
+    """A graph would be told the next batch before it has run."""
+    drawing = Drawing(copies_tokens=True)
+    assert drawing.replays(hidden_of(2), edited_step(), SETTLED) == [False] * SETTLED
 
 
 def test_edits_without_flags_per_row_have_those_of_the_requests_of_this_step():
@@ -367,36 +396,11 @@ def test_edits_without_flags_per_row_have_those_of_the_requests_of_this_step():
     assert drawing.state.rows.edits[:2].tolist() == [Edit.BIAS, 0]
 
 
-def test_a_step_with_edits_draws_the_rows_of_its_batch_alone():
-    """There are no edits for padding. A batch of another size has graphs of its own."""
-    drawing, hidden = Drawing(), hidden_of(4)
-    edited = make_step(edits=make_edits())
-    assert drawing.replays(hidden, edited, SETTLED) == [False] * PATIENCE + [True] * SLOTS
-    assert {len(graph.out.token_ids) for graph in drawing.capture.graphs} == {2}
-    fewer = make_step(PLAIN[:1], edits=make_edits(1))
-    assert drawing.replays(hidden, fewer, SETTLED) == [False] * PATIENCE + [True] * SLOTS
-
-
-def test_graphs_with_edits_that_are_not_used_make_room_and_those_without_edits_stay(monkeypatch):
-    monkeypatch.setattr(step_graphs, "MAX_EDITED_KEYS", 2)
-    drawing, hidden, plain = Drawing(), hidden_of(2), make_step()
-    drawing.replays(hidden, plain, SETTLED)
-    places = [make_step(edits=make_edits()) for _ in range(3)]
-    for place in (0, 1, 0, 2):
-        drawing.replays(hidden, places[place], SETTLED)
-    assert drawing.graphs.count == 3 * SLOTS
-    assert drawing.step(hidden, places[0]) is not None and drawing.step(hidden, plain) is not None
-    assert drawing.step(hidden, places[1]) is None
-
-
-def test_there_is_no_bound_for_graphs_without_edits(monkeypatch):
-    """Their number is that of SGLang's own graphs, times that of the kinds."""
-    monkeypatch.setattr(step_graphs, "MAX_EDITED_KEYS", 1)
-    drawing, step = Drawing(), make_step()
-    places = [hidden_of(num_rows) for num_rows in (2, 3, 4)]
-    for hidden in places:
-        drawing.replays(hidden, step, SETTLED)
-    assert all(drawing.step(hidden, step) is not None for hidden in places)
+def test_padding_has_no_edits():
+    drawing, hidden, step = Drawing(), hidden_of(4), edited_step()
+    assert drawing.replays(hidden, step, SETTLED) == [False] * PATIENCE + [True] * SLOTS
+    assert drawing.state.rows.edits[:4].tolist() == [15, 15, 0, 0]
+    assert {len(graph.out.token_ids) for graph in drawing.capture.graphs} == {4}
 
 
 def test_after_a_larger_batch_the_graphs_are_of_the_new_buffers():
@@ -438,10 +442,10 @@ def test_a_failed_capture_gives_the_memory_of_the_graphs_back(clock, edited):
     capture, hidden, step = CountingCapture(), hidden_of(2), make_step()
     drawing = Drawing(capture)
     drawing.replays(hidden, step, SETTLED)
-    drawing.replays(hidden, make_step(edits=make_edits()), SETTLED)
+    drawing.replays(hidden, edited_step(), SETTLED)
     assert drawing.graphs.count == 2 * SLOTS
     capture.fails = True
-    another = make_step(edits=make_edits() if edited else None, logprob=True)
+    another = edited_step(logprob=True) if edited else make_step(logprob=True)
     drawing.replays(hidden, another, SETTLED)
     assert drawing.graphs.count == 0
 
@@ -511,11 +515,12 @@ def test_no_garbage_is_collected_during_a_capture(capturing, collects):
         (gc.enable if before else gc.disable)()
 
 
-def replay_once(graphs: StepGraphs, launches: Callable[[], Launched], hidden: torch.Tensor) -> None:
+def replay_once(graphs: StepGraphs, launches: Callable[..., Launched], hidden: torch.Tensor) -> SampleOutput:
     """Steps of a plain batch until the first that is replayed."""
     for _ in range(PATIENCE + 1):
-        out = graphs.step(launches, hidden, len(hidden), PLAIN_KIND, None, False)
-    assert out is not None
+        keyed = graphs.find(launches, hidden, PLAIN_KIND, None, False)
+    assert keyed is not None
+    return keyed.replay_next(len(hidden))
 
 
 def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
@@ -523,7 +528,7 @@ def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
     workspace, spec, hidden = Workspace(1, CPU), LogitsSpec(32), hidden_of(2)
     graphs = StepGraphs([workspace], 4, CountingCapture(), StepCounts())
 
-    def launches() -> Launched:
+    def launches(batch: object) -> Launched:
         workspace.logits_buffer(2, spec, torch.float32, edited=False)
         return Launched(SampleOutput.empty(2, CPU, False))
 
@@ -542,7 +547,7 @@ def test_what_a_graph_writes_to_lives_as_long_as_the_graph():
     kept: list[weakref.ref] = []
     graphs = StepGraphs([Workspace(1, CPU)], 4, CountingCapture(), StepCounts())
 
-    def launches() -> Launched:
+    def launches(batch: object) -> Launched:
         scratch = torch.zeros(2)
         kept.append(weakref.ref(scratch))
         return Launched(SampleOutput.empty(2, CPU, False), scratch)
@@ -638,7 +643,7 @@ def test_steps_beside_captures_ahead_keep_their_graphs(ahead):
 
 def test_other_kinds_are_captured_in_steps(ahead):
     ahead.idle()
-    for step in (make_step(logprob=True), make_step(edits=make_edits())):
+    for step in (make_step(logprob=True), edited_step()):
         assert not ahead.drawing.step(ahead.drawing.state.captured[2], step)
 
 
@@ -808,7 +813,7 @@ class Moving:
         launched = draw(lazy_of(self._launching, self.hidden, num_rows, False), step)
         lazy = lazy_of(self.state, self.hidden, num_rows)
         sampling_info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None} | info)
-        tokens = replayed(time.perf_counter(), lazy, sampling_info, num_rows) if short else None
+        tokens = replayed(time.perf_counter(), lazy, sampling_info, positions) if short else None
         how, before = "ready", self.state.counts.replayed
         if tokens is None:
             tokens = draw(lazy, step).token_ids
@@ -861,9 +866,9 @@ def test_what_may_have_changed_is_looked_at_in_full(moving, name):
     batch, _ = warm(moving)
     info = {BATCH_ATTRIBUTE: batch, "grammars": None}
     lazy = lazy_of(moving.state, moving.hidden, 2)
-    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), 2) is not None
+    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2)) is not None
     info |= NOT_READY[name](moving, batch) or {}
-    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), 2) is None
+    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2)) is None
 
 
 @pytest.mark.parametrize("name", ["logits that were read", "no graph of SGLang's", "plain logits", "positions"])
@@ -875,7 +880,7 @@ def test_other_logits_have_no_short_way(moving, name):
     if name == "plain logits":
         lazy = torch.zeros(2, VOCAB)
     info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None})
-    assert replayed(time.perf_counter(), lazy, info, 3 if name == "positions" else 2) is None
+    assert replayed(time.perf_counter(), lazy, info, torch.arange(3 if name == "positions" else 2)) is None
 
 
 @pytest.mark.parametrize("rows", [[{"logit_bias": {}}] * 2, [{}, {"beam_width": 2}]], ids=["edits", "SGLang's rows"])
@@ -907,41 +912,98 @@ def test_graphs_that_are_captured_ahead_gather_their_rows(moving):
     assert [moving.step(batch, [2, 5, 1]) for _ in range(4)] == ["replayed", "ready", "ready", "ready"]
 
 
-def prefill(state: HeadState, hidden: torch.Tensor, step: Step) -> SampleOutput:
-    return draw(LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), prefills=True), step)
+class Prefills:
+    """Prefills of new requests in slots from 1 on, whose hidden states are elsewhere each time. Each is compared with
+    the same step of a head without graphs."""
+
+    def __init__(self, **options: Any) -> None:
+        self.capture, self.table = CountingCapture(), RowTable(CPU)
+        self.state, self._launching = reading_state(capture=self.capture), reading_state()
+        vars(self.state).update(options)
+        self.number = 0
+
+    def step(self, num_rows: int, edits: LogitEdits | None = None, first_slot: int = 1, **change: Any) -> str:
+        """How the prefill was served: "ready", "replayed" or "launched". change: how its tensors are."""
+        self.number += 1
+        rows = [request(temperature=0.5 + self.number, sampling_seed=row) for row in range(num_rows)]
+        slots = torch.arange(first_slot, first_slot + num_rows)
+        batch = Batch.of_requests(rows, slots.tolist(), self.table, 1, True)
+        hidden = change.get("hidden", lambda same: same)(hidden_states(CPU, num_rows, seed=self.number))
+        slots, positions = (change.get(name, lambda same: same)(slots) for name in ("slots", "positions"))
+        step = Step(batch, slots, positions, edits, False)
+        replays = self.capture.replays
+        lazy = LazyLogits(hidden, VOCAB, self.state, lambda hidden: pytest.fail("logits"), prefills=True)
+        info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, SLOTS_ATTRIBUTE: slots, "grammars": None})
+        tokens = None if edits is not None else replayed(time.perf_counter(), lazy, info, positions)
+        how = "ready"
+        if tokens is None:
+            tokens = draw(lazy, step).token_ids
+            how = "replayed" if self.capture.replays > replays else "launched"
+        lazy = LazyLogits(hidden, VOCAB, self._launching, lambda hidden: pytest.fail("logits"), prefills=True)
+        assert torch.equal(tokens, draw(lazy, step).token_ids)
+        assert self.state.counts.prefills == self.number and self.state.counts.launched == 0
+        return how
+
+
+@pytest.fixture
+def prefills(monkeypatch) -> Prefills:
+    monkeypatch.setattr(draw_module, "FULL_STEP_SECONDS", 1000.0)
+    return Prefills()
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 32])
-def test_prefills_are_replayed_from_a_place_of_their_own(num_rows):
-    capture = CountingCapture()
-    state, launching = reading_state(capture=capture), reading_state()
-    state.inputs = GraphInputs(*torch.ones(2, 64, dtype=torch.int64))  # of decode steps
-    for number in range(SETTLED):
-        hidden = hidden_states(CPU, num_rows, seed=number)  # elsewhere each time
-        step = make_step([{"temperature": 1.0 + number, "sampling_seed": row} for row in range(num_rows)])
-        assert torch.equal(prefill(state, hidden, step).token_ids, prefill(launching, hidden, step).token_ids)
-    assert capture.replays == SETTLED - PATIENCE
-    assert state.counts == StepCounts(prefills=SETTLED, late_captures=SLOTS)
+def test_prefills_are_replayed_from_a_place_of_their_own(prefills, num_rows):
+    prefills.state.inputs = GraphInputs(*torch.ones(2, 64, dtype=torch.int64))  # of decode steps
+    served = [prefills.step(num_rows) for _ in range(SETTLED + 4)]
+    assert served == [*WARM, "replayed", *["ready"] * 3]
+    assert prefills.state.counts.late_captures == SLOTS
 
 
-@pytest.mark.parametrize("case", ["33 rows", "a bias"])
-def test_large_prefills_and_edited_ones_are_launched(case):
-    num_rows, capture = 33 if case == "33 rows" else 2, CountingCapture()
-    state, edits = reading_state(capture=capture), make_edits() if case == "a bias" else None
-    for _ in range(SETTLED):
-        prefill(state, hidden_states(CPU, num_rows), make_step([{}] * num_rows, edits))
-    assert not capture.graphs
+def test_the_graph_of_a_prefill_writes_the_lines_of_requests_that_are_in_other_batches(prefills):
+    for _ in range(SETTLED + 1):
+        prefills.step(2)
+    Batch.of_requests([request(top_k=7)], [50], prefills.table, 1, True)
+    assert prefills.step(2) == "ready"
+    assert prefills.table.lines[50, 1] == 7
 
 
-def test_graphs_of_prefills_are_captured_ahead():
-    capture = CountingCapture()
-    state, launching = reading_state(capture=capture), reading_state()
-    state.captured = {4: hidden_of(4)}
-    while prepare_next(state, TABLE):
+PLACES = {
+    "strided hidden states": {"hidden": lambda hidden: torch.cat([hidden, hidden], 1)[:, : hidden.shape[1]]},
+    "hidden states at an odd address": {
+        "hidden": lambda hidden: torch.cat([hidden.new_zeros(1), hidden.flatten()])[1:].view(hidden.shape)
+    },
+    "slots of 32 bits": {"slots": torch.Tensor.int},
+    "strided positions": {"positions": lambda positions: positions.repeat_interleave(2)[::2]},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_prefills_whose_tensors_the_graph_cannot_read_are_launched(prefills, place):
+    assert [prefills.step(2) for _ in range(SETTLED + 2)][-1] == "ready"
+    assert prefills.step(2, **PLACES[place]) == "launched"
+    assert prefills.step(2) == "ready"
+
+
+def test_a_prefill_in_a_slot_beyond_the_table_is_drawn_from_a_larger_table(prefills):
+    assert [prefills.step(2) for _ in range(SETTLED + 2)][-1] == "ready"
+    assert prefills.step(2, first_slot=9000) == "launched"
+    assert [prefills.step(2) for _ in range(SETTLED + 2)][-1] == "ready"
+
+
+@pytest.mark.parametrize("case", ["33 rows", "a bias", "a pipeline"])
+def test_large_prefills_edited_ones_and_those_of_pipelines_are_launched(prefills, case):
+    num_rows = 33 if case == "33 rows" else 2
+    prefills.state.copies_tokens = case == "a pipeline"
+    edits = make_edits() if case == "a bias" else None
+    assert {prefills.step(num_rows, edits) for _ in range(SETTLED + 2)} == {"launched"}
+
+
+def test_graphs_of_prefills_are_captured_ahead(prefills):
+    prefills.state.captured = {4: hidden_of(4)}
+    while prepare_next(prefills.state, prefills.table):
         pass
-    step, hidden = make_step(), hidden_states(CPU, 2)
-    assert torch.equal(prefill(state, hidden, step).token_ids, prefill(launching, hidden, step).token_ids)
-    assert capture.replays == 1 and state.counts.late_captures == 0
+    assert [prefills.step(2), prefills.step(2)] == ["replayed", "ready"]
+    assert prefills.state.counts.late_captures == 0
 
 
 class Pair:
@@ -1216,6 +1278,11 @@ def test_a_capture_that_cuda_gives_up_leaves_pytorchs_allocator_as_it_was(device
     assert added.sum().item() == 1024, "the next capture is one again"
 
 
+def padded_with(edits: LogitEdits, rows: int) -> LogitEdits:
+    additive, mask = (torch.nn.functional.pad(tensor, (0, 0, 0, rows)) for tensor in (edits.additive, edits.mask))
+    return LogitEdits(additive, mask=mask)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("edited", [False, True], ids=["as they are", "edited"])
 @pytest.mark.parametrize("truncated", [False, True], ids=["plain", "truncated"])
@@ -1231,11 +1298,10 @@ def test_cuda_graphs_draw_the_tokens_of_launches(device, truncated, num_rows, pa
     launching = HeadState(Processor(vocab_size=vocab), lm_head)
     replaying.use_step_graphs = True
     row = {"top_k": 20, "top_p": 0.9} if truncated else {}
+    row |= {"frequency_penalty": 1.0, "grammar": "a grammar"} if edited else {}
     batch = make_batch(*({"sampling_seed": seed} | row for seed in range(padded)), {"top_k": 1}, device=device)
     hidden = torch.randn(padded, 256, device=device).bfloat16()
-    additive = torch.zeros(num_rows, vocab, device=device)
-    flags = torch.full((num_rows,), int(Edit.ADDITIVE | Edit.MASK), dtype=torch.int32, device=device)
-    masks = []  # all kept: each is at a place of its own, as a grammar's are
+    kept = []  # so that each is at a place of its own
 
     def drawn(state: HeadState, places: list[int], position: int, edits: LogitEdits | None) -> SampleOutput:
         slots = torch.tensor(places, device=device) + 1
@@ -1243,14 +1309,14 @@ def test_cuda_graphs_draw_the_tokens_of_launches(device, truncated, num_rows, pa
         return draw(lazy_of(state, hidden, len(places), state is replaying), step)
 
     for number in range(SETTLED + 2 * SLOTS):
-        masks.append(torch.randint(-(2**31), 2**31, (num_rows, vocab // 32 + 1), dtype=torch.int32, device=device))
-        edits = LogitEdits(additive=additive, mask=masks[-1], rows=flags) if edited else None
+        mask = torch.randint(-(2**31), 2**31, (num_rows, vocab // 32 + 1), dtype=torch.int32, device=device)
+        kept.append(LogitEdits(torch.randn(num_rows, vocab, device=device), mask=mask))
+        edits = kept[-1] if edited else None
         hidden.copy_(torch.randn(padded, 256, device=device))
-        additive.copy_(torch.randn(num_rows, vocab, device=device))
         places = torch.randperm(padded)[:num_rows].tolist()
         replayed = drawn(replaying, places, number, edits)
-        padding = 0 if edited or number < PATIENCE else padded - num_rows
-        launched = drawn(launching, places + [padded] * padding, number, edits)
+        padding = 0 if number < PATIENCE else padded - num_rows
+        launched = drawn(launching, places + [padded] * padding, number, edits and padded_with(edits, padding))
         assert torch.equal(replayed.token_ids, launched.token_ids[:num_rows])
         assert torch.equal(replayed.logprobs, launched.logprobs[:num_rows])
     assert capture.replays == SLOTS + 2 * SLOTS
@@ -1303,16 +1369,14 @@ def test_rebuilding_graphs_takes_no_more_streams(device):
     step, hidden = make_step(), hidden_states(device, 2)
     seed = torch.arange(2, device=device)
 
-    def launches() -> Launched:
+    def launches(batch: object) -> Launched:
         streams.add(torch.cuda.current_stream(device).cuda_stream)
         return Launched(SampleOutput(seed + 1, None, seed.float()))
 
     for _ in range(40):
         state.update(2)
         graphs = state.step_graphs(2, step.kind, edited=False)
-        for _ in range(PATIENCE + 1):
-            out = graphs.step(launches, hidden, 2, step.kind, None, False)
-        assert torch.equal(out.token_ids, seed + 1)
+        assert torch.equal(replay_once(graphs, launches, hidden).token_ids, seed + 1)
         state.weights_change()
         state.renew_screen()
     assert len(streams) == 1

@@ -132,7 +132,7 @@ def test_requests_and_their_answers_and_no_process_is_left(tmp_path):
     launcher = stand_in(f"{child}\nprint('flashsample', child.pid, flush=True)\n{ANSWERS}")
     with Server(tmp_path, [], backend=None, log=tmp_path / "log", launcher=launcher) as server:
         assert server.generate(text="a") == {"path": "/generate", "body": {"text": "a"}}
-        assert server.chat(n=1) == {"path": "/v1/chat/completions", "body": {"model": "default", "n": 1}}
+        assert server.post("/v1/models", n=1) == {"path": "/v1/models", "body": {"n": 1}}
         assert server.post("/flush_cache") == {"path": "/flush_cache", "body": {}}
         assert server.metrics() == "up 1"
         with pytest.raises(RequestError, match="/generate answered 400: "):

@@ -130,7 +130,12 @@ def test_the_tested_range_is_that_of_this_package():
 @pytest.mark.parametrize("reason, level", [(None, "ok"), ("3 of 8 tokens differ", "problem")])
 def test_the_self_test_says_how_the_kernels_differ(monkeypatch, reason, level):
     checked = []
-    monkeypatch.setattr(selfcheck, "compare_with_reference", lambda head, rows: checked.append(head) or reason)
+
+    def check(head, rows, table):
+        checked.append(head)
+        return selfcheck.Checked(table, reason, ())
+
+    monkeypatch.setattr(selfcheck, "refuse_wrong", check)
     (finding,) = doctor.check_kernels()
     assert finding.level == level and (reason or "configurations draw the reference's tokens") in finding.what
     (head,) = checked
@@ -179,10 +184,10 @@ def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(de
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_are_made(monkeypatch, no_hook_targets):
-    def fails(head, rows):
+    def fails(head, rows, table):
         raise RuntimeError("mask has unsupported dtype\nand more")
 
-    monkeypatch.setattr(selfcheck, "compare_with_reference", fails)
+    monkeypatch.setattr(selfcheck, "refuse_wrong", fails)
     findings = list(doctor.findings())
     assert any(finding.what.startswith("SGLang ") for finding in findings)
     assert findings[-1].level == "problem"

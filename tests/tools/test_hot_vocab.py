@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path):
 
 
 def in_bounds(text: str) -> bool:
-    """Whether ``text`` is read. Counts that are read are within the stated bounds; a refusal has one line with the
+    """True if ``text`` is read. Counts that are read are within the stated bounds; a refusal has one line with the
     reason."""
     try:
         counts = HotVocab.loads(text)

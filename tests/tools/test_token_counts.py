@@ -1,4 +1,4 @@
-"""What a server counts while it draws, without a server."""
+"""Counts of a server while it draws, without a server."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 from sgl_flashsample.autotune.warm import remove_incomplete
 
 HEAD = {"vocab_size": 1009, "hidden_size": 64, "torch_dtype": "bfloat16"}
-# What a starting server asks of a head of these ids and this width: prints how many kernels were compiled.
+# The check of a starting server, for a head of these ids and this width: prints how many kernels were compiled.
 START = """
 import json, sys
 import torch, triton
