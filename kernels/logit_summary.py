@@ -67,7 +67,7 @@ def finish_logits(
     LOGITS_DTYPE: tl.constexpr,
 ):
     """The row's logits, float32, in the shape of ``raw``; -inf outside, and where one is forbidden."""
-    logits = bound_logits(transform_logits(raw, logit_scale, softcap, LOGITS_DTYPE), inside)
+    logits = bound_logits(transform_logits(raw, logit_scale, softcap, LOGITS_DTYPE, DROP_NAN=True), inside)
     if edits is not None:
         flat: tl.constexpr = [logits.numel, 1]
         rows = row + tl.arange(0, 1)
