@@ -88,7 +88,7 @@ def replayed(started: float, lazy: Any, sampling_info: Any, positions: torch.Ten
     else:
         table.write()
         state.counts.replayed += 1
-    return keyed.replay_next(num_rows).token_ids
+    return keyed.next_tokens(num_rows)
 
 
 def _is_staged(stage: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> bool:

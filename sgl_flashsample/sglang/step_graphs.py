@@ -137,6 +137,7 @@ class _Captured(NamedTuple):
     graph: Graph
     out: SampleOutput
     holds: Any  # scratch that its launches write to
+    first_tokens: dict[int, torch.Tensor]  # views of the first tokens, by their number
 
 
 class KeyedGraphs:
@@ -155,15 +156,27 @@ class KeyedGraphs:
         return self.batches[self.slot]
 
     def replay_next(self, num_rows: int) -> SampleOutput:
+        captured = self._replay()
+        token_ids, logprobs = self._first(captured, num_rows), captured.out.logprobs
+        if logprobs is not None:
+            logprobs = logprobs[:num_rows].clone() if self._copies_tokens else logprobs[:num_rows]
+        return captured.out._replace(token_ids=token_ids, logprobs=logprobs)
+
+    def next_tokens(self, num_rows: int) -> torch.Tensor:
+        """The tokens of ``replay_next`` alone."""
+        return self._first(self._replay(), num_rows)
+
+    def _replay(self) -> _Captured:
         captured = self.captured[self.slot]
         self.slot = (self.slot + 1) % SLOTS
         captured.graph.replay()
-        token_ids, logprobs = captured.out.token_ids, captured.out.logprobs
-        if len(token_ids) != num_rows:
-            token_ids, logprobs = token_ids[:num_rows], None if logprobs is None else logprobs[:num_rows]
-        if self._copies_tokens:
-            token_ids, logprobs = token_ids.clone(), None if logprobs is None else logprobs.clone()
-        return captured.out._replace(token_ids=token_ids, logprobs=logprobs)
+        return captured
+
+    def _first(self, captured: _Captured, num_rows: int) -> torch.Tensor:
+        token_ids = captured.first_tokens.get(num_rows)
+        if token_ids is None:
+            token_ids = captured.first_tokens[num_rows] = captured.out.token_ids[:num_rows]
+        return token_ids.clone() if self._copies_tokens else token_ids
 
 
 class StepGraphs:
@@ -281,7 +294,7 @@ class StepGraphs:
             self._give_up(f"{type(error).__name__}: {error}")
             return False
         holds = [scratch, *(used.last_buffer for used in self._workspaces)]
-        graphs.captured.append(_Captured(graph, out, holds))
+        graphs.captured.append(_Captured(graph, out, holds, {}))
         return True
 
     def _give_up(self, reason: str) -> None:
