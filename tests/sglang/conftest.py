@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import functools
 import sys
 import types
 
 import pytest
 import torch
+from fake_head import FakeHead, Script
 from head_states import hidden_states, pretended_sglang
 from sglang_batches import Configuration, CountingHead, ModelRunner, ScheduleBatch, make_samplers, sampling_info
 
+from sgl_flashsample.sglang import head as head_module
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import Runtime
 
@@ -15,7 +18,7 @@ from sgl_flashsample.sglang.runtime import Runtime
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"one_rank", "starting"} & set(getattr(item, "fixturenames", ())):  # imports SGLang, or checks kernels
+        if "one_rank" in getattr(item, "fixturenames", ()):  # imports SGLang
             item.add_marker(pytest.mark.slow)
 
 
@@ -82,8 +85,20 @@ def runners(one_rank) -> tuple[ModelRunner, ModelRunner]:
 
 
 @pytest.fixture
-def head(device) -> CountingHead:
-    return CountingHead(device)
+def script() -> Script:
+    """What the fake heads of a test do, and what was asked of them."""
+    return Script()
+
+
+@pytest.fixture
+def head(device, script) -> CountingHead:
+    return CountingHead(device, script=script)
+
+
+@pytest.fixture
+def fake_heads(monkeypatch, script) -> None:
+    """The heads that a server makes are fake ones."""
+    monkeypatch.setattr(head_module, "Head", functools.partial(FakeHead, script=script))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_head import FakeHead, Script
 
 from sgl_flashsample.defaults import HeadTraits, default_config_on
 from sgl_flashsample.dispatch import DispatchTable
@@ -161,10 +162,14 @@ def make_state(
     screened: bool = False,
     capture: CountingCapture | None = None,
     dtype: torch.dtype | None = None,
+    script: Script | None = None,
     **processor: Any,
 ) -> HeadState:
-    """A head whose batches take the screen where it has one. capture: of step graphs, where it has them."""
+    """A head whose batches take the screen where it has one. capture: of step graphs, where it has them. script: of a
+    ``FakeHead``, where it is one."""
     state = HeadState(Processor(**processor), make_head(weights(device, seed, dtype)), capture)
+    if script is not None:
+        state.head = FakeHead(state.head.lm_head, announces_changes=True, script=script)
     state.head.table = screening_table(HeadTraits.of(state.head.lm_head))
     state.use_step_graphs = capture is not None
     if screened:
@@ -177,6 +182,14 @@ def write_unseen(state: HeadState, values: torch.Tensor) -> None:
     version = state.lm_head.weight._version
     state.lm_head.weight.data.copy_(values)
     assert state.lm_head.weight._version == version
+
+
+def metadata_of(*modes: str, **fields: Any) -> types.SimpleNamespace:
+    """As SGLang's LogitsMetadata of a forward in these modes: a verification and a split prefill are prefills, too."""
+    names = ("decode", "extend", "target_verify", "split_prefill", "draft_extend_v2")
+    mode = types.SimpleNamespace(**{f"is_{name}": lambda name=name: name in modes for name in names})
+    fields = {"extend_return_logprob": False, "is_prefill_only": False} | fields
+    return types.SimpleNamespace(forward_mode=mode, **fields)
 
 
 def serve(runtime: Runtime, *states: HeadState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 from head_states import (
     CPU,
+    VOCAB,
     CountingCapture,
     Model,
     Processor,
@@ -25,6 +27,7 @@ from head_states import (
     make_batch,
     make_head,
     make_state,
+    metadata_of,
     serve,
     weights,
 )
@@ -32,13 +35,13 @@ from serving import needs_sglang
 from sglang_batches import ModelRunner, SteadyServer, request
 from tuned_tables import table_for_this_machine
 
-from sgl_flashsample import __version__, paths, selfcheck
+from sgl_flashsample import __version__, paths
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
-from sgl_flashsample.head import Head
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
 from sgl_flashsample.kinds import BATCH_KINDS, PLAIN, BatchKind
+from sgl_flashsample.selfcheck import Checked
 from sgl_flashsample.sglang import hooks, metrics, plugin, support
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
@@ -55,59 +58,70 @@ from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import Entry
 
 
-def set_to(config: types.SimpleNamespace, path: str, value: object) -> None:
-    """Set ``config.a.b`` for the path "a.b"."""
-    *parts, name = path.split(".")
-    for part in parts:
-        config = getattr(config, part)
-    setattr(config, name, value)
+def change(config: types.SimpleNamespace, changes: dict[str, object]) -> None:
+    """Set ``config.a.b`` for the path "a.b"; a variable of SGLang's environment answers with its value."""
+    for path, value in changes.items():
+        *parts, name = path.split(".")
+        place = functools.reduce(getattr, parts, config)
+        setattr(place, name, types.SimpleNamespace(get=lambda value=value: value) if parts == ["environ"] else value)
+
+
+@pytest.fixture
+def several_gpus(monkeypatch) -> None:
+    """Servers of several GPUs are wanted."""
+    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
 
 
 # What is not served.
 
 
+CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLANG_SANITIZE_NAN_LOGITS")
+BACKEND, TWO_RANKS = "exec.graph.cuda_graph_config.decode.backend", {"parallel.tp_size": 2}
+LORA, MODULES = "lora.enable_lora", "lora.lora_target_modules"
+
+
 @pytest.mark.parametrize(
-    "path, value, words",
+    "changes, words",
     [
-        ("exec.kernel.grammar_backend", "outlines", None),
-        ("exec.graph.cuda_graph_config", None, None),
-        ("exec.graph.cuda_graph_config.decode.backend", "disabled", None),
-        ("spec.speculative_algorithm", "DFLASH", "speculative decoding with DFLASH"),
-        ("parallel.tp_size", 2, None),
-        ("parallel.pp_size", 2, None),
-        ("exec.moe.elastic_ep_backend", "mooncake", "elastic expert parallelism"),
-        ("exec.deterministic.enable_deterministic_inference", True, "deterministic inference"),
-        ("exec.deterministic.rl_on_policy_target", "fsdp", "on-policy RL logprobs"),
-        ("exec.dllm.dllm_algorithm", "LowConfidence", "diffusion LLM"),
-        ("disagg.enable_pdmux", True, "PD multiplexing"),
-        ("exec.overlap.enable_two_batch_overlap", True, "two-batch overlap"),
-        ("exec.graph.enable_torch_compile", True, "torch.compile"),
-        ("flags.capture.enable_torch_compile", True, "torch.compile"),
-        ("exec.graph.cuda_graph_config.decode.backend", "breakable", "a decode graph that is not a full one"),
+        ({"exec.kernel.grammar_backend": "outlines"}, None),
+        ({"exec.graph.cuda_graph_config": None}, None),
+        ({BACKEND: "disabled"}, None),
+        ({BACKEND: "breakable"}, "a decode graph that is not a full one"),
+        ({"spec.speculative_algorithm": "DFLASH"}, "speculative decoding with DFLASH"),
+        (TWO_RANKS, None),
+        ({"parallel.pp_size": 2}, None),
+        ({"exec.moe.elastic_ep_backend": "mooncake"}, "elastic expert parallelism"),
+        ({"exec.deterministic.enable_deterministic_inference": True}, "deterministic inference"),
+        ({"exec.deterministic.rl_on_policy_target": "fsdp"}, "on-policy RL logprobs"),
+        ({"exec.dllm.dllm_algorithm": "LowConfidence"}, "diffusion LLM"),
+        ({"disagg.enable_pdmux": True}, "PD multiplexing"),
+        ({"exec.overlap.enable_two_batch_overlap": True}, "two-batch overlap"),
+        ({"exec.graph.enable_torch_compile": True}, "torch.compile"),
+        ({"flags.capture.enable_torch_compile": True}, "torch.compile"),
+        # Not every release has all of these settings: here only the tested one exists.
+        *(({f"environ.{name}": on}, name if on else None) for name in CHECKS for on in (False, True)),
+        ({LORA: True, MODULES: ["all"]}, "LoRA of the LM head"),
+        ({LORA: True, MODULES: {"lm_head"}}, "LoRA of the LM head"),
+        ({LORA: True, MODULES: {"output"}}, "LoRA of the LM head"),
+        ({LORA: True, MODULES: ["q_proj"]}, None),
+        ({LORA: None, MODULES: ["all"]}, None),
+        ({"parallel.attn_dp_size": 2}, None),
+        (TWO_RANKS | {"parallel.attn_dp_size": 2}, "DP attention without --enable-dp-lm-head"),
+        (TWO_RANKS | {"parallel.attn_dp_size": 2, "parallel.enable_dp_lm_head": True}, None),
+        ({"parallel.attn_cp_size": 2}, None),
+        (TWO_RANKS | {"parallel.attn_cp_size": 2}, "context parallelism"),
+        ({"observability.debug_tensor_dump_output_folder": "dump"}, None),
+        (
+            TWO_RANKS | {"observability.debug_tensor_dump_output_folder": "dump"},
+            "a dump of tensors, which reads logits, with several ranks",
+        ),
     ],
+    ids=str,
 )
-def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(
-    server_config, monkeypatch, path, value, words
-):
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    set_to(server_config, path, value)
+def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(server_config, several_gpus, changes, words):
+    change(server_config, changes)
     reason = None if words is None else f"{words} is not supported yet"
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
-
-
-@pytest.mark.parametrize(
-    "enabled, modules, served",
-    [
-        (True, ["all"], False),
-        (True, {"q_proj", "lm_head"}, False),
-        (True, {"output"}, False),
-        (True, ["q_proj"], True),
-        (None, ["all"], True),
-    ],
-)
-def test_lora_of_the_lm_head_leaves_the_server_to_sglang(server_config, enabled, modules, served):
-    vars(server_config.lora).update(enable_lora=enabled, lora_target_modules=modules)
-    assert Runtime(None).inactive_reason == (None if served else "LoRA of the LM head is not supported yet")
 
 
 LORA_PLACES = pytest.mark.parametrize(
@@ -168,7 +182,7 @@ def test_adapters_that_cannot_be_read_leave_the_server_to_sglang(server_config, 
         ({"spec.speculative_accept_threshold_single": 0.9}, "with acceptance thresholds below 1"),
         ({"spec.speculative_accept_threshold_acc": 0.9}, "with acceptance thresholds below 1"),
         ({"spec.speculative_use_rejection_sampling": True}, "by rejection sampling"),
-        ({"environ.SGLANG_SIMULATE_ACC_LEN.get": 2}, "with a simulated acceptance"),
+        ({"environ.SGLANG_SIMULATE_ACC_LEN": 2}, "with a simulated acceptance"),
         ({"parallel.pp_size": 2}, "with pipeline parallelism"),
         ({"parallel.tp_size": 2, "parallel.attn_dp_size": 2}, "with DP attention"),
         ({"parallel.tp_size": 2, "spec.speculative_algorithm": "NGRAM"}, None),
@@ -176,10 +190,10 @@ def test_adapters_that_cannot_be_read_leave_the_server_to_sglang(server_config, 
     ],
     ids=str,
 )
-def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, monkeypatch, changes, words):
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    for path, value in changes.items():
-        set_to(server_config, path, value if not path.endswith(".get") else lambda value=value: value)
+def test_of_speculative_decoding_it_is_said_what_is_not_served(
+    server_config, several_gpus, monkeypatch, changes, words
+):
+    change(server_config, changes)
     name = changes.get("spec.speculative_algorithm")
     assert support.unsupported_speculation() is None or name is not None, (
         "without speculation nothing stands against it"
@@ -202,26 +216,6 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
 
 
 @pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"parallel.attn_dp_size": 2}, "DP attention without --enable-dp-lm-head"),
-        ({"parallel.attn_dp_size": 2, "parallel.enable_dp_lm_head": True}, None),
-        ({"parallel.attn_cp_size": 2}, "context parallelism"),
-        ({"observability.debug_tensor_dump_output_folder": "dump"}, "a dump of tensors, which reads logits, with sev"),
-    ],
-    ids=str,
-)
-def test_of_several_ranks_it_is_said_which_are_not_served(server_config, monkeypatch, changes, words):
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    for path, value in changes.items():
-        set_to(server_config, path, value)
-    assert support.unsupported_server() is None, "one rank"
-    server_config.parallel.tp_size = 2
-    reason = support.unsupported_server()
-    assert reason is None if words is None else reason.startswith(words)
-
-
-@pytest.mark.parametrize(
     "changes, measured",
     [
         ({"tp_size": 2}, True),
@@ -238,46 +232,26 @@ def test_several_gpus_are_served_where_they_have_been_measured_and_elsewhere_on_
     server_config, monkeypatch, changes, measured
 ):
     vars(server_config.parallel).update(changes)
+    gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert support.unsupported_server() is None, "on a CPU"
+    assert support.unsupported_server() is support.unmeasured_exchange(CPU) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    collectives = support.unmeasured_exchange(gpu)
+    assert collectives.endswith("; FLASHSAMPLE_SEVERAL_GPUS=1 turns them on"), "whatever the configuration"
     reason = support.unsupported_server()
     assert reason is None if measured else reason.startswith("this parallel configuration is off by default; ")
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    assert support.unsupported_server() is None
+    assert support.unsupported_server() is None and support.unmeasured_exchange(gpu) is None
     monkeypatch.setenv(support.RANKS_VARIABLE, "0")
     assert support.unsupported_server() == "several GPUs are left to SGLang, as FLASHSAMPLE_SEVERAL_GPUS is off"
 
 
-def test_ranks_of_gpus_exchange_by_collectives_on_request_alone(monkeypatch):
-    assert support.unmeasured_exchange(torch.device("cpu")) is None
-    assert support.unmeasured_exchange(torch.device("cuda")).endswith("; FLASHSAMPLE_SEVERAL_GPUS=1 turns them on")
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    assert support.unmeasured_exchange(torch.device("cuda")) is None
-
-
 @pytest.mark.parametrize("pp_size", [1, 2])
-def test_a_pipeline_which_reads_tokens_late_gets_copies_of_those_of_a_graph(server_config, monkeypatch, pp_size):
-    server_config.parallel.pp_size = pp_size
+def test_a_pipeline_which_reads_tokens_late_gets_copies_of_those_of_a_graph(server_config, fake_heads, pp_size):
+    vars(server_config.parallel).update(pp_size=pp_size, pp_rank=pp_size - 1)
     runtime = Runtime(None)
     assert runtime.use_step_graphs
-    monkeypatch.setattr(runtime, "_check", lambda state, starting: None)
-    state = runtime._prepare(Processor(), make_head(weights(torch.device("cpu"))), starting=True)
-    assert state.copies_tokens is (pp_size > 1)
-
-
-CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLANG_SANITIZE_NAN_LOGITS")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_server_that_looks_for_nan_in_its_logits_keeps_its_sampler(server_config, name):
-    """Not every release has all of these settings. Here only the tested one exists."""
-    assert support.unsupported_server() is None
-    setting = types.SimpleNamespace(get=lambda: False)
-    setattr(server_config.environ, name, setting)
-    assert support.unsupported_server() is None
-    setting.get = lambda: True
-    assert Runtime(None).inactive_reason == f"{name} is not supported yet"
+    assert prepared(runtime, make_head(weights(CPU)), VOCAB).copies_tokens is (pp_size > 1)
 
 
 @pytest.mark.slow
@@ -299,8 +273,7 @@ def test_sglang_has_settings_that_look_for_nan():
     ids=str,
 )
 def test_a_server_in_which_others_change_the_head_has_no_screen(server_config, monkeypatch, changes, words):
-    for path, value in changes.items():
-        set_to(server_config, path, value)
+    change(server_config, changes)
     reason = Runtime(None).no_screen_reason
     assert (words is None and reason is None) or words in reason
     monkeypatch.setenv(SCREEN_VARIABLE, "off")
@@ -402,8 +375,7 @@ def test_gpus_of_known_compute_capabilities_are_served_and_no_older_or_newer_one
     assert support.unsupported_device(torch.device("cuda", 0)) == reason
 
 
-def test_a_dumper_of_tensors_that_this_sglang_lacks_dumps_nothing(server_config, monkeypatch):
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
+def test_a_dumper_of_tensors_that_this_sglang_lacks_dumps_nothing(server_config, several_gpus, monkeypatch):
     server_config.parallel.tp_size = 2
     assert support.unsupported_server() is None
     module = types.ModuleType("sglang.srt.debug_utils.dumper")
@@ -433,43 +405,29 @@ def test_a_server_whose_configuration_cannot_be_read_is_left_to_sglang(server_co
 # A head follows its model.
 
 
-def test_a_head_follows_its_model(device):
+@pytest.mark.parametrize(
+    "attributes, facts",
+    [
+        ({}, (VOCAB, None, None)),
+        ({"vocab_size": 599}, (599, None, None)),
+        ({"logit_scale": 0.5}, (VOCAB, 0.5, None)),
+        ({"final_logit_softcapping": 30.0}, (VOCAB, None, 30.0)),
+        ({"final_logit_softcapping": 0}, (VOCAB, None, None)),  # SGLang: no softcap
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_head_follows_its_model(device, attributes, facts, replaced):
     state = make_state(device)
     first = state.head.lm_head
+    vars(state.processor).update(attributes)
+    if replaced:
+        state.lm_head.weight = weights(device, 1)
     state.update(1)
-    assert state.head.lm_head is first
-    assert (first.vocab_size, first.softcap, first.logit_scale) == (600, None, None)
-    state.processor.logit_scale, state.processor.final_logit_softcapping = 0.5, 30.0
-    state.update(1)
-    assert (state.head.lm_head.logit_scale, state.head.lm_head.softcap) == (0.5, 30.0)
-    state.lm_head.weight = weights(device, 1)
-    state.processor.final_logit_softcapping, state.processor.vocab_size = 0, 599  # SGLang: no softcap
-    state.update(1)
-    assert state.head.lm_head.weight.data_ptr() == state.lm_head.weight.data_ptr()
-    assert (state.head.lm_head.softcap, state.head.lm_head.vocab_size) == (None, 599)
-
-
-CHANGES = {
-    "weight": lambda state: vars(state.lm_head).update(weight=state.lm_head.weight.clone()),
-    "logit scale": lambda state: vars(state.processor).update(logit_scale=0.5),
-    "softcap": lambda state: vars(state.processor).update(final_logit_softcapping=30.0),
-    "vocabulary": lambda state: vars(state.processor).update(vocab_size=599),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_each_change_of_a_model_is_noticed_by_itself(device, name):
-    state = make_state(device)
-
-    def fingerprint(head: LMHead) -> tuple:
-        return head.weight.data_ptr(), head.logit_scale, head.softcap, head.vocab_size
-
-    before = fingerprint(state.head.lm_head)
-    CHANGES[name](state)
-    state.update(1)
-    assert (
-        fingerprint(state.head.lm_head) == fingerprint(HeadState(state.processor, state.lm_head).head.lm_head) != before
-    )
+    head = state.head.lm_head
+    assert (head.vocab_size, head.logit_scale, head.softcap) == facts
+    assert head.weight.data_ptr() == state.lm_head.weight.data_ptr()
+    assert (head is first) is (not attributes and not replaced), "what has not changed stays"
 
 
 def test_a_head_that_changes_its_shape_gives_up_its_tuned_table(device):
@@ -545,25 +503,23 @@ STEPS = {
     "split prefill": (["extend", "split_prefill"], {}, False),
     "prefill only": (["extend"], {"is_prefill_only": True}, False),
     "neither": ([], {}, False),
-    "no rows": (["decode"], {"hidden": lambda hidden: hidden[:0]}, False),
-    "another dtype": (["decode"], {"hidden": torch.Tensor.double}, False),
-    "columns apart": (["decode"], {"hidden": lambda hidden: hidden.T.contiguous().T}, False),
+}
+HIDDEN = {
+    "no rows": lambda hidden: hidden[:0],
+    "another dtype": torch.Tensor.double,
+    "columns apart": lambda hidden: hidden.T.contiguous().T,
 }
 
 
 @pytest.mark.parametrize("verifies", [False, True])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, *HIDDEN])
 def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(runtime, device, name, verifies):
-    """In SGLang's forward modes, a verification and a split prefill are prefills, too."""
-    modes, given, wanted = STEPS[name]
+    modes, fields, wanted = STEPS.get(name, (["decode"], {}, False))
     runtime.settings.verifies = verifies
     wanted = verifies if name == "target verify" else wanted
-    fields = {"extend_return_logprob": False, "is_prefill_only": False, "hidden": lambda hidden: hidden} | given
-    is_mode = {name: lambda name=name: name in modes for name in ("decode", "extend", "target_verify", "split_prefill")}
-    mode = types.SimpleNamespace(**{f"is_{name}": answer for name, answer in is_mode.items()})
-    state, hidden = make_state(device), fields.pop("hidden")(hidden_states(device))
+    state, hidden = make_state(device), HIDDEN.get(name, torch.Tensor.clone)(hidden_states(device))
     serve(runtime, state)
-    metadata = types.SimpleNamespace(forward_mode=mode, **fields)
+    metadata = metadata_of(*modes, **fields)
     assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is (state if wanted else None)
 
 
@@ -577,10 +533,8 @@ def make_model(device) -> Model:
 
 
 @pytest.fixture
-def starting(server_config, runtime, monkeypatch, tmp_path) -> Runtime:
-    """A runtime whose heads are checked with small batches alone, and that finds no table of this machine's user."""
-    monkeypatch.setattr(runtime_module, "MAX_INTERPRETED_ROWS", 4)
-    monkeypatch.setattr(runtime_module, "MAX_COMPILED_ROWS", 4)
+def starting(server_config, fake_heads, runtime, monkeypatch, tmp_path) -> Runtime:
+    """A runtime that finds no table of this machine's user."""
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
     return runtime
 
@@ -598,10 +552,15 @@ def load(runtime: Runtime, device, **attributes) -> None:
     StepHooks(runtime).load_model(None, runner)
 
 
-def test_a_generating_model_is_prepared_and_a_line_says_so(starting, device, caplog):
+@pytest.mark.slow
+def test_a_generating_model_is_prepared_and_a_line_says_so(runtime, device, monkeypatch, tmp_path, caplog):
+    """With kernels that are compared with the reference, for small batches alone."""
+    monkeypatch.setattr(runtime_module, "MAX_INTERPRETED_ROWS", 4)
+    monkeypatch.setattr(runtime_module, "MAX_COMPILED_ROWS", 4)
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
-        load(starting, device)
-    assert len(starting.heads) == 1
+        load(runtime, device)
+    assert len(runtime.heads) == 1
     line = caplog.records[-1].message
     assert re.match(r"flashsample 0\.\S+ with SGLang \S+: fused sampling active, LM head 104 x 16 float32, ", line)
     assert f", random numbers of NOISE_ABI {NOISE_ABI}, kernels compiled and checked against a reference in " in line
@@ -747,9 +706,9 @@ def test_a_failure_while_idle_costs_the_counters_and_not_the_server(server_confi
 
 
 @pytest.fixture
-def preparing(server_config) -> tuple[Runtime, HeadState]:
+def preparing(server_config, script) -> tuple[Runtime, HeadState]:
     """A server that captures graphs of steps ahead, and its head, whose model SGLang has captured for 2 rows."""
-    runtime, state = Runtime(None), make_state(CPU, capture=CountingCapture())
+    runtime, state = Runtime(None), make_state(CPU, capture=CountingCapture(), script=script)
     serve(runtime, state)
     state.captured[2] = hidden_states(CPU, 2)
     runtime.prepares_steps = True
@@ -858,12 +817,8 @@ def test_a_server_that_must_fuse_starts_with_a_model_that_it_fuses_and_with_a_dr
 
 
 def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
-    state, hidden = make_state(device), hidden_states(device)
+    state, hidden, metadata = make_state(device), hidden_states(device), metadata_of("decode")
     serve(runtime, state)
-    decode = types.SimpleNamespace(
-        is_decode=lambda: True, **{f"is_{name}": lambda: False for name in ("extend", "target_verify", "split_prefill")}
-    )
-    metadata = types.SimpleNamespace(forward_mode=decode, extend_return_logprob=False, is_prefill_only=False)
     assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is state
     draft = types.SimpleNamespace(named_modules=lambda: [("logits_processor", state.processor)])
     runner = types.SimpleNamespace(model=draft, is_generation=True, is_draft_worker=True)
@@ -903,26 +858,18 @@ def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(startin
 
 
 def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_warning(
-    starting, tuned_file, caplog, monkeypatch
+    starting, tuned_file, script, caplog
 ):
     _, table, lm_head = tuned_file
     entry: Entry = next(entry for entry in table.entries if entry.rows == 4)
-    differ = selfcheck.difference
-    monkeypatch.setattr(
-        selfcheck,
-        "difference",
-        lambda expected, config, *parts, **options: (
-            "off" if config == entry.launch else differ(expected, config, *parts, **options)
-        ),
-    )
+    script.check = lambda table: Checked(table.without(entry.launch, PLAIN), None, (f"off with {entry.launch}", "off"))
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(
-        "flashsample: 1 tuned configurations failed the self-check at start and are not used; their batch sizes use "
-        "built-in ones, which passed it: off with "
+        "flashsample: 2 tuned configurations failed the self-check at start and are not used; their batch sizes use "
+        f"built-in ones, which passed it: off with {entry.launch}; off"
     )
-    assert str(entry.launch) in warning
     dispatch = state.head.table
     assert dispatch.lookup(4) == default_table(state.head.lm_head).lookup(4) and dispatch.is_measured(2, PLAIN)
     assert starting.inactive_reason is None
@@ -943,11 +890,22 @@ def test_a_bad_table_is_one_warning_and_the_built_in_choices(starting, tuned_fil
     assert "built-in kernel settings, same tokens" in caplog.records[1].message
 
 
-def test_a_head_whose_built_in_kernels_fail_is_sglangs_with_one_warning(starting, device, monkeypatch, caplog):
-    monkeypatch.setattr(selfcheck, "difference", lambda *arguments, **options: "3 of 4 tokens differ")
-    assert prepared(starting, make_head(weights(device)), 600) is None and starting.heads == []
+@pytest.mark.parametrize(
+    "check, scale, reason",
+    [
+        (lambda table: Checked(table, "3 of 4 tokens differ", ()), None, "3 of 4 tokens differ"),
+        (None, "half", "its setup failed: ValueError: logit_scale is 'half'; expected a finite number or None"),
+    ],
+    ids=["wrong tokens", "no setup"],
+)
+def test_a_head_that_fails_at_the_start_is_sglangs_with_one_warning(
+    starting, device, script, caplog, check, scale, reason
+):
+    script.check = check
+    starting.prepare_model(Model(make_head(weights(device)), logit_scale=scale))
+    assert starting.heads == []
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert "not active, SGLang's own sampler is used for everything: 3 of 4 tokens differ with " in warning
+    assert warning.endswith(f"not active, SGLang's own sampler is used for everything: {reason}")
 
 
 @pytest.mark.parametrize("says", [None, "2 of its 8 tokens are truncated ones", MemoryError("no room")], ids=str)
@@ -973,18 +931,6 @@ def test_flashinfer_draws_what_a_table_gives_it_only_if_it_draws_right_here(
     assert len(warnings) == (0 if says is None else 1) and all(words in warning for warning in warnings)
 
 
-def test_a_head_that_cannot_be_set_up_is_sglangs_with_one_warning(starting, device, monkeypatch, caplog):
-    def fails(*arguments, **options):
-        raise RuntimeError("no such layout")
-
-    monkeypatch.setattr(HeadState, "__init__", fails)
-    assert prepared(starting, make_head(weights(device)), 600) is None and starting.heads == []
-    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.endswith(
-        "SGLang's own sampler is used for everything: its setup failed: RuntimeError: no such layout"
-    )
-
-
 def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting, device, monkeypatch):
     processor, lm_head = Processor(), make_head(weights(device))
     with monkeypatch.context() as capturing:
@@ -995,61 +941,42 @@ def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting
 
 
 @needs_sglang
-def test_a_step_has_the_tuned_table_its_workspace_and_says_when_all_its_rows_are_greedy(device, one_rank, monkeypatch):
-    state, seen = make_state(device), []
-    launch = paths.launch
-
-    def noted(config, hidden, params, parts, **options):
-        seen.append((params.all_greedy, config, parts.workspace))
-        return launch(config, hidden, params, parts, **options)
-
-    monkeypatch.setattr(paths, "launch", noted)
+def test_a_step_says_when_all_its_rows_are_greedy(device, one_rank, script):
     for temperatures in ((1.0, 0.0), (0.0, 0.0)):
-        SteadyServer(device, state, [{"temperature": each} for each in temperatures]).step()
-    taken = [state.head.table.lookup(2, BatchKind(greedy=greedy)) for greedy in (False, True)]
-    assert seen == [(greedy, config, state.head.workspaces[0]) for greedy, config in enumerate(taken)]
+        SteadyServer(device, make_state(device, script=script), [{"temperature": each} for each in temperatures]).step()
+    assert [call.params.all_greedy for call in script.calls] == [False, True]
 
 
+NO_SCREEN = "small batches), same tokens: "
+LATE = "the model shows its LM head only after the memory is shared out"
+WITHOUT_SCREEN = {"check": lambda table: Checked(table.without_screen(), None, (), "out of registers")}
 SCREENS = [
-    (ScreenMode.ON, None, True, "screen built, "),
-    (ScreenMode.ON, "the hook is missing", True, "small batches), same tokens: the hook is missing"),
-    (
-        ScreenMode.ON,
-        None,
-        False,
-        "small batches), same tokens: the model shows its LM head only after the memory is shared out",
-    ),
-    (ScreenMode.AUTO, None, True, "small batches), same tokens: no tuned table says that it is faster here"),
+    (ScreenMode.ON, None, True, {}, "screen built, "),
+    (ScreenMode.ON, "the hook is missing", True, {}, f"{NO_SCREEN}the hook is missing"),
+    (ScreenMode.ON, None, False, {}, f"{NO_SCREEN}{LATE}"),
+    (ScreenMode.AUTO, None, True, {}, f"{NO_SCREEN}no tuned table says that it is faster here"),
+    (ScreenMode.ON, None, True, WITHOUT_SCREEN, f"{NO_SCREEN}its kernels fail here: out of registers"),
 ]
 
 
-@pytest.mark.parametrize("mode, reason, starts, words", SCREENS, ids=[f"{row[0]} {row[1:3]}" for row in SCREENS])
-def test_one_line_says_what_screen_was_built_or_why_not(starting, device, caplog, mode, reason, starts, words):
+@pytest.mark.parametrize("mode, reason, starts, changes, words", SCREENS, ids=[row[-1][-40:] for row in SCREENS])
+def test_one_line_says_what_screen_was_built_or_why_not(
+    starting, device, script, caplog, mode, reason, starts, changes, words
+):
     starting.screen_mode, starting.no_screen_reason = mode, reason
+    vars(script).update(changes)
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         lm_head = make_head(weights(device))
         state = prepared(starting, lm_head, 600) if starts else starting.head_for(Processor(), lm_head)
     (record,) = [record for record in caplog.records if "INT8 copy" in record.message]
-    assert words in record.message and state.has_screen == ("screen built" in words)
-    assert record.levelno == (logging.WARNING if mode is ScreenMode.ON and not state.has_screen else logging.INFO)
-    if state.has_screen:
+    built = "screen built" in words
+    assert words in record.message and state.has_screen is (state.screen is not None) is built
+    assert record.levelno == (logging.WARNING if mode is ScreenMode.ON and not built else logging.INFO)
+    if built:
         screen, weight = state.screen, state.head.lm_head.weight
         share = 100 * screen.num_bytes / (weight.numel() * weight.element_size())
         assert f"batches of up to {screen.rows} requests faster, same tokens: " in record.message
         assert record.message.endswith(f" {screen.num_bytes:,} more bytes of GPU memory, {share:.1f} % of the head's")
-
-
-def test_a_screen_whose_kernels_fail_at_start_is_given_back(starting, device, monkeypatch, caplog):
-    def fails(*arguments, **options):
-        raise RuntimeError("out of registers")
-
-    starting.screen_mode = ScreenMode.ON
-    monkeypatch.setattr(paths, "screened_sample", fails)
-    with caplog.at_level(logging.INFO, "sgl_flashsample"):
-        state = prepared(starting, make_head(weights(device)), 600)
-    assert state is not None and state.screen is None
-    (line,) = [record.message for record in caplog.records if "INT8 copy" in record.message]
-    assert "small batches), same tokens: its kernels fail here: " in line and "out of registers" in line
 
 
 def test_a_screen_that_finds_no_memory_leaves_the_head_without_one(starting, device, monkeypatch, caplog):
@@ -1276,22 +1203,6 @@ def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must
 # What a failure costs.
 
 
-class Failing:
-    """Makes every draw of at least ``rows`` rows fail."""
-
-    def __init__(self, monkeypatch, error: Exception, rows: int = 1) -> None:
-        self.error, self.rows, self.failed = error, rows, 0
-        draw = Head.draw
-
-        def failing(head, hidden, *arguments, **options):
-            if len(hidden) >= self.rows:
-                self.failed += 1
-                raise self.error
-            return draw(head, hidden, *arguments, **options)
-
-        monkeypatch.setattr(Head, "draw", failing)
-
-
 @pytest.fixture
 def path_of_a_batch(runners, head, info_of, hidden):
     """A function that draws a batch of the given number of rows on both servers and returns the path of its rows. Every
@@ -1312,14 +1223,14 @@ def path_of_a_batch(runners, head, info_of, hidden):
 
 @needs_sglang
 def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_ones_stay_fused(
-    path_of_a_batch, runners, monkeypatch, caplog
+    path_of_a_batch, runners, script, caplog
 ):
-    failing = Failing(monkeypatch, torch.OutOfMemoryError("no memory"), rows=4)
+    script.error, script.smallest = torch.OutOfMemoryError("no memory"), 4
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         paths = {num_rows: path_of_a_batch(num_rows) for num_rows in (2, 5, 6, 4, 3)}
     assert paths == dict.fromkeys((2, 3), "fused") | dict.fromkeys((4, 5, 6), "native:out_of_memory")
-    assert failing.failed == 2, "6 rows are not tried after 5, 4 are"
-    failing.rows = 100
+    assert [call.rows for call in script.calls] == [2, 5, 4, 3], "6 rows are not tried after 5, 4 are"
+    script.error = None
     assert [path_of_a_batch(num_rows) for num_rows in (3, 4, 5)] == ["fused", *["native:out_of_memory"] * 2]
     assert runners[0].sampler.runtime.inactive_reason is None
     assert [record.message for record in caplog.records] == [
@@ -1330,10 +1241,10 @@ def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_on
 
 
 @needs_sglang
-def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_a_batch, monkeypatch, clock, caplog):
-    failing = Failing(monkeypatch, torch.OutOfMemoryError("no memory"), rows=4)
+def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_a_batch, script, clock, caplog):
+    script.error = torch.OutOfMemoryError("no memory")
     path_of_a_batch(5)
-    failing.rows = 100
+    script.error = None
     clock[0] += RETRY_SECONDS - 1
     assert path_of_a_batch(5) == "native:out_of_memory"
     clock[0] += 1
@@ -1342,11 +1253,11 @@ def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_
 
 
 @needs_sglang
-def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_a_batch, runners, monkeypatch, caplog):
-    failing = Failing(monkeypatch, ZeroDivisionError("no such kernel"))
+def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_a_batch, runners, script, caplog):
+    script.error = ZeroDivisionError("no such kernel")
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         assert [path_of_a_batch(2) for _ in range(3)] == ["native:error", "native:inactive", "native:inactive"]
-    assert failing.failed == 1
+    assert len(script.calls) == 1
     assert runners[0].sampler.runtime.inactive_reason == "ZeroDivisionError: no such kernel"
     (record,) = caplog.records
     assert record.message.startswith(
@@ -1524,18 +1435,16 @@ def test_of_several_failures_the_first_is_the_reason_and_the_only_warning(runtim
     assert runtime.inactive_reason == "a kernel failed" and len(caplog.records) == 1
 
 
-def test_logits_that_were_left_for_later_are_sglangs_own_whoever_reads_them(runtime, device, monkeypatch):
+def test_logits_that_were_left_for_later_are_sglangs_own_whoever_reads_them(runtime, device):
     """Computed by SGLang's code, without its buffer of logits: another step may have that one."""
     state, hidden = make_state(device), hidden_states(device)
-    monkeypatch.setattr(runtime, "can_defer", lambda *arguments: state)
+    serve(runtime, state)
 
     def original(processor, hidden, lm_head, metadata, bias, use_buffer):
         assert bias is None and use_buffer is False
         return hidden @ lm_head.weight.T
 
-    mode = types.SimpleNamespace(is_extend=lambda: True, is_target_verify=lambda: False)
-    metadata = types.SimpleNamespace(forward_mode=mode)
-    logits = StepHooks(runtime).get_logits(original, state.processor, hidden, state.lm_head, metadata)
+    logits = StepHooks(runtime).get_logits(original, state.processor, hidden, state.lm_head, metadata_of("extend"))
     assert logits.prefills and torch.equal(logits.dense(), hidden @ state.lm_head.weight.T)
 
 
