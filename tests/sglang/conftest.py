@@ -10,6 +10,7 @@ from fake_head import FakeHead, Script
 from head_states import hidden_states, pretended_sglang
 from sglang_batches import Configuration, CountingHead, ModelRunner, ScheduleBatch, make_samplers, sampling_info
 
+from sgl_flashsample.sglang import drafts
 from sgl_flashsample.sglang import head as head_module
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import Runtime
@@ -98,7 +99,8 @@ def head(device, script) -> CountingHead:
 @pytest.fixture
 def fake_heads(monkeypatch, script) -> None:
     """The heads that a server makes are fake ones."""
-    monkeypatch.setattr(head_module, "Head", functools.partial(FakeHead, script=script))
+    for module in (drafts, head_module):
+        monkeypatch.setattr(module, "Head", functools.partial(FakeHead, script=script))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -106,10 +105,20 @@ class Server:
 
 
 @pytest.fixture
-def server(head, one_rank, monkeypatch) -> Callable[..., Server]:
-    """Heads are not checked here, as in ``test_runtime.py``."""
-    monkeypatch.setattr(Runtime, "_prepare", lambda runtime, *head, starting: HeadState(*head))
-    return lambda **options: Server(head, **options)
+def server(head, one_rank, fake_heads, monkeypatch) -> Callable[..., Server]:
+    """Makes servers. refused: why they leave heads to SGLang. prepared: for each head, whether the server was
+    starting."""
+
+    def prepare(runtime: Runtime, *head: Any, starting: bool) -> HeadState | str:
+        make.prepared.append(starting)
+        return make.refused or HeadState(*head)
+
+    def make(**options: Any) -> Server:
+        return Server(head, **options)
+
+    make.refused, make.prepared = None, []
+    monkeypatch.setattr(Runtime, "_prepare", prepare)
+    return make
 
 
 def drawn(logits: torch.Tensor, temperatures: list[float], seeds: list[int], positions: list[int]) -> list[int]:
@@ -262,19 +271,15 @@ def test_probabilities_need_no_logits_and_no_memory_that_is_not_there(server, hi
 
 
 @needs_sglang
-def test_a_batch_larger_than_the_workspace_is_drawn_in_parts(server, hidden, info_of, device, monkeypatch):
-    from sgl_flashsample.sglang import drafts
-
-    rows = REQUESTS * NODES
-    batch = forward_batch("DRAFT_EXTEND_V2", torch.arange(rows, device=device), REQUESTS)
-    tokens = []
-    for largest in (drafts.MAX_COMPILED_ROWS, 7):
-        monkeypatch.setattr(drafts, "MAX_COMPILED_ROWS", largest)
-        coupled = server()
-        coupled.load(info_of([request(str(row), temperature=1.0, sampling_seed=row) for row in range(REQUESTS)]))
-        tokens.append(coupled.call(batch, hidden(rows)).argmax(-1))
-        assert coupled.drafts._max_rows == min(rows, largest)
-    assert torch.equal(*tokens)
+def test_a_batch_larger_than_the_workspace_is_drawn_in_parts(server, head, hidden, info_of, script, device):
+    requests = MAX_COMPILED_ROWS // NODES + 2
+    rows, coupled = requests * NODES, server(size=requests)
+    coupled.load(info_of([request(str(row), temperature=1.0, sampling_seed=row) for row in range(requests)]))
+    states, positions = hidden(rows), torch.arange(rows, device=device)
+    seen = coupled.call(forward_batch("DRAFT_EXTEND_V2", positions, requests), states)
+    seeds = [row // NODES for row in range(rows)]
+    assert seen.argmax(-1).tolist() == drawn(head.logits(states), [1.0] * rows, seeds, (positions + 1).tolist())
+    assert [call.rows for call in script.calls] == [MAX_COMPILED_ROWS, 2 * NODES]
 
 
 @needs_sglang
@@ -574,51 +579,43 @@ def test_where_drafts_cannot_be_coupled_they_are_greedy_and_the_log_says_why(
     assert line.endswith("with the target's noise" if words is None else f"they are greedy: {words}")
 
 
+UNDRAWN: dict[str, tuple[dict[str, Any], Callable[[Server], None]]] = {
+    "the draft model has 2 places that compute logits; expected 1": ({"others": 1}, lambda drafting: None),
+    "AttributeError: 'NoneType' object has no attribute 'size'": (
+        {"req_to_token_pool": None},
+        lambda drafting: None,
+    ),
+    "the LM head is quantised": ({"lm_head": types.SimpleNamespace(weight=None)}, lambda drafting: None),
+    "the draft model shows 0 LM heads; expected 1": ({}, lambda drafting: delattr(drafting.model, "lm_head")),
+    "a kernel failed": ({}, lambda drafting: drafting.runtime.disable("a kernel failed")),
+    "the model shows its LM head only at its first batch": ({}, lambda drafting: drafting.runtime._heads.clear()),
+}
+
+
 @needs_sglang
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"others": 1}, "the draft model has 2 places that compute logits; expected 1"),
-        ({"lm_head": types.SimpleNamespace(weight=None)}, "the LM head is quantised"),
-        ({"req_to_token_pool": None}, "AttributeError: 'NoneType' object has no attribute 'size'"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("words", UNDRAWN)
 def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
-    server, hidden, info_of, device, caplog, monkeypatch, changes, words
+    server, hidden, info_of, device, caplog, words
 ):
-    if "lm_head" in changes:
-        monkeypatch.setattr(Runtime, "_prepare", lambda *arguments, starting: words)
-    drafting = server(**changes)
+    options, change = UNDRAWN[words]
+    server.refused = words  # of a head that is not the target's
+    drafting = server(attach=False, **options)
+    change(drafting)
+    drafting.drafts.attach(drafting.worker)
     drafting.load(info_of([request("0", temperature=5.0)]))
     assert not drafting.runtime.draws_drafts
-    if "lm_head" not in changes:
+    line = caplog.records[-1].message
+    assert line == f"flashsample: drafts are SGLang's own (greedy), the tokens are the same: {words}"
+    if getattr(getattr(drafting.model, "lm_head", None), "weight", None) is not None:
         batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
         assert type(drafting.call(batch, hidden(1))) is torch.Tensor and drafting.computed == 1
-    (line,) = [record.message for record in caplog.records if "drafts are" in record.message]
-    assert line.startswith("flashsample: drafts are SGLang's own (greedy), the tokens are the same: ") and words in line
 
 
 @needs_sglang
-def test_drafts_of_a_head_that_is_not_shown_are_sglangs(server, caplog):
-    drafting = server(attach=False)
-    del drafting.model.lm_head
-    drafting.drafts.attach(drafting.worker)
-    (line,) = [record.message for record in caplog.records]
-    assert line.endswith("the same: the draft model shows 0 LM heads; expected 1")
-
-
-@needs_sglang
-def test_a_draft_model_that_cannot_be_drawn_from_leaves_the_target_alone(server, monkeypatch, device):
+def test_a_draft_model_that_cannot_be_drawn_from_leaves_the_target_alone(server, device):
     """Of STANDALONE it is looked at when it has loaded, in the middle of SGLang's start; and not at all where nothing
     is fused."""
-    prepared = []
-
-    def prepare(*arguments, starting: bool) -> str:
-        prepared.append(starting)
-        return "the LM head is quantised"
-
-    monkeypatch.setattr(Runtime, "_prepare", prepare)
+    server.refused = "the LM head is quantised"
     drafting = server(lm_head=make_head(weights(device, seed=9).double()), attach=False)
     runner = types.SimpleNamespace(is_generation=True, is_draft_worker=True, model=drafting.model)
     drafting.runtime.prepares_drafts = True
@@ -626,62 +623,41 @@ def test_a_draft_model_that_cannot_be_drawn_from_leaves_the_target_alone(server,
     assert drafting.runtime.inactive_reason is None and drafting.runtime.draft_head is None
     drafting.runtime.disable("a kernel failed")
     drafting.hooks.load_model(None, runner)
-    assert prepared == [True]
-
-
-@needs_sglang
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda runtime: runtime.disable("a kernel failed"), "a kernel failed"),
-        (lambda runtime: runtime._heads.clear(), "the model shows its LM head only at its first batch"),
-    ],
-    ids=["inactive", "no head"],
-)
-def test_drafts_of_a_target_that_is_sglangs_or_not_known_yet_are_sglangs(server, caplog, change, words):
-    drafting = server(attach=False)
-    change(drafting.runtime)
-    drafting.drafts.attach(drafting.worker)
-    assert caplog.records[-1].message.endswith(f"drafts are SGLang's own (greedy), the tokens are the same: {words}")
+    assert server.prepared == [True]
 
 
 @needs_sglang
 @pytest.mark.parametrize("failing", ["load", "draw"])
 def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
-    server, head, hidden, info_of, device, caplog, monkeypatch, failing
+    server, head, hidden, info_of, device, caplog, script, failing
 ):
-    from sgl_flashsample.sglang import drafts
-
-    coupled = server()
+    coupled, states = server(), hidden(1)
     coupled.load(info_of([request("0", temperature=5.0)]))
-
-    def fail(*arguments, **named):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(*{"load": (drafts, "batch_of"), "draw": (coupled.drafts._head, "draw")}[failing], fail)
-    batch, states = forward_batch("DECODE", torch.arange(1, device=device), 1), hidden(1)
+    batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
+    if failing == "load":
+        coupled.drafts.load(None, object())
+    else:
+        script.error = RuntimeError("no kernel")
     for _ in range(2):
-        coupled.load(info_of([request("1", temperature=5.0)]))
         assert torch.equal(coupled.call(batch, states), head.logits(states))
+        coupled.load(info_of([request("1", temperature=5.0)]))
     (line,) = [record.message for record in caplog.records if "drafts are SGLang's" in record.message]
     assert not coupled.drafts._rows.temperature.any(), "what graphs read"
-    assert line.endswith("the same: until restart, after RuntimeError: no kernel")
+    errors = {
+        "load": "AttributeError: 'object' object has no attribute 'sampling_info'",
+        "draw": "RuntimeError: no kernel",
+    }
+    assert line.endswith(f"the same: until restart, after {errors[failing]}")
     assert coupled.runtime.inactive_reason is None and coupled.runtime.draft_head is head.state, "its screen lives on"
 
 
 @needs_sglang
-def test_a_pass_that_finds_no_memory_has_sglangs_logits_and_the_next_one_is_drawn(
-    server, hidden, info_of, device, monkeypatch
-):
+def test_a_pass_that_finds_no_memory_has_sglangs_logits_and_the_next_one_is_drawn(server, hidden, script, device):
     drafting, states = server(), hidden(1)
     batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
-
-    def no_memory(*arguments, **named):
-        raise torch.OutOfMemoryError("a fault")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(drafting.drafts._head, "draw", no_memory)
-        assert type(drafting.call(batch, states)) is torch.Tensor and drafting.computed == 1
+    script.error = torch.OutOfMemoryError("a fault")
+    assert type(drafting.call(batch, states)) is torch.Tensor and drafting.computed == 1
+    script.error = None
     assert drafting.call(batch, states).tokens.shape == (1,) and drafting.computed == 1
 
 
@@ -734,21 +710,6 @@ def test_a_server_whose_configuration_cannot_be_read_keeps_its_drafts(installed,
     start(runtime, installed.append)
     (line,) = [record.message for record in caplog.records]
     assert installed == [] and "speculative_eagle_topk" in line
-
-
-def test_an_sglang_without_a_place_that_we_hook_keeps_its_drafts(server_config, monkeypatch):
-    """None of its modules is there."""
-    from sgl_flashsample.sglang import hooks
-
-    monkeypatch.setattr(
-        hooks.versions, "unsupported_target", lambda target, want: f"{target.split('.')[-1]} is missing"
-    )
-    module = types.ModuleType("sglang.srt.plugins.hook_registry")
-    module.HookType = module.HookRegistry = types.SimpleNamespace()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    missing = "init_cuda_graphs is missing; forward_batch_generation is missing; "
-    missing += "draft_topk1_postprocess is missing; forward is missing"
-    assert hooks.install_drafts(None) == missing
 
 
 # --- a server -------------------------------------------------------------------------------------------------------
