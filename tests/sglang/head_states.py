@@ -257,6 +257,13 @@ class Model(torch.nn.Module):
         self.logits_processor, self.lm_head = TorchProcessor(**processor), lm_head
 
 
+def model_of(*states: HeadState) -> types.SimpleNamespace:
+    """A model with these heads, as our code finds them."""
+    parents = {str(place): types.SimpleNamespace(lm_head=state.lm_head) for place, state in enumerate(states)}
+    processors = {f"{place}.logits_processor": state.processor for place, state in enumerate(states)}
+    return types.SimpleNamespace(named_modules=lambda: (parents | processors).items())
+
+
 class TorchProcessor(Processor, torch.nn.Module):
     """A LogitsProcessor that modules can hold."""
 
