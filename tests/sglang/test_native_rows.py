@@ -381,11 +381,8 @@ def test_a_grammar_that_is_complete_ends_an_answer_before_min_new_tokens(runners
 @pytest.mark.parametrize(
     "error, path", [(torch.OutOfMemoryError, "native:out_of_memory"), (RuntimeError, "native:error")]
 )
-def test_a_failure_that_is_no_grammars_leaves_grammars_fused(runners, head, info_of, hidden, monkeypatch, error, path):
-    def fails(*arguments):
-        raise error("a penalty failed")
-
-    monkeypatch.setattr("sgl_flashsample.sglang.sampler.edits_of", fails)
+def test_a_failure_that_is_no_grammars_leaves_grammars_fused(runners, head, info_of, hidden, script, error, path):
+    script.error = error("a kernel failed")
     _, output = runners[0].sample(head.lazy(hidden(1)), info_of([request("g", grammar=grammar(5, 9), **GREEDY)]))
     assert output.customized_info["flashsample_path"] == [path]
     runtime = runners[0].sampler.runtime

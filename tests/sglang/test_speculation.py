@@ -3,6 +3,7 @@ draws, and what SGLang verifies itself. The law of it is in ``test_follow_drafts
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 
@@ -36,6 +37,13 @@ def hooks(one_rank):
     from sgl_flashsample.sglang.speculation import SpeculationHooks
 
     return SpeculationHooks(make_samplers()[0].runtime)
+
+
+def counted(hooks) -> str:
+    """What the server has counted, as its log says it."""
+    metrics = hooks.runtime.metrics
+    metrics.flush()
+    return metrics.summary().removeprefix("since the start: ")
 
 
 class Original:
@@ -297,18 +305,14 @@ def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
     "off, refused, reason",
     [(None, [], Reason.LOGITS_COMPUTED), ("failed", [], Reason.INACTIVE), (None, ["LoRA"], Reason.INACTIVE)],
 )
-def test_logits_that_sglang_has_computed_it_verifies_itself(
-    hooks, head, info_of, hidden, monkeypatch, off, refused, reason
-):
-    counted = []
-    monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda routing, *_: counted.append(dict(routing.counts)))
+def test_logits_that_sglang_has_computed_it_verifies_itself(hooks, head, info_of, hidden, off, refused, reason):
     hooks.runtime.inactive_reason, hooks.runtime._refused = off, refused
     drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
     verify_input, batch, output = verification(info_of([request("0")]), head.logits(hidden(4)), CHAIN, drafts)
     original = Original()
     assert hooks.eagle_sample(original, verify_input, batch, output, "mask") == "SGLang's"
     assert original.calls[0][0] is output.next_token_logits and original.calls[0][1] == "mask"
-    assert counted == [{("native", reason): 1}]
+    assert counted(hooks) == f"SGLang's sampler ({reason}) 1 rows in 1 batches"
 
 
 @needs_sglang
@@ -362,7 +366,7 @@ CASES = {
 @needs_sglang
 @pytest.mark.parametrize("reason", CASES)
 def test_what_sglang_has_to_verify_it_gets_with_plain_logits_and_the_reason_is_counted(
-    hooks, head, info_of, hidden, reason, monkeypatch
+    hooks, head, info_of, hidden, reason
 ):
     states = hidden(8)
     info = info_of([request("0"), request("1")])
@@ -373,46 +377,44 @@ def test_what_sglang_has_to_verify_it_gets_with_plain_logits_and_the_reason_is_c
     )
     case.use = lambda requests: setattr(batch, "sampling_info", info_of(requests))
     CASES[reason](case)
-    counted = []
-    monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda *args: counted.append(args))
     original = Original()
     assert hooks.eagle_sample(original, verify_input, batch, output, None, **case.kwargs) == "SGLang's"
     (call,) = original.calls
     assert type(call[0]) is torch.Tensor and torch.equal(call[0], head.logits(states)) and call[3] == case.kwargs
-    ((routing, truncated, started),) = counted
-    assert dict(routing.counts) == {("native", reason): 2} and truncated == 0 and started is None
+    assert counted(hooks) == f"SGLang's sampler ({reason}) 2 rows in 1 batches", "no truncated row, and no time of ours"
+
+
+def without_bias(batch) -> None:
+    """A SamplingBatchInfo of an SGLang that has its biases elsewhere."""
+    fields = vars(batch.sampling_info).items()
+    batch.sampling_info = types.SimpleNamespace(**{name: value for name, value in fields if name != "logit_bias"})
+
+
+FAILURES = {
+    "RuntimeError: no kernel": lambda v: setattr(v.script, "error", RuntimeError("no kernel")),
+    "AttributeError: .* object has no attribute 'logit_bias'": lambda v: without_bias(v.batch),
+    "AttributeError: 'NoneType' object has no attribute 'reshape'": lambda v: setattr(v.tree, "draft_token", None),
+}
 
 
 @needs_sglang
-@pytest.mark.parametrize("failing", ["draw", "edits_of_nodes", "follow_drafts"])
+@pytest.mark.parametrize("words", FAILURES, ids=["draw", "edits", "drafts"])
 def test_after_a_failure_sglang_verifies_this_batch_and_all_that_follow(
-    hooks, head, info_of, hidden, monkeypatch, failing
+    hooks, head, info_of, hidden, script, caplog, words
 ):
-    from sgl_flashsample.sglang import speculation
-
-    def fail(*arguments):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(speculation, failing, fail)
-    states = hidden(4)
+    states, info = hidden(4), info_of([request("0", logit_bias={"3": 1.0})])
     drafts = torch.zeros(1, 4, dtype=torch.int64, device=states.device)
-    arguments = (info_of([request("0")]), head.lazy(states), CHAIN, drafts)
-    assert hooks.eagle_sample(Original(), *verification(*arguments)) == "SGLang's"
-    assert hooks.runtime.inactive_reason == "RuntimeError: no kernel"
+    tree, batch, output = verification(info, head.lazy(states), CHAIN, drafts)
+    FAILURES[words](types.SimpleNamespace(script=script, batch=batch, tree=tree))
+    assert hooks.eagle_sample(Original(), tree, batch, output) == "SGLang's"
+    assert re.match(words, hooks.runtime.inactive_reason) and len(caplog.records) == 1
 
 
 @needs_sglang
-def test_a_rank_without_memory_ends_the_step_instead_of_leaving_the_others_alone(
-    hooks, head, info_of, hidden, monkeypatch
-):
-    from sgl_flashsample.sglang import speculation
-
-    def no_memory(*arguments):
-        raise torch.OutOfMemoryError("a fault")
-
-    monkeypatch.setattr(speculation, "draw", no_memory)
+def test_a_rank_without_memory_ends_the_step_instead_of_leaving_the_others_alone(hooks, head, info_of, hidden, script):
+    script.error = torch.OutOfMemoryError("a fault")
     drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
-    for exchange in (None, object()):
+    for exchange in (None, types.SimpleNamespace(rank=0, num_ranks=2)):
         lazy = head.lazy(hidden(4))
         lazy.source.exchange = exchange
         arguments = verification(info_of([request("0")]), lazy, CHAIN, drafts)
@@ -435,12 +437,10 @@ def test_a_mask_of_another_kind_leaves_grammars_to_sglang_and_nothing_else(hooks
 
 
 @needs_sglang
-def test_counted_rows_are_requests_that_the_fused_pass_has_verified(hooks, head, info_of, hidden, monkeypatch):
-    counted = []
-    monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda *args: counted.append(args))
+def test_counted_rows_are_requests_that_the_fused_pass_has_verified(hooks, head, info_of, hidden):
     states = hidden(8)
     info = info_of([request("0", top_p=0.5), request("1", temperature=0.0)])
     drafts = torch.zeros(2, 4, dtype=torch.int64, device=states.device)
     hooks.eagle_sample(Original(), *verification(info, head.lazy(states), CHAIN, drafts))
-    ((routing, truncated, started),) = counted
-    assert dict(routing.counts) == {("fused", ""): 2} and truncated == 1 and started is not None
+    words = r"fused 2 rows in 1 batches, 1 of the rows with top-k, top-p or min-p \(0 by a search\); CPU time of .*"
+    assert re.fullmatch(words, counted(hooks))
