@@ -94,13 +94,6 @@ def test_our_batch_follows_sglangs_through_filters_merges_and_copies(runtime):
     assert batch_of(info) is None, "of some of its rows nothing is known"
 
 
-def test_a_batch_whose_slots_cannot_be_read_is_sglangs_and_so_is_all_that_follows(runtime, caplog):
-    info, batch = types.SimpleNamespace(), scheduled([{}], [1])
-    del batch.req_pool_indices_cpu
-    StepHooks(runtime).from_schedule_batch(None, info, batch, 600)
-    assert batch_of(info) is None and "req_pool_indices_cpu" in runtime.inactive_reason
-
-
 def test_a_row_knows_what_sglangs_sampler_would_need_for_it_alone():
     rows = make_batch({}, {"top_p": 0.9}, {"top_k": 5}, GREEDY, {"min_p": 0.1}).rows
     top_p, top_k, min_p = (True, False, False), (False, True, False), (False, False, True)

@@ -20,7 +20,6 @@ from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang.batch import (
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
-    SLOTS_ATTRIBUTE,
     Routing,
     batch_of,
     routing_of,
@@ -334,15 +333,6 @@ def test_a_request_that_cannot_be_read_is_sglangs_as_it_asks_and_the_rows_beside
     got, output = runners[0].sample(head.lazy(states), info_of(rows()))
     assert output.customized_info == {"flashsample_path": ["fused", "native:unreadable", "fused"]}
     assert got.tolist() == [alone.item(), *head.logits(states[1:]).argmax(-1).tolist()]
-
-
-@pytest.mark.parametrize("slots", [None, [1], [1, 2, 3]])
-def test_rows_whose_slots_are_not_known_are_sglangs(runners, head, info_of, hidden, slots):
-    info, states = info_of([request("a", **GREEDY), request("b", **GREEDY)]), hidden(2)
-    setattr(info, SLOTS_ATTRIBUTE, slots and torch.tensor(slots))
-    got, output = runners[0].sample(head.lazy(states), info)
-    assert output.customized_info == {"flashsample_path": ["native:unknown_rows"] * 2}
-    assert got.tolist() == head.logits(states).argmax(-1).tolist()
 
 
 def test_a_grammar_of_an_unknown_kind_is_sglangs_from_the_next_step_on_with_one_warning(

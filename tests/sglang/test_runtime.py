@@ -44,7 +44,7 @@ from sgl_flashsample.kinds import BATCH_KINDS, PLAIN, BatchKind
 from sgl_flashsample.selfcheck import Checked
 from sgl_flashsample.sglang import hooks, metrics, plugin, support
 from sgl_flashsample.sglang import runtime as runtime_module
-from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.draw import COMMON_KINDS
 from sgl_flashsample.sglang.exchange import Exchange
@@ -567,12 +567,15 @@ def test_a_generating_model_is_prepared_and_a_line_says_so(runtime, device, monk
 
 
 @pytest.mark.parametrize(
-    "attributes", [{"is_generation": False}, {"is_draft_worker": True}], ids=["embedding", "draft"]
+    "attributes, reason",
+    [({"is_generation": False}, None), ({"is_draft_worker": True}, None), ({}, "a mode that is not served")],
+    ids=["embedding", "draft", "inactive"],
 )
-def test_a_model_that_samples_nothing_here_compiles_nothing_and_has_no_screen(starting, device, caplog, attributes):
+def test_a_model_that_is_not_fused_here_is_not_prepared(starting, device, caplog, attributes, reason):
+    starting.inactive_reason = reason
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         load(starting, device, **attributes)
-    assert starting.heads == [] and not caplog.records and starting.inactive_reason is None
+    assert starting.heads == [] and not caplog.records and starting.inactive_reason is reason
 
 
 @pytest.mark.parametrize("place", ["no LogitsProcessor", "no head beside it"])
@@ -583,12 +586,6 @@ def test_a_model_that_does_not_show_its_head_is_waited_for_and_a_line_says_so(st
         assert starting.heads == [] and starting.status["active"]
         assert starting.head_for(Processor(vocab_size=100), make_model(device).lm_head) is not None
     assert ": waiting for the first batch, which shows where the model's LM head is; " in caplog.records[0].message
-
-
-def test_a_server_that_is_inactive_prepares_no_model(starting, device, caplog):
-    starting.inactive_reason = "a mode that is not served"
-    load(starting, device)
-    assert starting.heads == [] and not caplog.records
 
 
 # What a server says of itself, and refuses to start without.
@@ -1276,86 +1273,71 @@ def test_a_failure_to_tell_rows_apart_leaves_everything_to_sglang(path_of_a_batc
     assert runners[0].sampler.runtime.inactive_reason == "routing: ZeroDivisionError: a fault"
 
 
-@needs_sglang
-def test_a_batch_whose_rows_are_not_known_is_sglangs(path_of_a_batch, runners, head, info_of, hidden):
-    states, info = hidden(2), info_of([request("a", temperature=0), request("b", temperature=0)])
-    for unknown in (None, make_batch({})):
-        setattr(info, BATCH_ATTRIBUTE, unknown)
-        _, output = runners[0].sample(head.lazy(states), info)
-        assert output.customized_info == {"flashsample_path": ["native:unknown_rows"] * 2}
-    assert path_of_a_batch(2) == "fused"
+def leave_head(given) -> None:
+    """A head is SGLang's, and so are its logits."""
+    given.sampler.runtime._refuse("the LM head has LoRA adapters")
+    given.output.next_token_logits = given.head.logits(given.states)
 
 
-@needs_sglang
-@pytest.mark.parametrize("reason", ["unknown_argument", "positions", "logits_computed"])
-def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hidden, monkeypatch, reason):
-    """A later SGLang may pass another argument to its sampler, positions of another shape, or logits that were read."""
-    from sglang.srt.layers.sampler import Sampler
+def know_other(name: str, value: object) -> Callable:
+    return lambda given: setattr(given.info, name, value)
 
-    theirs = Sampler.forward
-    monkeypatch.setattr(Sampler, "forward", lambda self, *arguments, argument=None: theirs(self, *arguments))
-    states, info = hidden(2), info_of([request("a", temperature=0), request("b", temperature=0)])
-    sampler = runners[0].sampler
 
-    def call(output, *arguments):
-        *arguments, positions = arguments
-        if reason == "logits_computed":
-            output.next_token_logits.add_(0.0)
-        return sampler(
-            output,
-            *arguments,
-            positions[:1] if reason == "positions" else positions,
-            **({"argument": 1} if reason == "unknown_argument" else {}),
-        )
-
-    runners[0].sampler = call
-    tokens, output = runners[0].sample(head.lazy(states), info)
-    assert output.customized_info == {"flashsample_path": [f"native:{reason}"] * 2}
-    assert tokens.tolist() == head.logits(states).argmax(-1).tolist()
+# What differs from the call that we know: of a later SGLang, or as something has read the logits.
+UNKNOWN: dict[str, tuple[Callable, str]] = {
+    "an argument": (lambda given: given.options.update(argument=1), "unknown_argument"),
+    "fewer positions": (lambda given: given.arguments.append(given.arguments.pop()[:1]), "positions"),
+    "no batch": (know_other(BATCH_ATTRIBUTE, None), "unknown_rows"),
+    "another batch": (know_other(BATCH_ATTRIBUTE, make_batch({})), "unknown_rows"),
+    "no slots": (know_other(SLOTS_ATTRIBUTE, None), "unknown_rows"),
+    "fewer slots": (know_other(SLOTS_ATTRIBUTE, torch.tensor([1])), "unknown_rows"),
+    "more slots": (know_other(SLOTS_ATTRIBUTE, torch.tensor([1, 2, 3])), "unknown_rows"),
+    "logits that were read": (lambda given: given.output.next_token_logits.add_(0.0), "logits_computed"),
+    "logits that were read beside another head": (
+        lambda given: (
+            given.output.next_token_logits.dense(),
+            given.sampler.runtime._refuse("the LM head is quantised"),
+        ),
+        "logits_computed",
+    ),
+    "logits of the fused head": (
+        lambda given: setattr(given.output, "next_token_logits", given.head.logits(given.states)),
+        "logits_computed",
+    ),
+    "the only head": (leave_head, "inactive"),
+    "another head": (leave_head, "inactive"),
+    "another head and a prompt's logprobs": (
+        lambda given: (leave_head(given), setattr(given.output, "input_token_logprobs", torch.zeros(3))),
+        "input_logprobs",
+    ),
+}
 
 
 @needs_sglang
 @pytest.mark.parametrize("return_logprob", [False, True])
-def test_rows_of_a_head_that_is_left_to_sglang_are_those_of_an_inactive_pass(
-    runners, head, info_of, hidden, return_logprob
-):
-    runners[0].sampler.runtime._refuse("the LM head has LoRA adapters")
-    logits, info = head.logits(hidden(2)), info_of([request(rid, temperature=0) for rid in "ab"])
-    _, output = runners[0].sample(logits, info, return_logprob=return_logprob)
-    assert output.customized_info == {"flashsample_path": ["native:inactive"] * 2}
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hidden, monkeypatch, name, return_logprob):
+    from sglang.srt.layers.sampler import Sampler
 
-
-@needs_sglang
-@pytest.mark.parametrize(
-    "refused, lazy, input_logprobs, reason",
-    [
-        (True, False, False, "inactive"),
-        (True, False, True, "input_logprobs"),
-        (True, True, False, "logits_computed"),
-        (False, False, False, "logits_computed"),
-    ],
-)
-def test_computed_logits_have_the_reason_of_their_own_head(
-    runners, head, info_of, hidden, refused, lazy, input_logprobs, reason
-):
-    """One head of the server is fused. refused: it has another, which is not. lazy: something has read the logits."""
-    sampler, logits = runners[0].sampler, head.logits(hidden(2))
-    serve(sampler.runtime, head.state)
-    if refused:
-        sampler.runtime._refuse("the LM head is quantised")
-    if lazy:
-        logits = head.lazy(hidden(2))
-        logits.dense()
+    theirs, (change, reason) = Sampler.forward, UNKNOWN[name]
+    monkeypatch.setattr(Sampler, "forward", lambda self, *arguments, argument=None: theirs(self, *arguments))
+    states, info = hidden(2), info_of([request("a", temperature=0), request("b", temperature=0)])
+    sampler = runners[0].sampler
+    if "another head" in name or "fused" in name:
+        serve(sampler.runtime, head.state)
 
     def call(output, *arguments):
-        output.input_token_logprobs = torch.zeros(3) if input_logprobs else None
-        output.next_token_logits = logits
-        return sampler(output, *arguments)
+        given = types.SimpleNamespace(sampler=sampler, head=head, states=states, info=info, output=output)
+        given.arguments, given.options = [*arguments], {}
+        change(given)
+        return sampler(output, *given.arguments, **given.options)
 
     runners[0].sampler = call
-    info = info_of([request(rid, temperature=0) for rid in "ab"])
-    _, output = runners[0].sample(head.logits(hidden(2)), info, return_logprob=True)
+    tokens, output = runners[0].sample(head.lazy(states), info, return_logprob)
     assert output.customized_info == {"flashsample_path": [f"native:{reason}"] * 2}
+    assert tokens.tolist() == head.logits(states).argmax(-1).tolist()
+    assert (output.next_token_logprobs is not None) is return_logprob
+    assert sampler.runtime.inactive_reason is None, "the next batch is fused"
 
 
 @needs_sglang
