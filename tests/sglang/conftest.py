@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from fake_head import FakeHead, Script
 from head_states import hidden_states, pretended_sglang
 from sglang_batches import Configuration, CountingHead, ModelRunner, ScheduleBatch, make_samplers, sampling_info
 
-from sgl_flashsample.sglang import drafts
+from sgl_flashsample.sglang import drafts, hooks, versions
 from sgl_flashsample.sglang import head as head_module
-from sgl_flashsample.sglang.hooks import StepHooks
+from sgl_flashsample.sglang.hooks import READING_METHODS, WRITING_METHODS, StepHooks
 from sgl_flashsample.sglang.runtime import Runtime
 
 
@@ -123,3 +124,43 @@ def hidden(device):
         return hidden_states(device, rows, seed, torch.float32)
 
     return make
+
+
+@pytest.fixture
+def registry(monkeypatch, server_config) -> types.SimpleNamespace:
+    """SGLang's registry of hooks, in which all of them land. missing: targets that this SGLang lacks. hooked: what was
+    applied, {target: (hook, when)}, by ``apply``. registered: what was only registered."""
+    noted = types.SimpleNamespace(
+        missing=set(), registered=[], hooked={}, apply=lambda table: noted.hooked.update(table)
+    )
+    module = types.ModuleType("hook_registry")
+    module.HookRegistry = types.SimpleNamespace(register=lambda target, *_: noted.registered.append(target))
+    module.HookType = types.SimpleNamespace(AROUND="around", BEFORE="before", AFTER="after")
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
+    monkeypatch.setattr(hooks, "apply_hooks", lambda table: noted.apply(table))
+    speculation = types.ModuleType("speculation")  # our own imports SGLang
+    speculation.SpeculationHooks = lambda runtime: types.SimpleNamespace(eagle_sample="sample", compute_logprobs="logs")
+    monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.speculation", speculation)
+    monkeypatch.setattr(
+        versions, "unsupported_target", lambda target, want=None: f"no {target}" if target in noted.missing else None
+    )
+    return noted
+
+
+@pytest.fixture
+def classes(monkeypatch) -> dict[str, Any]:
+    """SGLang's classes that change weights, with the methods that we know; an error in the place of what is missing."""
+
+    def known(path):
+        required, possible = WRITING_METHODS[path]
+        return {name: (lambda self: None) for name in required | possible | READING_METHODS}
+
+    def resolve(path: str) -> Any:
+        found = kinds.get(path, print)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    kinds: dict[str, Any] = {path: type("Kind", (), known(path)) for path in WRITING_METHODS}
+    monkeypatch.setattr(hooks.pkgutil, "resolve_name", resolve)
+    return kinds

@@ -42,10 +42,9 @@ from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
 from sgl_flashsample.kinds import BATCH_KINDS, PLAIN, BatchKind
 from sgl_flashsample.selfcheck import Checked
-from sgl_flashsample.sglang import hooks, metrics, plugin, support
+from sgl_flashsample.sglang import hooks, metrics, plugin, support, versions
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Reason, Routing
-from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.draw import COMMON_KINDS
 from sgl_flashsample.sglang.exchange import Exchange
 from sgl_flashsample.sglang.head import STAGED_ROWS, HeadState
@@ -989,34 +988,41 @@ def test_a_screen_that_finds_no_memory_leaves_the_head_without_one(starting, dev
     assert line.endswith("small batches), same tokens: OutOfMemoryError: no memory")
 
 
-@pytest.fixture
-def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]]]:
-    """Makes the sampler of a server; returns its runtime and which hooks were installed, in their order. reasons: why
-    an installation fails, by its name."""
-    installed: list[str] = []
+GROUPS = {
+    "step": versions.HOOK_TARGETS,
+    "arrival": {hooks.ARRIVAL_TARGET},
+    "verification": {name for names in versions.SPECULATION_TARGETS for name in names},
+    "drafts": versions.DRAFT_TARGETS,
+    "status": {hooks.STATUS_TARGET},
+    "idle": {hooks.IDLE_TARGET},
+}
 
-    def start(version: str | None = None, **reasons: str) -> tuple[Runtime, list[str]]:
+
+@pytest.fixture
+def starts(server_config, registry, classes, monkeypatch) -> Callable[..., tuple[Runtime, list[str]]]:
+    """Makes the sampler of a server, whose SGLang is refused for a reason or not; returns its runtime and which hooks
+    were installed, in their order."""
+
+    def start(refused: str | None = None) -> tuple[Runtime, list[str]]:
         module = types.ModuleType("sampler")
         module.FlashSampler = lambda runtime: runtime
         monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
         monkeypatch.setattr(plugin, "_runtime", None)
-        monkeypatch.setattr(plugin.versions, "unsupported_version", lambda installed: version)
-        for name in ("install", "install_speculation", "install_drafts", "install_weight_hooks"):
-            monkeypatch.setattr(hooks, name, lambda _, name=name: installed.append(name) or reasons.get(name))
-        monkeypatch.setattr(hooks, "install_arrival_hook", lambda _: installed.append("install_arrival_hook"))
-        monkeypatch.setattr(hooks, "install_status_hook", lambda status: installed.append(status()["reason"]))
-        monkeypatch.setattr(hooks, "install_idle_hook", lambda runtime: None)
-        return plugin.make_sampler(), installed
+        monkeypatch.setattr(plugin.versions, "unsupported_version", lambda installed: refused)
+        runtime = plugin.make_sampler()
+        group = {target: name for name, targets in GROUPS.items() for target in targets}
+        return runtime, list(dict.fromkeys(group.get(target, "weights") for target in registry.hooked))
 
     return start
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["a hook does not land", "no screen is wanted"])
-def test_a_server_without_hooks_of_weight_changes_has_no_screen(starts, monkeypatch, wanted):
+def test_a_server_without_hooks_of_weight_changes_has_no_screen(starts, classes, monkeypatch, wanted):
     monkeypatch.setenv(SCREEN_VARIABLE, "on" if wanted else "off")
-    made, _ = starts(install_weight_hooks="SGLang did not apply the hook on X")
-    assert plugin.make_sampler() is made and made.inactive_reason is None
-    assert made.no_screen_reason == ("SGLang did not apply the hook on X" if wanted else "FLASHSAMPLE_SCREEN is off")
+    classes[hooks.MANAGER] = ImportError("X")
+    made, installed = starts()
+    assert plugin.make_sampler() is made and made.inactive_reason is None and "weights" not in installed
+    assert made.no_screen_reason == (f"{hooks.MANAGER} is missing (X)" if wanted else "FLASHSAMPLE_SCREEN is off")
     assert not made.prepares_steps, "it would draw with weights that are released"
 
 
@@ -1028,25 +1034,43 @@ def test_a_server_is_told_once_of_a_variable_that_does_not_exist(starts, monkeyp
     assert line == "flashsample: FLASHSAMPLE_TUNDE is not a variable of this package; did you mean FLASHSAMPLE_TUNED?"
 
 
-def test_a_server_with_drafts_gets_the_hooks_of_their_verification_and_of_coupled_drafts(
-    starts, server_config, monkeypatch
-):
-    monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
-    monkeypatch.setenv(DRAFTS_VARIABLE, "coupled")
-    server_config.spec.speculative_algorithm = "EAGLE"
-    runtime, installed = starts()
-    assert runtime.inactive_reason is None
-    step, drafts = ["install", "install_arrival_hook"], ["install_speculation", "install_drafts"]
-    assert installed == [*step, *drafts, "install_weight_hooks", None]
+LAST = ["status", "idle"]  # whatever there is
+STEP, VERIFICATION = next(iter(versions.HOOK_TARGETS)), next(iter(versions.SPECULATION_TARGETS[0]))
 
 
 @pytest.mark.parametrize("screen", ["on", "off"])
-def test_a_server_without_drafts_gets_the_hooks_of_a_step_and_of_weight_changes(starts, monkeypatch, screen):
+@pytest.mark.parametrize(
+    "algorithm, refused, missing, reason, installed",
+    [
+        (None, None, set(), None, ["step", "arrival", "weights"]),
+        ("EAGLE", None, set(), None, ["step", "arrival", "verification", "drafts", "weights"]),
+        ("EAGLE", "SGLang 9.9 is unknown", set(), "SGLang 9.9 is unknown", []),
+        ("EAGLE", None, {STEP}, f"no {STEP}", []),
+        (
+            "EAGLE",
+            None,
+            GROUPS["verification"],
+            "; ".join(f"no {name}" for name in versions.SPECULATION_TARGETS[0]),
+            ["step", "arrival"],
+        ),
+    ],
+    ids=["no drafts", "drafts", "an unknown version", "no place for a step", "no place for a verification"],
+)
+def test_a_server_gets_the_hooks_of_its_mode_until_one_does_not_land_which_is_said(
+    starts, server_config, registry, monkeypatch, caplog, algorithm, refused, missing, reason, installed, screen
+):
     """With or without a screen: graphs that are captured ahead draw with the weights."""
     monkeypatch.setenv(SCREEN_VARIABLE, screen)
-    runtime, installed = starts()
-    assert installed == ["install", "install_arrival_hook", "install_weight_hooks", None]
-    assert runtime.prepares_steps and (runtime.no_screen_reason is None) is (screen == "on")
+    server_config.spec.speculative_algorithm, registry.missing = algorithm, missing
+    runtime, done = starts(refused)
+    assert runtime.inactive_reason == reason and done == [*installed, *LAST]
+    assert runtime.prepares_steps is (reason is None) and (runtime.no_screen_reason is None) is (screen == "on")
+    answer = types.SimpleNamespace(internal_state={})
+    registry.hooked[hooks.STATUS_TARGET][0](answer)
+    assert answer.internal_state["flashsample"]["reason"] == reason
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == (reason is not None)
+    assert all(one.endswith(f"not active, SGLang's own sampler is used for everything: {reason}") for one in warnings)
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE", "DFLASH"])
@@ -1059,30 +1083,6 @@ def test_paths_per_token_are_reported_but_with_drafts_where_a_warning_says_that_
     assert Runtime(None).settings.report_path == (algorithm is None)
     warnings = [record.message for record in caplog.records if REPORT_PATH_VARIABLE in record.message]
     assert len(warnings) == (algorithm is not None)
-
-
-@pytest.mark.parametrize(
-    "reasons, installed",
-    [
-        ({"version": "SGLang 9.9 is unknown"}, []),
-        ({"install": "a hook is missing"}, ["install"]),
-        (
-            {"install_speculation": "eagle_sample is missing"},
-            ["install", "install_arrival_hook", "install_speculation"],
-        ),
-    ],
-    ids=str,
-)
-def test_what_stands_against_the_fused_pass_ends_the_installation_of_hooks_and_is_said(
-    starts, server_config, monkeypatch, caplog, reasons, installed
-):
-    monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
-    server_config.spec.speculative_algorithm = "EAGLE"
-    (reason,) = reasons.values()
-    runtime, done = starts(**reasons)
-    assert runtime.inactive_reason == reason and done == [*installed, reason], "the last one is /server_info"
-    (warning,) = [record.message for record in caplog.records]
-    assert warning.endswith(f"not active, SGLang's own sampler is used for everything: {reason}")
 
 
 @pytest.mark.parametrize("known", [{}, {"dp_rank": None}, {"dp_rank": 3}])
@@ -1111,15 +1111,11 @@ def test_each_replica_tells_the_samples_of_a_seeded_request_apart_from_those_of_
     ],
 )
 def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only_where_it_was_asked_for(
-    server_config, monkeypatch, arguments, inherited, required
+    server_config, registry, monkeypatch, arguments, inherited, required
 ):
     """The server's processes are started without its arguments: they inherit a variable. A server that must fuse need
     not have the argument: ``sgl.Engine`` takes the backend as a parameter."""
-    registered, backends = [], {}
-    registry = types.ModuleType("sglang.srt.plugins.hook_registry")
-    registry.HookRegistry = types.SimpleNamespace(register=lambda target, *_: registered.append(target))
-    registry.HookType = types.SimpleNamespace(AFTER="after", BEFORE="before")
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    backends = {}
     sys.modules["sglang.srt.layers.sampler"].register_sampler_backend = backends.__setitem__
     monkeypatch.setattr(sys, "argv", ["server", *arguments])
     monkeypatch.setenv("FLASHSAMPLE_REQUESTED", inherited)
@@ -1130,7 +1126,7 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     looks = requested or required == "1"
     by_ray = "--use-ray" in arguments
     assert (
-        registered
+        registry.registered
         == ["sglang.srt.layers.sampler.create_sampler"] * looks
         + ["sglang.srt.server_args.ServerArgs.from_cli_args"] * by_ray
     )
@@ -1179,22 +1175,23 @@ print("backend", arguments.sampling_backend)
 
 @pytest.mark.parametrize("must_fuse", [False, True])
 def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must_fuse(
-    server_config, monkeypatch, caplog, must_fuse
+    server_config, registry, monkeypatch, caplog, must_fuse
 ):
     module = types.ModuleType("sampler")
     module.FlashSampler = type("FlashSampler", (), {})
     monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
-    monkeypatch.setattr(hooks, "install_status_hook", lambda status: stated.append(status()))
     monkeypatch.setenv(REQUIRE_VARIABLE, "1" if must_fuse else "0")
-    server_config.exec.kernel.sampling_backend, stated = "pytorch", []
+    server_config.exec.kernel.sampling_backend = "pytorch"
     server_config.exec.deterministic.enable_deterministic_inference = True
     reason = "SGLang uses the sampling backend pytorch instead of flashsample (deterministic inference)"
     with pytest.raises(NotActiveError) if must_fuse else contextlib.nullcontext():
         plugin._explain_replacement(object())
     assert caplog.records[0].message == f"flashsample: not active: {reason}"
-    assert stated == [{"active": False, "reason": reason}]
+    answer = types.SimpleNamespace(internal_state={})
+    registry.hooked.pop(hooks.STATUS_TARGET)[0](answer)
+    assert answer.internal_state == {"flashsample": {"active": False, "reason": reason}}
     plugin._explain_replacement(module.FlashSampler())
-    assert len(stated) == 1, "nothing was replaced"
+    assert not registry.hooked, "nothing was replaced"
 
 
 # What a failure costs.

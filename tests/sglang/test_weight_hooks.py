@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import types
-from typing import Any
 
 import pytest
 import torch
@@ -292,24 +291,6 @@ def test_a_hook_that_did_not_land_is_named(monkeypatch, server_config):
     assert registered == [("theirs.Kind.lands", "after"), ("theirs.Kind.stays", "after")]
 
 
-@pytest.fixture
-def registry(monkeypatch, server_config) -> types.SimpleNamespace:
-    """SGLang's registry of hooks, in which all of them land. missing: targets that this SGLang lacks. hooked: what was
-    applied, {target: (hook, when)}, by ``apply``."""
-    noted = types.SimpleNamespace(missing=set(), hooked={}, apply=lambda table: noted.hooked.update(table))
-    module = types.ModuleType("hook_registry")
-    module.HookType = types.SimpleNamespace(AROUND="around", BEFORE="before", AFTER="after")
-    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
-    monkeypatch.setattr(hooks, "apply_hooks", lambda table: noted.apply(table))
-    speculation = types.ModuleType("speculation")  # our own imports SGLang
-    speculation.SpeculationHooks = lambda runtime: types.SimpleNamespace(eagle_sample="sample", compute_logprobs="logs")
-    monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.speculation", speculation)
-    monkeypatch.setattr(
-        versions, "unsupported_target", lambda target, want=None: f"no {target}" if target in noted.missing else None
-    )
-    return noted
-
-
 DRAFTS = Drafts(None, DraftMode.COUPLED)
 INSTALLATIONS = {  # and what else is looked for
     "a step": (hooks.install, versions.HOOK_TARGETS, ()),
@@ -406,25 +387,6 @@ def test_an_sglang_whose_hooks_cannot_be_registered_goes_without_a_status(regist
     hooks.install_status_hook(dict)
     (warning,) = [record.message for record in caplog.records]
     assert warning == "flashsample: no status in /server_info: RuntimeError: no registry" and not registry.hooked
-
-
-@pytest.fixture
-def classes(monkeypatch) -> dict[str, Any]:
-    """SGLang's classes that change weights, with the methods that we know; an error in the place of what is missing."""
-
-    def known(path):
-        required, possible = WRITING_METHODS[path]
-        return {name: (lambda self: None) for name in required | possible | READING_METHODS}
-
-    def resolve(path: str) -> Any:
-        found = kinds.get(path, print)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    kinds: dict[str, Any] = {path: type("Kind", (), known(path)) for path in WRITING_METHODS}
-    monkeypatch.setattr(hooks.pkgutil, "resolve_name", resolve)
-    return kinds
 
 
 def test_a_class_with_a_method_that_we_do_not_know_means_no_screen(classes):
