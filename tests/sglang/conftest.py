@@ -3,10 +3,12 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import triton
 from fake_head import FakeHead, Script
 from head_states import hidden_states, pretended_sglang
 from sglang_batches import Configuration, CountingHead, ModelRunner, ScheduleBatch, make_samplers, sampling_info
@@ -45,13 +47,44 @@ def prometheus(monkeypatch):
 
 
 @pytest.fixture
-def server_config(monkeypatch) -> types.SimpleNamespace:
+def pretend(monkeypatch) -> Callable[..., None]:
+    """A function that puts a module with these attributes in the place of one of SGLang's, or of ours that imports
+    SGLang."""
+
+    def put(name: str, **attributes: Any) -> None:
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return put
+
+
+@pytest.fixture
+def server_config(pretend) -> types.SimpleNamespace:
     """SGLang's modules in which we look up a server's settings are pretended. The settings are those of a plain server;
     a test may change them."""
     config, modules = pretended_sglang()
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for name, attributes in modules.items():
+        pretend(name, **attributes)
     return config
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch) -> Callable[..., None]:
+    """A function that says whether there is a GPU, and whether its stream, number 11, is capturing."""
+
+    def say(is_available: bool, is_capturing: bool = False) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=11))
+
+    return say
+
+
+@pytest.fixture
+def in_host_memory(monkeypatch) -> None:
+    """Rows on a CPU are drawn without Triton's interpreter."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
 
 
 @pytest.fixture
@@ -127,20 +160,20 @@ def hidden(device):
 
 
 @pytest.fixture
-def registry(monkeypatch, server_config) -> types.SimpleNamespace:
+def registry(monkeypatch, server_config, pretend) -> types.SimpleNamespace:
     """SGLang's registry of hooks, in which all of them land. missing: targets that this SGLang lacks. hooked: what was
     applied, {target: (hook, when)}, by ``apply``. registered: what was only registered."""
     noted = types.SimpleNamespace(
         missing=set(), registered=[], hooked={}, apply=lambda table: noted.hooked.update(table)
     )
-    module = types.ModuleType("hook_registry")
-    module.HookRegistry = types.SimpleNamespace(register=lambda target, *_: noted.registered.append(target))
-    module.HookType = types.SimpleNamespace(AROUND="around", BEFORE="before", AFTER="after")
-    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
+    pretend(
+        "sglang.srt.plugins.hook_registry",
+        HookRegistry=types.SimpleNamespace(register=lambda target, *_: noted.registered.append(target)),
+        HookType=types.SimpleNamespace(AROUND="around", BEFORE="before", AFTER="after"),
+    )
     monkeypatch.setattr(hooks, "apply_hooks", lambda table: noted.apply(table))
-    speculation = types.ModuleType("speculation")  # our own imports SGLang
-    speculation.SpeculationHooks = lambda runtime: types.SimpleNamespace(eagle_sample="sample", compute_logprobs="logs")
-    monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.speculation", speculation)
+    verification = types.SimpleNamespace(eagle_sample="sample", compute_logprobs="logs")
+    pretend("sgl_flashsample.sglang.speculation", SpeculationHooks=lambda runtime: verification)
     monkeypatch.setattr(
         versions, "unsupported_target", lambda target, want=None: f"no {target}" if target in noted.missing else None
     )

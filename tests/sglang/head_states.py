@@ -285,20 +285,14 @@ def lora_modules(named: Any) -> set[str]:
     return {"all"} if isinstance(named, str) else {{"output": "lm_head"}.get(name, name) for name in named}
 
 
-def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleType]]:
-    """The settings of a plain server, to be changed by a test, and the modules in which our code looks them up."""
+def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, dict[str, Any]]]:
+    """The settings of a plain server, to be changed by a test, and the modules in which our code looks them up, with
+    their attributes."""
     space = types.SimpleNamespace
     config = space(
         parallel=space(
-            tp_size=1,
-            pp_size=1,
-            tp_rank=0,
-            pp_rank=0,
-            attn_tp_rank=0,
-            attn_tp_size=1,
-            attn_dp_rank=0,
-            attn_dp_size=1,
-            attn_cp_size=1,
+            **dict.fromkeys(("tp_size", "pp_size", "attn_tp_size", "attn_dp_size", "attn_cp_size"), 1),
+            **dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank"), 0),
             enable_dp_lm_head=False,
         ),
         exec=space(
@@ -332,7 +326,7 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
         ),
         environ=space(SGLANG_SIMULATE_ACC_LEN=space(get=lambda: -1)),
     )
-    contents: dict[str, dict[str, Any]] = {
+    return config, {
         "sglang": {},
         "sglang.srt": {},
         "sglang.srt.layers": {},
@@ -347,7 +341,3 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
             "should_apply_lm_head_quant_method": lambda head, method: method is not None,
         },
     }
-    modules = {name: types.ModuleType(name) for name in contents}
-    for name, attributes in contents.items():
-        vars(modules[name]).update(attributes)
-    return config, modules

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from head_states import (
+    CPU,
     VOCAB,
     CountingCapture,
     hidden_states,
@@ -101,9 +102,8 @@ def test_auto_wants_a_table_that_has_measured_it_and_on_takes_the_built_in_choic
     assert unsupported_screen(head, table(HeadTraits.of(head)), mode, 16) == reason
 
 
-def test_a_head_in_host_memory_has_none(device, monkeypatch):
-    head = make_state(device).head.lm_head
-    monkeypatch.setattr(screen_lifecycle, "draws_in_host_memory", lambda device: True)
+def test_a_head_in_host_memory_has_none(in_host_memory):
+    head = make_state(CPU).head.lm_head
     assert unsupported_screen(head, screening_table(HeadTraits.of(head)), ON, 16) == "the head is in host memory"
 
 
@@ -228,13 +228,6 @@ def test_a_failure_that_is_not_the_screens_is_raised_at_once_and_the_screen_stay
     assert len(script.calls) == 1 and state.has_screen is screened and not caplog.records
 
 
-def test_freed_memory_is_taken_again_with_the_next_copy(state, unscreened):
-    state.free_screen()
-    assert not is_serving(state) and tokens(state) == unscreened[0] and state.head.screen is None
-    state.renew_screen()
-    assert tokens(state) == unscreened[0] and screened_rows(state) == 6
-
-
 def test_freed_memory_is_taken_again_only_where_there_is_enough(state, free_memory):
     screen, head = state.screen, state.head.lm_head
     screen.free(head)
@@ -259,6 +252,7 @@ def test_a_copy_for_which_there_is_no_memory_leaves_the_head_without_a_screen(st
 
 def test_a_copy_that_was_made_in_sglangs_inference_mode_can_be_renewed_outside_of_it(state, unscreened):
     state.free_screen()
+    assert not is_serving(state) and tokens(state) == unscreened[0] and state.head.screen is None
     with torch.inference_mode():
         state.renew_screen()
     state.weights_change()

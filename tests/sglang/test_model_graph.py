@@ -15,7 +15,6 @@ from serving import CUDA as CUDA_HERE
 from serving import needs_sglang, server_of
 
 from sgl_flashsample.sglang import model_graph
-from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE, ExtraRoot
@@ -131,17 +130,6 @@ def test_without_a_cuda_driver_the_server_goes_without(gpu, caplog):
     assert "libcuda.so.1" in caplog.text
 
 
-@pytest.fixture
-def capturing(monkeypatch) -> Callable[[bool], None]:
-    """A function that says whether a stream is capturing."""
-
-    def set_capturing(is_capturing: bool) -> None:
-        monkeypatch.setattr(runtime_module, "_is_capturing", lambda: is_capturing)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=STREAM))
-
-    return set_capturing
-
-
 @pytest.mark.parametrize(
     "captures, mode, draft, kept",
     [
@@ -154,7 +142,7 @@ def capturing(monkeypatch) -> Callable[[bool], None]:
     ],
 )
 def test_a_capture_that_leaves_the_logits_to_us_gets_the_root_and_its_hidden_states_are_kept(
-    runtime, capturing, captures, mode, draft, kept
+    runtime, pretend_gpu, captures, mode, draft, kept
 ):
     """SGLang's graphs write them at the same place in each step; drafts are drawn within SGLang's graphs."""
     state, hidden = make_state(CPU), hidden_states(CPU)
@@ -162,7 +150,7 @@ def test_a_capture_that_leaves_the_logits_to_us_gets_the_root_and_its_hidden_sta
     runtime._extra_root = root_of(driver := Driver())
     runtime.settings.verifies = True
     serve(runtime, state)
-    capturing(captures)
+    pretend_gpu(True, captures)
     if draft:
         runtime.draft_head, runtime.draws_drafts = state, True
         runtime._draft_processors.add(id(state.processor))

@@ -275,17 +275,16 @@ def test_every_hook_lands_in_every_known_sglang(version, tmp_path):
     assert hooked >= SESSIONS if version != "0.5.17" else not SESSIONS & hooked
 
 
-def test_a_hook_that_did_not_land_is_named(monkeypatch, server_config):
+def test_a_hook_that_did_not_land_is_named(server_config, pretend):
     """SGLang only logs that a hook could not be applied."""
     kind = type("Kind", (), {"lands": lambda self: None, "stays": lambda self: None})
-    theirs, module, registered = types.ModuleType("theirs"), types.ModuleType("hook_registry"), []
-    theirs.Kind = kind
-    module.HookRegistry = types.SimpleNamespace(
+    registered = []
+    registry = types.SimpleNamespace(
         register=lambda target, hook, when: registered.append((target, when)),
         apply_hooks=lambda: setattr(kind, "lands", lambda self: None),
     )
-    monkeypatch.setitem(sys.modules, "theirs", theirs)
-    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
+    pretend("theirs", Kind=kind)
+    pretend("sglang.srt.plugins.hook_registry", HookRegistry=registry)
     reason = hooks.apply_hooks({f"theirs.Kind.{name}": (print, "after") for name in ("lands", "stays")})
     assert reason == "SGLang did not apply the hook on theirs.Kind.stays"
     assert registered == [("theirs.Kind.lands", "after"), ("theirs.Kind.stays", "after")]
