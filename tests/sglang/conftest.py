@@ -11,6 +11,7 @@ import torch
 import triton
 from fake_head import FakeHead, Script
 from head_states import hidden_states, pretended_sglang
+from serving import needs_sglang
 from sglang_batches import Configuration, CountingHead, ModelRunner, ScheduleBatch, make_samplers, sampling_info
 
 from sgl_flashsample.sglang import drafts, hooks, versions
@@ -22,8 +23,9 @@ from sgl_flashsample.sglang.runtime import Runtime
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "one_rank" in getattr(item, "fixturenames", ()):  # imports SGLang
+        if "one_rank" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+            item.add_marker(needs_sglang)
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def runtime(server_config) -> Runtime:
 
 @pytest.fixture
 def one_rank(monkeypatch) -> None:
-    """SGLang's code runs without a server: a configuration, and one rank."""
+    """SGLang's code runs without a server: a configuration, and one rank. A test with it needs SGLang."""
     import sglang.srt.layers.sampler as sglang_sampler
     import sglang.srt.sampling.sampling_batch_info as batch_info
 

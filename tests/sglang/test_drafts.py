@@ -135,7 +135,6 @@ def drawn(logits: torch.Tensor, temperatures: list[float], seeds: list[int], pos
 # --- which token ----------------------------------------------------------------------------------------------------
 
 
-@needs_sglang
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_drafts_are_the_targets_tokens_as_often_as_the_noise_allows(server, head, hidden, info_of, device, temperature):
     """Within five standard deviations, of a draft model that is wrong; far more often than the draft model's best
@@ -164,7 +163,6 @@ MIXED = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.3}, {"tem
 TEMPERATURES = [0.0, 1.0, 0.3, 0.0]
 
 
-@needs_sglang
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "DRAFT_EXTEND_V2", "selected"])
 @pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
@@ -235,7 +233,6 @@ def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_lo
     assert torch.equal(torch.softmax(seen, -1), torch.full_like(probabilities + 0.0, 1 / VOCAB)), "and of changed ones"
 
 
-@needs_sglang
 def test_the_chain_gets_its_drafts_without_logits_and_moves_on(server, hidden, info_of, device):
     """In the place of a kernel of SGLang's, which would read the logits' memory."""
     coupled = server()
@@ -254,7 +251,6 @@ def test_the_chain_gets_its_drafts_without_logits_and_moves_on(server, hidden, i
         assert given[0] is plain(other) and given[1:] == (positions, chain, 2)
 
 
-@needs_sglang
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_probabilities_need_no_logits_and_no_memory_that_is_not_there(server, hidden, info_of, device, mode):
     """On some GPUs SGLang 0.5.23 takes FlashInfer's softmax of contiguous logits, in C code that looks for their
@@ -270,7 +266,6 @@ def test_probabilities_need_no_logits_and_no_memory_that_is_not_there(server, hi
         assert not seen.is_contiguous(), "its own memory is never there"
 
 
-@needs_sglang
 def test_a_batch_larger_than_the_workspace_is_drawn_in_parts(server, head, hidden, info_of, script, device):
     requests = MAX_COMPILED_ROWS // NODES + 2
     rows, coupled = requests * NODES, server(size=requests)
@@ -282,7 +277,6 @@ def test_a_batch_larger_than_the_workspace_is_drawn_in_parts(server, head, hidde
     assert [call.rows for call in script.calls] == [MAX_COMPILED_ROWS, 2 * NODES]
 
 
-@needs_sglang
 def test_a_pass_that_drafts_nothing_is_left_alone(server, head, hidden, info_of, device):
     coupled = server()
     coupled.load(info_of([request("0", temperature=1.0)]))
@@ -345,7 +339,6 @@ def chain_of(coupled: Server, first: torch.Tensor, hidden: torch.Tensor) -> torc
         return eagle_worker_v2.EagleDraftWorker.draft_forward(worker, batch)[2]
 
 
-@needs_sglang
 def test_drafts_of_the_target_itself_are_all_accepted_at_every_temperature(server, head, hidden, info_of, monkeypatch):
     """Through SGLang's chain of drafts and our verification: the positions of the noise are the same in both."""
     from sglang.srt.speculative import eagle_worker_v2
@@ -376,7 +369,6 @@ def test_drafts_of_the_target_itself_are_all_accepted_at_every_temperature(serve
 # --- from which head --------------------------------------------------------------------------------------------------
 
 
-@needs_sglang
 def test_a_head_that_is_the_targets_is_not_prepared_again(server, head):
     """EAGLE's draft model has the target's LM head."""
     drafting = server()
@@ -384,7 +376,6 @@ def test_a_head_that_is_the_targets_is_not_prepared_again(server, head):
     assert drafting.runtime.status["draft_head"] == drafting.runtime.status["heads"][0]
 
 
-@needs_sglang
 def test_a_draft_model_with_a_head_of_its_own_is_drawn_from_it(server, hidden, info_of, device):
     """STANDALONE's is prepared when it has loaded, and is then the one whose drafts are drawn."""
     draft_head = make_head(weights(device, seed=9, dtype=torch.float32))
@@ -402,7 +393,6 @@ def test_a_draft_model_with_a_head_of_its_own_is_drawn_from_it(server, hidden, i
     assert seen.argmax(-1).tolist() == want
 
 
-@needs_sglang
 def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_and_never_freed(
     one_rank, hidden, info_of, device
 ):
@@ -431,7 +421,6 @@ def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_an
 # --- which rows -----------------------------------------------------------------------------------------------------
 
 
-@needs_sglang
 @pytest.mark.parametrize(
     "case", ["SGLang's row", "top logprobs", "no batch", "inactive", "too many", "no memory", "no grammars"]
 )
@@ -459,7 +448,6 @@ def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, in
     assert not coupled.drafts._rows.temperature.any(), "what graphs read that were captured already"
 
 
-@needs_sglang
 def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_changes(server, hidden, info_of, device):
     coupled = server()
     drafts = coupled.drafts
@@ -488,7 +476,6 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
     ]
 
 
-@needs_sglang
 def test_drafts_are_drawn_with_the_parameters_of_the_requests_that_are_left_in_the_batch(server, info_of, device):
     coupled = server()
     info = info_of([request(str(row), temperature=0.5 + row, sampling_seed=row + 5) for row in range(4)])
@@ -501,7 +488,6 @@ def test_drafts_are_drawn_with_the_parameters_of_the_requests_that_are_left_in_t
     assert coupled.runtime.draws_drafts
 
 
-@needs_sglang
 def test_drafts_read_the_targets_screen_and_are_not_counted_there(one_rank, hidden, info_of, device):
     """Else what drafts leave undecided would pause the screen for the target."""
     head = CountingHead(device, screened=True)
@@ -515,7 +501,6 @@ def test_drafts_read_the_targets_screen_and_are_not_counted_there(one_rank, hidd
     assert head.state.screen.num_bytes == unpinned + drafted.workspace.num_bytes
 
 
-@needs_sglang
 @pytest.mark.gpu
 @pytest.mark.parametrize("screened", [False, True])
 def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_parameters(
@@ -553,7 +538,6 @@ def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_para
 # --- where not ------------------------------------------------------------------------------------------------------
 
 
-@needs_sglang
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -592,7 +576,6 @@ UNDRAWN: dict[str, tuple[dict[str, Any], Callable[[Server], None]]] = {
 }
 
 
-@needs_sglang
 @pytest.mark.parametrize("words", UNDRAWN)
 def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
     server, hidden, info_of, device, caplog, words
@@ -611,7 +594,6 @@ def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
         assert type(drafting.call(batch, hidden(1))) is torch.Tensor and drafting.computed == 1
 
 
-@needs_sglang
 def test_a_draft_model_that_cannot_be_drawn_from_leaves_the_target_alone(server, device):
     """Of STANDALONE it is looked at when it has loaded, in the middle of SGLang's start; and not at all where nothing
     is fused."""
@@ -626,7 +608,6 @@ def test_a_draft_model_that_cannot_be_drawn_from_leaves_the_target_alone(server,
     assert server.prepared == [True]
 
 
-@needs_sglang
 @pytest.mark.parametrize("failing", ["load", "draw"])
 def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
     server, head, hidden, info_of, device, caplog, script, failing
@@ -651,7 +632,6 @@ def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
     assert coupled.runtime.inactive_reason is None and coupled.runtime.draft_head is head.state, "its screen lives on"
 
 
-@needs_sglang
 def test_a_pass_that_finds_no_memory_has_sglangs_logits_and_the_next_one_is_drawn(server, hidden, script, device):
     drafting, states = server(), hidden(1)
     batch = forward_batch("DECODE", torch.arange(1, device=device), 1)

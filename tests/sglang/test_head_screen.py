@@ -22,7 +22,6 @@ from head_states import (
     weights,
     write_unseen,
 )
-from serving import needs_sglang
 from sglang_batches import (
     CountingHead,
     ModelRunner,
@@ -59,7 +58,7 @@ from sgl_flashsample.sglang.screen_lifecycle import (
     unsupported_screen,
 )
 
-pytestmark = [needs_sglang, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # Whether a head has one.
 

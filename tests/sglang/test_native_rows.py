@@ -12,7 +12,6 @@ import types
 import pytest
 import torch
 from head_states import WIDTH
-from serving import needs_sglang
 from sglang_batches import for_forward, grammar, request
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,8 +23,6 @@ from sgl_flashsample.sglang.batch import (
     batch_of,
     routing_of,
 )
-
-pytestmark = needs_sglang
 
 GREEDY = {"temperature": 0}
 ROWS = 15

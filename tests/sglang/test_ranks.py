@@ -31,7 +31,6 @@ from head_states import (
     serve,
     step_of,
 )
-from serving import needs_sglang
 from sglang_batches import request
 
 from sgl_flashsample.kernels.params import SampleOutput
@@ -305,7 +304,6 @@ def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(ser
     )
 
 
-@needs_sglang
 def test_a_rank_without_memory_in_a_step_ends_instead_of_leaving_the_others_alone(
     runners, head, hidden, info_of, script
 ):
@@ -374,7 +372,6 @@ def test_a_head_that_shows_itself_late_is_sglangs_on_several_ranks(shared, caplo
     assert shared.head_for(state.processor, state.lm_head) is None and LATE in caplog.text
 
 
-@needs_sglang
 def test_a_rank_without_requests_draws_nothing(runners):
     """Of DP attention: SGLang asks its sampler all the same."""
     nothing = types.SimpleNamespace(next_token_logits=torch.empty(0, 600))

@@ -596,32 +596,16 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
     shape = {"vocab_size": 100, "ranks": 1, "hidden_size": 16, "dtype": "float32"}
     shape |= {"table": str(file), "screen": None, "graphs": 0, "graph_bytes": 0}
     assert head == shape | {"bytes": state.head.workspaces[0].num_bytes}
-    starting.disable("a kernel failed")
-    assert (starting.status["active"], starting.status["reason"]) == (False, "a kernel failed")
 
 
-def test_the_status_counts_the_memory_of_a_screen(starting, device):
-    starting.screen_mode = ScreenMode.ON
-    state = prepared(starting, make_head(weights(device)), 600)
-    state.update(4)
-    (head,) = starting.status["heads"]
-    assert head["screen"] == {"rows": state.screen.rows, "bytes": state.screen.num_bytes, "paused": False}
-    assert head["bytes"] == state.screen.num_bytes + state.head.workspaces[0].num_bytes
-    assert head["table"] is None
-
-
-def test_the_status_of_a_server_whose_head_is_sglangs_says_why(starting, device):
-    prepared(starting, make_head(weights(device), set_lora=1, apply_lora=1), 600)
-    status = starting.status
-    assert (status["active"], status["reason"], status["heads"]) == (False, "the LM head has LoRA adapters", [])
-
-
-def test_a_gauge_says_whether_the_fused_pass_serves(server_config, prometheus):
+def test_a_gauge_and_the_status_say_why_the_fused_pass_serves_no_more_once(server_config, prometheus, caplog):
     server_config.observability.enable_metrics = True
     failing = Runtime(None)
     assert prometheus("active") == 1
     failing.disable("a kernel failed")
-    assert prometheus("active") == 0
+    failing.disable("another one")
+    assert prometheus("active") == 0 and len(caplog.records) == 1
+    assert (failing.status["active"], failing.status["reason"]) == (False, "a kernel failed")
 
 
 @pytest.mark.parametrize(
@@ -745,10 +729,13 @@ def test_a_failure_while_graphs_are_captured_ahead_costs_these_and_not_the_serve
     assert line.startswith(words) and not runtime.prepares_steps
 
 
-def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(server_config, prometheus):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(server_config, prometheus, late):
     server_config.observability.enable_metrics = True
-    late = Runtime(None)
-    assert late.head_for(Processor(), make_head(WEIGHT, set_lora=1, apply_lora=1)) is None
+    runtime, lm_head = Runtime(None), make_head(WEIGHT, set_lora=1, apply_lora=1)
+    assert (runtime.head_for(Processor(), lm_head) if late else prepared(runtime, lm_head)) is None
+    status = runtime.status
+    assert (status["active"], status["reason"], status["heads"]) == (False, "the LM head has LoRA adapters", [])
     assert prometheus("active") == 0
 
 
@@ -925,7 +912,6 @@ def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting
     assert starting.head_for(processor, lm_head) is not None
 
 
-@needs_sglang
 def test_a_step_says_when_all_its_rows_are_greedy(device, one_rank, script):
     for temperatures in ((1.0, 0.0), (0.0, 0.0)):
         SteadyServer(device, make_state(device, script=script), [{"temperature": each} for each in temperatures]).step()
@@ -957,8 +943,13 @@ def test_one_line_says_what_screen_was_built_or_why_not(
     built = "screen built" in words
     assert words in record.message and state.has_screen is (state.screen is not None) is built
     assert record.levelno == (logging.WARNING if mode is ScreenMode.ON and not built else logging.INFO)
+    state.update(4)
+    (status,), scratch = starting.status["heads"], state.head.workspaces[0].num_bytes
+    assert status["table"] is None and status["bytes"] == scratch + (state.screen.num_bytes if built else 0)
+    assert (status["screen"] is not None) is built
     if built:
         screen, weight = state.screen, state.head.lm_head.weight
+        assert status["screen"] == {"rows": screen.rows, "bytes": screen.num_bytes, "paused": False}
         share = 100 * screen.num_bytes / (weight.numel() * weight.element_size())
         assert f"batches of up to {screen.rows} requests faster, same tokens: " in record.message
         assert record.message.endswith(f" {screen.num_bytes:,} more bytes of GPU memory, {share:.1f} % of the head's")
@@ -1202,7 +1193,6 @@ def path_of_a_batch(runners, head, info_of, hidden):
     return draw
 
 
-@needs_sglang
 def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_ones_stay_fused(
     path_of_a_batch, runners, script, caplog
 ):
@@ -1221,7 +1211,6 @@ def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_on
     ]
 
 
-@needs_sglang
 def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_a_batch, script, clock, caplog):
     script.error = torch.OutOfMemoryError("no memory")
     path_of_a_batch(5)
@@ -1233,7 +1222,6 @@ def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_
     assert len(caplog.records) == 1
 
 
-@needs_sglang
 def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_a_batch, runners, script, caplog):
     script.error = ZeroDivisionError("no such kernel")
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
@@ -1247,7 +1235,6 @@ def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_
     )
 
 
-@needs_sglang
 def test_a_failure_to_tell_rows_apart_leaves_everything_to_sglang(path_of_a_batch, runners, monkeypatch):
     def fails(*arguments, **options):
         raise ZeroDivisionError("a fault")
@@ -1297,7 +1284,6 @@ UNKNOWN: dict[str, tuple[Callable, str]] = {
 }
 
 
-@needs_sglang
 @pytest.mark.parametrize("return_logprob", [False, True])
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hidden, monkeypatch, name, return_logprob):
@@ -1324,7 +1310,6 @@ def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hid
     assert sampler.runtime.inactive_reason is None, "the next batch is fused"
 
 
-@needs_sglang
 def test_what_a_model_tells_of_its_tokens_is_answered_beside_their_paths(runners, head, info_of, hidden):
     states, info, of_model = hidden(2), info_of([request("a"), request("b")]), {"experts": [[1, 2], [3, 4]]}
     sampler = runners[0].sampler
@@ -1339,7 +1324,6 @@ def test_what_a_model_tells_of_its_tokens_is_answered_beside_their_paths(runners
     assert of_model.keys() == {"experts"}, "the model may keep it"
 
 
-@needs_sglang
 def test_logits_that_sglang_has_preprocessed_are_sampled_as_they_are(runners, head, info_of, hidden):
     """Its bias is not added twice."""
     states, requests = hidden(2), [request(rid, temperature=0, logit_bias={"17": 3.0}) for rid in "ab"]
@@ -1393,12 +1377,6 @@ def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(runtim
 def test_a_server_that_must_fuse_does_not_start_where_its_model_cannot_be_prepared(runtime, required):
     with pytest.raises(NotActiveError, match="load_model: AttributeError"):
         StepHooks(runtime).load_model("result", object())
-
-
-def test_of_several_failures_the_first_is_the_reason_and_the_only_warning(runtime, caplog):
-    runtime.disable("a kernel failed")
-    runtime.disable("another one")
-    assert runtime.inactive_reason == "a kernel failed" and len(caplog.records) == 1
 
 
 def test_logits_that_were_left_for_later_are_sglangs_own_whoever_reads_them(runtime, device):

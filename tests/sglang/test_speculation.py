@@ -10,7 +10,6 @@ import types
 import pytest
 import torch
 from head_states import CountingCapture
-from serving import needs_sglang
 from sglang_batches import VOCAB, CountingHead, grammar, make_samplers, request
 
 from sgl_flashsample.api import DraftTree
@@ -144,7 +143,6 @@ def good_drafts(drawn: torch.Tensor, parents: list[int], seed: int = 0) -> torch
     return torch.where(wrong, followed + 1, followed)
 
 
-@needs_sglang
 @pytest.mark.parametrize("parents", [CHAIN, TREE], ids=["chain", "tree"])
 def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, info_of, hidden, parents):
     nodes = len(parents)
@@ -166,7 +164,6 @@ def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, inf
     assert hooks.runtime.inactive_reason is None
 
 
-@needs_sglang
 @pytest.mark.parametrize("edited", [False, True])
 def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_they_have(
     hooks, info_of, hidden, device, edited
@@ -202,7 +199,6 @@ def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_
     assert (head.state.counts.launched, head.state.counts.late_captures) == (PATIENCE, 2)
 
 
-@needs_sglang
 def test_top_p_is_of_what_top_k_has_left_and_min_p_is_ignored_as_in_sglangs_verification(hooks, head, info_of, hidden):
     """The kept sets, of many draws: those of the joint rule would be larger."""
     top_k, top_p, temperature, draws_per_row = 6, 0.7, 4.0, 120
@@ -260,7 +256,6 @@ def edited_logits(head, states: torch.Tensor, info, mask, nodes: int) -> torch.T
     return logits
 
 
-@needs_sglang
 def test_penalties_bias_and_masks_of_nodes_are_sglangs_and_so_are_the_logprobs_of_accepted_tokens(
     hooks, head, info_of, hidden
 ):
@@ -290,7 +285,6 @@ def test_penalties_bias_and_masks_of_nodes_are_sglangs_and_so_are_the_logprobs_o
     torch.testing.assert_close(got[on_path].double(), want[accepted[on_path].long()], rtol=1e-5, atol=1e-5)
 
 
-@needs_sglang
 def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
     calls = []
     output = types.SimpleNamespace()
@@ -300,7 +294,6 @@ def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
     assert calls == [(("batch", output, "predict"), {"chain_stride": 4})]
 
 
-@needs_sglang
 @pytest.mark.parametrize(
     "off, refused, reason",
     [(None, [], Reason.LOGITS_COMPUTED), ("failed", [], Reason.INACTIVE), (None, ["LoRA"], Reason.INACTIVE)],
@@ -315,7 +308,6 @@ def test_logits_that_sglang_has_computed_it_verifies_itself(hooks, head, info_of
     assert counted(hooks) == f"SGLang's sampler ({reason}) 1 rows in 1 batches"
 
 
-@needs_sglang
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_tokens_that_rows_gain_are_counted_for_a_hot_vocabulary(hooks, head, info_of, hidden, fused):
     added = []
@@ -335,7 +327,6 @@ def test_the_tokens_that_rows_gain_are_counted_for_a_hot_vocabulary(hooks, head,
     assert len(gained) == num_tokens.sum()
 
 
-@needs_sglang
 def test_penalties_that_sglang_has_not_accumulated_change_no_draft(hooks, head, info_of, hidden):
     info = info_of([request("0", temperature=1.0, sampling_seed=1, frequency_penalty=0.5)])
     assert info.acc_additive_penalties is None
@@ -363,7 +354,6 @@ CASES = {
 }
 
 
-@needs_sglang
 @pytest.mark.parametrize("reason", CASES)
 def test_what_sglang_has_to_verify_it_gets_with_plain_logits_and_the_reason_is_counted(
     hooks, head, info_of, hidden, reason
@@ -397,7 +387,6 @@ FAILURES = {
 }
 
 
-@needs_sglang
 @pytest.mark.parametrize("words", FAILURES, ids=["draw", "edits", "drafts"])
 def test_after_a_failure_sglang_verifies_this_batch_and_all_that_follow(
     hooks, head, info_of, hidden, script, caplog, words
@@ -410,7 +399,6 @@ def test_after_a_failure_sglang_verifies_this_batch_and_all_that_follow(
     assert re.match(words, hooks.runtime.inactive_reason) and len(caplog.records) == 1
 
 
-@needs_sglang
 def test_a_rank_without_memory_ends_the_step_instead_of_leaving_the_others_alone(hooks, head, info_of, hidden, script):
     script.error = torch.OutOfMemoryError("a fault")
     drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
@@ -426,7 +414,6 @@ def test_a_rank_without_memory_ends_the_step_instead_of_leaving_the_others_alone
                 hooks.eagle_sample(Original(), *arguments)
 
 
-@needs_sglang
 def test_a_mask_of_another_kind_leaves_grammars_to_sglang_and_nothing_else(hooks, head, info_of, hidden):
     states = hidden(4)
     info = info_of([request("0", grammar=grammar(3))])
@@ -436,7 +423,6 @@ def test_a_mask_of_another_kind_leaves_grammars_to_sglang_and_nothing_else(hooks
     assert hooks.runtime.inactive_reason is None and "its mask is (1, 9)" in hooks.runtime.no_grammars_reason
 
 
-@needs_sglang
 def test_counted_rows_are_requests_that_the_fused_pass_has_verified(hooks, head, info_of, hidden):
     states = hidden(8)
     info = info_of([request("0", top_p=0.5), request("1", temperature=0.0)])
