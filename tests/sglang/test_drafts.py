@@ -103,6 +103,16 @@ class Server:
         """The logits that SGLang's worker sees."""
         return self.model.logits_processor(None, hidden, self.model.lm_head, batch).next_token_logits
 
+    def decode(self, hidden: torch.Tensor, position: int = FIRST) -> torch.Tensor:
+        """``call`` in a step of the chain, in which all rows are at one position."""
+        positions = torch.full((len(hidden),), position, device=hidden.device)
+        return self.call(forward_batch("DECODE", positions, len(hidden)), hidden)
+
+
+def requests_at(temperature: float, count: int = 1, seed: int = 0) -> list:
+    """Requests with the seeds from ``seed`` on."""
+    return [request(str(row), temperature=temperature, sampling_seed=row + seed) for row in range(count)]
+
 
 @pytest.fixture
 def server(head, one_rank, fake_heads, monkeypatch) -> Callable[..., Server]:
@@ -144,9 +154,8 @@ def test_drafts_are_the_targets_tokens_as_often_as_the_noise_allows(server, head
     draft = target + 0.4 * error
     p, q = (torch.softmax(head.logits(state[None])[0].double() / temperature, -1) for state in (target, draft))
     coupled = server(size=requests)
-    coupled.load(info_of([request(str(row), temperature=temperature, sampling_seed=row) for row in range(requests)]))
-    positions = torch.full((requests,), FIRST, device=device)
-    drafts = coupled.call(forward_batch("DECODE", positions, requests), draft.repeat(requests, 1)).argmax(-1)
+    coupled.load(info_of(requests_at(temperature, requests)))
+    drafts = coupled.decode(draft.repeat(requests, 1)).argmax(-1)
     tokens = drawn(
         head.logits(target[None]).repeat(requests, 1),
         [temperature] * requests,
@@ -236,7 +245,7 @@ def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_lo
 def test_the_chain_gets_its_drafts_without_logits_and_moves_on(server, hidden, info_of, device):
     """In the place of a kernel of SGLang's, which would read the logits' memory."""
     coupled = server()
-    coupled.load(info_of([request(str(row), temperature=1.0) for row in range(REQUESTS)]))
+    coupled.load(info_of(requests_at(1.0, REQUESTS)))
     positions = torch.arange(REQUESTS, device=device)
     seen = coupled.call(forward_batch("DECODE", positions, REQUESTS), hidden(REQUESTS))
     chain, before = torch.zeros(REQUESTS, 3, dtype=torch.int64, device=device), positions.clone()
@@ -252,15 +261,15 @@ def test_the_chain_gets_its_drafts_without_logits_and_moves_on(server, hidden, i
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_probabilities_need_no_logits_and_no_memory_that_is_not_there(server, hidden, info_of, device, mode):
+def test_probabilities_need_no_logits_and_no_memory_that_is_not_there(server, hidden, info_of, mode):
     """On some GPUs SGLang 0.5.23 takes FlashInfer's softmax of contiguous logits, in C code that looks for their
     memory by itself."""
     from sgl_flashsample.sglang.lazy_logits import DraftProbabilities
 
     coupled = server()
-    coupled.load(info_of([request("0", temperature=1.0)]))
+    coupled.load(info_of(requests_at(1.0)))
     with mode():
-        seen = coupled.call(forward_batch("DECODE", torch.arange(1, device=device), 1), hidden(1))
+        seen = coupled.decode(hidden(1))
         assert type(torch.softmax(seen, dim=-1)) is DraftProbabilities and coupled.computed == 0
         assert not seen.is_contiguous() and type(seen.contiguous()) is torch.Tensor and coupled.computed == 1
         assert not seen.is_contiguous(), "its own memory is never there"
@@ -269,7 +278,7 @@ def test_probabilities_need_no_logits_and_no_memory_that_is_not_there(server, hi
 def test_a_batch_larger_than_the_workspace_is_drawn_in_parts(server, head, hidden, info_of, script, device):
     requests = MAX_COMPILED_ROWS // NODES + 2
     rows, coupled = requests * NODES, server(size=requests)
-    coupled.load(info_of([request(str(row), temperature=1.0, sampling_seed=row) for row in range(requests)]))
+    coupled.load(info_of(requests_at(1.0, requests)))
     states, positions = hidden(rows), torch.arange(rows, device=device)
     seen = coupled.call(forward_batch("DRAFT_EXTEND_V2", positions, requests), states)
     seeds = [row // NODES for row in range(rows)]
@@ -279,7 +288,7 @@ def test_a_batch_larger_than_the_workspace_is_drawn_in_parts(server, head, hidde
 
 def test_a_pass_that_drafts_nothing_is_left_alone(server, head, hidden, info_of, device):
     coupled = server()
-    coupled.load(info_of([request("0", temperature=1.0)]))
+    coupled.load(info_of(requests_at(1.0)))
     none = forward_batch("IDLE", torch.empty(0, dtype=torch.int64), 0)
     assert coupled.call(none, hidden(1)[:0]).shape == (0, VOCAB)
     states = hidden(REQUESTS + 1)
@@ -386,9 +395,9 @@ def test_a_draft_model_with_a_head_of_its_own_is_drawn_from_it(server, hidden, i
     assert prepared is not None and prepared not in drafting.runtime.heads
     drafting.drafts.attach(drafting.worker)
     assert drafting.runtime.draft_head is prepared
-    drafting.load(info_of([request(str(row), temperature=1.0, sampling_seed=row) for row in range(4)]))
-    states, positions = hidden(4), torch.full((4,), FIRST, device=device)
-    seen = drafting.call(forward_batch("DECODE", positions, 4), states)
+    drafting.load(info_of(requests_at(1.0, 4)))
+    states = hidden(4)
+    seen = drafting.decode(states)
     want = drawn((states @ draft_head.weight.T)[:, :VOCAB], [1.0] * 4, list(range(4)), [FIRST + 1] * 4)
     assert seen.argmax(-1).tolist() == want
 
@@ -412,10 +421,9 @@ def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_an
     drafting.runtime.renew_screens()
     assert is_serving(draft_state) and drafting.drafts._head.screen.int8_head.weight.data_ptr() == place
     states = hidden(4).to(dtype_on(device))
-    batch = forward_batch("DECODE", torch.zeros(4, dtype=torch.int64, device=device), 4)
     logits = (states.float() @ draft_state.lm_head.weight.float().T)[:, :VOCAB]
     want = logits.to(states.dtype).argmax(-1)  # as the head rounds them; of equal ones the lowest id
-    assert torch.equal(drafting.call(batch, states).argmax(-1), want)
+    assert torch.equal(drafting.decode(states).argmax(-1), want)
 
 
 # --- which rows -----------------------------------------------------------------------------------------------------
@@ -424,27 +432,26 @@ def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_an
 @pytest.mark.parametrize(
     "case", ["SGLang's row", "top logprobs", "no batch", "inactive", "too many", "no memory", "no grammars"]
 )
-def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, info_of, device, case):
+def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, info_of, case):
     """Its coins accept a draft by the target's probability, whichever noise it has: the most likely token is best."""
     coupled = server()
-    coupled.load(info_of([request(str(row), temperature=3.0) for row in range(3)]))
-    batch = forward_batch("DECODE", torch.arange(3, device=device), 3)
+    coupled.load(info_of(requests_at(3.0, 3)))
     states = hidden(3)
     best = head.logits(states).argmax(-1)
-    assert not torch.equal(coupled.call(batch, states).argmax(-1), best)
+    assert not torch.equal(coupled.decode(states).argmax(-1), best)
     info = info_of([request("0", mask=case == "SGLang's row"), request("1"), request("2")])
     if case == "no batch":
         info = None
     elif case == "inactive":
         coupled.runtime.inactive_reason = "off"
     elif case == "too many":
-        info = info_of([request(str(row)) for row in range(REQUESTS + 1)])
+        info = info_of(requests_at(1.0, REQUESTS + 1))
     elif case == "no memory":
         head.state.out_of_memory(3 * NODES)
     elif case == "no grammars":
         coupled.runtime.no_grammars_reason = "off"
     coupled.load(info, top_logprobs=2 if case == "top logprobs" else 0, grammars=case == "no grammars")
-    assert torch.equal(coupled.call(batch, states).argmax(-1), best)
+    assert torch.equal(coupled.decode(states).argmax(-1), best)
     assert not coupled.drafts._rows.temperature.any(), "what graphs read that were captured already"
 
 
@@ -453,10 +460,7 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
     drafts = coupled.drafts
     tensors = [drafts._rows.temperature, drafts._rows.seed, *drafts._head.workspaces[0].splits]
     places = [tensor.data_ptr() for tensor in tensors]
-    first, second = (
-        info_of([request(str(row), temperature=t, sampling_seed=row + 5) for row in range(count)])
-        for t, count in ((0.5, 2), (0.9, 4))
-    )
+    first, second = info_of(requests_at(0.5, 2, seed=5)), info_of(requests_at(0.9, 4, seed=5))
     coupled.load(first)
     versions = [tensor._version for tensor in tensors[:2]]
     coupled.load(first)
@@ -468,12 +472,8 @@ def test_what_a_graph_reads_stays_where_it_is_and_is_written_when_the_batch_chan
     coupled.call(batch, hidden(rows))
     tensors = [drafts._rows.temperature, drafts._rows.seed, *drafts._head.workspaces[0].splits]
     assert [tensor.data_ptr() for tensor in tensors] == places
-    assert drafts._rows.temperature[:4].tolist() == pytest.approx([0.9] * 4) and drafts._rows.seed[:4].tolist() == [
-        5,
-        6,
-        7,
-        8,
-    ]
+    assert drafts._rows.temperature[:4].tolist() == pytest.approx([0.9] * 4)
+    assert drafts._rows.seed[:4].tolist() == [5, 6, 7, 8]
 
 
 def test_drafts_are_drawn_with_the_parameters_of_the_requests_that_are_left_in_the_batch(server, info_of, device):
@@ -493,8 +493,8 @@ def test_drafts_read_the_targets_screen_and_are_not_counted_there(one_rank, hidd
     head = CountingHead(device, screened=True)
     unpinned = head.state.screen.num_bytes
     coupled = Server(head)
-    coupled.load(info_of([request("0", temperature=1.0)]))
-    coupled.call(forward_batch("DECODE", torch.full((1,), FIRST, device=device), 1), hidden(1))
+    coupled.load(info_of(requests_at(1.0)))
+    coupled.decode(hidden(1))
     drafted, target = coupled.drafts._head.screen, head.state.screen.serving(head.state.head.lm_head)
     assert drafted.int8_head is target.int8_head
     assert target.counters.count_nonzero() == 0 and drafted.counters[ScreenCounter.ROWS] == 1
@@ -512,9 +512,7 @@ def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_para
     coupled, states = Server(head), 0.3 * hidden(REQUESTS)
     assert (coupled.drafts._head.screen is not None) == screened
     batch = forward_batch("DECODE", torch.full((REQUESTS,), FIRST, device=device), REQUESTS)
-    infos = [
-        info_of([request(str(row), temperature=t, sampling_seed=row) for row in range(REQUESTS)]) for t in (1.0, 0.5)
-    ]
+    infos = [info_of(requests_at(t, REQUESTS)) for t in (1.0, 0.5)]
     wanted = []
     for info in infos:
         coupled.load(info)
@@ -549,15 +547,15 @@ def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_para
     ids=str,
 )
 def test_where_drafts_cannot_be_coupled_they_are_greedy_and_the_log_says_why(
-    server, head, hidden, info_of, device, caplog, changes, words
+    server, head, hidden, info_of, caplog, changes, words
 ):
     with caplog.at_level(logging.INFO):
         drafting = server(**changes)
-    drafting.load(info_of([request("0", temperature=5.0)]))
-    batch, states = forward_batch("DECODE", torch.arange(1, device=device), 1), hidden(1)
+    drafting.load(info_of(requests_at(5.0, seed=1)))  # which does not draw the most likely token
+    states = hidden(1)
     ids = changes.get("vocab_size", VOCAB)
     best = head.logits(states)[:, :ids].argmax(-1)
-    assert torch.equal(drafting.call(batch, states).argmax(-1), best) == (words is not None)
+    assert torch.equal(drafting.decode(states).argmax(-1), best) == (words is not None)
     assert drafting.computed == 0
     (line,) = [record.message for record in caplog.records if "they are" in record.message]
     assert line.endswith("with the target's noise" if words is None else f"they are greedy: {words}")
@@ -577,21 +575,18 @@ UNDRAWN: dict[str, tuple[dict[str, Any], Callable[[Server], None]]] = {
 
 
 @pytest.mark.parametrize("words", UNDRAWN)
-def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(
-    server, hidden, info_of, device, caplog, words
-):
+def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(server, hidden, info_of, caplog, words):
     options, change = UNDRAWN[words]
     server.refused = words  # of a head that is not the target's
     drafting = server(attach=False, **options)
     change(drafting)
     drafting.drafts.attach(drafting.worker)
-    drafting.load(info_of([request("0", temperature=5.0)]))
+    drafting.load(info_of(requests_at(5.0)))
     assert not drafting.runtime.draws_drafts
     line = caplog.records[-1].message
     assert line == f"flashsample: drafts are SGLang's own (greedy), the tokens are the same: {words}"
     if getattr(getattr(drafting.model, "lm_head", None), "weight", None) is not None:
-        batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
-        assert type(drafting.call(batch, hidden(1))) is torch.Tensor and drafting.computed == 1
+        assert type(drafting.decode(hidden(1))) is torch.Tensor and drafting.computed == 1
 
 
 def test_a_draft_model_that_cannot_be_drawn_from_leaves_the_target_alone(server, device):
@@ -610,18 +605,17 @@ def test_a_draft_model_that_cannot_be_drawn_from_leaves_the_target_alone(server,
 
 @pytest.mark.parametrize("failing", ["load", "draw"])
 def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
-    server, head, hidden, info_of, device, caplog, script, failing
+    server, head, hidden, info_of, caplog, script, failing
 ):
     coupled, states = server(), hidden(1)
-    coupled.load(info_of([request("0", temperature=5.0)]))
-    batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
+    coupled.load(info_of(requests_at(5.0)))
     if failing == "load":
         coupled.drafts.load(None, object())
     else:
         script.error = RuntimeError("no kernel")
     for _ in range(2):
-        assert torch.equal(coupled.call(batch, states), head.logits(states))
-        coupled.load(info_of([request("1", temperature=5.0)]))
+        assert torch.equal(coupled.decode(states), head.logits(states))
+        coupled.load(info_of(requests_at(5.0, seed=1)))
     (line,) = [record.message for record in caplog.records if "drafts are SGLang's" in record.message]
     assert not coupled.drafts._rows.temperature.any(), "what graphs read"
     errors = {
@@ -632,13 +626,12 @@ def test_after_a_failure_drafts_are_sglangs_and_the_log_says_so_once(
     assert coupled.runtime.inactive_reason is None and coupled.runtime.draft_head is head.state, "its screen lives on"
 
 
-def test_a_pass_that_finds_no_memory_has_sglangs_logits_and_the_next_one_is_drawn(server, hidden, script, device):
+def test_a_pass_that_finds_no_memory_has_sglangs_logits_and_the_next_one_is_drawn(server, hidden, script):
     drafting, states = server(), hidden(1)
-    batch = forward_batch("DECODE", torch.arange(1, device=device), 1)
     script.error = torch.OutOfMemoryError("a fault")
-    assert type(drafting.call(batch, states)) is torch.Tensor and drafting.computed == 1
+    assert type(drafting.decode(states)) is torch.Tensor and drafting.computed == 1
     script.error = None
-    assert drafting.call(batch, states).tokens.shape == (1,) and drafting.computed == 1
+    assert drafting.decode(states).tokens.shape == (1,) and drafting.computed == 1
 
 
 @pytest.fixture
