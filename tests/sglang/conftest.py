@@ -123,7 +123,7 @@ def runners(one_rank) -> tuple[ModelRunner, ModelRunner]:
 
 @pytest.fixture
 def script() -> Script:
-    """What the fake heads of a test do, and what was asked of them."""
+    """The part of the fake heads in a test."""
     return Script()
 
 

@@ -590,8 +590,8 @@ def test_where_drafts_cannot_be_drawn_they_are_sglangs_and_the_log_says_why(serv
 
 
 def test_a_draft_model_that_cannot_be_drawn_from_leaves_the_target_alone(server, device):
-    """Of STANDALONE it is looked at when it has loaded, in the middle of SGLang's start; and not at all where nothing
-    is fused."""
+    """STANDALONE's is looked at when it has loaded, in the middle of SGLang's start; and not at all where nothing is
+    fused."""
     server.refused = "the LM head is quantised"
     drafting = server(lm_head=make_head(weights(device, seed=9).double()), attach=False)
     runner = types.SimpleNamespace(is_generation=True, is_draft_worker=True, model=drafting.model)

@@ -178,7 +178,7 @@ def shared(server_config) -> Runtime:
 
 
 class Peers:
-    """What other ranks say, instead of this one's own answer again; when there is nothing left, they say the same."""
+    """Ranks that answer with ``others``, one after the other, then as this rank does."""
 
     rank, num_ranks = 0, 2
 

@@ -1254,7 +1254,7 @@ def know_other(name: str, value: object) -> Callable:
     return lambda given: setattr(given.info, name, value)
 
 
-# What differs from the call that we know: of a later SGLang, or as something has read the logits.
+# Differences from the call that we know: of a later SGLang, or as something has read the logits.
 UNKNOWN: dict[str, tuple[Callable, str]] = {
     "an argument": (lambda given: given.options.update(argument=1), "unknown_argument"),
     "fewer positions": (lambda given: given.arguments.append(given.arguments.pop()[:1]), "positions"),

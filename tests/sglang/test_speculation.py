@@ -41,7 +41,7 @@ def hooks(one_rank):
 
 
 def counted(hooks) -> str:
-    """What the server has counted, as its log says it."""
+    """The counts of the server, as its log says them."""
     metrics = hooks.runtime.metrics
     metrics.flush()
     return metrics.summary().removeprefix("since the start: ")

@@ -291,7 +291,7 @@ def test_a_hook_that_did_not_land_is_named(server_config, pretend):
 
 
 DRAFTS = Drafts(None, DraftMode.COUPLED)
-INSTALLATIONS = {  # and what else is looked for
+INSTALLATIONS = {  # with further targets that are looked for
     "a step": (hooks.install, versions.HOOK_TARGETS, ()),
     "drafts": (hooks.install_drafts, versions.DRAFT_TARGETS, versions.READ_CALLS),
 }
