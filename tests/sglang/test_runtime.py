@@ -750,43 +750,44 @@ def test_a_head_that_sglang_has_wrapped_since_its_check_is_sglangs_and_so_it_is_
     assert runtime.status["reason"] == "the LM head has LoRA adapters" and prometheus("active") == 0
 
 
-@pytest.fixture
-def required(monkeypatch):
-    monkeypatch.setenv(REQUIRE_VARIABLE, "1")
-
-
-def refused_model(device) -> Model:
-    model = make_model(device)
-    model.lm_head.set_lora = model.lm_head.apply_lora = 1
-    return model
-
-
 class Headless(torch.nn.Module): ...
 
 
+def load_refused(runtime: Runtime, device) -> None:
+    model = make_model(device)
+    model.lm_head.set_lora = model.lm_head.apply_lora = 1
+    load(runtime, device, model=model)
+
+
+def announce(runtime: Runtime, device) -> None:
+    runtime.inactive_reason = "a mode is not served"
+    runtime.announce_inactive()
+
+
 @pytest.mark.parametrize(
-    "attributes, reason",
+    "start, reason",
     [
-        ({"is_generation": False}, "this model generates no tokens"),
-        ({"model": Headless()}, "the model shows its LM head only at its first batch"),
-        ({"model": refused_model}, "the LM head has LoRA adapters"),
+        (load, None),
+        (lambda runtime, device: load(runtime, device, is_draft_worker=True), None),
+        (lambda runtime, device: load(runtime, device, is_generation=False), "this model generates no tokens"),
+        (
+            lambda runtime, device: load(runtime, device, model=Headless()),
+            "the model shows its LM head only at its first",
+        ),
+        (lambda runtime, device: StepHooks(runtime).load_model(None, object()), "load_model: AttributeError"),
+        (load_refused, "the LM head has LoRA adapters"),
+        (announce, "a mode is not served"),
     ],
-    ids=["embedding", "no head", "refused head"],
+    ids=["a model", "a draft model", "embedding", "no head", "an unknown runner", "refused head", "mode"],
 )
-def test_a_server_that_must_fuse_does_not_start_with_a_model_that_it_cannot_fuse(
-    starting, device, caplog, required, attributes, reason
-):
-    if attributes.get("model") is refused_model:
-        attributes = {"model": refused_model(device)}
-    with pytest.raises(NotActiveError, match=f"because FLASHSAMPLE_REQUIRE is on and {reason}$"):
-        load(starting, device, **attributes)
-    assert [record.levelno for record in caplog.records][-1] == logging.ERROR
-
-
-def test_a_server_that_must_fuse_starts_with_a_model_that_it_fuses_and_with_a_draft(starting, device, required):
-    load(starting, device)
-    load(starting, device, is_draft_worker=True)
-    assert len(starting.heads) == 1
+def test_a_server_that_must_fuse_does_not_start_where_it_cannot(starting, device, monkeypatch, caplog, start, reason):
+    monkeypatch.setenv(REQUIRE_VARIABLE, "1")
+    words = f"because FLASHSAMPLE_REQUIRE is on and {reason}"
+    with contextlib.nullcontext() if reason is None else pytest.raises(NotActiveError, match=words):
+        start(starting, device)
+    errors = [record.levelno == logging.ERROR for record in caplog.records]
+    assert errors == [] if reason is None else errors[-1]
+    assert len(starting.heads) == (start is load)
 
 
 def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
@@ -797,12 +798,6 @@ def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
     runner = types.SimpleNamespace(model=draft, is_generation=True, is_draft_worker=True)
     StepHooks(runtime).load_model(None, runner)
     assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is None
-
-
-def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
-    server_config.spec.speculative_algorithm = "FROZEN_KV_MTP"
-    with pytest.raises(NotActiveError, match="speculative decoding is off by default"):
-        Runtime(None).announce_inactive()
 
 
 @pytest.fixture
@@ -1372,11 +1367,6 @@ def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(runtim
         )
         assert logits == "sglang's"
     assert runtime.inactive_reason.startswith(f"{hook}: AttributeError")
-
-
-def test_a_server_that_must_fuse_does_not_start_where_its_model_cannot_be_prepared(runtime, required):
-    with pytest.raises(NotActiveError, match="load_model: AttributeError"):
-        StepHooks(runtime).load_model("result", object())
 
 
 def test_logits_that_were_left_for_later_are_sglangs_own_whoever_reads_them(runtime, device):
