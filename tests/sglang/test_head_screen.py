@@ -50,25 +50,15 @@ from sgl_flashsample.sglang.screen_lifecycle import (
     LONGEST_PAUSE_SECONDS,
     MAX_READ_SHARE,
     MIN_BLOCKS,
-    SCREEN_VARIABLE,
     HeadScreen,
     PausePolicy,
     ScreenMode,
-    screen_mode,
     unsupported_screen,
 )
 
 pytestmark = pytest.mark.slow
 
 # Whether a head has one.
-
-
-@pytest.mark.parametrize("text, mode", [(None, "auto"), ("auto", "auto"), ("on", "on"), (" Off", "off")])
-def test_the_environment_says_what_was_asked_for(monkeypatch, text, mode):
-    monkeypatch.delenv(SCREEN_VARIABLE, raising=False)
-    if text is not None:
-        monkeypatch.setenv(SCREEN_VARIABLE, text)
-    assert screen_mode() is ScreenMode(mode)
 
 
 MEASURED, BUILT_IN = screening_table, DispatchTable

@@ -326,30 +326,34 @@ def test_a_head_that_cannot_be_fused_has_its_reason_in_words(server_config, proc
     assert words in support.unsupported_head(processor, lm_head)
 
 
-def test_an_ordinary_head_is_served(server_config, device):
-    assert support.unsupported_head(Processor(vocab_size=100), make_head(WEIGHT.to(device))) is None
+REPLICATED = "each rank has the whole LM head, which is not supported with several ranks"
 
 
 @pytest.mark.parametrize(
-    "processor, divided, words",
+    "ranks, processor, divided, words",
     [
-        (GATHERED, 6, None),
-        (GATHERED, 1, "gathered over 6 ranks, but the LM head is divided over 1"),
-        (Processor(vocab_size=100), 1, "each rank has the whole LM head, which is not supported with several ranks"),
-        (Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True, vocab_size=300), 3, None),
-        (Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True), 6, "gathered over 3 ranks, but the LM"),
+        ((1, 1, 1), Processor(vocab_size=100), 1, None),
+        ((2, 1, 2), Processor(vocab_size=100), 1, None),
+        ((6, 3, 1), GATHERED, 6, None),
+        ((6, 3, 1), GATHERED, 1, "gathered over 6 ranks, but the LM head is divided over 1"),
+        ((6, 3, 1), Processor(vocab_size=100), 1, REPLICATED),
+        ((6, 3, 1), Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True, vocab_size=300), 3, None),
+        (
+            (6, 3, 1),
+            Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True),
+            6,
+            "gathered over 3 ranks, b",
+        ),
     ],
-    ids=["a part", "replicated, gathered", "replicated", "a part over the ranks of attention", "over all ranks"],
+    ids=["one rank", "DP", "a part", "replicated, gathered", "replicated", "a part of attention's ranks", "over all"],
 )
-def test_a_part_of_a_head_is_served_where_sglang_gathers_the_others(server_config, device, processor, divided, words):
-    vars(server_config.parallel).update(tp_size=6, attn_tp_size=3)
+def test_a_part_of_a_head_is_served_where_sglang_gathers_the_others(
+    server_config, device, ranks, processor, divided, words
+):
+    """ranks: of tensor parallelism, of attention, of DP attention."""
+    vars(server_config.parallel).update(zip(("tp_size", "attn_tp_size", "attn_dp_size"), ranks, strict=True))
     reason = support.unsupported_head(processor, make_head(WEIGHT.to(device), tp_size=divided))
     assert reason is None if words is None else words in reason
-
-
-def test_a_rank_of_dp_attention_has_the_whole_head_for_itself(server_config, device):
-    vars(server_config.parallel).update(tp_size=2, attn_dp_size=2)
-    assert support.unsupported_head(Processor(vocab_size=100), make_head(WEIGHT.to(device))) is None
 
 
 def test_a_device_without_kernels_has_its_reason_in_words(in_host_memory, monkeypatch):
