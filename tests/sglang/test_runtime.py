@@ -342,7 +342,7 @@ REPLICATED = "each rank has the whole LM head, which is not supported with sever
             (6, 3, 1),
             Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True),
             6,
-            "gathered over 3 ranks, b",
+            "gathered over 3 ranks",
         ),
     ],
     ids=["one rank", "DP", "a part", "replicated, gathered", "replicated", "a part of attention's ranks", "over all"],
