@@ -58,7 +58,7 @@ from sgl_flashsample.sglang.screen_lifecycle import (
 
 pytestmark = pytest.mark.slow
 
-# Whether a head has one.
+# Heads that get a screen.
 
 
 MEASURED, BUILT_IN = screening_table, DispatchTable
@@ -129,7 +129,7 @@ def test_a_screen_takes_no_more_than_its_share_of_the_free_memory(free_memory, m
     )
 
 
-# What it draws.
+# Draws with a screen.
 
 
 def tokens(state: HeadState, return_logprob: bool = False) -> list[int]:

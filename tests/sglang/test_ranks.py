@@ -48,7 +48,7 @@ from sgl_flashsample.tools.server import free_port
 WORKER = Path(__file__).with_name("rank_worker.py")
 SECONDS = 20.0  # that a rank may take to end after the other one has
 
-# What strikes rank 1 at the start, and the reason that both then have; or, where it does not concern the other rank,
+# Faults of rank 1 at the start, and the reason that both then have; or, where it does not concern the other rank,
 # that it has no screen any more, or the path that it takes instead.
 REFUSED = {
     "an unknown version": "the ranks differ: SGLang is '.*' on rank 0 and '9.9.9' on rank 1",

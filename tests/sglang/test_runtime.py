@@ -71,7 +71,7 @@ def several_gpus(monkeypatch) -> None:
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
 
 
-# What is not served.
+# Servers and heads that are not served.
 
 
 CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLANG_SANITIZE_NAN_LOGITS")
@@ -586,7 +586,7 @@ def test_a_model_that_does_not_show_its_head_is_waited_for_and_a_line_says_so(st
     assert ": waiting for the first batch, which shows where the model's LM head is; " in caplog.records[0].message
 
 
-# What a server says of itself, and refuses to start without.
+# The status of a server, and its refusal to start.
 
 
 def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_file):
@@ -1171,7 +1171,7 @@ def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must
     assert not registry.hooked, "nothing was replaced"
 
 
-# What a failure costs.
+# Failures and their cost.
 
 
 @pytest.fixture

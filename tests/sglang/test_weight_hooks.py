@@ -219,7 +219,7 @@ def test_a_head_without_a_screen_goes_through_every_change_of_weights(runtime, d
     assert not state.has_screen and not caplog.records
 
 
-# What is hooked.
+# Hooked targets.
 
 SESSIONS = {"begin_weight_update", "end_weight_update", "finalize_startup_weight_load"}  # not in 0.5.17
 
