@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import exchange_worker
@@ -144,14 +145,14 @@ class Handle:
 @pytest.fixture
 def connected(monkeypatch, pretend):
     """Connects two ranks; returns the exchange and a reference to the memory that it reserved. reach: GPUs reach each
-    other, as far as SGLang's all-reduce has found. others: the other rank has memory. fails: this one has none. opens:
-    the memory of others can be opened. opened: the groups that have opened it."""
+    other, as far as SGLang's all-reduce has found. others: the other rank has memory, and has opened that of this one.
+    fails: this one has none. opens: it can open memory. opened: the groups that have opened it."""
     opened: list[str] = []
 
     def connect(
-        reach: bool = True, others: bool = True, fails: bool = False, opens: bool = True
+        reach: bool = True, others: Sequence[bool] = (True, True), fails: bool = False, opens: bool = True
     ) -> tuple[Exchange, weakref.ref | None]:
-        reserved = []
+        reserved, answers = [], iter(others)
 
         def reserve(num_bytes: int, device: torch.device) -> torch.Tensor:
             if fails:
@@ -165,7 +166,7 @@ def connected(monkeypatch, pretend):
             return Handle(region) if opens else None
 
         monkeypatch.setattr(exchange_module, "_symmetric_memory", reserve)
-        monkeypatch.setattr(RankSync, "of_all", lambda self, value: [value, others])
+        monkeypatch.setattr(RankSync, "of_all", lambda self, value: [value, next(answers)])
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         pretend("torch.distributed._symmetric_memory", rendezvous=rendezvous)
         group = types.SimpleNamespace(rank_in_group=0, world_size=2, device=torch.device("cpu"))
@@ -188,8 +189,14 @@ def test_ranks_that_reach_each_others_memory_exchange_through_it_and_keep_it(con
 
 @pytest.mark.parametrize(
     "fault, opened",
-    [({"others": False}, []), ({"fails": True}, []), ({"reach": False}, []), ({"opens": False}, ["tp"])],
-    ids=["another rank", "this rank", "GPUs that do not reach each other", "memory that cannot be opened"],
+    [
+        ({"others": (False,)}, []),
+        ({"fails": True}, []),
+        ({"reach": False}, []),
+        ({"opens": False}, ["tp"]),
+        ({"others": (True, False)}, ["tp"]),
+    ],
+    ids=["another rank", "this rank", "GPUs that do not reach each other", "cannot open", "another rank cannot open"],
 )
 def test_where_one_rank_has_no_memory_for_an_exchange_all_use_collectives(connected, fault, opened):
     exchange, reserved = connected(**fault)
