@@ -27,7 +27,7 @@ EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kern
 EVERYWHERE |= {"bound_truncated_kernel", "list_ids_kernel", "read_ids_kernel", "read_groups_kernel"}
 EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel", "pack_record_kernel", "merge_records_kernel"}
 EVERYWHERE |= {"exchange_records_kernel", "tell_logits_kernel", "copy_rows_kernel", "follow_drafts_kernel"}
-EVERYWHERE |= {"gather_rows_kernel", "write_rows_kernel"}
+EVERYWHERE |= {"gather_rows_kernel", "write_rows_kernel", "stage_rows_kernel"}
 
 
 def printed_by(*arguments: object, path: str = ""):

@@ -834,7 +834,9 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
 ):
     _, table, lm_head = tuned_file
     entry: Entry = next(entry for entry in table.entries if entry.rows == 4)
-    script.check = lambda table: Checked(table.without(entry.configuration, PLAIN), None, (f"off with {entry.configuration}", "off"))
+    script.check = lambda table: Checked(
+        table.without(entry.configuration, PLAIN), None, (f"off with {entry.configuration}", "off")
+    )
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
