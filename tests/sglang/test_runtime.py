@@ -905,11 +905,12 @@ def test_flashinfer_draws_what_a_table_gives_it_only_if_it_draws_right_here(
     assert len(warnings) == (0 if says is None else 1) and all(words in warning for warning in warnings)
 
 
-def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting, device, pretend_gpu):
+def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting, device, monkeypatch):
     processor, lm_head = Processor(), make_head(weights(device))
-    pretend_gpu(True, is_capturing=True)
-    assert starting.head_for(processor, lm_head) is None
-    pretend_gpu(device.type == "cuda")
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert starting.head_for(processor, lm_head) is None
     assert starting.head_for(processor, lm_head) is not None
 
 
