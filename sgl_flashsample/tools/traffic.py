@@ -90,16 +90,16 @@ class Curve(NamedTuple):
 
 def equal_work(curves: Sequence[Curve]) -> list[list[float]]:
     """Tokens per second of each server in each segment of the tokens that both answered after both were filled.
-    Segments have equally many tokens. Without ``LEAST_SEGMENTS`` of ``SHORTEST`` seconds there is none."""
+    Segments have equally many tokens. Without ``LEAST_SEGMENTS`` of ``SHORTEST`` seconds each there are none."""
     first, last = max(curve.filled for curve in curves), min(curve.totals[-1] for curve in curves)
     if last <= first:
         return [[] for _ in curves]
     taken = [end - start for start, end in (curve.seconds((first, last)) for curve in curves)]
     number = max(LEAST_SEGMENTS, min(round(max(taken) / SEGMENT), int(min(taken) / SHORTEST)))
+    if min(taken) < number * SHORTEST:
+        return [[] for _ in curves]
     bounds = [float(bound) for bound in np.linspace(first, last, number + 1)]
     seconds = [[end - start for start, end in itertools.pairwise(curve.seconds(bounds))] for curve in curves]
-    if min(taken) < number * SHORTEST or min(map(min, seconds)) <= 0:
-        return [[] for _ in curves]
     return [[(last - first) / number / each for each in mine] for mine in seconds]
 
 

@@ -169,7 +169,7 @@ def served(
     prompts and of answers.
 
     A step takes longer with more rows and pauses for prefill, its time is noisy, and some steps stall. A request joins
-    one or two steps after the last one of its client has ended.
+    in the first or the second step after the last one of its client has ended.
     """
     steps = 3300
     chunks, rows, prefill = np.zeros((2, steps)), np.zeros(steps + 1), np.zeros(steps)  # chunks: by client process
@@ -223,7 +223,6 @@ def test_equal_work_tells_apart_what_windows_do_not(faster):
     assert held >= 95
     of_work, of_windows = np.median(widths, axis=0)
     assert of_work <= of_windows / 3
-    print("FIGURES", faster, held, of_work, of_windows)
 
 
 def test_tokens_count_in_the_tick_of_running_time_in_which_they_arrived(monkeypatch):
