@@ -72,7 +72,7 @@ class Window(NamedTuple):
 
 class Curve(NamedTuple):
     """The tokens that arrived from one server since its cell began. totals: at the end of each ``TICK`` of running
-    time, from 0 on. filled: when its first window began."""
+    time, from 0 on. filled: those that had arrived when its first window began."""
 
     totals: tuple[float, ...]
     filled: float
