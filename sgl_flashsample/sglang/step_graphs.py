@@ -329,13 +329,14 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def can_be_captured(edits: LogitEdits, num_rows: int) -> bool:
-    """A graph can be told the tensors of such edits of ``num_rows`` rows: their flags are those of the table, and each
-    tensor has its rows where kernels expect them."""
+def can_be_captured(edits: LogitEdits, num_rows: int, device: torch.device) -> bool:
+    """A graph on this device can be told the tensors of such edits of ``num_rows`` rows: their flags are those of the
+    table, and each tensor has its rows where kernels expect them."""
     tensors = [tensor for tensor in (edits.additive, edits.scaling, edits.bias) if tensor is not None]
     return edits.rows is None and all(
         tensor.shape[0] * edits.repeats == num_rows
         and tensor.dtype is torch.float32
+        and tensor.device == device
         and tensor.stride(1) == 1
         and tensor.data_ptr() % 16 == 0
         for tensor in tensors
