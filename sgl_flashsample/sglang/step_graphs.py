@@ -152,7 +152,7 @@ class KeyedGraphs:
 
     @property
     def next_batch(self) -> Any:
-        """What the next graph has to be told: its ``StagedBatch`` or its ``EditPlaces``."""
+        """The ``StagedBatch`` or ``EditPlaces`` of the next graph, to be set before its replay."""
         return self.batches[self.slot]
 
     def replay_next(self, num_rows: int) -> SampleOutput:
